@@ -1,0 +1,128 @@
+"""What a Hugging Face `config.json` says about the shape of a model, read once at the border."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from megarl.errors import ConfigError, Problem
+
+
+class Family(StrEnum):
+    LLAMA = "llama"
+    QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the rotary frequencies."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder-only transformer: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
+
+    family: Family
+    num_layers: int
+    hidden: int
+    ffn_hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    max_context_tokens: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    has_tied_embeddings: bool
+    has_qkv_bias: bool
+    has_qk_norm: bool
+    dtype: str
+    """Of the checkpoint: float32, bfloat16 or float16."""
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": Family.LLAMA,
+    "Qwen2ForCausalLM": Family.QWEN2,
+    "Qwen3ForCausalLM": Family.QWEN3,
+}
+
+
+def read_model_shape(folder: Path) -> ModelShape:
+    """The shape of the model in `folder`; a ConfigError names what is missing or not supported."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise _error(f"{path} does not exist; model.path is a folder in Hugging Face format") from None
+    except json.JSONDecodeError as error:
+        raise _error(f"{path} is not JSON: {error}") from None
+    architectures = raw.get("architectures") or ["(none)"]
+    family = _FAMILIES.get(architectures[0])
+    if family is None:
+        known = ", ".join(_FAMILIES)
+        raise _error(f"{path}: architecture {architectures[0]} is not supported; supported are {known}")
+    if raw.get("use_sliding_window"):
+        raise _error(f"{path}: use_sliding_window is not supported; set it to false if the context allows")
+    try:
+        return _shape(raw, family)
+    except KeyError as error:
+        raise _error(f"{path}: {error.args[0]} is missing") from None
+
+
+def _shape(raw: dict[str, object], family: Family) -> ModelShape:
+    def integer(key: str, default: int | None = None) -> int:
+        value = raw.get(key, default)
+        if value is None:
+            raise KeyError(key)
+        return int(value)  # type: ignore[call-overload,no-any-return]
+
+    num_heads = integer("num_attention_heads")
+    hidden = integer("hidden_size")
+    # transformers 5 writes `rope_parameters`; earlier versions `rope_theta` and `rope_scaling`.
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    assert isinstance(rope, dict)
+    return ModelShape(
+        family=family,
+        num_layers=integer("num_hidden_layers"),
+        hidden=hidden,
+        ffn_hidden=integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=integer("num_key_value_heads", num_heads),
+        head_dim=integer("head_dim", hidden // num_heads),
+        vocab=integer("vocab_size"),
+        max_context_tokens=integer("max_position_embeddings"),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),  # type: ignore[arg-type]
+        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),  # type: ignore[arg-type]
+        rope_scaling=_rope_scaling(rope),
+        has_tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        has_qkv_bias=family is Family.QWEN2 or bool(raw.get("attention_bias", False)),
+        has_qk_norm=family is Family.QWEN3,
+        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+    )
+
+
+def _rope_scaling(rope: dict[str, object]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind in (None, "default"):
+        return None
+    if kind != "llama3":
+        raise _error(f"config.json: rope type {kind} is not supported; supported are default and llama3")
+    return RopeScaling(
+        factor=float(rope["factor"]),  # type: ignore[arg-type]
+        low_freq_factor=float(rope["low_freq_factor"]),  # type: ignore[arg-type]
+        high_freq_factor=float(rope["high_freq_factor"]),  # type: ignore[arg-type]
+        original_max_position=int(rope["original_max_position_embeddings"]),  # type: ignore[call-overload]
+    )
+
+
+def _error(message: str) -> ConfigError:
+    return ConfigError("model.path", (Problem(key="model.path", message=message),))

@@ -1,0 +1,213 @@
+"""The schema of a recipe: one typed tree, one default per key, unknown keys refused.
+
+A function takes the section it needs, never the whole recipe. Nothing here opens a file: see `check`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=False)
+
+
+class RunConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Names the run's folder, `<folder>/<name>`."""
+    folder: Path = Path("runs")
+    seed: NonNegativeInt = 1
+    """With the recipe it determines a synchronous CPU run: tokens, rewards and weights."""
+    steps: PositiveInt
+    device: Literal["cpu", "cuda"] = "cuda"
+    """`cpu` runs the same engines on a laptop, one process per GPU of the pools."""
+    ray_address: str | None = None
+    """A running Ray cluster; without it megarl starts one on this machine and stops it at the end."""
+
+
+class ModelConfig(Section):
+    path: Path
+    """A folder in Hugging Face format: config.json, safetensors, tokenizer."""
+
+
+class DataConfig(Section):
+    train: Annotated[tuple[Path, ...], Field(min_length=1)]
+    """Parquet files."""
+    eval: tuple[Path, ...] = ()
+    prompt_key: str = "prompt"
+    """Column with a list of messages, or a string (sent as one user message)."""
+    response_key: str = "response"
+    """Column that `sft` imitates; where it is missing, the last assistant message of the prompt."""
+    max_prompt_tokens: PositiveInt = 1024
+    overlong_prompts: Literal["refuse", "drop"] = "refuse"
+    is_shuffled: bool = True
+
+
+class PoolConfig(Section):
+    nodes: PositiveInt = 1
+    gpus_per_node: PositiveInt
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+class ActorConfig(Section):
+    pool: str
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    virtual_pipeline: PositiveInt = 1
+    """Model chunks per pipeline stage (interleaved schedule when > 1)."""
+    is_sequence_parallel: bool = False
+    """Shard activations along the sequence between the tensor-parallel ranks."""
+
+    @property
+    def model_parallel(self) -> int:
+        return self.tensor * self.pipeline
+
+
+class RolloutRoleConfig(Section):
+    pool: str
+    tensor: PositiveInt = 1
+    """GPUs per engine; the pool holds as many engines as fit."""
+    max_running_requests: PositiveInt = 128
+    max_cached_tokens: PositiveInt | None = None
+    """Size of the KV cache in tokens; without it the engine takes what memory is left (on CPU: 32,768)."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """Share of GPU memory for weights and KV cache."""
+    is_deterministic: bool = True
+    """Same tokens whatever the order and size of the batch, at some cost in speed."""
+    start_timeout_s: PositiveFloat = 300
+    request_timeout_s: PositiveFloat = 600
+    max_attempts: PositiveInt = 3
+    """How often one request is tried, each time on another engine where there is one."""
+
+
+class RolesConfig(Section):
+    actor: ActorConfig
+    rollout: RolloutRoleConfig | None = None
+    """Not needed by `sft` without an evaluation."""
+
+
+class SftConfig(Section):
+    kind: Literal["sft"]
+
+
+class GrpoConfig(Section):
+    kind: Literal["grpo"]
+    normalize_std: bool = True
+    """Divide by the group's standard deviation; false is Dr. GRPO."""
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.2
+    clip_dual: Annotated[float, Field(gt=1)] = 3.0
+    """Bound on the loss where the advantage is negative and the ratio large."""
+    entropy_coef: NonNegativeFloat = 0.0
+
+
+AlgorithmConfig = Annotated[SftConfig | GrpoConfig, Field(discriminator="kind")]
+
+
+class SamplingConfig(Section):
+    rollouts_per_prompt: PositiveInt = 8
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: PositiveInt | None = None
+    max_response_tokens: PositiveInt = 1024
+
+
+class ExactRewardConfig(Section):
+    kind: Literal["exact"]
+    """1 when the response, stripped, equals the ground truth, else 0."""
+
+
+class FunctionRewardConfig(Section):
+    kind: Literal["function"]
+    path: Path
+    """A Python file of yours."""
+    name: str = "compute_score"
+    """`name(data_source, solution_str, ground_truth, extra_info=None)` returns a float, or a dict with `score`."""
+    workers: PositiveInt = 2
+    deadline_s: PositiveFloat = 30
+    """Per rollout; a worker that is later is replaced and the run stops with the sample's name."""
+
+
+RewardConfig = Annotated[ExactRewardConfig | FunctionRewardConfig, Field(discriminator="kind")]
+
+
+class OptimizerConfig(Section):
+    learning_rate: PositiveFloat = 1e-6
+    min_learning_rate: NonNegativeFloat = 0.0
+    warmup_steps: NonNegativeInt = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: NonNegativeFloat = 0.01
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+    clip_grad_norm: PositiveFloat = 1.0
+
+
+class TrainConfig(Section):
+    prompts_per_step: PositiveInt
+    prompts_per_update: PositiveInt | None = None
+    """Mini-batch of one optimizer update; without it the whole step is one update."""
+    tokens_per_micro_batch: PositiveInt = 8192
+    """Sequences are packed up to this many tokens; must hold the longest prompt + response."""
+    max_staleness: Literal[0] = 0
+    """Versions a trained token may be behind; 0 generates and trains in turn."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    operation_timeout_s: PositiveFloat = 1800
+    """Deadline of every call to a trainer rank."""
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.prompts_per_step // (self.prompts_per_update or self.prompts_per_step)
+
+
+class EvaluationConfig(Section):
+    """Greedy answers to the prompts of `data.eval`."""
+
+    every_steps: PositiveInt | None = None
+    """Besides before the first and after the last step."""
+    max_prompts: PositiveInt | None = None
+
+
+class CheckpointConfig(Section):
+    save_at_end: bool = True
+    """Write the final weights as a Hugging Face folder, `<run>/checkpoints/step_N/model`."""
+
+
+class ObserveConfig(Section):
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = 0
+    """Prometheus endpoint on loopback; 0 picks a free port, null turns it off."""
+
+
+class Recipe(Section):
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig
+    pools: Annotated[dict[str, PoolConfig], Field(min_length=1)]
+    roles: RolesConfig
+    algorithm: AlgorithmConfig
+    sampling: SamplingConfig = SamplingConfig()
+    reward: RewardConfig = ExactRewardConfig(kind="exact")
+    train: TrainConfig
+    evaluation: EvaluationConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def run_folder(self) -> Path:
+        return self.run.folder / self.run.name
+
+    @property
+    def data_parallel(self) -> int:
+        return self.pools[self.roles.actor.pool].gpus // self.roles.actor.model_parallel
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self.data.max_prompt_tokens + self.sampling.max_response_tokens

@@ -1,0 +1,49 @@
+"""Every environment variable megarl reads or sets, with its reason. Read nowhere else; no state travels in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvVar:
+    name: str
+    default: str
+    reason: str
+
+    def read(self) -> str:
+        return os.environ.get(self.name, self.default)
+
+
+RAY_ADDRESS = EnvVar(name="RAY_ADDRESS", default="", reason="Join this Ray cluster when the recipe names none.")
+NO_COLOR = EnvVar(name="NO_COLOR", default="", reason="Any value: plain output, as on every other tool.")
+
+ENGINE_ENVIRONMENT: Mapping[str, str] = {
+    # A paused engine answers 503 to a generating health check; a static one keeps probes honest about the process.
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""What every SGLang process is started with."""
+
+CPU_ENGINE_ENVIRONMENT: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+"""Besides, where there is no GPU. One thread per rank: results do not depend on the number of cores."""
+
+TRAINER_ENVIRONMENT: Mapping[str, str] = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "HF_HUB_OFFLINE": "1"}
+"""What every trainer rank runs with. One connection: Megatron's overlap of communication relies on launch order."""
+
+CPU_TRAINER_ENVIRONMENT: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
+
+RAY_ENVIRONMENT: Mapping[str, str] = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+"""A Ray that megarl starts: token auth, no phoning home."""
+
+RAY_AUTH_TOKEN_PATH = EnvVar(
+    name="RAY_AUTH_TOKEN_PATH", default="", reason="The file with the cluster's token; a file, so that it is in no argv."
+)

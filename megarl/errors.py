@@ -1,0 +1,94 @@
+"""Every error megarl raises on purpose, and the exit code each one ends a run with.
+
+    MegarlError
+    ├── ConfigError          2   the recipe is wrong; carries every problem found
+    ├── DataError            3   a data set or a reward function is wrong
+    │   └── RewardError      3   the user's reward failed, timed out or returned nonsense
+    ├── CheckpointError      4   nothing that verifies can be loaded, or a folder is broken
+    ├── EnvironmentProblem   5   ports, devices, packages, processes of this machine
+    ├── PreemptedError      75   asked to stop; requeue me
+    ├── FleetError          76   no engine is left that can generate
+    │   ├── EngineError          one engine failed; the fleet may have others
+    │   └── WeightSyncError      a publish was not committed
+    ├── NumericsError       77   loss, gradient or log-probability is not finite
+    └── WorkerError         70   a rank failed; names role, rank and operation
+
+Errors cross process borders, so each is picklable from its message alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class MegarlError(Exception):
+    """A failure with a sentence a person can act on."""
+
+    exit_code = 70
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing wrong with a recipe: where, what, and the way out."""
+
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}" if self.key else self.message
+
+
+class ConfigError(MegarlError):
+    """The recipe cannot be run. All its problems at once."""
+
+    exit_code = 2
+
+    def __init__(self, source: str, problems: tuple[Problem, ...]) -> None:
+        super().__init__(source, problems)
+        self.source = source
+        self.problems = problems
+
+    def __str__(self) -> str:
+        lines = [f"{self.source}: {len(self.problems)} problem(s)"]
+        lines += [f"  {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+
+class DataError(MegarlError):
+    exit_code = 3
+
+
+class RewardError(DataError):
+    pass
+
+
+class CheckpointError(MegarlError):
+    exit_code = 4
+
+
+class EnvironmentProblem(MegarlError):
+    exit_code = 5
+
+
+class PreemptedError(MegarlError):
+    exit_code = 75
+
+
+class FleetError(MegarlError):
+    exit_code = 76
+
+
+class EngineError(FleetError):
+    pass
+
+
+class WeightSyncError(FleetError):
+    pass
+
+
+class NumericsError(MegarlError):
+    exit_code = 77
+
+
+class WorkerError(MegarlError):
+    pass

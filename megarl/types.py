@@ -1,0 +1,181 @@
+"""The values that travel through one step, in the order they appear. Numpy only: no torch, no engine.
+
+    Prompt -> RolloutGroup -> ScoredGroup -> TrainSample -> TrainBatch -> UpdateResult
+
+Shapes: T tokens of one response, P tokens of its prompt, N packed tokens of one micro-batch, S sequences in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+TokenArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+PolicyVersion = NewType("PolicyVersion", int)
+"""How many optimizer steps made these weights; 0 is the model the run started from."""
+
+DEMONSTRATION = PolicyVersion(-1)
+"""The version of tokens that come from a data set, not from a policy."""
+
+JsonValue: TypeAlias = "str | int | float | bool | None | list[JsonValue] | dict[str, JsonValue]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task, tokenised, at one place of the (shuffled, repeated) stream."""
+
+    uid: str
+    """Names the row of the data set; the same in every epoch."""
+    position: int
+    """How many prompts were drawn before this one since the run began."""
+    epoch: int
+    token_ids: TokenArray  # [P]
+    data_source: str
+    ground_truth: str
+    extra_info: Mapping[str, JsonValue]
+    demonstration: TokenArray | None = None
+    """The response of the data set, end token included, where it has one."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One response, token by token, as the engine gave it."""
+
+    token_ids: TokenArray  # [T]
+    logprobs: FloatArray  # [T], of the engine, after temperature
+    versions: npt.NDArray[np.int32]  # [T], which policy chose each token
+    loss_mask: BoolArray  # [T], True where the policy chose the token
+    finish_reason: FinishReason
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup:
+    """All rollouts of one prompt."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    value: float
+    components: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    group: RolloutGroup
+    scores: tuple[Score, ...]
+
+    def __post_init__(self) -> None:
+        num_rollouts = len(self.group.rollouts)
+        assert len(self.scores) == num_rollouts, f"{len(self.scores)} scores, {num_rollouts} rollouts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSample:
+    """One rollout with its credit assigned."""
+
+    prompt_ids: TokenArray  # [P]
+    rollout: Rollout
+    advantages: FloatArray  # [T], 0 where the policy did not choose the token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Whole sequences, packed end to end. Position n predicts `targets[n]`, the next token of its sequence.
+
+    Padding, where the micro-batch has some, is one more sequence at the end with an empty loss mask.
+    """
+
+    token_ids: TokenArray  # [N]
+    positions: TokenArray  # [N], restart at 0 with each sequence
+    sequence_starts: npt.NDArray[np.int32]  # [S + 1], ends with N
+    targets: TokenArray  # [N]
+    loss_mask: BoolArray  # [N], True where the policy chose `targets[n]`
+    advantages: FloatArray  # [N]
+    rollout_logprobs: FloatArray  # [N], of `targets[n]`
+    sample_ids: npt.NDArray[np.int32]  # [S], index into the step's samples, -1 for padding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """What one optimizer update sees, split over the data-parallel ranks.
+
+    The denominators are global: no rank or micro-batch divides by a count of its own.
+    """
+
+    shares: tuple[tuple[MicroBatch, ...], ...]
+    """One tuple of micro-batches per data-parallel rank; all tuples have one length, all micro-batches one N."""
+    num_loss_tokens: int
+    num_sequences: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """Everything one step trains on."""
+
+    mini_batches: tuple[MiniBatch, ...]
+    temperature: float
+    """Log-probabilities are of logits divided by this, as the engine sampled them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateStats:
+    """What the trainer saw in one step: means over its mini-batches, each over all loss tokens."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    entropy: float
+    clip_fraction: float
+    approx_kl: float
+    """k3 estimate of KL(policy before this update || policy), over loss tokens."""
+    mismatch_mean: float
+    """Mean |p_train - p_rollout|: how far trainer and engine disagree about the same tokens."""
+    mismatch_max: float
+    num_loss_tokens: int
+    num_sequences: int
+    num_micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    version: PolicyVersion
+    stats: UpdateStats
+    logprobs: tuple[FloatArray, ...] | None = None
+    """Per sample, of the response tokens, before the first update. Only when asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishResult:
+    version: PolicyVersion
+    num_bytes: int
+    seconds: float
+    num_engines: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """Greedy answers to held-out prompts."""
+
+    version: PolicyVersion
+    num_prompts: int
+    accuracy: float
+    """Mean score; with the built-in scorers the share of right answers."""
+    by_source: Mapping[str, float]

@@ -38,12 +38,20 @@ CPU_TRAINER_ENVIRONMENT: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
 
 RAY_ENVIRONMENT: Mapping[str, str] = {
     "RAY_AUTH_MODE": "token",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",
+    # Workers that hold no GPU keep the variables they were given.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-"""A Ray that megarl starts: token auth, no phoning home."""
+"""Every Ray megarl talks to: token auth, no phoning home. Ray reads these when it is imported."""
+
+LOCAL_RAY_ENVIRONMENT: Mapping[str, str] = {
+    # Named for other systems, but on Linux too it makes Ray take 127.0.0.1 as its address and listen on nothing else.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
+"""Besides, for a Ray that megarl starts on this machine alone."""
 
 RAY_AUTH_TOKEN_PATH = EnvVar(
-    name="RAY_AUTH_TOKEN_PATH", default="", reason="The file with the cluster's token; a file, so that it is in no argv."
+    name="RAY_AUTH_TOKEN_PATH",
+    default="",
+    reason="The file with the cluster's token; a file, so that it is in no argv.",
 )

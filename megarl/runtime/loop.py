@@ -1,0 +1,103 @@
+"""The loop. One for every mode: what differs between modes is in the objects it is given.
+
+Producers consume prompts, wait for the buffer's permission, and produce scored groups.
+The step consumes scored groups, waits for a step's worth of them, and produces a version, which unblocks producers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from megarl.observe.observer import Observer
+from megarl.observe.summary import Phase, summarize_step
+from megarl.runtime.buffer import Buffer
+from megarl.runtime.evaluate import Evaluator
+from megarl.stages import Algorithm, Generator, Phases, PromptSource, Publisher, Scorer, Trainer
+from megarl.types import PolicyVersion, TrainBatch, TrainSample
+
+
+class Loop:
+    def __init__(
+        self,
+        *,
+        prompts: PromptSource,
+        generator: Generator,
+        scorer: Scorer,
+        algorithm: Algorithm,
+        pack: Callable[[Sequence[TrainSample]], TrainBatch],
+        trainer: Trainer,
+        publisher: Publisher,
+        phases: Phases,
+        buffer: Buffer,
+        evaluator: Evaluator,
+        observer: Observer,
+        num_steps: int,
+    ) -> None:
+        self._prompts = prompts
+        self._generator = generator
+        self._scorer = scorer
+        self._algorithm = algorithm
+        self._pack = pack
+        self._trainer = trainer
+        self._publisher = publisher
+        self._phases = phases
+        self._buffer = buffer
+        self._evaluator = evaluator
+        self._observer = observer
+        self._num_steps = num_steps
+
+    async def run(self) -> None:
+        """Every step; returns when the last one is trained, published and evaluated."""
+        await self._publish(PolicyVersion(0))
+        await self._evaluate(step=0, version=PolicyVersion(0))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                producers = [tasks.create_task(self._produce()) for _ in range(self._buffer.capacity)]
+                for step in range(1, self._num_steps + 1):
+                    version = await self._step(step)
+                    if self._evaluator.is_due(step, is_last=step == self._num_steps):
+                        await self._evaluate(step=step, version=version)
+                    if step < self._num_steps:
+                        await self._buffer.release_step()
+                for producer in producers:
+                    producer.cancel()
+        except* Exception as group:
+            # The first failure is the cause; what its cancellation did to the other tasks is not news.
+            raise group.exceptions[0] from None
+
+    async def _produce(self) -> None:
+        while True:
+            ticket = await self._buffer.reserve()
+            prompt = self._prompts.next()
+            group = await self._generator.generate(prompt)
+            scored = await self._scorer.score(group)
+            if self._algorithm.keeps(scored):
+                await self._buffer.put(ticket, scored)
+            else:
+                await self._buffer.give_up(ticket)
+
+    async def _step(self, step: int) -> PolicyVersion:
+        async with self._phases.generating():
+            with self._observer.phase(Phase.GENERATING):
+                groups = await self._buffer.take_step()
+        async with self._phases.training():
+            with self._observer.phase(Phase.TRAINING):
+                samples = self._algorithm.assign(groups)
+                batch = self._pack(samples)
+                update = await self._trainer.update(batch)
+        await self._publish(update.version)
+        self._observer.step_finished(step=step, groups=groups, update=update)
+        return update.version
+
+    async def _publish(self, version: PolicyVersion) -> None:
+        with self._observer.phase(Phase.PUBLISHING):
+            published = await self._publisher.publish(version)
+        self._observer.published(published)
+
+    async def _evaluate(self, *, step: int, version: PolicyVersion) -> None:
+        async with self._phases.generating():
+            with self._observer.phase(Phase.EVALUATING):
+                result = await self._evaluator.evaluate(version)
+        if result is not None:
+            self._observer.evaluated(step, result)

@@ -1,0 +1,56 @@
+"""Who may use the devices when: the only place that knows whether trainer and engines share a pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from megarl.stages import Phases
+
+
+class Sleeper(Protocol):
+    """An engine that can give its memory, or at least its time, back."""
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+
+class SeparatePhases:
+    """Everyone has a pool of its own: nobody waits."""
+
+    @asynccontextmanager
+    async def generating(self) -> AsyncIterator[None]:
+        yield
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        yield
+
+
+class SharedPhases:
+    """Trainer and engines take turns on one pool: engines sleep except while generating."""
+
+    def __init__(self, engines: Sequence[Sleeper]) -> None:
+        self._engines = engines
+        self._are_awake = True
+
+    @asynccontextmanager
+    async def generating(self) -> AsyncIterator[None]:
+        if not self._are_awake:
+            await asyncio.gather(*(engine.wake() for engine in self._engines))
+            self._are_awake = True
+        yield
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        if self._are_awake:
+            await asyncio.gather(*(engine.sleep() for engine in self._engines))
+            self._are_awake = False
+        yield
+
+
+def build_phases(engines: Sequence[Sleeper], *, is_shared: bool) -> Phases:
+    return SharedPhases(engines) if is_shared else SeparatePhases()

@@ -1,0 +1,98 @@
+"""The buffer's two promises: nothing trained is older than allowed, and timing does not choose the batch."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from megarl.runtime.buffer import Buffer
+from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
+
+
+def scored_group(position: int) -> ScoredGroup:
+    prompt = Prompt(
+        uid=str(position),
+        position=position,
+        epoch=0,
+        token_ids=np.array([1], dtype=np.int32),
+        data_source="test",
+        ground_truth="",
+        extra_info={},
+    )
+    rollout = Rollout(
+        token_ids=np.array([2], dtype=np.int32),
+        logprobs=np.zeros(1, dtype=np.float32),
+        versions=np.zeros(1, dtype=np.int32),
+        loss_mask=np.ones(1, dtype=np.bool_),
+        finish_reason=FinishReason.STOP,
+        text="",
+    )
+    score = Score(value=0.0, components={})
+    return ScoredGroup(group=RolloutGroup(prompt=prompt, rollouts=(rollout,)), scores=(score,))
+
+
+async def simulate(
+    *, seed: int, num_steps: int, max_staleness: int, keeps: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Producers of random speed; one prompt in `keeps` + 1 is given up. Positions and ages of every step."""
+    rng = random.Random(seed)
+    buffer = Buffer(prompts_per_step=4, max_staleness=max_staleness)
+    version = 0
+    position = 0
+    admitted_version: dict[int, int] = {}
+
+    async def produce() -> None:
+        nonlocal position
+        while True:
+            ticket = await buffer.reserve()
+            mine, position = position, position + 1
+            admitted_version[mine] = version
+            for _ in range(rng.randrange(12)):
+                await asyncio.sleep(0)
+            if mine % (keeps + 1) == keeps:
+                await buffer.give_up(ticket)
+            else:
+                await buffer.put(ticket, scored_group(mine))
+
+    producers = [asyncio.create_task(produce()) for _ in range(buffer.capacity)]
+    steps, ages = [], []
+    for _ in range(num_steps):
+        groups = await asyncio.wait_for(buffer.take_step(), timeout=5)
+        taken = [scored.group.prompt.position for scored in groups]
+        steps.append(taken)
+        ages.append([version - admitted_version[mine] for mine in taken])
+        version += 1
+        await buffer.release_step()
+    for producer in producers:
+        producer.cancel()
+    await asyncio.gather(*producers, return_exceptions=True)
+    return steps, ages
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(20))
+def test_never_trains_on_older_than_allowed(max_staleness: int, seed: int) -> None:
+    _, ages = asyncio.run(simulate(seed=seed, num_steps=12, max_staleness=max_staleness, keeps=3))
+    assert max(age for step in ages for age in step) <= max_staleness
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_producers_do_run_ahead_when_they_may(max_staleness: int) -> None:
+    _, ages = asyncio.run(simulate(seed=0, num_steps=12, max_staleness=max_staleness, keeps=3))
+    assert max(age for step in ages for age in step) == max_staleness
+
+
+@pytest.mark.parametrize("keeps", [1, 3])
+def test_a_synchronous_step_does_not_depend_on_timing(keeps: int) -> None:
+    runs = [asyncio.run(simulate(seed=seed, num_steps=6, max_staleness=0, keeps=keeps))[0] for seed in range(10)]
+    assert all(run == runs[0] for run in runs)
+
+
+def test_every_prompt_is_trained_once_or_given_up() -> None:
+    steps, _ = asyncio.run(simulate(seed=3, num_steps=12, max_staleness=2, keeps=3))
+    trained = [position for step in steps for position in step]
+    assert len(trained) == len(set(trained)) == 12 * 4
+    assert all(position % 4 != 3 for position in trained)

@@ -28,13 +28,36 @@ ENGINE_ENVIRONMENT: Mapping[str, str] = {
 }
 """What every SGLang process is started with."""
 
-CPU_ENGINE_ENVIRONMENT: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-"""Besides, where there is no GPU. One thread per rank: results do not depend on the number of cores."""
+CPU_ENGINE_ENVIRONMENT: Mapping[str, str] = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # One thread per rank: results do not depend on the number of cores.
+    "OMP_NUM_THREADS": "1",
+    # Compiling two helper functions delays the first request by half a minute, and needs a C++ compiler.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""Besides, where there is no GPU."""
+
+
+def engine_environment(*, device: str, tensor: int) -> dict[str, str]:
+    """All variables of one engine's process: ours over those of this process."""
+    environment = {**os.environ, **ENGINE_ENVIRONMENT}
+    if device == "cpu":
+        environment |= CPU_ENGINE_ENVIRONMENT
+        # SGLang wants a core named for every rank; without its compiled kernels it binds none of them.
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(tensor))
+    return environment
+
 
 TRAINER_ENVIRONMENT: Mapping[str, str] = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "HF_HUB_OFFLINE": "1"}
 """What every trainer rank runs with. One connection: Megatron's overlap of communication relies on launch order."""
 
 CPU_TRAINER_ENVIRONMENT: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
+
+
+def trainer_environment(device: str) -> dict[str, str]:
+    """What Ray adds to the environment of a trainer rank."""
+    return {**TRAINER_ENVIRONMENT, **(CPU_TRAINER_ENVIRONMENT if device == "cpu" else {})}
+
 
 RAY_ENVIRONMENT: Mapping[str, str] = {
     "RAY_AUTH_MODE": "token",

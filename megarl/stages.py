@@ -1,7 +1,7 @@
 """One Protocol per arrow of the step. The loop knows these and nothing else.
 
-    prompts --Generator--> groups --Scorer--> scored --Algorithm--> samples --pack--> batch --Trainer--> version
-    version --Publisher--> engines
+prompts --Generator--> groups --Scorer--> scored --Algorithm--> samples --pack--> batch --Trainer--> version
+version --Publisher--> engines
 """
 
 from __future__ import annotations

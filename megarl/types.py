@@ -111,6 +111,7 @@ class MicroBatch:
     advantages: FloatArray  # [N]
     rollout_logprobs: FloatArray  # [N], of `targets[n]`
     sample_ids: npt.NDArray[np.int32]  # [S], index into the step's samples, -1 for padding
+    response_starts: npt.NDArray[np.int32]  # [S], the position that predicts the first response token; padding: N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,6 +84,8 @@ class RolloutRoleConfig(Section):
     """Same tokens whatever the order and size of the batch, at some cost in speed."""
     start_timeout_s: PositiveFloat = 300
     request_timeout_s: PositiveFloat = 600
+    publish_timeout_s: PositiveFloat = 600
+    """Deadline of each exchange of weights with the trainer ranks."""
     max_attempts: PositiveInt = 3
     """How often one request is tried, each time on another engine where there is one."""
 

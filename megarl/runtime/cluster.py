@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-import secrets
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -78,60 +74,37 @@ class Cluster:
         self._groups.clear()
 
 
-class _LocalRay:
-    """A Ray of our own: loopback only, token auth, no dashboard. It dies with this process."""
-
-    def __init__(self, *, device: str, num_slots: int) -> None:
-        self._device = device
-        self._num_slots = num_slots
-
-    def __enter__(self) -> None:
-        resources = {} if self._device == "cuda" else {CPU_SLOT: float(self._num_slots)}
-        ray.init(
-            address="local",
-            num_cpus=max(4, self._num_slots),
-            resources=resources,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            configure_logging=False,
-        )
-
-    def __exit__(self, *_: object) -> None:
-        ray.shutdown()
+def _start_ray(*, device: str, num_slots: int) -> None:
+    """A Ray of our own: loopback only, token auth, no dashboard (see `launch`). It dies with this process."""
+    ray.init(
+        address="local",
+        num_cpus=num_slots + 2,
+        resources={} if device == "cuda" else {CPU_SLOT: float(num_slots)},
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        configure_logging=False,
+    )
 
 
-class _JoinedRay:
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def __enter__(self) -> None:
-        try:
-            ray.init(address=self._address, log_to_driver=False, configure_logging=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise EnvironmentProblem(f"run.ray_address {self._address}: cannot join: {error}") from None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        ray.shutdown()
+def _join_ray(address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise EnvironmentProblem(f"run.ray_address: cannot join {address}: {reason}") from None
 
 
 @contextmanager
 def open_cluster(run: RunConfig, *, address: str | None, num_slots: int) -> Iterator[Cluster]:
     """Ray for one run; everything placed on it is gone when the block ends."""
-    session = _JoinedRay(address) if address else _LocalRay(device=run.device, num_slots=num_slots)
-    with session:
-        cluster = Cluster(run.device)
-        try:
-            yield cluster
-        finally:
-            cluster.release()
-
-
-def write_token() -> Path:
-    """A fresh token for a local Ray, in a file only this user can read."""
-    path = Path(tempfile.mkdtemp(prefix="megarl-ray-")) / "token"
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_hex(32))
-    return path
+    if address is None:
+        _start_ray(device=run.device, num_slots=num_slots)
+    else:
+        _join_ray(address)
+    cluster = Cluster(run.device)
+    try:
+        yield cluster
+    finally:
+        cluster.release()
+        ray.shutdown()

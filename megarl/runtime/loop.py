@@ -6,13 +6,14 @@ The step consumes scored groups, waits for a step's worth of them, and produces 
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 from megarl.observe.observer import Observer
-from megarl.observe.summary import Phase, summarize_step
+from megarl.observe.summary import summarize_step
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.evaluate import Evaluator
+from megarl.runtime.tasks import task_group
 from megarl.stages import Algorithm, Generator, Phases, PromptSource, Publisher, Scorer, Trainer
 from megarl.types import PolicyVersion, TrainBatch, TrainSample
 
@@ -51,20 +52,16 @@ class Loop:
         """Every step; returns when the last one is trained, published and evaluated."""
         await self._publish(PolicyVersion(0))
         await self._evaluate(step=0, version=PolicyVersion(0))
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                producers = [tasks.create_task(self._produce()) for _ in range(self._buffer.capacity)]
-                for step in range(1, self._num_steps + 1):
-                    version = await self._step(step)
-                    if self._evaluator.is_due(step, is_last=step == self._num_steps):
-                        await self._evaluate(step=step, version=version)
-                    if step < self._num_steps:
-                        await self._buffer.release_step()
-                for producer in producers:
-                    producer.cancel()
-        except* Exception as group:
-            # The first failure is the cause; what its cancellation did to the other tasks is not news.
-            raise group.exceptions[0] from None
+        async with task_group() as tasks:
+            producers = [tasks.create_task(self._produce()) for _ in range(self._buffer.capacity)]
+            for step in range(1, self._num_steps + 1):
+                version = await self._step(step)
+                if self._evaluator.is_due(step, is_last=step == self._num_steps):
+                    await self._evaluate(step=step, version=version)
+                if step < self._num_steps:
+                    await self._buffer.release_step()
+            for producer in producers:
+                producer.cancel()
 
     async def _produce(self) -> None:
         while True:
@@ -78,26 +75,29 @@ class Loop:
                 await self._buffer.give_up(ticket)
 
     async def _step(self, step: int) -> PolicyVersion:
+        started = time.monotonic()
         async with self._phases.generating():
-            with self._observer.phase(Phase.GENERATING):
+            with self._observer.phase("generate"):
                 groups = await self._buffer.take_step()
         async with self._phases.training():
-            with self._observer.phase(Phase.TRAINING):
+            with self._observer.phase("assign"):
                 samples = self._algorithm.assign(groups)
                 batch = self._pack(samples)
+            with self._observer.phase("update"):
                 update = await self._trainer.update(batch)
         await self._publish(update.version)
-        self._observer.step_finished(step=step, groups=groups, update=update)
+        seconds = time.monotonic() - started
+        self._observer.step_finished(summarize_step(step=step, groups=groups, update=update, seconds=seconds))
         return update.version
 
     async def _publish(self, version: PolicyVersion) -> None:
-        with self._observer.phase(Phase.PUBLISHING):
+        with self._observer.phase("publish"):
             published = await self._publisher.publish(version)
         self._observer.published(published)
 
     async def _evaluate(self, *, step: int, version: PolicyVersion) -> None:
         async with self._phases.generating():
-            with self._observer.phase(Phase.EVALUATING):
+            with self._observer.phase("evaluate"):
                 result = await self._evaluator.evaluate(version)
         if result is not None:
             self._observer.evaluated(step, result)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Generic, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 
 from megarl.errors import MegarlError, WorkerError
-
-Result = TypeVar("Result")
 
 
 class WorkerGroup:

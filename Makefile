@@ -1,0 +1,50 @@
+# Every target below `setup` needs it; nothing has to be installed by hand besides Python >= 3.11 and make.
+
+PYTHON ?= python3
+# Where pip looks for the CPU build of torch besides its own indexes; unreachable is fine when they have one.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+DATA := data/arithmetic
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-slow check fmt clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED) ## build .venv from requirements.txt; does nothing when it is up to date
+
+$(INSTALLED): requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) $$(grep '^torch==' requirements.txt)
+	$(BIN)/pip install --no-deps -r requirements.txt
+	$(BIN)/pip install --no-deps --no-build-isolation -e .
+	touch $@
+
+quickstart: setup ## train a small policy on this machine: data, warm start, GRPO
+	$(BIN)/megarl data make arithmetic --out $(DATA)
+	$(BIN)/megarl train recipes/quickstart_sft.yaml
+	$(BIN)/megarl train recipes/quickstart.yaml
+
+test: setup ## all tests that need no GPU and no patience
+	$(BIN)/python -m pytest
+
+test-slow: setup ## the tests that take minutes each
+	$(BIN)/python -m pytest -m slow
+
+check: setup ## lint, format, types, layers
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: setup ## fix what ruff can fix
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## remove the environment and caches; keeps runs/ and data/
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find megarl tests -name __pycache__ -type d -prune -exec rm -rf {} +

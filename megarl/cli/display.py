@@ -1,0 +1,152 @@
+"""How a run looks to a person: a live view on a terminal, plain lines anywhere else. A sink of the run's records."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from megarl.env import NO_COLOR
+from megarl.observe.events import (
+    CheckpointSaved,
+    Evaluated,
+    Record,
+    RunFinished,
+    RunStarted,
+    Sink,
+    StepFinished,
+    Warned,
+)
+from megarl.observe.progress import Progress, advance
+
+REFRESHES_PER_SECOND = 4
+BAR_WIDTH = 30
+
+
+def make_console() -> Console:
+    return Console(no_color=bool(NO_COLOR.read()), highlight=False, markup=False, soft_wrap=True)
+
+
+def make_display(console: Console) -> Sink:
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveDisplay(console)
+    return PlainDisplay(console)
+
+
+class PlainDisplay:
+    """One line per step, and one for everything else worth knowing."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress()
+
+    def record(self, record: Record) -> None:
+        self._progress = advance(self._progress, record)
+        match record.event:
+            case StepFinished():
+                self._console.print(f"step {_step(self._progress)}  {_numbers(self._progress)}")
+            case _:
+                line = describe(record)
+                if line is not None:
+                    self._console.print(line)
+
+    def close(self) -> None:
+        """Nothing is held back: every line was written when it came."""
+
+
+class LiveDisplay:
+    """Steps and phases move in place; what should stay readable scrolls by above them."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress = Progress()
+        self._spinner = Spinner("dots")
+        # Transient: the report takes its place.
+        self._live = Live(
+            console=console,
+            get_renderable=self._render,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            transient=True,
+        )
+
+    def record(self, record: Record) -> None:
+        self._progress = advance(self._progress, record)
+        line = describe(record)
+        if line is not None:
+            self._console.print(line)
+        if isinstance(record.event, RunStarted):
+            self._live.start()
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> Group:
+        progress = self._progress
+        line = Table.grid(padding=(0, 1))
+        line.add_row(
+            self._spinner,
+            Text(f"step {_step(progress)}", style="bold"),
+            ProgressBar(total=max(1, progress.steps), completed=progress.step, width=BAR_WIDTH),
+            Text(_phase(progress, now=datetime.now(UTC)), style="cyan"),
+        )
+        return Group(line, Text(_numbers(progress), no_wrap=True, overflow="ellipsis"))
+
+
+def describe(record: Record) -> str | None:
+    """The line for an event that stays on the screen in either display; None for those that only move the view."""
+    match record.event:
+        case RunStarted(name=name, algorithm=algorithm, steps=steps, folder=folder, metrics_url=url):
+            metrics = f"  metrics {url}" if url else ""
+            return f"run {name}: {algorithm}, {steps} steps, in {folder}{metrics}"
+        case Evaluated(step=step, result=result):
+            return f"evaluated after step {step}: accuracy {result.accuracy:.3f} of {result.num_prompts} prompts"
+        case CheckpointSaved(path=path):
+            return f"saved {path}"
+        case Warned(text=text):
+            return f"warning: {text}"
+        case RunFinished(status=status):
+            return f"run {status}"
+        case _:
+            return None
+
+
+def _step(progress: Progress) -> str:
+    return f"{progress.step}/{progress.steps}"
+
+
+def _phase(progress: Progress, *, now: datetime) -> str:
+    if progress.phase is None or progress.phase_began is None:
+        return "start"
+    return f"{progress.phase} {format_seconds((now - progress.phase_began).total_seconds())}"
+
+
+def _numbers(progress: Progress) -> str:
+    parts: list[str] = []
+    summary = progress.summary
+    if summary is not None:
+        if summary.rollouts is not None:
+            parts.append(f"reward {summary.rollouts.reward_mean:.3f}")
+        parts.append(f"loss {summary.update.loss:.4f}")
+    if progress.evaluation is not None:
+        parts.append(f"accuracy {progress.evaluation.accuracy:.3f}")
+    if summary is not None:
+        parts.append(f"{summary.tokens_per_second:,.0f} tokens/s")
+        parts.append(f"{summary.seconds:.1f} s")
+    if progress.eta_s is not None:
+        parts.append(f"ETA {format_seconds(progress.eta_s)}")
+    return "  ".join(parts)
+
+
+def format_seconds(seconds: float) -> str:
+    """Two units at most: 45s, 3m20s, 2h05m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

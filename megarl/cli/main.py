@@ -1,0 +1,121 @@
+"""The command line: argv to one call, and every way out with its exit code and its sentence.
+
+Heavy modules are imported by the command that needs them: `validate` and `--version` load neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megarl import __version__
+from megarl.cli.display import make_console, make_display
+from megarl.config import load_recipe
+from megarl.errors import ConfigError, MegarlError
+
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Reinforcement-learning post-training: Megatron trains, SGLang generates.",
+)
+data_app = typer.Typer(no_args_is_help=True, help="Data sets.")
+make_app = typer.Typer(no_args_is_help=True, help="Write a data set, and a model to train on it.")
+app.add_typer(data_app, name="data")
+data_app.add_typer(make_app, name="make")
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="Override one key; VALUE is YAML. May be repeated."),
+]
+
+
+def main() -> None:
+    """The console script. No exception leaves it as a traceback on the screen."""
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        app()
+    except SystemExit as end:
+        # Typer turns Ctrl-C into a silent 130.
+        if end.code == EXIT_INTERRUPTED:
+            _complain("megarl: interrupted")
+        return end.code if isinstance(end.code, int) else 0
+    except ConfigError as error:
+        _complain(str(error))
+        return error.exit_code
+    except MegarlError as error:
+        _complain(f"megarl: {error}")
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the outermost frame: what arrives here is a bug, and is reported as one
+        _complain(f"megarl: bug: {type(error).__name__}; the traceback is in {_keep_traceback(error)}")
+        return EXIT_BUG
+    return 0
+
+
+@app.command()
+def train(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Run a recipe to its end."""
+    checked = load_recipe(recipe, overrides or ())
+    from megarl.runtime import launch, preflight
+
+    preflight.check(checked)
+    console = make_console()
+    launch.train(checked, display=make_display(console))
+
+    from megarl.cli.report import print_report
+    from megarl.observe.report import make_report
+
+    print_report(make_report(checked.run_folder), console)
+
+
+@app.command()
+def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
+    """Report every problem of a recipe; start nothing."""
+    checked = load_recipe(recipe, overrides or ())
+    print(f"{recipe}: ok: {checked.algorithm.kind}, {checked.run.steps} steps, runs in {checked.run_folder}")
+
+
+@make_app.command()
+def arithmetic(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.", show_default=False)],
+    seed: Annotated[int, typer.Option(min=0)] = 1,
+) -> None:
+    """Small sums: train and held-out parquet files, and a tiny random model with a tokenizer for them."""
+    from megarl.data.arithmetic import make_arithmetic
+
+    make_arithmetic(out, seed=seed)
+    print(f"wrote {out}")
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        print(f"megarl {__version__}")
+        raise typer.Exit
+
+
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _keep_traceback(error: Exception) -> str:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="megarl-traceback-", suffix=".txt", delete=False, encoding="utf-8"
+    ) as file:
+        file.writelines(traceback.format_exception(error))
+    return file.name

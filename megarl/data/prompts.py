@@ -1,0 +1,120 @@
+"""From parquet files to tokenised prompts, with or without demonstrations. `rows` checks the files, `stream` orders.
+
+Knows nothing of epochs: every prompt comes at its place among those kept, epoch 0.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megarl.config.recipe import DataConfig
+from megarl.data.rows import Row, read_rows
+from megarl.data.tokenizer import Tokenizer
+from megarl.errors import DataError
+from megarl.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+_ROWS_PER_ENCODING = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    prompts: tuple[Prompt, ...]
+    num_dropped: int
+    """Rows left out for their length, where the recipe allows that."""
+
+
+def load_prompts(files: Sequence[Path], config: DataConfig, tokenizer: Tokenizer) -> PromptSet:
+    """Prompts to generate answers to; each has a ground truth to be scored against."""
+    prompts = _tokenise(read_rows(files, config, as_demonstrations=False), tokenizer)
+    return _without_overlong(prompts, [_prompt_limit(config)], config)
+
+
+def load_demonstrations(
+    files: Sequence[Path], config: DataConfig, tokenizer: Tokenizer, *, max_response_tokens: int
+) -> PromptSet:
+    """Prompts with the answers to imitate: the response column, else the last assistant message."""
+    prompts = _tokenise(read_rows(files, config, as_demonstrations=True), tokenizer)
+    response_limit = _Limit(
+        key="sampling.max_response_tokens",
+        max_tokens=max_response_tokens,
+        length=lambda prompt: 0 if prompt.demonstration is None else len(prompt.demonstration),
+    )
+    return _without_overlong(prompts, [_prompt_limit(config), response_limit], config)
+
+
+def _tokenise(rows: Sequence[Row], tokenizer: Tokenizer) -> list[Prompt]:
+    prompts: list[Prompt] = []
+    for start in range(0, len(rows), _ROWS_PER_ENCODING):
+        some = rows[start : start + _ROWS_PER_ENCODING]
+        questions = tokenizer.encode([_render(row, tokenizer) for row in some])
+        answers = iter(tokenizer.encode_responses([row.response for row in some if row.response is not None]))
+        prompts += [
+            Prompt(
+                uid=row.uid,
+                position=start + place,
+                epoch=0,
+                token_ids=token_ids,
+                data_source=row.data_source,
+                ground_truth=row.ground_truth,
+                extra_info=row.extra_info,
+                demonstration=None if row.response is None else next(answers),
+            )
+            for place, (row, token_ids) in enumerate(zip(some, questions, strict=True))
+        ]
+    return prompts
+
+
+def _render(row: Row, tokenizer: Tokenizer) -> str:
+    try:
+        return tokenizer.render_chat(row.chat)
+    except DataError as error:
+        raise DataError(f"{row.uid}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limit:
+    key: str
+    max_tokens: int
+    length: Callable[[Prompt], int]
+
+
+def _prompt_limit(config: DataConfig) -> _Limit:
+    return _Limit(
+        key="data.max_prompt_tokens",
+        max_tokens=config.max_prompt_tokens,
+        length=lambda prompt: len(prompt.token_ids),
+    )
+
+
+def _without_overlong(prompts: Sequence[Prompt], limits: Sequence[_Limit], config: DataConfig) -> PromptSet:
+    """All prompts where each is within the limits; else what the recipe says: an error, or those that are."""
+    complaints = [complaint for limit in limits if (complaint := _complaint(prompts, limit))]
+    if complaints and config.overlong_prompts == "refuse":
+        raise DataError(f"{'; '.join(complaints)}; or set data.overlong_prompts to drop")
+    kept = [prompt for prompt in prompts if all(limit.length(prompt) <= limit.max_tokens for limit in limits)]
+    if not kept:
+        raise DataError(f"no prompt is left: {'; '.join(complaints)}")
+    num_dropped = len(prompts) - len(kept)
+    if num_dropped:
+        logger.warning("dropped overlong prompts num_dropped=%d num_kept=%d", num_dropped, len(kept))
+    return PromptSet(
+        prompts=tuple(replace(prompt, position=place) for place, prompt in enumerate(kept)),
+        num_dropped=num_dropped,
+    )
+
+
+def _complaint(prompts: Sequence[Prompt], limit: _Limit) -> str:
+    """Which rows are over the limit, in one line; empty when none is."""
+    overlong = [prompt for prompt in prompts if limit.length(prompt) > limit.max_tokens]
+    if not overlong:
+        return ""
+    longest = max(overlong, key=limit.length)
+    return (
+        f"{len(overlong)} of {len(prompts)} rows are longer than {limit.key} {limit.max_tokens} "
+        f"(longest: {longest.uid} with {limit.length(longest)} tokens); raise it"
+    )

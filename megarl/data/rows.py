@@ -1,0 +1,238 @@
+"""Parquet files as typed rows. Finds every mistake a file can contain; knows no tokenizer and no model.
+
+A row is named by its file and its number in it, counted from 0: rows of equal content stay distinct, and the name
+survives a move of the folder. (`extra_info.index` would not do: files that are used together often repeat it.)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.config.recipe import DataConfig
+from megarl.errors import DataError
+from megarl.types import JsonValue
+
+_SOURCE = "data_source"
+_REWARD = "reward_model"
+_TRUTH = "ground_truth"
+_EXTRA = "extra_info"
+
+_ROWS_PER_READ = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row, checked: the chat ends where the assistant is to answer."""
+
+    uid: str
+    chat: tuple[Mapping[str, JsonValue], ...]
+    data_source: str
+    ground_truth: str
+    extra_info: Mapping[str, JsonValue]
+    response: str | None
+    """What to imitate, where rows are read as demonstrations."""
+
+
+def read_rows(files: Sequence[Path], config: DataConfig, *, as_demonstrations: bool) -> list[Row]:
+    """All rows of all files, in order. A DataError names the first bad row of a file and counts its others."""
+    check_files(files, config, as_demonstrations=as_demonstrations)
+    rows: list[Row] = []
+    for path, name in zip(files, _file_names(files), strict=True):
+        errors: list[_RowError] = []
+        for number, raw in enumerate(_raw_rows(path, config)):
+            try:
+                rows.append(_row(raw, f"{name}:{number}", config, as_demonstrations=as_demonstrations))
+            except _RowError as error:
+                errors.append(_RowError(f"{path} row {number}, {error}"))
+        if errors:
+            others = f" ({len(errors) - 1} more bad rows in this file)" if len(errors) > 1 else ""
+            raise DataError(f"{errors[0]}{others}")
+    return rows
+
+
+def check_files(files: Sequence[Path], config: DataConfig, *, as_demonstrations: bool) -> None:
+    """Everything that can be known without reading a row: files, row counts, columns and their types."""
+    for path, count in Counter(path.resolve() for path in files).items():
+        if count > 1:
+            raise DataError(f"{path} is named {count} times; name each file once")
+    for path in files:
+        _check_file(path, _columns(config, as_demonstrations=as_demonstrations))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    name: str
+    accepts: Callable[[pa.DataType], bool]
+    wanted: str
+    is_required: bool = True
+    remedy: str = ""
+
+
+def _columns(config: DataConfig, *, as_demonstrations: bool) -> tuple[_Column, ...]:
+    """The columns of a data set. One that is only imitated needs no reward."""
+    return (
+        _Column(
+            name=config.prompt_key,
+            accepts=lambda kind: _is_text(kind) or _is_chat(kind),
+            wanted="a string, or a list of messages with role and content strings",
+            remedy="; data.prompt_key names the column",
+        ),
+        _Column(name=config.response_key, accepts=_is_text, wanted="a string", is_required=False),
+        _Column(name=_SOURCE, accepts=_is_text, wanted="a string", is_required=not as_demonstrations),
+        _Column(
+            name=_REWARD,
+            accepts=lambda kind: _has_text(kind, _TRUTH),
+            wanted="a struct {style, ground_truth} with a string in ground_truth (a number or a list as JSON text)",
+            is_required=not as_demonstrations,
+        ),
+        _Column(
+            name=_EXTRA,
+            accepts=lambda kind: pa.types.is_null(kind) or (_is_object(kind) and _is_json(kind)),
+            wanted="a struct of strings, numbers, booleans, lists and structs",
+            is_required=False,
+        ),
+    )
+
+
+def _check_file(path: Path, columns: Sequence[_Column]) -> None:
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; data.train and data.eval name parquet files")
+    try:
+        schema, num_rows = pq.read_schema(path), pq.read_metadata(path).num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as parquet: {_one_line(error)}") from error
+    if num_rows == 0:
+        raise DataError(f"{path} is empty; a data set needs at least one row")
+    kinds = {field.name: field.type for field in schema}
+    for column in columns:
+        kind = kinds.get(column.name)
+        if kind is None and column.is_required:
+            has = ", ".join(kinds)
+            raise DataError(f"{path} has no column {column.name}, {column.wanted}{column.remedy}; it has {has}")
+        if kind is not None and not column.accepts(kind):
+            raise DataError(f"{path}, column {column.name} has type {kind}; it must be {column.wanted}")
+
+
+def _file_names(files: Sequence[Path]) -> list[str]:
+    """The file's name where no other file has it, else its path as the recipe writes it."""
+    counts = Counter(path.name for path in files)
+    return [path.name if counts[path.name] == 1 else str(path) for path in files]
+
+
+def _raw_rows(path: Path, config: DataConfig) -> Iterator[Mapping[str, JsonValue]]:
+    wanted = (config.prompt_key, config.response_key, _SOURCE, _REWARD, _EXTRA)
+    try:
+        with pq.ParquetFile(path) as file:
+            present = [column for column in wanted if column in file.schema_arrow.names]
+            for batch in file.iter_batches(batch_size=_ROWS_PER_READ, columns=present):
+                yield from batch.to_pylist(maps_as_pydicts="strict")
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read to its end: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+class _RowError(DataError):
+    """What is wrong with a row; the caller knows which."""
+
+
+def _row(raw: Mapping[str, JsonValue], uid: str, config: DataConfig, *, as_demonstrations: bool) -> Row:
+    chat = _chat(raw[config.prompt_key], config.prompt_key)
+    response = None
+    if as_demonstrations and config.response_key in raw:
+        response = _text(raw, config.response_key)
+    elif as_demonstrations:
+        chat, response = chat[:-1], _last_answer(chat, config)
+    if not chat or chat[-1]["role"] == "assistant":
+        raise _RowError(f"column {config.prompt_key}: no question is left to answer; end it with a user message")
+    # A demonstration is imitated whatever its score, so it may come without what only a reward needs.
+    reward, extra_info = raw.get(_REWARD), raw.get(_EXTRA)
+    truth = reward if isinstance(reward, dict) else {}
+    return Row(
+        uid=uid,
+        chat=chat,
+        data_source=_text(raw, _SOURCE, default=uid.rpartition(":")[0] if as_demonstrations else None),
+        ground_truth=_text(truth, _TRUTH, default="" if as_demonstrations else None, inside=f"{_REWARD}."),
+        extra_info=extra_info if isinstance(extra_info, dict) else {},
+        response=response,
+    )
+
+
+def _chat(value: JsonValue, column: str) -> tuple[Mapping[str, JsonValue], ...]:
+    if not value:
+        raise _RowError(f"column {column}: is {'null' if value is None else 'empty'}; give it a message")
+    if isinstance(value, str):
+        return ({"role": "user", "content": value},)
+    assert isinstance(value, list), f"{column} is a {type(value).__name__}, the schema said list"
+    return tuple(_message(message, column, place) for place, message in enumerate(value))
+
+
+def _message(value: JsonValue, column: str, place: int) -> Mapping[str, JsonValue]:
+    # Parquet gives every message the keys of all; those a message does not have are null.
+    message = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
+    for key in ("role", "content"):
+        if key not in message:
+            raise _RowError(f"column {column}: message {place} has no {key}; give it a string")
+    return message
+
+
+def _last_answer(chat: Sequence[Mapping[str, JsonValue]], config: DataConfig) -> str:
+    answer = chat[-1]
+    if answer["role"] != "assistant":
+        raise _RowError(
+            f"column {config.prompt_key}: the last message is the {answer['role']}'s, not an assistant's answer; "
+            f"add one, or a column {config.response_key}"
+        )
+    return str(answer["content"])
+
+
+def _text(raw: Mapping[str, JsonValue], key: str, *, default: str | None = None, inside: str = "") -> str:
+    value = raw.get(key)
+    if isinstance(value, str):
+        return value
+    if default is None:
+        raise _RowError(f"column {inside}{key}: is null; give it a string")
+    return default
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _is_object(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_struct(kind) or (pa.types.is_map(kind) and _is_text(kind.key_type)))
+
+
+def _is_chat(kind: pa.DataType) -> bool:
+    return _is_list(kind) and _has_text(kind.value_type, "role") and _has_text(kind.value_type, "content")
+
+
+def _has_text(kind: pa.DataType, key: str) -> bool:
+    if not pa.types.is_struct(kind):
+        return False
+    return any(field.name == key and _is_text(field.type) for field in kind)
+
+
+def _is_json(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        return all(_is_json(field.type) for field in kind)
+    if pa.types.is_map(kind):
+        return _is_json(kind.item_type)
+    if _is_list(kind):
+        return _is_json(kind.value_type)
+    is_plain = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return bool(is_plain or pa.types.is_null(kind) or _is_text(kind))

@@ -1,0 +1,145 @@
+"""A model folder small enough to learn on a laptop: Qwen2 architecture, random weights, one token per byte.
+
+Written from numpy with the names and shapes a Hugging Face folder has, so that neither torch nor a model class is
+needed. Knows no task: what is asked of the model is in `arithmetic`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from megarl.types import FloatArray
+
+PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
+_SPECIAL = (PAD, END, USER, ASSISTANT)
+
+# Loaders rebuild the tokenizer of a Qwen2 model as byte-level BPE whatever its folder says. Without merges that is one
+# token per byte, and one per character of plain text; with all 256 bytes no text is lost.
+_BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+# The role's token, then the content; an assistant's turn is closed by the end token, as the model has to do itself.
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}" + ASSISTANT + "{{ message['content'] }}" + END + "{% else %}"
+    "" + USER + "{{ message['content'] }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}" + ASSISTANT + "{% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyShape:
+    num_layers: int = 2
+    hidden: int = 64
+    ffn_hidden: int = 192
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    max_context_tokens: int = 256
+    has_tied_embeddings: bool = False
+    weight_std: float = 0.1
+    """Larger than the usual 0.02, with which so narrow a model learns nothing for its first hundreds of steps."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.num_heads
+
+    @property
+    def vocab(self) -> int:
+        return len(_SPECIAL) + len(_BYTES)
+
+
+def write_tiny_model(folder: Path, shape: TinyShape, *, seed: int) -> None:
+    """config.json, generation_config.json, model.safetensors and the tokenizer's files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(folder)
+    _write_json(folder / "config.json", _config(shape))
+    end, pad = _SPECIAL.index(END), _SPECIAL.index(PAD)
+    _write_json(folder / "generation_config.json", {"eos_token_id": [end], "pad_token_id": pad})
+    generator = np.random.default_rng(seed)
+    weights = {name: _random(name, shape_of, shape, generator) for name, shape_of in _tensors(shape)}
+    # Loaders refuse a file that does not say which framework's layout it has; "pt" is what all of them write.
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_tokenizer(folder: Path) -> None:
+    vocab = {token: index for index, token in enumerate((*_SPECIAL, *_BYTES))}
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "chat_template": _CHAT_TEMPLATE,
+        "eos_token": END,
+        "pad_token": PAD,
+        "unk_token": None,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _config(shape: TinyShape) -> dict[str, object]:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "dtype": "float32",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn_hidden,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "max_position_embeddings": shape.max_context_tokens,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "attention_dropout": 0.0,
+        "initializer_range": shape.weight_std,
+        "use_sliding_window": False,
+        "tie_word_embeddings": shape.has_tied_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": _SPECIAL.index(END),
+        "pad_token_id": _SPECIAL.index(PAD),
+    }
+
+
+def _tensors(shape: TinyShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the checkpoint, in its order."""
+    hidden, queries, keys = shape.hidden, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    yield "model.embed_tokens.weight", (shape.vocab, hidden)
+    for layer in range(shape.num_layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+            yield f"{prefix}.self_attn.{part}_proj.weight", (rows, hidden)
+            yield f"{prefix}.self_attn.{part}_proj.bias", (rows,)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, queries)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        for part in ("gate", "up"):
+            yield f"{prefix}.mlp.{part}_proj.weight", (shape.ffn_hidden, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, shape.ffn_hidden)
+    yield "model.norm.weight", (hidden,)
+    if not shape.has_tied_embeddings:
+        yield "lm_head.weight", (shape.vocab, hidden)
+
+
+def _random(name: str, tensor_shape: tuple[int, ...], shape: TinyShape, generator: np.random.Generator) -> FloatArray:
+    if name.endswith("norm.weight"):
+        return np.ones(tensor_shape, dtype=np.float32)
+    if name.endswith("bias"):
+        return np.zeros(tensor_shape, dtype=np.float32)
+    return generator.normal(0.0, shape.weight_std, tensor_shape).astype(np.float32)
+
+
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

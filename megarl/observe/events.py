@@ -1,0 +1,173 @@
+"""What happened in a run, one line each, in `<run>/events.jsonl`: typed, numbered, flushed, never rewritten.
+
+The file is the memory of a run: the report is made from it, and its last line says where a dead run stood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal, Protocol
+
+from pydantic import Field, JsonValue, TypeAdapter, ValidationError
+from pydantic_core import to_json
+
+from megarl.errors import DataError, EnvironmentProblem
+from megarl.observe.summary import Phase, StepSummary
+from megarl.types import EvalResult, PublishResult
+
+EVENTS_FILE = "events.jsonl"
+
+
+class RunStatus(StrEnum):
+    DONE = "done"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    PREEMPTED = "preempted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted:
+    kind: Literal["run_started"] = "run_started"
+    name: str
+    folder: str
+    algorithm: str
+    steps: int
+    megarl_version: str
+    metrics_url: str | None
+    recipe: Mapping[str, JsonValue]
+    """As it was after overrides and defaults."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseStarted:
+    kind: Literal["phase_started"] = "phase_started"
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFinished:
+    kind: Literal["step_finished"] = "step_finished"
+    summary: StepSummary
+    phase_seconds: Mapping[Phase, float]
+    """Time in each phase since the step before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    kind: Literal["published"] = "published"
+    result: PublishResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    kind: Literal["evaluated"] = "evaluated"
+    step: int
+    """0 is before the first step."""
+    result: EvalResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved:
+    kind: Literal["checkpoint_saved"] = "checkpoint_saved"
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warned:
+    kind: Literal["warned"] = "warned"
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished:
+    kind: Literal["run_finished"] = "run_finished"
+    status: RunStatus
+    reason: str = ""
+    """The error's sentence, where there was one."""
+
+
+Event = RunStarted | PhaseStarted | StepFinished | Published | Evaluated | CheckpointSaved | Warned | RunFinished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """An event with its place in the run."""
+
+    sequence: int
+    """Counts from 0 over the whole file, without gaps."""
+    time: datetime
+    event: Annotated[Event, Field(discriminator="kind")]
+
+
+class Sink(Protocol):
+    """Where records go. Called from the loop's thread, in order; must not block for long."""
+
+    def record(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EventLog:
+    """The sink that is a file. An existing file is continued: its numbers go on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.next_sequence = _prepare(path)
+            # Unbuffered: a line is in the file when `record` returns, whatever kills the process next.
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise EnvironmentProblem(f"{path}: cannot be written: {error.strerror}") from error
+
+    def record(self, record: Record) -> None:
+        # JSON has no NaN; as a string it survives the round trip and every strict parser.
+        line = to_json(record, inf_nan_mode="strings") + b"\n"
+        try:
+            self._file.write(line)
+        except OSError as error:
+            raise EnvironmentProblem(f"{self._path}: cannot be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_events(path: Path) -> Iterator[Record]:
+    """All records of a file, in order. A last line that was not finished (the writer died) is left out."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            return
+        yield _parse(line, where=f"{path}: line {number}")
+
+
+_RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+def _parse(line: bytes, *, where: str) -> Record:
+    try:
+        return _RECORD.validate_json(line)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        key = ".".join(str(part) for part in detail["loc"])
+        raise DataError(f"{where} is not an event of this version of megarl: {key}: {detail['msg']}") from None
+
+
+def _prepare(path: Path) -> int:
+    """The next sequence number; a line the last writer did not finish is cut off, so that ours starts on its own."""
+    if not path.exists():
+        return 0
+    text = path.read_bytes()
+    complete = text[: text.rfind(b"\n") + 1]
+    if len(complete) < len(text):
+        with path.open("r+b") as file:
+            file.truncate(len(complete))
+    lines = complete.splitlines()
+    return _parse(lines[-1], where=f"{path}: the last line").sequence + 1 if lines else 0

@@ -1,0 +1,74 @@
+"""A run over its steps: the series a report is made of, folded from the records of `events.jsonl`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from megarl.observe.events import Evaluated, Record, RunStarted, StepFinished
+from megarl.observe.summary import RolloutSummary, StepSummary
+from megarl.types import EvalResult, UpdateStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One number, at the steps after which it is known."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    run: str
+    summaries: tuple[StepSummary, ...]
+    evaluations: tuple[tuple[int, EvalResult], ...]
+    """Each with the step after which it ran; 0 is before the first."""
+
+    def of_steps(self, number: Callable[[StepSummary], float]) -> Series:
+        return _series((summary.step, number(summary)) for summary in self.summaries)
+
+    def of_updates(self, number: Callable[[UpdateStats], float]) -> Series:
+        return _series((summary.step, number(summary.update)) for summary in self.summaries)
+
+    def of_rollouts(self, number: Callable[[RolloutSummary], float]) -> Series:
+        """Empty where the run trained on demonstrations."""
+        return _series(
+            (summary.step, number(summary.rollouts)) for summary in self.summaries if summary.rollouts is not None
+        )
+
+    @property
+    def reward(self) -> Series:
+        return self.of_rollouts(lambda rollouts: rollouts.reward_mean)
+
+    @property
+    def accuracy(self) -> Series:
+        return _series((step, result.accuracy) for step, result in self.evaluations)
+
+    @property
+    def loss(self) -> Series:
+        return self.of_updates(lambda update: update.loss)
+
+
+def fold_history(records: Iterable[Record]) -> History:
+    """The last run of the file: a start clears what an earlier run under the same name left behind."""
+    run = ""
+    summaries: list[StepSummary] = []
+    evaluations: list[tuple[int, EvalResult]] = []
+    for record in records:
+        match record.event:
+            case RunStarted(name=name):
+                run, summaries, evaluations = name, [], []
+            case StepFinished(summary=summary):
+                summaries.append(summary)
+            case Evaluated(step=step, result=result):
+                evaluations.append((step, result))
+    return History(run=run, summaries=tuple(summaries), evaluations=tuple(evaluations))
+
+
+def _series(points: Iterable[tuple[int, float]]) -> Series:
+    pairs = tuple(points)
+    return Series(steps=tuple(step for step, _ in pairs), values=tuple(value for _, value in pairs))

@@ -1,0 +1,149 @@
+"""The numbers people watch, for Prometheus: names and units in one place, served on loopback."""
+
+from __future__ import annotations
+
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+
+from megarl.errors import EnvironmentProblem
+from megarl.observe.events import Evaluated, Published, Record, StepFinished, Warned
+from megarl.observe.summary import RolloutSummary, StepSummary
+from megarl.types import PublishResult, UpdateStats
+
+LOOPBACK = "127.0.0.1"
+
+
+class Metrics:
+    """Every metric of a run, each labelled with the run's name. A sink: a record sets what it knows."""
+
+    def __init__(self, run: str) -> None:
+        self.registry = CollectorRegistry()
+        self._run = run
+        self._step = self._gauge("step", "Steps finished")
+        self._last_step = self._gauge("last_step_timestamp_seconds", "When the last step finished, since the epoch")
+        self._step_seconds = self._gauge("step_seconds", "Duration of the last step")
+        self._phase_seconds = self._counter("phase_seconds", "Time spent in each phase", "phase")
+        self._tokens = self._counter("trained_tokens", "Prompt and response tokens trained on")
+        self._tokens_per_second = self._gauge("tokens_per_second", "Tokens of the last step over its duration")
+
+        self._reward_mean = self._gauge("reward_mean", "Mean reward of the last step's rollouts")
+        self._reward_std = self._gauge("reward_std", "Standard deviation of the last step's rewards")
+        self._score_mean = self._gauge("score_mean", "Mean of each component of the score", "component")
+        self._zero_signal = self._gauge("zero_signal_group_ratio", "Share of groups whose rollouts all score the same")
+        self._response_mean = self._gauge("response_tokens_mean", "Mean length of a response")
+        self._response_max = self._gauge("response_tokens_max", "Longest response of the last step")
+        self._truncated = self._gauge("response_truncated_ratio", "Share of responses cut at the length limit")
+
+        self._loss = self._gauge("loss", "Loss of the last update")
+        self._grad_norm = self._gauge("grad_norm", "Gradient norm before clipping")
+        self._learning_rate = self._gauge("learning_rate", "Learning rate of the last update")
+        self._entropy = self._gauge("entropy", "Mean entropy of the policy over loss tokens, in nats")
+        self._clip_fraction = self._gauge("clip_fraction", "Share of loss tokens whose ratio was clipped")
+        self._approx_kl = self._gauge("approx_kl", "KL between the policy before and after the update, in nats")
+        self._mismatch_mean = self._gauge("mismatch_mean", "Mean |p_train - p_rollout| over loss tokens")
+        self._mismatch_max = self._gauge("mismatch_max", "Largest |p_train - p_rollout| of the last step")
+
+        self._actor_version = self._gauge("actor_weight_version", "Version the trainer holds")
+        self._rollout_version = self._gauge("rollout_weight_version", "Version committed on every engine")
+        self._publish_seconds = self._gauge("publish_seconds", "Duration of the last publish")
+        self._publish_bytes = self._gauge("publish_bytes", "Bytes moved by the last publish")
+        self._engines = self._gauge("engines", "Engines that took the last publish")
+
+        self._eval_accuracy = self._gauge("eval_accuracy", "Mean score of greedy answers to held-out prompts")
+        self._eval_source = self._gauge("eval_source_accuracy", "The same, per data source", "source")
+        self._eval_step = self._gauge("eval_step", "Step after which the last evaluation ran")
+        self._warnings = self._counter("warnings", "Warnings shown")
+
+    def record(self, record: Record) -> None:
+        match record.event:
+            case StepFinished(summary=summary, phase_seconds=phase_seconds):
+                self._set(self._last_step, record.time.timestamp())
+                for phase, seconds in phase_seconds.items():
+                    self._phase_seconds.labels(self._run, phase).inc(seconds)
+                self._record_step(summary)
+                self._record_update(summary.update)
+                if summary.rollouts is not None:
+                    self._record_rollouts(summary.rollouts)
+            case Published(result=result):
+                self._record_publish(result)
+            case Evaluated(step=step, result=evaluation):
+                self._set(self._eval_step, step)
+                self._set(self._eval_accuracy, evaluation.accuracy)
+                for source, accuracy in evaluation.by_source.items():
+                    self._set(self._eval_source, accuracy, source)
+            case Warned():
+                self._warnings.labels(self._run).inc()
+
+    def close(self) -> None:
+        """Nothing to close: the registry dies with the run, the endpoint has an owner of its own."""
+
+    def _record_step(self, summary: StepSummary) -> None:
+        self._set(self._step, summary.step)
+        self._set(self._actor_version, summary.version)
+        self._set(self._step_seconds, summary.seconds)
+        self._tokens.labels(self._run).inc(summary.num_tokens)
+        self._set(self._tokens_per_second, summary.tokens_per_second)
+
+    def _record_update(self, update: UpdateStats) -> None:
+        self._set(self._loss, update.loss)
+        self._set(self._grad_norm, update.grad_norm)
+        self._set(self._learning_rate, update.learning_rate)
+        self._set(self._entropy, update.entropy)
+        self._set(self._clip_fraction, update.clip_fraction)
+        self._set(self._approx_kl, update.approx_kl)
+        self._set(self._mismatch_mean, update.mismatch_mean)
+        self._set(self._mismatch_max, update.mismatch_max)
+
+    def _record_rollouts(self, rollouts: RolloutSummary) -> None:
+        self._set(self._reward_mean, rollouts.reward_mean)
+        self._set(self._reward_std, rollouts.reward_std)
+        for component, mean in rollouts.component_means.items():
+            self._set(self._score_mean, mean, component)
+        self._set(self._zero_signal, rollouts.num_zero_signal_groups / rollouts.num_groups)
+        self._set(self._response_mean, rollouts.response_tokens_mean)
+        self._set(self._response_max, rollouts.response_tokens_max)
+        self._set(self._truncated, rollouts.truncated_ratio)
+
+    def _record_publish(self, result: PublishResult) -> None:
+        self._set(self._rollout_version, result.version)
+        self._set(self._publish_seconds, result.seconds)
+        self._set(self._publish_bytes, result.num_bytes)
+        self._set(self._engines, result.num_engines)
+
+    def _set(self, gauge: Gauge, value: float, *labels: str) -> None:
+        # A labelled gauge is not exposed before its first value: what a run does not know, it does not show as 0.
+        gauge.labels(self._run, *labels).set(value)
+
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        return Gauge(f"megarl_{name}", help_text, ("run", *labels), registry=self.registry)
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(f"megarl_{name}", help_text, ("run", *labels), registry=self.registry)
+
+
+class MetricsEndpoint:
+    """`http://127.0.0.1:<port>/metrics` for one registry, from construction to `close`."""
+
+    def __init__(self, registry: CollectorRegistry, *, port: int) -> None:
+        self._server, self._thread = _listen(registry, port)
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self._server.server_port}/metrics"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)
+
+
+def _listen(registry: CollectorRegistry, port: int) -> tuple[WSGIServer, Thread]:
+    try:
+        return start_http_server(port, addr=LOOPBACK, registry=registry)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"observe.metrics_port: cannot listen on {LOOPBACK}:{port}: {error.strerror}; "
+            "choose another port, 0 for any free one, or null for none"
+        ) from error

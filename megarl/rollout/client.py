@@ -1,0 +1,284 @@
+"""One SGLang server over HTTP: every call it is asked, each with a deadline. Knows no fleet and no policy.
+
+Whatever goes wrong on the way becomes an EngineError that names the engine and the operation. SGLang's failure model is
+unkind (a bad token id or tensor ends the whole server), so callers check what they send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from http import HTTPStatus
+from pathlib import Path
+from secrets import token_hex
+from typing import Literal
+
+import httpx
+
+from megarl.errors import EngineError
+from megarl.types import JsonValue, PolicyVersion
+
+_CONNECT_TIMEOUT_S = 10.0
+_CONTROL_TIMEOUT_S = 60.0
+_HEALTH_TIMEOUT_S = 5.0
+
+_KEEPALIVE_S = 2.0
+"""Below the 5 s after which the server drops an idle connection: never write into one that is just being closed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKeys:
+    """Who may generate and who may control: whoever can send weights can run code in the engine."""
+
+    api: str = field(repr=False)
+    admin: str = field(repr=False)
+
+    @classmethod
+    def fresh(cls) -> EngineKeys:
+        return cls(api=token_hex(24), admin=token_hex(24))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineEndpoint:
+    """Where one engine listens, and what its callers must know of it."""
+
+    index: int
+    """Position in the fleet."""
+    host: str
+    port: int
+    tensor: int
+    """Tensor-parallel ranks: each gets a weight payload of its own."""
+    device: Literal["cpu", "cuda"]
+    keys: EngineKeys
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"engine {self.index} ({self.host}:{self.port})"
+
+
+class PauseMode(StrEnum):
+    """What becomes of the requests that are running when an engine is paused."""
+
+    ABORT = "abort"
+    """They end, with what they have."""
+    IN_PLACE = "in_place"
+    """They wait and go on with their KV cache."""
+    RETRACT = "retract"
+    """They wait and go on with a KV cache computed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One response to one prompt. SGLang's own `n` is not used: it loses the request's name."""
+
+    rid: str
+    input_ids: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    sampling_seed: int | None = None
+
+    def to_json(self) -> dict[str, JsonValue]:
+        sampling: dict[str, JsonValue] = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": -1 if self.top_k is None else self.top_k,
+            "stop_token_ids": list(self.stop_token_ids),
+        }
+        if self.sampling_seed is not None:
+            sampling["sampling_seed"] = self.sampling_seed
+        return {
+            "rid": self.rid,
+            "input_ids": list(self.input_ids),
+            "sampling_params": sampling,
+            "return_logprob": True,
+        }
+
+
+class EngineClient:
+    """The calls of one engine. Close it when done: it holds connections."""
+
+    def __init__(
+        self, endpoint: EngineEndpoint, *, request_timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self.endpoint = endpoint
+        self._request_timeout_s = request_timeout_s
+        self._has_sessions: bool | None = None
+        self._is_asleep = False
+        self._http = httpx.AsyncClient(
+            base_url=endpoint.url,
+            transport=transport,
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def generate(self, request: GenerateRequest) -> JsonValue:
+        """The reply as it came; see `reply` for what it must contain. Cancelling this ends the request there too."""
+        response = await self._call(
+            "generate", "/generate", request.to_json(), key=self.endpoint.keys.api, timeout_s=self._request_timeout_s
+        )
+        return _json(response)
+
+    async def abort(self, rid: str) -> None:
+        """End one request; its `generate` returns what it has, with finish reason abort."""
+        assert rid, "SGLang takes an empty rid for all requests"
+        await self._control("abort", "/abort_request", {"rid": rid})
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._control("pause", "/pause_generation", {"mode": mode.value})
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        await self._control("resume", "/continue_generation", {"torch_empty_cache": False})
+
+    async def flush_cache(self) -> None:
+        """Forget cached prefixes; refused while requests are running."""
+        await self._control("flush cache", "/flush_cache", {})
+
+    async def sleep(self) -> None:
+        """Give time and, on a GPU, the memory of the KV cache back; weights stay and can be published to.
+
+        The engine must be idle: SGLang ends itself when memory is released under a running request.
+        """
+        if self._is_asleep:
+            return
+        if self.endpoint.device == "cuda":
+            await self._control("sleep", "/release_memory_occupation", {"tags": ["kv_cache"]})
+        else:
+            await self.pause(PauseMode.RETRACT)
+        self._is_asleep = True
+
+    async def wake(self) -> None:
+        if not self._is_asleep:
+            return
+        if self.endpoint.device == "cuda":
+            await self._control("wake", "/resume_memory_occupation", {"tags": ["kv_cache"]})
+        else:
+            await self.resume()
+        self._is_asleep = False
+
+    async def is_healthy(self) -> bool:
+        """Whether the server answers. A paused or sleeping engine is healthy too."""
+        try:
+            response = await self._http.get("/health", timeout=_HEALTH_TIMEOUT_S)
+        except httpx.HTTPError:
+            return False
+        return response.status_code == HTTPStatus.OK
+
+    async def server_info(self) -> Mapping[str, JsonValue]:
+        try:
+            response = await self._http.get(
+                "/server_info", headers=_bearer(self.endpoint.keys.api), timeout=_CONTROL_TIMEOUT_S
+            )
+        except httpx.HTTPError as error:
+            raise self._error("server info", _reason(error)) from error
+        info = _json(self._checked("server info", response))
+        assert isinstance(info, dict), f"/server_info gave a {type(info).__name__}"
+        return info
+
+    async def load_weights(
+        self, payloads: Sequence[str], *, load_format: str, version: PolicyVersion | None = None, timeout_s: float
+    ) -> None:
+        """Hand one payload to each TP rank's loader; `version` is what the engine calls its weights afterwards.
+
+        Waits until no request is running, unless the engine is paused.
+        """
+        assert len(payloads) == self.endpoint.tensor, f"{len(payloads)} payloads, {self.endpoint.tensor} TP ranks"
+        body: dict[str, JsonValue] = {
+            "serialized_named_tensors": list(payloads),
+            "load_format": load_format,
+            # Flushing here ends the server when a request is running; `flush_cache` only refuses.
+            "flush_cache": False,
+        }
+        if version is not None:
+            body["weight_version"] = str(version)
+        async with self._weight_session():
+            await self._control("load weights", "/update_weights_from_tensor", body, timeout_s=timeout_s)
+
+    async def load_weights_from_disk(self, folder: Path, *, version: PolicyVersion, timeout_s: float) -> None:
+        """SGLang's own loading of a Hugging Face folder."""
+        body: dict[str, JsonValue] = {
+            "model_path": str(folder),
+            "weight_version": str(version),
+            "flush_cache": False,
+        }
+        await self._control("load weights from disk", "/update_weights_from_disk", body, timeout_s=timeout_s)
+
+    @asynccontextmanager
+    async def _weight_session(self) -> AsyncIterator[None]:
+        """SGLang from 0.5.21 wants updates between begin and end; earlier ones answer 404 to both."""
+        if self._has_sessions is not False:
+            response = await self._send(
+                "begin weight update", "/begin_weight_update", {}, self.endpoint.keys.admin, _CONTROL_TIMEOUT_S
+            )
+            self._has_sessions = response.status_code != HTTPStatus.NOT_FOUND
+            if self._has_sessions:
+                self._checked("begin weight update", response)
+        try:
+            yield
+        except EngineError:
+            with suppress(EngineError):  # the first failure is the news
+                await self._end_weight_session()
+            raise
+        await self._end_weight_session()
+
+    async def _end_weight_session(self) -> None:
+        if self._has_sessions:
+            await self._control("end weight update", "/end_weight_update", {})
+
+    async def _control(
+        self, operation: str, path: str, body: Mapping[str, JsonValue], *, timeout_s: float = _CONTROL_TIMEOUT_S
+    ) -> httpx.Response:
+        return await self._call(operation, path, body, key=self.endpoint.keys.admin, timeout_s=timeout_s)
+
+    async def _call(
+        self, operation: str, path: str, body: Mapping[str, JsonValue], *, key: str, timeout_s: float
+    ) -> httpx.Response:
+        return self._checked(operation, await self._send(operation, path, body, key, timeout_s))
+
+    async def _send(
+        self, operation: str, path: str, body: Mapping[str, JsonValue], key: str, timeout_s: float
+    ) -> httpx.Response:
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        try:
+            return await self._http.post(path, json=body, headers=_bearer(key), timeout=timeout)
+        except httpx.TimeoutException as error:
+            raise self._error(operation, f"no answer within {timeout_s:.0f} s") from error
+        except httpx.HTTPError as error:
+            raise self._error(operation, _reason(error)) from error
+
+    def _checked(self, operation: str, response: httpx.Response) -> httpx.Response:
+        if response.status_code != HTTPStatus.OK:
+            raise self._error(operation, f"status {response.status_code}: {response.text.strip()[:300]}")
+        return response
+
+    def _error(self, operation: str, reason: str) -> EngineError:
+        return EngineError(f"{self.endpoint}: {operation}: {reason}")
+
+
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _json(response: httpx.Response) -> JsonValue:
+    try:
+        value: JsonValue = response.json()
+    except ValueError:
+        return None
+    return value

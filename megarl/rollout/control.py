@@ -1,0 +1,200 @@
+"""The driver's end of a publish: gives orders to all TP ranks of all engines and gathers their replies.
+
+It moves no weights: trainer and engine ranks do that between themselves while `stage` waits. Every order is one HTTP
+call per engine; SGLang returns from it when all its TP ranks have replied, so a missing reply is a broken engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from datetime import timedelta
+from typing import TypeAlias
+from uuid import uuid4
+
+from torch._C._distributed_c10d import TCPStore
+
+from megarl.errors import EngineError, WeightSyncError
+from megarl.rollout.fleet import Engine, EngineState, Fleet
+from megarl.rollout.orders import (
+    Abort,
+    Commit,
+    Envelope,
+    Fingerprint,
+    Inspect,
+    Join,
+    Leave,
+    Meeting,
+    Order,
+    Reply,
+    Route,
+    Stage,
+    read_reply,
+    to_payload,
+)
+from megarl.rollout.process import LOADER
+from megarl.types import PolicyVersion
+from megarl.weights.check import check_holding
+from megarl.weights.group import LOOPBACK, StoreAddress, StoreServer
+from megarl.weights.slices import TensorSpec
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 30.0
+"""An order may take this much longer than what it waits for: the engine's own deadline speaks first, and better."""
+
+
+_Replies: TypeAlias = tuple[Reply, ...]
+"""Of one engine, by TP rank."""
+
+
+class EngineControl:
+    """Orders for the engines of a fleet that are reachable when it is made. One publish at a time."""
+
+    def __init__(self, fleet: Fleet, *, timeout_s: float, host: str = LOOPBACK) -> None:
+        """`timeout_s` bounds what an order waits for; `host` is where the engines reach this process."""
+        self._fleet = fleet
+        self._engines = [engine for engine in fleet.engines if engine.state is not EngineState.LOST]
+        self._timeout_s = timeout_s
+        self._server = StoreServer(host)
+        self._mailbox = TCPStore(host, self._server.address.port, timeout=timedelta(seconds=_GRACE_S))
+        self._unfinished: set[asyncio.Task[_Replies]] = set()
+
+    @property
+    def address(self) -> StoreAddress:
+        """A store that engines and trainer ranks reach: they can meet here."""
+        return self._server.address
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._engines)
+
+    async def inspect(self) -> list[Mapping[str, TensorSpec]]:
+        """The parameters each target rank really has."""
+        return [reply.parameters for reply in await self._replies(Inspect())]
+
+    async def check_layout(self, route: Route) -> None:
+        """Compare the engines' parameters with the layout the plan is made for; the error names the tensor."""
+        by_rank = route.engine_layout().by_rank
+        for rank, parameters in enumerate(await self.inspect()):
+            engine = self._engines[rank // route.tensor]
+            check_holding(by_rank[rank], parameters, holder=f"{engine}, TP rank {rank % route.tensor}")
+
+    async def join(self, route: Route, *, plan_hash: str, meeting: Meeting) -> None:
+        """Meet the trainer ranks, which join at the same time. The plan must be the same on both sides."""
+        assert route.num_engines == len(self._engines), f"{route.num_engines} engines, {len(self._engines)} reachable"
+        assert meeting.timeout_s <= self._timeout_s, f"meeting {meeting.timeout_s} s, orders {self._timeout_s} s"
+        await self._replies(Join(route=route, plan_hash=plan_hash, meeting=meeting))
+
+    async def stage(self, version: PolicyVersion) -> dict[int, Mapping[str, int]]:
+        """Let every target rank receive `version` beside its parameters: a digest per parameter, of what arrived.
+
+        Trainer ranks send at the same time. The first failure ends the wait; the engines go on serving what they have.
+        """
+        replies = await self._replies(Stage(version=version))
+        return {rank: reply.digests for rank, reply in enumerate(replies)}
+
+    async def commit(self, version: PolicyVersion) -> int:
+        """Serve what is staged, everywhere. An engine that fails is stale from now on; returns how many succeeded."""
+
+        async def commit_one(engine: Engine, position: int) -> _Replies:
+            replies = await self._ask(engine, position, Commit(version=version), version=version)
+            # Cached prefixes were computed with the old weights.
+            await engine.client.flush_cache()
+            return replies
+
+        await self._finish_late()
+        outcomes = await asyncio.gather(*self._start(commit_one), return_exceptions=True)
+        succeeded, reasons = [], []
+        for engine, outcome in zip(self._engines, outcomes, strict=True):
+            match outcome:
+                case tuple():
+                    succeeded.append(engine)
+                case EngineError() | WeightSyncError():
+                    reasons.append(str(outcome))
+                    await self._fleet.mark_stale(engine, f"commit of version {version} failed: {outcome}")
+                case BaseException():
+                    raise outcome
+        if not succeeded:
+            raise WeightSyncError(f"version {version} was committed nowhere: {'; '.join(reasons)}")
+        await self._fleet.committed(version, succeeded)
+        return len(succeeded)
+
+    async def abort(self) -> None:
+        """Forget what is staged; every engine goes on serving the version it has."""
+        await self._replies(Abort())
+
+    async def fingerprints(self) -> list[Mapping[str, str]]:
+        """A hash of the bytes of every parameter, per target rank, as it is served now."""
+        return [reply.fingerprints for reply in await self._replies(Fingerprint())]
+
+    async def leave(self) -> None:
+        """Close the transfer group on the engines' side; a broken one is left before the next join."""
+        await self._replies(Leave())
+
+    async def _replies(self, order: Order) -> list[Reply]:
+        """One order to every TP rank of every engine: replies in the order of target ranks, or the first failure.
+
+        The calls to the other engines go on: a weight update that is cut off would leave its session open.
+        """
+
+        async def ask_one(engine: Engine, position: int) -> _Replies:
+            return await self._ask(engine, position, order)
+
+        await self._finish_late()
+        tasks = self._start(ask_one)
+        done, self._unfinished = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failures = [error for task in tasks if task in done and (error := task.exception()) is not None]
+        for error in failures:
+            if not isinstance(error, EngineError | WeightSyncError):
+                raise error
+        if failures:
+            raise WeightSyncError("; ".join(str(error) for error in failures))
+        return [reply for task in tasks for reply in task.result()]
+
+    def _start(self, call: Callable[[Engine, int], Coroutine[None, None, _Replies]]) -> list[asyncio.Task[_Replies]]:
+        return [asyncio.create_task(call(engine, position)) for position, engine in enumerate(self._engines)]
+
+    async def _finish_late(self) -> None:
+        """Calls that outlived the failure of another engine; each has a deadline of its own."""
+        late, self._unfinished = self._unfinished, set()
+        await asyncio.gather(*late, return_exceptions=True)
+
+    async def _ask(
+        self,
+        engine: Engine,
+        position: int,
+        order: Order,
+        *,
+        version: PolicyVersion | None = None,
+    ) -> _Replies:
+        endpoint = engine.client.endpoint
+        envelopes = [
+            Envelope(
+                order=order,
+                engine=position,
+                tp_rank=tp_rank,
+                host=endpoint.host,
+                mailbox=self._server.address,
+                reply_key=f"{order.op}/{endpoint.index}/{tp_rank}/{uuid4().hex}",
+            )
+            for tp_rank in range(endpoint.tensor)
+        ]
+        await engine.client.load_weights(
+            [to_payload(envelope) for envelope in envelopes],
+            load_format=LOADER,
+            version=version,
+            timeout_s=self._timeout_s + _GRACE_S,
+        )
+        return tuple(self._take(engine, envelope) for envelope in envelopes)
+
+    def _take(self, engine: Engine, envelope: Envelope) -> Reply:
+        where = f"{engine}, TP rank {envelope.tp_rank}: {envelope.order.op}"
+        if not self._mailbox.check([envelope.reply_key]):
+            raise WeightSyncError(f"{where}: no reply; the engine's log says why")
+        reply = read_reply(self._mailbox.get(envelope.reply_key))
+        self._mailbox.delete_key(envelope.reply_key)
+        if reply.error is not None:
+            raise WeightSyncError(f"{where}: {reply.error}")
+        return reply

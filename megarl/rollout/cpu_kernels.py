@@ -1,0 +1,67 @@
+"""In torch, what SGLang's compiled kernels do on other machines. Pure functions: `cpu` puts them in their places."""
+
+from __future__ import annotations
+
+import torch
+
+ROWS_PER_BLOCK = 16
+"""Matrix products run in blocks of this many rows, so that a row's result does not depend on its neighbours."""
+
+_MASK = 0xFFFFFFFF
+
+
+def assign_req_to_token_pool(
+    rows: torch.Tensor,  # [R]
+    table: torch.Tensor,  # [requests, positions], updated
+    starts: torch.Tensor,  # [R]
+    ends: torch.Tensor,  # [R]
+    locations: torch.Tensor,  # [sum of ends - starts]
+    _num_positions: int,
+) -> None:
+    """Write where the cache keeps the new tokens of each request."""
+    done = 0
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        table[row, start:end] = locations[done : done + end - start].to(table.dtype)
+        done += end - start
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3 of (64-bit seed [n], position [n], column [m]): uint32 [n, m], as on a GPU.
+
+    int64 products wrap, which leaves their low 32 bits right.
+    """
+    seed = seed.view(torch.int64) if seed.dtype == torch.uint64 else seed.to(torch.int64)
+    state = torch.zeros_like(seed)
+    for word in (seed, seed >> 32, positions.to(torch.int64)):
+        state = _mix(state, word & _MASK)
+    state = _mix(state[:, None], (cols.to(torch.int64) & _MASK)[None, :]) ^ 16  # bytes hashed
+    state = ((state ^ (state >> 16)) * 0x85EBCA6B) & _MASK
+    state = ((state ^ (state >> 13)) * 0xC2B2AE35) & _MASK
+    return (state ^ (state >> 16)).to(torch.uint32)
+
+
+def _mix(state: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
+    word = (word * 0xCC9E2D51) & _MASK
+    word = ((word << 15) | (word >> 17)) & _MASK
+    state = state ^ ((word * 0x1B873593) & _MASK)
+    state = ((state << 13) | (state >> 19)) & _MASK
+    return (state * 5 + 0xE6546B64) & _MASK
+
+
+def mm_in_blocks(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`left @ right` by products of one shape: BLAS picks its kernel by the number of rows, and kernels round apart.
+
+    The last block is filled up with zeros. Goes through `bmm`, so that it can stand in for `mm` itself.
+    """
+    num_rows, width = left.shape
+    num_blocks = -(-num_rows // ROWS_PER_BLOCK)
+    blocks = left.new_zeros(num_blocks * ROWS_PER_BLOCK, width)
+    blocks[:num_rows] = left
+    product = torch.bmm(blocks.view(num_blocks, ROWS_PER_BLOCK, width), right.expand(num_blocks, *right.shape))
+    return product.view(num_blocks * ROWS_PER_BLOCK, right.shape[1])[:num_rows]
+
+
+def addmm_in_blocks(
+    bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    return mm_in_blocks(left, right) * alpha + bias * beta

@@ -1,0 +1,165 @@
+"""Prompts in, checked rollout groups out, from whichever engines are live. Knows no weights and no processes.
+
+A rollout is a function of (weights, prompt, seed): it does not matter which engine makes it, when, or at which attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from uuid import uuid4
+
+import numpy as np
+
+from megarl.config.recipe import SamplingConfig
+from megarl.errors import DataError, EngineError, FleetError
+from megarl.rollout.client import GenerateRequest
+from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
+from megarl.types import Prompt, Rollout, RolloutGroup, TokenArray
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How responses are drawn, and how many per prompt."""
+
+    num_rollouts: int
+    temperature: float
+    top_p: float
+    top_k: int | None
+    max_response_tokens: int
+
+    @classmethod
+    def of(cls, config: SamplingConfig) -> Sampling:
+        return cls(
+            num_rollouts=config.rollouts_per_prompt,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            max_response_tokens=config.max_response_tokens,
+        )
+
+    @classmethod
+    def greedy(cls, config: SamplingConfig) -> Sampling:
+        """The likeliest token each time: one rollout, for evaluation."""
+        return cls(
+            num_rollouts=1, temperature=0.0, top_p=1.0, top_k=None, max_response_tokens=config.max_response_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """What the generator has to know of the tokenizer and the model."""
+
+    size: int
+    """Rows of the embedding: every token id is below it."""
+    eos_ids: tuple[int, ...]
+    max_context_tokens: int
+    decode: Callable[[TokenArray], str]
+    """The text of a response."""
+
+
+class FleetGenerator:
+    """The Generator of a run (see `stages`). The fleet bounds how many requests are out at a time."""
+
+    def __init__(
+        self, fleet: Fleet, *, sampling: Sampling, vocabulary: Vocabulary, seed: int, max_attempts: int
+    ) -> None:
+        self._fleet = fleet
+        self._sampling = sampling
+        self._vocabulary = vocabulary
+        self._seed = seed
+        self._max_attempts = max_attempts
+
+    async def generate(self, prompt: Prompt) -> RolloutGroup:
+        """All rollouts of one prompt, in the order of their seeds."""
+        self._check(prompt)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                rollouts = [tasks.create_task(self._rollout(prompt, i)) for i in range(self._sampling.num_rollouts)]
+        except* FleetError as group:
+            # One rollout that cannot be had is enough to give the group up; the others were cancelled.
+            raise group.exceptions[0] from None
+        return RolloutGroup(prompt=prompt, rollouts=tuple(task.result() for task in rollouts))
+
+    def _check(self, prompt: Prompt) -> None:
+        """One id outside the vocabulary ends a whole engine."""
+        token_ids, size = prompt.token_ids, self._vocabulary.size
+        if not len(token_ids):
+            raise DataError(f"prompt {prompt.uid} has no tokens")
+        for token_id in (int(token_ids.min()), int(token_ids.max())):
+            if not 0 <= token_id < size:
+                raise DataError(f"prompt {prompt.uid}: token id {token_id} is not in the vocabulary of {size}")
+        num_tokens = len(token_ids) + self._sampling.max_response_tokens
+        if num_tokens > self._vocabulary.max_context_tokens:
+            raise DataError(
+                f"prompt {prompt.uid}: {len(token_ids)} tokens and a response of up to "
+                f"{self._sampling.max_response_tokens} exceed the context of {self._vocabulary.max_context_tokens}"
+            )
+
+    async def _rollout(self, prompt: Prompt, index: int) -> Rollout:
+        failures: list[str] = []
+        tried: set[int] = set()
+        for _ in range(self._max_attempts):
+            async with self._fleet.lease(avoid=tried) as engine:
+                try:
+                    return self._finished(await self._respond(engine, prompt, index))
+                except EngineError as error:
+                    tried.add(engine.index)
+                    failures.append(str(error))
+                    logger.warning("rollout failed prompt=%s index=%d reason=%s", prompt.uid, index, error)
+                    await self._judge(engine, error)
+        reasons = "; ".join(failures)
+        raise FleetError(f"prompt {prompt.uid}, rollout {index}: {len(failures)} attempts failed: {reasons}")
+
+    async def _judge(self, engine: Engine, error: EngineError) -> None:
+        """Whether an engine that failed once may be asked again."""
+        if isinstance(error, WrongVersionError):
+            await self._fleet.mark_stale(engine, str(error))
+        elif not await engine.client.is_healthy():
+            await self._fleet.mark_lost(engine, str(error))
+
+    async def _respond(self, engine: Engine, prompt: Prompt, index: int) -> Response:
+        sampling = self._sampling
+        expected = Expectation(
+            vocab=self._vocabulary.size,
+            max_response_tokens=sampling.max_response_tokens,
+            eos_ids=frozenset(self._vocabulary.eos_ids),
+            version=engine.version,
+        )
+        request = GenerateRequest(
+            # Of one length: SGLang takes a rid for a prefix when it aborts.
+            rid=uuid4().hex,
+            input_ids=tuple(prompt.token_ids.tolist()),
+            max_new_tokens=sampling.max_response_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=self._vocabulary.eos_ids,
+            sampling_seed=sampling_seed(self._seed, prompt.uid, epoch=prompt.epoch, index=index),
+        )
+        try:
+            return read_response(await engine.client.generate(request), expected)
+        except BadReplyError as error:
+            raise type(error)(f"{engine}: {error}") from error
+
+    def _finished(self, response: Response) -> Rollout:
+        return Rollout(
+            token_ids=response.token_ids,
+            logprobs=response.logprobs,
+            versions=response.versions,
+            loss_mask=np.ones(len(response.token_ids), dtype=np.bool_),
+            finish_reason=response.finish_reason,
+            text=self._vocabulary.decode(response.token_ids),
+        )
+
+
+def sampling_seed(run_seed: int, prompt_uid: str, *, epoch: int, index: int) -> int:
+    """63 bits, the same in every process and on every machine."""
+    name = f"{run_seed}/{epoch}/{index}/{prompt_uid}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,156 @@
+"""What runs inside each SGLang TP process: the engine's end of a publish. SGLang calls `load` with every payload.
+
+An exception here would end the whole engine, so every outcome, good or bad, is a `Reply` in the driver's mailbox. The
+parameters change in `commit` and nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import assert_never
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from megarl.errors import WeightSyncError
+from megarl.rollout.orders import (
+    Abort,
+    Commit,
+    Envelope,
+    Fingerprint,
+    Inspect,
+    Join,
+    Leave,
+    Reply,
+    Stage,
+    read_envelope,
+    to_bytes,
+)
+from megarl.weights.check import check_holding
+from megarl.weights.tensors import specs_of
+from megarl.weights.transfer import Receiver, TransferGroup
+
+logger = logging.getLogger(__name__)
+
+_MAILBOX_TIMEOUT_S = 30.0
+
+
+def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Carry out the one order in `named_tensors`. Never raises."""
+    try:
+        envelope = read_envelope(named_tensors)
+    except ValueError as error:
+        logger.error("not an order: %s", error)
+        return
+    try:
+        reply = _MEMBER.obey(envelope, model)
+    except Exception as error:  # whatever it is, it must reach the driver and not the scheduler
+        logger.exception("order failed op=%s", envelope.order.op)
+        reply = Reply(error=_one_line(error))
+    try:
+        mailbox = TCPStore(envelope.mailbox.host, envelope.mailbox.port, timeout=timedelta(seconds=_MAILBOX_TIMEOUT_S))
+        mailbox.set(envelope.reply_key, to_bytes(reply))  # type: ignore[arg-type]  # takes bytes as well
+    except RuntimeError as error:
+        # The driver finds no reply and says so.
+        logger.error("mailbox %s is out of reach: %s", envelope.mailbox, _one_line(error))
+
+
+class _Member:
+    """This process as a member of a transfer group, between `join` and `leave`."""
+
+    def __init__(self) -> None:
+        self._group: TransferGroup | None = None
+        self._receiver: Receiver | None = None
+        self._staged_version: int | None = None
+
+    def obey(self, envelope: Envelope, model: torch.nn.Module) -> Reply:
+        match envelope.order:
+            case Inspect():
+                return Reply(parameters=specs_of(model.named_parameters()))
+            case Join() as order:
+                self._join(order, envelope, model)
+                return Reply()
+            case Stage(version=version):
+                return Reply(digests=self._stage(version))
+            case Commit(version=version):
+                self._commit(version)
+                return Reply()
+            case Abort():
+                self._abort()
+                return Reply()
+            case Fingerprint():
+                return Reply(fingerprints={name: _fingerprint(tensor) for name, tensor in model.named_parameters()})
+            case Leave():
+                self._leave()
+                return Reply()
+            case _:
+                assert_never(envelope.order)
+
+    def _join(self, order: Join, envelope: Envelope, model: torch.nn.Module) -> None:
+        self._leave()
+        route, meeting = order.route, order.meeting
+        plan = route.plan()
+        if plan.hash != order.plan_hash:
+            raise WeightSyncError(f"plan hash is {plan.hash} here and {order.plan_hash} at the driver")
+        rank = route.target_rank(engine=envelope.engine, tp_rank=envelope.tp_rank)
+        parameters = dict(model.named_parameters())
+        check_holding(plan.target.by_rank[rank], specs_of(parameters.items()), holder=f"TP rank {envelope.tp_rank}")
+        self._group = TransferGroup.join(
+            meeting.address,
+            name=meeting.name,
+            peer=route.peer(rank),
+            num_peers=route.num_peers,
+            timeout_s=meeting.timeout_s,
+            backend=meeting.backend,
+            host=envelope.host,
+        )
+        self._receiver = Receiver(plan, rank, parameters, self._group, bucket_bytes=meeting.bucket_bytes)
+
+    def _stage(self, version: int) -> dict[str, int]:
+        receiver = self._joined()
+        self._staged_version = None
+        digests = receiver.stage(version)
+        self._staged_version = version
+        return digests
+
+    def _commit(self, version: int) -> None:
+        receiver = self._joined()
+        if self._staged_version != version:
+            raise WeightSyncError(f"asked to commit version {version}, but what is staged is {self._staged_version}")
+        receiver.commit()
+        self._staged_version = None
+        if torch.cuda.is_available():
+            # The next forward pass runs on a stream of its own.
+            torch.cuda.synchronize()
+
+    def _abort(self) -> None:
+        self._staged_version = None
+        if self._receiver is not None:
+            self._receiver.abort()
+
+    def _leave(self) -> None:
+        group, self._group, self._receiver, self._staged_version = self._group, None, None, None
+        if group is not None:
+            group.close()
+
+    def _joined(self) -> Receiver:
+        if self._receiver is None:
+            raise WeightSyncError("not in a transfer group; join comes first")
+        return self._receiver
+
+
+_MEMBER = _Member()
+
+
+def _fingerprint(tensor: torch.Tensor) -> str:
+    raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return hashlib.blake2b(raw.data, digest_size=16).hexdigest()
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    message = lines[0] if lines else ""
+    return message if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {message}"

@@ -1,0 +1,185 @@
+"""What the driver can ask of an engine's TP ranks, and what they answer: JSON in a tensor, JSON in a store.
+
+SGLang hands weights to a loader function inside each TP process and tells nothing back, so an order travels as the only
+"weight" of an update and the answer through a key-value store. All of it is small: no weights, no plan, no secrets.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, TypeAlias
+
+import torch
+from pydantic import Field, TypeAdapter
+
+from megarl.config.model import ModelShape
+from megarl.weights.group import Backend, StoreAddress
+from megarl.weights.megatron import MegatronParallel, megatron_layout
+from megarl.weights.plan import Plan, plan
+from megarl.weights.sglang import sglang_layout
+from megarl.weights.slices import Layout, TensorSpec
+
+_TENSOR_NAME = "megarl.order"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """From which trainer layout to which engines: enough for every process to compute the same plan by itself."""
+
+    shape: ModelShape
+    parallel: MegatronParallel
+    trainer_dtype: str
+    num_engines: int
+    tensor: int
+    """TP ranks of each engine."""
+    engine_dtype: str
+    is_cpu_engine: bool
+
+    @property
+    def num_peers(self) -> int:
+        return self.parallel.world_size + self.num_engines * self.tensor
+
+    def target_rank(self, *, engine: int, tp_rank: int) -> int:
+        """Of a TP rank, in the plan; `engine` counts within the engines of this route."""
+        return engine * self.tensor + tp_rank
+
+    def peer(self, target_rank: int) -> int:
+        """In the transfer group: trainer ranks come first."""
+        return self.parallel.world_size + target_rank
+
+    def engine_layout(self) -> Layout:
+        return sglang_layout(
+            self.shape,
+            tensor=self.tensor,
+            num_engines=self.num_engines,
+            dtype=self.engine_dtype,
+            is_cpu_engine=self.is_cpu_engine,
+        )
+
+    def plan(self) -> Plan:
+        return plan(megatron_layout(self.shape, self.parallel, dtype=self.trainer_dtype), self.engine_layout())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where trainer and engine ranks form a transfer group, and under which name."""
+
+    address: StoreAddress
+    name: str
+    timeout_s: float
+    """Deadline of the meeting itself and of each transfer after it."""
+    backend: Backend
+    bucket_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspect:
+    """Say which parameters you have."""
+
+    op: Literal["inspect"] = "inspect"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """Compute the plan, compare its hash, and meet the others."""
+
+    route: Route
+    plan_hash: str
+    meeting: Meeting
+    op: Literal["join"] = "join"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Receive a version beside the parameters; answer with a digest per parameter."""
+
+    version: int
+    op: Literal["stage"] = "stage"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Make the staged version the one that is served."""
+
+    version: int
+    op: Literal["commit"] = "commit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Forget what is staged."""
+
+    op: Literal["abort"] = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """Hash the bytes of every parameter as it is served."""
+
+    op: Literal["fingerprint"] = "fingerprint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """Close the transfer group."""
+
+    op: Literal["leave"] = "leave"
+
+
+Order: TypeAlias = Annotated[
+    Inspect | Join | Stage | Commit | Abort | Fingerprint | Leave,
+    Field(discriminator="op"),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """An order, whom it is for, and where the answer goes."""
+
+    order: Order
+    engine: int
+    """Position among the engines that are asked together."""
+    tp_rank: int
+    host: str
+    """At which the engine is reached by the other members of a transfer group."""
+    mailbox: StoreAddress
+    reply_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """`error` is None when the order was carried out; the rest is filled where the order asks for it."""
+
+    error: str | None = None
+    parameters: Mapping[str, TensorSpec] = field(default_factory=dict)
+    digests: Mapping[str, int] = field(default_factory=dict)
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+
+
+_ENVELOPE: TypeAdapter[Envelope] = TypeAdapter(Envelope)
+_REPLY: TypeAdapter[Reply] = TypeAdapter(Reply)
+
+
+def to_payload(envelope: Envelope) -> str:
+    """As SGLang's endpoint takes it. A plain pickle of a CPU tensor needs nothing shared between the processes."""
+    tensor = torch.frombuffer(bytearray(_ENVELOPE.dump_json(envelope)), dtype=torch.uint8)
+    return base64.b64encode(pickle.dumps([(_TENSOR_NAME, tensor)])).decode("ascii")
+
+
+def read_envelope(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Envelope:
+    """Inverse of `to_payload`, after SGLang has unpickled it. A ValueError says what is wrong with it."""
+    tensors = dict(named_tensors)
+    if set(tensors) != {_TENSOR_NAME}:
+        raise ValueError(f"expected one tensor named {_TENSOR_NAME}, got {sorted(tensors)[:5]}")
+    return _ENVELOPE.validate_json(tensors[_TENSOR_NAME].cpu().numpy().tobytes())
+
+
+def to_bytes(reply: Reply) -> bytes:
+    return _REPLY.dump_json(reply)
+
+
+def read_reply(payload: bytes) -> Reply:
+    return _REPLY.validate_json(payload)

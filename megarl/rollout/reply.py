@@ -1,0 +1,162 @@
+"""What an engine's answer must contain before anyone learns from it. Pure: no HTTP.
+
+An engine that returns nonsense does not say so: counts that differ, ids outside the vocabulary, a log-probability of a
+broken model, weights of another version. Each is a BadReplyError here, and the rollout is tried again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megarl.errors import EngineError
+from megarl.types import FinishReason, FloatArray, JsonValue, PolicyVersion, TokenArray
+
+_MAX_LOGPROB = 1e-3
+"""A probability is at most 1, give or take the rounding of a kernel."""
+
+
+class BadReplyError(EngineError):
+    """The engine answered, but not with a rollout that can be trained on."""
+
+
+class WrongVersionError(BadReplyError):
+    """The engine serves other weights than it is thought to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """What one request may be answered with."""
+
+    vocab: int
+    max_response_tokens: int
+    eos_ids: Set[int]
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """A checked answer: tokens the policy chose, end token included."""
+
+    token_ids: TokenArray  # [T]
+    logprobs: FloatArray  # [T]
+    versions: npt.NDArray[np.int32]  # [T]
+    finish_reason: FinishReason
+
+
+def read_response(reply: JsonValue, expected: Expectation) -> Response:
+    """The response in a reply of `/generate`, or a BadReplyError that says what is wrong with it."""
+    fields = _mapping(reply, "the reply")
+    meta = _mapping(fields.get("meta_info"), "meta_info")
+    finish = _mapping(meta.get("finish_reason"), "finish_reason")
+    finish_reason = _finish_reason(finish)
+    token_ids = _token_ids(fields.get("output_ids"), expected)
+    logprobs = _logprobs(meta.get("output_token_logprobs"), token_ids)
+    _check_end(finish_reason, finish, token_ids, expected)
+    return Response(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        logprobs=np.array(logprobs, dtype=np.float32),
+        versions=_versions(meta, len(token_ids), expected.version),
+        finish_reason=finish_reason,
+    )
+
+
+def _finish_reason(finish: Mapping[str, JsonValue]) -> FinishReason:
+    kind = finish.get("type")
+    if kind == FinishReason.ABORT:
+        raise BadReplyError(f"aborted: {finish.get('message') or 'no reason given'}")
+    if kind not in (FinishReason.STOP, FinishReason.LENGTH):
+        raise BadReplyError(f"finish reason is {kind!r}")
+    return FinishReason(str(kind))
+
+
+def _token_ids(value: JsonValue, expected: Expectation) -> list[int]:
+    token_ids = [_integer(item, "a token id") for item in _sequence(value, "output_ids")]
+    if not 1 <= len(token_ids) <= expected.max_response_tokens:
+        raise BadReplyError(f"{len(token_ids)} tokens, asked for 1 to {expected.max_response_tokens}")
+    for token_id in token_ids:
+        if not 0 <= token_id < expected.vocab:
+            raise BadReplyError(f"token id {token_id} is not in the vocabulary of {expected.vocab}")
+    return token_ids
+
+
+def _logprobs(value: JsonValue, token_ids: Sequence[int]) -> list[float]:
+    entries = _sequence(value, "output_token_logprobs")
+    if len(entries) != len(token_ids):
+        raise BadReplyError(f"{len(entries)} log-probabilities for {len(token_ids)} tokens")
+    logprobs = []
+    for entry, token_id in zip(entries, token_ids, strict=True):
+        pair = _sequence(entry, "a log-probability")
+        if len(pair) < 2 or pair[1] != token_id:
+            raise BadReplyError(f"log-probability {pair[:2]} is not of token {token_id}")
+        logprobs.append(_logprob(pair[0], token_id))
+    return logprobs
+
+
+def _logprob(value: JsonValue, token_id: int) -> float:
+    if isinstance(value, float | int) and math.isfinite(value) and value <= _MAX_LOGPROB:
+        return float(value)
+    raise BadReplyError(f"log-probability {value!r} of token {token_id}")
+
+
+def _check_end(
+    finish_reason: FinishReason, finish: Mapping[str, JsonValue], token_ids: Sequence[int], expected: Expectation
+) -> None:
+    if not expected.eos_ids.isdisjoint(token_ids[:-1]):
+        raise BadReplyError("tokens after an end token")
+    last = token_ids[-1]
+    # The model's config may name end tokens that the tokenizer does not.
+    if finish_reason is FinishReason.STOP and last not in expected.eos_ids and finish.get("matched") != last:
+        raise BadReplyError(f"stopped at token {last}, which is no end token")
+    if finish_reason is FinishReason.LENGTH and len(token_ids) != expected.max_response_tokens:
+        raise BadReplyError(f"cut at {len(token_ids)} tokens, asked for {expected.max_response_tokens}")
+
+
+def _versions(meta: Mapping[str, JsonValue], num_tokens: int, expected: PolicyVersion) -> npt.NDArray[np.int32]:
+    """Per token where the engine says so (SGLang from 0.5.19), else one for all."""
+    versions = np.full(num_tokens, _version(meta.get("weight_version")), dtype=np.int32)
+    spans = meta.get("weight_versions")
+    if spans is not None:
+        covered = 0
+        for item in _sequence(spans, "weight_versions"):
+            span = _mapping(item, "a weight version")
+            start, end = _integer(span.get("start"), "start"), _integer(span.get("end"), "end")
+            if start != covered or not start <= end <= num_tokens:
+                raise BadReplyError(f"weight version of tokens {start} to {end}, after {covered} of {num_tokens}")
+            versions[start:end] = _version(span.get("version"))
+            covered = end
+        if covered != num_tokens:
+            raise BadReplyError(f"weight versions of {covered} tokens, there are {num_tokens}")
+    wrong = versions[versions != expected]
+    if wrong.size:
+        raise WrongVersionError(f"{wrong.size} tokens of version {wrong[0]}, expected version {expected}")
+    return versions
+
+
+def _version(value: JsonValue) -> int:
+    try:
+        return int(str(value))
+    except ValueError:
+        raise BadReplyError(f"weight version is {value!r}") from None
+
+
+def _mapping(value: JsonValue, what: str) -> Mapping[str, JsonValue]:
+    if not isinstance(value, dict):
+        raise BadReplyError(f"{what} is missing or not an object")
+    return value
+
+
+def _sequence(value: JsonValue, what: str) -> Sequence[JsonValue]:
+    if not isinstance(value, list):
+        raise BadReplyError(f"{what} is missing or not a list")
+    return value
+
+
+def _integer(value: JsonValue, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadReplyError(f"{what} is {value!r}, not an integer")
+    return value

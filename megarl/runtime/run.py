@@ -1,0 +1,149 @@
+"""One run, from recipe to result: builds what the loop needs, in the order it can fail, and takes it down.
+
+Data and ports come before Ray, Ray before roles, roles before the first publish.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from functools import partial
+
+from megarl.algo.algorithm import build_algorithm
+from megarl.config.recipe import Recipe, SftConfig
+from megarl.data.demonstrations import Demonstrations, DemonstrationScorer
+from megarl.data.packing import pack
+from megarl.data.stream import PromptStream
+from megarl.errors import PreemptedError
+from megarl.observe.events import Sink
+from megarl.observe.observer import Observer, observing
+from megarl.reward.scorer import build_scorer
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.runtime.buffer import Buffer
+from megarl.runtime.checkpoints import retire_earlier_run, save_model
+from megarl.runtime.cluster import open_cluster
+from megarl.runtime.evaluate import Evaluator, GreedyEvaluator, NoEvaluator
+from megarl.runtime.inputs import Inputs, read_inputs
+from megarl.runtime.loop import Loop
+from megarl.runtime.roles import Roles, start_roles
+from megarl.stages import Generator, Scorer
+
+PAD_MULTIPLE = 8
+"""Packed lengths are rounded up to this times the tensor-parallel size: even shares under sequence parallelism."""
+
+
+def run_recipe(recipe: Recipe, *, display: Sink, ray_address: str | None) -> None:
+    """Everything of one run. Ctrl-C and SIGTERM end it in order, with nothing left running."""
+    retired = retire_earlier_run(recipe.run_folder)
+    with observing(recipe, display=display) as observer:
+        if retired is not None:
+            observer.warned(f"an earlier run of this name is now {retired}")
+        asyncio.run(_run(recipe, observer, ray_address))
+
+
+async def _run(recipe: Recipe, observer: Observer, ray_address: str | None) -> None:
+    with observer.phase("start"):
+        inputs = read_inputs(recipe)
+    if inputs.train.num_dropped:
+        observer.warned(f"{inputs.train.num_dropped} prompts are too long and were dropped (data.overlong_prompts)")
+    num_slots = sum(pool.gpus for pool in recipe.pools.values())
+    with open_cluster(recipe.run, address=ray_address, num_slots=num_slots) as cluster, _preemptible():
+        async with AsyncExitStack() as stack:
+            with observer.phase("start"):
+                roles = await start_roles(recipe, inputs.shape, cluster, stack)
+                scorer = build_scorer(recipe.reward, log_path=recipe.run_folder / "reward.log")
+                stack.callback(scorer.close)
+            await _build_loop(recipe, inputs, roles, scorer, observer).run()
+            if recipe.checkpoint.save_at_end:
+                with observer.phase("save"):
+                    folder = await save_model(recipe, roles.ranks, step=recipe.run.steps)
+                observer.checkpoint_saved(folder)
+
+
+@contextmanager
+def _preemptible() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does, but with a PreemptedError: what was running is taken down first."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    is_preempted = False
+
+    def preempt() -> None:
+        nonlocal is_preempted
+        is_preempted = True
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, preempt)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if is_preempted:
+            raise PreemptedError("stopped by SIGTERM; everything it started is gone") from None
+        raise
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+def _build_loop(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer, observer: Observer) -> Loop:
+    actor, train = recipe.roles.actor, recipe.train
+    is_sft = isinstance(recipe.algorithm, SftConfig)
+    generator: Generator
+    if is_sft or roles.fleet is None:
+        generator = Demonstrations(inputs.tokenizer)
+    else:
+        generator = _generator(recipe, inputs, roles.fleet, Sampling.of(recipe.sampling))
+    samples_per_update = None
+    if train.prompts_per_update is not None:
+        samples_per_update = train.prompts_per_update * recipe.sampling.rollouts_per_prompt
+    return Loop(
+        prompts=PromptStream(inputs.train.prompts, seed=recipe.run.seed, is_shuffled=recipe.data.is_shuffled),
+        generator=generator,
+        scorer=DemonstrationScorer() if is_sft else scorer,
+        algorithm=build_algorithm(recipe.algorithm),
+        pack=partial(
+            pack,
+            data_parallel=recipe.data_parallel,
+            tokens_per_micro_batch=train.tokens_per_micro_batch,
+            samples_per_update=samples_per_update,
+            pad_multiple=PAD_MULTIPLE * actor.tensor,
+            micro_batch_multiple=actor.pipeline if actor.virtual_pipeline > 1 else 1,
+            temperature=1.0 if is_sft else recipe.sampling.temperature,
+        ),
+        trainer=roles.ranks,
+        publisher=roles.publisher,
+        phases=roles.phases,
+        buffer=Buffer(prompts_per_step=train.prompts_per_step, max_staleness=train.max_staleness),
+        evaluator=_evaluator(recipe, inputs, roles, scorer),
+        observer=observer,
+        num_steps=recipe.run.steps,
+    )
+
+
+def _evaluator(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer) -> Evaluator:
+    if recipe.evaluation is None or roles.fleet is None:
+        return NoEvaluator()
+    return GreedyEvaluator(
+        prompts=inputs.eval,
+        generator=_generator(recipe, inputs, roles.fleet, Sampling.greedy(recipe.sampling)),
+        scorer=scorer,
+        every_steps=recipe.evaluation.every_steps,
+    )
+
+
+def _generator(recipe: Recipe, inputs: Inputs, fleet: Fleet, sampling: Sampling) -> Generator:
+    rollout = recipe.roles.rollout
+    assert rollout is not None, "a fleet without a rollout role"
+    return FleetGenerator(
+        fleet,
+        sampling=sampling,
+        vocabulary=Vocabulary(
+            size=inputs.shape.vocab,
+            eos_ids=inputs.tokenizer.eos_ids,
+            max_context_tokens=inputs.shape.max_context_tokens,
+            decode=inputs.tokenizer.decode_response,
+        ),
+        seed=recipe.run.seed,
+        max_attempts=rollout.max_attempts,
+    )

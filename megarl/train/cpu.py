@@ -1,0 +1,99 @@
+"""The CPU stand-in for Megatron: released megatron-core, unpatched, on a machine without a GPU.
+
+Megatron asks `torch.cuda` for devices, streams and random states, and writes `device="cuda"` into some of its own
+tensors. Here those questions get the answer a CPU can give. This is the one place in `train` that assigns into
+someone else's module; it is called only when the recipe says `device: cpu`, and changes no arithmetic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+def install() -> None:
+    """Answer, in this process and from now on, what Megatron asks `torch.cuda`. Calling it again changes nothing."""
+    assert not torch.cuda.is_available(), "the CPU stand-in is for machines without a GPU"
+    for name, answer in _CUDA_ANSWERS.items():
+        setattr(torch.cuda, name, answer)
+    # Megatron keeps one random state per parallel domain, on the device; here the device is the CPU's generator.
+    for name, answer in _RANDOM_ANSWERS.items():
+        setattr(megatron_random, name, answer)
+    for name, method in _TENSOR_METHODS.items():
+        setattr(torch.Tensor, name, method)
+
+
+@contextlib.contextmanager
+def literal_devices() -> Iterator[None]:
+    """Within it, in this thread, `device="cuda"` means the CPU. A mode ends; a wrapped `torch.zeros` would not."""
+    with _CudaMeansCpu():
+        yield
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if kwargs and kwargs.get("device") == "cuda":
+            return func(*args, **{**kwargs, "device": _CPU})
+        return func(*args, **(kwargs or {}))
+
+
+class _Stream:
+    """A CPU has one queue of work, and it is always up to date."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def wait_stream(self, _: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _nothing(*_: object, **__: object) -> None: ...
+
+
+def _rng_state(*_: object, **__: object) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_: object, **__: object) -> None:
+    torch.set_rng_state(state)
+
+
+_tensor_type = torch.Tensor.type
+
+
+def _type(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+    """Megatron recognises dtypes by the type names of the GPU's tensors; a conversion is left as it is."""
+    answer = _tensor_type(tensor, *args, **kwargs)  # type: ignore[call-overload]
+    # Within `literal_devices` torch calls this method once more from the original one.
+    if isinstance(answer, str) and not answer.startswith("torch.cuda."):
+        return answer.replace("torch.", "torch.cuda.", 1)
+    return answer
+
+
+_CUDA_ANSWERS: Mapping[str, object] = {
+    "current_device": lambda: _CPU,
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "Stream": _Stream,
+    "current_stream": _Stream,
+    "default_stream": _Stream,
+    "manual_seed": torch.manual_seed,
+    "get_rng_state": _rng_state,
+    "set_rng_state": _set_rng_state,
+}
+
+_RANDOM_ANSWERS: Mapping[str, object] = {"_get_cuda_rng_state": _rng_state, "_set_cuda_rng_state": _set_rng_state}
+
+_TENSOR_METHODS: Mapping[str, object] = {"cuda": lambda tensor, *_, **__: tensor, "type": _type}

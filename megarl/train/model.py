@@ -1,0 +1,175 @@
+"""The policy as Megatron modules: GPTModel chunks built from a Hugging Face shape, for Llama, Qwen2 and Qwen3.
+
+Megatron's local layer spec with our own norm and packed attention, so that the same model runs with and without
+Transformer Engine's packages. Weights start at zero: whoever builds a model loads it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megarl.config.model import ModelShape, RopeScaling
+from megarl.train.attention import PackedAttention
+from megarl.train.logprob import TokenScores, token_scores, vocab_shard
+from megarl.train.micro_batch import DeviceMicroBatch
+from megarl.train.norm import RMSNorm
+from megarl.train.topology import Device, Topology
+from megarl.weights.megatron import padded_vocab
+
+
+class PolicyModel(GPTModel):
+    """One chunk of the policy: embedding if it is the first, scores of the targets if it is the last."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        block: TransformerBlockSubmodules,
+        shape: ModelShape,
+        topology: Topology,
+        chunk: int,
+    ) -> None:
+        super().__init__(
+            config=config,
+            transformer_layer_spec=block,
+            vocab_size=padded_vocab(shape.vocab, topology.tensor),
+            max_sequence_length=shape.max_context_tokens,
+            pre_process=topology.is_first_chunk(chunk),
+            post_process=topology.is_last_chunk(chunk),
+            share_embeddings_and_output_weights=shape.has_tied_embeddings,
+            position_embedding_type="none",
+            vp_stage=chunk if topology.virtual_pipeline > 1 else None,
+        )
+        self._shape = shape
+        self._topology = topology
+        self._frequencies = rotary_frequencies(shape)
+
+    def forward(self, micro_batch: DeviceMicroBatch, *, temperature: float) -> Tensor | TokenScores:
+        """Hidden states for the next stage, or, from the last chunk, the scores of the targets."""
+        embedded = self.embedding(micro_batch.token_ids, micro_batch.positions) if self.pre_process else None
+        hidden = self.decoder(
+            hidden_states=embedded,
+            attention_mask=None,
+            rotary_pos_emb=self._angles(micro_batch.positions),
+            packed_seq_params=micro_batch.sequences,
+        )
+        return self._scores(hidden, micro_batch.targets, temperature) if self.post_process else hidden
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """[N, 1, head_dim]: of each position, whichever sequence it is in."""
+        self._frequencies = self._frequencies.to(positions.device)
+        angles = positions[0, :, None] * self._frequencies
+        return torch.cat((angles, angles), dim=-1)[:, None, :]
+
+    def _scores(self, hidden: Tensor, targets: Tensor, temperature: float) -> TokenScores:
+        group = self._topology.tensor_group
+        # Every tensor-parallel rank makes some columns of every token's logits; on the way back their gradients are
+        # summed, and cut again where the sequence is.
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        shard = vocab_shard(
+            vocab=self._shape.vocab,
+            rows=weight.shape[0],
+            rank=self._topology.tensor_rank,
+            size=self._topology.tensor,
+            group=group,
+        )
+        return token_scores(hidden[:, 0], weight, targets, shard=shard, temperature=temperature)
+
+
+def build_chunks(
+    shape: ModelShape, topology: Topology, *, is_sequence_parallel: bool, device: Device
+) -> list[PolicyModel]:
+    """This rank's chunks, in the order of the layers, on the device."""
+    config = transformer_config(shape, topology, is_sequence_parallel=is_sequence_parallel, device=device)
+    layers_per_chunk = shape.num_layers // (topology.pipeline * topology.virtual_pipeline)
+    block = TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * layers_per_chunk, layer_norm=RMSNorm)
+    return [PolicyModel(config, block, shape, topology, chunk) for chunk in range(topology.virtual_pipeline)]
+
+
+def transformer_config(
+    shape: ModelShape, topology: Topology, *, is_sequence_parallel: bool, device: Device
+) -> TransformerConfig:
+    is_cuda = device == "cuda"
+    dtype = torch.bfloat16 if is_cuda else torch.float32
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn_hidden,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        qk_layernorm=shape.has_qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=shape.has_qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=topology.tensor,
+        pipeline_model_parallel_size=topology.pipeline,
+        virtual_pipeline_model_parallel_size=topology.virtual_pipeline if topology.virtual_pipeline > 1 else None,
+        sequence_parallel=is_sequence_parallel and topology.tensor > 1,
+        bf16=is_cuda,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        # Gradients are summed over micro-batches and ranks, not averaged: the loss carries its global denominator.
+        calculate_per_token_loss=True,
+        # Loading does not write the rows that pad the vocabulary, and a NaN there would reach the gradient of the
+        # hidden states. Initialisation is also where Megatron marks a parameter as split over tensor-parallel ranks,
+        # without which the gradient norm would leave out most of it.
+        init_method=torch.nn.init.zeros_,
+        output_layer_init_method=torch.nn.init.zeros_,
+        embedding_init_method=torch.nn.init.zeros_,
+        use_cpu_initialization=not is_cuda,
+        bias_activation_fusion=is_cuda,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+
+
+def rotary_frequencies(shape: ModelShape) -> Tensor:
+    """Angle per position of each pair of channels. [head_dim / 2], float32"""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    frequencies = 1.0 / (shape.rope_theta**exponents)
+    return frequencies if shape.rope_scaling is None else _stretched(frequencies, shape.rope_scaling)
+
+
+def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: slow channels are slowed by `factor`, fast ones kept, those between interpolated."""
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_max_position / wavelengths
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def _layer_spec(shape: ModelShape) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.has_qk_norm)
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if shape.has_qk_norm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    return spec

@@ -1,0 +1,84 @@
+"""Gradients and weights: Megatron's gradient buffers and distributed Adam around the model chunks.
+
+A gradient that is not finite never reaches a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from megarl.config.recipe import OptimizerConfig
+from megarl.errors import NumericsError
+from megarl.train.model import PolicyModel
+
+
+class PolicyOptimizer:
+    """Owns the wrapped chunks: parameters and gradients live in its buffers, moments and master weights in shards."""
+
+    def __init__(self, chunks: Sequence[PolicyModel], config: OptimizerConfig) -> None:
+        self._config = config
+        model_config = chunks[0].config
+        model_config.finalize_model_grads_func = _sum_gradients
+        buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.chunks: list[DistributedDataParallel] = [
+            DistributedDataParallel(model_config, buffers, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+        self._optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.learning_rate,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.beta1,
+                adam_beta2=config.beta2,
+                adam_eps=config.eps,
+                clip_grad=config.clip_grad_norm,
+                bf16=model_config.bf16,
+                params_dtype=model_config.params_dtype,
+                use_distributed_optimizer=True,
+            ),
+            self.chunks,
+            use_gloo_process_groups=False,
+        )
+        for group in self._optimizer.param_groups:
+            # Norms and biases are in a group of their own with multiplier 0; applying it is the caller's business.
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+
+    def adopt_weights(self) -> None:
+        """Take the model's weights, changed from outside, as the new master weights."""
+        self._optimizer.reload_model_params()
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def step(self, learning_rate: float) -> float:
+        """Clip, update, share the new weights; returns the norm before clipping."""
+        self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            raise NumericsError(f"the gradient norm is {grad_norm}; this update was not applied")
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        return grad_norm
+
+
+def _sum_gradients(
+    model: list[torch.nn.Module],
+    num_tokens: Tensor | None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool = False,
+) -> None:
+    """Megatron's reduction without its division by tokens: each loss already has the global denominator."""
+    del num_tokens
+    finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)

@@ -1,0 +1,79 @@
+"""Forward and backward through Megatron's pipeline schedules, micro-batch by micro-batch.
+
+Hides what the schedules want (iterators per chunk, a loss closure per micro-batch); knows nothing of algorithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megarl.train.logprob import TokenScores
+from megarl.train.micro_batch import DeviceMicroBatch
+
+Report = TypeVar("Report")
+Loss = Callable[[int, TokenScores], tuple[Tensor, Report]]
+"""(index of the micro-batch, its scores) -> its part of the loss, and what to remember of it."""
+
+_ForwardStep = Callable[[Iterator[int], torch.nn.Module], tuple[object, object]]
+
+
+def accumulate_gradients(
+    chunks: Sequence[DistributedDataParallel],
+    micro_batches: Sequence[DeviceMicroBatch],
+    *,
+    temperature: float,
+    loss: Loss[Report],
+) -> list[Report]:
+    """Gradients of the sum of all losses, summed over ranks. Reports, in order, on the last stage; else nothing."""
+
+    def forward_step(indices: Iterator[int], model: torch.nn.Module) -> tuple[object, object]:
+        index = next(indices)
+
+        def loss_of(scores: TokenScores) -> tuple[Tensor, Tensor, Report]:
+            value, report = loss(index, scores)
+            # Megatron adds up the middle one; `optimizer` does not use the sum.
+            return value, torch.zeros((), dtype=torch.int), report
+
+        return model(micro_batches[index], temperature=temperature), loss_of
+
+    reports: list[Report] = _run(forward_step, chunks, micro_batches, is_forward_only=False)
+    return reports
+
+
+def score(
+    chunks: Sequence[DistributedDataParallel], micro_batches: Sequence[DeviceMicroBatch], *, temperature: float
+) -> list[TokenScores]:
+    """Forward only. Scores, in order, on the last stage; else nothing."""
+
+    def forward_step(indices: Iterator[int], model: torch.nn.Module) -> tuple[object, object]:
+        return model(micro_batches[next(indices)], temperature=temperature), None
+
+    with torch.no_grad():
+        scores: list[TokenScores] = _run(forward_step, chunks, micro_batches, is_forward_only=True)
+    return scores
+
+
+def _run(
+    forward_step: _ForwardStep,
+    chunks: Sequence[DistributedDataParallel],
+    micro_batches: Sequence[DeviceMicroBatch],
+    *,
+    is_forward_only: bool,
+) -> list[Report]:
+    num_micro_batches = len(micro_batches)
+    reports: list[Report] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(range(num_micro_batches)) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=num_micro_batches,
+        seq_length=micro_batches[0].targets.shape[0],
+        micro_batch_size=1,
+        forward_only=is_forward_only,
+    )
+    return reports

@@ -1,0 +1,120 @@
+"""Who this rank is among the others: the only file that starts torch.distributed or asks Megatron for ranks.
+
+Ranks are numbered tensor fastest, then data, then pipeline: neighbours share a node and the tightest traffic.
+"""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch._C._distributed_c10d import TCPStore
+
+from megarl.config.recipe import ActorConfig
+from megarl.errors import EnvironmentProblem
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """A snapshot; the groups live until `shut_down`."""
+
+    rank: int
+    world: int
+    tensor_rank: int
+    tensor: int
+    pipeline_rank: int
+    pipeline: int
+    virtual_pipeline: int
+    data_rank: int
+    data: int
+    tensor_group: dist.ProcessGroup
+    pipeline_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+    device: torch.device
+
+    def is_first_chunk(self, chunk: int) -> bool:
+        """Whether this rank's model chunk holds the embedding."""
+        return self.pipeline_rank == 0 and chunk == 0
+
+    def is_last_chunk(self, chunk: int) -> bool:
+        """Whether this rank's model chunk gives the log-probabilities."""
+        return self.is_last_stage and chunk == self.virtual_pipeline - 1
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline - 1
+
+
+def initialize(
+    actor: ActorConfig,
+    *,
+    rank: int,
+    world: int,
+    master_address: str,
+    master_port: int,
+    device: Device,
+    seed: int,
+    timeout_s: float,
+) -> Topology:
+    """Meet the other ranks, build Megatron's groups, seed its random states. Every later wait has this deadline."""
+    assert world % actor.model_parallel == 0, f"{world} ranks, {actor.model_parallel} per model"
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        store = _meeting_point(master_address, master_port, rank=rank, world=world, timeout=timeout)
+        dist.init_process_group(
+            backend="gloo" if device == "cpu" else "nccl", store=store, rank=rank, world_size=world, timeout=timeout
+        )
+    except (dist.DistError, OSError) as error:
+        raise EnvironmentProblem(
+            f"trainer rank {rank} of {world} could not meet the others at {master_address}:{master_port} "
+            f"within {timeout_s:g} s: {str(error).splitlines()[0]}"
+        ) from None
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=actor.tensor,
+        pipeline_model_parallel_size=actor.pipeline,
+        virtual_pipeline_model_parallel_size=actor.virtual_pipeline if actor.virtual_pipeline > 1 else None,
+        distributed_timeout_minutes=timeout_s / 60,
+        create_gloo_process_groups=False,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return Topology(
+        rank=rank,
+        world=world,
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor=actor.tensor,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline=actor.pipeline,
+        virtual_pipeline=actor.virtual_pipeline,
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data=parallel_state.get_data_parallel_world_size(),
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        data_group=parallel_state.get_data_parallel_group(),
+        device=torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device()),
+    )
+
+
+def _meeting_point(address: str, port: int, *, rank: int, world: int, timeout: datetime.timedelta) -> TCPStore:
+    """Served by rank 0, on this one address: by itself the store would listen on every interface."""
+    if rank > 0:
+        return TCPStore(address, port, world_size=world, is_master=False, timeout=timeout)
+    listener = socket.create_server((address, port), backlog=1024)
+    return TCPStore(
+        address, port, world_size=world, is_master=True, timeout=timeout, master_listen_fd=listener.detach()
+    )
+
+
+def shut_down() -> None:
+    """Leave the groups. A process that never joined may call it too."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

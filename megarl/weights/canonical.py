@@ -1,0 +1,58 @@
+"""The tensors of a Hugging Face checkpoint, from the model's shape alone. Pure: no torch, no transformers."""
+
+from __future__ import annotations
+
+from megarl.config.model import Family, ModelShape
+from megarl.errors import ConfigError, Problem
+from megarl.weights.slices import Index, TensorSpec
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+
+def canonical_tensors(shape: ModelShape) -> dict[str, TensorSpec]:
+    """Name and shape of every tensor, in the order of the model. Tied embeddings are one tensor."""
+    _refuse_unsupported(shape)
+    shapes: dict[str, Index] = {EMBEDDING: (shape.vocab, shape.hidden)}
+    for index in range(shape.num_layers):
+        shapes |= {f"{layer_prefix(index)}{name}": extent for name, extent in _layer_shapes(shape).items()}
+    shapes[FINAL_NORM] = (shape.hidden,)
+    if not shape.has_tied_embeddings:
+        shapes[HEAD] = (shape.vocab, shape.hidden)
+    return {name: TensorSpec(shape=extent, dtype=shape.dtype) for name, extent in shapes.items()}
+
+
+def layer_prefix(index: int) -> str:
+    return f"model.layers.{index}."
+
+
+def head_name(shape: ModelShape) -> str:
+    """The canonical tensor that makes logits."""
+    return EMBEDDING if shape.has_tied_embeddings else HEAD
+
+
+def _layer_shapes(shape: ModelShape) -> dict[str, Index]:
+    query_rows = shape.num_heads * shape.head_dim
+    kv_rows = shape.num_kv_heads * shape.head_dim
+    shapes: dict[str, Index] = {"input_layernorm.weight": (shape.hidden,)}
+    for projection, rows in (("q_proj", query_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)):
+        shapes[f"self_attn.{projection}.weight"] = (rows, shape.hidden)
+        if shape.has_qkv_bias:
+            shapes[f"self_attn.{projection}.bias"] = (rows,)
+    if shape.has_qk_norm:
+        shapes["self_attn.q_norm.weight"] = (shape.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (shape.head_dim,)
+    shapes["self_attn.o_proj.weight"] = (shape.hidden, query_rows)
+    shapes["post_attention_layernorm.weight"] = (shape.hidden,)
+    shapes["mlp.gate_proj.weight"] = (shape.ffn_hidden, shape.hidden)
+    shapes["mlp.up_proj.weight"] = (shape.ffn_hidden, shape.hidden)
+    shapes["mlp.down_proj.weight"] = (shape.hidden, shape.ffn_hidden)
+    return shapes
+
+
+def _refuse_unsupported(shape: ModelShape) -> None:
+    # In transformers, Llama and Qwen3 with `attention_bias` also have a bias on o_proj, which Qwen2 never has.
+    if shape.has_qkv_bias and shape.family is not Family.QWEN2:
+        message = f"attention_bias is not supported for {shape.family}; supported are models without it"
+        raise ConfigError("model.path", (Problem(key="model.path", message=message),))

@@ -1,0 +1,258 @@
+"""Trainer ranks and engine ranks as peers that exchange bytes, each wait with a deadline. No layouts, no engine.
+
+The group is a process group of its own beside whatever default group its processes have (inside SGLang there is one
+already). It cannot lose a member: after any failure it is broken for good, and its peers join a new one by a new name.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, Protocol, TypeAlias, assert_never
+
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store, Work
+
+from megarl.errors import WeightSyncError
+
+Backend: TypeAlias = Literal["gloo", "nccl"]
+
+LOOPBACK = "127.0.0.1"
+
+_POLL_S = 0.005
+_NUM_TAGS = 1 << 30
+_ABANDONED = "abandoned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreAddress:
+    host: str
+    port: int
+
+
+class StoreServer:
+    """A key-value store, served by this process for as long as this object lives."""
+
+    def __init__(self, host: str = LOOPBACK) -> None:
+        # The store would listen on every interface; it takes over a listener that is bound to one.
+        listener = socket.create_server((host, 0), backlog=1024)
+        self.address = StoreAddress(host=host, port=listener.getsockname()[1])
+        self._store = TCPStore(
+            host,
+            self.address.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+class _PointToPoint(Protocol):
+    """What torch's process groups of both backends can do, which their type stubs do not say."""
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
+
+
+class Pending:
+    """A transfer under way. Its buffer must not be touched before `wait` returns."""
+
+    def __init__(self, work: Work, what: str, *, is_polled: bool) -> None:
+        self._work = work
+        self._what = what
+        self._is_polled = is_polled
+
+    def wait(self, deadline: float) -> None:
+        """Until `deadline`, on the clock of time.monotonic."""
+        remaining_s = max(0.001, deadline - time.monotonic())
+        try:
+            if self._is_polled:
+                self._poll(deadline)
+            else:
+                self._work.wait(timedelta(seconds=remaining_s))
+        except RuntimeError as error:
+            raise WeightSyncError(f"{self._what} failed after {remaining_s:.1f} s or less: {_reason(error)}") from error
+
+    def _poll(self, deadline: float) -> None:
+        # Waiting on NCCL work only orders the stream; the deadline needs the transfer itself to be over.
+        while not self._work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError("the deadline has passed")
+            time.sleep(_POLL_S)
+        self._work.wait()
+
+
+class TransferGroup:
+    """Peers 0..num_peers-1: by convention trainer ranks first, then engine ranks."""
+
+    def __init__(
+        self,
+        process_group: _PointToPoint,
+        store: Store,
+        *,
+        name: str,
+        peer: int,
+        num_peers: int,
+        timeout_s: float,
+        backend: Backend = "gloo",
+    ) -> None:
+        self.name = name
+        self.peer = peer
+        self.num_peers = num_peers
+        self.timeout_s = timeout_s
+        """Deadline of one whole transfer, and of every other operation that is given none."""
+        self._backend = backend
+        self._process_group: _PointToPoint | None = process_group
+        self._store = store
+        self._num_meetings = 0
+        self._end = "the group is closed"
+
+    @classmethod
+    def join(
+        cls,
+        address: StoreAddress,
+        *,
+        name: str,
+        peer: int,
+        num_peers: int,
+        timeout_s: float,
+        backend: Backend = "gloo",
+        host: str = LOOPBACK,
+    ) -> TransferGroup:
+        """Meet the other peers at the store. `host` is the address at which they reach this process."""
+        what = f"peer {peer} of {num_peers} joining {name}"
+        with _failing_as(what):
+            timeout = timedelta(seconds=timeout_s)
+            client = TCPStore(address.host, address.port, timeout=timeout, wait_for_workers=False)
+            store = PrefixStore(name, client)
+            store.set(f"here/{peer}", "")
+            _await_keys(store, [f"here/{i}" for i in range(num_peers)], timeout_s, what)
+            process_group = _process_group(
+                backend, store, peer=peer, num_peers=num_peers, timeout_s=timeout_s, host=host
+            )
+        return cls(
+            process_group, store, name=name, peer=peer, num_peers=num_peers, timeout_s=timeout_s, backend=backend
+        )
+
+    @property
+    def wire_device(self) -> torch.device:
+        """Where buffers that travel live."""
+        return torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else torch.device("cpu")
+
+    def send(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Pending:
+        """Start sending; the matching `receive` has the same tag."""
+        what = f"{self.name}: peer {self.peer} sending {buffer.numel()} bytes to peer {peer}"
+        with _failing_as(what):
+            work = self._connected(what).send([buffer], peer, tag % _NUM_TAGS)
+        return Pending(work, what, is_polled=self._backend == "nccl")
+
+    def receive(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Pending:
+        what = f"{self.name}: peer {self.peer} receiving {buffer.numel()} bytes from peer {peer}"
+        with _failing_as(what):
+            work = self._connected(what).recv([buffer], peer, tag % _NUM_TAGS)
+        return Pending(work, what, is_polled=self._backend == "nccl")
+
+    @contextmanager
+    def transfer(self) -> Iterator[float]:
+        """One transfer and its deadline. A failure ends the group for all peers: bytes may still be under way."""
+        try:
+            yield time.monotonic() + self.timeout_s
+        except WeightSyncError as error:
+            self.abandon(str(error))
+            raise
+
+    def report(self, key: str, payload: bytes) -> None:
+        """Leave a message for whoever collects `key`."""
+        with _failing_as(f"{self.name}: peer {self.peer} reporting {key}"):
+            self._store.set(key, payload)  # type: ignore[arg-type]  # takes bytes as well
+
+    def collect(self, keys: Sequence[str], timeout_s: float) -> dict[str, bytes]:
+        """The messages under `keys`, once all are there; the error names those that are not."""
+        what = f"{self.name}: peer {self.peer} collecting reports"
+        with _failing_as(what):
+            _await_keys(self._store, keys, timeout_s, what)
+            return {key: self._store.get(key) for key in keys}
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Drop messages that nobody will collect any more."""
+        with _failing_as(f"{self.name}: peer {self.peer} forgetting reports"):
+            for key in keys:
+                self._store.delete_key(key)
+
+    def next_meeting(self) -> int:
+        """A number that is the same on all peers, as long as they do the same things together."""
+        self._num_meetings += 1
+        return self._num_meetings
+
+    def barrier(self) -> None:
+        """Return once every peer is here."""
+        number = self.next_meeting()
+        self.report(f"barrier {number} of peer {self.peer}", b"")
+        self.collect([f"barrier {number} of peer {peer}" for peer in range(self.num_peers)], self.timeout_s)
+
+    def abandon(self, reason: str) -> None:
+        """End the group here and tell the others why: their connections close and their waits end."""
+        self.close(reason)
+        with suppress(RuntimeError):
+            self._store.set(_ABANDONED, f"peer {self.peer} gave up: {reason}")
+
+    def close(self, reason: str = "the group is closed") -> None:
+        # Dropping the process group closes its connections; gloo's own `shutdown` leaves them open.
+        self._process_group = None
+        self._end = reason
+
+    def _connected(self, what: str) -> _PointToPoint:
+        if self._process_group is None:
+            raise WeightSyncError(f"{what}: not possible any more, join a new group: {self._end}")
+        return self._process_group
+
+
+def _process_group(
+    backend: Backend, store: Store, *, peer: int, num_peers: int, timeout_s: float, host: str
+) -> _PointToPoint:
+    timeout = timedelta(seconds=timeout_s)
+    match backend:
+        case "gloo":
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            # All pairs connect now, not at first use: then a dead peer is a closed connection, noticed at once.
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+            options._timeout = timeout
+            return dist.ProcessGroupGloo(store, peer, num_peers, options)  # type: ignore[return-value]
+        case "nccl":
+            nccl_options = dist.ProcessGroupNCCL.Options()
+            nccl_options._timeout = timeout
+            return dist.ProcessGroupNCCL(store, peer, num_peers, nccl_options)  # type: ignore[return-value]
+        case _:
+            assert_never(backend)
+
+
+def _await_keys(store: Store, keys: Sequence[str], timeout_s: float, what: str) -> None:
+    # Asking again and again, not store.wait: a blocked client would keep the other threads of its process waiting.
+    deadline = time.monotonic() + timeout_s
+    pause_s = _POLL_S
+    while not store.check(list(keys)):
+        if store.check([_ABANDONED]):
+            raise WeightSyncError(f"{what}: {store.get(_ABANDONED).decode()}")
+        if time.monotonic() > deadline:
+            missing = [key for key in keys if not store.check([key])]
+            raise WeightSyncError(f"{what}: after {timeout_s:g} s still no {', '.join(missing)}")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.1)
+
+
+@contextmanager
+def _failing_as(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise WeightSyncError(f"{what} failed: {_reason(error)}") from error
+
+
+def _reason(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[0]

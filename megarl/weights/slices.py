@@ -1,0 +1,111 @@
+"""The words of the slice algebra: which box of which canonical tensor lives where. Pure: no torch, no engine.
+
+A *canonical tensor* is a tensor as the Hugging Face checkpoint names and shapes it. Every holder of weights (a Megatron
+rank, an SGLang TP rank, a safetensors file) says what it has as `Piece`s; what no piece covers (vocabulary padding) is
+the holder's own business and is never moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TypeAlias
+
+Index: TypeAlias = tuple[int, ...]
+"""Offsets into, or extents of, a tensor: one number per dimension."""
+
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    shape: Index
+    dtype: str
+    """As torch and `config.json` spell it: float32, bfloat16 or float16."""
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A box in a canonical tensor."""
+
+    name: str
+    offsets: Index
+    shape: Index
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    def __str__(self) -> str:
+        ranges = ", ".join(f"{start}:{start + size}" for start, size in zip(self.offsets, self.shape, strict=True))
+        return f"{self.name}[{ranges}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Where a box lives in its holder's own tensor: a box of the same shape, never transposed."""
+
+    slice: Slice
+    local_name: str
+    local_offsets: Index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """All tensors of one holder, and the canonical boxes in them."""
+
+    rank: int
+    tensors: Mapping[str, TensorSpec]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(spec.num_bytes for spec in self.tensors.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One model, and everyone who holds some of it. Replicas are holders of equal boxes."""
+
+    canonical: Mapping[str, TensorSpec]
+    holdings: tuple[Holding, ...]
+
+    @cached_property
+    def by_rank(self) -> Mapping[int, Holding]:
+        table = {holding.rank: holding for holding in self.holdings}
+        assert len(table) == len(self.holdings), f"{len(self.holdings)} holdings, {len(table)} different ranks"
+        return table
+
+
+def intersect(a_offsets: Index, a_shape: Index, b_offsets: Index, b_shape: Index) -> tuple[Index, Index] | None:
+    """Offsets and shape of the box two boxes share, or None."""
+    offsets = tuple(map(max, a_offsets, b_offsets))
+    ends = [
+        min(a + a_size, b + b_size) for a, a_size, b, b_size in zip(a_offsets, a_shape, b_offsets, b_shape, strict=True)
+    ]
+    shape = tuple(end - start for start, end in zip(offsets, ends, strict=True))
+    return (offsets, shape) if all(size > 0 for size in shape) else None
+
+
+def subtract(offsets: Index, shape: Index, hole_offsets: Index, hole_shape: Index) -> Iterator[tuple[Index, Index]]:
+    """The boxes that remain of a box without a `hole` inside it, at most two per dimension."""
+    low, size = list(offsets), list(shape)
+    for axis, (hole_start, hole_size) in enumerate(zip(hole_offsets, hole_shape, strict=True)):
+        for start, end in ((low[axis], hole_start), (hole_start + hole_size, low[axis] + size[axis])):
+            if end > start:
+                yield (
+                    (*low[:axis], start, *low[axis + 1 :]),
+                    (*size[:axis], end - start, *size[axis + 1 :]),
+                )
+        low[axis], size[axis] = hole_start, hole_size
+
+
+def shift(offsets: Index, origin: Index, local_origin: Index) -> Index:
+    """`offsets`, given in the coordinates of `origin`, in those of `local_origin`."""
+    return tuple(offset - start + local for offset, start, local in zip(offsets, origin, local_origin, strict=True))

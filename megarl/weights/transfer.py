@@ -1,0 +1,247 @@
+"""Carrying out a plan between processes: pack, send, stage, digest, commit. No SGLang, no Megatron.
+
+A sender packs a bucket while the one before it travels. A receiver keeps what arrives in staging and touches its
+parameters only in `commit`, so that a version is delivered whole or not at all.
+
+Source rank s of a plan is peer s of the group; target rank t is peer `first_target_peer + t`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.weights.buckets import Bucket, Parcel, buckets_from, buckets_to
+from megarl.weights.check import check_delivery
+from megarl.weights.digest import digest_tensor, to_ints
+from megarl.weights.group import Pending, StoreAddress, StoreServer, TransferGroup
+from megarl.weights.plan import Plan
+from megarl.weights.slices import Slice
+from megarl.weights.tensors import box_of, torch_dtype
+
+__all__ = ["DEFAULT_BUCKET_BYTES", "Receiver", "Sender", "StoreAddress", "StoreServer", "TransferGroup", "exchange"]
+
+DEFAULT_BUCKET_BYTES = 64 << 20
+
+_NUM_LANES = 2
+"""Buckets of a sender under way or being packed at any time."""
+_MAX_BUCKETS_PER_PAIR = 1 << 16
+
+
+class Sender:
+    """Source rank `rank` of a plan, with its tensors by local name."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        tensors: Mapping[str, torch.Tensor],
+        group: TransferGroup,
+        *,
+        first_target_peer: int | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        """Without `first_target_peer`, the targets come after all the sources."""
+        self._plan = plan
+        self._tensors = tensors
+        self._group = group
+        self._first_target_peer = _first_target_peer(plan, first_target_peer)
+        buckets = buckets_from(plan, rank, bucket_bytes=bucket_bytes)
+        self._buckets = [bucket for bucket in buckets if self._peer_of(bucket) != group.peer]
+        largest = max((bucket.num_bytes for bucket in self._buckets), default=0)
+        self._lanes = [_wire_buffer(group, largest) for _ in range(_NUM_LANES)]
+        device = _device_of(tensors)
+        # Many small copies are made on the tensors' own device; then one copy crosses to where the wire starts.
+        self._packing = self._lanes[0] if device == group.wire_device else _buffer(largest, device)
+
+    def send(self, version: int) -> dict[tuple[int, str], int]:
+        """Send everything this rank owes. Returns what it sent: a digest per (target rank, target tensor).
+
+        Digests are of the source's own tensors, cast as they travel: an error in packing is found as well.
+        """
+        digests: dict[tuple[Slice, str], torch.Tensor] = {}
+        sums: dict[tuple[int, str], torch.Tensor] = {}
+        with self._group.transfer() as deadline:
+            under_way: deque[Pending] = deque()
+            for number, bucket in enumerate(self._buckets):
+                if len(under_way) == _NUM_LANES:
+                    under_way.popleft().wait(deadline)
+                lane = self._pack(bucket, self._lanes[number % _NUM_LANES])
+                under_way.append(self._group.send(lane, peer=self._peer_of(bucket), tag=_tag(version, bucket)))
+                self._add_digests(bucket, digests, sums)
+            for pending in under_way:
+                pending.wait(deadline)
+        return to_ints(sums)
+
+    def _pack(self, bucket: Bucket, lane: torch.Tensor) -> torch.Tensor:
+        is_direct = self._packing.device == lane.device
+        packed = (lane if is_direct else self._packing)[: bucket.num_bytes]
+        for parcel in bucket.parcels:
+            _view(packed, parcel).copy_(self._source(parcel))
+        return packed if is_direct else lane[: bucket.num_bytes].copy_(packed)
+
+    def _add_digests(
+        self,
+        bucket: Bucket,
+        digests: dict[tuple[Slice, str], torch.Tensor],
+        sums: dict[tuple[int, str], torch.Tensor],
+    ) -> None:
+        for parcel in bucket.parcels:
+            box = parcel.move.slice
+            # Engines are replicas: the same box goes to many, and is hashed once.
+            if (box, parcel.dtype) not in digests:
+                values = self._source(parcel).to(torch_dtype(parcel.dtype))
+                shape = self._plan.target.canonical[box.name].shape
+                digests[box, parcel.dtype] = digest_tensor(values, box, shape)
+            key = (bucket.target_rank, parcel.move.target_name)
+            found = digests[box, parcel.dtype]
+            sums[key] = sums[key] + found if key in sums else found
+
+    def _source(self, parcel: Parcel) -> torch.Tensor:
+        move = parcel.move
+        return box_of(self._tensors[move.source_name], move.source_offsets, move.slice.shape)
+
+    def _peer_of(self, bucket: Bucket) -> int:
+        return self._first_target_peer + bucket.target_rank
+
+
+class Receiver:
+    """Target rank `rank` of a plan, with its tensors by local name."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        tensors: Mapping[str, torch.Tensor],
+        group: TransferGroup,
+        *,
+        first_target_peer: int | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        """Staging is allocated here, once. Without `first_target_peer`, the targets come after all the sources."""
+        self._plan = plan
+        self._tensors = tensors
+        self._group = group
+        expected_peer = _first_target_peer(plan, first_target_peer) + rank
+        assert expected_peer == group.peer, f"target rank {rank} is peer {expected_peer}, not {group.peer}"
+        buckets = buckets_to(plan, rank, bucket_bytes=bucket_bytes)
+        self._buckets = [bucket for bucket in buckets if bucket.source_rank != group.peer]
+        self._staging = [_wire_buffer(group, bucket.num_bytes) for bucket in self._buckets]
+        self._device = _device_of(tensors)
+        self._expected: list[Pending] = []
+        self._staged_version: int | None = None
+
+    def expect(self, version: int) -> None:
+        """Be ready to receive without waiting; `stage` does it too. A peer that also sends calls this first."""
+        self._staged_version = None
+        self._expected = [
+            self._group.receive(buffer, peer=bucket.source_rank, tag=_tag(version, bucket))
+            for bucket, buffer in zip(self._buckets, self._staging, strict=True)
+        ]
+
+    def stage(self, version: int) -> dict[str, int]:
+        """Receive one version into staging. Returns a digest per tensor, of what arrived."""
+        sums: dict[str, torch.Tensor] = {}
+        with self._group.transfer() as deadline:
+            if not self._expected:
+                self.expect(version)
+            expected, self._expected = self._expected, []
+            for bucket, buffer, pending in zip(self._buckets, self._staging, expected, strict=True):
+                pending.wait(deadline)
+                for parcel, values in self._arrived(bucket, buffer):
+                    box, name = parcel.move.slice, parcel.move.target_name
+                    found = digest_tensor(values, box, self._plan.target.canonical[box.name].shape)
+                    sums[name] = sums[name] + found if name in sums else found
+        self._staged_version = version
+        return to_ints(sums)
+
+    def commit(self) -> int:
+        """Copy staging into the parameters, in place. Returns the version they now have."""
+        if self._staged_version is None:
+            raise WeightSyncError(f"{self._group.name}: peer {self._group.peer} has no staged version to commit")
+        for bucket, buffer in zip(self._buckets, self._staging, strict=True):
+            for parcel, values in self._arrived(bucket, buffer):
+                move = parcel.move
+                box_of(self._tensors[move.target_name], move.target_offsets, move.slice.shape).copy_(values)
+        version, self._staged_version = self._staged_version, None
+        return version
+
+    def abort(self) -> None:
+        """Forget what is staged; the parameters stay as they are."""
+        self._staged_version = None
+
+    def _arrived(self, bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[Parcel, torch.Tensor]]:
+        arrived = buffer.to(self._device)
+        return ((parcel, _view(arrived, parcel)) for parcel in bucket.parcels)
+
+
+def exchange(
+    plan: Plan,
+    sources: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
+    group: TransferGroup,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> None:
+    """Every peer gives and takes: source rank r and target rank r are peer r. What arrived is checked by digest."""
+    number = group.next_meeting()
+    sender = Sender(plan, group.peer, sources, group, first_target_peer=0, bucket_bytes=bucket_bytes)
+    receiver = Receiver(plan, group.peer, targets, group, first_target_peer=0, bucket_bytes=bucket_bytes)
+    receiver.expect(number)
+    sent = sender.send(number)
+    arrived = receiver.stage(number)
+    _check_with_senders(plan, group, number, sent, arrived)
+    receiver.commit()
+    for move in plan.moves_to.get(group.peer, ()):
+        if move.source_rank == group.peer:
+            values = box_of(sources[move.source_name], move.source_offsets, move.slice.shape)
+            box_of(targets[move.target_name], move.target_offsets, move.slice.shape).copy_(values)
+
+
+def _check_with_senders(
+    plan: Plan,
+    group: TransferGroup,
+    number: int,
+    sent: Mapping[tuple[int, str], int],
+    arrived: Mapping[str, int],
+) -> None:
+    for target_rank in sorted({rank for rank, _ in sent}):
+        mine = {name: value for (rank, name), value in sent.items() if rank == target_rank}
+        group.report(f"digests {number} from {group.peer} to {target_rank}", json.dumps(mine).encode())
+    sources = sorted({move.source_rank for move in plan.moves_to.get(group.peer, ())} - {group.peer})
+    keys = [f"digests {number} from {rank} to {group.peer}" for rank in sources]
+    reports = group.collect(keys, group.timeout_s)
+    group.forget(keys)
+    parts = [{(group.peer, name): value for name, value in json.loads(reports[key]).items()} for key in keys]
+    check_delivery(parts, {group.peer: arrived})
+
+
+def _first_target_peer(plan: Plan, given: int | None) -> int:
+    return len(plan.source.holdings) if given is None else given
+
+
+def _tag(version: int, bucket: Bucket) -> int:
+    """Buckets of another version never match: they end in a timeout, not in the parameters."""
+    return version * _MAX_BUCKETS_PER_PAIR + bucket.index
+
+
+def _view(buffer: torch.Tensor, parcel: Parcel) -> torch.Tensor:
+    values = buffer[parcel.start : parcel.start + parcel.num_bytes].view(torch_dtype(parcel.dtype))
+    return values.view(parcel.move.slice.shape)
+
+
+def _device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
+    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+
+
+def _wire_buffer(group: TransferGroup, num_bytes: int) -> torch.Tensor:
+    return _buffer(num_bytes, group.wire_device)
+
+
+def _buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    is_pinned = device.type == "cpu" and torch.cuda.is_available()
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.config.recipe import DataConfig
+from megarl.data.prompts import PromptSet, load_demonstrations, load_prompts
+from megarl.data.tokenizer import Tokenizer
+from megarl.errors import DataError
+
+MakeRow = Callable[..., dict[str, object]]
+WriteParquet = Callable[..., Path]
+
+
+def load(path: Path, tokenizer: Tokenizer, **keys: object) -> PromptSet:
+    config = DataConfig.model_validate({"train": [path], **keys})
+    return load_prompts(config.train, config, tokenizer)
+
+
+def load_answered(path: Path, tokenizer: Tokenizer, *, max_response_tokens: int = 16, **keys: object) -> PromptSet:
+    config = DataConfig.model_validate({"train": [path], **keys})
+    return load_demonstrations(config.train, config, tokenizer, max_response_tokens=max_response_tokens)
+
+
+def test_a_prompt_goes_through_the_chat_template_up_to_the_answer(
+    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
+) -> None:
+    loaded = load(write_parquet(make_row("1+1="), make_row("12+3=")), tokenizer)
+    first, second = loaded.prompts
+    assert tokenizer.decode_response(first.token_ids) == "<|user|>1+1=<|assistant|>"
+    assert tokenizer.decode_response(second.token_ids) == "<|user|>12+3=<|assistant|>"
+    assert (second.uid, second.position, second.epoch) == ("train.parquet:1", 1, 0)
+    assert (second.data_source, second.ground_truth) == ("sums", "2")
+    assert second.demonstration is None
+    assert loaded.num_dropped == 0
+
+
+def test_more_rows_than_one_encoding_keep_their_places(
+    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
+) -> None:
+    rows = (make_row(f"{number}+0=", response=str(number)) for number in range(1500))
+    prompts = load_answered(write_parquet(*rows), tokenizer).prompts
+    for number in (0, 1023, 1024, 1499):
+        assert prompts[number].position == number
+        assert tokenizer.decode_response(prompts[number].token_ids) == f"<|user|>{number}+0=<|assistant|>"
+        demonstration = prompts[number].demonstration
+        assert demonstration is not None
+        assert tokenizer.decode_response(demonstration) == str(number)
+
+
+def test_a_demonstration_ends_with_the_end_token(
+    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
+) -> None:
+    chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    for row in (make_row(response="2"), make_row(chat)):
+        (prompt,) = load_answered(write_parquet(row), tokenizer).prompts
+        assert tokenizer.decode_response(prompt.token_ids) == "<|user|>1+1=<|assistant|>"
+        assert prompt.demonstration is not None
+        assert prompt.demonstration.tolist() == [*tokenizer.encode(["2"])[0].tolist(), tokenizer.eos_ids[0]]
+
+
+def test_overlong_prompts_are_refused_with_count_limit_longest_and_remedy(
+    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
+) -> None:
+    path = write_parquet(make_row("1+1="), make_row("1+100="), make_row("100+100="))
+    assert len(load(path, tokenizer, max_prompt_tokens=10).prompts) == 3
+    with pytest.raises(DataError) as caught:
+        load(path, tokenizer, max_prompt_tokens=7)
+    assert str(caught.value) == (
+        "2 of 3 rows are longer than data.max_prompt_tokens 7 (longest: train.parquet:2 with 10 tokens); "
+        "raise it; or set data.overlong_prompts to drop"
+    )
+
+
+def test_overlong_prompts_are_dropped_with_a_count(
+    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
+) -> None:
+    path = write_parquet(make_row("100+100="), make_row("1+1="), make_row("1+100="), make_row("2+2="))
+    loaded = load(path, tokenizer, max_prompt_tokens=7, overlong_prompts="drop")
+    assert loaded.num_dropped == 2
+    # The name is the row's, whatever was dropped before it; the position is the place among those kept.
+    assert [(prompt.uid, prompt.position) for prompt in loaded.prompts] == [
+        ("train.parquet:1", 0),
+        ("train.parquet:3", 1),
+    ]
+
+
+def test_a_data_set_that_loses_every_row_is_an_error(
+    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(DataError, match="no prompt is left: 1 of 1 rows"):
+        load(write_parquet(make_row("100+100=")), tokenizer, max_prompt_tokens=3, overlong_prompts="drop")
+
+
+def test_a_demonstration_may_not_be_longer_than_a_response(
+    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
+) -> None:
+    path = write_parquet(make_row(response="12"), make_row(response="123"))
+    with pytest.raises(DataError, match=r"1 of 2 rows are longer than sampling.max_response_tokens 3 .* 4 tokens"):
+        load_answered(path, tokenizer, max_response_tokens=3)
+    assert load_answered(path, tokenizer, max_response_tokens=3, overlong_prompts="drop").num_dropped == 1

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.config.recipe import DataConfig
+from megarl.data.rows import Row, check_files, read_rows
+from megarl.errors import DataError
+
+MakeRow = Callable[..., dict[str, object]]
+WriteParquet = Callable[..., Path]
+
+NO_COLUMN = "(no column)"
+CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+ANSWERED = [*CHAT, {"role": "assistant", "content": "2"}]
+
+
+def read(*files: Path, as_demonstrations: bool = False, **keys: str) -> list[Row]:
+    config = DataConfig.model_validate({"train": files, **keys})
+    return read_rows(files, config, as_demonstrations=as_demonstrations)
+
+
+def complaint_of(*files: Path, as_demonstrations: bool = False, **keys: str) -> str:
+    with pytest.raises(DataError) as caught:
+        read(*files, as_demonstrations=as_demonstrations, **keys)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_row_keeps_what_the_file_says(write_parquet: WriteParquet, make_row: MakeRow) -> None:
+    (row,) = read(write_parquet(make_row(CHAT)))
+    assert row.uid == "train.parquet:0"
+    assert list(row.chat) == CHAT
+    assert (row.data_source, row.ground_truth, row.response) == ("sums", "2", None)
+    assert row.extra_info == {"index": 7, "tags": ["easy"]}
+
+
+def test_a_string_is_one_user_message(write_parquet: WriteParquet, make_row: MakeRow) -> None:
+    (row,) = read(write_parquet(make_row("1+1=", extra_info=NO_COLUMN)))
+    assert list(row.chat) == [{"role": "user", "content": "1+1="}]
+    assert row.extra_info == {}
+
+
+def test_equal_rows_have_distinct_names(write_parquet: WriteParquet, make_row: MakeRow) -> None:
+    first = write_parquet(make_row(), make_row(), name="first.parquet")
+    second = write_parquet(make_row(), name="second.parquet")
+    assert [row.uid for row in read(first, second)] == ["first.parquet:0", "first.parquet:1", "second.parquet:0"]
+    same_name = write_parquet(make_row(), name="other/first.parquet")
+    uids = [row.uid for row in read(first, same_name)]
+    assert uids == [f"{first}:0", f"{first}:1", f"{same_name}:0"]
+
+
+def test_keys_name_the_columns(write_parquet: WriteParquet, make_row: MakeRow) -> None:
+    path = write_parquet(make_row(NO_COLUMN, question="1+1=", answer="2"))
+    (row,) = read(path, as_demonstrations=True, prompt_key="question", response_key="answer")
+    assert (row.chat[0]["content"], row.response) == ("1+1=", "2")
+
+
+def test_a_message_keeps_the_other_keys_it_has(write_parquet: WriteParquet, make_row: MakeRow) -> None:
+    chat = [{"role": "user", "content": "hi", "name": "ada"}, {"role": "user", "content": "1+1=", "name": None}]
+    (row,) = read(write_parquet(make_row(chat)))
+    assert list(row.chat) == [chat[0], {"role": "user", "content": "1+1="}]
+
+
+def test_a_demonstration_is_the_response_or_the_last_answer(write_parquet: WriteParquet, make_row: MakeRow) -> None:
+    bare = {"data_source": NO_COLUMN, "reward_model": NO_COLUMN}
+    for row in (make_row(CHAT, response="2", **bare), make_row(ANSWERED, **bare)):
+        (demonstration,) = read(write_parquet(row), as_demonstrations=True)
+        assert list(demonstration.chat) == CHAT
+        assert demonstration.response == "2"
+        assert (demonstration.data_source, demonstration.ground_truth) == ("train.parquet", "")
+
+
+def test_a_categorical_column_is_text(write_parquet: WriteParquet, make_row: MakeRow, tmp_path: Path) -> None:
+    table = pq.read_table(write_parquet(make_row(), make_row()))
+    encoded = table.set_column(1, "data_source", table["data_source"].dictionary_encode())
+    pq.write_table(encoded, tmp_path / "categorical.parquet")
+    assert {row.data_source for row in read(tmp_path / "categorical.parquet")} == {"sums"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "complaint"),
+    [
+        ({"prompt": NO_COLUMN}, "has no column prompt"),
+        ({"data_source": NO_COLUMN}, "has no column data_source"),
+        ({"reward_model": NO_COLUMN}, "has no column reward_model"),
+        ({"prompt": 3}, "column prompt has type int64; it must be a string, or a list of messages"),
+        ({"prompt": [{"role": "user"}]}, "column prompt has type list<"),
+        ({"prompt": [{"role": "user", "content": ["a"]}]}, "column prompt has type list<"),
+        ({"reward_model": {"style": "rule", "ground_truth": 2}}, "column reward_model has type struct<"),
+        ({"reward_model": {"style": "rule"}}, "column reward_model has type struct<"),
+        ({"reward_model": "2"}, "column reward_model has type string"),
+        ({"data_source": 1}, "column data_source has type int64; it must be a string"),
+        ({"extra_info": {"at": datetime(2026, 1, 1, tzinfo=UTC)}}, "column extra_info has type struct<at: timestamp"),
+        ({"extra_info": "{}"}, "column extra_info has type string"),
+        ({"response": 2}, "column response has type int64"),
+    ],
+)
+def test_a_wrong_column_is_named_with_what_it_must_be(
+    columns: dict[str, object], complaint: str, write_parquet: WriteParquet, make_row: MakeRow
+) -> None:
+    path = write_parquet(make_row(**columns))
+    assert complaint in complaint_of(path)
+    assert str(path) in complaint_of(path)
+    with pytest.raises(DataError):
+        check_files([path], DataConfig(train=(path,)), as_demonstrations=False)
+
+
+@pytest.mark.parametrize(
+    ("columns", "complaint"),
+    [
+        ({"prompt": None}, "row 1, column prompt: is null"),
+        ({"prompt": []}, "row 1, column prompt: is empty"),
+        ({"prompt": [{"role": "user", "content": None}]}, "row 1, column prompt: message 0 has no content"),
+        ({"prompt": [None]}, "row 1, column prompt: message 0 has no role"),
+        ({"prompt": ANSWERED}, "row 1, column prompt: no question is left to answer"),
+        ({"data_source": None}, "row 1, column data_source: is null"),
+        ({"reward_model": None}, "row 1, column reward_model.ground_truth: is null"),
+        ({"reward_model": {"style": "rule", "ground_truth": None}}, "row 1, column reward_model.ground_truth: is null"),
+    ],
+)
+def test_a_bad_row_is_named_and_the_others_counted(
+    columns: dict[str, object], complaint: str, write_parquet: WriteParquet, make_row: MakeRow
+) -> None:
+    good, bad = make_row(CHAT), make_row(**{"prompt": CHAT, **columns})
+    path = write_parquet(good, bad, good, bad, bad)
+    message = complaint_of(path)
+    assert f"{path} {complaint}" in message
+    assert message.endswith("(2 more bad rows in this file)")
+
+
+def test_a_demonstration_without_an_answer_is_refused(write_parquet: WriteParquet, make_row: MakeRow) -> None:
+    no_answer = write_parquet(make_row(CHAT), name="no_answer.parquet")
+    assert "row 0, column prompt: the last message is the user's" in complaint_of(no_answer, as_demonstrations=True)
+    no_text = write_parquet(make_row(CHAT, response="2"), make_row(CHAT, response=None), name="no_text.parquet")
+    assert "row 1, column response: is null" in complaint_of(no_text, as_demonstrations=True)
+    only_answer = write_parquet(make_row([{"role": "assistant", "content": "2"}]), name="only_answer.parquet")
+    assert "no question is left" in complaint_of(only_answer, as_demonstrations=True)
+
+
+def test_a_file_that_is_not_there_empty_or_no_parquet_is_refused(
+    tmp_path: Path, write_parquet: WriteParquet, make_row: MakeRow
+) -> None:
+    assert "does not exist" in complaint_of(tmp_path / "nothing.parquet")
+    schema = pq.read_schema(write_parquet(make_row()))
+    assert "is empty" in complaint_of(write_parquet(name="empty.parquet", schema=schema))
+    (tmp_path / "text.parquet").write_text("prompt\n1+1=\n")
+    assert "cannot be read as parquet" in complaint_of(tmp_path / "text.parquet")
+    path = write_parquet(make_row())
+    assert "is named 2 times" in complaint_of(path, path)
+
+
+def test_a_corrupt_file_is_a_data_error(write_parquet: WriteParquet, make_row: MakeRow) -> None:
+    path = write_parquet(*(make_row(f"{number}+1=") for number in range(2000)))
+    data = bytearray(path.read_bytes())
+    data[4:4000] = bytes(3996)
+    path.write_bytes(bytes(data))
+    assert "cannot be read" in complaint_of(path)
+
+
+def test_a_map_of_strings_is_extra_info(write_parquet: WriteParquet, make_row: MakeRow) -> None:
+    schema = pq.read_schema(write_parquet(make_row()))
+    schema = schema.set(schema.get_field_index("extra_info"), pa.field("extra_info", pa.map_(pa.string(), pa.int64())))
+    (row,) = read(write_parquet(make_row(extra_info={"index": 3}), name="map.parquet", schema=schema))
+    assert row.extra_info == {"index": 3}

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+
+from megarl.data.tiny_model import TinyShape
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.errors import ConfigError, DataError
+
+VOCAB = TinyShape().vocab
+
+
+@pytest.fixture
+def folder(model_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model that a test may break."""
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_chat_ends_where_the_assistant_begins(tokenizer: Tokenizer) -> None:
+    chat = [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2="},
+    ]
+    assert tokenizer.render_chat(chat) == "<|user|>1+1=<|assistant|>2<|end|><|user|>2+2=<|assistant|>"
+
+
+@pytest.mark.parametrize("text", ["12+34=", "a b\n", "größer 数", "it's  <|user|> x", ""])
+def test_text_survives_the_way_there_and_back(text: str, tokenizer: Tokenizer, model_folder: Path) -> None:
+    (token_ids,) = tokenizer.encode([text])
+    assert token_ids.dtype == np.int32
+    assert tokenizer.decode_response(token_ids) == text
+    # The class that transformers puts around the file gives the same ids as the file itself.
+    assert token_ids.tolist() == RawTokenizer.from_file(str(model_folder / "tokenizer.json")).encode(text).ids
+
+
+def test_only_the_end_token_at_the_end_is_left_out_of_the_text(tokenizer: Tokenizer) -> None:
+    (token_ids,) = tokenizer.encode(["1<|end|>2<|user|><|end|>"])
+    assert tokenizer.decode_response(token_ids) == "1<|end|>2<|user|>"
+    (response,) = tokenizer.encode_responses(["12"])
+    assert tokenizer.decode_response(response) == "12"
+    assert tokenizer.decode_response(response[:-1]) == "12"
+    assert tokenizer.decode_response(response[:0]) == ""
+
+
+def test_end_tokens_come_from_the_tokenizer_and_the_generation_config(folder: Path) -> None:
+    edit(folder / "generation_config.json", eos_token_id=[0, 1])
+    assert load_tokenizer(folder, vocab=VOCAB).eos_ids == (1, 0)
+    edit(folder / "generation_config.json", eos_token_id=0)
+    assert load_tokenizer(folder, vocab=VOCAB).eos_ids == (1, 0)
+    (folder / "generation_config.json").unlink()
+    assert load_tokenizer(folder, vocab=VOCAB).eos_ids == (1,)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=f"knows {VOCAB} ids, but the model's vocab_size is {VOCAB - 1}"):
+        load_tokenizer(folder, vocab=VOCAB - 1)
+    assert load_tokenizer(folder, vocab=VOCAB + 60).vocab == VOCAB + 60
+
+
+def test_a_folder_without_a_usable_tokenizer_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere is not a folder"):
+        load_tokenizer(folder / "nowhere", vocab=VOCAB)
+    edit(folder / "tokenizer_config.json", chat_template=None)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        load_tokenizer(folder, vocab=VOCAB)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="no tokenizer that can be loaded"):
+        load_tokenizer(folder, vocab=VOCAB)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError):
+        load_tokenizer(folder, vocab=VOCAB)
+
+
+def test_a_template_that_refuses_a_chat_is_a_data_error(folder: Path) -> None:
+    template = "{{ raise_exception('system messages are not supported') }}"
+    edit(folder / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(DataError, match="refuses the messages: system messages are not supported"):
+        load_tokenizer(folder, vocab=VOCAB).render_chat([{"role": "system", "content": ""}])
+
+
+def test_importing_the_data_package_does_not_import_torch() -> None:
+    modules = "megarl.data.tokenizer, megarl.data.prompts, megarl.data.arithmetic, megarl.data.demonstrations"
+    script = f"import sys, {modules}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.config.recipe import ExactRewardConfig, FunctionRewardConfig
+from megarl.reward.check import check_reward
+
+MakeReward = Callable[..., FunctionRewardConfig]
+
+
+def test_a_good_reward_has_no_problem(make_reward: MakeReward) -> None:
+    assert check_reward(ExactRewardConfig(kind="exact")) == []
+    config = make_reward("def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1")
+    assert check_reward(config) == []
+
+
+def test_a_reward_may_import_the_file_beside_it(tmp_path: Path, make_reward: MakeReward) -> None:
+    (tmp_path / "my_parsing.py").write_text("ANSWER = 42")
+    config = make_reward("from my_parsing import ANSWER\ndef compute_score(**sample): return ANSWER")
+    assert check_reward(config) == []
+
+
+def test_a_missing_file_is_a_problem(tmp_path: Path) -> None:
+    config = FunctionRewardConfig(kind="function", path=tmp_path / "nothing.py")
+    (problem,) = check_reward(config)
+    assert problem.key == "reward.path"
+    assert "nothing.py is not a file" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "complaint"),
+    [
+        ("def compute_scores(**sample): return 1", "reward.name", "did you mean compute_scores?"),
+        ("x = 1", "reward.name", "has no function compute_score"),
+        ("compute_score = 3", "reward.name", "is a int, not a function"),
+        ("def compute_score(a, b, c): return 1", "reward.name", "compute_score(a, b, c)"),
+        ("def compute_score(solution_str, ground_truth): return 1", "reward.name", "keywords data_source"),
+        ("import nowhere_to_be_found", "reward.path", "my_reward.py:1"),
+        ("x = 1\ndef compute_score(:\n", "reward.path", "my_reward.py:2"),
+        ("raise SystemExit(0)", "reward.path", "raised SystemExit"),
+        ("import os\nos._exit(9)", "reward.path", "ended the process: it exited with status 9"),
+    ],
+)
+def test_a_broken_file_is_a_problem_with_its_key(
+    source: str, key: str, complaint: str, make_reward: MakeReward
+) -> None:
+    (problem,) = check_reward(make_reward(source))
+    assert problem.key == key
+    assert complaint in problem.message
+    assert "\n" not in problem.message
+
+
+def test_an_import_that_hangs_is_a_problem(make_reward: MakeReward) -> None:
+    (problem,) = check_reward(make_reward("import time\ntime.sleep(600)"), timeout_s=0.5)
+    assert (problem.key, problem.message) == ("reward.path", "importing it took longer than 0.5 s")

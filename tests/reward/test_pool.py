@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from megarl.config.recipe import FunctionRewardConfig
+from megarl.errors import RewardError
+from megarl.reward.pool import WorkerPool
+from megarl.reward.protocol import Request
+
+MakeReward = Callable[..., FunctionRewardConfig]
+
+HANGS_ON_REQUEST = """
+import os, subprocess, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "hang":
+        child = subprocess.Popen(["sleep", "600"])
+        with open(extra_info["pids"], "w") as file:
+            file.write(f"{os.getpid()} {child.pid}")
+        time.sleep(600)
+    return os.getpid()
+"""
+
+
+def request(text: str, pids: Path | str = "") -> Request:
+    return Request(data_source="x", solution_str=text, ground_truth="", extra_info={"pids": str(pids)})
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def wait_for_end(pids: list[int], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"of {pids} still running: {[pid for pid in pids if is_running(pid)]}"
+        time.sleep(0.02)
+
+
+async def read_pids(path: Path) -> list[int]:
+    async with asyncio.timeout(20):
+        while not (path.exists() and len(path.read_text().split()) == 2):
+            await asyncio.sleep(0.02)
+    return [int(word) for word in path.read_text().split()]
+
+
+def test_a_late_worker_is_killed_with_its_children_and_replaced(tmp_path: Path, make_reward: MakeReward) -> None:
+    pool = WorkerPool(make_reward(HANGS_ON_REQUEST, deadline_s=3))
+
+    async def scenario() -> tuple[float, float]:
+        first = await pool.ask(request("go"))
+        with pytest.raises(RewardError, match="within 3 s"):
+            await pool.ask(request("hang", tmp_path / "pids"))
+        return first.value, (await pool.ask(request("go"))).value
+
+    first, second = asyncio.run(scenario())
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert pids[0] == first
+    assert second != first
+    wait_for_end(pids)
+    pool.close()
+    wait_for_end([int(second)])
+
+
+def test_workers_are_reused_and_no_more_than_asked_for(make_reward: MakeReward) -> None:
+    config = make_reward(HANGS_ON_REQUEST, workers=2)
+    pool = WorkerPool(config)
+
+    async def scenario() -> list[float]:
+        return [score.value for score in await asyncio.gather(*(pool.ask(request("go")) for _ in range(12)))]
+
+    pids = {int(pid) for pid in asyncio.run(scenario())}
+    assert 1 <= len(pids) <= 2
+    assert all(is_running(pid) for pid in pids)
+    pool.close()
+    pool.close()
+    wait_for_end(list(pids))
+
+
+def test_a_cancelled_request_frees_its_worker(tmp_path: Path, make_reward: MakeReward) -> None:
+    pool = WorkerPool(make_reward(HANGS_ON_REQUEST))
+
+    async def scenario() -> tuple[list[int], float]:
+        task = asyncio.create_task(pool.ask(request("hang", tmp_path / "pids")))
+        pids = await read_pids(tmp_path / "pids")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return pids, (await pool.ask(request("go"))).value
+
+    pids, next_pid = asyncio.run(scenario())
+    wait_for_end(pids)
+    assert next_pid not in pids
+    pool.close()
+
+
+def test_closing_ends_a_busy_worker_and_wakes_who_waits(tmp_path: Path, make_reward: MakeReward) -> None:
+    pool = WorkerPool(make_reward(HANGS_ON_REQUEST, deadline_s=60))
+
+    async def scenario() -> list[int]:
+        task = asyncio.create_task(pool.ask(request("hang", tmp_path / "pids")))
+        pids = await read_pids(tmp_path / "pids")
+        pool.close()
+        with pytest.raises(RewardError, match="SIGKILL"):
+            async with asyncio.timeout(10):
+                await task
+        return pids
+
+    wait_for_end(asyncio.run(scenario()))
+
+
+def test_a_stopped_worker_does_not_outlast_its_deadline(make_reward: MakeReward) -> None:
+    pool = WorkerPool(make_reward(HANGS_ON_REQUEST, deadline_s=1.5))
+
+    async def scenario() -> int:
+        pid = int((await pool.ask(request("go"))).value)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RewardError, match=r"within 1\.5 s"):
+            # More than the socket holds: sending blocks too.
+            await pool.ask(request("x" * 4_000_000))
+        return pid
+
+    wait_for_end([asyncio.run(scenario())])
+    pool.close()
+
+
+def test_a_long_text_arrives_whole(make_reward: MakeReward) -> None:
+    pool = WorkerPool(make_reward("def compute_score(**sample): return len(sample['solution_str'])"))
+    assert asyncio.run(pool.ask(request("ä" * 3_000_000))).value == 3_000_000
+    pool.close()
+
+
+def test_workers_die_with_a_parent_that_was_killed(tmp_path: Path, make_reward: MakeReward) -> None:
+    config = make_reward(HANGS_ON_REQUEST)
+    script = tmp_path / "parent.py"
+    script.write_text(
+        dedent(f"""
+        import asyncio
+        from megarl.config.recipe import FunctionRewardConfig
+        from megarl.reward.pool import WorkerPool
+        from megarl.reward.protocol import Request
+
+        pool = WorkerPool(FunctionRewardConfig(kind="function", path={str(config.path)!r}))
+        extra_info = {{"pids": {str(tmp_path / "pids")!r}}}
+        asyncio.run(pool.ask(Request(data_source="", solution_str="hang", ground_truth="", extra_info=extra_info)))
+        """)
+    )
+    parent = subprocess.Popen([sys.executable, str(script)])
+    try:
+        pids = asyncio.run(read_pids(tmp_path / "pids"))
+    finally:
+        parent.kill()
+        parent.wait(10)
+    wait_for_end(pids)
+
+
+def test_a_file_that_broke_after_the_check_is_an_error(make_reward: MakeReward) -> None:
+    pool = WorkerPool(make_reward("raise RuntimeError('no licence')"))
+    with pytest.raises(RewardError, match=r"importing it raised RuntimeError: no licence \(.*my_reward.py:1\)"):
+        asyncio.run(pool.ask(request("go")))
+    pool.close()

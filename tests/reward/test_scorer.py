@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.config.recipe import ExactRewardConfig, FunctionRewardConfig
+from megarl.errors import RewardError
+from megarl.reward.scorer import ExactScorer, FunctionScorer, build_scorer
+from megarl.types import FinishReason, RolloutGroup, Score
+
+MakeGroup = Callable[..., RolloutGroup]
+MakeReward = Callable[..., FunctionRewardConfig]
+
+
+def scores_of(config: FunctionRewardConfig, group: RolloutGroup) -> list[Score]:
+    scorer = FunctionScorer(config)
+    try:
+        return list(asyncio.run(scorer.score(group)).scores)
+    finally:
+        scorer.close()
+
+
+def error_of(config: FunctionRewardConfig, group: RolloutGroup) -> str:
+    with pytest.raises(RewardError) as caught:
+        scores_of(config, group)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "data_source arithmetic, prompt train.parquet:17, rollout 0" in message
+    return message
+
+
+def test_the_recipe_chooses_the_scorer(make_reward: MakeReward) -> None:
+    assert isinstance(build_scorer(ExactRewardConfig(kind="exact")), ExactScorer)
+    assert isinstance(build_scorer(make_reward("def compute_score(**arguments): return 1")), FunctionScorer)
+
+
+def test_the_exact_scorer_compares_without_the_white_space_around(make_group: MakeGroup) -> None:
+    group = make_group("42", " 42\n", "42.", "4 2", "")
+    scored = asyncio.run(ExactScorer().score(group))
+    assert [score.value for score in scored.scores] == [1, 1, 0, 0, 0]
+    assert scored.group is group
+
+
+def test_an_aborted_rollout_is_never_scored(make_group: MakeGroup, make_reward: MakeReward) -> None:
+    group = make_group("42", finish_reason=FinishReason.ABORT)
+    with pytest.raises(AssertionError, match=r"train.parquet:17, rollout 0 was aborted"):
+        asyncio.run(ExactScorer().score(group))
+    with pytest.raises(AssertionError, match=r"was aborted"):
+        scores_of(make_reward("def compute_score(**arguments): return 1"), group)
+
+
+def test_a_function_gets_the_sample_and_its_scores_keep_the_order(
+    make_group: MakeGroup, make_reward: MakeReward
+) -> None:
+    config = make_reward(
+        """
+        import time
+
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            assert data_source == "arithmetic"
+            time.sleep(extra_info["pause_s"] if solution_str == "42" else 0)
+            return 1.0 if solution_str == ground_truth else -0.5
+        """,
+        workers=2,
+    )
+    scores = scores_of(config, make_group("42", "41", "42", "ü\ud800", extra_info={"pause_s": 0.2, "tags": [1, None]}))
+    assert [score.value for score in scores] == [1, -0.5, 1, -0.5]
+
+
+def test_a_function_may_do_without_extra_info_or_be_async(make_group: MakeGroup, make_reward: MakeReward) -> None:
+    short = make_reward("def compute_score(solution_str, ground_truth, data_source): return len(solution_str)")
+    assert [score.value for score in scores_of(short, make_group("12", "123"))] == [2, 3]
+    slow = make_reward(
+        """
+        import asyncio
+
+        async def compute_score(data_source, solution_str, ground_truth, extra_info):
+            await asyncio.sleep(0)
+            return 7
+        """
+    )
+    assert [score.value for score in scores_of(slow, make_group("12", "123"))] == [7, 7]
+
+
+def test_numbers_of_a_dict_become_components(make_group: MakeGroup, make_reward: MakeReward) -> None:
+    config = make_reward(
+        """
+        import numpy as np
+
+        def compute_score(**sample):
+            return {"score": np.float32(0.5), "format": 1, "is_right": True, "answer": "text is left out", "none": None}
+        """
+    )
+    (score,) = scores_of(config, make_group("42"))
+    assert score == Score(value=0.5, components={"format": 1.0, "is_right": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("result", "complaint"),
+    [
+        ("None", "returned a NoneType for score"),
+        ("float('nan')", "returned nan for score; it must be finite"),
+        ("{'score': 1, 'style': float('-inf')}", "returned -inf for style"),
+        ("'1.0'", "returned a str for score"),
+        ("{'acc': 1}", "returned a dict without score; it has acc"),
+        ("{'score': None}", "returned a NoneType for score"),
+        ("[1.0]", "returned a list for score"),
+    ],
+)
+def test_a_result_that_is_no_finite_number_is_an_error(
+    result: str, complaint: str, make_group: MakeGroup, make_reward: MakeReward
+) -> None:
+    config = make_reward(f"def compute_score(data_source, solution_str, ground_truth): return {result}")
+    assert complaint in error_of(config, make_group("42"))
+
+
+def test_an_exception_comes_with_the_users_file_and_line(make_group: MakeGroup, make_reward: MakeReward) -> None:
+    config = make_reward(
+        """
+        import json
+
+        def compute_score(data_source, solution_str, ground_truth):
+            return parse(solution_str)
+
+        def parse(text):
+            return json.loads(text)
+        """
+    )
+    message = error_of(config, make_group("{"))
+    assert "raised JSONDecodeError" in message
+    assert f"({config.path}:8)" in message
+
+
+def test_a_function_that_exits_is_an_error(make_group: MakeGroup, make_reward: MakeReward) -> None:
+    soft = make_reward("import sys\ndef compute_score(**sample): sys.exit(3)")
+    assert "raised SystemExit: 3" in error_of(soft, make_group("42"))
+    hard = make_reward("import os\ndef compute_score(**sample): os._exit(3)")
+    assert "ended its worker process: it exited with status 3" in error_of(hard, make_group("42"))
+    killed = make_reward("import os\ndef compute_score(**sample): os.kill(os.getpid(), 11)")
+    assert "it was ended by SIGSEGV" in error_of(killed, make_group("42"))
+
+
+def test_a_late_score_is_an_error_that_names_the_deadline(make_group: MakeGroup, make_reward: MakeReward) -> None:
+    config = make_reward("import time\ndef compute_score(**sample): time.sleep(600)", deadline_s=0.3)
+    assert "gave no score within 0.3 s (reward.deadline_s)" in error_of(config, make_group("42"))
+
+
+def test_what_the_function_prints_is_kept(tmp_path: Path, make_group: MakeGroup, make_reward: MakeReward) -> None:
+    config = make_reward("def compute_score(**sample): print('looked at', sample['solution_str']); return 1")
+    scorer = build_scorer(config, log_path=tmp_path / "reward.log")
+    asyncio.run(scorer.score(make_group("42")))
+    scorer.close()
+    assert (tmp_path / "reward.log").read_text() == "looked at 42\n"

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from megarl.errors import EngineError
+from megarl.rollout.client import EngineKeys, GenerateRequest, PauseMode
+from megarl.types import PolicyVersion
+from tests.rollout.engines import EOS, ServedModel, generator_of, prompt_of, scripted_client
+
+REQUEST = GenerateRequest(rid="r", input_ids=(5, 6), max_new_tokens=4, temperature=1.0)
+
+
+class Recorder:
+    """An engine that says yes, or what it is told to, and remembers what it was asked."""
+
+    def __init__(self, **statuses: int) -> None:
+        self.asked: list[httpx.Request] = []
+        self._statuses = statuses
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(request)
+        return httpx.Response(self._statuses.get(request.url.path.strip("/"), 200), json={})
+
+    @property
+    def paths(self) -> list[str]:
+        return [request.url.path for request in self.asked]
+
+
+def test_generating_and_controlling_use_different_keys() -> None:
+    engine = Recorder()
+    client = scripted_client(engine)
+
+    async def calls() -> None:
+        await client.generate(REQUEST)
+        await client.pause(PauseMode.RETRACT)
+
+    asyncio.run(calls())
+    assert [request.headers["authorization"] for request in engine.asked] == ["Bearer api-key", "Bearer admin-key"]
+
+
+def test_keys_are_not_shown() -> None:
+    keys = EngineKeys.fresh()
+    assert keys.api not in repr(keys)
+    assert keys.admin not in repr(keys)
+
+
+def test_a_refusal_names_engine_operation_and_reason() -> None:
+    client = scripted_client(lambda request: httpx.Response(400, text="no such thing"), index=3)
+    with pytest.raises(EngineError, match=r"engine 3 \(127.0.0.1:30003\): generate: status 400: no such thing"):
+        asyncio.run(client.generate(REQUEST))
+
+
+def test_a_broken_connection_names_engine_and_operation() -> None:
+    def broken(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    with pytest.raises(EngineError, match="engine 0 .*: flush cache: ConnectError: refused"):
+        asyncio.run(scripted_client(broken).flush_cache())
+
+
+def test_a_late_answer_names_the_deadline() -> None:
+    def late(request: httpx.Request) -> httpx.Response:
+        raise httpx.ReadTimeout("late")
+
+    with pytest.raises(EngineError, match="generate: no answer within 5 s"):
+        asyncio.run(scripted_client(late).generate(REQUEST))
+
+
+def test_an_unreachable_engine_is_not_healthy() -> None:
+    def broken(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    assert not asyncio.run(scripted_client(broken).is_healthy())
+
+
+def load(engine: Recorder, *, times: int = 1) -> None:
+    client = scripted_client(engine, tensor=2)
+
+    async def calls() -> None:
+        for _ in range(times):
+            await client.load_weights(["a", "b"], load_format="x.y", version=PolicyVersion(3), timeout_s=5)
+
+    asyncio.run(calls())
+
+
+def test_weights_are_loaded_inside_a_session_and_never_flush() -> None:
+    engine = Recorder()
+    load(engine)
+    assert engine.paths == ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+    assert json.loads(engine.asked[1].content) == {
+        "serialized_named_tensors": ["a", "b"],
+        "load_format": "x.y",
+        "flush_cache": False,
+        "weight_version": "3",
+    }
+
+
+def test_an_older_engine_without_sessions_is_asked_for_one_once() -> None:
+    engine = Recorder(begin_weight_update=404, end_weight_update=404)
+    load(engine, times=2)
+    assert engine.paths == ["/begin_weight_update", "/update_weights_from_tensor", "/update_weights_from_tensor"]
+
+
+def test_a_failed_load_still_ends_its_session() -> None:
+    engine = Recorder(update_weights_from_tensor=400)
+    with pytest.raises(EngineError, match="load weights: status 400"):
+        load(engine)
+    assert engine.paths[-1] == "/end_weight_update"
+
+
+def test_an_aborted_request_says_so_and_keeps_its_tokens(qwen2_tp1: ServedModel) -> None:
+    async def abort_one() -> dict[str, object]:
+        async with qwen2_tp1.fleet() as fleet:
+            client = fleet.engines[0].client
+            request = GenerateRequest(rid="to-abort", input_ids=(5,), max_new_tokens=500, temperature=1.0)
+            running = asyncio.create_task(client.generate(request))
+            await asyncio.sleep(0.5)
+            await client.abort("to-abort")
+            reply = await running
+            assert isinstance(reply, dict)
+            return reply  # type: ignore[return-value]
+
+    reply = asyncio.run(abort_one())
+    meta = reply["meta_info"]
+    assert isinstance(meta, dict)
+    assert meta["finish_reason"]["type"] == "abort"
+    assert isinstance(reply["output_ids"], list)
+    assert 0 < len(reply["output_ids"]) < 500
+
+
+def test_a_paused_engine_is_healthy_and_goes_on_when_resumed(qwen2_tp1: ServedModel) -> None:
+    async def pause() -> None:
+        async with qwen2_tp1.fleet() as fleet:
+            client, generator = fleet.engines[0].client, generator_of(fleet)
+            await client.sleep()
+            held = asyncio.create_task(generator.generate(prompt_of(5, 6)))
+            await asyncio.sleep(0.5)
+            assert not held.done()
+            assert await client.is_healthy()
+            await client.flush_cache()
+            await client.wake()
+            assert len((await held).rollouts) == 1
+
+    asyncio.run(pause())
+
+
+def test_only_the_right_key_opens_an_engine(qwen2_tp1: ServedModel) -> None:
+    async def knock() -> list[int]:
+        endpoint = qwen2_tp1.process.endpoint
+        async with httpx.AsyncClient(base_url=endpoint.url, timeout=30) as http:
+            body = {"input_ids": [EOS]}
+            attempts = [
+                await http.post("/generate", json=body),
+                await http.post("/generate", json=body, headers={"Authorization": f"Bearer {endpoint.keys.admin}"}),
+                await http.post("/pause_generation", json={}, headers={"Authorization": f"Bearer {endpoint.keys.api}"}),
+            ]
+        return [attempt.status_code for attempt in attempts]
+
+    assert asyncio.run(knock()) == [401, 401, 401]

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import httpx
+import pytest
+
+from megarl.errors import FleetError
+from megarl.rollout.fleet import EngineState, Fleet
+from megarl.types import PolicyVersion
+from tests.rollout.engines import scripted_fleet
+
+
+def silent(request: httpx.Request) -> httpx.Response:
+    return httpx.Response(200, json={})
+
+
+async def lease_many(fleet: Fleet, stack: AsyncExitStack, count: int) -> list[int]:
+    return [(await stack.enter_async_context(fleet.lease())).index for _ in range(count)]
+
+
+def test_the_engine_with_fewest_outstanding_requests_is_next() -> None:
+    async def scenario() -> None:
+        fleet = scripted_fleet(silent, silent, silent)
+        async with AsyncExitStack() as stack:
+            assert await lease_many(fleet, stack, 6) == [0, 1, 2, 0, 1, 2]
+            async with fleet.lease() as engine:
+                assert engine.index == 0
+            assert await lease_many(fleet, stack, 2) == [0, 1]
+        assert [engine.num_outstanding for engine in fleet.engines] == [0, 0, 0]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_failed_is_avoided_while_there_is_another() -> None:
+    async def scenario() -> None:
+        fleet = scripted_fleet(silent, silent)
+        async with fleet.lease(avoid={0}) as engine:
+            assert engine.index == 1
+        async with fleet.lease(avoid={0, 1}) as engine:
+            assert engine.index == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_not_at_the_committed_version_gets_no_request() -> None:
+    async def scenario() -> None:
+        fleet = scripted_fleet(silent, silent)
+        await fleet.committed(PolicyVersion(1), [fleet.engines[1]])
+        assert [engine.state for engine in fleet.engines] == [EngineState.STALE, EngineState.LIVE]
+        async with AsyncExitStack() as stack:
+            assert await lease_many(fleet, stack, 4) == [1, 1, 1, 1]
+        await fleet.committed(PolicyVersion(2), fleet.engines)
+        async with AsyncExitStack() as stack:
+            assert await lease_many(fleet, stack, 2) == [0, 1]
+
+    asyncio.run(scenario())
+
+
+def test_requests_beyond_the_bound_wait_for_their_turn() -> None:
+    async def scenario() -> None:
+        fleet = scripted_fleet(silent, max_outstanding=2)
+        async with AsyncExitStack() as stack:
+            await lease_many(fleet, stack, 2)
+            third = asyncio.create_task(stack.enter_async_context(fleet.lease()))
+            await asyncio.sleep(0.05)
+            assert not third.done()
+            fleet.engines[0].num_outstanding -= 1
+            await fleet.mark_stale(fleet.engines[0], "only to wake the others")
+            await fleet.committed(PolicyVersion(1), fleet.engines)
+            fleet.engines[0].num_outstanding += 1
+            assert (await asyncio.wait_for(third, 1)).index == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_request_waits_for_a_publish_while_every_engine_is_stale() -> None:
+    async def scenario() -> None:
+        fleet = scripted_fleet(silent)
+        await fleet.mark_stale(fleet.engines[0], "half a commit")
+        async with AsyncExitStack() as stack:
+            waiting = asyncio.create_task(stack.enter_async_context(fleet.lease()))
+            await asyncio.sleep(0.05)
+            await fleet.committed(PolicyVersion(1), fleet.engines)
+            assert (await waiting).version == 1
+
+    asyncio.run(scenario())
+
+
+def test_no_publish_in_time_is_an_error_that_says_why() -> None:
+    async def scenario() -> None:
+        fleet = scripted_fleet(silent)
+        await fleet.mark_stale(fleet.engines[0], "half a commit")
+        async with fleet.lease():
+            pass
+
+    with pytest.raises(FleetError, match="no engine has served version 0 .* is stale: half a commit"):
+        asyncio.run(scenario())
+
+
+def test_no_engine_left_is_an_error_at_once() -> None:
+    async def scenario() -> None:
+        fleet = scripted_fleet(silent, silent)
+        await fleet.mark_lost(fleet.engines[0], "killed")
+        await fleet.mark_lost(fleet.engines[1], "out of memory")
+        async with fleet.lease():
+            pass
+
+    with pytest.raises(FleetError, match="no engine is left: engine 0 .*: killed; engine 1 .*: out of memory"):
+        asyncio.run(scenario())

@@ -1,0 +1,188 @@
+"""The loop against fakes of its seams: who waits for whom, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from megarl.errors import FleetError
+from megarl.observe.observer import Observer
+from megarl.runtime.buffer import Buffer
+from megarl.runtime.evaluate import NoEvaluator
+from megarl.runtime.loop import Loop
+from megarl.runtime.phases import SeparatePhases, SharedPhases
+from megarl.stages import Phases
+from megarl.types import (
+    FinishReason,
+    PolicyVersion,
+    Prompt,
+    PublishResult,
+    Rollout,
+    RolloutGroup,
+    Score,
+    ScoredGroup,
+    TrainBatch,
+    TrainSample,
+    UpdateResult,
+    UpdateStats,
+)
+
+STATS = UpdateStats(
+    loss=0.0,
+    grad_norm=0.0,
+    learning_rate=0.0,
+    entropy=0.0,
+    clip_fraction=0.0,
+    approx_kl=0.0,
+    mismatch_mean=0.0,
+    mismatch_max=0.0,
+    num_loss_tokens=1,
+    num_sequences=1,
+    num_micro_batches=1,
+)
+
+
+class FakeCluster:
+    """Every seam in one object, so that it sees the order of all calls."""
+
+    def __init__(self, *, keeps: Callable[[int], bool] = lambda position: True, fails_at: int = -1) -> None:
+        self.served = PolicyVersion(-1)
+        self.trained: list[list[int]] = []
+        self.worst_staleness = 0
+        self.calls: list[str] = []
+        self._position = -1
+        self._version = 0
+        self._keeps = keeps
+        self._fails_at = fails_at
+
+    def next(self) -> Prompt:
+        self._position += 1
+        return Prompt(
+            uid=str(self._position),
+            position=self._position,
+            epoch=0,
+            token_ids=np.array([1], dtype=np.int32),
+            data_source="fake",
+            ground_truth="",
+            extra_info={},
+        )
+
+    async def generate(self, prompt: Prompt) -> RolloutGroup:
+        version = self.served
+        assert version >= 0, "generated before anything was published"
+        await asyncio.sleep(0.001 * (prompt.position % 3))
+        if prompt.position == self._fails_at:
+            raise FleetError("no engine left")
+        rollout = Rollout(
+            token_ids=np.array([2], dtype=np.int32),
+            logprobs=np.zeros(1, dtype=np.float32),
+            versions=np.full(1, version, dtype=np.int32),
+            loss_mask=np.ones(1, dtype=np.bool_),
+            finish_reason=FinishReason.STOP,
+            text="",
+        )
+        return RolloutGroup(prompt=prompt, rollouts=(rollout, rollout))
+
+    async def score(self, group: RolloutGroup) -> ScoredGroup:
+        return ScoredGroup(group=group, scores=(Score(value=1.0, components={}), Score(value=0.0, components={})))
+
+    def keeps(self, group: ScoredGroup) -> bool:
+        return self._keeps(group.group.prompt.position)
+
+    def assign(self, groups: Sequence[ScoredGroup]) -> list[TrainSample]:
+        self.trained.append([scored.group.prompt.position for scored in groups])
+        for scored in groups:
+            for rollout in scored.group.rollouts:
+                self.worst_staleness = max(self.worst_staleness, self._version - int(rollout.versions.min()))
+        return []
+
+    async def update(self, batch: TrainBatch) -> UpdateResult:
+        self.calls.append("update")
+        await asyncio.sleep(0.005)
+        self._version += 1
+        return UpdateResult(version=PolicyVersion(self._version), stats=STATS)
+
+    async def publish(self, version: PolicyVersion) -> PublishResult:
+        self.calls.append(f"publish {version}")
+        self.served = version
+        return PublishResult(version=version, num_bytes=0, seconds=0.0, num_engines=1)
+
+    async def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    async def wake(self) -> None:
+        self.calls.append("wake")
+
+
+def run(cluster: FakeCluster, *, num_steps: int, max_staleness: int = 0, phases: Phases | None = None) -> None:
+    async def main() -> None:
+        loop = Loop(
+            prompts=cluster,
+            generator=cluster,
+            scorer=cluster,
+            algorithm=cluster,
+            pack=lambda samples: TrainBatch(mini_batches=(), temperature=1.0),
+            trainer=cluster,
+            publisher=cluster,
+            phases=phases or SeparatePhases(),
+            buffer=Buffer(prompts_per_step=4, max_staleness=max_staleness),
+            evaluator=NoEvaluator(),
+            observer=Observer([]),
+            num_steps=num_steps,
+        )
+        await asyncio.wait_for(loop.run(), timeout=10)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_never_trains_on_older_than_allowed(max_staleness: int) -> None:
+    cluster = FakeCluster()
+    run(cluster, num_steps=8, max_staleness=max_staleness)
+    assert cluster.worst_staleness == max_staleness
+
+
+def test_every_version_is_published_before_the_next_step() -> None:
+    cluster = FakeCluster()
+    run(cluster, num_steps=3)
+    assert cluster.calls == ["publish 0", "update", "publish 1", "update", "publish 2", "update", "publish 3"]
+
+
+def test_groups_that_are_not_kept_are_replaced_in_stream_order() -> None:
+    cluster = FakeCluster(keeps=lambda position: position % 2 == 0)
+    run(cluster, num_steps=2)
+    assert cluster.trained == [[0, 2, 4, 6], [8, 10, 12, 14]]
+
+
+def test_no_prompt_is_drawn_after_the_last_step() -> None:
+    cluster = FakeCluster()
+    run(cluster, num_steps=3)
+    assert cluster.next().position == 3 * 4
+
+
+def test_engines_of_a_shared_pool_sleep_while_the_trainer_works() -> None:
+    cluster = FakeCluster()
+    run(cluster, num_steps=2, phases=SharedPhases([cluster]))
+    assert cluster.calls == [
+        *("publish 0", "sleep", "update", "publish 1"),
+        *("wake", "sleep", "update", "publish 2"),
+    ]
+
+
+def test_a_failing_producer_ends_the_run_with_its_own_error() -> None:
+    cluster = FakeCluster(fails_at=5)
+    with pytest.raises(FleetError, match="no engine left"):
+        run(cluster, num_steps=3)
+    assert len(cluster.trained) == 1
+
+
+def test_a_failing_step_ends_the_run_with_its_own_error() -> None:
+    class Broken(FakeCluster):
+        async def update(self, batch: TrainBatch) -> UpdateResult:
+            raise FleetError("broken on purpose")
+
+    with pytest.raises(FleetError, match="broken on purpose"):
+        run(Broken(), num_steps=3)

@@ -1,0 +1,66 @@
+"""Tiny random models in Hugging Face format, written by transformers itself. For the tests of several packages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megarl.config.model import ModelShape, read_model_shape
+from megarl.rollout.torchvision_ops import declare_torchvision_ops
+
+declare_torchvision_ops()
+
+from transformers import (  # noqa: E402 - transformers imports torchvision, which needs its operators declared
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+_MODELS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def write_tiny_model(
+    folder: Path,
+    family: str,
+    *,
+    tied: bool = False,
+    vocab: int = 99,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    ffn: int = 128,
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+) -> ModelShape:
+    """Write a model whose every tensor is random, in fp32. The vocabulary is odd, so that padding shows."""
+    config_class, model_class = _MODELS[family]
+    sizes = {
+        "vocab_size": vocab,
+        "hidden_size": 64,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 512,
+    }
+    if family == "qwen3":
+        sizes["head_dim"] = 32  # as in the real ones, not hidden_size / num_attention_heads
+    config = config_class(
+        **sizes, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2, pad_token_id=0, dtype="float32"
+    )
+    model = model_class(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean = 1.0 if "norm" in name else 0.0
+            parameter.normal_(mean=mean, std=0.05, generator=generator)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return read_model_shape(folder)

@@ -1,0 +1,105 @@
+"""Four processes that stay for the whole test session and act as trainer ranks, so that Megatron is imported once.
+
+A job is a module-level function `job(rank, world, port, *arguments)`; the first `world` processes run it together.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Generic, TypeVar
+
+import torch.multiprocessing as mp
+
+Result = TypeVar("Result")
+
+NUM_PROCESSES = 4
+_START_TIMEOUT_S = 240.0
+_STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What a job raised."""
+
+    error: BaseException
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Done(Generic[Result]):
+    value: Result
+
+
+class Cluster:
+    def __init__(self) -> None:
+        self._processes: list[SpawnProcess] = []
+        self._pipes: list[Connection] = []
+
+    def run(
+        self, world: int, job: Callable[..., Result], *arguments: object, timeout_s: float = 120.0
+    ) -> list[Result]:
+        """Results in rank order; the first rank's error is raised here."""
+        if not self._processes:
+            self._start()
+        port = _free_port()
+        for rank, pipe in enumerate(self._pipes[:world]):
+            pipe.send((job, rank, world, port, arguments))
+        deadline = time.monotonic() + timeout_s
+        results = []
+        for rank, pipe in enumerate(self._pipes[:world]):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                self.stop()
+                raise TimeoutError(f"rank {rank} did not finish {job.__name__} within {timeout_s:g} s")
+            answer = pipe.recv()
+            if isinstance(answer, Failure):
+                # The other ranks may be waiting for this one.
+                self.stop()
+                answer.error.add_note(f"in rank {rank}:\n{answer.text}")
+                raise answer.error
+            results.append(answer.value)
+        return results
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join(_STOP_TIMEOUT_S)
+            if process.is_alive():
+                process.kill()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        for _ in range(NUM_PROCESSES):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        for pipe in self._pipes:
+            assert pipe.poll(_START_TIMEOUT_S), f"a rank process did not start within {_START_TIMEOUT_S:g} s"
+            assert pipe.recv() == "ready"
+
+
+def _serve(pipe: Connection) -> None:
+    import megarl.train.rank  # noqa: F401 - the slow part of a start
+
+    pipe.send("ready")
+    while True:
+        job, rank, world, port, arguments = pipe.recv()
+        try:
+            pipe.send(_Done(value=job(rank, world, port, *arguments)))
+        except BaseException as error:  # noqa: BLE001 - whatever it was, the test should see it
+            pipe.send(Failure(error=error, text=traceback.format_exc()))
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.config.model import ModelShape
+from tests.tiny_models import write_tiny_model
+from tests.train.cluster import Cluster
+from tests.train.reference import Model
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.stop()
+
+
+class Models:
+    """Tiny models, written once each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._models: dict[tuple[str, bool], Model] = {}
+
+    def get(self, family: str, *, tied: bool) -> Model:
+        key = (family, tied)
+        if key not in self._models:
+            folder = self._folder / f"{family}-{'tied' if tied else 'untied'}"
+            shape: ModelShape = write_tiny_model(folder, family, tied=tied)
+            self._models[key] = Model(folder=folder, shape=shape)
+        return self._models[key]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))

@@ -1,0 +1,105 @@
+"""The trainer once more, slow and obvious: the Hugging Face model in one process, one sequence at a time, AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megarl.config.model import ModelShape
+from megarl.config.recipe import AlgorithmConfig, GrpoConfig, OptimizerConfig, SftConfig
+from megarl.types import TrainSample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    folder: Path
+    shape: ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    """Everything about one loss token's term."""
+
+    logprob: Tensor
+    entropy: Tensor
+    old_logprob: float
+    advantage: float
+
+
+class Reference:
+    def __init__(self, model: Model, optimizer: OptimizerConfig, algorithm: AlgorithmConfig, temperature: float) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32, attn_implementation="eager")
+        self._config = optimizer
+        self._algorithm = algorithm
+        self._temperature = temperature
+        parameters = list(self._model.parameters())
+        self._adam = torch.optim.AdamW(
+            [
+                {"params": [p for p in parameters if p.dim() > 1], "weight_decay": optimizer.weight_decay},
+                {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+            ],
+            lr=optimizer.learning_rate,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+        )
+
+    def distributions(self, sample: TrainSample) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy at each response token. [T], [T]"""
+        ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.rollout.token_ids.tolist()])
+        num_response = len(sample.rollout.token_ids)
+        logits = self._model(ids[None]).logits[0, -num_response - 1 : -1] / self._temperature
+        log_probs = logits.log_softmax(dim=-1)
+        chosen = log_probs.gather(1, ids[-num_response:, None])[:, 0]
+        return chosen, -(log_probs.exp() * log_probs).sum(dim=-1)
+
+    @torch.no_grad()
+    def logprobs(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+        return [self.distributions(sample)[0] for sample in samples]
+
+    def update(self, samples: Sequence[TrainSample], old: Sequence[Tensor]) -> tuple[float, float, float]:
+        """One optimizer update; returns loss, entropy and gradient norm."""
+        tokens = []
+        for sample, old_logprobs in zip(samples, old, strict=True):
+            logprobs, entropy = self.distributions(sample)
+            for t in range(len(logprobs)):
+                if sample.rollout.loss_mask[t]:
+                    tokens.append(
+                        Token(
+                            logprob=logprobs[t],
+                            entropy=entropy[t],
+                            old_logprob=float(old_logprobs[t]),
+                            advantage=float(sample.advantages[t]),
+                        )
+                    )
+        loss = torch.stack([self._loss(token) for token in tokens]).mean()
+        self._adam.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_grad_norm)
+        self._adam.step()
+        entropy_mean = torch.stack([token.entropy for token in tokens]).mean()
+        return loss.item(), entropy_mean.item(), grad_norm.item()
+
+    def _loss(self, token: Token) -> Tensor:
+        match self._algorithm:
+            case SftConfig():
+                return -token.logprob
+            case GrpoConfig() as config:
+                ratio = (token.logprob - token.old_logprob).exp()
+                clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+                loss = torch.maximum(-token.advantage * ratio, -token.advantage * clipped)
+                if token.advantage < 0:
+                    loss = loss.clamp(max=-token.advantage * config.clip_dual)
+                return loss - config.entropy_coef * token.entropy
+
+    @cached_property
+    def _names(self) -> set[str]:
+        return {name for name, _ in self._model.named_parameters()}
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}

@@ -1,0 +1,213 @@
+"""The layouts once more, slow and obvious: whole tensors joined and cut with numpy. What the slice algebra must equal.
+
+Every canonical element has a number of its own; -1 is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from megarl.config.model import Family, ModelShape
+from megarl.weights.canonical import canonical_tensors
+from megarl.weights.megatron import MegatronParallel, padded_vocab
+from megarl.weights.plan import Move
+from megarl.weights.slices import Holding, Index
+
+Array = npt.NDArray[np.int64]
+Arrays = dict[str, Array]
+
+PADDING = -1
+
+
+def make_shape(
+    family: Family = Family.QWEN2,
+    *,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    tied: bool = False,
+    vocab: int = 99,
+    ffn: int = 64,
+) -> ModelShape:
+    return ModelShape(
+        family=family,
+        num_layers=layers,
+        hidden=8,
+        ffn_hidden=ffn,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=2,
+        vocab=vocab,
+        max_context_tokens=128,
+        norm_eps=1e-6,
+        rope_theta=1e4,
+        rope_scaling=None,
+        has_tied_embeddings=tied,
+        has_qkv_bias=family is Family.QWEN2,
+        has_qk_norm=family is Family.QWEN3,
+        dtype="float32",
+    )
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelShape:
+    return make_shape(
+        draw(st.sampled_from(list(Family))),
+        layers=4,
+        heads=8,
+        kv_heads=draw(st.sampled_from([1, 2, 4, 8])),
+        tied=draw(st.booleans()),
+        vocab=draw(st.sampled_from([64, 99, 130])),
+    )
+
+
+@st.composite
+def parallels(draw: st.DrawFn) -> MegatronParallel:
+    pipeline, virtual_pipeline = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1)]))
+    return MegatronParallel(
+        tensor=draw(st.sampled_from([1, 2, 4])),
+        pipeline=pipeline,
+        virtual_pipeline=virtual_pipeline,
+        data=draw(st.integers(1, 3)),
+    )
+
+
+def numbered(shape: ModelShape) -> Arrays:
+    """A model whose every element is different."""
+    arrays: Arrays = {}
+    start = 0
+    for name, spec in canonical_tensors(shape).items():
+        size = prod(spec.shape)
+        arrays[name] = np.arange(start, start + size).reshape(spec.shape)
+        start += size
+    return arrays
+
+
+def empty(holding: Holding) -> Arrays:
+    return {name: np.full(spec.shape, PADDING) for name, spec in holding.tensors.items()}
+
+
+def box(array: Array, offsets: Index, extent: Index) -> Array:
+    return array[tuple(slice(start, start + size) for start, size in zip(offsets, extent, strict=True))]
+
+
+def fill_from_canonical(holding: Holding, model: Mapping[str, Array]) -> Arrays:
+    """What the pieces of a holding say it has."""
+    arrays = empty(holding)
+    for piece in holding.pieces:
+        local = box(arrays[piece.local_name], piece.local_offsets, piece.slice.shape)
+        assert (local == PADDING).all(), f"{piece} overlaps another piece"
+        local[...] = box(model[piece.slice.name], piece.slice.offsets, piece.slice.shape)
+    return arrays
+
+
+def apply(moves: Iterable[Move], sources: Mapping[int, Arrays], targets: Mapping[int, Arrays]) -> None:
+    """Carry out a plan; an element that is written twice fails."""
+    for move in moves:
+        extent = move.slice.shape
+        target = box(targets[move.target_rank][move.target_name], move.target_offsets, extent)
+        assert target.shape == extent, f"{move} leaves its target"
+        assert (target == PADDING).all(), f"{move} writes what was written"
+        target[...] = box(sources[move.source_rank][move.source_name], move.source_offsets, extent)
+
+
+def megatron_rank(
+    shape: ModelShape, parallel: MegatronParallel, model: Mapping[str, Array], *, tensor: int, stage: int
+) -> Arrays:
+    """The parameters of one Megatron rank, from the joined ones of all tensor-parallel ranks."""
+    size, num_chunks = parallel.tensor, parallel.pipeline * parallel.virtual_pipeline
+    layers = shape.num_layers // num_chunks
+    arrays: Arrays = {}
+
+    def vocab_shard(name: str) -> Array:
+        rows = padded_vocab(shape.vocab, size)
+        padding = np.full((rows - shape.vocab, shape.hidden), PADDING)
+        return np.split(np.concatenate([model[name], padding]), size)[tensor]
+
+    for chunk in range(parallel.virtual_pipeline):
+        position = chunk * parallel.pipeline + stage
+        if position == 0:
+            arrays[f"chunk{chunk}.embedding.word_embeddings.weight"] = vocab_shard("model.embed_tokens.weight")
+        for index in range(layers):
+            hf, local = f"model.layers.{position * layers + index}.", f"chunk{chunk}.decoder.layers.{index}."
+            arrays |= {local + name: array for name, array in _megatron_layer(shape, model, hf, tensor, size).items()}
+        if position == num_chunks - 1:
+            arrays[f"chunk{chunk}.decoder.final_layernorm.weight"] = model["model.norm.weight"]
+            if not shape.has_tied_embeddings:
+                arrays[f"chunk{chunk}.output_layer.weight"] = vocab_shard("lm_head.weight")
+            elif position != 0:
+                arrays[f"chunk{chunk}.output_layer.weight"] = vocab_shard("model.embed_tokens.weight")
+    return arrays
+
+
+def _megatron_layer(shape: ModelShape, model: Mapping[str, Array], hf: str, tensor: int, size: int) -> Arrays:
+    def interleaved(suffix: str) -> Array:
+        parts = []
+        for group in range(shape.num_kv_heads):
+            for projection in "qkv":
+                whole = model[f"{hf}self_attn.{projection}_proj.{suffix}"]
+                parts.append(np.split(whole, shape.num_kv_heads)[group])
+        return np.split(np.concatenate(parts), size)[tensor]
+
+    def split(name: str, axis: int) -> Array:
+        return np.split(model[hf + name], size, axis=axis)[tensor]
+
+    arrays = {
+        "input_layernorm.weight": model[f"{hf}input_layernorm.weight"],
+        "self_attention.linear_qkv.weight": interleaved("weight"),
+        "self_attention.linear_proj.weight": split("self_attn.o_proj.weight", 1),
+        "pre_mlp_layernorm.weight": model[f"{hf}post_attention_layernorm.weight"],
+        "mlp.linear_fc1.weight": np.concatenate([split("mlp.gate_proj.weight", 0), split("mlp.up_proj.weight", 0)]),
+        "mlp.linear_fc2.weight": split("mlp.down_proj.weight", 1),
+    }
+    if shape.has_qkv_bias:
+        arrays["self_attention.linear_qkv.bias"] = interleaved("bias")
+    if shape.has_qk_norm:
+        arrays["self_attention.q_layernorm.weight"] = model[f"{hf}self_attn.q_norm.weight"]
+        arrays["self_attention.k_layernorm.weight"] = model[f"{hf}self_attn.k_norm.weight"]
+    return arrays
+
+
+def sglang_rank(shape: ModelShape, model: Mapping[str, Array], *, tensor: int, size: int) -> Arrays:
+    """The parameters of one SGLang rank on a GPU: whole heads, KV heads repeated where there are too few."""
+    kv_rows = np.arange(shape.num_kv_heads).repeat(max(1, size // shape.num_kv_heads))
+    kv_heads = np.split(kv_rows, size)[tensor]
+
+    def split(name: str, axis: int) -> Array:
+        return np.split(model[name], size, axis=axis)[tensor]
+
+    def vocab_shard(name: str) -> Array:
+        padding = np.full((-shape.vocab % 64, shape.hidden), PADDING)
+        return np.split(np.concatenate([model[name], padding]), size)[tensor]
+
+    def qkv(prefix: str, suffix: str) -> Array:
+        parts = [split(f"{prefix}q_proj.{suffix}", 0)]
+        for projection in "kv":
+            heads = np.split(model[f"{prefix}{projection}_proj.{suffix}"], shape.num_kv_heads)
+            parts += [heads[head] for head in kv_heads]
+        return np.concatenate(parts)
+
+    arrays = {name: array for name, array in model.items() if "norm" in name}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in model:
+            arrays[name] = vocab_shard(name)
+    for index in range(shape.num_layers):
+        prefix = f"model.layers.{index}."
+        for suffix in ("weight", "bias") if shape.has_qkv_bias else ("weight",):
+            arrays[f"{prefix}self_attn.qkv_proj.{suffix}"] = qkv(f"{prefix}self_attn.", suffix)
+        arrays[f"{prefix}self_attn.o_proj.weight"] = split(f"{prefix}self_attn.o_proj.weight", 1)
+        gate_up = [split(f"{prefix}mlp.{projection}.weight", 0) for projection in ("gate_proj", "up_proj")]
+        arrays[f"{prefix}mlp.gate_up_proj.weight"] = np.concatenate(gate_up)
+        arrays[f"{prefix}mlp.down_proj.weight"] = split(f"{prefix}mlp.down_proj.weight", 1)
+    return arrays
+
+
+def assert_equal(found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
+    assert set(found) == set(expected)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.weights import digest as digest_module
+from megarl.weights.digest import MODULUS, digest
+from megarl.weights.slices import Slice
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPE = (12, 10)
+
+
+def values_of(dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def part(values: torch.Tensor, rows: slice, columns: slice) -> int:
+    cut = values[rows, columns]
+    box = Slice(name="w", offsets=(rows.start, columns.start), shape=tuple(cut.shape))
+    return digest(cut, box, SHAPE)
+
+
+def whole(values: torch.Tensor, name: str = "w") -> int:
+    return digest(values, Slice(name=name, offsets=(0, 0), shape=SHAPE), SHAPE)
+
+
+def slow(values: torch.Tensor, name: str) -> int:
+    """The definition, element by element."""
+    seed = digest_module._name_seed(name)
+    total = 0
+    bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32).flatten().tolist()
+    for place, value in enumerate(bits):
+        mixed = (seed + place * 0x9E3779B97F4A7C15 + value) % MODULUS
+        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
+        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % MODULUS
+        total += mixed ^ (mixed >> 31)
+    return total % MODULUS
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_what_its_definition_says(dtype: torch.dtype) -> None:
+    assert whole(values_of(dtype)) == slow(values_of(dtype), "w")
+
+
+@settings(max_examples=50, deadline=None)
+@given(row=st.integers(1, 11), column=st.integers(1, 9), dtype=st.sampled_from(DTYPES))
+def test_parts_add_up_to_the_whole_however_they_are_cut(row: int, column: int, dtype: torch.dtype) -> None:
+    values = values_of(dtype)
+    parts = [
+        part(values, rows, columns)
+        for rows in (slice(0, row), slice(row, 12))
+        for columns in (slice(0, column), slice(column, 10))
+    ]
+    assert sum(parts) % MODULUS == whole(values)
+
+
+def test_large_tensors_are_hashed_in_chunks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = whole(values_of(torch.float32))
+    monkeypatch.setattr(digest_module, "_MAX_ELEMENTS", {"cpu": 7})
+    assert whole(values_of(torch.float32)) == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(place=st.integers(0, 119), bit=st.integers(0, 15), dtype=st.sampled_from(DTYPES))
+def test_one_flipped_bit_changes_it(place: int, bit: int, dtype: torch.dtype) -> None:
+    values = values_of(dtype)
+    before = whole(values)
+    values.view(torch.int16).flatten()[place] ^= 1 << bit if bit < 15 else -(1 << 15)
+    assert whole(values) != before
+
+
+def test_two_swapped_elements_change_it() -> None:
+    values = values_of(torch.float32)
+    before = whole(values)
+    values[0, 0], values[7, 3] = values[7, 3].item(), values[0, 0].item()
+    assert whole(values) != before
+
+
+def test_equal_values_under_another_name_change_it() -> None:
+    values = values_of(torch.float32)
+    assert whole(values) != whole(values, name="v")
+
+
+def test_negative_zero_is_not_zero() -> None:
+    assert whole(torch.zeros(SHAPE)) != whole(-torch.zeros(SHAPE))

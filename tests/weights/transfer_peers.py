@@ -1,0 +1,143 @@
+"""What the processes of the transfer tests do: two trainer ranks and two engine ranks of a tiny model."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+from megarl.config.model import Family
+from megarl.weights.group import Pending, StoreAddress, TransferGroup
+from megarl.weights.megatron import MegatronParallel, megatron_layout
+from megarl.weights.plan import Plan, plan
+from megarl.weights.sglang import sglang_layout
+from megarl.weights.slices import Holding
+from megarl.weights.tensors import box_of, torch_dtype
+from megarl.weights.transfer import Receiver, Sender
+from tests.weights.reference import make_shape
+
+NUM_TRAINERS = 2
+NUM_PEERS = 4
+BUCKET_BYTES = 1500
+"""Small: a tensor takes several buckets, and a bucket several tensors."""
+CORRUPTED_VERSION = 3
+VERSIONS = (1, 2, CORRUPTED_VERSION)
+TIMEOUT_S = 60.0
+
+Tensors = dict[str, torch.Tensor]
+
+
+def make_plan() -> Plan:
+    shape = make_shape(Family.QWEN2, layers=2)
+    trainer = megatron_layout(shape, MegatronParallel(tensor=2), dtype="float32")
+    return plan(trainer, sglang_layout(shape, tensor=2, dtype="bfloat16"))
+
+
+def values_of(version: int) -> Tensors:
+    """The whole model of one version."""
+    generator = torch.Generator().manual_seed(version)
+    canonical = make_plan().source.canonical
+    return {name: torch.randn(spec.shape, generator=generator) for name, spec in canonical.items()}
+
+
+def tensors_of(holding: Holding, version: int | None) -> Tensors:
+    """One holder's tensors at a version, cut by hand; zero where it has none."""
+    tensors = {name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in holding.tensors.items()}
+    if version is None:
+        return tensors
+    model = values_of(version)
+    for piece in holding.pieces:
+        box = box_of(model[piece.slice.name], piece.slice.offsets, piece.slice.shape)
+        box_of(tensors[piece.local_name], piece.local_offsets, piece.slice.shape).copy_(box)
+    return tensors
+
+
+class CorruptingGroup(TransferGroup):
+    """Flips one bit of the first bucket once it is told to."""
+
+    is_corrupting = False
+
+    def send(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Pending:
+        if self.is_corrupting:
+            self.is_corrupting = False
+            buffer[len(buffer) // 2] ^= 4
+        return super().send(buffer, peer=peer, tag=tag)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLog:
+    digests: dict[int, dict[str, int]]
+    before_commit: Tensors
+    after_commit: dict[int, Tensors]
+    after_abort: Tensors
+
+
+SenderLog = dict[int, dict[tuple[int, str], int]]
+
+
+def run_trainer(address: StoreAddress, rank: int) -> SenderLog:
+    """Send all versions; rank 1 corrupts the last one."""
+    torch.set_num_threads(1)
+    group = CorruptingGroup.join(address, name="publish", peer=rank, num_peers=NUM_PEERS, timeout_s=TIMEOUT_S)
+    moves = make_plan()
+    tensors = tensors_of(moves.source.by_rank[rank], None)
+    sender = Sender(moves, rank, tensors, group, bucket_bytes=BUCKET_BYTES)
+    log: SenderLog = {}
+    for version in VERSIONS:
+        for name, tensor in tensors_of(moves.source.by_rank[rank], version).items():
+            tensors[name].copy_(tensor)
+        if isinstance(group, CorruptingGroup):
+            group.is_corrupting = rank == 1 and version == CORRUPTED_VERSION
+        log[version] = sender.send(version)
+    group.barrier()
+    return log
+
+
+def run_engine(address: StoreAddress, rank: int) -> EngineLog:
+    """Commit every version but the last, which is aborted."""
+    torch.set_num_threads(1)
+    peer = NUM_TRAINERS + rank
+    group = TransferGroup.join(address, name="publish", peer=peer, num_peers=NUM_PEERS, timeout_s=TIMEOUT_S)
+    moves = make_plan()
+    tensors = tensors_of(moves.target.by_rank[rank], None)
+    receiver = Receiver(moves, rank, tensors, group, bucket_bytes=BUCKET_BYTES)
+    digests: dict[int, dict[str, int]] = {}
+    after_commit: dict[int, Tensors] = {}
+    before_commit: Tensors = {}
+    for version in VERSIONS:
+        digests[version] = receiver.stage(version)
+        before_commit = before_commit or copy_of(tensors)
+        if version == CORRUPTED_VERSION:
+            receiver.abort()
+        else:
+            receiver.commit()
+            after_commit[version] = copy_of(tensors)
+    group.barrier()
+    return EngineLog(
+        digests=digests, before_commit=before_commit, after_commit=after_commit, after_abort=copy_of(tensors)
+    )
+
+
+def copy_of(tensors: Tensors) -> Tensors:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def run_and_die(address: StoreAddress, rank: int) -> str:
+    """A trainer rank that is gone when its bytes are due."""
+    TransferGroup.join(address, name="doomed", peer=rank, num_peers=NUM_PEERS, timeout_s=TIMEOUT_S)
+    os._exit(1)
+
+
+def run_beside_the_dead(address: StoreAddress, peer: int) -> str:
+    """A trainer or engine rank that expects the dead one to take part. Returns the errors it sees."""
+    group = TransferGroup.join(address, name="doomed", peer=peer, num_peers=NUM_PEERS, timeout_s=TIMEOUT_S)
+    moves = make_plan()
+    time.sleep(0.5)
+    if peer < NUM_TRAINERS:
+        return f"peer {peer} sent {len(Sender(moves, peer, tensors_of(moves.source.by_rank[peer], 1), group).send(1))}"
+    rank = peer - NUM_TRAINERS
+    receiver = Receiver(moves, rank, tensors_of(moves.target.by_rank[rank], None), group)
+    receiver.stage(1)
+    return "staged"

@@ -1,11 +1,10 @@
 # Every target below `setup` needs it; nothing has to be installed by hand besides Python >= 3.11 and make.
 
 PYTHON ?= python3
-# Where pip looks for the CPU build of torch besides its own indexes; unreachable is fine when they have one.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 VENV := .venv
 BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/pip install --quiet --no-deps
 INSTALLED := $(VENV)/.installed
 DATA := data/arithmetic
 
@@ -17,11 +16,11 @@ help: ## show this list
 
 setup: $(INSTALLED) ## build .venv from requirements.txt; does nothing when it is up to date
 
+# Where pip finds no CPU build of the pinned torch, name PyTorch's CPU index in PIP_EXTRA_INDEX_URL.
 $(INSTALLED): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) $$(grep '^torch==' requirements.txt)
-	$(BIN)/pip install --no-deps -r requirements.txt
-	$(BIN)/pip install --no-deps --no-build-isolation -e .
+	$(PIP_INSTALL) -r requirements.txt
+	$(PIP_INSTALL) --no-build-isolation -e .
 	touch $@
 
 quickstart: setup ## train a small policy on this machine: data, warm start, GRPO

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -32,8 +33,10 @@ class Outcome(Generic[Result]):
 def run_processes(
     calls: Sequence[tuple[Callable[..., Result], tuple[object, ...]]], *, timeout_s: float = 120
 ) -> list[Outcome[Result]]:
-    """Run each function with its arguments in a spawned process, at the same time."""
-    context = multiprocessing.get_context("spawn")
+    """Run each function with its arguments in a process of its own, at the same time."""
+    # Forked from a server that has imported torch and done nothing else: as clean as spawned, and seconds faster.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "hypothesis"])
     pipes = [context.Pipe(duplex=False) for _ in calls]
     processes = [
         context.Process(target=_call, args=(pipe[1], function, arguments), daemon=True)
@@ -53,11 +56,10 @@ def run_processes(
 
 def _outcome(parent_end: Connection, deadline: float) -> Outcome[Result]:
     try:
-        while True:
-            assert parent_end.poll(max(0.0, deadline - time.monotonic())), "a process did not end in time"
-            outcome = parent_end.recv()
-            assert isinstance(outcome, Outcome)
-            return outcome
+        assert parent_end.poll(max(0.0, deadline - time.monotonic())), "a process did not end in time"
+        outcome = pickle.loads(parent_end.recv_bytes())
+        assert isinstance(outcome, Outcome)
+        return outcome
     except EOFError:
         return Outcome()
 
@@ -69,4 +71,5 @@ def _call(child_end: Connection, function: Callable[..., Result], arguments: tup
     except Exception as error:  # noqa: BLE001 - whatever it was, the test that waits for it shall see it
         traceback.print_exc()
         outcome = Outcome(error=error, seconds=time.monotonic() - start)
-    child_end.send(outcome)
+    # Plain pickle: multiprocessing's own would share the memory of tensors, which ends with this process.
+    child_end.send_bytes(pickle.dumps(outcome))

@@ -8,7 +8,7 @@ from typing import assert_never
 import numpy as np
 
 from megarl.algo.advantage import Outcomes, estimate
-from megarl.config.recipe import AlgorithmConfig, GrpoConfig, SftConfig
+from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
 from megarl.stages import Algorithm
 from megarl.types import ScoredGroup, TrainSample
 

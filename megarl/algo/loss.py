@@ -12,7 +12,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from megarl.config.recipe import AlgorithmConfig, GrpoConfig, SftConfig
+from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
 
 _MAX_LOG_RATIO = 20.0
 """Bound on the exponent of a probability ratio: beyond it the ratio overflows and says nothing more."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import UTC, datetime
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.logging import RichHandler
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
@@ -30,6 +32,12 @@ BAR_WIDTH = 30
 
 def make_console() -> Console:
     return Console(no_color=bool(NO_COLOR.read()), highlight=False, markup=False, soft_wrap=True)
+
+
+def show_warnings(console: Console) -> None:
+    """What any library logs as a warning appears above the live view, not through it."""
+    handler = RichHandler(logging.WARNING, console=console, show_time=False, show_path=False)
+    logging.getLogger().addHandler(handler)
 
 
 def make_display(console: Console) -> Sink:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import sys
 import tempfile
 import traceback
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from megarl import __version__
-from megarl.cli.display import make_console, make_display
-from megarl.config import load_recipe
-from megarl.errors import ConfigError, MegarlError
+from megarl.config import Recipe, load_recipe
+from megarl.errors import ConfigError, EnvironmentProblem, MegarlError
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
@@ -41,18 +42,19 @@ Overrides = Annotated[
 
 
 def main() -> None:
-    """The console script. No exception leaves it as a traceback on the screen."""
-    sys.exit(_run())
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))
 
 
-def _run() -> int:
+def run(arguments: Sequence[str]) -> int:
+    """One command; returns its exit code. No exception leaves it as a traceback on the screen."""
     try:
-        app()
+        app(arguments, prog_name="megarl")
     except SystemExit as end:
         # Typer turns Ctrl-C into a silent 130.
         if end.code == EXIT_INTERRUPTED:
             _complain("megarl: interrupted")
-        return end.code if isinstance(end.code, int) else 0
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except ConfigError as error:
         _complain(str(error))
         return error.exit_code
@@ -68,11 +70,16 @@ def _run() -> int:
 @app.command()
 def train(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Run a recipe to its end."""
-    checked = load_recipe(recipe, overrides or ())
-    from megarl.runtime import launch, preflight
+    checked = _load(recipe, overrides)
+    if not sys.warnoptions:
+        # What libraries warn their callers about on import is ours to act on, not the user's; -W shows it.
+        warnings.simplefilter("ignore")
 
-    preflight.check(checked)
+    from megarl.cli.display import make_console, make_display, show_warnings
+    from megarl.runtime import launch
+
     console = make_console()
+    show_warnings(console)
     launch.train(checked, display=make_display(console))
 
     from megarl.cli.report import print_report
@@ -83,9 +90,19 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 @app.command()
 def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Report every problem of a recipe; start nothing."""
-    checked = load_recipe(recipe, overrides or ())
+    """Report every problem of a recipe, its data and its reward; train nothing."""
+    checked = _load(recipe, overrides)
     print(f"{recipe}: ok: {checked.algorithm.kind}, {checked.run.steps} steps, runs in {checked.run_folder}")
+
+
+def _load(path: Path, overrides: list[str] | None) -> Recipe:
+    """The recipe, and everything that can be known to be wrong before a run starts."""
+    recipe = load_recipe(path, overrides or ())
+
+    from megarl.runtime import preflight
+
+    preflight.check(recipe)
+    return recipe
 
 
 @make_app.command()
@@ -93,11 +110,15 @@ def arithmetic(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.", show_default=False)],
     seed: Annotated[int, typer.Option(min=0)] = 1,
 ) -> None:
-    """Small sums: train and held-out parquet files, and a tiny random model with a tokenizer for them."""
+    """Two-digit sums: problems to train on and held-out ones, and a tiny random model that learns them."""
     from megarl.data.arithmetic import make_arithmetic
 
-    make_arithmetic(out, seed=seed)
-    print(f"wrote {out}")
+    try:
+        files = make_arithmetic(out, seed=seed)
+    except OSError as error:
+        raise EnvironmentProblem(f"--out {out}: cannot be written: {error.strerror}") from error
+    for path in (files.train, files.sft, files.eval, files.model):
+        print(f"wrote {path}")
 
 
 @app.callback(invoke_without_command=True)

@@ -9,8 +9,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.config.algorithm import GrpoConfig, SftConfig
 from megarl.config.model import ModelShape, read_model_shape
-from megarl.config.recipe import ActorConfig, GrpoConfig, Recipe, SftConfig
+from megarl.config.recipe import ActorConfig, Recipe
 from megarl.errors import ConfigError, Problem
 
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=False)
+from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.section import Fraction, Section
 
 
 class RunConfig(Section):
@@ -94,24 +91,6 @@ class RolesConfig(Section):
     actor: ActorConfig
     rollout: RolloutRoleConfig | None = None
     """Not needed by `sft` without an evaluation."""
-
-
-class SftConfig(Section):
-    kind: Literal["sft"]
-
-
-class GrpoConfig(Section):
-    kind: Literal["grpo"]
-    normalize_std: bool = True
-    """Divide by the group's standard deviation; false is Dr. GRPO."""
-    clip_low: PositiveFloat = 0.2
-    clip_high: PositiveFloat = 0.2
-    clip_dual: Annotated[float, Field(gt=1)] = 3.0
-    """Bound on the loss where the advantage is negative and the ratio large."""
-    entropy_coef: NonNegativeFloat = 0.0
-
-
-AlgorithmConfig = Annotated[SftConfig | GrpoConfig, Field(discriminator="kind")]
 
 
 class SamplingConfig(Section):

@@ -32,6 +32,7 @@ from megarl.observe.events import (
     StepFinished,
     Warned,
 )
+from megarl.observe.logs import LOG_FILE, logging_to
 from megarl.observe.metrics import Metrics, MetricsEndpoint
 from megarl.observe.summary import Phase, StepSummary
 from megarl.types import EvalResult, PublishResult
@@ -51,6 +52,7 @@ def observing(recipe: Recipe, *, display: Sink) -> Iterator[Observer]:
             stack.callback(endpoint.close)
         log = EventLog(recipe.run_folder / EVENTS_FILE)
         stack.callback(log.close)
+        stack.enter_context(logging_to(recipe.run_folder / LOG_FILE))
         stack.callback(display.close)
         sinks = (log, metrics, display)
         with Observer(sinks, first_sequence=log.next_sequence) as observer:

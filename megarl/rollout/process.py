@@ -7,7 +7,6 @@ with its parent; its keys reach it through a file that is gone once it is ready,
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal, NoReturn
 
 from megarl.config.recipe import RolloutRoleConfig
 from megarl.env import engine_environment
@@ -35,9 +34,8 @@ _CPU_CACHED_TOKENS = 32_768
 _POLL_S = 0.25
 _STOP_GRACE_S = 15.0
 _NUM_TAIL_LINES = 400
-_PR_SET_PDEATHSIG = 1
-
-_libc = ctypes.CDLL(None, use_errno=True)
+_SIGNAL_EXIT = 128
+"""What the guard adds to the number of the signal that ended the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,47 +80,53 @@ class EngineProcess:
             keys=spec.keys,
         )
         self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
-        self._spawned = threading.Event()
-        self._spawn_error: OSError | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._keeper = threading.Thread(target=self._keep, name=f"engine-{spec.index}", daemon=True)
+        self._log_writer = threading.Thread(target=self._write_log, name=f"engine-{spec.index}-log", daemon=True)
 
     def start(self) -> None:
         """Begin to start; `wait_ready` says when it has."""
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         _write_private(self._keys_path, f"api-key: {self.spec.keys.api}\nadmin-api-key: {self.spec.keys.admin}\n")
-        self._keeper.start()
-        self._spawned.wait()
-        if self._spawn_error is not None:
-            self._forget_secrets()
-            raise EnvironmentProblem(f"engine {self.spec.index}: cannot start {sys.executable}: {self._spawn_error}")
+        server = command_line(self.spec, port=self.endpoint.port, keys_path=self._keys_path)
+        self._process = subprocess.Popen(  # noqa: S603 - our own command line
+            [sys.executable, "-m", "megarl.rollout.guard", *server],
+            env=engine_environment(device=self.spec.device, tensor=self.spec.config.tensor),
+            # Nothing is ever written: the guard ends everything when this end is closed, by us or by our death.
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._log_writer.start()
 
     async def wait_ready(self) -> None:
         """Until it generates; a server that ends or is late is stopped, and the error quotes its log."""
         timeout_s = self.spec.config.start_timeout_s
-        client = EngineClient(self.endpoint, request_timeout_s=timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
-                while not await client.is_healthy():
-                    self._raise_if_ended()
-                    await asyncio.sleep(_POLL_S)
-                # The first tokens may have to wait for kernels to be compiled; no run should be charged for that.
-                await client.generate(GenerateRequest(rid="ready", input_ids=(0,), max_new_tokens=2, temperature=0.0))
+                await self._until_generating()
         except TimeoutError:
-            await asyncio.to_thread(self.stop)
-            raise EnvironmentProblem(
-                f"engine {self.spec.index}: not ready within {timeout_s:.0f} s (roles.rollout.start_timeout_s); "
-                f"{self._log_hint()}"
-            ) from None
+            await self._give_up(f"not ready within {timeout_s:g} s (roles.rollout.start_timeout_s)")
         except EngineError as error:
-            await asyncio.to_thread(self.stop)
-            raise EnvironmentProblem(f"{error}; {self._log_hint()}") from error
-        except EnvironmentProblem:
-            await asyncio.to_thread(self.stop)
-            raise
+            await self._give_up(str(error))
         finally:
             self._forget_secrets()
+
+    async def _until_generating(self) -> None:
+        client = EngineClient(self.endpoint, request_timeout_s=self.spec.config.start_timeout_s)
+        try:
+            while not await client.is_healthy():
+                if self.exit_code is not None:
+                    raise EngineError(f"exited with {_describe_exit(self.exit_code)}")
+                await asyncio.sleep(_POLL_S)
+            # The first tokens may have to wait for kernels to be compiled; no run should be charged for that.
+            await client.generate(GenerateRequest(rid="ready", input_ids=(0,), max_new_tokens=2, temperature=0.0))
+        finally:
             await client.close()
+
+    async def _give_up(self, reason: str) -> NoReturn:
+        await asyncio.to_thread(self.stop)
+        raise EnvironmentProblem(f"engine {self.spec.index}: {reason}; {self._log_hint()}")
 
     def stop(self) -> None:
         """End it and everything it started. Harmless when it has ended or never began."""
@@ -137,7 +141,9 @@ class EngineProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(timeout=_STOP_GRACE_S)
-        self._keeper.join(timeout=_STOP_GRACE_S)
+        self._log_writer.join(timeout=_STOP_GRACE_S)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     @property
     def exit_code(self) -> int | None:
@@ -146,7 +152,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the server, and of its process group."""
+        """Of the guard, and of the process group."""
         assert self._process is not None, "start() comes first"
         return self._process.pid
 
@@ -158,47 +164,19 @@ class EngineProcess:
     def _keys_path(self) -> Path:
         return self.spec.log_path.with_suffix(".keys.yaml")
 
-    def _keep(self) -> None:
-        """Start the server, then copy its output to the log until the last process that writes there is gone.
-
-        One thread does both: Linux ties the death signal to the thread that forked, not to the process.
-        """
-        spec = self.spec
-        try:
-            # A relative path in the recipe means the same in the engine: it starts in this process's folder.
-            process = subprocess.Popen(  # noqa: S603 - our own command line
-                command_line(spec, port=self.endpoint.port, keys_path=self._keys_path),
-                env=engine_environment(device=spec.device, tensor=spec.config.tensor),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
-        except OSError as error:
-            self._spawn_error = error
-            self._spawned.set()
-            return
-        self._process = process
-        self._spawned.set()
-        assert process.stdout is not None
-        with spec.log_path.open("w", encoding="utf-8") as log:
-            self._copy(process.stdout, log)
-
-    def _copy(self, output: IO[bytes], log: IO[str]) -> None:
-        for raw in output:
-            line = raw.decode("utf-8", errors="replace")
-            for secret in (self.spec.keys.api, self.spec.keys.admin):
-                line = line.replace(secret, "***")
-            log.write(line)
-            log.flush()
-            self._tail.append(line.rstrip())
-
-    def _raise_if_ended(self) -> None:
-        if self.exit_code is None:
-            return
-        self._keeper.join(timeout=_POLL_S * 20)  # the last lines may still be on their way
-        raise EnvironmentProblem(f"engine {self.spec.index}: {self.describe_end()}")
+    def _write_log(self) -> None:
+        """Copy output to the log until the last process that writes it is gone."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        with self._process.stdout as output, self.spec.log_path.open("w", encoding="utf-8") as log:
+            for raw in output:
+                line = raw.decode("utf-8", errors="replace")
+                # SGLang prints all its options when it starts, its keys among them.
+                for secret in (self.spec.keys.api, self.spec.keys.admin):
+                    line = line.replace(secret, "***")
+                log.write(line)
+                log.flush()
+                self._tail.append(line.rstrip())
 
     def _log_hint(self) -> str:
         return f"last words: {last_words(self._tail)!r}; log: {self.spec.log_path}"
@@ -235,7 +213,8 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         cached_tokens = cached_tokens or _CPU_CACHED_TOKENS
     if cached_tokens is not None:
         options["--max-total-tokens"] = cached_tokens
-    flags = ["--skip-tokenizer-init", "--skip-server-warmup"]
+    # An engine that waits would otherwise poll: a whole core, on the machine that is training.
+    flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
     if config.is_deterministic:
         flags.append("--enable-deterministic-inference")
     if spec.can_sleep and spec.device == "cuda":
@@ -276,11 +255,6 @@ def _write_private(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _describe_exit(code: int | None) -> str:
-    if code is not None and code < 0:
-        return signal.Signals(-code).name
-    return f"code {code}"
+    number = None if code is None else -code if code < 0 else code - _SIGNAL_EXIT
+    return signal.Signals(number).name if number in set(signal.Signals) else f"code {code}"

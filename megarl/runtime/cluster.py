@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import logging
+import json
+import os
+import signal
+import socket
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.config.recipe import PoolConfig, RunConfig
+from megarl.config.recipe import PoolConfig, Recipe
 from megarl.errors import EnvironmentProblem
-
-logger = logging.getLogger(__name__)
+from megarl.processes import start_child, stop_child
 
 CPU_SLOT = "megarl_slot"
 """On a CPU run a Ray resource stands for the GPU a process would have."""
 
 PLACEMENT_TIMEOUT_S = 120.0
 OBJECT_STORE_BYTES = 256 << 20
+RAY_STOP_GRACE_S = 20.0
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,37 +80,58 @@ class Cluster:
         self._groups.clear()
 
 
-def _start_ray(*, device: str, num_slots: int) -> None:
-    """A Ray of our own: loopback only, token auth, no dashboard (see `launch`). It dies with this process."""
-    ray.init(
-        address="local",
-        num_cpus=num_slots + 2,
-        resources={} if device == "cuda" else {CPU_SLOT: float(num_slots)},
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        configure_logging=False,
-    )
+@contextmanager
+def _local_ray(*, device: str, num_slots: int, log_path: Path) -> Iterator[str]:
+    """A Ray of our own: loopback only, token auth, no dashboard (see `launch`). Gives its address; dies with us.
 
-
-def _join_ray(address: str) -> None:
+    A child in a session of its own, not `ray.init()`: what is sent to our process group must not reach Ray before we
+    have taken down what runs on it.
+    """
+    resources = {} if device == "cuda" else {CPU_SLOT: num_slots}
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+    options = {
+        "--port": str(port),
+        "--node-ip-address": LOOPBACK,
+        "--num-cpus": str(num_slots + 2),
+        "--resources": json.dumps(resources),
+        "--include-dashboard": "false",
+        "--object-store-memory": str(OBJECT_STORE_BYTES),
+    }
+    words = [word for option in options.items() for word in option]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *words]
+    with log_path.open("wb") as log:
+        child = start_child(command, environment=os.environ, output=log, death_signal=signal.SIGTERM)
     try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise EnvironmentProblem(f"run.ray_address: cannot join {address}: {reason}") from None
+        yield f"{LOOPBACK}:{port}"
+    finally:
+        stop_child(child, grace_s=RAY_STOP_GRACE_S)
 
 
 @contextmanager
-def open_cluster(run: RunConfig, *, address: str | None, num_slots: int) -> Iterator[Cluster]:
-    """Ray for one run; everything placed on it is gone when the block ends."""
-    if address is None:
-        _start_ray(device=run.device, num_slots=num_slots)
-    else:
-        _join_ray(address)
-    cluster = Cluster(run.device)
+def _joined(address: str, *, log_hint: str = "") -> Iterator[None]:
     try:
-        yield cluster
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise EnvironmentProblem(f"cannot join Ray at {address}: {reason}{log_hint}") from None
+    try:
+        yield
     finally:
-        cluster.release()
         ray.shutdown()
+
+
+@contextmanager
+def open_cluster(recipe: Recipe, *, address: str | None) -> Iterator[Cluster]:
+    """Ray for one run, joined at `address` or started here; what was placed on it is gone when the block ends."""
+    with ExitStack() as stack:
+        if address is None:
+            num_slots = sum(pool.gpus for pool in recipe.pools.values())
+            log_path = recipe.run_folder / "ray.log"
+            address = stack.enter_context(_local_ray(device=recipe.run.device, num_slots=num_slots, log_path=log_path))
+            stack.enter_context(_joined(address, log_hint=f"; log: {log_path}"))
+        else:
+            stack.enter_context(_joined(address))
+        cluster = Cluster(recipe.run.device)
+        stack.callback(cluster.release)
+        yield cluster

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.config.algorithm import GrpoConfig, SftConfig
 from megarl.config.model import ModelShape, read_model_shape
-from megarl.config.recipe import GrpoConfig, Recipe, SftConfig
+from megarl.config.recipe import Recipe
 from megarl.data.prompts import PromptSet, load_demonstrations, load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.types import Prompt

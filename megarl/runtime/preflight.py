@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.config.recipe import Recipe, SftConfig
+from megarl.config.algorithm import SftConfig
+from megarl.config.recipe import Recipe
 from megarl.data.rows import check_files
 from megarl.errors import ConfigError
 from megarl.reward.check import check_reward

@@ -12,7 +12,8 @@ from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 
 from megarl.algo.algorithm import build_algorithm
-from megarl.config.recipe import Recipe, SftConfig
+from megarl.config.algorithm import SftConfig
+from megarl.config.recipe import Recipe
 from megarl.data.demonstrations import Demonstrations, DemonstrationScorer
 from megarl.data.packing import pack
 from megarl.data.stream import PromptStream
@@ -49,8 +50,7 @@ async def _run(recipe: Recipe, observer: Observer, ray_address: str | None) -> N
         inputs = read_inputs(recipe)
     if inputs.train.num_dropped:
         observer.warned(f"{inputs.train.num_dropped} prompts are too long and were dropped (data.overlong_prompts)")
-    num_slots = sum(pool.gpus for pool in recipe.pools.values())
-    with open_cluster(recipe.run, address=ray_address, num_slots=num_slots) as cluster, _preemptible():
+    with open_cluster(recipe, address=ray_address) as cluster, _preemptible():
         async with AsyncExitStack() as stack:
             with observer.phase("start"):
                 roles = await start_roles(recipe, inputs.shape, cluster, stack)

@@ -128,6 +128,10 @@ def transformer_config(
         pipeline_model_parallel_size=topology.pipeline,
         virtual_pipeline_model_parallel_size=topology.virtual_pipeline if topology.virtual_pipeline > 1 else None,
         sequence_parallel=is_sequence_parallel and topology.tensor > 1,
+        # Interleaved stages exchange activations and gradients at once. In a batch of transfers between the same two
+        # ranks (pipeline 2) they are mistaken for each other; one by one, both sides post them in the same order.
+        batch_p2p_comm=topology.virtual_pipeline == 1,
+        overlap_p2p_comm=topology.virtual_pipeline > 1,
         bf16=is_cuda,
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megarl.algo.loss import PolicyTokens, policy_loss, token_mean
 from megarl.checkpoint.save import save_hf
+from megarl.config.algorithm import AlgorithmConfig, SftConfig
 from megarl.config.model import ModelShape
-from megarl.config.recipe import ActorConfig, AlgorithmConfig, OptimizerConfig, SftConfig
+from megarl.config.recipe import ActorConfig, OptimizerConfig
 from megarl.data.packing import unpack_logprobs
 from megarl.errors import NumericsError
 from megarl.train import cpu

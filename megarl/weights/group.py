@@ -6,6 +6,7 @@ already). It cannot lose a member: after any failure it is broken for good, and 
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -131,8 +132,8 @@ class TransferGroup:
             timeout = timedelta(seconds=timeout_s)
             client = TCPStore(address.host, address.port, timeout=timeout, wait_for_workers=False)
             store = PrefixStore(name, client)
-            store.set(f"here/{peer}", "")
-            _await_keys(store, [f"here/{i}" for i in range(num_peers)], timeout_s, what)
+            store.set(f"peer {peer}", "")
+            _await_keys(store, [f"peer {i}" for i in range(num_peers)], timeout_s, what)
             process_group = _process_group(
                 backend, store, peer=peer, num_peers=num_peers, timeout_s=timeout_s, host=host
             )
@@ -255,4 +256,5 @@ def _failing_as(what: str) -> Iterator[None]:
 
 
 def _reason(error: RuntimeError) -> str:
-    return str(error).strip().splitlines()[0]
+    """The first sentence, without the place in torch's source that comes before it."""
+    return re.sub(r"^\[[^\]]*\] ", "", str(error).strip().splitlines()[0]).split(". ")[0]

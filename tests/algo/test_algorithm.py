@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megarl.algo.algorithm import Grpo, Sft, build_algorithm
-from megarl.config.recipe import GrpoConfig, SftConfig
+from megarl.config.algorithm import GrpoConfig, SftConfig
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 

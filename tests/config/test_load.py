@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import load_recipe
-from megarl.config.recipe import GrpoConfig
+from megarl.config.algorithm import GrpoConfig
 from megarl.errors import ConfigError
 
 RECIPE = """

@@ -59,11 +59,13 @@ def serve(folder: Path, family: str, *, tensor: int, tied: bool) -> ServedModel:
     return ServedModel(process=process, folder=folder / "model", other_folder=folder / "other", shape=shape)
 
 
-def engine_spec(model_folder: Path, run_folder: Path, *, tensor: int = 1, port: int | None = None) -> EngineSpec:
+def engine_spec(
+    model_folder: Path, run_folder: Path, *, tensor: int = 1, port: int | None = None, start_timeout_s: float = 300
+) -> EngineSpec:
     return EngineSpec(
         index=0,
         model_folder=model_folder,
-        config=RolloutRoleConfig(pool="rollout", tensor=tensor),
+        config=RolloutRoleConfig(pool="rollout", tensor=tensor, start_timeout_s=start_timeout_s),
         device="cpu",
         seed=1,
         run_folder=run_folder,

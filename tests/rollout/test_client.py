@@ -58,7 +58,7 @@ def test_a_broken_connection_names_engine_and_operation() -> None:
     def broken(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
-    with pytest.raises(EngineError, match="engine 0 .*: flush cache: ConnectError: refused"):
+    with pytest.raises(EngineError, match=r"engine 0 .*: flush cache: ConnectError: refused"):
         asyncio.run(scripted_client(broken).flush_cache())
 
 

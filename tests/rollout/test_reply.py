@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,55 +37,65 @@ def test_an_older_engine_names_one_version_for_all_tokens() -> None:
     assert read_response(reply, EXPECTED).versions.tolist() == [4, 4, 4]
 
 
-def test_an_end_token_that_only_the_model_config_names_is_a_stop() -> None:
+def with_tokens(*token_ids: int) -> dict[str, Any]:
     reply = copy.deepcopy(GOOD)
-    _set_tokens(reply, [5, 6, 9])
+    reply["output_ids"] = list(token_ids)
+    reply["meta_info"]["output_token_logprobs"] = [[-1.0, token_id, None] for token_id in token_ids]
+    reply["meta_info"]["weight_versions"] = [{"version": "4", "start": 0, "end": len(token_ids)}]
+    return reply
+
+
+def with_meta(**fields: object) -> dict[str, Any]:
+    reply = copy.deepcopy(GOOD)
+    reply["meta_info"].update(fields)
+    return reply
+
+
+def with_logprobs(*entries: list[object]) -> dict[str, Any]:
+    return with_meta(output_token_logprobs=list(entries))
+
+
+def test_an_end_token_that_only_the_model_config_names_is_a_stop() -> None:
+    reply = with_tokens(5, 6, 9)
     reply["meta_info"]["finish_reason"] = {"type": "stop", "matched": 9}
     assert read_response(reply, EXPECTED).finish_reason is FinishReason.STOP
 
 
-def _set_tokens(reply: dict[str, Any], token_ids: list[int]) -> None:
-    reply["output_ids"] = token_ids
-    reply["meta_info"]["output_token_logprobs"] = [[-1.0, token_id, None] for token_id in token_ids]
-    reply["meta_info"]["weight_versions"] = [{"version": "4", "start": 0, "end": len(token_ids)}]
-
-
-def _cut_short(reply: dict[str, Any]) -> None:
-    _set_tokens(reply, [5, 6])
-    reply["meta_info"]["finish_reason"] = {"type": "length", "length": 2}
-
-
-BAD: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
-    "aborted": ("aborted: by hand", lambda r: r["meta_info"].update(finish_reason={"type": "abort", "message": "by hand"})),
-    "no finish reason": ("finish_reason is missing", lambda r: r["meta_info"].update(finish_reason=None)),
-    "unknown finish reason": ("finish reason is 'tired'", lambda r: r["meta_info"].update(finish_reason={"type": "tired"})),
-    "no meta": ("meta_info is missing", lambda r: r.pop("meta_info")),
-    "no tokens": ("0 tokens", lambda r: _set_tokens(r, [])),
-    "too many tokens": ("4 tokens, asked for 1 to 3", lambda r: _set_tokens(r, [5, 5, 5, 5])),
-    "id too large": ("token id 50 is not in the vocabulary", lambda r: _set_tokens(r, [5, 50, 2])),
-    "id negative": ("token id -1 is not", lambda r: _set_tokens(r, [5, -1, 2])),
-    "id not a number": ("not an integer", lambda r: r.update(output_ids=[5, "6", 2])),
-    "fewer log-probabilities": ("2 log-probabilities for 3 tokens", lambda r: r["meta_info"]["output_token_logprobs"].pop()),
-    "other log-probabilities": ("is not of token 6", lambda r: r["meta_info"]["output_token_logprobs"][1].__setitem__(1, 7)),
-    "log-probability nan": ("nan of token 6", lambda r: r["meta_info"]["output_token_logprobs"][1].__setitem__(0, float("nan"))),
-    "log-probability null": ("None of token 6", lambda r: r["meta_info"]["output_token_logprobs"][1].__setitem__(0, None)),
-    "log-probability positive": ("0.5 of token 6", lambda r: r["meta_info"]["output_token_logprobs"][1].__setitem__(0, 0.5)),
-    "no log-probabilities": ("output_token_logprobs is missing", lambda r: r["meta_info"].pop("output_token_logprobs")),
-    "stopped at no end token": ("no end token", lambda r: _set_tokens(r, [5, 6, 7])),
-    "goes on after the end": ("after an end token", lambda r: _set_tokens(r, [5, 2, 2])),
-    "cut too early": ("cut at 2 tokens, asked for 3", _cut_short),
-    "version not a number": ("weight version is 'default'", lambda r: r["meta_info"].update(weight_version="default")),
-    "versions with a gap": ("after 0 of 3", lambda r: r["meta_info"]["weight_versions"][0].update(start=1)),
-    "versions too short": ("of 2 tokens, there are 3", lambda r: r["meta_info"]["weight_versions"][0].update(end=2)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_reply_is_refused_with_its_reason(name: str) -> None:
-    message, spoil = BAD[name]
-    reply = copy.deepcopy(GOOD)
-    spoil(reply)
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (with_meta(finish_reason={"type": "abort", "message": "by hand"}), "aborted: by hand"),
+        (with_meta(finish_reason={"type": "tired"}), "finish reason is 'tired'"),
+        (with_meta(finish_reason=None), "finish_reason is missing"),
+        ({"output_ids": [5]}, "meta_info is missing"),
+        (with_tokens(), "0 tokens, asked for 1 to 3"),
+        (with_tokens(5, 5, 5, 5), "4 tokens, asked for 1 to 3"),
+        (with_tokens(5, 50, 2), "token id 50 is not in the vocabulary of 50"),
+        (with_tokens(5, -1, 2), "token id -1 is not in the vocabulary"),
+        (GOOD | {"output_ids": [5, "6", 2]}, "a token id is '6', not an integer"),
+        (with_logprobs([-0.5, 5], [-0.5, 6]), "2 log-probabilities for 3 tokens"),
+        (with_logprobs([-0.5, 5], [-0.5, 7], [-0.5, 2]), "is not of token 6"),
+        (with_logprobs([-0.5, 5], [float("nan"), 6], [-0.5, 2]), "log-probability nan of token 6"),
+        (with_logprobs([-0.5, 5], [float("-inf"), 6], [-0.5, 2]), "log-probability -inf of token 6"),
+        (with_logprobs([-0.5, 5], [None, 6], [-0.5, 2]), "log-probability None of token 6"),
+        (with_logprobs([-0.5, 5], [0.5, 6], [-0.5, 2]), "log-probability 0.5 of token 6"),
+        (with_meta(output_token_logprobs=None), "output_token_logprobs is missing"),
+        (with_tokens(5, 6, 7), "stopped at token 7, which is no end token"),
+        (with_tokens(5, 2, 2), "tokens after an end token"),
+        (with_meta(weight_version="default"), "weight version is 'default'"),
+        (with_meta(weight_versions=[{"version": "4", "start": 1, "end": 3}]), "tokens 1 to 3, after 0 of 3"),
+        (with_meta(weight_versions=[{"version": "4", "start": 0, "end": 2}]), "of 2 tokens, there are 3"),
+    ],
+)
+def test_a_bad_reply_is_refused_with_its_reason(reply: dict[str, Any], message: str) -> None:
     with pytest.raises(BadReplyError, match=message):
+        read_response(reply, EXPECTED)
+
+
+def test_a_response_cut_before_its_limit_is_refused() -> None:
+    reply = with_tokens(5, 6)
+    reply["meta_info"]["finish_reason"] = {"type": "length", "length": 2}
+    with pytest.raises(BadReplyError, match="cut at 2 tokens, asked for 3"):
         read_response(reply, EXPECTED)
 
 

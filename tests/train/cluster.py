@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -41,9 +42,7 @@ class Cluster:
         self._processes: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
 
-    def run(
-        self, world: int, job: Callable[..., Result], *arguments: object, timeout_s: float = 120.0
-    ) -> list[Result]:
+    def run(self, world: int, job: Callable[..., Result], *arguments: object, timeout_s: float = 120.0) -> list[Result]:
         """Results in rank order; the first rank's error is raised here."""
         if not self._processes:
             self._start()
@@ -56,7 +55,11 @@ class Cluster:
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 self.stop()
                 raise TimeoutError(f"rank {rank} did not finish {job.__name__} within {timeout_s:g} s")
-            answer = pipe.recv()
+            try:
+                answer = pipe.recv()
+            except EOFError:
+                self.stop()
+                raise AssertionError(f"rank {rank} died during {job.__name__}") from None
             if isinstance(answer, Failure):
                 # The other ranks may be waiting for this one.
                 self.stop()
@@ -88,6 +91,7 @@ class Cluster:
 
 
 def _serve(pipe: Connection) -> None:
+    warnings.simplefilter("ignore")  # Megatron misses Apex and Transformer Engine, at length
     import megarl.train.rank  # noqa: F401 - the slow part of a start
 
     pipe.send("ready")

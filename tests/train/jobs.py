@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.model import ModelShape
-from megarl.config.recipe import ActorConfig, AlgorithmConfig, OptimizerConfig
+from megarl.config.recipe import ActorConfig, OptimizerConfig
+from megarl.errors import EnvironmentProblem
+from megarl.train import cpu
+from megarl.train.logprob import token_scores, vocab_shard
 from megarl.train.rank import RankSpec, TrainerRank
+from megarl.train.topology import Topology, initialize, shut_down
 from megarl.types import FloatArray, TrainBatch, UpdateResult
 
 
@@ -21,6 +28,24 @@ class Setup:
     shape: ModelShape
     optimizer: OptimizerConfig
     algorithm: AlgorithmConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreInputs:
+    hidden: FloatArray  # [N, hidden]
+    weight: FloatArray  # [rows, hidden]; rows beyond `vocab` are padding
+    targets: npt.NDArray[np.int64]  # [N]
+    importance: FloatArray  # [2, N]: how much each log-probability and entropy counts in the loss
+    vocab: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOutcome:
+    logprobs: FloatArray
+    entropy: FloatArray
+    grad_hidden: FloatArray
+    grad_weight: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +78,7 @@ def build(rank: int, world: int, port: int, setup: Setup) -> TrainerRank:
     return trainer
 
 
-def train(
-    rank: int, world: int, port: int, setup: Setup, scored: Sequence[TrainBatch], trained: TrainBatch
-) -> Outcome:
+def train(rank: int, world: int, port: int, setup: Setup, scored: Sequence[TrainBatch], trained: TrainBatch) -> Outcome:
     """Score some batches, then update with one."""
     trainer = build(rank, world, port, setup)
     logprobs = [trainer.logprobs(batch) for batch in scored]
@@ -83,3 +106,80 @@ def fail_to_update(rank: int, world: int, port: int, setup: Setup, batch: TrainB
     is_unchanged = all(np.array_equal(tensor.numpy(), before[name]) for name, tensor in trainer.tensors().items())
     trainer.close()
     return message, is_unchanged
+
+
+def score_vocab_shards(rank: int, world: int, port: int, inputs: ScoreInputs) -> ScoreOutcome:
+    """Scores of a vocabulary that is split over the ranks, and the gradients of their weighted sum."""
+    topology = join(rank, world, port, ActorConfig(pool="train", tensor=world))
+    rows = len(inputs.weight) // world
+    hidden = torch.tensor(inputs.hidden, requires_grad=True)
+    weight = torch.tensor(inputs.weight[rank * rows : (rank + 1) * rows], requires_grad=True)
+    shard = vocab_shard(vocab=inputs.vocab, rows=rows, rank=rank, size=world, group=topology.tensor_group)
+    scores = token_scores(
+        hidden,
+        weight,
+        torch.tensor(inputs.targets),
+        shard=shard,
+        temperature=inputs.temperature,
+        max_chunk_bytes=4 * 4 * inputs.vocab,
+    )
+    (torch.stack(scores) * torch.tensor(inputs.importance)).sum().backward()  # type: ignore[no-untyped-call]
+    shut_down()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return ScoreOutcome(
+        logprobs=scores.logprobs.detach().numpy(),
+        entropy=scores.entropy.detach().numpy(),
+        grad_hidden=hidden.grad.numpy(),
+        grad_weight=weight.grad.numpy(),
+    )
+
+
+def join(rank: int, world: int, port: int, actor: ActorConfig, timeout_s: float = 60) -> Topology:
+    cpu.install()
+    return initialize(
+        actor,
+        rank=rank,
+        world=world,
+        master_address="127.0.0.1",
+        master_port=port,
+        device="cpu",
+        seed=1,
+        timeout_s=timeout_s,
+    )
+
+
+def coordinates(rank: int, world: int, port: int, actor: ActorConfig) -> tuple[int, int, int, list[bool], list[bool]]:
+    topology = join(rank, world, port, actor)
+    chunks = range(topology.virtual_pipeline)
+    shut_down()
+    return (
+        topology.tensor_rank,
+        topology.data_rank,
+        topology.pipeline_rank,
+        [topology.is_first_chunk(chunk) for chunk in chunks],
+        [topology.is_last_chunk(chunk) for chunk in chunks],
+    )
+
+
+def wait_alone(rank: int, world: int, port: int, timeout_s: float) -> str:
+    """The error of a rank whose peer never comes."""
+    try:
+        join(rank, 2, port, ActorConfig(pool="train", tensor=2), timeout_s)
+    except EnvironmentProblem as error:
+        return str(error)
+    return "no error"
+
+
+def ask_for_cuda(rank: int, world: int, port: int) -> tuple[str, str, str, bool]:
+    """Where tensors land that Megatron wants on a GPU, inside and outside the mode."""
+    cpu.install()
+    cpu.install()
+    with cpu.literal_devices():
+        inside = torch.zeros(1, device="cuda")
+    try:
+        torch.zeros(1, device="cuda")
+        is_refused_outside = False
+    except (RuntimeError, AssertionError):
+        is_refused_outside = True
+    return inside.device.type, torch.ones(1).cuda().device.type, torch.ones(1).type(), is_refused_outside

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
 from megarl.config.model import ModelShape
-from megarl.config.recipe import AlgorithmConfig, GrpoConfig, OptimizerConfig, SftConfig
+from megarl.config.recipe import OptimizerConfig
 from megarl.types import TrainSample
 
 
@@ -33,8 +34,12 @@ class Token:
 
 
 class Reference:
-    def __init__(self, model: Model, optimizer: OptimizerConfig, algorithm: AlgorithmConfig, temperature: float) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32, attn_implementation="eager")
+    def __init__(
+        self, model: Model, optimizer: OptimizerConfig, algorithm: AlgorithmConfig, temperature: float
+    ) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(
+            model.folder, dtype=torch.float32, attn_implementation="eager"
+        )
         self._config = optimizer
         self._algorithm = algorithm
         self._temperature = temperature
@@ -64,19 +69,18 @@ class Reference:
 
     def update(self, samples: Sequence[TrainSample], old: Sequence[Tensor]) -> tuple[float, float, float]:
         """One optimizer update; returns loss, entropy and gradient norm."""
-        tokens = []
+        tokens: list[Token] = []
         for sample, old_logprobs in zip(samples, old, strict=True):
             logprobs, entropy = self.distributions(sample)
-            for t in range(len(logprobs)):
-                if sample.rollout.loss_mask[t]:
-                    tokens.append(
-                        Token(
-                            logprob=logprobs[t],
-                            entropy=entropy[t],
-                            old_logprob=float(old_logprobs[t]),
-                            advantage=float(sample.advantages[t]),
-                        )
-                    )
+            tokens += [
+                Token(
+                    logprob=logprobs[t],
+                    entropy=entropy[t],
+                    old_logprob=float(old_logprobs[t]),
+                    advantage=float(sample.advantages[t]),
+                )
+                for t in np.flatnonzero(sample.rollout.loss_mask)
+            ]
         loss = torch.stack([self._loss(token) for token in tokens]).mean()
         self._adam.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -96,10 +100,6 @@ class Reference:
                 if token.advantage < 0:
                     loss = loss.clamp(max=-token.advantage * config.clip_dual)
                 return loss - config.entropy_coef * token.entropy
-
-    @cached_property
-    def _names(self) -> set[str]:
-        return {name for name, _ in self._model.named_parameters()}
 
     def weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from megarl.errors import WeightSyncError
 from megarl.weights.check import check_delivery
-from megarl.weights.group import StoreServer
-from tests.processes import Outcome, run_processes
+from megarl.weights.group import StoreAddress, StoreServer, TransferGroup
+from tests.processes import run_processes
 from tests.weights.transfer_peers import (
     CORRUPTED_VERSION,
     TIMEOUT_S,
@@ -20,6 +22,7 @@ from tests.weights.transfer_peers import (
     tensors_of,
 )
 
+Call = tuple[Callable[..., object], tuple[object, ...]]
 Logs = tuple[list[SenderLog], list[EngineLog]]
 
 
@@ -27,9 +30,9 @@ Logs = tuple[list[SenderLog], list[EngineLog]]
 def logs() -> Logs:
     """Two trainer ranks publish three versions to an engine of two ranks; the third has a flipped bit."""
     server = StoreServer()
-    calls = [(run_trainer, (server.address, 0)), (run_trainer, (server.address, 1))]
-    calls += [(run_engine, (server.address, 0)), (run_engine, (server.address, 1))]  # type: ignore[list-item]
-    results: list[Outcome[object]] = run_processes(calls)
+    calls: list[Call] = [(run_trainer, (server.address, rank)) for rank in range(2)]
+    calls += [(run_engine, (server.address, rank)) for rank in range(2)]
+    results = run_processes(calls)
     values = [result.get() for result in results]
     return (
         [value for value in values if isinstance(value, dict)],
@@ -75,11 +78,44 @@ def test_an_aborted_version_leaves_the_last_committed_one(logs: Logs) -> None:
 
 def test_a_dead_peer_is_an_error_long_before_the_deadline() -> None:
     server = StoreServer()
-    calls = [(run_and_die, (server.address, 0))]
+    calls: list[Call] = [(run_and_die, (server.address, 0))]
     calls += [(run_beside_the_dead, (server.address, peer)) for peer in (1, 2, 3)]
-    dead, _, *engines = run_processes(calls)
+    dead, *others = run_processes(calls)
     assert dead.value is None
-    for outcome in engines:
-        assert isinstance(outcome.error, WeightSyncError)
-        assert "from peer 0" in str(outcome.error) or "from peer 1" in str(outcome.error)
-        assert outcome.seconds < TIMEOUT_S / 2
+    for outcome in others:
+        seconds = outcome.get()
+        assert isinstance(seconds, float)
+        assert seconds < TIMEOUT_S / 4
+
+
+def test_a_peer_that_never_joins_is_named() -> None:
+    server = StoreServer()
+    with pytest.raises(WeightSyncError, match=r"peer 0 of 2 joining alone: after 0.2 s still no peer 1"):
+        TransferGroup.join(server.address, name="alone", peer=0, num_peers=2, timeout_s=0.2)
+
+
+def test_a_store_that_is_gone_is_an_error() -> None:
+    with pytest.raises(WeightSyncError, match="peer 0 of 1 joining nowhere failed"):
+        TransferGroup.join(StoreAddress(host="127.0.0.1", port=9), name="nowhere", peer=0, num_peers=1, timeout_s=0.5)
+
+
+def test_reports_are_collected_and_missing_ones_named() -> None:
+    server = StoreServer()
+    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=10)
+    group.report("digests of engine 0", b"\x00\xff")
+    assert group.collect(["digests of engine 0"], 1) == {"digests of engine 0": b"\x00\xff"}
+    with pytest.raises(WeightSyncError, match="still no digests of engine 1"):
+        group.collect(["digests of engine 0", "digests of engine 1"], 0.1)
+    group.forget(["digests of engine 0"])
+    with pytest.raises(WeightSyncError, match="still no digests of engine 0"):
+        group.collect(["digests of engine 0"], 0.1)
+
+
+def test_a_wait_ends_when_another_peer_gives_up() -> None:
+    server = StoreServer()
+    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=10)
+    group.abandon("the disk is full")
+    with pytest.raises(WeightSyncError, match="peer 0 gave up: the disk is full"):
+        group.collect(["never"], 10)
+    with pytest.raises(WeightSyncError, match="join a new group: the disk is full"):
+        group.send(torch.zeros(1, dtype=torch.uint8), peer=0, tag=0)

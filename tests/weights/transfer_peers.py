@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megarl.config.model import Family
+from megarl.errors import WeightSyncError
 from megarl.weights.group import Pending, StoreAddress, TransferGroup
 from megarl.weights.megatron import MegatronParallel, megatron_layout
 from megarl.weights.plan import Plan, plan
@@ -29,10 +30,10 @@ TIMEOUT_S = 60.0
 Tensors = dict[str, torch.Tensor]
 
 
-def make_plan() -> Plan:
+def make_plan(*, tensor: int = 2, num_engines: int = 1) -> Plan:
     shape = make_shape(Family.QWEN2, layers=2)
     trainer = megatron_layout(shape, MegatronParallel(tensor=2), dtype="float32")
-    return plan(trainer, sglang_layout(shape, tensor=2, dtype="bfloat16"))
+    return plan(trainer, sglang_layout(shape, tensor=tensor, num_engines=num_engines, dtype="bfloat16"))
 
 
 def values_of(version: int) -> Tensors:
@@ -124,20 +125,27 @@ def copy_of(tensors: Tensors) -> Tensors:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def run_and_die(address: StoreAddress, rank: int) -> str:
+def run_and_die(address: StoreAddress, rank: int) -> None:
     """A trainer rank that is gone when its bytes are due."""
-    TransferGroup.join(address, name="doomed", peer=rank, num_peers=NUM_PEERS, timeout_s=TIMEOUT_S)
+    group = TransferGroup.join(address, name="doomed", peer=rank, num_peers=NUM_PEERS, timeout_s=TIMEOUT_S)
+    group.barrier()
     os._exit(1)
 
 
-def run_beside_the_dead(address: StoreAddress, peer: int) -> str:
-    """A trainer or engine rank that expects the dead one to take part. Returns the errors it sees."""
+def run_beside_the_dead(address: StoreAddress, peer: int) -> float:
+    """A rank that expects the dead one to take part. Returns after how many seconds it knew better."""
     group = TransferGroup.join(address, name="doomed", peer=peer, num_peers=NUM_PEERS, timeout_s=TIMEOUT_S)
-    moves = make_plan()
-    time.sleep(0.5)
-    if peer < NUM_TRAINERS:
-        return f"peer {peer} sent {len(Sender(moves, peer, tensors_of(moves.source.by_rank[peer], 1), group).send(1))}"
-    rank = peer - NUM_TRAINERS
-    receiver = Receiver(moves, rank, tensors_of(moves.target.by_rank[rank], None), group)
-    receiver.stage(1)
-    return "staged"
+    moves = make_plan(tensor=1, num_engines=2)
+    group.barrier()
+    start = time.monotonic()
+    try:
+        if peer < NUM_TRAINERS:
+            Sender(moves, peer, tensors_of(moves.source.by_rank[peer], 1), group).send(1)
+            # Its own bytes may have been taken before the others knew; then their giving up ends its next wait.
+            group.barrier()
+        else:
+            rank = peer - NUM_TRAINERS
+            Receiver(moves, rank, tensors_of(moves.target.by_rank[rank], None), group).stage(1)
+    except WeightSyncError:
+        return time.monotonic() - start
+    raise AssertionError("the transfer succeeded without one of its peers")

@@ -1,0 +1,30 @@
+"""The log of the driver process, `<run>/megarl.log`, for who looks into a run. Numbers and events live elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOG_FILE = "megarl.log"
+
+
+@contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """While inside, everything megarl logs from INFO up is appended to `path`, with UTC times."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    logger = logging.getLogger("megarl")
+    level_before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level_before)
+        logger.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from megarl.cli.display import LiveDisplay, PlainDisplay, format_seconds, make_console, make_display
+from megarl.observe.events import Event, PhaseStarted, RunFinished, RunStatus, Sink, Warned
+from tests.observe.samples import evaluated, one_of_each, records, run_started, step_finished
+
+GENERATE = PhaseStarted(phase="generate")
+
+
+def console_to(file: StringIO, *, is_terminal: bool) -> Console:
+    return Console(file=file, force_terminal=is_terminal, width=100, highlight=False, markup=False, soft_wrap=True)
+
+
+def show(display: Sink, events: Sequence[Event]) -> None:
+    for record in records(events):
+        display.record(record)
+    display.close()
+
+
+def test_without_a_terminal_a_run_is_one_line_per_step() -> None:
+    out = StringIO()
+    events: list[Event] = [
+        run_started(steps=2),
+        evaluated(0, 0.25),
+        GENERATE,
+        step_finished(1, reward=0.5),
+        Warned(text="3 prompts [too long] were dropped"),
+        GENERATE,
+        step_finished(2, reward=0.75),
+        evaluated(2, 0.875),
+        RunFinished(status=RunStatus.DONE),
+    ]
+    show(make_display(console_to(out, is_terminal=False)), events)
+    assert out.getvalue().splitlines() == [
+        "run sample: grpo, 2 steps, in runs/sample  metrics http://127.0.0.1:1234/metrics",
+        "evaluated after step 0: accuracy 0.250 of 64 prompts",
+        "step 1/2  reward 0.500  loss 0.5000  accuracy 0.250  1,200 tokens/s  2.0 s  ETA 10s",
+        "warning: 3 prompts [too long] were dropped",
+        "step 2/2  reward 0.750  loss 0.5000  accuracy 0.250  1,200 tokens/s  2.0 s  ETA 0s",
+        "evaluated after step 2: accuracy 0.875 of 64 prompts",
+        "run done",
+    ]
+
+
+def test_plain_lines_have_no_escape_codes() -> None:
+    out = StringIO()
+    show(PlainDisplay(console_to(out, is_terminal=False)), one_of_each())
+    assert "\x1b" not in out.getvalue()
+
+
+def test_on_a_terminal_the_view_moves_and_warnings_stay() -> None:
+    out = StringIO()
+    display = make_display(console_to(out, is_terminal=True))
+    assert isinstance(display, LiveDisplay)
+    show(display, [run_started(steps=2), GENERATE, step_finished(1), Warned(text="careful"), GENERATE])
+    shown = out.getvalue()
+    assert "step 1/2" in shown
+    assert "reward 0.500" in shown
+    assert "generate" in shown
+    assert "warning: careful" in shown
+    hide, show_again = "\x1b[?25l", "\x1b[?25h"
+    assert shown.rfind(show_again) > shown.rfind(hide), "the cursor stays hidden"
+
+
+def test_a_live_view_that_never_started_can_be_closed() -> None:
+    LiveDisplay(console_to(StringIO(), is_terminal=True)).close()
+
+
+@pytest.mark.parametrize(("value", "no_color"), [("1", True), ("", False)])
+def test_no_color_is_honoured(value: str, no_color: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", value)
+    assert make_console().no_color is no_color
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (200, "3m20s"), (3600, "1h00m"), (7530, "2h05m")]
+)
+def test_durations_have_two_units_at_most(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text

@@ -1,0 +1,185 @@
+"""Every way out of a command: its exit code and its exact words."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl import __version__
+from megarl.cli import main as cli
+from megarl.config import Recipe
+from megarl.errors import ConfigError, EngineError, MegarlError, NumericsError, PreemptedError, Problem
+
+RECIPE = """\
+run: {name: sample, steps: 2, device: cpu, folder: FOLDER/runs}
+model: {path: FOLDER/arithmetic/model}
+data: {train: [FOLDER/arithmetic/train.parquet], max_prompt_tokens: 16}
+pools: {train: {gpus_per_node: 2}, rollout: {gpus_per_node: 1}}
+roles:
+  actor: {pool: train, tensor: 2}
+  rollout: {pool: rollout}
+algorithm: {kind: grpo}
+sampling: {max_response_tokens: 5}
+train: {prompts_per_step: 8, tokens_per_micro_batch: 256}
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good recipe on the data and the model that `megarl data make` writes."""
+    folder = tmp_path_factory.mktemp("cli")
+    assert cli.run(["data", "make", "arithmetic", "--out", str(folder / "arithmetic")]) == 0
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.replace("FOLDER", str(folder)))
+    return path
+
+
+def megarl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The installed console script, as a user runs it."""
+    script = Path(sys.executable).with_name("megarl")
+    return subprocess.run([script, *arguments], capture_output=True, text=True, timeout=180, check=False)
+
+
+def test_version_is_one_line() -> None:
+    done = megarl("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"megarl {__version__}\n", "")
+
+
+def test_validate_of_a_good_recipe_needs_no_engine(recipe: Path) -> None:
+    code = (
+        "import sys; from megarl.cli.main import run; code = run(sys.argv[1:]);"
+        "loaded = {'torch', 'ray', 'matplotlib', 'megatron', 'sglang', 'transformers'} & set(sys.modules);"
+        "sys.exit(f'loaded {loaded}' if loaded else code)"
+    )
+    command = [sys.executable, "-c", code, "validate", str(recipe), "--set", "run.steps=5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    ok = f"{recipe}: ok: grpo, 5 steps, runs in {recipe.parent}/runs/sample\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, ok, "")
+
+
+def test_all_problems_of_a_recipe_are_reported_at_once(recipe: Path) -> None:
+    bad = ["--set", "algorithm.clip_hig=0.3", "--set", "run.steps=many"]
+    done = megarl("validate", str(recipe), *bad)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        f"{recipe}: 2 problem(s)",
+        "  run.steps: 'many': input should be a valid integer, unable to parse string as an integer",
+        "  algorithm.clip_hig: unknown key; did you mean clip_high?",
+    ]
+
+
+def test_a_port_in_use_ends_train_before_anything_starts(recipe: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = megarl("train", str(recipe), "--set", f"observe.metrics_port={port}")
+    assert done.returncode == 5
+    assert done.stdout == ""
+    assert done.stderr == (
+        f"megarl: observe.metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use; "
+        "choose another port, 0 for any free one, or null for none\n"
+    )
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_an_empty_data_set_is_a_data_error(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty.parquet"
+    pq.write_table(pq.read_table(recipe.parent / "arithmetic" / "train.parquet").slice(0, 0), empty)
+    assert cli.run(["validate", str(recipe), "--set", f"data.train=[{empty}]"]) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megarl: ")
+    assert str(empty) in line
+
+
+def test_a_reward_file_without_the_function_is_a_recipe_error(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score():\n    return 0.0\n")
+    assert cli.run(["validate", str(recipe), "--set", f"reward={{kind: function, path: {reward}}}"]) == 2
+    _, *problems = capsys.readouterr().err.splitlines()
+    assert len(problems) == 1
+    assert "compute_score" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["train"], "Error: Missing argument 'RECIPE'."),
+        (["trian", "x.yaml"], "Error: No such command 'trian'."),
+        (["train", "x.yaml", "--steps", "3"], "Error: No such option: --steps"),
+        (["data", "make", "arithmetic", "--out", "x", "--seed", "-1"], "Error: Invalid value for '--seed'"),
+    ],
+)
+def test_a_wrong_command_line_is_explained(
+    arguments: Sequence[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(arguments) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def failing(error: BaseException) -> object:
+    def load_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
+        raise error
+
+    return load_recipe
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "words"),
+    [
+        (ConfigError("a.yaml", (Problem(key="run", message="missing"),)), 2, "a.yaml: 1 problem(s)\n  run: missing\n"),
+        (PreemptedError("stopped by SIGTERM"), 75, "megarl: stopped by SIGTERM\n"),
+        (EngineError("engine 0 died"), 76, "megarl: engine 0 died\n"),
+        (NumericsError("loss is nan"), 77, "megarl: loss is nan\n"),
+        (KeyboardInterrupt(), 130, "megarl: interrupted\n"),
+    ],
+)
+def test_every_error_has_its_exit_code_and_one_sentence(
+    error: MegarlError,
+    exit_code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "load_recipe", failing(error))
+    assert cli.run(["validate", "a.yaml"]) == exit_code
+    assert capsys.readouterr().err == words
+
+
+def test_a_bug_keeps_its_traceback_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(cli, "load_recipe", failing(ZeroDivisionError("of ours")))
+    assert cli.run(["validate", "a.yaml"]) == 70
+    (line,) = capsys.readouterr().err.splitlines()
+    found = re.fullmatch(r"megarl: bug: ZeroDivisionError; the traceback is in (\S+)", line)
+    assert found is not None, line
+    kept = Path(found[1]).read_text()
+    assert kept.startswith("Traceback")
+    assert "ZeroDivisionError: of ours" in kept
+
+
+def test_data_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "data"
+    assert cli.run(["data", "make", "arithmetic", "--out", str(out)]) == 5
+    assert capsys.readouterr().err == f"megarl: --out {out}: cannot be written: Not a directory\n"
+
+
+def test_the_data_of_a_seed_is_always_the_same(recipe: Path, tmp_path: Path) -> None:
+    def problems(seed: int) -> pa.Table:
+        assert cli.run(["data", "make", "arithmetic", "--out", str(tmp_path / str(seed)), "--seed", str(seed)]) == 0
+        return pq.read_table(tmp_path / str(seed) / "train.parquet")
+
+    assert problems(1).equals(pq.read_table(recipe.parent / "arithmetic" / "train.parquet"))
+    assert not problems(2).equals(problems(1))

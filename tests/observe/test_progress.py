@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from megarl.observe.events import Event, PhaseStarted
+from megarl.observe.progress import Progress, advance
+from tests.observe.samples import BEGAN, evaluated, records, run_started, step_finished
+
+
+def fold(*events: Event) -> Progress:
+    progress = Progress()
+    for record in records(events, seconds_apart=10):
+        progress = advance(progress, record)
+    return progress
+
+
+def test_progress_knows_the_step_the_phase_and_the_last_numbers() -> None:
+    progress = fold(run_started(steps=4), evaluated(0, 0.25), step_finished(1), PhaseStarted(phase="update"))
+    assert (progress.step, progress.steps, progress.phase) == (1, 4, "update")
+    assert progress.phase_began is not None
+    assert (progress.phase_began - BEGAN).total_seconds() == 30
+    assert progress.evaluation is not None
+    assert progress.evaluation.accuracy == 0.25
+
+
+def test_the_time_left_follows_the_pace_of_the_steps_not_of_the_start() -> None:
+    slow_start = [PhaseStarted(phase="start")] * 9
+    generate = PhaseStarted(phase="generate")
+    # An event every 10 s: the first two of four steps end 30 s after the first began.
+    progress = fold(run_started(steps=4), *slow_start, generate, step_finished(1), generate, step_finished(2))
+    assert progress.eta_s == 30.0
+
+
+def test_a_new_run_starts_from_nothing() -> None:
+    assert fold(run_started(), step_finished(1), run_started(steps=9)) == Progress(steps=9)

@@ -1,0 +1,199 @@
+"""Publishing to real engines. The trainer ranks are threads of the test; see `trainers`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import WeightSyncError
+from megarl.rollout.client import EngineClient
+from megarl.rollout.control import EngineControl
+from megarl.rollout.fleet import EngineState, Fleet
+from megarl.types import PolicyVersion
+from tests.rollout.engines import REQUEST_TIMEOUT_S, ServedModel, control_of, generator_of, prompt_of, serve
+from tests.rollout.trainers import GROUP_TIMEOUT_S, FlippingGroup, Trainers, route_to
+
+PROMPT = prompt_of(5, 17, 33, 90, 8)
+
+
+async def greedy(fleet: Fleet) -> tuple[list[int], list[int]]:
+    """Tokens and versions of the likeliest answer."""
+    group = await generator_of(fleet, temperature=0.0, max_attempts=1).generate(PROMPT)
+    (rollout,) = group.rollouts
+    return rollout.token_ids.tolist(), rollout.versions.tolist()
+
+
+async def fingerprints_from_disk(control: EngineControl, fleet: Fleet, folder: Path) -> list[Mapping[str, str]]:
+    """What SGLang's own loading of a folder leaves in the parameters."""
+    client: EngineClient = fleet.engines[0].client
+    await client.load_weights_from_disk(folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
+    return await control.fingerprints()
+
+
+def test_an_engine_has_the_parameters_its_layout_says(served: ServedModel) -> None:
+    async def scenario() -> None:
+        async with served.fleet() as fleet:
+            control = control_of(fleet)
+            await control.check_layout(route_to(served))
+            assert len(await control.inspect()) == served.process.endpoint.tensor
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_of_another_shape_is_refused_with_the_tensor_named(qwen2_tp1: ServedModel) -> None:
+    async def scenario() -> None:
+        route = route_to(qwen2_tp1)
+        async with qwen2_tp1.fleet() as fleet:
+            await control_of(fleet).check_layout(replace(route, shape=replace(route.shape, ffn_hidden=96)))
+
+    with pytest.raises(WeightSyncError, match=r"TP rank 0 does not match .*layers.0.mlp.gate_up_proj.weight has shape"):
+        asyncio.run(scenario())
+
+
+def test_published_parameters_are_byte_equal_to_those_sglang_loads_itself(served: ServedModel) -> None:
+    async def scenario() -> None:
+        async with served.fleet() as fleet:
+            control = control_of(fleet)
+            expected = await fingerprints_from_disk(control, fleet, served.other_folder)
+            expected_tokens, _ = await greedy(fleet)
+            before = await fingerprints_from_disk(control, fleet, served.folder)
+            for old, new in zip(before, expected, strict=True):
+                assert old.keys() == new.keys()
+                assert not set(old.values()) & set(new.values())
+
+            trainers = Trainers(route_to(served), control, served.other_folder)
+            await trainers.join()
+            await trainers.publish(PolicyVersion(1))
+            assert await control.fingerprints() == expected
+            assert fleet.committed_version == 1
+            tokens, versions = await greedy(fleet)
+            assert tokens == expected_tokens
+            assert set(versions) == {1}
+
+            await control.leave()
+            trainers.close()
+
+    asyncio.run(scenario())
+
+
+def test_one_group_publishes_version_after_version(qwen2_tp1: ServedModel) -> None:
+    async def scenario() -> None:
+        async with qwen2_tp1.fleet() as fleet:
+            control = control_of(fleet)
+            trainers = Trainers(route_to(qwen2_tp1), control, qwen2_tp1.other_folder)
+            await trainers.join()
+            for version in (1, 2, 3):
+                await trainers.publish(PolicyVersion(version))
+                _, versions = await greedy(fleet)
+                assert set(versions) == {version}
+            await control.leave()
+            trainers.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_sleeping_engine_can_be_published_to(qwen2_tp1: ServedModel) -> None:
+    async def scenario() -> None:
+        async with qwen2_tp1.fleet() as fleet:
+            control = control_of(fleet)
+            trainers = Trainers(route_to(qwen2_tp1), control, qwen2_tp1.other_folder)
+            await trainers.join()
+            await fleet.sleep()
+            await trainers.publish(PolicyVersion(1))
+            await fleet.wake()
+            _, versions = await greedy(fleet)
+            assert set(versions) == {1}
+            await control.leave()
+            trainers.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_corrupted_publish_is_not_committed_and_the_old_version_goes_on_serving(served: ServedModel) -> None:
+    async def scenario() -> None:
+        async with served.fleet() as fleet:
+            control = control_of(fleet)
+            before, answer = await control.fingerprints(), await greedy(fleet)
+            trainers = Trainers(route_to(served), control, served.other_folder, group_type=FlippingGroup)
+            await trainers.join()
+            with pytest.raises(WeightSyncError, match=r"target rank \d: .* has digest .*, the senders' is"):
+                await trainers.publish(PolicyVersion(1))
+            await control.abort()
+
+            assert await control.fingerprints() == before
+            assert await greedy(fleet) == answer
+            assert fleet.committed_version == 0
+            assert fleet.engines[0].is_live
+            with pytest.raises(WeightSyncError, match="asked to commit version 1, but what is staged is None"):
+                await control.commit(PolicyVersion(1))
+            assert fleet.engines[0].state is EngineState.STALE
+            await control.leave()
+            trainers.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_version_staged_but_not_committed_is_not_served(qwen2_tp1: ServedModel) -> None:
+    async def scenario() -> None:
+        async with qwen2_tp1.fleet() as fleet:
+            control = control_of(fleet)
+            answer = await greedy(fleet)
+            trainers = Trainers(route_to(qwen2_tp1), control, qwen2_tp1.other_folder)
+            await trainers.join()
+            await asyncio.gather(control.stage(PolicyVersion(1)), trainers.send(PolicyVersion(1)))
+            assert await greedy(fleet) == answer
+            await control.abort()
+            assert await greedy(fleet) == answer
+            await control.leave()
+            trainers.close()
+
+    asyncio.run(scenario())
+
+
+def test_another_plan_hash_is_refused(qwen2_tp1: ServedModel) -> None:
+    async def scenario() -> None:
+        async with qwen2_tp1.fleet() as fleet:
+            trainers = Trainers(route_to(qwen2_tp1), control_of(fleet), qwen2_tp1.other_folder)
+            await trainers.join(plan_hash="0" * 32)
+
+    with pytest.raises(WeightSyncError, match=r"TP rank 0: join: plan hash is .* here and 0{32} at the driver"):
+        asyncio.run(scenario())
+
+
+@pytest.fixture
+def llama_tp1(tmp_path: Path) -> Iterator[ServedModel]:
+    """An engine of its own: the test ends it."""
+    served = serve(tmp_path, "llama", tensor=1, tied=False)
+    yield served
+    served.process.stop()
+
+
+def test_an_engine_killed_while_staging_is_an_error_long_before_the_deadline(llama_tp1: ServedModel) -> None:
+    async def scenario() -> float:
+        async with llama_tp1.fleet() as fleet:
+            control = control_of(fleet)
+            await control.check_layout(route_to(llama_tp1))
+            trainers = Trainers(route_to(llama_tp1), control, llama_tp1.other_folder)
+            await trainers.join()
+            staging = asyncio.create_task(control.stage(PolicyVersion(1)))
+            await asyncio.sleep(1)
+            assert not staging.done()
+            killed = time.monotonic()
+            os.killpg(llama_tp1.process.pid, signal.SIGKILL)
+            with pytest.raises(WeightSyncError, match=r"engine 0 .*: load weights: "):
+                await staging
+            # The senders notice as well: their peer's connections are closed.
+            with pytest.raises(WeightSyncError):
+                await trainers.send(PolicyVersion(1))
+            trainers.close()
+            return time.monotonic() - killed
+
+    assert asyncio.run(scenario()) < GROUP_TIMEOUT_S / 2
+    assert "SIGKILL" in llama_tp1.process.describe_end()

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.errors import DataError, FleetError
+from megarl.rollout.fleet import EngineState, Fleet
+from megarl.rollout.generator import sampling_seed
+from megarl.types import FinishReason, Prompt, RolloutGroup
+from tests.rollout.engines import EOS, ServedModel, generator_of, prompt_of, scripted_fleet
+
+
+def reply_of(*token_ids: int, version: str = "0", kind: str = "stop") -> httpx.Response:
+    meta = {
+        "finish_reason": {"type": kind},
+        "weight_version": version,
+        "output_token_logprobs": [[-1.0, token_id, None] for token_id in token_ids],
+    }
+    return httpx.Response(200, json={"output_ids": list(token_ids), "meta_info": meta})
+
+
+class ScriptedEngine:
+    """Answers `/generate` with the next reply of its script, the last one over and over."""
+
+    def __init__(self, *replies: httpx.Response | httpx.HTTPError, is_healthy: bool = True) -> None:
+        self.requests: list[dict[str, object]] = []
+        self._replies = replies
+        self._is_healthy = is_healthy
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/health":
+            return httpx.Response(200 if self._is_healthy else 503)
+        reply = self._replies[min(len(self.requests), len(self._replies) - 1)]
+        self.requests.append(json.loads(request.content))
+        if isinstance(reply, httpx.HTTPError):
+            raise reply
+        # A fresh one each time: a response can be read once.
+        return httpx.Response(reply.status_code, content=reply.content)
+
+
+def generate(fleet: Fleet, prompt: Prompt | None = None, *, num_rollouts: int = 1) -> RolloutGroup:
+    generator = generator_of(fleet, num_rollouts=num_rollouts)
+    return asyncio.run(generator.generate(prompt or prompt_of(5, 6)))
+
+
+def test_a_group_has_all_rollouts_with_text_versions_and_reasons() -> None:
+    engine = ScriptedEngine(reply_of(7, 8, EOS))
+    group = generate(scripted_fleet(engine), num_rollouts=3)
+    assert len(group.rollouts) == 3
+    for rollout in group.rollouts:
+        assert rollout.token_ids.tolist() == [7, 8, EOS]
+        assert rollout.text == f"7 8 {EOS}"
+        assert rollout.versions.tolist() == [0, 0, 0]
+        assert rollout.loss_mask.all()
+        assert rollout.finish_reason is FinishReason.STOP
+
+
+def test_every_rollout_is_a_request_of_its_own_with_its_own_seed() -> None:
+    engine = ScriptedEngine(reply_of(EOS))
+    generate(scripted_fleet(engine), num_rollouts=4)
+    assert len({request["rid"] for request in engine.requests}) == 4  # type: ignore[misc]
+    parameters = [request["sampling_params"] for request in engine.requests]
+    seeds = {item["sampling_seed"] for item in parameters}  # type: ignore[index]
+    assert seeds == {sampling_seed(7, "row-0", epoch=0, index=index) for index in range(4)}
+    assert all("n" not in item for item in parameters)  # type: ignore[operator]
+    assert all(item["stop_token_ids"] == [EOS] for item in parameters)  # type: ignore[index]
+
+
+def test_seeds_depend_on_run_prompt_epoch_and_rollout_and_fit_an_engine() -> None:
+    seeds = {
+        sampling_seed(run, uid, epoch=epoch, index=index)
+        for run in (1, 2)
+        for uid in ("a", "b")
+        for epoch in (0, 1)
+        for index in (0, 1)
+    }
+    assert len(seeds) == 16
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert sampling_seed(1, "a", epoch=0, index=0) == 3707216131063291683
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        reply_of(7, 8, kind="abort"),
+        reply_of(7, 99, EOS),
+        reply_of(7, 8, EOS, version="3"),
+        httpx.Response(200, content=b"not json"),
+        httpx.Response(500, content=b"out of memory"),
+        httpx.ReadTimeout("late"),
+        httpx.RemoteProtocolError("disconnected"),
+    ],
+    ids=["aborted", "bad id", "other version", "no json", "status 500", "late", "disconnected"],
+)
+def test_a_bad_answer_is_tried_again_on_another_engine(bad: httpx.Response | httpx.HTTPError) -> None:
+    first, second = ScriptedEngine(bad), ScriptedEngine(reply_of(9, EOS))
+    group = generate(scripted_fleet(first, second))
+    assert group.rollouts[0].token_ids.tolist() == [9, EOS]
+    assert len(first.requests) == len(second.requests) == 1
+    # The same seed at every attempt: a retry changes nothing about the run.
+    assert first.requests[0]["sampling_params"] == second.requests[0]["sampling_params"]
+
+
+def test_an_aborted_rollout_is_tried_again_where_there_is_one_engine() -> None:
+    engine = ScriptedEngine(reply_of(7, kind="abort"), reply_of(8, EOS))
+    assert generate(scripted_fleet(engine)).rollouts[0].token_ids.tolist() == [8, EOS]
+
+
+def test_after_the_last_attempt_the_error_has_every_reason() -> None:
+    engine = ScriptedEngine(reply_of(7, kind="abort"), reply_of(99, EOS), httpx.Response(500, content=b"broken"))
+    with pytest.raises(FleetError, match=r"3 attempts failed: .*aborted.*token id 99.*status 500: broken"):
+        generate(scripted_fleet(engine))
+
+
+def test_an_engine_that_is_gone_is_lost_and_gets_nothing_more() -> None:
+    gone = ScriptedEngine(httpx.ConnectError("refused"), is_healthy=False)
+    fleet = scripted_fleet(gone, ScriptedEngine(reply_of(EOS)))
+    generate(fleet)
+    generate(fleet, num_rollouts=4)
+    assert len(gone.requests) == 1
+    assert fleet.engines[0].state is EngineState.LOST
+
+
+def test_an_engine_with_other_weights_is_stale_and_gets_nothing_more() -> None:
+    stale = ScriptedEngine(reply_of(EOS, version="3"))
+    fleet = scripted_fleet(stale, ScriptedEngine(reply_of(EOS)))
+    generate(fleet)
+    generate(fleet, num_rollouts=4)
+    assert len(stale.requests) == 1
+    assert fleet.engines[0].state is EngineState.STALE
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [
+        ([], "has no tokens"),
+        ([5, 99], "token id 99 is not in the vocabulary of 99"),
+        ([-1, 5], "token id -1 is not in the vocabulary"),
+        ([5] * 501, "501 tokens and a response of up to 12 exceed the context of 512"),
+    ],
+)
+def test_a_prompt_that_would_end_an_engine_is_never_sent(token_ids: Sequence[int], message: str) -> None:
+    engine = ScriptedEngine(reply_of(EOS))
+    with pytest.raises(DataError, match=f"prompt row-0.*{message}"):
+        generate(scripted_fleet(engine), prompt_of(*token_ids))
+    assert not engine.requests
+
+
+def many_prompts(count: int) -> list[Prompt]:
+    random = np.random.default_rng(0)
+    return [
+        prompt_of(*random.integers(3, 99, size=random.integers(1, 30)).tolist(), uid=f"row-{index}")
+        for index in range(count)
+    ]
+
+
+def rollouts_of(groups: Sequence[RolloutGroup]) -> dict[str, tuple[list[int], list[float]]]:
+    return {
+        group.prompt.uid: (group.rollouts[0].token_ids.tolist(), group.rollouts[0].logprobs.tolist())
+        for group in groups
+    }
+
+
+def test_a_rollout_is_the_same_alone_reordered_and_among_many(served: ServedModel) -> None:
+    async def scenario() -> None:
+        prompts = many_prompts(32)
+        async with served.fleet() as fleet:
+            generator = generator_of(fleet, max_response_tokens=16)
+
+            async def together(chosen: Sequence[Prompt]) -> dict[str, tuple[list[int], list[float]]]:
+                return rollouts_of(await asyncio.gather(*(generator.generate(prompt) for prompt in chosen)))
+
+            among = await together(prompts)
+            assert await together(prompts[::-1]) == among
+            for prompt in prompts[:4]:
+                assert (await together([prompt]))[prompt.uid] == among[prompt.uid]
+        assert len({tuple(token_ids) for token_ids, _ in among.values()}) > 16
+
+    asyncio.run(scenario())
+
+
+def test_log_probabilities_are_those_of_transformers(served: ServedModel) -> None:
+    temperature = 0.7
+
+    async def scenario() -> RolloutGroup:
+        async with served.fleet() as fleet:
+            generator = generator_of(fleet, num_rollouts=4, temperature=temperature, max_response_tokens=24)
+            return await generator.generate(prompt_of(5, 17, 33, 90, 8))
+
+    group = asyncio.run(scenario())
+    model = AutoModelForCausalLM.from_pretrained(served.folder, dtype=torch.float32).eval()
+    for rollout in group.rollouts:
+        ids = torch.tensor([[5, 17, 33, 90, 8, *rollout.token_ids.tolist()]])
+        with torch.no_grad():
+            logprobs = (model(ids).logits[0, 4:-1] / temperature).log_softmax(-1)
+        expected = logprobs.gather(1, ids[0, 5:, None])[:, 0].numpy()
+        np.testing.assert_allclose(rollout.logprobs, expected, atol=1e-4)
+
+
+def test_greedy_rollouts_are_the_likeliest_tokens(qwen2_tp1: ServedModel) -> None:
+    async def scenario() -> RolloutGroup:
+        async with qwen2_tp1.fleet() as fleet:
+            return await generator_of(fleet, temperature=0.0).generate(prompt_of(5, 17, 33))
+
+    (rollout,) = asyncio.run(scenario()).rollouts
+    model = AutoModelForCausalLM.from_pretrained(qwen2_tp1.folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 17, 33, *rollout.token_ids.tolist()]])).logits[0, 2:-1]
+    assert rollout.token_ids.tolist() == logits.argmax(-1).tolist()
+
+
+def test_responses_end_with_their_end_token_or_at_the_limit(qwen2_tp1: ServedModel) -> None:
+    async def scenario() -> RolloutGroup:
+        async with qwen2_tp1.fleet() as fleet:
+            return await generator_of(fleet, num_rollouts=48, max_response_tokens=100).generate(prompt_of(5, 6))
+
+    group = asyncio.run(scenario())
+    reasons = {rollout.finish_reason for rollout in group.rollouts}
+    assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
+    for rollout in group.rollouts:
+        if rollout.finish_reason is FinishReason.STOP:
+            assert rollout.token_ids[-1] == EOS
+        else:
+            assert len(rollout.token_ids) == 100

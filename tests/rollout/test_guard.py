@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.rollout.test_process import group_members, wait_until_gone
+
+FAMILY = "import subprocess, time; subprocess.Popen(['sleep', '600']); print('ready', flush=True); time.sleep(600)"
+
+
+@contextmanager
+def guarded(*command: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megarl.rollout.guard", *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        yield process
+
+
+def test_the_whole_group_ends_when_the_parents_end_of_the_pipe_is_closed() -> None:
+    with guarded(sys.executable, "-c", FAMILY) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert len(group_members(process.pid)) == 3
+        process.stdin.close()
+        assert not wait_until_gone(process.pid, 10)
+
+
+def test_a_request_to_end_is_passed_on() -> None:
+    with guarded(sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_the_exit_code_is_the_commands(code: int) -> None:
+    with guarded(sys.executable, "-c", f"raise SystemExit({code})") as process:
+        assert process.wait(timeout=10) == code

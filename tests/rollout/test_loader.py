@@ -1,0 +1,107 @@
+"""The loader without SGLang: a module with parameters, a mailbox, orders. What matters is that it never raises."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from datetime import timedelta
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from megarl.rollout.loader import load
+from megarl.rollout.orders import (
+    Abort,
+    Commit,
+    Envelope,
+    Fingerprint,
+    Inspect,
+    Join,
+    Leave,
+    Meeting,
+    Order,
+    Reply,
+    Stage,
+    read_reply,
+    to_payload,
+)
+from megarl.weights.group import StoreAddress, StoreServer
+from megarl.weights.slices import TensorSpec
+from tests.rollout.test_orders import route_of
+
+
+@pytest.fixture(scope="module")
+def server() -> StoreServer:
+    return StoreServer()
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return torch.nn.Linear(3, 2)
+
+
+def give(order: Order, model: torch.nn.Module, server: StoreServer) -> Reply:
+    store = TCPStore("127.0.0.1", server.address.port, timeout=timedelta(seconds=5))
+    envelope = Envelope(order=order, engine=0, tp_rank=0, host="127.0.0.1", mailbox=server.address, reply_key="reply")
+    load(model, pickle.loads(base64.b64decode(to_payload(envelope))))
+    reply = read_reply(store.get("reply"))
+    store.delete_key("reply")
+    return reply
+
+
+def join_of(server: StoreServer, plan_hash: str) -> Join:
+    meeting = Meeting(address=server.address, name="group", timeout_s=1.0, backend="gloo", bucket_bytes=1024)
+    return Join(route=route_of(), plan_hash=plan_hash, meeting=meeting)
+
+
+def test_inspect_tells_names_shapes_and_dtypes(model: torch.nn.Module, server: StoreServer) -> None:
+    assert give(Inspect(), model, server).parameters == {
+        "weight": TensorSpec(shape=(2, 3), dtype="float32"),
+        "bias": TensorSpec(shape=(2,), dtype="float32"),
+    }
+
+
+def test_a_fingerprint_changes_with_one_bit_of_its_parameter(model: torch.nn.Module, server: StoreServer) -> None:
+    before = give(Fingerprint(), model, server).fingerprints
+    assert give(Fingerprint(), model, server).fingerprints == before
+    model.get_parameter("weight").data.view(torch.int32)[1, 2] ^= 1
+    after = give(Fingerprint(), model, server).fingerprints
+    assert after["bias"] == before["bias"]
+    assert after["weight"] != before["weight"]
+
+
+@pytest.mark.parametrize("order", [Stage(version=1), Commit(version=1)], ids=lambda order: order.op)
+def test_orders_that_need_a_group_are_refused_without_one(
+    order: Order, model: torch.nn.Module, server: StoreServer
+) -> None:
+    assert give(order, model, server).error == "not in a transfer group; join comes first"
+
+
+@pytest.mark.parametrize("order", [Abort(), Leave()], ids=lambda order: order.op)
+def test_orders_that_undo_are_harmless_without_a_group(
+    order: Order, model: torch.nn.Module, server: StoreServer
+) -> None:
+    assert give(order, model, server).error is None
+
+
+def test_another_plan_is_refused(model: torch.nn.Module, server: StoreServer) -> None:
+    error = give(join_of(server, "another"), model, server).error
+    assert error == f"plan hash is {route_of().plan().hash} here and another at the driver"
+
+
+def test_parameters_that_are_not_those_of_the_layout_are_named(model: torch.nn.Module, server: StoreServer) -> None:
+    error = give(join_of(server, route_of().plan().hash), model, server).error
+    assert error is not None
+    assert error.startswith("TP rank 0 does not match its layout: model.embed_tokens.weight is missing;")
+
+
+def test_what_is_not_an_order_is_survived(model: torch.nn.Module) -> None:
+    load(model, [("weight", torch.zeros(2, 3))])
+
+
+def test_a_mailbox_out_of_reach_is_survived(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.rollout.loader._MAILBOX_TIMEOUT_S", 1.0)
+    nobody = StoreAddress(host="127.0.0.1", port=1)
+    envelope = Envelope(order=Inspect(), engine=0, tp_rank=0, host="127.0.0.1", mailbox=nobody, reply_key="k")
+    load(model, pickle.loads(base64.b64decode(to_payload(envelope))))

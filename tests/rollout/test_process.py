@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import EnvironmentProblem
+from megarl.rollout.process import EngineProcess, command_line, last_words
+from tests.rollout.engines import ServedModel, engine_spec
+
+
+def group_members(group: int) -> list[int]:
+    """Processes of a group that are more than an entry nobody has collected yet."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, found = stat.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(found) == group and state != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
+def wait_until_gone(group: int, timeout_s: float) -> list[int]:
+    deadline = time.monotonic() + timeout_s
+    while (left := group_members(group)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def test_keys_are_in_neither_command_line_nor_log_nor_left_in_a_file(served: ServedModel) -> None:
+    process = served.process
+    secrets = (process.spec.keys.api, process.spec.keys.admin)
+    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in group_members(process.pid)]
+    shown = "".join(commands) + process.spec.log_path.read_text()
+    assert "api_key" in shown
+    assert not any(secret in shown for secret in secrets)
+    assert [path.name for path in process.spec.log_path.parent.iterdir()] == ["engine_0.log"]
+
+
+def test_the_server_has_a_process_group_of_its_own(served: ServedModel) -> None:
+    assert os.getpgid(served.process.pid) == served.process.pid
+    # The guard, the server, its detokenizer, and a scheduler per TP rank.
+    assert len(group_members(served.process.pid)) >= 3 + served.process.spec.config.tensor
+
+
+def test_options_follow_the_role_and_the_device(tmp_path: Path) -> None:
+    spec = engine_spec(tmp_path / "model", tmp_path, tensor=2)
+    words = command_line(spec, port=1234, keys_path=tmp_path / "keys.yaml")
+    options = dict(pairwise(words))
+    assert words[:3] == [sys.executable, "-m", "megarl.rollout.cpu"]
+    assert options["--tp-size"] == "2"
+    assert options["--dtype"] == "float32"
+    assert options["--max-total-tokens"] == "32768"
+    assert options["--host"] == "127.0.0.1"
+    assert options["--weight-version"] == "0"
+    assert "--enable-deterministic-inference" in words
+
+
+def test_a_model_folder_without_a_model_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    process = EngineProcess(engine_spec(tmp_path / "empty", tmp_path / "run"))
+    process.start()
+    with pytest.raises(EnvironmentProblem) as caught:
+        asyncio.run(process.wait_ready())
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("engine 0: exited with code 1; last words: ")
+    assert "empty" in message
+    assert str(process.spec.log_path) in message
+    assert not wait_until_gone(process.pid, 5)
+
+
+def test_a_port_in_use_is_reported_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EnvironmentProblem, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            EngineProcess(engine_spec(tmp_path, tmp_path, port=port))
+
+
+def test_a_server_that_is_late_is_stopped(tmp_path: Path) -> None:
+    process = EngineProcess(engine_spec(tmp_path, tmp_path / "run", start_timeout_s=0.5))
+    process.start()
+    with pytest.raises(EnvironmentProblem, match=r"engine 0: not ready within 0.5 s \(roles.rollout.start_timeout_s\)"):
+        asyncio.run(process.wait_ready())
+    assert not wait_until_gone(process.pid, 5)
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from megarl.rollout.process import EngineProcess
+from tests.rollout.engines import engine_spec
+
+process = EngineProcess(engine_spec(Path(sys.argv[1]), Path(sys.argv[2])))
+process.start()
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_engine_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    group = int(parent.stdout.readline())
+    assert group_members(group)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.communicate()
+    assert not wait_until_gone(group, 10)
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        (["loading", "Traceback (most recent call last):", "ValueError: no such model", "kill_process_tree called"],
+         "ValueError: no such model"),
+        (["torch.cuda.OutOfMemoryError: CUDA out of memory", "[12:00] Received sigquit from a child process", ""],
+         "torch.cuda.OutOfMemoryError: CUDA out of memory"),
+        (["[12:00] loading", "[12:01] Segmentation fault", ""], "[12:01] Segmentation fault"),
+        ([], "(nothing)"),
+    ],
+)  # fmt: skip
+def test_last_words_are_the_reason_not_the_last_line(log: list[str], expected: str) -> None:
+    assert last_words(log) == expected

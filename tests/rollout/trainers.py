@@ -1,0 +1,124 @@
+"""The trainer's end of a publish, played by threads of the test: a sender per Megatron rank, weights from a folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+from safetensors.torch import load_file
+
+from megarl.rollout.control import EngineControl
+from megarl.rollout.orders import Meeting, Route
+from megarl.types import PolicyVersion
+from megarl.weights.check import check_delivery
+from megarl.weights.group import Pending, TransferGroup
+from megarl.weights.megatron import MegatronParallel
+from megarl.weights.slices import Holding
+from megarl.weights.tensors import box_of, torch_dtype
+from megarl.weights.transfer import Sender
+from tests.rollout.engines import ServedModel
+
+GROUP_TIMEOUT_S = 20.0
+BUCKET_BYTES = 16 << 10
+"""Small, so that tiny models travel in many buckets."""
+
+
+def route_to(served: ServedModel) -> Route:
+    return Route(
+        shape=served.shape,
+        parallel=MegatronParallel(tensor=2, pipeline=2),
+        trainer_dtype="float32",
+        num_engines=1,
+        tensor=served.process.endpoint.tensor,
+        engine_dtype="float32",
+        is_cpu_engine=True,
+    )
+
+
+class FlippingGroup(TransferGroup):
+    """A wire that flips one bit of the first buffer it carries."""
+
+    is_honest = False
+
+    def send(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Pending:
+        if not self.is_honest:
+            buffer = buffer.clone()
+            buffer[3] ^= 1
+            self.is_honest = True
+        return super().send(buffer, peer=peer, tag=tag)
+
+
+class Trainers:
+    """Every rank of a route's trainer, ready to send the weights of `folder`."""
+
+    def __init__(
+        self, route: Route, control: EngineControl, folder: Path, *, group_type: type[TransferGroup] = TransferGroup
+    ) -> None:
+        self._plan = route.plan()
+        self._route = route
+        self._control = control
+        self._folder = folder
+        self._group_type = group_type
+        self._senders: list[Sender] = []
+        self._groups: list[TransferGroup] = []
+
+    async def join(self, *, plan_hash: str | None = None) -> None:
+        """Meet the engines; `plan_hash` only to claim another one than there is."""
+        meeting = Meeting(
+            address=self._control.address,
+            name=uuid4().hex,
+            timeout_s=GROUP_TIMEOUT_S,
+            backend="gloo",
+            bucket_bytes=BUCKET_BYTES,
+        )
+        ranks = [asyncio.to_thread(self._join_rank, rank, meeting) for rank in range(self._route.parallel.world_size)]
+        engines = self._control.join(self._route, plan_hash=plan_hash or self._plan.hash, meeting=meeting)
+        self._groups, _ = await asyncio.gather(asyncio.gather(*ranks), engines)
+        tensors = load_file(self._folder / "model.safetensors")
+        self._senders = [
+            Sender(
+                self._plan,
+                rank,
+                fill(self._plan.source.by_rank[rank], tensors),
+                group,
+                bucket_bytes=BUCKET_BYTES,
+            )
+            for rank, group in enumerate(self._groups)
+        ]
+
+    async def send(self, version: PolicyVersion) -> list[dict[tuple[int, str], int]]:
+        return list(await asyncio.gather(*(asyncio.to_thread(sender.send, version) for sender in self._senders)))
+
+    async def publish(self, version: PolicyVersion) -> None:
+        """The transaction: stage, compare, commit or abort."""
+        arrived, sent = await asyncio.gather(self._control.stage(version), self.send(version))
+        check_delivery(sent, arrived)
+        await self._control.commit(version)
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.close()
+
+    def _join_rank(self, rank: int, meeting: Meeting) -> TransferGroup:
+        return self._group_type.join(
+            meeting.address,
+            name=meeting.name,
+            peer=rank,
+            num_peers=self._route.num_peers,
+            timeout_s=meeting.timeout_s,
+        )
+
+
+def fill(holding: Holding, canonical: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A rank's tensors with the boxes its layout says it has; padding is garbage that must never travel."""
+    tensors = {
+        name: torch.full(spec.shape, float("nan"), dtype=torch_dtype(spec.dtype))
+        for name, spec in holding.tensors.items()
+    }
+    for piece in holding.pieces:
+        values = box_of(canonical[piece.slice.name], piece.slice.offsets, piece.slice.shape)
+        box_of(tensors[piece.local_name], piece.local_offsets, piece.slice.shape).copy_(values)
+    return tensors

@@ -1,0 +1,37 @@
+"""What the README shows is accepted by the program it describes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from megarl import errors
+from megarl.config import Recipe
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_recipe_of_the_readme_is_the_quickstart() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
+    shown = Recipe.model_validate(yaml.safe_load(block))
+    shipped = Recipe.model_validate(yaml.safe_load((ROOT / "recipes" / "quickstart.yaml").read_text()))
+    assert shown == shipped
+
+
+def test_every_exit_code_is_explained() -> None:
+    explained = {int(code) for code in re.findall(r"\| (\d+) \|", README)}
+    raised = {
+        error.exit_code
+        for error in vars(errors).values()
+        if isinstance(error, type) and issubclass(error, errors.MegarlError)
+    }
+    assert raised <= explained
+
+
+def test_every_make_target_of_the_readme_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"\bmake ([a-z-]+)", README)) - {"arithmetic"}:
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target

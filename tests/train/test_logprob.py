@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.train.logprob import token_scores, vocab_shard
+from tests.train.cluster import Cluster
+from tests.train.jobs import ScoreInputs, ScoreOutcome, score_vocab_shards
+
+TOLERANCE = 1e-6
+NUM_TOKENS, HIDDEN, VOCAB = 13, 8, 99
+
+
+def make_inputs(rows: int) -> ScoreInputs:
+    random = np.random.default_rng(0)
+    weight = random.standard_normal((rows, HIDDEN)) * 0.5
+    weight[VOCAB:] = 100.0  # padding that would show
+    return ScoreInputs(
+        hidden=random.standard_normal((NUM_TOKENS, HIDDEN)).astype(np.float32),
+        weight=weight.astype(np.float32),
+        targets=random.integers(0, VOCAB, NUM_TOKENS),
+        importance=random.standard_normal((2, NUM_TOKENS)).astype(np.float32),
+        vocab=VOCAB,
+        temperature=0.7,
+    )
+
+
+def naive(inputs: ScoreInputs) -> ScoreOutcome:
+    """Scores and gradients with all logits at once, in double precision."""
+    hidden = torch.tensor(inputs.hidden, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor(inputs.weight, dtype=torch.float64, requires_grad=True)
+    log_probs = (hidden @ weight[:VOCAB].t() / inputs.temperature).log_softmax(dim=-1)
+    logprobs = log_probs.gather(1, torch.tensor(inputs.targets)[:, None])[:, 0]
+    entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
+    (torch.stack([logprobs, entropy]) * torch.tensor(inputs.importance)).sum().backward()  # type: ignore[no-untyped-call]
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return ScoreOutcome(
+        logprobs=logprobs.detach().numpy(),
+        entropy=entropy.detach().numpy(),
+        grad_hidden=hidden.grad.numpy(),
+        grad_weight=weight.grad.numpy(),
+    )
+
+
+def assert_close(found: object, expected: object) -> None:
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
+def test_equals_the_naive_computation_forward_and_backward(chunk_tokens: int) -> None:
+    inputs = make_inputs(rows=128)
+    hidden = torch.tensor(inputs.hidden, requires_grad=True)
+    weight = torch.tensor(inputs.weight, requires_grad=True)
+    scores = token_scores(
+        hidden,
+        weight,
+        torch.tensor(inputs.targets),
+        shard=vocab_shard(vocab=VOCAB, rows=128, rank=0, size=1, group=None),
+        temperature=inputs.temperature,
+        max_chunk_bytes=4 * VOCAB * chunk_tokens,
+    )
+    (torch.stack(scores) * torch.tensor(inputs.importance)).sum().backward()  # type: ignore[no-untyped-call]
+
+    expected = naive(inputs)
+    assert_close(scores.logprobs.detach(), expected.logprobs)
+    assert_close(scores.entropy.detach(), expected.entropy)
+    assert_close(hidden.grad, expected.grad_hidden)
+    assert_close(weight.grad, expected.grad_weight)
+
+
+def test_a_vocabulary_split_over_ranks_gives_the_same(cluster: Cluster) -> None:
+    inputs = make_inputs(rows=192)  # 64 per rank: the last rank has only padding
+    expected = naive(inputs)
+    outcomes = cluster.run(3, score_vocab_shards, inputs)
+    for outcome in outcomes:
+        assert_close(outcome.logprobs, expected.logprobs)
+        assert_close(outcome.entropy, expected.entropy)
+    assert_close(sum(outcome.grad_hidden for outcome in outcomes), expected.grad_hidden)
+    assert_close(np.concatenate([outcome.grad_weight for outcome in outcomes]), expected.grad_weight)
+
+
+def test_logits_far_apart_neither_overflow_nor_lose_the_target() -> None:
+    hidden = torch.tensor([[300.0], [-300.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0], [0.0]], requires_grad=True)
+    shard = vocab_shard(vocab=3, rows=3, rank=0, size=1, group=None)
+    scores = token_scores(hidden, weight, torch.tensor([0, 0]), shard=shard, temperature=1.0)
+    assert scores.logprobs.tolist() == [0.0, -600.0]
+    assert scores.entropy.tolist() == [0.0, 0.0]
+    scores.logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
+from megarl.config.recipe import ActorConfig, OptimizerConfig
+from megarl.data.packing import pack
+from megarl.types import TrainBatch, TrainSample
+from megarl.weights.megatron import MegatronParallel, megatron_layout
+from tests.tiny_models import write_tiny_model
+from tests.train import jobs
+from tests.train.cluster import Cluster
+from tests.train.conftest import Models
+from tests.train.reference import Model, Reference
+from tests.train.samples import make_samples
+
+TOLERANCE = 1e-5
+TEMPERATURE = 0.8
+
+# With a vast epsilon Adam is gradient descent: learning rate and epsilon cancel, and the change of a weight is its
+# gradient. With the usual one it is the gradient's sign, and noise around zero would hide behind the tolerance.
+DESCENT = OptimizerConfig(learning_rate=100.0, eps=100.0, weight_decay=1e-3, clip_grad_norm=0.5)
+GRPO = GrpoConfig(kind="grpo", entropy_coef=0.1)
+
+SPLITS = {
+    "TP1": (1, ActorConfig(pool="train")),
+    "TP2": (2, ActorConfig(pool="train", tensor=2)),
+    "PP2": (2, ActorConfig(pool="train", pipeline=2)),
+    "PP2-VPP2": (2, ActorConfig(pool="train", pipeline=2, virtual_pipeline=2)),
+    "TP2-SP": (2, ActorConfig(pool="train", tensor=2, is_sequence_parallel=True)),
+    "TP2-PP2": (4, ActorConfig(pool="train", tensor=2, pipeline=2)),
+    "DP2": (2, ActorConfig(pool="train")),
+}
+
+
+def packed(
+    samples: Sequence[TrainSample], *, world: int, actor: ActorConfig, budget: int = 48, per_update: int | None = None
+) -> TrainBatch:
+    return pack(
+        samples,
+        data_parallel=world // actor.model_parallel,
+        tokens_per_micro_batch=budget,
+        samples_per_update=per_update,
+        pad_multiple=actor.tensor,
+        micro_batch_multiple=actor.pipeline if actor.virtual_pipeline > 1 else 1,
+        temperature=TEMPERATURE,
+    )
+
+
+def setup_of(model: Model, actor: ActorConfig, algorithm: AlgorithmConfig = GRPO) -> jobs.Setup:
+    return jobs.Setup(actor=actor, folder=model.folder, shape=model.shape, optimizer=DESCENT, algorithm=algorithm)
+
+
+def whole_weights(outcomes: Sequence[jobs.Outcome], model: Model, actor: ActorConfig) -> dict[str, Tensor]:
+    """Canonical tensors put together from every rank's parameters; replicas must be equal to the last bit."""
+    parallel = MegatronParallel(
+        tensor=actor.tensor,
+        pipeline=actor.pipeline,
+        virtual_pipeline=actor.virtual_pipeline,
+        data=len(outcomes) // actor.model_parallel,
+    )
+    layout = megatron_layout(model.shape, parallel, dtype="float32")
+    weights = {name: torch.full(spec.shape, torch.nan) for name, spec in layout.canonical.items()}
+    for rank, outcome in enumerate(outcomes):
+        for piece in layout.by_rank[rank].pieces:
+            target = weights[piece.slice.name][_ranges(piece.slice.offsets, piece.slice.shape)]
+            source = torch.from_numpy(outcome.tensors[piece.local_name])[
+                _ranges(piece.local_offsets, piece.slice.shape)
+            ]
+            if not target.isnan().any():
+                assert torch.equal(target, source), f"{piece.slice} differs between replicas"
+            target.copy_(source)
+    return weights
+
+
+def _ranges(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        difference = (found[name] - tensor).abs().max().item()
+        assert difference < TOLERANCE, f"{name} is off by {difference:.2e}"
+
+
+def assert_same_logprobs(found: Sequence[np.ndarray], expected: Sequence[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for index, (array, tensor) in enumerate(zip(found, expected, strict=True)):
+        np.testing.assert_allclose(array, tensor.numpy(), rtol=0, atol=TOLERANCE, err_msg=f"sample {index}")
+
+
+@pytest.fixture(scope="session")
+def references() -> dict[Path, tuple[list[Tensor], tuple[float, float, float], dict[str, Tensor]]]:
+    """What the Hugging Face model says, computed once per model."""
+    return {}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_equals_the_hugging_face_model_for_every_split(
+    family: str,
+    tied: bool,
+    split: str,
+    cluster: Cluster,
+    models: Models,
+    references: dict[Path, tuple[list[Tensor], tuple[float, float, float], dict[str, Tensor]]],
+) -> None:
+    model = models.get(family, tied=tied)
+    samples = make_samples(7, vocab=model.shape.vocab)
+    if model.folder not in references:
+        reference = Reference(model, DESCENT, GRPO, TEMPERATURE)
+        old = reference.logprobs(samples)
+        references[model.folder] = (old, reference.update(samples, old), reference.weights())
+    logprobs, (loss, entropy, grad_norm), weights = references[model.folder]
+    world, actor = SPLITS[split]
+    packings = [packed(samples, world=world, actor=actor, budget=budget) for budget in (20, 64)]
+
+    outcomes = cluster.run(world, jobs.train, setup_of(model, actor), packings, packings[0])
+
+    for outcome in outcomes:
+        for found in (*outcome.logprobs, outcome.result.logprobs):
+            assert found is not None
+            assert_same_logprobs(found, logprobs)
+        stats = outcome.result.stats
+        assert stats.loss == pytest.approx(loss, abs=TOLERANCE)
+        assert stats.entropy == pytest.approx(entropy, abs=TOLERANCE)
+        assert stats.grad_norm == pytest.approx(grad_norm, abs=TOLERANCE)
+        assert grad_norm > DESCENT.clip_grad_norm, "nothing was clipped"
+    assert_close(whole_weights(outcomes, model, actor), weights)
+
+
+def test_fewer_kv_heads_than_ranks_and_ranks_that_hold_only_vocabulary_padding(
+    cluster: Cluster, models: Models
+) -> None:
+    model = models.get("qwen3", tied=False)
+    actor = ActorConfig(pool="train", tensor=4, is_sequence_parallel=True)
+    assert model.shape.num_kv_heads < actor.tensor
+    samples = make_samples(5, vocab=model.shape.vocab, seed=1)
+    reference = Reference(model, DESCENT, GRPO, TEMPERATURE)
+    old = reference.logprobs(samples)
+    reference.update(samples, old)
+    batch = packed(samples, world=4, actor=actor)
+
+    outcomes = cluster.run(4, jobs.train, setup_of(model, actor), [batch], batch)
+
+    assert_same_logprobs(outcomes[0].logprobs[0], old)
+    assert_close(whole_weights(outcomes, model, actor), reference.weights())
+
+
+@pytest.mark.parametrize("algorithm", [SftConfig(kind="sft"), GRPO], ids=["sft", "grpo"])
+def test_an_update_does_not_depend_on_the_packing(algorithm: AlgorithmConfig, cluster: Cluster, models: Models) -> None:
+    model = models.get("qwen2", tied=True)
+    samples = make_samples(9, vocab=model.shape.vocab, seed=2)
+    reference = Reference(model, DESCENT, algorithm, TEMPERATURE)
+    loss, _, grad_norm = reference.update(samples, reference.logprobs(samples))
+    actor = ActorConfig(pool="train")
+    num_micro_batches = set()
+    for world, budget in ((1, 20), (1, 40), (1, 200), (2, 24), (3, 30)):
+        batch = packed(samples, world=world, actor=actor, budget=budget)
+        outcomes = cluster.run(world, jobs.train, setup_of(model, actor, algorithm), [], batch)
+        stats = outcomes[0].result.stats
+        assert stats.loss == pytest.approx(loss, abs=TOLERANCE)
+        assert stats.grad_norm == pytest.approx(grad_norm, abs=TOLERANCE)
+        assert_close(whole_weights(outcomes, model, actor), reference.weights())
+        num_micro_batches.add(world * stats.num_micro_batches)
+    assert len(num_micro_batches) > 2, num_micro_batches
+
+
+def test_later_updates_of_a_step_are_measured_against_the_policy_before_the_first(
+    cluster: Cluster, models: Models
+) -> None:
+    model = models.get("llama", tied=False)
+    samples = make_samples(8, vocab=model.shape.vocab, seed=3)
+    reference = Reference(model, DESCENT, GRPO, TEMPERATURE)
+    old = reference.logprobs(samples)
+    losses = [reference.update(samples[i : i + 4], old[i : i + 4])[0] for i in (0, 4)]
+    world, actor = SPLITS["PP2-VPP2"]
+    batch = packed(samples, world=world, actor=actor, per_update=4)
+
+    outcomes = cluster.run(world, jobs.train, setup_of(model, actor), [], batch)
+
+    result = outcomes[0].result
+    assert result.version == 2
+    assert result.stats.loss == pytest.approx(sum(losses) / 2, abs=TOLERANCE)
+    assert result.stats.approx_kl > 1e-4
+    assert result.stats.clip_fraction > 0
+    assert result.logprobs is not None
+    assert_same_logprobs(result.logprobs, old)
+    assert_close(whole_weights(outcomes, model, actor), reference.weights())
+
+
+def test_the_mismatch_compares_probabilities_of_trainer_and_engine(cluster: Cluster, models: Models) -> None:
+    model = models.get("llama", tied=False)
+    samples = make_samples(4, vocab=model.shape.vocab, seed=4)
+    trainer = Reference(model, DESCENT, GRPO, TEMPERATURE).logprobs(samples)
+    differences = torch.cat(
+        [
+            (ours.exp() - torch.from_numpy(sample.rollout.logprobs).exp()).abs()[
+                torch.from_numpy(sample.rollout.loss_mask)
+            ]
+            for ours, sample in zip(trainer, samples, strict=True)
+        ]
+    )
+    world, actor = SPLITS["DP2"]
+    batch = packed(samples, world=world, actor=actor, budget=20)
+    (stats, _) = [outcome.result.stats for outcome in cluster.run(world, jobs.train, setup_of(model, actor), [], batch)]
+    assert stats.mismatch_mean == pytest.approx(differences.mean().item(), abs=1e-6)
+    assert stats.mismatch_max == pytest.approx(differences.max().item(), abs=1e-6)
+
+
+def test_the_same_update_gives_the_same_bits(cluster: Cluster, models: Models) -> None:
+    model = models.get("qwen2", tied=False)
+    world, actor = SPLITS["TP2-SP"]
+    batch = packed(make_samples(6, vocab=model.shape.vocab), world=world, actor=actor)
+    runs = [cluster.run(world, jobs.train, setup_of(model, actor), [], batch) for _ in range(2)]
+    for first, second in zip(*runs, strict=True):
+        assert first.result.stats == second.result.stats
+        for name, tensor in first.tensors.items():
+            np.testing.assert_array_equal(tensor, second.tensors[name], err_msg=name)
+
+
+def test_a_loss_that_is_not_finite_changes_no_weight(cluster: Cluster, models: Models) -> None:
+    model = models.get("llama", tied=True)
+    sample, *others = make_samples(3, vocab=model.shape.vocab)
+    broken = replace(sample, advantages=np.full_like(sample.advantages, np.inf))
+    world, actor = SPLITS["PP2"]
+    batch = packed([broken, *others], world=world, actor=actor)
+    for message, is_unchanged in cluster.run(world, jobs.fail_to_update, setup_of(model, actor), batch):
+        assert message.startswith("NumericsError: step 0: the loss is")
+        assert is_unchanged
+
+
+def test_what_is_saved_is_what_was_loaded(cluster: Cluster, models: Models, tmp_path: Path) -> None:
+    model = models.get("qwen3", tied=True)
+    world, actor = SPLITS["TP2-PP2"]
+    cluster.run(world, jobs.save, setup_of(model, actor), tmp_path / "saved")
+    expected = load_file(model.folder / "model.safetensors")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).state_dict()
+    for name, tensor in expected.items():
+        assert torch.equal(saved[name], tensor), name
+
+
+def test_a_model_that_does_not_match_its_shape_is_refused(cluster: Cluster, models: Models, tmp_path: Path) -> None:
+    model = models.get("llama", tied=False)
+    write_tiny_model(tmp_path / "other", "llama", ffn=64)
+    with pytest.raises(Exception, match=r"mlp\.gate_proj\.weight has shape"):
+        cluster.run(1, jobs.build, replace(setup_of(model, SPLITS["TP1"][1]), folder=tmp_path / "other"))

@@ -16,7 +16,9 @@ from typing import Annotated
 import typer
 
 from megarl import __version__
-from megarl.config import Recipe, load_recipe
+from megarl.cli.schema import schema
+from megarl.config import Recipe, load_recipe, read_model_shape
+from megarl.config.advice import advise
 from megarl.errors import ConfigError, EnvironmentProblem, MegarlError
 
 EXIT_BUG = 70
@@ -33,6 +35,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Data sets.")
 make_app = typer.Typer(no_args_is_help=True, help="Write a data set, and a model to train on it.")
 app.add_typer(data_app, name="data")
 data_app.add_typer(make_app, name="make")
+app.command()(schema)
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.", show_default=False)]
 Overrides = Annotated[
@@ -89,9 +92,19 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
+def validate(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    is_explained: Annotated[
+        bool, typer.Option("--explain", help="Print every value and where it was written.")
+    ] = False,
+) -> None:
     """Report every problem of a recipe, its data and its reward; train nothing."""
     checked = _load(recipe, overrides)
+    if is_explained:
+        from megarl.cli.explain import print_explanation
+
+        print_explanation(recipe, overrides or [])
     print(f"{recipe}: ok: {checked.algorithm.kind}, {checked.run.steps} steps, runs in {checked.run_folder}")
 
 
@@ -102,6 +115,8 @@ def _load(path: Path, overrides: list[str] | None) -> Recipe:
     from megarl.runtime import preflight
 
     preflight.check(recipe)
+    for warning in advise(recipe, read_model_shape(recipe.model.path)):
+        _complain(f"warning: {warning}")
     return recipe
 
 

@@ -11,16 +11,18 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.algorithm import AlgorithmConfig
-from megarl.config.section import Fraction, Section
+from megarl.config.section import Section
 
 
 class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Names the run's folder, `<folder>/<name>`."""
     folder: Path = Path("runs")
+    """Holds the folders of all runs."""
     seed: NonNegativeInt = 1
     """With the recipe it determines a synchronous CPU run: tokens, rewards and weights."""
     steps: PositiveInt
+    """How often to generate and train; the run ends after the last."""
     device: Literal["cpu", "cuda"] = "cuda"
     """`cpu` runs the same engines on a laptop, one process per GPU of the pools."""
     ray_address: str | None = None
@@ -36,18 +38,24 @@ class DataConfig(Section):
     train: Annotated[tuple[Path, ...], Field(min_length=1)]
     """Parquet files."""
     eval: tuple[Path, ...] = ()
+    """Parquet files of held-out prompts, for `evaluation`."""
     prompt_key: str = "prompt"
     """Column with a list of messages, or a string (sent as one user message)."""
     response_key: str = "response"
     """Column that `sft` imitates; where it is missing, the last assistant message of the prompt."""
     max_prompt_tokens: PositiveInt = 1024
+    """After the chat template."""
     overlong_prompts: Literal["refuse", "drop"] = "refuse"
+    """What happens to a prompt above max_prompt_tokens: the run is refused, or goes on without it."""
     is_shuffled: bool = True
+    """In an order that `run.seed` determines, another one in each epoch."""
 
 
 class PoolConfig(Section):
     nodes: PositiveInt = 1
+    """Machines; on one, all GPUs of the pool are taken from the same machine."""
     gpus_per_node: PositiveInt
+    """On a CPU run, processes."""
 
     @property
     def gpus(self) -> int:
@@ -73,6 +81,7 @@ class RolloutRoleConfig(Section):
     tensor: PositiveInt = 1
     """GPUs per engine; the pool holds as many engines as fit."""
     max_running_requests: PositiveInt = 128
+    """Per engine, at the same time; what comes above that waits."""
     max_cached_tokens: PositiveInt | None = None
     """Size of the KV cache in tokens; without it the engine takes what memory is left (on CPU: 32,768)."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
@@ -80,7 +89,9 @@ class RolloutRoleConfig(Section):
     is_deterministic: bool = True
     """Same tokens whatever the order and size of the batch, at some cost in speed."""
     start_timeout_s: PositiveFloat = 300
+    """Until an engine has generated its first tokens."""
     request_timeout_s: PositiveFloat = 600
+    """Of one request, all its tokens included."""
     publish_timeout_s: PositiveFloat = 600
     """Deadline of each exchange of weights with the trainer ranks."""
     max_attempts: PositiveInt = 3
@@ -95,10 +106,15 @@ class RolesConfig(Section):
 
 class SamplingConfig(Section):
     rollouts_per_prompt: PositiveInt = 8
+    """The size of a group."""
     temperature: PositiveFloat = 1.0
+    """Of generation and, so that both see the same policy, of the trained log-probabilities."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """1 samples from the whole distribution."""
     top_k: PositiveInt | None = None
+    """null samples from the whole distribution."""
     max_response_tokens: PositiveInt = 1024
+    """A response that reaches it is cut there."""
 
 
 class ExactRewardConfig(Section):
@@ -113,6 +129,7 @@ class FunctionRewardConfig(Section):
     name: str = "compute_score"
     """`name(data_source, solution_str, ground_truth, extra_info=None)` returns a float, or a dict with `score`."""
     workers: PositiveInt = 2
+    """Processes that run the function."""
     deadline_s: PositiveFloat = 30
     """Per rollout; a worker that is later is replaced and the run stops with the sample's name."""
 
@@ -120,20 +137,29 @@ class FunctionRewardConfig(Section):
 RewardConfig = Annotated[ExactRewardConfig | FunctionRewardConfig, Field(discriminator="kind")]
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Section):
     learning_rate: PositiveFloat = 1e-6
     min_learning_rate: NonNegativeFloat = 0.0
+    """Where `decay` ends."""
     warmup_steps: NonNegativeInt = 0
+    """Linear, from zero."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up, until `run.steps`."""
     weight_decay: NonNegativeFloat = 0.01
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
+    """Not applied to norms and biases."""
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
     eps: PositiveFloat = 1e-8
     clip_grad_norm: PositiveFloat = 1.0
+    """Of all gradients together."""
 
 
 class TrainConfig(Section):
     prompts_per_step: PositiveInt
+    """Groups that are generated, then trained on."""
     prompts_per_update: PositiveInt | None = None
     """Mini-batch of one optimizer update; without it the whole step is one update."""
     tokens_per_micro_batch: PositiveInt = 8192
@@ -155,6 +181,7 @@ class EvaluationConfig(Section):
     every_steps: PositiveInt | None = None
     """Besides before the first and after the last step."""
     max_prompts: PositiveInt | None = None
+    """The first ones of `data.eval`; null takes all."""
 
 
 class CheckpointConfig(Section):

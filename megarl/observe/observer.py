@@ -32,6 +32,7 @@ from megarl.observe.events import (
     StepFinished,
     Warned,
 )
+from megarl.observe.folder import retire_earlier_run
 from megarl.observe.logs import LOG_FILE, logging_to
 from megarl.observe.metrics import Metrics, MetricsEndpoint
 from megarl.observe.summary import Phase, StepSummary
@@ -40,9 +41,10 @@ from megarl.types import EvalResult, PublishResult
 
 @contextmanager
 def observing(recipe: Recipe, *, display: Sink) -> Iterator[Observer]:
-    """An observer of one run: its port is open and its file begun before anything else of the run starts.
+    """An observer of one run: its port is open and its folder begun before anything else of the run starts.
 
-    Leaving it records how the run ended, unless the run said so itself, and closes everything.
+    An earlier run of the same name is moved out of the way. Leaving records how the run ended, unless the run said so
+    itself, and closes everything.
     """
     with ExitStack() as stack:
         metrics = Metrics(recipe.run.name)
@@ -50,6 +52,7 @@ def observing(recipe: Recipe, *, display: Sink) -> Iterator[Observer]:
         if recipe.observe.metrics_port is not None:
             endpoint = MetricsEndpoint(metrics.registry, port=recipe.observe.metrics_port)
             stack.callback(endpoint.close)
+        retired = retire_earlier_run(recipe.run_folder)
         log = EventLog(recipe.run_folder / EVENTS_FILE)
         stack.callback(log.close)
         stack.enter_context(logging_to(recipe.run_folder / LOG_FILE))
@@ -57,6 +60,8 @@ def observing(recipe: Recipe, *, display: Sink) -> Iterator[Observer]:
         sinks = (log, metrics, display)
         with Observer(sinks, first_sequence=log.next_sequence) as observer:
             observer.run_started(recipe, metrics_url=endpoint.url if endpoint else None)
+            if retired is not None:
+                observer.warned(f"an earlier run of this name is now {retired}")
             yield observer
 
 

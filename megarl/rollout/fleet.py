@@ -77,7 +77,8 @@ class Fleet:
             yield engine
         finally:
             engine.num_outstanding -= 1
-            await self._notify()
+            async with self._changed:
+                self._changed.notify()
 
     async def _next_free(self, avoid: Set[int]) -> Engine:
         while True:
@@ -92,6 +93,9 @@ class Fleet:
             try:
                 async with asyncio.timeout(None if live else self._publish_timeout_s):
                     await self._changed.wait()
+            except asyncio.CancelledError:
+                self._changed.notify()  # the turn that woke this one is another's
+                raise
             except TimeoutError:
                 raise FleetError(
                     f"no engine has served version {self.committed_version} for {self._publish_timeout_s:.0f} s: "

@@ -32,7 +32,9 @@ LOADER = "megarl.rollout.loader.load"
 
 _CPU_CACHED_TOKENS = 32_768
 _POLL_S = 0.25
-_STOP_GRACE_S = 15.0
+_STOP_GRACE_S = 5.0
+"""For an orderly end; an engine has nothing to save."""
+_KILL_TIMEOUT_S = 15.0
 _NUM_TAIL_LINES = 400
 _SIGNAL_EXIT = 128
 """What the guard adds to the number of the signal that ended the server."""
@@ -140,8 +142,8 @@ class EngineProcess:
         # Children may outlive it, whether it left in order or not.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=_STOP_GRACE_S)
-        self._log_writer.join(timeout=_STOP_GRACE_S)
+        self._process.wait(timeout=_KILL_TIMEOUT_S)
+        self._log_writer.join(timeout=_KILL_TIMEOUT_S)
         assert self._process.stdin is not None
         self._process.stdin.close()
 

@@ -22,14 +22,3 @@ async def save_model(recipe: Recipe, ranks: Ranks, *, step: int) -> Path:
     link.symlink_to(folder.parent.name)
     link.rename(checkpoints / LATEST)
     return folder
-
-
-def retire_earlier_run(folder: Path) -> Path | None:
-    """Move a run of the same name out of the way, to the first free `<name>.N`; nothing of it is lost."""
-    if not folder.exists():
-        return None
-    number = 1
-    while (retired := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    folder.rename(retired)
-    return retired

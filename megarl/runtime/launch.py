@@ -7,28 +7,24 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from megarl.config.recipe import Recipe
 from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ADDRESS, RAY_AUTH_TOKEN_PATH, RAY_ENVIRONMENT
 from megarl.observe.events import Sink
+from megarl.observe.observer import observing
 
 
 def train(recipe: Recipe, *, display: Sink) -> None:
     """Run a recipe to its end. Whatever it started is gone when this returns or raises."""
     address = recipe.run.ray_address or RAY_ADDRESS.read() or None
     os.environ.update(RAY_ENVIRONMENT)
-    with _private_ray() if address is None else _joined_ray():
+    with observing(recipe, display=display) as observer, _private_ray() if address is None else nullcontext():
         # Ray reads its environment when it is imported, and only then.
         from megarl.runtime.run import run_recipe
 
-        run_recipe(recipe, display=display, ray_address=address)
-
-
-@contextmanager
-def _joined_ray() -> Iterator[None]:
-    yield
+        run_recipe(recipe, observer, ray_address=address)
 
 
 @contextmanager

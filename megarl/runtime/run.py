@@ -18,13 +18,12 @@ from megarl.data.demonstrations import Demonstrations, DemonstrationScorer
 from megarl.data.packing import pack
 from megarl.data.stream import PromptStream
 from megarl.errors import PreemptedError
-from megarl.observe.events import Sink
-from megarl.observe.observer import Observer, observing
+from megarl.observe.observer import Observer
 from megarl.reward.scorer import build_scorer
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.runtime.buffer import Buffer
-from megarl.runtime.checkpoints import retire_earlier_run, save_model
+from megarl.runtime.checkpoints import save_model
 from megarl.runtime.cluster import open_cluster
 from megarl.runtime.evaluate import Evaluator, GreedyEvaluator, NoEvaluator
 from megarl.runtime.inputs import Inputs, read_inputs
@@ -36,13 +35,9 @@ PAD_MULTIPLE = 8
 """Packed lengths are rounded up to this times the tensor-parallel size: even shares under sequence parallelism."""
 
 
-def run_recipe(recipe: Recipe, *, display: Sink, ray_address: str | None) -> None:
+def run_recipe(recipe: Recipe, observer: Observer, *, ray_address: str | None) -> None:
     """Everything of one run. Ctrl-C and SIGTERM end it in order, with nothing left running."""
-    retired = retire_earlier_run(recipe.run_folder)
-    with observing(recipe, display=display) as observer:
-        if retired is not None:
-            observer.warned(f"an earlier run of this name is now {retired}")
-        asyncio.run(_run(recipe, observer, ray_address))
+    asyncio.run(_run(recipe, observer, ray_address))
 
 
 async def _run(recipe: Recipe, observer: Observer, ray_address: str | None) -> None:

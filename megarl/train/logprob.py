@@ -49,7 +49,8 @@ def token_scores(
     max_chunk_bytes: int = _MAX_CHUNK_BYTES,
 ) -> TokenScores:
     """Of softmax(hidden @ weight.T / temperature). The gradient of `hidden` is this rank's part of a sum over ranks."""
-    chunk_tokens = max(1, max_chunk_bytes // (4 * max(shard.size, 1)))
+    # By rows, padding included: the ranks reduce chunk by chunk, so theirs must be alike.
+    chunk_tokens = max(1, max_chunk_bytes // (4 * len(weight)))
     logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, shard, temperature, chunk_tokens
     )

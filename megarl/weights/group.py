@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Literal, Protocol, TypeAlias, assert_never
 
 import torch
@@ -27,6 +29,8 @@ Backend: TypeAlias = Literal["gloo", "nccl"]
 LOOPBACK = "127.0.0.1"
 
 _POLL_S = 0.005
+_WATCH_S = 0.2
+"""How often a waiting peer looks whether another one has given up."""
 _NUM_TAGS = 1 << 30
 _ABANDONED = "abandoned"
 
@@ -61,32 +65,61 @@ class _PointToPoint(Protocol):
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
 
 
-class Pending:
+class Pending(Protocol):
     """A transfer under way. Its buffer must not be touched before `wait` returns."""
 
-    def __init__(self, work: Work, what: str, *, is_polled: bool) -> None:
+    def wait(self, deadline: float) -> None:
+        """Until `deadline`, on the clock of time.monotonic, or until another peer gives up."""
+        ...
+
+
+class _GlooPending:
+    def __init__(self, work: Work, what: str, store: Store) -> None:
         self._work = work
         self._what = what
-        self._is_polled = is_polled
+        self._store = store
 
     def wait(self, deadline: float) -> None:
-        """Until `deadline`, on the clock of time.monotonic."""
-        remaining_s = max(0.001, deadline - time.monotonic())
-        try:
-            if self._is_polled:
-                self._poll(deadline)
-            else:
-                self._work.wait(timedelta(seconds=remaining_s))
-        except RuntimeError as error:
-            raise WeightSyncError(f"{self._what} failed after {remaining_s:.1f} s or less: {_reason(error)}") from error
+        # In a thread: gloo now and then leaves a send waiting whose receiver has closed the connection, and nothing
+        # but a timeout, which ends the whole group, gets it back.
+        outcome: SimpleQueue[RuntimeError | None] = SimpleQueue()
+        seconds = max(_WATCH_S, deadline - time.monotonic())
+        Thread(target=self._wait, args=(seconds, outcome), daemon=True).start()
+        while True:
+            with suppress(Empty):
+                error = outcome.get(timeout=_WATCH_S)
+                break
+            _refuse_abandoned(self._store, self._what)
+        if error is not None:
+            raise WeightSyncError(f"{self._what} failed: {_reason(error)}") from error
 
-    def _poll(self, deadline: float) -> None:
+    def _wait(self, seconds: float, outcome: SimpleQueue[RuntimeError | None]) -> None:
+        try:
+            self._work.wait(timedelta(seconds=seconds))
+            outcome.put(None)
+        except RuntimeError as error:
+            outcome.put(error)
+
+
+class _NcclPending:
+    def __init__(self, work: Work, what: str, store: Store) -> None:
+        self._work = work
+        self._what = what
+        self._store = store
+
+    def wait(self, deadline: float) -> None:
         # Waiting on NCCL work only orders the stream; the deadline needs the transfer itself to be over.
-        while not self._work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError("the deadline has passed")
-            time.sleep(_POLL_S)
-        self._work.wait()
+        with _failing_as(self._what):
+            next_watch = time.monotonic() + _WATCH_S
+            while not self._work.is_completed():
+                now = time.monotonic()
+                if now > deadline:
+                    raise WeightSyncError(f"{self._what} failed: its deadline has passed")
+                if now > next_watch:
+                    _refuse_abandoned(self._store, self._what)
+                    next_watch = now + _WATCH_S
+                time.sleep(_POLL_S)
+            self._work.wait()
 
 
 class TransferGroup:
@@ -151,13 +184,13 @@ class TransferGroup:
         what = f"{self.name}: peer {self.peer} sending {buffer.numel()} bytes to peer {peer}"
         with _failing_as(what):
             work = self._connected(what).send([buffer], peer, tag % _NUM_TAGS)
-        return Pending(work, what, is_polled=self._backend == "nccl")
+        return self._pending(work, what)
 
     def receive(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Pending:
         what = f"{self.name}: peer {self.peer} receiving {buffer.numel()} bytes from peer {peer}"
         with _failing_as(what):
             work = self._connected(what).recv([buffer], peer, tag % _NUM_TAGS)
-        return Pending(work, what, is_polled=self._backend == "nccl")
+        return self._pending(work, what)
 
     @contextmanager
     def transfer(self) -> Iterator[float]:
@@ -208,10 +241,26 @@ class TransferGroup:
         self._process_group = None
         self._end = reason
 
+    def _pending(self, work: Work, what: str) -> Pending:
+        match self._backend:
+            case "gloo":
+                return _GlooPending(work, what, self._store)
+            case "nccl":
+                return _NcclPending(work, what, self._store)
+            case _:
+                assert_never(self._backend)
+
     def _connected(self, what: str) -> _PointToPoint:
         if self._process_group is None:
             raise WeightSyncError(f"{what}: not possible any more, join a new group: {self._end}")
         return self._process_group
+
+
+def abandon_group(address: StoreAddress, *, name: str, reason: str, timeout_s: float = 10) -> None:
+    """End a group from outside, for whoever knows that one of its peers is dead: all waits in it end."""
+    with _failing_as(f"ending {name}"):
+        client = TCPStore(address.host, address.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+        PrefixStore(name, client).set(_ABANDONED, reason)
 
 
 def _process_group(
@@ -238,13 +287,18 @@ def _await_keys(store: Store, keys: Sequence[str], timeout_s: float, what: str) 
     deadline = time.monotonic() + timeout_s
     pause_s = _POLL_S
     while not store.check(list(keys)):
-        if store.check([_ABANDONED]):
-            raise WeightSyncError(f"{what}: {store.get(_ABANDONED).decode()}")
+        _refuse_abandoned(store, what)
         if time.monotonic() > deadline:
             missing = [key for key in keys if not store.check([key])]
             raise WeightSyncError(f"{what}: after {timeout_s:g} s still no {', '.join(missing)}")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
+
+
+def _refuse_abandoned(store: Store, what: str) -> None:
+    with _failing_as(what):
+        if store.check([_ABANDONED]):
+            raise WeightSyncError(f"{what}: {store.get(_ABANDONED).decode()}")
 
 
 @contextmanager

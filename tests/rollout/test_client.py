@@ -8,7 +8,7 @@ import pytest
 
 from megarl.errors import EngineError
 from megarl.rollout.client import EngineKeys, GenerateRequest, PauseMode
-from megarl.types import PolicyVersion
+from megarl.types import JsonValue, PolicyVersion
 from tests.rollout.engines import EOS, ServedModel, generator_of, prompt_of, scripted_client
 
 REQUEST = GenerateRequest(rid="r", input_ids=(5, 6), max_new_tokens=4, temperature=1.0)
@@ -113,23 +113,25 @@ def test_a_failed_load_still_ends_its_session() -> None:
 
 
 def test_an_aborted_request_says_so_and_keeps_its_tokens(qwen2_tp1: ServedModel) -> None:
-    async def abort_one() -> dict[str, object]:
+    # Greedy, this model never says its end token.
+    request = GenerateRequest(rid="to-abort", input_ids=(5,), max_new_tokens=500, temperature=0.0)
+
+    async def abort_one() -> JsonValue:
         async with qwen2_tp1.fleet() as fleet:
             client = fleet.engines[0].client
-            request = GenerateRequest(rid="to-abort", input_ids=(5,), max_new_tokens=500, temperature=1.0)
             running = asyncio.create_task(client.generate(request))
-            await asyncio.sleep(0.5)
-            await client.abort("to-abort")
-            reply = await running
-            assert isinstance(reply, dict)
-            return reply  # type: ignore[return-value]
+            await asyncio.sleep(0.3)
+            await client.abort(request.rid)
+            return await running
 
     reply = asyncio.run(abort_one())
-    meta = reply["meta_info"]
+    assert isinstance(reply, dict)
+    meta, token_ids = reply["meta_info"], reply["output_ids"]
     assert isinstance(meta, dict)
+    assert isinstance(meta["finish_reason"], dict)
     assert meta["finish_reason"]["type"] == "abort"
-    assert isinstance(reply["output_ids"], list)
-    assert 0 < len(reply["output_ids"]) < 500
+    assert isinstance(token_ids, list)
+    assert 0 < len(token_ids) < 500
 
 
 def test_a_paused_engine_is_healthy_and_goes_on_when_resumed(qwen2_tp1: ServedModel) -> None:

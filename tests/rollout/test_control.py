@@ -18,7 +18,7 @@ from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import EngineState, Fleet
 from megarl.types import PolicyVersion
 from tests.rollout.engines import REQUEST_TIMEOUT_S, ServedModel, control_of, generator_of, prompt_of, serve
-from tests.rollout.trainers import GROUP_TIMEOUT_S, FlippingGroup, Trainers, route_to
+from tests.rollout.trainers import GROUP_TIMEOUT_S, FlippingGroup, Trainers, meeting_at, route_to
 
 PROMPT = prompt_of(5, 17, 33, 90, 8)
 
@@ -57,30 +57,44 @@ def test_an_engine_of_another_shape_is_refused_with_the_tensor_named(qwen2_tp1: 
         asyncio.run(scenario())
 
 
+async def publish_and_compare(served: ServedModel) -> None:
+    """Publish the other weights; nothing may tell them from those SGLang loads from disk."""
+    async with served.fleet() as fleet:
+        control = control_of(fleet)
+        expected = await fingerprints_from_disk(control, fleet, served.other_folder)
+        expected_tokens, _ = await greedy(fleet)
+        before = await fingerprints_from_disk(control, fleet, served.folder)
+        for old, new in zip(before, expected, strict=True):
+            assert old.keys() == new.keys()
+            assert not set(old.values()) & set(new.values())
+
+        trainers = Trainers(route_to(served), control, served.other_folder)
+        await trainers.join()
+        await trainers.publish(PolicyVersion(1))
+        assert await control.fingerprints() == expected
+        assert fleet.committed_version == 1
+        tokens, versions = await greedy(fleet)
+        assert tokens == expected_tokens
+        assert set(versions) == {1}
+
+        await control.leave()
+        trainers.close()
+
+
 def test_published_parameters_are_byte_equal_to_those_sglang_loads_itself(served: ServedModel) -> None:
-    async def scenario() -> None:
-        async with served.fleet() as fleet:
-            control = control_of(fleet)
-            expected = await fingerprints_from_disk(control, fleet, served.other_folder)
-            expected_tokens, _ = await greedy(fleet)
-            before = await fingerprints_from_disk(control, fleet, served.folder)
-            for old, new in zip(before, expected, strict=True):
-                assert old.keys() == new.keys()
-                assert not set(old.values()) & set(new.values())
+    asyncio.run(publish_and_compare(served))
 
-            trainers = Trainers(route_to(served), control, served.other_folder)
-            await trainers.join()
-            await trainers.publish(PolicyVersion(1))
-            assert await control.fingerprints() == expected
-            assert fleet.committed_version == 1
-            tokens, versions = await greedy(fleet)
-            assert tokens == expected_tokens
-            assert set(versions) == {1}
 
-            await control.leave()
-            trainers.close()
-
-    asyncio.run(scenario())
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_every_family_can_be_published_to(family: str, tied: bool, tensor: int, tmp_path: Path) -> None:
+    served = serve(tmp_path, family, tensor=tensor, tied=tied)
+    try:
+        asyncio.run(publish_and_compare(served))
+    finally:
+        served.process.stop()
 
 
 def test_one_group_publishes_version_after_version(qwen2_tp1: ServedModel) -> None:
@@ -160,8 +174,8 @@ def test_a_version_staged_but_not_committed_is_not_served(qwen2_tp1: ServedModel
 def test_another_plan_hash_is_refused(qwen2_tp1: ServedModel) -> None:
     async def scenario() -> None:
         async with qwen2_tp1.fleet() as fleet:
-            trainers = Trainers(route_to(qwen2_tp1), control_of(fleet), qwen2_tp1.other_folder)
-            await trainers.join(plan_hash="0" * 32)
+            control = control_of(fleet)
+            await control.join(route_to(qwen2_tp1), plan_hash="0" * 32, meeting=meeting_at(control))
 
     with pytest.raises(WeightSyncError, match=r"TP rank 0: join: plan hash is .* here and 0{32} at the driver"):
         asyncio.run(scenario())

@@ -71,6 +71,19 @@ def test_requests_beyond_the_bound_wait_for_their_turn() -> None:
     asyncio.run(scenario())
 
 
+def test_a_waiting_request_that_is_cancelled_takes_nobodys_turn() -> None:
+    async def scenario() -> None:
+        fleet = scripted_fleet(silent, max_outstanding=1)
+        async with AsyncExitStack() as stack:
+            async with fleet.lease():
+                waiting = [asyncio.create_task(stack.enter_async_context(fleet.lease())) for _ in range(2)]
+                await asyncio.sleep(0.05)
+            waiting[0].cancel()  # at the very moment it was given the turn
+            assert (await asyncio.wait_for(waiting[1], 1)).index == 0
+
+    asyncio.run(scenario())
+
+
 def test_a_request_waits_for_a_publish_while_every_engine_is_stale() -> None:
     async def scenario() -> None:
         fleet = scripted_fleet(silent)

@@ -74,8 +74,7 @@ def test_a_model_folder_without_a_model_is_one_clear_line(tmp_path: Path) -> Non
         asyncio.run(process.wait_ready())
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith("engine 0: exited with code 1; last words: ")
-    assert "empty" in message
+    assert message.startswith("engine 0: exited with code 1; last words: 'ValueError: Unrecognized model in ")
     assert str(process.spec.log_path) in message
     assert not wait_until_gone(process.pid, 5)
 
@@ -98,10 +97,16 @@ def test_a_server_that_is_late_is_stopped(tmp_path: Path) -> None:
 PARENT = """
 import sys, time
 from pathlib import Path
-from megarl.rollout.process import EngineProcess
-from tests.rollout.engines import engine_spec
+from megarl.config.recipe import RolloutRoleConfig
+from megarl.rollout.client import EngineKeys
+from megarl.rollout.process import EngineProcess, EngineSpec
 
-process = EngineProcess(engine_spec(Path(sys.argv[1]), Path(sys.argv[2])))
+folder, config = Path(sys.argv[1]), RolloutRoleConfig(pool="rollout")
+process = EngineProcess(
+    EngineSpec(
+        index=0, model_folder=folder, config=config, device="cpu", seed=1, run_folder=folder, keys=EngineKeys.fresh()
+    )
+)
 process.start()
 print(process.pid, flush=True)
 time.sleep(600)
@@ -109,9 +114,7 @@ time.sleep(600)
 
 
 def test_an_engine_does_not_outlive_its_parent(tmp_path: Path) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path), str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     group = int(parent.stdout.readline())
     assert group_members(group)

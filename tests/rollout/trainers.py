@@ -38,6 +38,16 @@ def route_to(served: ServedModel) -> Route:
     )
 
 
+def meeting_at(control: EngineControl) -> Meeting:
+    return Meeting(
+        address=control.address,
+        name=uuid4().hex,
+        timeout_s=GROUP_TIMEOUT_S,
+        backend="gloo",
+        bucket_bytes=BUCKET_BYTES,
+    )
+
+
 class FlippingGroup(TransferGroup):
     """A wire that flips one bit of the first buffer it carries."""
 
@@ -65,17 +75,11 @@ class Trainers:
         self._senders: list[Sender] = []
         self._groups: list[TransferGroup] = []
 
-    async def join(self, *, plan_hash: str | None = None) -> None:
-        """Meet the engines; `plan_hash` only to claim another one than there is."""
-        meeting = Meeting(
-            address=self._control.address,
-            name=uuid4().hex,
-            timeout_s=GROUP_TIMEOUT_S,
-            backend="gloo",
-            bucket_bytes=BUCKET_BYTES,
-        )
+    async def join(self) -> None:
+        """Meet the engines."""
+        meeting = meeting_at(self._control)
         ranks = [asyncio.to_thread(self._join_rank, rank, meeting) for rank in range(self._route.parallel.world_size)]
-        engines = self._control.join(self._route, plan_hash=plan_hash or self._plan.hash, meeting=meeting)
+        engines = self._control.join(self._route, plan_hash=self._plan.hash, meeting=meeting)
         self._groups, _ = await asyncio.gather(asyncio.gather(*ranks), engines)
         tensors = load_file(self._folder / "model.safetensors")
         self._senders = [

@@ -1,21 +1,20 @@
-"""Four processes that stay for the whole test session and act as trainer ranks, so that Megatron is imported once.
+"""Four processes that stay for the whole test session and act as trainer ranks: Megatron is imported once for all.
 
 A job is a module-level function `job(rank, world, port, *arguments)`; the first `world` processes run it together.
 """
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import socket
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from typing import Generic, TypeVar
-
-import torch.multiprocessing as mp
 
 Result = TypeVar("Result")
 
@@ -39,7 +38,7 @@ class _Done(Generic[Result]):
 
 class Cluster:
     def __init__(self) -> None:
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
 
     def run(self, world: int, job: Callable[..., Result], *arguments: object, timeout_s: float = 120.0) -> list[Result]:
@@ -78,7 +77,8 @@ class Cluster:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["megarl.train.rank"])
         for _ in range(NUM_PROCESSES):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -91,9 +91,8 @@ class Cluster:
 
 
 def _serve(pipe: Connection) -> None:
-    warnings.simplefilter("ignore")  # Megatron misses Apex and Transformer Engine, at length
-    import megarl.train.rank  # noqa: F401 - the slow part of a start
-
+    # Already there, unless other tests started the fork server first.
+    importlib.import_module("megarl.train.rank")
     pipe.send("ready")
     while True:
         job, rank, world, port, arguments = pipe.recv()

@@ -237,7 +237,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight(cluster: Cluster, models: M
     world, actor = SPLITS["PP2"]
     batch = packed([broken, *others], world=world, actor=actor)
     for message, is_unchanged in cluster.run(world, jobs.fail_to_update, setup_of(model, actor), batch):
-        assert message.startswith("NumericsError: step 0: the loss is")
+        assert message.startswith("step 0: the loss is")
         assert is_unchanged
 
 
@@ -254,5 +254,6 @@ def test_what_is_saved_is_what_was_loaded(cluster: Cluster, models: Models, tmp_
 def test_a_model_that_does_not_match_its_shape_is_refused(cluster: Cluster, models: Models, tmp_path: Path) -> None:
     model = models.get("llama", tied=False)
     write_tiny_model(tmp_path / "other", "llama", ffn=64)
-    with pytest.raises(Exception, match=r"mlp\.gate_proj\.weight has shape"):
-        cluster.run(1, jobs.build, replace(setup_of(model, SPLITS["TP1"][1]), folder=tmp_path / "other"))
+    setup = replace(setup_of(model, SPLITS["TP1"][1]), folder=tmp_path / "other")
+    (message,) = cluster.run(1, jobs.fail_to_load, setup)
+    assert "mlp.gate_proj.weight has shape" in message

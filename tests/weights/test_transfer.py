@@ -7,7 +7,7 @@ import torch
 
 from megarl.errors import WeightSyncError
 from megarl.weights.check import check_delivery
-from megarl.weights.group import StoreAddress, StoreServer, TransferGroup
+from megarl.weights.group import StoreAddress, StoreServer, TransferGroup, abandon_group
 from tests.processes import run_processes
 from tests.weights.transfer_peers import (
     CORRUPTED_VERSION,
@@ -119,3 +119,11 @@ def test_a_wait_ends_when_another_peer_gives_up() -> None:
         group.collect(["never"], 10)
     with pytest.raises(WeightSyncError, match="join a new group: the disk is full"):
         group.send(torch.zeros(1, dtype=torch.uint8), peer=0, tag=0)
+
+
+def test_a_group_can_be_ended_from_outside() -> None:
+    server = StoreServer()
+    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=10)
+    abandon_group(server.address, name="one", reason="engine 1 is dead")
+    with pytest.raises(WeightSyncError, match="engine 1 is dead"):
+        group.collect(["never"], 10)

@@ -1,0 +1,106 @@
+"""Shapes of public models, so that a recipe can be planned where their folders are not. No hub is asked.
+
+Sizes as the models' own `config.json` gives them, for the instruction-tuned releases.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from megarl.config.model import Family, ModelShape, RopeScaling
+
+_LLAMA3_ROPE = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+
+
+def _qwen2(layers: int, hidden: int, ffn: int, heads: int, kv: int, *, vocab: int = 152064) -> ModelShape:
+    return ModelShape(
+        family=Family.QWEN2,
+        num_layers=layers,
+        hidden=hidden,
+        ffn_hidden=ffn,
+        num_heads=heads,
+        num_kv_heads=kv,
+        head_dim=hidden // heads,
+        vocab=vocab,
+        max_context_tokens=32768,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_scaling=None,
+        # The small ones tie their embeddings, and have a smaller vocabulary because nothing is padded.
+        has_tied_embeddings=vocab == 151936,
+        has_qkv_bias=True,
+        has_qk_norm=False,
+        dtype="bfloat16",
+    )
+
+
+def _qwen3(layers: int, hidden: int, ffn: int, heads: int, *, is_tied: bool = False) -> ModelShape:
+    return ModelShape(
+        family=Family.QWEN3,
+        num_layers=layers,
+        hidden=hidden,
+        ffn_hidden=ffn,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab=151936,
+        max_context_tokens=40960,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_scaling=None,
+        has_tied_embeddings=is_tied,
+        has_qkv_bias=False,
+        has_qk_norm=True,
+        dtype="bfloat16",
+    )
+
+
+def _llama3(layers: int, hidden: int, ffn: int, heads: int) -> ModelShape:
+    return ModelShape(
+        family=Family.LLAMA,
+        num_layers=layers,
+        hidden=hidden,
+        ffn_hidden=ffn,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab=128256,
+        max_context_tokens=131072,
+        norm_eps=1e-5,
+        rope_theta=5e5,
+        rope_scaling=_LLAMA3_ROPE,
+        has_tied_embeddings=False,
+        has_qkv_bias=False,
+        has_qk_norm=False,
+        dtype="bfloat16",
+    )
+
+
+CATALOGUE: Mapping[str, ModelShape] = {
+    "qwen2.5-0.5b": _qwen2(24, 896, 4864, 14, 2, vocab=151936),
+    "qwen2.5-1.5b": _qwen2(28, 1536, 8960, 12, 2, vocab=151936),
+    "qwen2.5-3b": _qwen2(36, 2048, 11008, 16, 2, vocab=151936),
+    "qwen2.5-7b": _qwen2(28, 3584, 18944, 28, 4),
+    "qwen2.5-14b": _qwen2(48, 5120, 13824, 40, 8),
+    "qwen2.5-32b": _qwen2(64, 5120, 27648, 40, 8),
+    "qwen2.5-72b": _qwen2(80, 8192, 29568, 64, 8),
+    "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, is_tied=True),
+    "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, is_tied=True),
+    "qwen3-4b": _qwen3(36, 2560, 9728, 32, is_tied=True),
+    "qwen3-8b": _qwen3(36, 4096, 12288, 32),
+    "qwen3-14b": _qwen3(40, 5120, 17408, 40),
+    "qwen3-32b": _qwen3(64, 5120, 25600, 64),
+    "llama-3.1-8b": _llama3(32, 4096, 14336, 32),
+    "llama-3.1-70b": _llama3(80, 8192, 28672, 64),
+    "llama-3.1-405b": _llama3(126, 16384, 53248, 128),
+}
+
+_DECORATION = re.compile(r"^(meta-)|(-instruct|-base|-chat|-hf)+$")
+
+
+def catalogue_name(path: Path) -> str | None:
+    """The entry that a folder or hub name stands for: `models/Qwen2.5-7B-Instruct` is qwen2.5-7b."""
+    name = _DECORATION.sub("", path.name.lower())
+    return name if name in CATALOGUE else None

@@ -1,0 +1,135 @@
+"""Whether the numbers of a recipe divide and fit: pools, batches, and the model over its ranks. Opens no file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config.model import ModelShape
+from megarl.config.recipe import ActorConfig, Recipe, RolloutRoleConfig
+from megarl.errors import Problem
+
+_ENGINE_VOCAB_STEP = 64
+"""SGLang pads the vocabulary to a multiple of this before it divides it."""
+
+
+def check_step(recipe: Recipe) -> Iterator[Problem]:
+    """What does not depend on the model."""
+    yield from _pools(recipe)
+    yield from _batch(recipe)
+
+
+def check_split(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
+    """Whether the model can be divided as the recipe says, and has the context it asks for."""
+    yield from _actor_split(shape, recipe.roles.actor)
+    if recipe.roles.rollout is not None:
+        yield from _engine_split(shape, recipe.roles.rollout, device=recipe.run.device)
+    if recipe.max_context_tokens > shape.max_context_tokens:
+        yield Problem(
+            key="sampling.max_response_tokens",
+            message=f"prompt {recipe.data.max_prompt_tokens} + response {recipe.sampling.max_response_tokens} = "
+            f"{recipe.max_context_tokens} tokens exceed the model's context of {shape.max_context_tokens}",
+        )
+
+
+def _pools(recipe: Recipe) -> Iterator[Problem]:
+    pools = recipe.pools
+    actor, rollout = recipe.roles.actor, recipe.roles.rollout
+    known = ", ".join(sorted(pools))
+    for role, pool in (("actor", actor.pool), ("rollout", rollout.pool if rollout else None)):
+        if pool is not None and pool not in pools:
+            yield Problem(key=f"roles.{role}.pool", message=f"no pool named {pool}; pools are {known}")
+    if actor.pool in pools:
+        gpus = pools[actor.pool].gpus
+        if gpus % actor.model_parallel:
+            yield Problem(
+                key="roles.actor",
+                message=f"tensor {actor.tensor} * pipeline {actor.pipeline} = {actor.model_parallel} "
+                f"does not divide the {gpus} gpus of pool {actor.pool}",
+            )
+    if rollout is not None and rollout.pool in pools:
+        per_node = pools[rollout.pool].gpus_per_node
+        if per_node % rollout.tensor:
+            yield Problem(
+                key="roles.rollout.tensor",
+                message=f"{rollout.tensor} does not divide the {per_node} gpus of a node of pool {rollout.pool}; "
+                "an engine stays on one node",
+            )
+    for name in sorted(set(pools) - {actor.pool, rollout.pool if rollout else actor.pool}):
+        yield Problem(key=f"pools.{name}", message="no role uses this pool; remove it or name it in a role")
+
+
+def _batch(recipe: Recipe) -> Iterator[Problem]:
+    train = recipe.train
+    if train.prompts_per_update is not None and train.prompts_per_step % train.prompts_per_update:
+        yield Problem(
+            key="train.prompts_per_update",
+            message=f"{train.prompts_per_update} does not divide train.prompts_per_step {train.prompts_per_step}",
+        )
+    longest = (
+        f"one sequence of data.max_prompt_tokens {recipe.data.max_prompt_tokens} + "
+        f"sampling.max_response_tokens {recipe.sampling.max_response_tokens}"
+    )
+    if recipe.max_context_tokens > train.tokens_per_micro_batch:
+        yield Problem(
+            key="train.tokens_per_micro_batch", message=f"{train.tokens_per_micro_batch} cannot hold {longest}"
+        )
+    rollout = recipe.roles.rollout
+    cached_tokens = rollout.max_cached_tokens if rollout else None
+    if cached_tokens is not None and recipe.max_context_tokens > cached_tokens:
+        yield Problem(key="roles.rollout.max_cached_tokens", message=f"{cached_tokens} cannot hold {longest}")
+    optimizer = train.optimizer
+    if optimizer.warmup_steps > recipe.run.steps:
+        yield Problem(
+            key="train.optimizer.warmup_steps",
+            message=f"{optimizer.warmup_steps} is more than run.steps {recipe.run.steps}; "
+            "the learning rate would never be reached",
+        )
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        yield Problem(
+            key="train.optimizer.min_learning_rate",
+            message=f"{optimizer.min_learning_rate} is above learning_rate {optimizer.learning_rate}",
+        )
+
+
+def _actor_split(shape: ModelShape, actor: ActorConfig) -> Iterator[Problem]:
+    yield from _tensor_split(shape, actor.tensor, key="roles.actor.tensor")
+    chunks = actor.pipeline * actor.virtual_pipeline
+    if shape.num_layers % chunks:
+        yield Problem(
+            key="roles.actor.pipeline",
+            message=f"pipeline {actor.pipeline} * virtual_pipeline {actor.virtual_pipeline} = {chunks} "
+            f"does not divide the model's {shape.num_layers} layers; choose one of {_divisors(shape.num_layers)}",
+        )
+
+
+def _engine_split(shape: ModelShape, rollout: RolloutRoleConfig, *, device: str) -> Iterator[Problem]:
+    key = "roles.rollout.tensor"
+    yield from _tensor_split(shape, rollout.tensor, key=key)
+    padded = -(-shape.vocab // _ENGINE_VOCAB_STEP) * _ENGINE_VOCAB_STEP
+    if device == "cuda" and padded % rollout.tensor:
+        yield Problem(
+            key=key,
+            message=f"{rollout.tensor} does not divide the model's vocabulary of {shape.vocab}, padded to {padded}",
+        )
+
+
+def _tensor_split(shape: ModelShape, tensor: int, *, key: str) -> Iterator[Problem]:
+    if shape.num_heads % tensor:
+        yield _indivisible(key, tensor, "attention heads", shape.num_heads)
+    elif shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
+        # A multiple is fine: then several ranks share a head.
+        yield Problem(
+            key=key,
+            message=f"{tensor} is neither a divisor nor a multiple of the model's {shape.num_kv_heads} key/value heads",
+        )
+    if shape.ffn_hidden % tensor:
+        yield _indivisible(key, tensor, "intermediate size", shape.ffn_hidden)
+
+
+def _indivisible(key: str, size: int, what: str, count: int) -> Problem:
+    message = f"{size} does not divide the model's {count} {what}; choose one of {_divisors(count)}"
+    return Problem(key=key, message=message)
+
+
+def _divisors(count: int) -> str:
+    return ", ".join(str(number) for number in range(1, min(count, 64) + 1) if count % number == 0)

@@ -1,0 +1,262 @@
+"""From YAML files and `--set` overrides to one tree of values, each with the place it was written. No schema here.
+
+YAML without its traps: only `true` and `false` are booleans, `1e-6` is a number, `12:30` and `010` are not read in base
+60 or 8, duplicate keys, aliases, tags and files that cannot be a recipe are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import yaml
+
+from megarl.errors import ConfigError, Problem
+
+MAX_DOCUMENT_BYTES = 1 << 20
+_MAX_DEPTH = 32
+EXTENDS = "extends"
+OVERRIDE = "--set"
+
+Tree: TypeAlias = "dict[str, Tree] | list[Tree] | str | int | float | bool | None"
+Key: TypeAlias = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a value was written."""
+
+    source: str
+    """A file, or `--set`."""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """Values as written. Lists and empty sections count as one value."""
+
+    tree: dict[str, Tree]
+    origins: Mapping[Key, Origin]
+
+    def origin(self, key: Key) -> Origin | None:
+        """Of a value or of the list or section it is a part of; None where nobody wrote it."""
+        for length in range(len(key), 0, -1):
+            if key[:length] in self.origins:
+                return self.origins[key[:length]]
+        return None
+
+
+def read_document(path: Path) -> Document:
+    """The file, laid over the one it `extends`; raises ConfigError."""
+    return _read_family(path, ())
+
+
+def override(document: Document, assignment: str) -> Document:
+    """`a.b=c` sets one key; `c` is YAML, so `--set pools.train={gpus_per_node: 4}` works too."""
+    name, equals, text = assignment.partition("=")
+    key = tuple(name.split("."))
+    if not equals or not all(key):
+        raise _override_error(assignment, "expected a.b=value")
+    try:
+        value = _parse(text).value
+    except yaml.YAMLError as error:
+        raise _override_error(name, f"not valid YAML: {_yaml_sentence(error)}") from None
+    for length in range(1, len(key)):
+        if not isinstance(_at(document.tree, key[:length]), dict | None):
+            raise _override_error(name, f"{key[length - 1]} is a value, not a section")
+    kept = {known: origin for known, origin in document.origins.items() if known[: len(key)] != key}
+    origins = {leaf: Origin(source=OVERRIDE) for leaf in _leaves(value, key)}
+    return Document(tree=_with(document.tree, key, value), origins={**kept, **origins})
+
+
+class _StrictLoader(yaml.SafeLoader):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag != "tag:yaml.org,2002:str":
+                problem = f"line {line}: key {key_node.value} is not a word; quote it"
+                raise yaml.constructor.ConstructorError(problem=problem)
+            if key_node.value in seen:
+                problem = f"key {key_node.value} is given twice (again in line {line}); keep one"
+                raise yaml.constructor.ConstructorError(problem=problem)
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(problem="aliases are not supported; write the value out")
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise yaml.composer.ComposerError(problem=f"nested more than {_MAX_DEPTH} levels deep")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+# The core schema of YAML 1.2, and exponents without a point.
+_StrictLoader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", list("-+0123456789")),
+    (
+        "float",
+        r"^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        list("-+0123456789."),
+    ),
+):
+    _StrictLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parsed:
+    value: Tree
+    lines: Mapping[Key, int]
+
+
+def _parse(text: str) -> _Parsed:
+    loader = _StrictLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return _Parsed(value=None, lines={})
+        value: Tree = loader.construct_document(node)
+        return _Parsed(value=value, lines=dict(_lines(node, ())))
+    finally:
+        loader.dispose()
+
+
+def _lines(node: yaml.Node, key: Key) -> Iterator[tuple[Key, int]]:
+    if isinstance(node, yaml.MappingNode) and node.value:
+        for key_node, value_node in node.value:
+            yield from _lines(value_node, (*key, key_node.value))
+    else:
+        yield key, node.start_mark.line + 1
+
+
+def _leaves(value: Tree, key: Key) -> Iterator[Key]:
+    if isinstance(value, dict) and value:
+        for name, child in value.items():
+            yield from _leaves(child, (*key, name))
+    else:
+        yield key
+
+
+def _read_family(path: Path, heirs: tuple[Path, ...]) -> Document:
+    if path.resolve() in [heir.resolve() for heir in heirs]:
+        circle = " -> ".join(str(heir) for heir in (*heirs, path))
+        raise _error(heirs[-1], f"goes round in a circle: {circle}", key=EXTENDS)
+    own = _read(path)
+    tree = dict(own.tree)
+    base = tree.pop(EXTENDS, None)
+    origins = {key: origin for key, origin in own.origins.items() if key != (EXTENDS,)}
+    if base is None:
+        return Document(tree=tree, origins=origins)
+    if not isinstance(base, str):
+        raise _error(path, f"{base!r}: name one file, relative to this one", key=EXTENDS)
+    if not (path.parent / base).is_file():
+        raise _error(path, f"{path.parent / base} does not exist", key=EXTENDS)
+    inherited = _read_family(path.parent / base, (*heirs, path))
+    return _lay_over(inherited, Document(tree=tree, origins=origins))
+
+
+def _lay_over(base: Document, own: Document) -> Document:
+    replaced = set(_replaced(base.tree, own.tree, ()))
+    kept = {
+        key: origin
+        for key, origin in base.origins.items()
+        if not any(key[:length] in replaced for length in range(len(key) + 1))
+    }
+    return Document(tree=_merged(base.tree, own.tree), origins={**kept, **own.origins})
+
+
+def _merged(base: dict[str, Tree], own: dict[str, Tree]) -> dict[str, Tree]:
+    """Sections are merged key by key; a section of another `kind`, a list or a value replaces what was there."""
+    merged = dict(base)
+    for name, value in own.items():
+        before = merged.get(name)
+        merged[name] = _merged(before, value) if _is_merged(before, value) else value  # type: ignore[arg-type]
+    return merged
+
+
+def _replaced(base: dict[str, Tree], own: dict[str, Tree], key: Key) -> Iterator[Key]:
+    for name, value in own.items():
+        before = base.get(name)
+        if isinstance(before, dict) and isinstance(value, dict) and _is_merged(before, value):
+            yield from _replaced(before, value, (*key, name))
+        else:
+            yield (*key, name)
+
+
+def _is_merged(before: Tree, value: Tree) -> bool:
+    if not isinstance(before, dict) or not isinstance(value, dict):
+        return False
+    return "kind" not in value or value["kind"] == before.get("kind")
+
+
+def _read(path: Path) -> Document:
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise _error(path, "no such file") from None
+    except OSError as error:
+        raise _error(path, f"cannot be read: {error.strerror}") from None
+    if len(raw) > MAX_DOCUMENT_BYTES:
+        raise _error(path, f"{len(raw)} bytes; a recipe has at most {MAX_DOCUMENT_BYTES}")
+    try:
+        parsed = _parse(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise _error(path, "not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        raise _error(path, f"not valid YAML: {_yaml_sentence(error)}") from None
+    if not isinstance(parsed.value, dict):
+        raise _error(path, "not a mapping of sections (run:, model:, data: ...)")
+    origins = {key: Origin(source=str(path), line=line) for key, line in parsed.lines.items()}
+    return Document(tree=parsed.value, origins=origins)
+
+
+def _yaml_sentence(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark
+        where = f"line {mark.line + 1}: " if mark else ""
+        return where + ", ".join(words for words in (error.context, error.problem) if words)
+    if isinstance(error, yaml.reader.ReaderError):
+        return f"character #x{error.character:02x} is not allowed"
+    return str(error).splitlines()[0]
+
+
+def _at(tree: dict[str, Tree], key: Key) -> Tree:
+    value: Tree = tree
+    for name in key:
+        if not isinstance(value, dict):
+            return value
+        value = value.get(name)
+    return value
+
+
+def _with(tree: dict[str, Tree], key: Key, value: Tree) -> dict[str, Tree]:
+    name, *rest = key
+    if not rest:
+        return {**tree, name: value}
+    child = tree.get(name)
+    return {**tree, name: _with(child if isinstance(child, dict) else {}, tuple(rest), value)}
+
+
+def _error(path: Path, message: str, *, key: str = "") -> ConfigError:
+    return ConfigError(str(path), (Problem(key=key, message=message),))
+
+
+def _override_error(key: str, message: str) -> ConfigError:
+    return ConfigError(OVERRIDE, (Problem(key=key, message=message),))

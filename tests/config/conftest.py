@@ -1,0 +1,58 @@
+"""A folder with all that a recipe names: a model without weights worth loading, a data file, a reward."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+    "max_position_embeddings": 64,
+}
+
+
+def write_model(folder: Path, **changes: object) -> None:
+    """What is looked at before a run starts; a change to None leaves the key out."""
+    folder.mkdir()
+    shape = {key: value for key, value in {**SHAPE, **changes}.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(shape))
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the recipes of this directory are started in."""
+    folder = tmp_path_factory.mktemp("workplace")
+    write_model(folder / "model")
+    write_model(folder / "other_family", architectures=["MambaForCausalLM"])
+    write_model(folder / "sliding_window", use_sliding_window=True)
+    write_model(folder / "no_layers", num_hidden_layers=None)
+    write_model(folder / "yarn", rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    write_model(folder / "six_kv_heads", num_attention_heads=12, num_key_value_heads=6, intermediate_size=96)
+    write_model(folder / "narrow", intermediate_size=130)
+    for folder_name, missing in (
+        ("no_weights", "model.safetensors"),
+        ("no_tokenizer", "tokenizer.json"),
+        ("no_template", "chat_template.jinja"),
+    ):
+        write_model(folder / folder_name)
+        (folder / folder_name / missing).unlink()
+    write_model(folder / "broken_config")
+    (folder / "broken_config" / "config.json").write_text("{")
+    (folder / "train.parquet").touch()
+    (folder / "eval.parquet").touch()
+    (folder / "a_file").touch()
+    (folder / "no_function.py").write_text("def score():\n    return 0.0\n")
+    (folder / "too_few_arguments.py").write_text("def compute_score(solution_str):\n    return 0.0\n")
+    (folder / "does_not_import.py").write_text("import a_package_that_nobody_has\n")
+    return folder

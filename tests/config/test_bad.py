@@ -1,0 +1,49 @@
+"""Every recipe in bad/ is refused with exactly the lines it announces in its first comments, and exit code 2."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.main import run
+from megarl.config import load_recipe
+
+HERE = Path(__file__).parent
+RECIPES = sorted((HERE / "bad").glob("*.yaml"))
+EXPECT = "# expect: "
+MAX_SECONDS = 2.0
+MAX_SECONDS_OF_USER_CODE = 20.0
+"""A reward is imported in a process of its own."""
+
+
+def expected_lines(recipe: Path, workplace: Path) -> list[str]:
+    lines = [line.removeprefix(EXPECT) for line in recipe.read_text().splitlines() if line.startswith(EXPECT)]
+    places = {"WORKPLACE": workplace, "BAD": HERE / "bad", "HERE": HERE}
+    for name, folder in places.items():
+        lines = [line.replace(f"{name}/", f"{folder}/") for line in lines]
+    return lines
+
+
+def test_there_are_many_of_them() -> None:
+    assert len(RECIPES) >= 60
+
+
+def test_what_they_extend_is_good(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    assert load_recipe(HERE / "good.yaml").run.name == "test"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
+def test_a_bad_recipe_gives_exactly_these_lines(
+    recipe: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workplace)
+    began = time.monotonic()
+    assert run(["validate", str(recipe)]) == 2
+    seconds = time.monotonic() - began
+    assert seconds < (MAX_SECONDS_OF_USER_CODE if recipe.stem.startswith("reward_") else MAX_SECONDS)
+    title, *lines = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("  ") for line in lines] == expected_lines(recipe, workplace)
+    assert title.endswith(f": {len(lines)} problem(s)")

@@ -1,0 +1,114 @@
+"""Families of recipes: what is inherited, what is replaced, and where each value came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.document import Origin, override, read_document
+from megarl.errors import ConfigError
+
+BASE = """\
+run:
+  name: base
+  steps: 10
+data: {train: [a, b]}
+algorithm: {kind: grpo, clip_low: 0.1}
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def heir(base: Path, text: str) -> Path:
+    path = base.with_name("heir.yaml")
+    path.write_text(f"extends: {base.name}\n{text}")
+    return path
+
+
+def test_sections_are_merged_key_by_key(base: Path) -> None:
+    document = read_document(heir(base, "run: {name: heir}\nsampling: {top_k: 5}\n"))
+    assert document.tree == {
+        "run": {"name": "heir", "steps": 10},
+        "data": {"train": ["a", "b"]},
+        "algorithm": {"kind": "grpo", "clip_low": 0.1},
+        "sampling": {"top_k": 5},
+    }
+
+
+def test_a_list_replaces_a_list(base: Path) -> None:
+    assert read_document(heir(base, "data: {train: [c]}\n")).tree["data"] == {"train": ["c"]}
+
+
+def test_a_section_of_another_kind_replaces_the_whole_section(base: Path) -> None:
+    document = read_document(heir(base, "algorithm: {kind: sft}\n"))
+    assert document.tree["algorithm"] == {"kind": "sft"}
+    assert document.origin(("algorithm", "clip_low")) is None
+
+
+def test_a_section_of_the_same_kind_is_merged(base: Path) -> None:
+    document = read_document(heir(base, "algorithm: {kind: grpo, clip_high: 0.3}\n"))
+    assert document.tree["algorithm"] == {"kind": "grpo", "clip_low": 0.1, "clip_high": 0.3}
+
+
+def test_every_value_knows_its_file_and_line(base: Path) -> None:
+    path = heir(base, "run:\n  name: heir\n")
+    document = override(read_document(path), "run.seed=3")
+    assert document.origin(("run", "name")) == Origin(source=str(path), line=3)
+    assert document.origin(("run", "steps")) == Origin(source=str(base), line=3)
+    assert document.origin(("run", "seed")) == Origin(source="--set")
+    assert document.origin(("data", "train")) == Origin(source=str(base), line=4)
+    assert document.origin(("run", "folder")) is None
+
+
+def test_an_override_replaces_a_section_and_its_origins(base: Path) -> None:
+    document = override(read_document(base), "algorithm={kind: sft}")
+    assert document.tree["algorithm"] == {"kind": "sft"}
+    assert document.origin(("algorithm", "kind")) == Origin(source="--set")
+    assert document.origin(("algorithm", "clip_low")) is None
+
+
+def test_an_override_leaves_the_document_it_was_given_alone(base: Path) -> None:
+    document = read_document(base)
+    override(document, "run.name=other")
+    assert document.tree["run"] == {"name": "base", "steps": 10}
+
+
+def test_an_override_may_create_a_section(base: Path) -> None:
+    assert override(read_document(base), "a.b.c=1").tree["a"] == {"b": {"c": 1}}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("-2.5E3", -2500.0),
+        (".5", 0.5),
+        ("8_192", 8192),
+        ("010", "010"),
+        ("12:30", "12:30"),
+        ("no", "no"),
+        ("true", True),
+        ("2024-01-01", "2024-01-01"),
+        ("", None),
+        ("~", None),
+        ("nil", "nil"),
+    ],
+)
+def test_scalars_are_what_they_look_like(base: Path, text: str, value: object) -> None:
+    got = override(read_document(base), f"x={text}").tree["x"]
+    assert (got, type(got)) == (value, type(value))
+
+
+def test_a_circle_is_named(tmp_path: Path) -> None:
+    for name, other in (("a", "b"), ("b", "c"), ("c", "a")):
+        (tmp_path / f"{name}.yaml").write_text(f"extends: {other}.yaml\n")
+    with pytest.raises(ConfigError) as caught:
+        read_document(tmp_path / "a.yaml")
+    names = " -> ".join(str(tmp_path / f"{name}.yaml") for name in "abca")
+    assert str(caught.value.problems[0]) == f"extends: goes round in a circle: {names}"

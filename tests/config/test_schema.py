@@ -1,0 +1,68 @@
+"""The schema for editors and the reference for people say what the sections say, and the files of both are current."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+
+from megarl.cli.main import run
+from megarl.config.document import read_document
+from megarl.config.recipe import Recipe
+from megarl.config.schema import json_schema, reference
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+WRITE = "write it with"
+
+
+def test_the_shipped_json_schema_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schema"]) == 0
+    path = ROOT / "recipes" / "schema.json"
+    assert path.read_text() == capsys.readouterr().out, f"{WRITE} megarl schema > {path}"
+
+
+def test_the_reference_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schema", "--docs"]) == 0
+    path = ROOT / "docs" / "recipe.md"
+    assert path.read_text() == capsys.readouterr().out, f"{WRITE} megarl schema --docs > {path}"
+
+
+def test_every_key_is_in_the_reference() -> None:
+    text = reference()
+    for section in json_schema()["$defs"].values():  # type: ignore[attr-defined]
+        for key in section["properties"]:
+            assert re.search(rf"[`.]{key}[`.]|## (\w+\.)*{key}\b", text), key
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
+def test_editors_find_the_schema_of_every_recipe(recipe: Path) -> None:
+    first_line = recipe.read_text().splitlines()[0]
+    found = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first_line)
+    assert found is not None, first_line
+    assert (recipe.parent / found[1]).is_file()
+
+
+def test_the_json_schema_knows_the_sections_and_extends() -> None:
+    properties = json_schema()["properties"]
+    assert isinstance(properties, dict)
+    assert set(properties) == {*Recipe.model_fields, "extends"}
+
+
+def test_a_recipe_that_extends_another_may_be_incomplete() -> None:
+    schema = json_schema()
+    assert schema["if"] == {"not": {"required": ["extends"]}}
+    for name, section in schema["$defs"].items():  # type: ignore[attr-defined]
+        assert set(section.get("required", [])) <= {"kind"}, name
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
+def test_editors_accept_every_recipe(recipe: Path) -> None:
+    jsonschema.validate(read_document(recipe).tree, json_schema())
+
+
+def test_editors_refuse_an_unknown_key() -> None:
+    with pytest.raises(jsonschema.ValidationError, match="stepss"):
+        jsonschema.validate({"extends": "a.yaml", "run": {"stepss": 1}}, json_schema())

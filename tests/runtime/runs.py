@@ -1,0 +1,125 @@
+"""Whole runs, as a user starts them: `megarl train` in a process of its own, read back through its events."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megarl.observe.events import EVENTS_FILE, Evaluated, Event, StepFinished, read_events
+
+RECIPE = """
+run: {name: NAME, folder: FOLDER/runs, steps: 2, device: cpu, seed: 3}
+model: {path: FOLDER/arithmetic/model}
+data:
+  train: [FOLDER/arithmetic/train.parquet]
+  eval: [FOLDER/arithmetic/eval.parquet]
+  max_prompt_tokens: 16
+pools:
+  train: {gpus_per_node: 2}
+  rollout: {gpus_per_node: 1}
+roles:
+  actor: {pool: train, tensor: 2}
+  rollout: {pool: rollout, tensor: 1}
+algorithm: {kind: grpo}
+sampling: {rollouts_per_prompt: 4, max_response_tokens: 6}
+reward: {kind: function, path: FOLDER/reward.py, workers: 1}
+train:
+  prompts_per_step: 8
+  tokens_per_micro_batch: 128
+  optimizer: {learning_rate: 1e-3}
+evaluation: {max_prompts: 4}
+"""
+
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Something a random model gets right now and then, and not always."""
+    return {"score": float(sum(map(ord, solution_str)) % 3 == 0), "length": len(solution_str)}
+'''
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    folder: Path
+    exit_code: int
+    output: str
+
+    @property
+    def events(self) -> list[Event]:
+        return [record.event for record in read_events(self.folder / EVENTS_FILE)]
+
+    @property
+    def steps(self) -> list[StepFinished]:
+        return [event for event in self.events if isinstance(event, StepFinished)]
+
+    @property
+    def accuracies(self) -> list[float]:
+        return [event.result.accuracy for event in self.events if isinstance(event, Evaluated)]
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "checkpoints" / "latest" / "model"
+
+
+def write_recipe(folder: Path, name: str) -> Path:
+    (folder / "reward.py").write_text(REWARD)
+    path = folder / f"{name}.yaml"
+    path.write_text(RECIPE.replace("FOLDER", str(folder)).replace("NAME", name))
+    return path
+
+
+@contextmanager
+def started(folder: Path, name: str, *overrides: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A run under way, in a process group of its own, as in a terminal. Killed if it is still there at the end."""
+    command = [str(Path(sys.executable).with_name("megarl")), "train", str(write_recipe(folder, name))]
+    for override in overrides:
+        command += ["--set", override]
+    with (folder / f"{name}.out").open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, process_group=0, cwd=folder)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            psutil.wait_procs(children, timeout=30)
+
+
+def run(folder: Path, name: str, *overrides: str, timeout_s: float = 400) -> Run:
+    with started(folder, name, *overrides) as process:
+        process.wait(timeout=timeout_s)
+    return finished(folder, name, process)
+
+
+def finished(folder: Path, name: str, process: subprocess.Popen[bytes]) -> Run:
+    assert process.returncode is not None
+    output = (folder / f"{name}.out").read_text()
+    return Run(folder=folder / "runs" / name, exit_code=process.returncode, output=output)
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Everything a run has started so far."""
+    found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    return found
+
+
+def survivors(processes: list[psutil.Process], *, timeout_s: float) -> list[str]:
+    _, alive = psutil.wait_procs(processes, timeout=timeout_s)
+    return [f"{process.pid} {process.name()}" for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def listening(pid: int) -> set[str]:
+    """Addresses that a run and its children listen on."""
+    addresses = set()
+    for process in [psutil.Process(pid), *descendants(pid)]:
+        try:
+            connections = process.net_connections(kind="tcp")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        addresses |= {item.laddr.ip for item in connections if item.status == psutil.CONN_LISTEN}
+    return addresses

@@ -1,0 +1,134 @@
+"""Whole runs on real Megatron, real SGLang and Ray: layouts agree, seeds decide, signals leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.data.arithmetic import make_arithmetic
+from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
+from tests.runtime.runs import Run, descendants, finished, listening, run, started, survivors
+
+TP1 = ("roles.actor={pool: train, tensor: 1}", "pools.train.gpus_per_node=1")
+PP2_ENGINE_TP2 = (
+    "roles.actor={pool: train, pipeline: 2}",
+    "roles.rollout={pool: rollout, tensor: 2}",
+    "pools.rollout.gpus_per_node=2",
+)
+SHARED_DP2_ENGINE_TP2 = (
+    "pools={all: {gpus_per_node: 2}}",
+    "roles={actor: {pool: all}, rollout: {pool: all, tensor: 2}}",
+)
+TP2_PP2 = ("roles.actor={pool: train, tensor: 2, pipeline: 2}", "pools.train.gpus_per_node=4")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    make_arithmetic(path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Run:
+    """Actor TP2 in one pool, one engine in another."""
+    done = run(folder, "reference")
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def test_a_run_ends_with_its_numbers_its_picture_and_a_model(reference: Run) -> None:
+    assert [event.summary.step for event in reference.steps] == [1, 2]
+    assert len(reference.accuracies) == 2
+    assert (reference.folder / "curves.png").stat().st_size > 10_000
+    assert (reference.model / "config.json").exists()
+    assert "run done" in reference.output
+
+
+def test_engine_and_trainer_agree_about_every_token(reference: Run) -> None:
+    assert max(event.summary.update.mismatch_max for event in reference.steps) < 1e-4
+
+
+def test_a_seed_decides_every_bit(folder: Path, reference: Run) -> None:
+    again = run(folder, "again")
+    assert again.exit_code == 0, again.output
+    assert _weights(again) == _weights(reference)
+    assert [event.summary.update for event in again.steps] == [event.summary.update for event in reference.steps]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("pp2_engine_tp2", PP2_ENGINE_TP2),
+        ("shared_dp2_engine_tp2", SHARED_DP2_ENGINE_TP2),
+        pytest.param("tp1", TP1, marks=pytest.mark.slow),
+        pytest.param("tp2_pp2", TP2_PP2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_first_step_does_not_depend_on_the_layout(
+    folder: Path, reference: Run, name: str, overrides: tuple[str, ...]
+) -> None:
+    other = run(folder, name, *overrides)
+    assert other.exit_code == 0, other.output
+    expected, found = reference.steps[0].summary, other.steps[0].summary
+    assert found.rollouts == expected.rollouts
+    for number in ("loss", "grad_norm", "entropy", "mismatch_mean", "mismatch_max"):
+        difference = abs(getattr(found.update, number) - getattr(expected.update, number))
+        assert difference < 1e-5, f"{number} differs by {difference}"
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow)],
+)
+def test_a_signal_to_the_whole_group_leaves_nothing_behind(
+    folder: Path, number: signal.Signals, exit_code: int
+) -> None:
+    name = f"stopped_by_{number.name}"
+    with started(folder, name, "run.steps=500") as process:
+        _await_step(folder / "runs" / name, process)
+        processes = descendants(process.pid)
+        assert listening(process.pid) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+        os.killpg(process.pid, number)
+        process.wait(timeout=60)
+    assert survivors(processes, timeout_s=10) == []
+    done = finished(folder, name, process)
+    assert done.exit_code == exit_code, done.output
+    assert "Traceback" not in done.output
+
+
+def test_a_killed_run_leaves_nothing_behind(folder: Path) -> None:
+    with started(folder, "killed", "run.steps=500") as process:
+        _await_step(folder / "runs" / "killed", process)
+        processes = descendants(process.pid)
+        process.kill()
+        process.wait(timeout=10)
+    assert survivors(processes, timeout_s=20) == []
+
+
+@pytest.mark.slow
+def test_ten_steps_of_the_quickstart_are_a_function_of_the_seed(folder: Path) -> None:
+    overrides = ("run.steps=10", "train.prompts_per_step=64", "sampling.rollouts_per_prompt=8")
+    runs = [run(folder, f"ten_{index}", *overrides, timeout_s=900) for index in range(2)]
+    assert [done.exit_code for done in runs] == [0, 0]
+    assert _weights(runs[0]) == _weights(runs[1])
+
+
+def _weights(done: Run) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(done.model.glob("*.safetensors"))}
+
+
+def _await_step(run_folder: Path, process: subprocess.Popen[bytes], timeout_s: float = 300) -> None:
+    deadline = time.monotonic() + timeout_s
+    path = run_folder / EVENTS_FILE
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "the run ended before its first step"
+        if path.exists() and any(isinstance(record.event, StepFinished) for record in read_events(path)):
+            return
+        time.sleep(0.5)
+    raise AssertionError("no step within the deadline")

@@ -25,7 +25,7 @@ PolicyVersion = NewType("PolicyVersion", int)
 DEMONSTRATION = PolicyVersion(-1)
 """The version of tokens that come from a data set, not from a policy."""
 
-JsonValue: TypeAlias = "str | int | float | bool | None | list[JsonValue] | dict[str, JsonValue]"
+JsonValue: TypeAlias = "str | int | float | bool | list[JsonValue] | dict[str, JsonValue] | None"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +125,7 @@ class MiniBatch:
     """One tuple of micro-batches per data-parallel rank; all tuples have one length, all micro-batches one N."""
     num_loss_tokens: int
     num_sequences: int
+    """Those with a loss token: a rollout that left the loss is not in its denominator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +151,16 @@ class UpdateStats:
     mismatch_mean: float
     """Mean |p_train - p_rollout|: how far trainer and engine disagree about the same tokens."""
     mismatch_max: float
+    mismatch_kl: float
+    """KL(rollout || train), the plain mean of the log ratio (k1)."""
+    mismatch_k3: float
+    """The same KL by the estimate that is never negative."""
+    mismatch_chi2: float
+    """Mean of the squared ratio p_train / p_rollout, minus 1: grows first when a few tokens are far off."""
+    effective_sample_ratio: float
+    """How many of the loss tokens are worth something after weighing them by that ratio, cut off at 2; 1 is all."""
+    rejected_fraction: float
+    """Share of loss tokens that the rollout correction took out of the loss."""
     num_loss_tokens: int
     num_sequences: int
     num_micro_batches: int

@@ -1,12 +1,14 @@
 """How much better each rollout was than expected: one estimator per function, one `match` to choose.
 
 Pure numpy over a whole step: no micro-batch, no rank, no torch. `algorithm` turns the result into train samples.
-A new estimator is one function `Outcomes -> array` and one `case`.
+A new estimator is one function and one `case`. Those that judge a rollout as a whole return one number each, those
+that judge tokens return arrays.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, assert_never
 
 import numpy as np
@@ -14,12 +16,16 @@ import numpy.typing as npt
 
 from megarl.types import BoolArray, FloatArray
 
-EstimatorKind: TypeAlias = Literal["grpo"]
+EstimatorKind: TypeAlias = Literal[
+    "grpo", "rloo", "opo", "gpg", "reinforce_pp", "reinforce_pp_baseline", "remax", "grpo_passk", "gdpo"
+]
 
 _EPS = 1e-6
+_WHITEN_EPS = 1e-8
 
 # Sums over a step are taken in double precision; what travels on is float32.
 _Wide: TypeAlias = npt.NDArray[np.float64]
+_Groups: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,40 +33,220 @@ class Outcomes:
     """The rollouts of one step, in the order of their groups. B rollouts, rollout i has T_i tokens."""
 
     rewards: _Wide  # [B]
-    groups: npt.NDArray[np.int64]  # [B], which group each rollout belongs to, 0 .. G-1
+    groups: _Groups  # [B], which group each rollout belongs to, 0 .. G-1
     loss_masks: tuple[BoolArray, ...]  # B of [T_i]
+    components: Mapping[str, _Wide] = field(default_factory=dict)  # [B] each; what `gdpo` judges by
+    baselines: _Wide | None = None  # [B], the reward of a greedy rollout of the same prompt; what `remax` compares with
 
     def __post_init__(self) -> None:
         num_rollouts = len(self.rewards)
         assert len(self.groups) == num_rollouts, f"{len(self.groups)} group numbers, {num_rollouts} rewards"
         assert len(self.loss_masks) == num_rollouts, f"{len(self.loss_masks)} loss masks, {num_rollouts} rewards"
         assert np.isfinite(self.rewards).all(), f"rewards are not finite: {self.rewards}"
+        assert np.bincount(self.groups).all(), f"a group has no rollouts: {self.groups}"
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[B], tokens the policy chose."""
+        return np.array([np.count_nonzero(mask) for mask in self.loss_masks], dtype=np.int64)
 
 
-def estimate(kind: EstimatorKind, outcomes: Outcomes, *, normalize_std: bool = True) -> tuple[FloatArray, ...]:
-    """The advantage of every token, B of [T_i]; 0 where the policy did not choose the token."""
+def estimate(
+    kind: EstimatorKind,
+    outcomes: Outcomes,
+    *,
+    normalize_std: bool = True,
+    gamma: float = 1.0,
+    component_weights: Mapping[str, float] | None = None,
+) -> tuple[FloatArray, ...]:
+    """The advantage of every token, B of [T_i]; 0 where the policy did not choose the token.
+
+    `normalize_std` is grpo's, `gamma` that of reinforce_pp and remax, `component_weights` gdpo's.
+    """
+    rewards, groups, masks = outcomes.rewards, outcomes.groups, outcomes.loss_masks
     match kind:
         case "grpo":
-            return _over_tokens(_grpo(outcomes, normalize_std=normalize_std), outcomes.loss_masks)
+            return _over_tokens(_grpo(rewards, groups, normalize_std=normalize_std), masks)
+        case "rloo":
+            return _over_tokens(_rloo(rewards, groups), masks)
+        case "opo":
+            return _over_tokens(_opo(rewards, groups, outcomes.lengths), masks)
+        case "gpg":
+            return _over_tokens(_gpg(rewards, groups), masks)
+        case "reinforce_pp":
+            return _whiten(_rewards_to_go(outcomes, gamma=gamma), masks)
+        case "reinforce_pp_baseline":
+            return _over_tokens(_whiten_rollouts(_from_mean(rewards, groups), outcomes.lengths), masks)
+        case "remax":
+            return _remax(outcomes, gamma=gamma)
+        case "grpo_passk":
+            return _over_tokens(_grpo_passk(rewards, groups), masks)
+        case "gdpo":
+            return _over_tokens(_gdpo(outcomes, component_weights or {}), masks)
         case _:
             assert_never(kind)
 
 
-def _grpo(outcomes: Outcomes, *, normalize_std: bool) -> _Wide:
+def _grpo(rewards: _Wide, groups: _Groups, *, normalize_std: bool) -> _Wide:
     """(R - mean of its group) / (unbiased std of its group + eps); a group of one knows nothing and gets 0."""
-    sizes = np.bincount(outcomes.groups)
-    distances = outcomes.rewards - _group_means(outcomes.rewards, outcomes.groups)
-    if not normalize_std:
-        return distances
-    variances = np.bincount(outcomes.groups, weights=distances**2) / np.maximum(sizes - 1, 1)
-    return distances / (np.sqrt(variances)[outcomes.groups] + _EPS)
+    distances = _from_mean(rewards, groups)
+    return distances / (_group_std(rewards, groups)[groups] + _EPS) if normalize_std else distances
 
 
-def _group_means(rewards: _Wide, groups: npt.NDArray[np.int64]) -> _Wide:
-    """For each rollout, the mean reward of its group."""
-    means: _Wide = np.bincount(groups, weights=rewards) / np.maximum(np.bincount(groups), 1)
-    return means[groups]
+def _rloo(rewards: _Wide, groups: _Groups) -> _Wide:
+    """R - mean of the others of its group."""
+    sizes = np.bincount(groups)
+    return (sizes / np.maximum(sizes - 1, 1))[groups] * _from_mean(rewards, groups)
+
+
+def _opo(rewards: _Wide, groups: _Groups, lengths: npt.NDArray[np.int64]) -> _Wide:
+    """R - mean of its group weighted by length: the baseline of least variance."""
+    totals = np.bincount(groups, weights=lengths)
+    baselines: _Wide = np.bincount(groups, weights=lengths * rewards) / np.maximum(totals, 1)
+    return rewards - baselines[groups]
+
+
+def _gpg(rewards: _Wide, groups: _Groups) -> _Wide:
+    """R - mean of its group, scaled up by the share of rollouts without any reward."""
+    return len(rewards) / max(int(np.count_nonzero(rewards)), 1) * _from_mean(rewards, groups)
+
+
+def _grpo_passk(rewards: _Wide, groups: _Groups) -> _Wide:
+    """Only the best of a group counts, by its lead over the second; a tie for best gives nothing to anyone."""
+    sizes = np.bincount(groups)
+    by_group_and_reward = np.lexsort((rewards, groups))
+    last = np.cumsum(sizes) - 1
+    best, second = by_group_and_reward[last], by_group_and_reward[np.where(sizes > 1, last - 1, last)]
+    advantages = np.zeros_like(rewards)
+    advantages[best] = (rewards[best] - rewards[second]) / (_group_std(rewards, groups) + _EPS)
+    return advantages
+
+
+def _gdpo(outcomes: Outcomes, weights: Mapping[str, float]) -> _Wide:
+    """Each component judged within its group, so that none drowns in another's scale; the weighted sum whitened."""
+    assert weights, "gdpo without weights"
+    total = np.zeros_like(outcomes.rewards)
+    for name, weight in weights.items():
+        total += weight * _grpo(outcomes.components[name], outcomes.groups, normalize_std=True)
+    return _whiten_rollouts(total, outcomes.lengths)
+
+
+def _remax(outcomes: Outcomes, *, gamma: float) -> tuple[FloatArray, ...]:
+    """Reward to go - reward of the greedy rollout of the same prompt."""
+    assert outcomes.baselines is not None, "remax without the rewards of greedy rollouts"
+    to_go = _rewards_to_go(outcomes, gamma=gamma)
+    return tuple(
+        (mask * (tokens - baseline)).astype(np.float32)
+        for tokens, baseline, mask in zip(to_go, outcomes.baselines, outcomes.loss_masks, strict=True)
+    )
+
+
+def _rewards_to_go(outcomes: Outcomes, *, gamma: float) -> list[_Wide]:
+    """B of [T_i]: the reward, discounted by every later token the policy chose, and by no other."""
+    return [
+        reward * gamma ** (np.count_nonzero(mask) - np.cumsum(mask, dtype=np.float64))
+        for reward, mask in zip(outcomes.rewards, outcomes.loss_masks, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaeResult:
+    """B of [T_i] each, 0 where the policy did not choose the token."""
+
+    advantages: tuple[FloatArray, ...]
+    """Whitened over the step."""
+    returns: tuple[FloatArray, ...]
+    """What the critic learns to predict."""
+
+
+def gae(
+    rewards: tuple[FloatArray, ...],
+    values: tuple[FloatArray, ...],
+    loss_masks: tuple[BoolArray, ...],
+    *,
+    gamma: float,
+    lam: float,
+) -> GaeResult:
+    """Generalised advantage estimation over the tokens the policy chose; all others are stepped over.
+
+    delta = r + gamma V' - V, A = delta + gamma lam A', where V' and A' belong to the policy's next token.
+    """
+    lengths = np.array([np.count_nonzero(mask) for mask in loss_masks], dtype=np.int64)
+    flat_rewards, flat_values = _chosen(rewards, loss_masks), _chosen(values, loss_masks)
+    ends = np.cumsum(lengths)
+    is_last = np.zeros(len(flat_values), dtype=np.bool_)
+    is_last[ends[lengths > 0] - 1] = True
+    next_values = np.where(is_last, 0.0, np.append(flat_values[1:], 0.0))
+    raw = _discounted_sums(flat_rewards + gamma * next_values - flat_values, ends, lengths, discount=gamma * lam)
+    starts = ends - lengths
+    pieces = [slice(start, end) for start, end in zip(starts, ends, strict=True)]
+    advantages = [_placed(raw[piece], mask) for piece, mask in zip(pieces, loss_masks, strict=True)]
+    returns = tuple(
+        _placed((raw + flat_values)[piece], mask).astype(np.float32)
+        for piece, mask in zip(pieces, loss_masks, strict=True)
+    )
+    return GaeResult(advantages=_whiten(advantages, loss_masks), returns=returns)
+
+
+def _discounted_sums(
+    flat: _Wide, ends: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], *, discount: float
+) -> _Wide:
+    """S_t = x_t + discount S_{t+1} within each rollout: one pass from the last token back, all rollouts at once."""
+    longest_first = np.argsort(-lengths, kind="stable")
+    ends, lengths = ends[longest_first], lengths[longest_first]
+    num_longer = np.searchsorted(-lengths, -np.arange(lengths.max(initial=0)), side="left")
+    sums, carried = np.zeros_like(flat), np.zeros(len(lengths))
+    for distance, count in enumerate(num_longer):
+        place = ends[:count] - 1 - distance
+        carried[:count] = flat[place] + discount * carried[:count]
+        sums[place] = carried[:count]
+    return sums
+
+
+def _from_mean(rewards: _Wide, groups: _Groups) -> _Wide:
+    """For each rollout, its distance from the mean of its group."""
+    means: _Wide = np.bincount(groups, weights=rewards) / np.bincount(groups)
+    return rewards - means[groups]
+
+
+def _group_std(rewards: _Wide, groups: _Groups) -> _Wide:
+    """[G], unbiased; 0 for a group of one."""
+    squares = np.bincount(groups, weights=_from_mean(rewards, groups) ** 2)
+    std: _Wide = np.sqrt(squares / np.maximum(np.bincount(groups) - 1, 1))
+    return std
+
+
+def _whiten_rollouts(per_rollout: _Wide, lengths: npt.NDArray[np.int64]) -> _Wide:
+    """Mean 0 and variance 1 over the step's tokens, each of which has the value of its rollout."""
+    num_tokens = int(lengths.sum())
+    distances = per_rollout - (lengths * per_rollout).sum() / max(num_tokens, 1)
+    variance = (lengths * distances**2).sum() / max(num_tokens - 1, 1)
+    whitened: _Wide = distances / np.sqrt(variance + _WHITEN_EPS)
+    return whitened
+
+
+def _whiten(tokens: list[_Wide], loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
+    """Mean 0 and variance 1 over the step's tokens."""
+    num_tokens = sum(int(np.count_nonzero(mask)) for mask in loss_masks)
+    pairs = list(zip(tokens, loss_masks, strict=True))
+    mean = sum(float(array[mask].sum()) for array, mask in pairs) / max(num_tokens, 1)
+    variance = sum(float(((array[mask] - mean) ** 2).sum()) for array, mask in pairs) / max(num_tokens - 1, 1)
+    scale = float(np.sqrt(variance + _WHITEN_EPS))
+    return tuple((mask * (array - mean) / scale).astype(np.float32) for array, mask in pairs)
 
 
 def _over_tokens(per_rollout: _Wide, loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
     return tuple((mask * value).astype(np.float32) for value, mask in zip(per_rollout, loss_masks, strict=True))
+
+
+def _chosen(arrays: tuple[FloatArray, ...], loss_masks: tuple[BoolArray, ...]) -> _Wide:
+    """The tokens the policy chose, end to end."""
+    parts = [array[mask] for array, mask in zip(arrays, loss_masks, strict=True)]
+    return np.concatenate(parts).astype(np.float64)
+
+
+def _placed(chosen: _Wide, mask: BoolArray) -> _Wide:
+    """The other way: 0 where the policy did not choose."""
+    tokens = np.zeros(len(mask))
+    tokens[mask] = chosen
+    return tokens

@@ -1,20 +1,33 @@
-"""What is minimised: per-token losses and their sum over global denominators. Pure torch, no ranks, no devices.
+"""What is minimised, token by token, and how tokens become one number. Pure torch, no ranks, no devices.
 
 Every function sees one micro-batch. None of them counts tokens itself: the denominators are those of the whole
-mini-batch, so the sum over micro-batches and ranks is the loss, however the tokens were split.
+mini-batch, so the sum over micro-batches and ranks is the loss, however the sequences were split.
+A new loss is one function and one `case`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Literal, TypeAlias, assert_never
 
 import torch
 from torch import Tensor
 
-from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
+from megarl.algo.segments import Segments
+from megarl.config.algorithm import (
+    Aggregation,
+    CispoLossConfig,
+    GmpoLossConfig,
+    GpgLossConfig,
+    GspoLossConfig,
+    LossConfig,
+    PpoLossConfig,
+    SapoLossConfig,
+)
 
-_MAX_LOG_RATIO = 20.0
+KlKind: TypeAlias = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
+
+MAX_LOG_RATIO = 20.0
 """Bound on the exponent of a probability ratio: beyond it the ratio overflows and says nothing more."""
 
 _MAX_K3 = 10.0
@@ -27,7 +40,9 @@ class PolicyTokens:
     logprobs: Tensor  # [N], of the policy being updated, with its gradient
     entropy: Tensor  # [N], likewise
     old_logprobs: Tensor  # [N], of the policy before the step's first update
+    rollout_logprobs: Tensor  # [N], of the engine that sampled; 0 in demonstrations
     advantages: Tensor  # [N]
+    segments: Segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,38 +53,106 @@ class TokenLoss:
     is_clipped: Tensor  # [N], True where the clip and not the policy set the value
 
 
-def policy_loss(config: AlgorithmConfig, tokens: PolicyTokens) -> TokenLoss:
-    """The loss of each token under the recipe's algorithm."""
+def policy_loss(config: LossConfig, tokens: PolicyTokens) -> TokenLoss:
+    """The loss of each token, of the kind and with the numbers of the recipe."""
     match config:
-        case SftConfig():
-            return TokenLoss(values=-tokens.logprobs, is_clipped=torch.zeros_like(tokens.logprobs, dtype=torch.bool))
-        case GrpoConfig():
-            loss = ppo_loss(tokens, clip_low=config.clip_low, clip_high=config.clip_high, clip_dual=config.clip_dual)
-            if config.entropy_coef == 0:
-                return loss
-            return TokenLoss(values=loss.values - config.entropy_coef * tokens.entropy, is_clipped=loss.is_clipped)
+        case PpoLossConfig():
+            return _ppo(config, tokens)
+        case GspoLossConfig():
+            return _gspo(config, tokens)
+        case CispoLossConfig():
+            return _cispo(config, tokens)
+        case GpgLossConfig():
+            return _unclipped(-tokens.advantages * tokens.logprobs)
+        case SapoLossConfig():
+            return _sapo(config, tokens)
+        case GmpoLossConfig():
+            return _gmpo(config, tokens)
         case _:
             assert_never(config)
 
 
-def ppo_loss(tokens: PolicyTokens, *, clip_low: float, clip_high: float, clip_dual: float) -> TokenLoss:
+def _ppo(config: PpoLossConfig, tokens: PolicyTokens) -> TokenLoss:
     """PPO with the dual clip: where the advantage is negative the loss is bounded by `-advantage * clip_dual`."""
-    log_ratio = (tokens.logprobs - tokens.old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    free = -tokens.advantages * ratio
-    clipped = -tokens.advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    single = torch.maximum(free, clipped)
-    bound = -tokens.advantages * clip_dual
-    is_bounded = (tokens.advantages < 0) & (single > bound)
+    single = _clipped(tokens.advantages, _log_ratios(tokens).exp(), low=config.clip_low, high=config.clip_high)
+    bound = -tokens.advantages * config.clip_dual
+    is_bounded = (tokens.advantages < 0) & (single.values > bound)
     return TokenLoss(
-        values=torch.where(is_bounded, bound, single),
-        is_clipped=(clipped > free) | is_bounded,
+        values=torch.where(is_bounded, bound, single.values),
+        is_clipped=single.is_clipped | is_bounded,
     )
 
 
-def token_mean(values: Tensor, loss_mask: Tensor, *, num_loss_tokens: int) -> Tensor:
-    """This micro-batch's part of the mean over all loss tokens of the mini-batch."""
-    return masked_sum(values, loss_mask) / max(num_loss_tokens, 1)
+def _gspo(config: GspoLossConfig, tokens: PolicyTokens) -> TokenLoss:
+    """PPO with the ratio of the sequence, whose gradient reaches every token as if it were its own."""
+    log_ratios = tokens.segments.spread(tokens.segments.means(_log_ratios(tokens).detach()))
+    ratios = (tokens.logprobs - tokens.logprobs.detach() + log_ratios).exp()
+    return _clipped(tokens.advantages, ratios, low=config.clip_low, high=config.clip_high)
+
+
+def _cispo(config: CispoLossConfig, tokens: PolicyTokens) -> TokenLoss:
+    """The policy gradient weighted by the clipped ratio: a clipped token still learns."""
+    ratios = _log_ratios(tokens).detach().exp()
+    weights = ratios.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return TokenLoss(values=-weights * tokens.advantages * tokens.logprobs, is_clipped=weights != ratios)
+
+
+def _sapo(config: SapoLossConfig, tokens: PolicyTokens) -> TokenLoss:
+    """A sigmoid of the ratio, of slope 1 at ratio 1, in the place of the clip."""
+    taus = torch.where(tokens.advantages > 0, config.tau_positive, config.tau_negative)
+    gates = (4 / taus) * torch.sigmoid(taus * (_log_ratios(tokens).exp() - 1))
+    return _unclipped(-tokens.advantages * gates)
+
+
+def _gmpo(config: GmpoLossConfig, tokens: PolicyTokens) -> TokenLoss:
+    """-A * geometric mean of the ratios, each clipped on the side the advantage pushes it to."""
+    log_ratios = _log_ratios(tokens)
+    clipped = torch.where(
+        tokens.advantages > 0, log_ratios.clamp(max=config.clip_high), log_ratios.clamp(min=-config.clip_low)
+    )
+    segments = tokens.segments
+    values = -segments.means(tokens.advantages) * segments.means(clipped).exp()
+    return TokenLoss(values=segments.spread(values), is_clipped=clipped != log_ratios)
+
+
+def _log_ratios(tokens: PolicyTokens) -> Tensor:
+    return (tokens.logprobs - tokens.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _clipped(advantages: Tensor, ratios: Tensor, *, low: float, high: float) -> TokenLoss:
+    free = -advantages * ratios
+    clipped = -advantages * ratios.clamp(1 - low, 1 + high)
+    return TokenLoss(values=torch.maximum(free, clipped), is_clipped=clipped > free)
+
+
+def _unclipped(values: Tensor) -> TokenLoss:
+    return TokenLoss(values=values, is_clipped=torch.zeros_like(values, dtype=torch.bool))
+
+
+def aggregate(
+    kind: Aggregation,
+    values: Tensor,
+    segments: Segments,
+    *,
+    num_loss_tokens: int,
+    num_sequences: int,
+    horizon_tokens: int | None = None,
+) -> Tensor:
+    """This micro-batch's part of the mini-batch's loss. The counts are the mini-batch's, the horizon the recipe's."""
+    match kind:
+        case "token_mean":
+            return masked_sum(values, segments.loss_mask) / max(num_loss_tokens, 1)
+        case "token_sum":
+            return masked_sum(values, segments.loss_mask)
+        case "seq_mean_token_sum":
+            return masked_sum(values, segments.loss_mask) / max(num_sequences, 1)
+        case "seq_mean_token_mean":
+            return segments.means(values).sum() / max(num_sequences, 1)
+        case "seq_mean_token_sum_norm":
+            assert horizon_tokens is not None, "seq_mean_token_sum_norm without a horizon"
+            return masked_sum(values, segments.loss_mask) / (max(num_sequences, 1) * horizon_tokens)
+        case _:
+            assert_never(kind)
 
 
 def masked_sum(values: Tensor, loss_mask: Tensor) -> Tensor:
@@ -77,7 +160,38 @@ def masked_sum(values: Tensor, loss_mask: Tensor) -> Tensor:
     return torch.where(loss_mask, values, torch.zeros_like(values)).sum()
 
 
-def kl_k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Unbiased, never negative estimate of KL(policy || reference) at tokens the policy chose. [N]"""
-    delta = (reference_logprobs - logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    return (delta.exp() - delta - 1).clamp(max=_MAX_K3)
+def kl(kind: KlKind, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Estimates of KL(policy || reference) at tokens the policy chose. [N]
+
+    With a `+`, the value is that of the kind and the gradient that of k2, whose expectation is the KL's own.
+    """
+    delta = logprobs - reference_logprobs
+    match kind:
+        case "k1":
+            return delta
+        case "abs":
+            return delta.abs()
+        case "k2":
+            return delta.square() / 2
+        case "k3":
+            bounded = delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            return ((-bounded).exp() + bounded - 1).clamp(max=_MAX_K3)
+        case "k1+":
+            return _with_k2_gradient(delta, kl("k1", logprobs, reference_logprobs))
+        case "abs+":
+            return _with_k2_gradient(delta, kl("abs", logprobs, reference_logprobs))
+        case "k3+":
+            return _with_k2_gradient(delta, kl("k3", logprobs, reference_logprobs))
+        case _:
+            assert_never(kind)
+
+
+def _with_k2_gradient(delta: Tensor, value: Tensor) -> Tensor:
+    k2 = delta.square() / 2
+    return k2 - k2.detach() + value.detach()
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
+    """The critic's squared error, the worse of as it is and kept within `clip` of the values before the step. [N]"""
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum((values - returns).square(), (near - returns).square()) / 2

@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from megarl import __version__
+from megarl.cli.plan import plan
 from megarl.cli.schema import schema
 from megarl.config import Recipe, load_recipe, read_model_shape
 from megarl.config.advice import advise
@@ -36,6 +37,7 @@ make_app = typer.Typer(no_args_is_help=True, help="Write a data set, and a model
 app.add_typer(data_app, name="data")
 data_app.add_typer(make_app, name="make")
 app.command()(schema)
+app.command()(plan)
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.", show_default=False)]
 Overrides = Annotated[

@@ -28,7 +28,7 @@ def _qwen2(layers: int, hidden: int, ffn: int, heads: int, kv: int, *, vocab: in
         norm_eps=1e-6,
         rope_theta=1e6,
         rope_scaling=None,
-        # The small ones tie their embeddings, and have a smaller vocabulary because nothing is padded.
+        # The releases that tie their embeddings are those with the smaller vocabulary.
         has_tied_embeddings=vocab == 151936,
         has_qkv_bias=True,
         has_qk_norm=False,

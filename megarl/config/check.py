@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.algorithm import GrpoConfig, SftConfig
+from megarl.config.check_algorithm import check_algorithm
 from megarl.config.check_files import check_files, check_model_folder
 from megarl.config.check_sizes import check_split, check_step
 from megarl.config.model import ModelShape, read_model_shape
@@ -32,27 +32,12 @@ def check_without_files(recipe: Recipe, shape: ModelShape) -> list[Problem]:
 
 def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from check_step(recipe)
-    yield from _roles(recipe)
+    yield from check_algorithm(recipe)
+    yield from _evaluation(recipe)
     yield from _without_effect(recipe)
 
 
-def _roles(recipe: Recipe) -> Iterator[Problem]:
-    match recipe.algorithm:
-        case GrpoConfig():
-            if recipe.roles.rollout is None:
-                yield Problem(key="roles.rollout", message="missing; grpo needs engines that generate")
-            if recipe.sampling.rollouts_per_prompt == 1:
-                yield Problem(
-                    key="sampling.rollouts_per_prompt",
-                    message="1 leaves nothing to compare in a group; grpo needs at least 2",
-                )
-        case SftConfig():
-            if recipe.train.prompts_per_update is not None:
-                yield Problem(key="train.prompts_per_update", message="has no use in sft; remove it")
-            if recipe.roles.rollout is not None and recipe.evaluation is None:
-                yield Problem(
-                    key="roles.rollout", message="sft generates only for an evaluation; remove one, add the other"
-                )
+def _evaluation(recipe: Recipe) -> Iterator[Problem]:
     if recipe.evaluation is not None and recipe.roles.rollout is None:
         yield Problem(key="evaluation", message="needs engines; add roles.rollout or remove the section")
 

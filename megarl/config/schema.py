@@ -48,15 +48,18 @@ def json_schema() -> Schema:
 def reference() -> str:
     """For people: one table per section."""
     schema = _plain_schema()
-    return "\n".join([_INTRODUCTION, *_section(schema, schema, "")]).rstrip() + "\n"
+    return "\n".join([_INTRODUCTION, *_section(schema, schema, "", set())]).rstrip() + "\n"
 
 
 def _plain_schema() -> Schema:
     return cast("Schema", Recipe.model_json_schema())
 
 
-def _section(root: Schema, section: Schema, path: str) -> Iterator[str]:
-    """The table of the section's own keys, then the sections in it."""
+def _section(root: Schema, section: Schema, path: str, told: set[str]) -> Iterator[str]:
+    """The table of the section's own keys, then the sections in it.
+
+    What is under one key is `told` once: the kinds of an algorithm share their losses.
+    """
     properties = _children(section, "properties")
     required = _strings(section, "required")
     nested: list[str] = []
@@ -68,8 +71,11 @@ def _section(root: Schema, section: Schema, path: str) -> Iterator[str]:
             default = "" if name in required else f"`{_as_yaml(field.get('default'))}`"
             rows.append(f"| `{key}` | {_type(field)} | {default} | {_cell(field)} |")
         for heading, child in sections:
+            if f"{key}{heading}" in told:
+                continue
+            told.add(f"{key}{heading}")
             child_path = f"{key}.<name>." if "additionalProperties" in field else f"{key}."
-            inner = list(_section(root, child, child_path))
+            inner = list(_section(root, child, child_path, told))
             about = list(_about(field, child, is_required=name in required))
             has_own_keys = bool(inner) and inner[0].startswith("|")
             nested += [*([f"## {key}{heading}", ""] if has_own_keys or about else []), *about, *inner]
@@ -87,13 +93,15 @@ def _about(field: Schema, section: Schema, *, is_required: bool) -> Iterator[str
 
 
 def _sections_of(root: Schema, field: Schema) -> Iterator[tuple[str, Schema]]:
-    choices = field.get("oneOf")
-    for choice in _list(field, "oneOf") + _list(field, "anyOf") + [field]:
+    nested = [inner for choice in _list(field, "anyOf") for inner in _list(choice, "oneOf")]
+    choices = field.get("oneOf") or nested
+    for choice in _list(field, "oneOf") + _list(field, "anyOf") + nested + [field]:
         reference = choice.get("$ref") or _mapping(choice, "additionalProperties").get("$ref")
         if isinstance(reference, str):
             section = _children(root, "$defs")[reference.rpartition("/")[2]]
-            kind = _mapping(_mapping(section, "properties"), "kind").get("const")
-            yield (f", kind: {kind}" if choices and kind else "", section)
+            kind = _mapping(_mapping(section, "properties"), "kind")
+            kinds = ", ".join(_strings(kind, "enum")) or kind.get("const")
+            yield (f", kind: {kinds}" if choices and kinds else "", section)
 
 
 def _types(field: Schema) -> list[str]:

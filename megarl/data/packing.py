@@ -49,7 +49,7 @@ def pack(
                     for share in _share_out(bins, lengths, data_parallel)
                 ),
                 num_loss_tokens=sum(int(samples[i].rollout.loss_mask.sum()) for i in sample_ids),
-                num_sequences=len(sample_ids),
+                num_sequences=sum(bool(samples[i].rollout.loss_mask.any()) for i in sample_ids),
             )
         )
     return TrainBatch(mini_batches=tuple(mini_batches), temperature=temperature)

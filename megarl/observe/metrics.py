@@ -44,6 +44,13 @@ class Metrics:
         self._approx_kl = self._gauge("approx_kl", "KL between the policy before and after the update, in nats")
         self._mismatch_mean = self._gauge("mismatch_mean", "Mean |p_train - p_rollout| over loss tokens")
         self._mismatch_max = self._gauge("mismatch_max", "Largest |p_train - p_rollout| of the last step")
+        self._mismatch_kl = self._gauge("mismatch_kl", "KL(rollout || train) by its plain estimate k1, in nats")
+        self._mismatch_k3 = self._gauge("mismatch_k3", "KL(rollout || train) by its estimate k3, in nats")
+        self._mismatch_chi2 = self._gauge("mismatch_chi2", "Mean squared p_train / p_rollout, minus 1")
+        self._effective = self._gauge(
+            "effective_sample_ratio", "Share of loss tokens left after weighing by that ratio"
+        )
+        self._rejected = self._gauge("rejected_fraction", "Share of loss tokens that the rollout correction took out")
 
         self._actor_version = self._gauge("actor_weight_version", "Version the trainer holds")
         self._rollout_version = self._gauge("rollout_weight_version", "Version committed on every engine")
@@ -95,6 +102,11 @@ class Metrics:
         self._set(self._approx_kl, update.approx_kl)
         self._set(self._mismatch_mean, update.mismatch_mean)
         self._set(self._mismatch_max, update.mismatch_max)
+        self._set(self._mismatch_kl, update.mismatch_kl)
+        self._set(self._mismatch_k3, update.mismatch_k3)
+        self._set(self._mismatch_chi2, update.mismatch_chi2)
+        self._set(self._effective, update.effective_sample_ratio)
+        self._set(self._rejected, update.rejected_fraction)
 
     def _record_rollouts(self, rollouts: RolloutSummary) -> None:
         self._set(self._reward_mean, rollouts.reward_mean)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.algorithm import GrpoConfig, SftConfig
+from megarl.config.algorithm import PolicyGradientConfig, SftConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.prompts import PromptSet, load_demonstrations, load_prompts
@@ -32,7 +32,7 @@ def _train(recipe: Recipe, tokenizer: Tokenizer) -> PromptSet:
         case SftConfig():
             max_tokens = recipe.sampling.max_response_tokens
             return load_demonstrations(recipe.data.train, recipe.data, tokenizer, max_response_tokens=max_tokens)
-        case GrpoConfig():
+        case PolicyGradientConfig():
             return load_prompts(recipe.data.train, recipe.data, tokenizer)
 
 

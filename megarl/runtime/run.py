@@ -96,7 +96,7 @@ def _build_loop(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer, ob
         prompts=PromptStream(inputs.train.prompts, seed=recipe.run.seed, is_shuffled=recipe.data.is_shuffled),
         generator=generator,
         scorer=DemonstrationScorer() if is_sft else scorer,
-        algorithm=build_algorithm(recipe.algorithm),
+        algorithm=build_algorithm(recipe.algorithm, max_response_tokens=recipe.sampling.max_response_tokens),
         pack=partial(
             pack,
             data_parallel=recipe.data_parallel,

@@ -1,12 +1,15 @@
 """Causal attention over packed sequences: no token sees another sequence. A core attention for Megatron's local spec.
 
-On CPU each sequence is one call of SDPA; on a GPU all of them are one call of the variable-length flash kernel.
+On CPU all sequences of one length are one call of SDPA; on a GPU all of them are one call of the variable-length flash
+kernel.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +33,20 @@ class PackedSequences(PackedSeqParams):
 
     def __post_init__(self) -> None:
         self.qkv_format = "thd"
+
+    @cached_property
+    def by_length(self) -> LengthGroups:
+        return _group_by_length(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthGroups:
+    """Positions in the order of their sequences' lengths, so that sequences of one length are one rectangle."""
+
+    order: Tensor  # [N]
+    inverse: Tensor  # [N]
+    rectangles: list[tuple[int, int]]
+    """(number of sequences, their length), shortest first."""
 
 
 class PackedAttention(torch.nn.Module):
@@ -62,7 +79,7 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         del attention_mask, attn_mask_type, attention_bias
         if query.device.type == "cpu":
-            return _per_sequence(query, key, value, packed_seq_params.lengths, self.scale)
+            return _attend_by_length(query, key, value, packed_seq_params.by_length, self.scale)
         longest = max(packed_seq_params.lengths)
         starts = packed_seq_params.starts
         output = varlen_attn(query, key, value, starts, starts, longest, longest, scale=self.scale, **_CAUSAL_GROUPED)
@@ -70,19 +87,30 @@ class PackedAttention(torch.nn.Module):
         return output
 
 
-def _per_sequence(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float | None) -> Tensor:
+def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, groups: LengthGroups, scale: float | None) -> Tensor:
+    def rectangles(tensor: Tensor) -> list[Tensor]:
+        """Each [sequences, heads, length, head_dim]."""
+        sizes = [num * length for num, length in groups.rectangles]
+        parts = torch.split(tensor.index_select(0, groups.order), sizes)
+        shapes = [(num, length, *tensor.shape[1:]) for num, length in groups.rectangles]
+        return [part.view(shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)]
+
     outputs = [
-        F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            k.transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
-            is_causal=True,
-            scale=scale,
-            enable_gqa=True,
-        )[0].transpose(0, 1)
-        for q, k, v in zip(*(torch.split(tensor, lengths) for tensor in (query, key, value)), strict=True)
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        for q, k, v in zip(rectangles(query), rectangles(key), rectangles(value), strict=True)
     ]
-    return torch.cat(outputs)
+    return torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs]).index_select(0, groups.inverse)
+
+
+def _group_by_length(lengths: list[int]) -> LengthGroups:
+    # Stable: sequences of one length keep their order, and each its tokens together.
+    order = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths)).argsort(stable=True)
+    counts = Counter(lengths)
+    return LengthGroups(
+        order=order,
+        inverse=order.argsort(),
+        rectangles=[(counts[length], length) for length in sorted(counts)],
+    )
 
 
 def _causal_grouped() -> dict[str, Any]:

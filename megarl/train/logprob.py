@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-_MAX_CHUNK_BYTES = 128 * 1024 * 1024
+_MAX_CHUNK_BYTES = 512 * 1024 * 1024
 """Of float32 logits at a time: large enough for full-speed matrix kernels, small beside the activations."""
 
 

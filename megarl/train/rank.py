@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.algo.loss import PolicyTokens, policy_loss, token_mean
+from megarl.algo.loss import PolicyTokens
+from megarl.algo.objective import actor_loss
+from megarl.algo.segments import Segments
 from megarl.checkpoint.save import save_hf
 from megarl.config.algorithm import AlgorithmConfig, SftConfig
 from megarl.config.model import ModelShape
@@ -111,7 +113,7 @@ class TrainerRank:
         )
 
     def load(self, folder: Path) -> None:
-        """Take the weights of a Hugging Face folder; each rank reads what it holds. The optimizer starts afresh."""
+        """Take the weights of a Hugging Face folder, before the first update; each rank reads what it holds."""
         with self._on_device():
             load_hf(folder, self._holding, self._layout.canonical, self.tensors())
             self._optimizer.adopt_weights()
@@ -179,17 +181,17 @@ class TrainerRank:
                 logprobs=scores.logprobs,
                 entropy=scores.entropy,
                 old_logprobs=scores.logprobs.detach() if old_logprobs is None else old_logprobs[index],
+                rollout_logprobs=micro_batch.rollout_logprobs,
                 advantages=micro_batch.advantages,
+                segments=Segments.of(micro_batch.loss_mask, micro_batch.sequences.starts),
             )
-            token_loss = policy_loss(algorithm, tokens)
-            value = token_mean(token_loss.values, micro_batch.loss_mask, num_loss_tokens=mini_batch.num_loss_tokens)
-            is_from_engine = not isinstance(algorithm, SftConfig)
-            return value, report(
+            actor = actor_loss(
+                algorithm,
                 tokens,
-                token_loss,
-                loss_mask=micro_batch.loss_mask,
-                rollout_logprobs=micro_batch.rollout_logprobs if is_from_engine else None,
+                num_loss_tokens=mini_batch.num_loss_tokens,
+                num_sequences=mini_batch.num_sequences,
             )
+            return actor.value, report(tokens, actor, is_from_engine=not isinstance(algorithm, SftConfig))
 
         self._optimizer.zero_grad()
         reports = accumulate_gradients(self._optimizer.chunks, micro_batches, temperature=temperature, loss=loss)

@@ -10,15 +10,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.algo.loss import PolicyTokens, TokenLoss, kl_k3, masked_sum
+from megarl.algo.correction import mismatch
+from megarl.algo.loss import PolicyTokens, kl, masked_sum
+from megarl.algo.objective import ActorLoss
 from megarl.train.topology import Topology
 from megarl.types import MiniBatch, UpdateStats
+
+_SUMS = (
+    "entropy",
+    "clipped",
+    "rejected",
+    "approx_kl",
+    "distance",
+    "kl",
+    "k3",
+    "chi2",
+    "weight",
+    "squared_weight",
+)
+"""What is added up over loss tokens, in this order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchReport:
     logprobs: Tensor  # [N], detached
-    sums: Tensor  # [5], float64: loss, entropy, clipped tokens, k3, mismatch
+    loss: Tensor  # [], float64: this micro-batch's part
+    sums: Tensor  # [len(_SUMS)], float64
     mismatch_max: Tensor  # []
 
 
@@ -29,48 +46,66 @@ class MiniBatchStats:
     loss: float
     entropy: float
     clip_fraction: float
+    rejected_fraction: float
     approx_kl: float
     mismatch_mean: float
     mismatch_max: float
+    mismatch_kl: float
+    mismatch_k3: float
+    mismatch_chi2: float
+    effective_sample_ratio: float
 
 
 @torch.no_grad()
-def report(
-    tokens: PolicyTokens, loss: TokenLoss, *, loss_mask: Tensor, rollout_logprobs: Tensor | None
-) -> MicroBatchReport:
-    """Of one micro-batch. Without an engine's log-probabilities there is no mismatch."""
-    if rollout_logprobs is None:
-        mismatch = torch.zeros_like(tokens.old_logprobs)
-    else:
-        mismatch = torch.where(loss_mask, (tokens.old_logprobs.exp() - rollout_logprobs.exp()).abs(), 0.0)
-    approx_kl = kl_k3(tokens.old_logprobs, tokens.logprobs)
-    columns = (loss.values, tokens.entropy, loss.is_clipped, approx_kl, mismatch)
+def report(tokens: PolicyTokens, loss: ActorLoss, *, is_from_engine: bool) -> MicroBatchReport:
+    """Of one micro-batch. A demonstration has no engine to disagree with."""
+    loss_mask = tokens.segments.loss_mask
+    apart = mismatch(tokens.old_logprobs, tokens.rollout_logprobs if is_from_engine else tokens.old_logprobs)
+    columns = {
+        "entropy": tokens.entropy,
+        "clipped": loss.is_clipped,
+        "rejected": loss.is_rejected,
+        "approx_kl": kl("k3", tokens.old_logprobs, tokens.logprobs),
+        "distance": apart.distance,
+        "kl": apart.kl,
+        "k3": apart.k3,
+        "chi2": apart.chi2,
+        "weight": apart.weight,
+        "squared_weight": apart.weight.square(),
+    }
     return MicroBatchReport(
         logprobs=tokens.logprobs.detach(),
-        sums=torch.stack([masked_sum(column.double(), loss_mask) for column in columns]),
-        mismatch_max=mismatch.max(),
+        loss=loss.value.detach().double(),
+        sums=torch.stack([masked_sum(columns[name].double(), loss_mask) for name in _SUMS]),
+        mismatch_max=torch.where(loss_mask, apart.distance, 0.0).max(),
     )
 
 
 def reduce_reports(reports: Sequence[MicroBatchReport], mini_batch: MiniBatch, topology: Topology) -> MiniBatchStats:
     """Over micro-batches, data-parallel ranks and, since only the last stage has reports, pipeline stages."""
-    sums = torch.zeros(5, dtype=torch.float64, device=topology.device)
-    mismatch_max = torch.zeros((), dtype=torch.float32, device=topology.device)
+    sums = torch.zeros(1 + len(_SUMS), dtype=torch.float64, device=topology.device)
+    mismatch_max = torch.zeros((), dtype=torch.float64, device=topology.device)
     for item in reports:
-        sums += item.sums
+        sums += torch.cat([item.loss[None], item.sums])
         mismatch_max = torch.maximum(mismatch_max, item.mismatch_max)
     for group in (topology.data_group, topology.pipeline_group):
         dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
         dist.all_reduce(mismatch_max, dist.ReduceOp.MAX, group=group)
-    means = (sums / max(mini_batch.num_loss_tokens, 1)).tolist()
-    loss, entropy, clip_fraction, approx_kl, mismatch_mean = means
+    loss, *totals = sums.tolist()
+    num_tokens = max(mini_batch.num_loss_tokens, 1)
+    means = {name: total / num_tokens for name, total in zip(_SUMS, totals, strict=True)}
     return MiniBatchStats(
         loss=loss,
-        entropy=entropy,
-        clip_fraction=clip_fraction,
-        approx_kl=approx_kl,
-        mismatch_mean=mismatch_mean,
+        entropy=means["entropy"],
+        clip_fraction=means["clipped"],
+        rejected_fraction=means["rejected"],
+        approx_kl=means["approx_kl"],
+        mismatch_mean=means["distance"],
         mismatch_max=mismatch_max.item(),
+        mismatch_kl=means["kl"],
+        mismatch_k3=means["k3"],
+        mismatch_chi2=means["chi2"],
+        effective_sample_ratio=means["weight"] ** 2 / means["squared_weight"] if mini_batch.num_loss_tokens else 0.0,
     )
 
 
@@ -99,6 +134,11 @@ def summarise(
         approx_kl=fmean(item.approx_kl for item in stats),
         mismatch_mean=fmean(item.mismatch_mean for item in stats),
         mismatch_max=max(item.mismatch_max for item in stats),
+        mismatch_kl=fmean(item.mismatch_kl for item in stats),
+        mismatch_k3=fmean(item.mismatch_k3 for item in stats),
+        mismatch_chi2=fmean(item.mismatch_chi2 for item in stats),
+        effective_sample_ratio=fmean(item.effective_sample_ratio for item in stats),
+        rejected_fraction=fmean(item.rejected_fraction for item in stats),
         num_loss_tokens=sum(mini_batch.num_loss_tokens for mini_batch in mini_batches),
         num_sequences=sum(mini_batch.num_sequences for mini_batch in mini_batches),
         num_micro_batches=sum(len(mini_batch.shares[0]) for mini_batch in mini_batches),

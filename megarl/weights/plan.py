@@ -151,11 +151,10 @@ class _Held:
 
 
 class _Owners:
-    """Who has which box, by canonical name. Boxes of different extents are expected not to overlap for long."""
+    """Who has which box, by canonical name. Replicas are holders of equal boxes; others may overlap, too."""
 
     def __init__(self, source: Layout, target: Layout) -> None:
-        self._source = source
-        self._target = target
+        self._canonicals = source.canonical, target.canonical
         self._held = _held_boxes(source)
         self._covers: dict[Slice, list[tuple[Slice, _Held]]] = {}
 
@@ -168,7 +167,7 @@ class _Owners:
 
     def _search(self, wanted: Slice) -> Iterator[tuple[Slice, _Held]]:
         name = wanted.name
-        shapes = [layout.canonical[name].shape if name in layout.canonical else None for layout in self._layouts]
+        shapes = [canonical[name].shape if name in canonical else None for canonical in self._canonicals]
         if shapes[0] != shapes[1]:
             raise WeightSyncError(f"{name} is {shapes[0]} at the source and {shapes[1]} at the target")
         missing = [(wanted.offsets, wanted.shape)]
@@ -185,10 +184,6 @@ class _Owners:
         if missing:
             box = Slice(name=name, offsets=missing[0][0], shape=missing[0][1])
             raise WeightSyncError(f"no source holds {box}, which {wanted} of the target needs")
-
-    @property
-    def _layouts(self) -> tuple[Layout, Layout]:
-        return self._source, self._target
 
 
 def _held_boxes(source: Layout) -> Mapping[str, list[_Held]]:

@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.advantage import Outcomes, estimate
+from megarl.algo.advantage import EstimatorKind, Outcomes, estimate, gae
+from megarl.types import BoolArray, FloatArray
+
+LENGTHS = [2, 3, 4, 1]
+GROUPS = st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=6), min_size=1, max_size=5)
+MASKS = st.lists(st.lists(st.booleans(), min_size=1, max_size=7), min_size=1, max_size=5)
 
 
 def outcomes(groups: Sequence[Sequence[float]], lengths: Sequence[int] | None = None) -> Outcomes:
@@ -16,11 +21,13 @@ def outcomes(groups: Sequence[Sequence[float]], lengths: Sequence[int] | None = 
         rewards=np.array(rewards, dtype=np.float64),
         groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
         loss_masks=tuple(np.ones(length, dtype=np.bool_) for length in lengths or [1] * len(rewards)),
+        components={"right": np.array(rewards, dtype=np.float64), "form": np.array([1.0, 1.0, 0.0, 0.0])},
+        baselines=np.full(len(rewards), 0.25),
     )
 
 
-def values(groups: Sequence[Sequence[float]], *, normalize_std: bool = True) -> list[float]:
-    return [float(tokens[0]) for tokens in estimate("grpo", outcomes(groups), normalize_std=normalize_std)]
+def values(kind: EstimatorKind, groups: Sequence[Sequence[float]], *, normalize_std: bool = True) -> list[float]:
+    return [float(tokens[0]) for tokens in estimate(kind, outcomes(groups), normalize_std=normalize_std)]
 
 
 def slow_grpo(group: Sequence[float], *, normalize_std: bool) -> list[float]:
@@ -33,39 +40,149 @@ def slow_grpo(group: Sequence[float], *, normalize_std: bool) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("normalize_std", "golden"),
-    [(True, [1.499997, -0.499999, -0.499999, -0.499999]), (False, [0.75, -0.25, -0.25, -0.25])],
+    ("kind", "golden"),
+    [
+        ("grpo", [1.499997, -0.499999, -0.499999, -0.499999]),
+        ("rloo", [1, -0.333333, -0.333333, -0.333333]),
+        ("opo", [0.8, -0.2, -0.2, -0.2]),
+        ("gpg", [3, -1, -1, -1]),
+        ("grpo_passk", [1.999996, 0, 0, 0]),
+        ("reinforce_pp", [1.897367, -0.474342, -0.474342, -0.474342]),
+        ("reinforce_pp_baseline", [1.897367, -0.474342, -0.474342, -0.474342]),
+        ("remax", [0.75, -0.25, -0.25, -0.25]),
+        ("gdpo", [1.621037, 0.306341, -0.832219, -0.832219]),
+    ],
 )
-def test_one_right_answer_of_four_gives_the_golden_numbers(normalize_std: bool, golden: list[float]) -> None:
-    advantages = estimate("grpo", outcomes([[1, 0, 0, 0]], [2, 3, 4, 1]), normalize_std=normalize_std)
-    assert [len(tokens) for tokens in advantages] == [2, 3, 4, 1]
+def test_one_right_answer_of_four_gives_the_golden_numbers(kind: EstimatorKind, golden: list[float]) -> None:
+    advantages = estimate(kind, outcomes([[1, 0, 0, 0]], LENGTHS), component_weights={"right": 1.0, "form": 1.0})
+    assert [len(tokens) for tokens in advantages] == LENGTHS
     assert {tokens.dtype for tokens in advantages} == {np.dtype(np.float32)}
     for tokens, value in zip(advantages, golden, strict=True):
-        np.testing.assert_allclose(tokens, value, atol=1e-6)
+        np.testing.assert_allclose(tokens, value, atol=1e-5)
 
 
-@given(
-    groups=st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=6), min_size=1, max_size=5),
-    normalize_std=st.booleans(),
-)
+def test_dr_grpo_does_not_divide_by_the_spread() -> None:
+    assert values("grpo", [[1, 0, 0, 0]], normalize_std=False) == [0.75, -0.25, -0.25, -0.25]
+
+
+@given(groups=GROUPS, normalize_std=st.booleans())
 def test_every_group_is_judged_on_its_own(groups: list[list[float]], normalize_std: bool) -> None:
     expected = [value for group in groups for value in slow_grpo(group, normalize_std=normalize_std)]
-    np.testing.assert_allclose(values(groups, normalize_std=normalize_std), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(values("grpo", groups, normalize_std=normalize_std), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("normalize_std", [True, False])
-def test_a_group_of_one_or_of_equals_gets_nothing(normalize_std: bool) -> None:
-    assert values([[3.0], [0.1, 0.1, 0.1]], normalize_std=normalize_std) == pytest.approx([0, 0, 0, 0], abs=1e-9)
+@given(groups=GROUPS)
+def test_rloo_compares_with_the_mean_of_the_others(groups: list[list[float]]) -> None:
+    expected = [
+        reward - (sum(group) - reward) / (len(group) - 1) if len(group) > 1 else 0.0
+        for group in groups
+        for reward in group
+    ]
+    np.testing.assert_allclose(values("rloo", groups), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_tokens_the_policy_did_not_choose_get_nothing() -> None:
+@given(groups=GROUPS)
+def test_only_the_best_of_a_group_counts_at_pass_k(groups: list[list[float]]) -> None:
+    found = iter(values("grpo_passk", groups))
+    for group in groups:
+        of_group = [next(found) for _ in group]
+        ranked = sorted(group, reverse=True)
+        if len(group) == 1 or ranked[0] == ranked[1]:
+            assert of_group == [0] * len(group)
+            continue
+        lead = (ranked[0] - ranked[1]) / (float(np.std(group, ddof=1)) + 1e-6)
+        expected = [lead if reward == ranked[0] else 0.0 for reward in group]
+        np.testing.assert_allclose(of_group, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "opo", "gpg", "grpo_passk"])
+def test_a_group_of_one_or_of_equals_gets_nothing(kind: EstimatorKind) -> None:
+    step = [[3.0], [0.1, 0.1, 0.1]]
+    assert values(kind, step) == pytest.approx([0, 0, 0, 0], abs=1e-9)
+    assert values(kind, step, normalize_std=False) == pytest.approx([0, 0, 0, 0], abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["reinforce_pp", "reinforce_pp_baseline", "gdpo"])
+def test_whitened_over_the_tokens_of_the_step(kind: EstimatorKind) -> None:
+    step = outcomes([[1, 0.5], [0, -2]], [5, 1, 7, 3])
+    tokens = np.concatenate(estimate(kind, step, gamma=0.9, component_weights={"right": 2.0, "form": 0.5}))
+    assert tokens.mean() == pytest.approx(0, abs=1e-6)
+    assert tokens.std(ddof=1) == pytest.approx(1, abs=1e-6)
+
+
+def test_a_reward_is_discounted_by_the_policys_tokens_only() -> None:
+    masks = (np.array([True, False, True, True, False]), np.array([True]))
+    step = Outcomes(
+        rewards=np.array([1.0, 2.0]), groups=np.array([0, 1]), loss_masks=masks, baselines=np.array([0.0, 0.5])
+    )
+    first, second = estimate("remax", step, gamma=0.5)
+    assert first.tolist() == [0.25, 0, 0.5, 1, 0]
+    assert second.tolist() == [1.5]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "opo", "gpg", "reinforce_pp", "remax", "grpo_passk", "gdpo"])
+def test_tokens_the_policy_did_not_choose_get_nothing(kind: EstimatorKind) -> None:
     masks = (np.array([True, False, True]), np.array([False, True]))
-    step = Outcomes(rewards=np.array([1.0, 0.0]), groups=np.array([0, 0]), loss_masks=masks)
-    first, second = estimate("grpo", step, normalize_std=False)
-    assert first.tolist() == [0.5, 0, 0.5]
-    assert second.tolist() == [0, -0.5]
+    rewards = np.array([1.0, 0.0])
+    step = Outcomes(
+        rewards=rewards, groups=np.array([0, 0]), loss_masks=masks, components={"x": rewards}, baselines=rewards + 1
+    )
+    first, second = estimate(kind, step, component_weights={"x": 1.0})
+    assert first[1] == 0
+    assert first[0] == first[2] != 0
+    assert second[0] == 0
 
 
 def test_a_reward_that_is_not_finite_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="not finite"):
-        outcomes([[float("nan"), 0.0]])
+        Outcomes(rewards=np.array([np.nan]), groups=np.array([0]), loss_masks=(np.array([True]),))
+
+
+def slow_gae(
+    rewards: FloatArray, value: FloatArray, mask: BoolArray, *, gamma: float, lam: float
+) -> tuple[list[float], list[float]]:
+    """The definition, backwards, one token at a time: raw advantages and returns."""
+    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+    next_value = next_advantage = 0.0
+    for t in reversed(range(len(mask))):
+        if mask[t]:
+            delta = float(rewards[t]) + gamma * next_value - float(value[t])
+            next_advantage = delta + gamma * lam * next_advantage
+            next_value = float(value[t])
+            advantages[t], returns[t] = next_advantage, next_advantage + next_value
+    return advantages, returns
+
+
+def float32(*numbers: float) -> FloatArray:
+    return np.array(numbers, dtype=np.float32)
+
+
+def test_gae_has_the_golden_numbers() -> None:
+    rewards, value = (float32(0, 0, 1),), (float32(0.5, 0.6, 0.7),)
+    found = gae(rewards, value, (np.array([True] * 3),), gamma=1.0, lam=0.95)
+    np.testing.assert_allclose(found.advantages[0], [0.991344, 0.017092, -1.008436], atol=1e-5)
+    np.testing.assert_allclose(found.returns[0], [0.96575, 0.985, 1], atol=1e-5)
+    np.testing.assert_allclose(found.returns[0] - value[0], [0.46575, 0.385, 0.3], atol=1e-5)
+
+
+def test_gae_steps_over_tokens_the_policy_did_not_choose() -> None:
+    value = float32(0.5, 0.6, 0.7)
+    found = gae((float32(0, 0, 1),), (value,), (np.array([True, False, True]),), gamma=1.0, lam=0.95)
+    np.testing.assert_allclose(found.returns[0], [0.5 + 0.485, 0, 1], atol=1e-5)
+    assert found.advantages[0][1] == 0
+
+
+@given(masks=MASKS, seed=st.integers(0, 1000), gamma=st.floats(0.5, 1), lam=st.floats(0, 1))
+def test_gae_equals_a_plain_loop(masks: list[list[bool]], seed: int, gamma: float, lam: float) -> None:
+    random = np.random.default_rng(seed)
+    loss_masks = tuple(np.array(mask) for mask in masks)
+    rewards, value = (tuple(random.standard_normal(len(mask)).astype(np.float32) for mask in masks) for _ in range(2))
+    found = gae(rewards, value, loss_masks, gamma=gamma, lam=lam)
+    slow = [slow_gae(*each, gamma=gamma, lam=lam) for each in zip(rewards, value, loss_masks, strict=True)]
+    chosen = np.concatenate([np.array(raw)[mask] for (raw, _), mask in zip(slow, loss_masks, strict=True)])
+    if len(chosen) > 1:
+        std = np.sqrt(chosen.var(ddof=1) + 1e-8)
+        for tokens, (raw, _), mask in zip(found.advantages, slow, loss_masks, strict=True):
+            np.testing.assert_allclose(tokens, mask * (np.array(raw) - chosen.mean()) / std, rtol=1e-4, atol=1e-5)
+    for tokens, (_, returns) in zip(found.returns, slow, strict=True):
+        np.testing.assert_allclose(tokens, returns, rtol=1e-5, atol=1e-5)

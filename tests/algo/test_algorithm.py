@@ -1,52 +1,43 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
-from megarl.algo.algorithm import Grpo, Sft, build_algorithm
-from megarl.config.algorithm import GrpoConfig, SftConfig
-from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
+from megarl.algo.algorithm import Sft, build_algorithm
+from megarl.config.algorithm import (
+    AlgorithmConfig,
+    FilterConfig,
+    GdpoConfig,
+    GroupConfig,
+    GrpoConfig,
+    OverlongConfig,
+    ReinforcePpConfig,
+    SftConfig,
+)
+from megarl.errors import DataError
+from megarl.stages import Algorithm
+from tests.algo.groups import scored_group
 
 
-def scored_group(number: int, rewards: Sequence[float]) -> ScoredGroup:
-    prompt = Prompt(
-        uid=f"train.parquet:{number}",
-        position=number,
-        epoch=0,
-        token_ids=np.array([number, number], dtype=np.int32),
-        data_source="sums",
-        ground_truth="",
-        extra_info={},
-    )
-    rollouts = tuple(_rollout(length=place + 2) for place in range(len(rewards)))
-    return ScoredGroup(
-        group=RolloutGroup(prompt=prompt, rollouts=rollouts),
-        scores=tuple(Score(value=reward, components={}) for reward in rewards),
-    )
+def build(config: AlgorithmConfig) -> Algorithm:
+    return build_algorithm(config, max_response_tokens=10)
 
 
-def _rollout(*, length: int) -> Rollout:
-    """Whose first token came from a tool, say, not from the policy."""
-    return Rollout(
-        token_ids=np.arange(length, dtype=np.int32),
-        logprobs=np.zeros(length, dtype=np.float32),
-        versions=np.zeros(length, dtype=np.int32),
-        loss_mask=np.arange(length) > 0,
-        finish_reason=FinishReason.STOP,
-        text="",
-    )
+def last_token_credit(config: AlgorithmConfig, rewards: list[float]) -> list[float]:
+    return [float(sample.advantages[-1]) for sample in build(config).assign([scored_group(0, rewards)])]
 
 
-def test_the_recipe_chooses_the_algorithm() -> None:
-    assert isinstance(build_algorithm(SftConfig(kind="sft")), Sft)
-    assert isinstance(build_algorithm(GrpoConfig(kind="grpo")), Grpo)
+def test_sft_gives_every_token_of_a_demonstration_the_same_credit() -> None:
+    algorithm = build(SftConfig(kind="sft"))
+    assert isinstance(algorithm, Sft)
+    samples = algorithm.assign([scored_group(1, [1.0]), scored_group(2, [0.0])])
+    assert [sample.advantages.tolist() for sample in samples] == [[0, 1], [0, 1]]
+    assert {sample.advantages.dtype for sample in samples} == {np.dtype(np.float32)}
 
 
 def test_grpo_compares_within_the_group_and_keeps_the_order() -> None:
     groups = [scored_group(3, [1, 0]), scored_group(5, [0.25, 0.25, 1])]
-    algorithm = build_algorithm(GrpoConfig(kind="grpo", normalize_std=False))
+    algorithm = build(GrpoConfig(kind="grpo", normalize_std=False))
     assert all(algorithm.keeps(group) for group in groups)
     samples = algorithm.assign(groups)
     assert [sample.prompt_ids.tolist() for sample in samples] == [[3, 3]] * 2 + [[5, 5]] * 3
@@ -60,16 +51,58 @@ def test_grpo_compares_within_the_group_and_keeps_the_order() -> None:
     ]
 
 
-def test_grpo_divides_by_the_groups_spread_unless_told_not_to() -> None:
-    group = scored_group(0, [1, 0, 0, 0])
-    normalized, raw = (
-        build_algorithm(GrpoConfig(kind="grpo", normalize_std=normalize_std)).assign([group])[0].advantages[1]
-        for normalize_std in (True, False)
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (GrpoConfig(kind="grpo"), [1.499997, -0.499999, -0.499999, -0.499999]),
+        (GroupConfig(kind="rloo"), [1, -1 / 3, -1 / 3, -1 / 3]),
+        (GroupConfig(kind="opo"), [0.9, -0.1, -0.1, -0.1]),
+        (GroupConfig(kind="gpg"), [3, -1, -1, -1]),
+        (GroupConfig(kind="grpo_passk"), [1.999996, 0, 0, 0]),
+        (GroupConfig(kind="reinforce_pp_baseline"), [2.846050, -0.316228, -0.316228, -0.316228]),
+        (ReinforcePpConfig(kind="reinforce_pp"), [2.846050, -0.316228, -0.316228, -0.316228]),
+    ],
+    ids=lambda value: getattr(value, "kind", None),
+)
+def test_the_recipe_chooses_the_estimator(config: AlgorithmConfig, expected: list[float]) -> None:
+    assert last_token_credit(config, [1, 0, 0, 0]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_gdpo_weighs_named_components() -> None:
+    components = [{"right": 1.0, "form": 0.0}, {"right": 0.0, "form": 1.0}]
+    group = scored_group(0, [0, 0], components=components, lengths=[3, 3])
+    equal, right = (
+        [
+            float(sample.advantages[-1])
+            for sample in build(GdpoConfig(kind="gdpo", weights={"right": weight, "form": 1.0})).assign([group])
+        ]
+        for weight in (1.0, 3.0)
     )
-    assert (normalized, raw) == (pytest.approx(1.499997, abs=1e-6), 0.75)
+    assert equal == pytest.approx([0, 0], abs=1e-6)
+    assert right[0] > 0.5
+    assert right[1] == pytest.approx(-right[0])
 
 
-def test_sft_gives_every_token_of_a_demonstration_the_same_credit() -> None:
-    samples = build_algorithm(SftConfig(kind="sft")).assign([scored_group(1, [1.0]), scored_group(2, [0.0])])
-    assert [sample.advantages.tolist() for sample in samples] == [[0, 1], [0, 1]]
-    assert {sample.advantages.dtype for sample in samples} == {np.dtype(np.float32)}
+def test_gdpo_names_a_component_the_reward_does_not_give() -> None:
+    with pytest.raises(DataError, match="no component form; it has none"):
+        build(GdpoConfig(kind="gdpo", weights={"form": 1.0})).assign([scored_group(0, [1, 0])])
+
+
+def test_a_filter_looks_at_rewards_before_the_length_penalty() -> None:
+    config = GrpoConfig(kind="grpo", filter=FilterConfig(), overlong=OverlongConfig(buffer_tokens=4))
+    assert not build(config).keeps(scored_group(0, [1, 1], lengths=[5, 10]))
+    assert build(config).keeps(scored_group(0, [1, 0], lengths=[5, 5]))
+
+
+def test_the_length_penalty_enters_the_comparison() -> None:
+    config = GrpoConfig(kind="grpo", normalize_std=False, overlong=OverlongConfig(buffer_tokens=4))
+    samples = build(config).assign([scored_group(0, [1, 1], lengths=[5, 10])])
+    assert [float(sample.advantages[-1]) for sample in samples] == [0.5, -0.5]
+
+
+def test_what_was_cut_leaves_the_loss_but_not_its_groups_baseline() -> None:
+    config = GrpoConfig(kind="grpo", normalize_std=False, overlong=OverlongConfig(is_filtered=True))
+    first, second = build(config).assign([scored_group(0, [1, 0], lengths=[3, 10], cut=[1])])
+    assert first.advantages.tolist() == [0, 0.5, 0.5]
+    assert first.rollout.loss_mask.tolist() == [False, True, True]
+    assert not second.rollout.loss_mask.any()

@@ -1,30 +1,36 @@
 from __future__ import annotations
 
-from itertools import pairwise
+import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algo.loss import PolicyTokens, kl_k3, masked_sum, policy_loss, ppo_loss, token_mean
-from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
+from megarl.algo.loss import KlKind, aggregate, kl, masked_sum, policy_loss, value_loss
+from megarl.algo.segments import Segments
+from megarl.config.algorithm import (
+    Aggregation,
+    CispoLossConfig,
+    GmpoLossConfig,
+    GpgLossConfig,
+    GspoLossConfig,
+    LossConfig,
+    PpoLossConfig,
+    SapoLossConfig,
+)
+from tests.algo.packs import one_sequence
 
 TOLERANCE = 1e-5
-ALGORITHMS: dict[str, AlgorithmConfig] = {
-    "sft": SftConfig(kind="sft"),
-    "grpo": GrpoConfig(kind="grpo", entropy_coef=0.1),
-}
+PPO = PpoLossConfig(kind="ppo", clip_low=0.2, clip_high=0.28)
 
 
-def tokens(logprobs: list[float], old: list[float], advantages: list[float]) -> PolicyTokens:
-    return PolicyTokens(
-        logprobs=torch.tensor(logprobs, requires_grad=True),
-        entropy=torch.zeros(len(logprobs)),
-        old_logprobs=torch.tensor(old),
-        advantages=torch.tensor(advantages),
-    )
+def gradient(config: LossConfig, logprobs: list[float], old: list[float], advantages: list[float]) -> list[float]:
+    """Of the sum of the token losses."""
+    tokens = one_sequence(logprobs, old, advantages)
+    policy_loss(config, tokens).values.sum().backward()  # type: ignore[no-untyped-call]
+    assert tokens.logprobs.grad is not None
+    found: list[float] = tokens.logprobs.grad.tolist()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -38,48 +44,96 @@ def tokens(logprobs: list[float], old: list[float], advantages: list[float]) -> 
     ],
 )
 def test_ppo_with_dual_clip(advantage: float, ratio: float, loss: float, is_clipped: bool) -> None:
-    log_ratio = torch.tensor(ratio).log().item()
-    found = ppo_loss(tokens([log_ratio - 2], [-2.0], [advantage]), clip_low=0.2, clip_high=0.28, clip_dual=3.0)
+    found = policy_loss(PPO, one_sequence([math.log(ratio) - 2], [-2.0], [advantage]))
     assert found.values.item() == pytest.approx(loss, abs=TOLERANCE)
     assert found.is_clipped.item() is is_clipped
 
 
-def test_a_clipped_token_has_no_gradient() -> None:
-    batch = tokens([0.5, -0.5, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
-    ppo_loss(batch, clip_low=0.2, clip_high=0.2, clip_dual=3.0).values.sum().backward()  # type: ignore[no-untyped-call]
-    assert batch.logprobs.grad is not None
-    clipped, free, even = batch.logprobs.grad.tolist()
+def test_a_token_that_ppo_clips_has_no_gradient() -> None:
+    clipped, free, even = gradient(PPO, [0.5, -0.5, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
     assert clipped == 0
     assert free < 0
     assert even == pytest.approx(-1.0)
 
 
 def test_a_ratio_that_would_overflow_is_bounded() -> None:
-    batch = tokens([0.0, -200.0], [-200.0, 0.0], [1.0, -1.0])
-    values = ppo_loss(batch, clip_low=0.2, clip_high=0.2, clip_dual=3.0).values
-    assert values.tolist() == pytest.approx([-1.2, 0.8])
+    values = policy_loss(PPO, one_sequence([0.0, -200.0], [-200.0, 0.0], [1.0, -1.0])).values
+    assert values.tolist() == pytest.approx([-1.28, 0.8])
 
 
-def test_the_sft_loss_is_the_negative_log_likelihood() -> None:
-    found = policy_loss(ALGORITHMS["sft"], tokens([-1.0, -2.5], [0.0, 0.0], [0.0, 0.0]))
-    assert found.values.tolist() == [1.0, 2.5]
-    assert not found.is_clipped.any()
+def test_gspo_gives_every_token_the_ratio_of_its_sequence() -> None:
+    wide = GspoLossConfig(kind="gspo", clip_low=0.5, clip_high=0.5)
+    found = policy_loss(wide, one_sequence([0.1, 0.3], [0.0, 0.0], [1.0, 1.0]))
+    assert found.values.tolist() == pytest.approx([-1.221403] * 2, abs=TOLERANCE)
+    assert gradient(wide, [0.1, 0.3], [0.0, 0.0], [1.0, 1.0]) == pytest.approx([-1.221403] * 2, abs=TOLERANCE)
 
 
-def test_grpo_subtracts_the_entropy_bonus() -> None:
-    batch = PolicyTokens(
-        logprobs=torch.zeros(2),
-        entropy=torch.tensor([1.0, 3.0]),
-        old_logprobs=torch.zeros(2),
-        advantages=torch.tensor([2.0, 2.0]),
-    )
-    assert policy_loss(ALGORITHMS["grpo"], batch).values.tolist() == pytest.approx([-2.1, -2.3])
+def test_gspo_clips_whole_sequences_and_has_no_dual_clip() -> None:
+    usual = GspoLossConfig(kind="gspo")
+    up = policy_loss(usual, one_sequence([0.1, 0.3], [0.0, 0.0], [1.0, 1.0]))
+    assert up.values.tolist() == pytest.approx([-1.0004] * 2, abs=TOLERANCE)
+    assert up.is_clipped.all()
+    assert gradient(usual, [0.1, 0.3], [0.0, 0.0], [1.0, 1.0]) == [0, 0]
+    down = policy_loss(usual, one_sequence([2.0, 2.0], [0.0, 0.0], [-1.0, -1.0]))
+    assert down.values.tolist() == pytest.approx([math.exp(2)] * 2, rel=1e-5)
 
 
-def test_the_token_mean_has_the_golden_value() -> None:
-    values = torch.tensor([1.0, 2.0, 0.0, 3.0, 4.0, 5.0])
-    mask = torch.tensor([True, True, False, True, True, True])
-    assert token_mean(values, mask, num_loss_tokens=5).item() == pytest.approx(3.0)
+def test_a_token_that_cispo_clips_still_learns() -> None:
+    config = CispoLossConfig(kind="cispo", clip_low=0.2, clip_high=0.28)
+    logprobs, old = [math.log(1.5) - 1, -1.0, math.log(0.5) - 1], [-1.0, -1.0, -1.0]
+    found = policy_loss(config, one_sequence(logprobs, old, [2.0, 2.0, 2.0]))
+    expected = [-weight * 2.0 * logprob for weight, logprob in zip([1.28, 1.0, 0.8], logprobs, strict=True)]
+    assert found.values.tolist() == pytest.approx(expected, abs=TOLERANCE)
+    assert found.is_clipped.tolist() == [True, False, True]
+    assert gradient(config, logprobs, old, [2.0, 2.0, 2.0]) == pytest.approx([-2.56, -2.0, -1.6], abs=TOLERANCE)
+
+
+def test_gpg_is_the_plain_policy_gradient() -> None:
+    config = GpgLossConfig(kind="gpg")
+    assert policy_loss(config, one_sequence([-2.0], [-9.0], [0.5])).values.item() == 1.0
+    assert gradient(config, [-2.0], [-9.0], [0.5]) == [-0.5]
+
+
+@pytest.mark.parametrize(("advantage", "golden"), [(1.0, -2.489837), (-1.0, 2.393585)])
+def test_sapo_has_the_golden_values(advantage: float, golden: float) -> None:
+    found = policy_loss(SapoLossConfig(kind="sapo"), one_sequence([math.log(1.5)], [0.0], [advantage]))
+    assert found.values.item() == pytest.approx(golden, abs=TOLERANCE)
+
+
+def test_sapo_is_the_policy_gradient_where_nothing_has_moved() -> None:
+    assert gradient(SapoLossConfig(kind="sapo"), [-1.0, -1.0], [-1.0, -1.0], [2.0, -3.0]) == pytest.approx([-2.0, 3.0])
+
+
+@pytest.mark.parametrize(("advantage", "golden", "clipped"), [(1.0, -1.094174, [True, False]), (-1.0, 1.221403, [])])
+def test_gmpo_has_the_golden_values(advantage: float, golden: float, clipped: list[bool]) -> None:
+    config = GmpoLossConfig(kind="gmpo", clip_low=0.2, clip_high=0.28)
+    found = policy_loss(config, one_sequence([0.5, -0.1], [0.0, 0.0], [advantage, advantage]))
+    assert found.values.tolist() == pytest.approx([golden, golden], abs=TOLERANCE)
+    assert found.is_clipped.tolist() == (clipped or [False, False])
+
+
+@pytest.mark.parametrize(
+    ("kind", "golden"),
+    [
+        ("token_mean", 3.0),
+        ("token_sum", 15.0),
+        ("seq_mean_token_sum", 7.5),
+        ("seq_mean_token_mean", 2.75),
+        ("seq_mean_token_sum_norm", 2.5),
+    ],
+)
+def test_the_aggregations_have_the_golden_values(kind: Aggregation, golden: float) -> None:
+    values = torch.tensor([1.0, 2.0, torch.nan, 3.0, 4.0, 5.0])
+    segments = Segments.of(torch.tensor([True, True, False, True, True, True]), torch.tensor([0, 3, 6]))
+    found = aggregate(kind, values, segments, num_loss_tokens=5, num_sequences=2, horizon_tokens=3)
+    assert found.item() == pytest.approx(golden)
+
+
+def test_an_update_without_loss_tokens_has_no_loss() -> None:
+    segments = Segments.of(torch.zeros(2, dtype=torch.bool), torch.tensor([0, 2]))
+    kinds: tuple[Aggregation, ...] = ("token_mean", "seq_mean_token_mean")
+    for kind in kinds:
+        assert aggregate(kind, torch.ones(2), segments, num_loss_tokens=0, num_sequences=0).item() == 0
 
 
 def test_what_is_masked_does_not_count_even_if_it_is_not_finite() -> None:
@@ -91,32 +145,37 @@ def test_what_is_masked_does_not_count_even_if_it_is_not_finite() -> None:
     assert values.grad.tolist() == [1.0, 0.0, 0.0]
 
 
-def test_k3_has_the_golden_value() -> None:
-    found = kl_k3(torch.tensor([0.5, 0.0, -50.0]), torch.tensor([0.0, 0.0, 0.0]))
-    assert found.tolist() == pytest.approx([0.106531, 0.0, 10.0], abs=TOLERANCE)
+def kl_and_gradient(kind: KlKind, delta: float) -> tuple[float, float]:
+    logprobs = torch.tensor([delta], requires_grad=True)
+    found: Tensor = kl(kind, logprobs, torch.zeros(1))
+    found.sum().backward()  # type: ignore[no-untyped-call]
+    assert logprobs.grad is not None
+    return found.item(), logprobs.grad.item()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@settings(max_examples=25)
-@given(seed=st.integers(0, 1000), cuts=st.sets(st.integers(1, 29), max_size=8))
-def test_loss_and_gradient_do_not_depend_on_the_split(algorithm: str, seed: int, cuts: set[int]) -> None:
-    random = torch.Generator().manual_seed(seed)
-    logprobs, old, advantages, entropy = torch.randn(4, 30, generator=random, dtype=torch.float64)
-    loss_mask = torch.rand(30, generator=random) < 0.6
+@pytest.mark.parametrize(
+    ("kind", "value", "slope"),
+    [
+        ("k1", 0.5, 1.0),
+        ("abs", 0.5, 1.0),
+        ("k2", 0.125, 0.5),
+        ("k3", 0.106531, 1 - math.exp(-0.5)),
+        ("k1+", 0.5, 0.5),
+        ("abs+", 0.5, 0.5),
+        ("k3+", 0.106531, 0.5),
+    ],
+)
+def test_kl_has_the_golden_values_and_with_a_plus_the_gradient_of_k2(kind: KlKind, value: float, slope: float) -> None:
+    assert kl_and_gradient(kind, 0.5) == pytest.approx((value, slope), abs=TOLERANCE)
 
-    def loss_and_gradient(bounds: list[int]) -> tuple[Tensor, Tensor]:
-        policy = logprobs.clone().requires_grad_()
-        total = torch.zeros((), dtype=torch.float64)
-        for start, end in pairwise(bounds):
-            part = slice(start, end)
-            batch = PolicyTokens(
-                logprobs=policy[part], entropy=entropy[part], old_logprobs=old[part], advantages=advantages[part]
-            )
-            values = policy_loss(ALGORITHMS[algorithm], batch).values
-            total = total + token_mean(values, loss_mask[part], num_loss_tokens=int(loss_mask.sum()))
-        total.backward()  # type: ignore[no-untyped-call]
-        assert policy.grad is not None
-        return total.detach(), policy.grad
 
-    whole, split = loss_and_gradient([0, 30]), loss_and_gradient([0, *sorted(cuts), 30])
-    torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-12)
+def test_k3_is_bounded_where_it_would_overflow() -> None:
+    assert kl("k3", torch.tensor([-500.0, 0.0]), torch.zeros(2)).tolist() == [10.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "golden"), [(2.0, 1.0, 0.0, 2.0), (0.2, 1.0, 2.0, 1.62), (1.2, 1.0, 2.0, 0.32)]
+)
+def test_the_value_loss_has_the_golden_values(value: float, old: float, target: float, golden: float) -> None:
+    found = value_loss(torch.tensor([value]), torch.tensor([old]), torch.tensor([target]), clip=0.5)
+    assert found.item() == pytest.approx(golden, abs=TOLERANCE)

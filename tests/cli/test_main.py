@@ -66,14 +66,14 @@ def test_validate_of_a_good_recipe_needs_no_engine(recipe: Path) -> None:
 
 
 def test_all_problems_of_a_recipe_are_reported_at_once(recipe: Path) -> None:
-    bad = ["--set", "algorithm.clip_hig=0.3", "--set", "run.steps=many"]
+    bad = ["--set", "algorithm.los=0.3", "--set", "run.steps=many"]
     done = megarl("validate", str(recipe), *bad)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
         f"{recipe}: 2 problem(s)",
         "  run.steps: 'many': input should be a valid integer, unable to parse string as an integer",
-        "  algorithm.clip_hig: unknown key; did you mean clip_high?",
+        "  algorithm.los: unknown key; did you mean loss?",
     ]
 
 

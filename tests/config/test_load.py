@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import load_recipe
-from megarl.config.algorithm import GrpoConfig
+from megarl.config.algorithm import GrpoConfig, PpoLossConfig
 from megarl.errors import ConfigError
 from tests.config.conftest import write_model
 
@@ -42,9 +42,11 @@ def problems(path: Path, *overrides: str) -> list[str]:
 
 
 def test_a_good_recipe_loads_and_is_frozen(recipe_path: Path) -> None:
-    recipe = load_recipe(recipe_path, ["algorithm.clip_high=0.28", "train.optimizer.learning_rate=1e-6"])
+    recipe = load_recipe(
+        recipe_path, ["algorithm.loss={kind: ppo, clip_high: 0.28}", "train.optimizer.learning_rate=1e-6"]
+    )
     assert isinstance(recipe.algorithm, GrpoConfig)
-    assert recipe.algorithm.clip_high == 0.28
+    assert recipe.algorithm.loss == PpoLossConfig(kind="ppo", clip_high=0.28)
     assert recipe.train.optimizer.learning_rate == 1e-6
     assert recipe.data_parallel == 1
     with pytest.raises(ValueError, match="frozen"):
@@ -55,7 +57,7 @@ def test_a_good_recipe_loads_and_is_frozen(recipe_path: Path) -> None:
     ("override", "expected"),
     [
         ("train.prompts_per_stp=3", "train.prompts_per_stp: unknown key; did you mean prompts_per_step?"),
-        ("algorithm.clip_hi=0.3", "algorithm.clip_hi: unknown key; did you mean clip_high?"),
+        ("algorithm.loss={kind: ppo, clip_hi: 0.3}", "algorithm.loss.clip_hi: unknown key; did you mean clip_high?"),
         ("trian={}", "trian: unknown key; did you mean train?"),
         ("pools.train.gpu_per_node=2", "pools.train.gpu_per_node: unknown key; did you mean gpus_per_node?"),
         ("algorithm.kind=grppo", "algorithm.kind: unknown 'grppo'; one of "),
@@ -94,7 +96,7 @@ def test_a_mistake_is_one_line_with_its_key(recipe_path: Path, override: str, ex
 
 
 def test_all_mistakes_are_reported_at_once(recipe_path: Path) -> None:
-    lines = problems(recipe_path, "train.a=1", "run.b=2", "algorithm.clip_low=-1", "sampling.temperature=0")
+    lines = problems(recipe_path, "train.a=1", "run.b=2", "algorithm.entropy_coef=-1", "sampling.temperature=0")
     assert len(lines) == 4
 
 

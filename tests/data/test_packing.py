@@ -100,7 +100,7 @@ def test_every_sample_is_packed_once_and_whole(
         assert length < budget + pad_multiple
         size = per_update or len(samples)
         members = samples[index * size : (index + 1) * size]
-        assert mini_batch.num_sequences == len(members)
+        assert mini_batch.num_sequences == sum(sample.rollout.loss_mask.any() for sample in members)
         assert mini_batch.num_loss_tokens == sum(sample.rollout.loss_mask.sum() for sample in members)
         masked = sum(int(item.loss_mask.sum()) for share in mini_batch.shares for item in share)
         assert masked == mini_batch.num_loss_tokens

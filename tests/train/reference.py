@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
+from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PpoLossConfig, SftConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import OptimizerConfig
 from megarl.types import TrainSample
@@ -93,13 +93,15 @@ class Reference:
         match self._algorithm:
             case SftConfig():
                 return -token.logprob
-            case GrpoConfig() as config:
+            case PolicyGradientConfig(loss=PpoLossConfig() as clips) as config:
                 ratio = (token.logprob - token.old_logprob).exp()
-                clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+                clipped = ratio.clamp(1 - clips.clip_low, 1 + clips.clip_high)
                 loss = torch.maximum(-token.advantage * ratio, -token.advantage * clipped)
                 if token.advantage < 0:
-                    loss = loss.clamp(max=-token.advantage * config.clip_dual)
+                    loss = loss.clamp(max=-token.advantage * clips.clip_dual)
                 return loss - config.entropy_coef * token.entropy
+            case _:
+                raise AssertionError(f"no reference for {self._algorithm}")
 
     def weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}

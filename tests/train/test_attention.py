@@ -7,7 +7,7 @@ from torch import Tensor
 from megarl.train.attention import PackedAttention, PackedSequences
 
 HEAD_DIM = 4
-LENGTHS = [3, 1, 5]
+LENGTHS = [3, 1, 5, 3, 1]
 
 
 def attention() -> PackedAttention:

@@ -200,6 +200,21 @@ def test_later_updates_of_a_step_are_measured_against_the_policy_before_the_firs
     assert_close(whole_weights(outcomes, model, actor), reference.weights())
 
 
+def test_a_step_takes_its_learning_rate_from_the_schedule(cluster: Cluster, models: Models) -> None:
+    model = models.get("qwen2", tied=True)
+    samples = make_samples(4, vocab=model.shape.vocab, seed=5)
+    quarter = DESCENT.model_copy(update={"learning_rate": DESCENT.learning_rate / 4})
+    reference = Reference(model, quarter, GRPO, TEMPERATURE)
+    reference.update(samples, reference.logprobs(samples))
+    world, actor = SPLITS["TP1"]
+    warming_up = replace(setup_of(model, actor), optimizer=DESCENT.model_copy(update={"warmup_steps": 4}))
+
+    outcomes = cluster.run(world, jobs.train, warming_up, [], packed(samples, world=world, actor=actor))
+
+    assert outcomes[0].result.stats.learning_rate == quarter.learning_rate
+    assert_close(whole_weights(outcomes, model, actor), reference.weights())
+
+
 def test_the_mismatch_compares_probabilities_of_trainer_and_engine(cluster: Cluster, models: Models) -> None:
     model = models.get("llama", tied=False)
     samples = make_samples(4, vocab=model.shape.vocab, seed=4)

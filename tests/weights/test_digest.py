@@ -86,3 +86,9 @@ def test_equal_values_under_another_name_change_it() -> None:
 
 def test_negative_zero_is_not_zero() -> None:
     assert whole(torch.zeros(SHAPE)) != whole(-torch.zeros(SHAPE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_the_same_on_a_gpu(dtype: torch.dtype) -> None:
+    assert whole(values_of(dtype).cuda()) == whole(values_of(dtype))

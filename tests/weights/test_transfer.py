@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,12 +9,18 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.weights.check import check_delivery
 from megarl.weights.group import StoreAddress, StoreServer, TransferGroup, abandon_group
+from megarl.weights.megatron import MegatronParallel, megatron_layout
+from megarl.weights.plan import plan
+from megarl.weights.sglang import sglang_layout
+from megarl.weights.transfer import Receiver, Sender
 from tests.processes import run_processes
+from tests.weights.reference import make_shape
 from tests.weights.transfer_peers import (
     CORRUPTED_VERSION,
     TIMEOUT_S,
     EngineLog,
     SenderLog,
+    cut,
     make_plan,
     run_and_die,
     run_beside_the_dead,
@@ -127,3 +134,38 @@ def test_a_group_can_be_ended_from_outside() -> None:
     abandon_group(server.address, name="one", reason="engine 1 is dead")
     with pytest.raises(WeightSyncError, match="engine 1 is dead"):
         group.collect(["never"], 10)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_parameters_on_any_device_travel_through_host_memory(device: str) -> None:
+    """One trainer rank, one engine rank, as two threads."""
+    shape = make_shape()
+    trainer = megatron_layout(shape, MegatronParallel(), dtype="float32")
+    moves = plan(trainer, sglang_layout(shape, tensor=1, dtype="bfloat16"))
+    model = {name: torch.randn(spec.shape, device=device) for name, spec in trainer.canonical.items()}
+    sources = cut(moves.source.holdings[0], model)
+    targets = {name: torch.zeros_like(tensor) for name, tensor in cut(moves.target.holdings[0], model).items()}
+    server = StoreServer()
+
+    def join(peer: int) -> TransferGroup:
+        return TransferGroup.join(server.address, name="threads", peer=peer, num_peers=2, timeout_s=30)
+
+    with ThreadPoolExecutor(2) as pool:
+        trainer_group, engine_group = pool.map(join, range(2))
+        receiver = Receiver(moves, 0, targets, engine_group, bucket_bytes=3000)
+        sending = pool.submit(Sender(moves, 0, sources, trainer_group, bucket_bytes=3000).send, 7)
+        arrived = receiver.stage(7)
+        check_delivery([sending.result()], {0: arrived})
+    assert receiver.commit() == 7
+    for name, expected in cut(moves.target.holdings[0], model).items():
+        assert torch.equal(targets[name], expected), name
+
+
+def test_nothing_is_committed_that_was_not_staged() -> None:
+    shape = make_shape()
+    layout = sglang_layout(shape, tensor=1, dtype="float32")
+    server = StoreServer()
+    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=10)
+    receiver = Receiver(plan(layout, layout), 0, {}, group, first_target_peer=0)
+    with pytest.raises(WeightSyncError, match="no staged version to commit"):
+        receiver.commit()

@@ -44,11 +44,19 @@ def values_of(version: int) -> Tensors:
 
 
 def tensors_of(holding: Holding, version: int | None) -> Tensors:
-    """One holder's tensors at a version, cut by hand; zero where it has none."""
-    tensors = {name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in holding.tensors.items()}
+    """One holder's tensors at a version; zero where there is none."""
     if version is None:
-        return tensors
-    model = values_of(version)
+        return {name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in holding.tensors.items()}
+    return cut(holding, values_of(version))
+
+
+def cut(holding: Holding, model: Tensors) -> Tensors:
+    """One holder's tensors, cut by hand out of the whole model, on its device; padding is zero."""
+    device = next(iter(model.values())).device
+    tensors = {
+        name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
+        for name, spec in holding.tensors.items()
+    }
     for piece in holding.pieces:
         box = box_of(model[piece.slice.name], piece.slice.offsets, piece.slice.shape)
         box_of(tensors[piece.local_name], piece.local_offsets, piece.slice.shape).copy_(box)

@@ -1,0 +1,129 @@
+"""What an algorithm section can get wrong together with the rest of a recipe: combinations that make no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config.algorithm import (
+    GdpoConfig,
+    GmpoLossConfig,
+    GpgLossConfig,
+    GspoLossConfig,
+    IcepopConfig,
+    MaskConfig,
+    PolicyGradientConfig,
+    ReinforcePpConfig,
+    SftConfig,
+)
+from megarl.config.recipe import ExactRewardConfig, Recipe
+from megarl.errors import Problem
+
+
+def check_algorithm(recipe: Recipe) -> list[Problem]:
+    """Every problem of the algorithm, in the order of its keys."""
+    algorithm = recipe.algorithm
+    if isinstance(algorithm, SftConfig):
+        return list(_imitation(recipe))
+    return [
+        *_rollouts(recipe),
+        *_loss(algorithm, recipe),
+        *_correction(algorithm),
+        *_filter(algorithm, recipe),
+        *_overlong(algorithm, recipe),
+        *_components(algorithm, recipe),
+    ]
+
+
+def _imitation(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.train.prompts_per_update is not None:
+        yield Problem(key="train.prompts_per_update", message="has no use in sft; remove it")
+    if recipe.roles.rollout is not None and recipe.evaluation is None:
+        yield Problem(key="roles.rollout", message="sft generates only for an evaluation; remove one, add the other")
+
+
+def _rollouts(recipe: Recipe) -> Iterator[Problem]:
+    kind = recipe.algorithm.kind
+    if recipe.roles.rollout is None:
+        yield Problem(key="roles.rollout", message=f"missing; {kind} needs engines that generate")
+    if recipe.sampling.rollouts_per_prompt == 1 and not isinstance(recipe.algorithm, ReinforcePpConfig):
+        yield Problem(
+            key="sampling.rollouts_per_prompt",
+            message=f"1 leaves nothing to compare in a group; {kind} needs at least 2",
+        )
+
+
+def _loss(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem]:
+    loss, aggregation = algorithm.loss, algorithm.aggregation
+    if isinstance(loss, GspoLossConfig | GmpoLossConfig) and aggregation != "seq_mean_token_mean":
+        yield Problem(
+            key="algorithm.aggregation",
+            message=f"{aggregation} does not weigh sequences alike, as {loss.kind} does; set seq_mean_token_mean",
+        )
+    if isinstance(loss, GpgLossConfig) and recipe.train.updates_per_step > 1:
+        yield Problem(
+            key="algorithm.loss.kind",
+            message=f"gpg has no ratio to the policy that sampled, but train.prompts_per_update makes "
+            f"{recipe.train.updates_per_step} updates a step; remove that key or choose ppo",
+        )
+    if (aggregation == "seq_mean_token_sum_norm") != (algorithm.horizon_tokens is not None):
+        yield Problem(
+            key="algorithm.horizon_tokens",
+            message=f"missing; seq_mean_token_sum_norm divides by it, {recipe.sampling.max_response_tokens} "
+            "(sampling.max_response_tokens) is usual"
+            if algorithm.horizon_tokens is None
+            else f"{algorithm.horizon_tokens} has no use with {aggregation}; remove it or set seq_mean_token_sum_norm",
+        )
+
+
+def _correction(algorithm: PolicyGradientConfig) -> Iterator[Problem]:
+    match algorithm.correction:
+        case IcepopConfig(min_weight=low, max_weight=high) if low >= high:
+            yield Problem(key="algorithm.correction.min_weight", message=f"{low} is not below max_weight {high}")
+        case MaskConfig(lowest=low, highest=high) if low is not None and low >= high:
+            yield Problem(key="algorithm.correction.lowest", message=f"{low} is not below highest {high}")
+
+
+def _filter(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem]:
+    if algorithm.filter is None:
+        return
+    low, high = algorithm.filter.lowest_mean, algorithm.filter.highest_mean
+    if low is not None and high is not None and low >= high:
+        yield Problem(key="algorithm.filter.lowest_mean", message=f"{low} is not below highest_mean {high}")
+    if recipe.sampling.rollouts_per_prompt == 1:
+        yield Problem(
+            key="algorithm.filter",
+            message="drops every group of one; remove it or raise sampling.rollouts_per_prompt",
+        )
+
+
+def _overlong(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem]:
+    overlong, limit = algorithm.overlong, recipe.sampling.max_response_tokens
+    if overlong is None:
+        return
+    if overlong.buffer_tokens is None and not overlong.is_filtered:
+        yield Problem(
+            key="algorithm.overlong", message="does nothing; set buffer_tokens or is_filtered, or remove the section"
+        )
+    if overlong.buffer_tokens is not None and overlong.buffer_tokens >= limit:
+        yield Problem(
+            key="algorithm.overlong.buffer_tokens",
+            message=f"{overlong.buffer_tokens} leaves no response unpunished; "
+            f"it must be below sampling.max_response_tokens {limit}",
+        )
+    if overlong.buffer_tokens is not None and isinstance(algorithm, GdpoConfig):
+        yield Problem(
+            key="algorithm.overlong.buffer_tokens",
+            message="changes the score, which gdpo does not use; remove it, or make length a component of the reward",
+        )
+
+
+def _components(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem]:
+    if not isinstance(recipe.reward, ExactRewardConfig):
+        return
+    keys = []
+    if isinstance(algorithm, GdpoConfig):
+        keys.append("algorithm.weights")
+    if algorithm.filter is not None and algorithm.filter.component is not None:
+        keys.append("algorithm.filter.component")
+    for key in keys:
+        yield Problem(key=key, message="the exact reward has no components; set reward.kind function")

@@ -1,0 +1,102 @@
+"""Which single changes make a recipe fit, the cheapest first: fewest GPUs, then shortest step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from megarl.config.check import check_without_files
+from megarl.config.document import Document, override
+from megarl.config.model import ModelShape
+from megarl.config.recipe import Recipe
+from megarl.planner.hardware import Gpu
+from megarl.planner.placement import place
+from megarl.planner.run_plan import size
+from megarl.planner.timing import Workload
+
+NUM_PROPOSALS = 3
+_MAX_GROWTH = 4
+_FRACTIONS = (0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """Changes that make the recipe fit."""
+
+    assignments: tuple[str, ...]
+    num_gpus: int
+    margin_bytes: int
+    step_s: float
+
+
+def proposals(recipe: Recipe, shape: ModelShape, gpu: Gpu, workload: Workload) -> list[Proposal]:
+    """At most three, each enough by itself; pairs of changes where no single one is."""
+    singles = list(_changes(recipe))
+    found = list(_fitting(recipe, shape, gpu, workload, [(change,) for change in singles]))
+    if not found:
+        pairs = [(a, b) for index, a in enumerate(singles) for b in singles[index + 1 :] if _key(a) != _key(b)]
+        found = list(_fitting(recipe, shape, gpu, workload, pairs))
+    return _best_per_keys(found)[:NUM_PROPOSALS]
+
+
+def _best_per_keys(found: list[Proposal]) -> list[Proposal]:
+    """Of several values for the same keys only the cheapest is worth saying."""
+    best: dict[tuple[str, ...], Proposal] = {}
+    # Stable: of equally cheap ones the smallest change, which was tried first.
+    for proposal in sorted(found, key=lambda item: (item.num_gpus, item.step_s)):
+        best.setdefault(tuple(_key(assignment) for assignment in proposal.assignments), proposal)
+    return list(best.values())
+
+
+def _fitting(
+    recipe: Recipe, shape: ModelShape, gpu: Gpu, workload: Workload, candidates: Sequence[tuple[str, ...]]
+) -> Iterator[Proposal]:
+    for assignments in candidates:
+        changed = _changed(recipe, assignments)
+        if changed is None or check_without_files(changed, shape):
+            continue
+        sizes = size(changed, shape, gpu, workload, publish_s=0.0)
+        worst = sizes.worst
+        if sizes.fits and worst is not None and worst.margin_bytes is not None and sizes.timing is not None:
+            yield Proposal(
+                assignments=assignments,
+                num_gpus=place(changed).num_gpus,
+                margin_bytes=worst.margin_bytes,
+                step_s=sizes.timing.step_s,
+            )
+
+
+def _changes(recipe: Recipe) -> Iterator[str]:
+    """What a person would try, none of which changes what is learned."""
+    tokens = recipe.train.tokens_per_micro_batch
+    smaller = {max(recipe.max_context_tokens, tokens // factor) for factor in (2, 4)} - {tokens}
+    yield from (f"train.tokens_per_micro_batch={number}" for number in sorted(smaller, reverse=True))
+    actor = recipe.roles.actor
+    if actor.tensor > 1 and not actor.is_sequence_parallel:
+        yield "roles.actor.is_sequence_parallel=true"
+    for factor in (2, _MAX_GROWTH):
+        yield f"roles.actor.tensor={actor.tensor * factor}"
+        yield f"roles.actor.pipeline={actor.pipeline * factor}"
+        yield f"pools.{actor.pool}.nodes={recipe.pools[actor.pool].nodes * factor}"
+    rollout = recipe.roles.rollout
+    if rollout is not None:
+        yield from (
+            f"roles.rollout.memory_fraction={fraction}" for fraction in _FRACTIONS if fraction < rollout.memory_fraction
+        )
+        yield from (f"roles.rollout.tensor={rollout.tensor * factor}" for factor in (2, _MAX_GROWTH))
+
+
+def _changed(recipe: Recipe, assignments: tuple[str, ...]) -> Recipe | None:
+    document = Document(tree=recipe.model_dump(mode="json"), origins={})
+    for assignment in assignments:
+        document = override(document, assignment)
+    try:
+        return Recipe.model_validate(document.tree)
+    except ValidationError:
+        return None
+
+
+def _key(assignment: str) -> str:
+    return assignment.partition("=")[0]

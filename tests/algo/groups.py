@@ -1,0 +1,49 @@
+"""Scored groups for tests: rollouts whose first token came from a tool, say, not from the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
+
+
+def scored_group(
+    number: int,
+    rewards: Sequence[float],
+    *,
+    components: Sequence[Mapping[str, float]] | None = None,
+    lengths: Sequence[int] | None = None,
+    cut: Sequence[int] = (),
+) -> ScoredGroup:
+    """The rollouts are 2, 3, 4 ... tokens long where `lengths` does not say; those in `cut` ended at the limit."""
+    prompt = Prompt(
+        uid=f"train.parquet:{number}",
+        position=number,
+        epoch=0,
+        token_ids=np.array([number, number], dtype=np.int32),
+        data_source="sums",
+        ground_truth="",
+        extra_info={},
+    )
+    rollouts = tuple(
+        _rollout(length, FinishReason.LENGTH if place in cut else FinishReason.STOP)
+        for place, length in enumerate(lengths or range(2, len(rewards) + 2))
+    )
+    scores = tuple(
+        Score(value=reward, components=parts)
+        for reward, parts in zip(rewards, components or [{}] * len(rewards), strict=True)
+    )
+    return ScoredGroup(group=RolloutGroup(prompt=prompt, rollouts=rollouts), scores=scores)
+
+
+def _rollout(length: int, finish_reason: FinishReason) -> Rollout:
+    return Rollout(
+        token_ids=np.arange(length, dtype=np.int32),
+        logprobs=np.zeros(length, dtype=np.float32),
+        versions=np.zeros(length, dtype=np.int32),
+        loss_mask=np.arange(length) > 0,
+        finish_reason=finish_reason,
+        text="",
+    )

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.algo.correction import mismatch, weights
+from megarl.algo.segments import Segments
+from megarl.config.algorithm import CorrectionConfig, IcepopConfig, MaskConfig, TisConfig
+
+LOG_RATIOS = [0.9, -0.2, 0.1]
+
+
+def corrected(config: CorrectionConfig, log_ratios: list[float] = LOG_RATIOS) -> list[float]:
+    """The weights of one sequence, then of a second one that trainer and engine agree on."""
+    num_tokens = len(log_ratios)
+    rollout = torch.full((num_tokens + 2,), -3.0)
+    old = rollout + torch.tensor([*log_ratios, 0.0, 0.0])
+    segments = Segments.of(
+        torch.ones(num_tokens + 2, dtype=torch.bool), torch.tensor([0, num_tokens, num_tokens + 2], dtype=torch.int32)
+    )
+    found: list[float] = weights(config, old_logprobs=old, rollout_logprobs=rollout, segments=segments).tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (TisConfig(kind="tis"), [2, 0.818731, 1.105171, 1, 1]),
+        (TisConfig(kind="tis", level="sequence"), [2, 2, 2, 1, 1]),
+        (TisConfig(kind="tis", level="sequence", max_weight=3), [2.225541] * 3 + [1, 1]),
+        (IcepopConfig(kind="icepop", min_weight=0.9, max_weight=2), [0, 0, 1.105171, 1, 1]),
+        (IcepopConfig(kind="icepop", level="sequence", max_weight=2), [0, 0, 0, 1, 1]),
+        (IcepopConfig(kind="icepop", level="sequence", max_weight=3), [2.225541] * 3 + [1, 1]),
+        (MaskConfig(kind="mask", measure="k3", highest=0.1), [0, 1, 1, 1, 1]),
+        (MaskConfig(kind="mask", measure="k2", highest=0.01), [0, 0, 1, 1, 1]),
+        (MaskConfig(kind="mask", measure="k1", lowest=-0.15, highest=0.15), [0, 0, 1, 1, 1]),
+        (MaskConfig(kind="mask", level="sequence", measure="k3", highest=0.1945), [0, 0, 0, 1, 1]),
+        (MaskConfig(kind="mask", level="sequence", measure="k3", highest=0.1946), [1] * 5),
+    ],
+    ids=str,
+)
+def test_weights_have_the_golden_values(config: CorrectionConfig, expected: list[float]) -> None:
+    assert corrected(config) == pytest.approx(expected, abs=1e-5)
+
+
+def test_k1_is_positive_where_the_engine_was_surer() -> None:
+    config = MaskConfig(kind="mask", measure="k1", highest=0.15)
+    assert corrected(config) == [1, 0, 1, 1, 1]
+
+
+def test_a_sequence_whose_product_would_overflow_has_a_bounded_weight() -> None:
+    wide = IcepopConfig(kind="icepop", level="sequence", max_weight=1e9)
+    assert corrected(wide, [60.0, 60.0])[:2] == pytest.approx([4.851652e8] * 2, rel=1e-5)
+
+
+def test_weights_carry_no_gradient() -> None:
+    old = torch.zeros(2, requires_grad=True)
+    segments = Segments.of(torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
+    found = weights(TisConfig(kind="tis"), old_logprobs=old, rollout_logprobs=torch.zeros(2), segments=segments)
+    assert not found.requires_grad
+
+
+def test_the_mismatch_has_the_golden_values() -> None:
+    rollout = torch.full((3,), -3.0, dtype=torch.float64)
+    found = mismatch(rollout + torch.tensor(LOG_RATIOS, dtype=torch.float64), rollout)
+    assert found.k3.mean().item() == pytest.approx(0.194502, abs=1e-5)
+    assert (found.weight.sum() ** 2 / (3 * found.weight.square().sum())).item() == pytest.approx(0.871109, abs=1e-5)
+    assert found.kl.mean().item() == pytest.approx(-0.8 / 3)
+    ratios = torch.tensor(LOG_RATIOS, dtype=torch.float64).exp()
+    assert found.chi2.tolist() == pytest.approx((ratios**2 - 1).tolist())
+    assert found.distance.tolist() == pytest.approx(((ratios - 1).abs() * rollout.exp()).tolist())
+
+
+def test_where_both_agree_nothing_is_amiss() -> None:
+    logprobs = torch.tensor([-0.5, -2.0])
+    found = mismatch(logprobs, logprobs)
+    assert [column.tolist() for column in (found.distance, found.kl, found.k3, found.chi2)] == [[0, 0]] * 4
+    assert found.weight.tolist() == [1, 1]

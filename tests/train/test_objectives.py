@@ -1,0 +1,66 @@
+"""Losses, aggregations and corrections that look at whole sequences, on real ranks: no split changes the update."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.config.algorithm import (
+    AlgorithmConfig,
+    GmpoLossConfig,
+    GroupConfig,
+    GrpoConfig,
+    GspoLossConfig,
+    IcepopConfig,
+    SapoLossConfig,
+    TisConfig,
+)
+from tests.train import jobs
+from tests.train.cluster import Cluster
+from tests.train.conftest import Models
+from tests.train.samples import make_samples
+from tests.train.test_rank import SPLITS, TOLERANCE, assert_close, packed, setup_of, whole_weights
+
+ALGORITHMS: dict[str, AlgorithmConfig] = {
+    "gspo": GrpoConfig(
+        kind="grpo",
+        loss=GspoLossConfig(kind="gspo"),
+        aggregation="seq_mean_token_mean",
+        correction=TisConfig(kind="tis", level="sequence", max_weight=50.0),
+    ),
+    "gmpo": GrpoConfig(
+        kind="grpo",
+        loss=GmpoLossConfig(kind="gmpo"),
+        aggregation="seq_mean_token_mean",
+        correction=IcepopConfig(kind="icepop", min_weight=0.2),
+    ),
+    "sapo": GroupConfig(
+        kind="rloo",
+        loss=SapoLossConfig(kind="sapo"),
+        aggregation="seq_mean_token_sum_norm",
+        horizon_tokens=12,
+        correction=TisConfig(kind="tis"),
+        entropy_coef=0.1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_update_does_not_depend_on_ranks_or_micro_batches(name: str, cluster: Cluster, models: Models) -> None:
+    model = models.get("qwen2", tied=False)
+    samples = make_samples(8, vocab=model.shape.vocab, seed=5)
+    found = []
+    for split, budget in (("TP1", 400), ("DP2", 20), ("TP2-SP", 30), ("PP2", 24)):
+        world, actor = SPLITS[split]
+        # Two updates: in the second one the ratios are no longer 1.
+        batch = packed(samples, world=world, actor=actor, budget=budget, per_update=4)
+        outcomes = cluster.run(world, jobs.train, setup_of(model, actor, ALGORITHMS[name]), [], batch)
+        found.append((outcomes[0].result.stats, whole_weights(outcomes, model, actor)))
+    (expected, weights), *others = found
+    assert 0 < expected.effective_sample_ratio < 1
+    for stats, of_split in others:
+        for field in ("loss", "grad_norm", "mismatch_kl", "mismatch_k3", "effective_sample_ratio", "rejected_fraction"):
+            assert getattr(stats, field) == pytest.approx(getattr(expected, field), abs=TOLERANCE), field
+        assert stats.mismatch_chi2 == pytest.approx(expected.mismatch_chi2, rel=1e-4)
+        assert_close(of_split, weights)
+    assert not any(torch.isnan(tensor).any() for tensor in weights.values())

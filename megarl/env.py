@@ -34,6 +34,8 @@ CPU_ENGINE_ENVIRONMENT: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
     # Compiling two helper functions delays the first request by half a minute, and needs a C++ compiler.
     "TORCHDYNAMO_DISABLE": "1",
+    # Gloo would listen on the interface the host's name resolves to.
+    "GLOO_SOCKET_IFNAME": "lo",
 }
 """Besides, where there is no GPU."""
 
@@ -51,7 +53,7 @@ def engine_environment(*, device: str, tensor: int) -> dict[str, str]:
 TRAINER_ENVIRONMENT: Mapping[str, str] = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "HF_HUB_OFFLINE": "1"}
 """What every trainer rank runs with. One connection: Megatron's overlap of communication relies on launch order."""
 
-CPU_TRAINER_ENVIRONMENT: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
+CPU_TRAINER_ENVIRONMENT: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def trainer_environment(device: str) -> dict[str, str]:

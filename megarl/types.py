@@ -69,6 +69,8 @@ class RolloutGroup:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+    baseline: Rollout | None = None
+    """A greedy rollout to compare with, where the algorithm asks for one; it is not trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,8 @@ class Score:
 class ScoredGroup:
     group: RolloutGroup
     scores: tuple[Score, ...]
+    baseline: Score | None = None
+    """Of the group's baseline."""
 
     def __post_init__(self) -> None:
         num_rollouts = len(self.group.rollouts)

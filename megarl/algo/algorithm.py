@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import assert_never
 
 import numpy as np
+import numpy.typing as npt
 
 from megarl.algo.advantage import Outcomes, estimate
 from megarl.algo.overlong import length_penalty, without_cut
@@ -16,17 +17,18 @@ from megarl.config.algorithm import (
     GroupConfig,
     GrpoConfig,
     ReinforcePpConfig,
+    RemaxConfig,
     SftConfig,
 )
 from megarl.stages import Algorithm
-from megarl.types import FloatArray, ScoredGroup, TrainSample
+from megarl.types import FloatArray, Rollout, Score, ScoredGroup, TrainSample
 
 
 def build_algorithm(config: AlgorithmConfig, *, max_response_tokens: int) -> Algorithm:
     match config:
         case SftConfig():
             return Sft()
-        case GrpoConfig() | GroupConfig() | ReinforcePpConfig() | GdpoConfig():
+        case GrpoConfig() | GroupConfig() | ReinforcePpConfig() | RemaxConfig() | GdpoConfig():
             return PolicyGradient(config, max_response_tokens=max_response_tokens)
         case _:
             assert_never(config)
@@ -54,7 +56,10 @@ class PolicyGradient:
     """Learns from rewards, without a critic: rollouts are compared with others of their prompt or of their step."""
 
     def __init__(
-        self, config: GrpoConfig | GroupConfig | ReinforcePpConfig | GdpoConfig, *, max_response_tokens: int
+        self,
+        config: GrpoConfig | GroupConfig | ReinforcePpConfig | RemaxConfig | GdpoConfig,
+        *,
+        max_response_tokens: int,
     ) -> None:
         self._config = config
         self._max_response_tokens = max_response_tokens
@@ -83,6 +88,8 @@ class PolicyGradient:
                 return estimate(config.kind, outcomes)
             case ReinforcePpConfig():
                 return estimate("reinforce_pp", outcomes, gamma=config.gamma)
+            case RemaxConfig():
+                return estimate("remax", outcomes, gamma=config.gamma)
             case GdpoConfig():
                 return estimate("gdpo", outcomes, component_weights=config.weights)
             case _:
@@ -90,22 +97,44 @@ class PolicyGradient:
 
     def _outcomes(self, groups: Sequence[ScoredGroup]) -> Outcomes:
         config = self._config
-        rollouts = [rollout for scored in groups for rollout in scored.group.rollouts]
-        rewards = np.array([score.value for scored in groups for score in scored.scores], dtype=np.float64)
-        if config.overlong is not None and config.overlong.buffer_tokens is not None:
-            rewards += length_penalty(
-                np.array([len(rollout.token_ids) for rollout in rollouts]),
-                max_tokens=self._max_response_tokens,
-                buffer_tokens=config.overlong.buffer_tokens,
-                factor=config.overlong.factor,
-            )
         names = config.weights if isinstance(config, GdpoConfig) else ()
         return Outcomes(
-            rewards=rewards,
+            rewards=self._rewards([pair for scored in groups for pair in _judged(scored)]),
             groups=np.repeat(np.arange(len(groups)), [len(scored.scores) for scored in groups]),
-            loss_masks=tuple(rollout.loss_mask for rollout in rollouts),
+            loss_masks=tuple(rollout.loss_mask for scored in groups for rollout in scored.group.rollouts),
             components={
                 name: np.array([component(score, name, scored) for scored in groups for score in scored.scores])
                 for name in names
             },
+            baselines=self._baselines(groups) if isinstance(config, RemaxConfig) else None,
         )
+
+    def _baselines(self, groups: Sequence[ScoredGroup]) -> npt.NDArray[np.float64]:
+        """For each rollout, the reward of its group's greedy one."""
+        return np.repeat(
+            self._rewards([_judged_baseline(scored) for scored in groups]), [len(scored.scores) for scored in groups]
+        )
+
+    def _rewards(self, judged: Sequence[tuple[Rollout, Score]]) -> npt.NDArray[np.float64]:
+        """The scores, less what being overlong costs."""
+        rewards = np.array([score.value for _, score in judged], dtype=np.float64)
+        overlong = self._config.overlong
+        if overlong is None or overlong.buffer_tokens is None:
+            return rewards
+        return rewards + length_penalty(
+            np.array([len(rollout.token_ids) for rollout, _ in judged]),
+            max_tokens=self._max_response_tokens,
+            buffer_tokens=overlong.buffer_tokens,
+            factor=overlong.factor,
+        )
+
+
+def _judged(scored: ScoredGroup) -> Iterator[tuple[Rollout, Score]]:
+    return zip(scored.group.rollouts, scored.scores, strict=True)
+
+
+def _judged_baseline(scored: ScoredGroup) -> tuple[Rollout, Score]:
+    rollout, score = scored.group.baseline, scored.baseline
+    assert rollout is not None, f"prompt {scored.group.prompt.uid} has no greedy rollout"
+    assert score is not None, f"the greedy rollout of prompt {scored.group.prompt.uid} has no score"
+    return rollout, score

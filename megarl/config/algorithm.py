@@ -163,6 +163,14 @@ class ReinforcePpConfig(PolicyGradientConfig):
     """Discount per token the policy chose."""
 
 
+class RemaxConfig(PolicyGradientConfig):
+    """Rewards to go minus the reward of a greedy rollout, which is generated for every prompt besides its group."""
+
+    kind: Literal["remax"]
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per token the policy chose."""
+
+
 class GdpoConfig(PolicyGradientConfig):
     """Every component of the reward is compared within the group on its own, then they are added up."""
 
@@ -172,5 +180,5 @@ class GdpoConfig(PolicyGradientConfig):
 
 
 AlgorithmConfig: TypeAlias = Annotated[
-    SftConfig | GrpoConfig | GroupConfig | ReinforcePpConfig | GdpoConfig, Field(discriminator="kind")
+    SftConfig | GrpoConfig | GroupConfig | ReinforcePpConfig | RemaxConfig | GdpoConfig, Field(discriminator="kind")
 ]

@@ -13,6 +13,7 @@ from megarl.config.algorithm import (
     MaskConfig,
     PolicyGradientConfig,
     ReinforcePpConfig,
+    RemaxConfig,
     SftConfig,
 )
 from megarl.config.recipe import ExactRewardConfig, Recipe
@@ -45,7 +46,7 @@ def _rollouts(recipe: Recipe) -> Iterator[Problem]:
     kind = recipe.algorithm.kind
     if recipe.roles.rollout is None:
         yield Problem(key="roles.rollout", message=f"missing; {kind} needs engines that generate")
-    if recipe.sampling.rollouts_per_prompt == 1 and not isinstance(recipe.algorithm, ReinforcePpConfig):
+    if recipe.sampling.rollouts_per_prompt == 1 and not isinstance(recipe.algorithm, ReinforcePpConfig | RemaxConfig):
         yield Problem(
             key="sampling.rollouts_per_prompt",
             message=f"1 leaves nothing to compare in a group; {kind} needs at least 2",

@@ -16,7 +16,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -24,6 +23,7 @@ from typing import Literal, NoReturn
 from megarl.config.recipe import RolloutRoleConfig
 from megarl.env import engine_environment
 from megarl.errors import EngineError, EnvironmentProblem
+from megarl.guard import SIGNAL_EXIT, start_guarded, stop_guarded
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
 
 LOOPBACK = "127.0.0.1"
@@ -34,10 +34,7 @@ _CPU_CACHED_TOKENS = 32_768
 _POLL_S = 0.25
 _STOP_GRACE_S = 5.0
 """For an orderly end; an engine has nothing to save."""
-_KILL_TIMEOUT_S = 15.0
 _NUM_TAIL_LINES = 400
-_SIGNAL_EXIT = 128
-"""What the guard adds to the number of the signal that ended the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +87,10 @@ class EngineProcess:
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         _write_private(self._keys_path, f"api-key: {self.spec.keys.api}\nadmin-api-key: {self.spec.keys.admin}\n")
         server = command_line(self.spec, port=self.endpoint.port, keys_path=self._keys_path)
-        self._process = subprocess.Popen(  # noqa: S603 - our own command line
-            [sys.executable, "-m", "megarl.rollout.guard", *server],
-            env=engine_environment(device=self.spec.device, tensor=self.spec.config.tensor),
-            # Nothing is ever written: the guard ends everything when this end is closed, by us or by our death.
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        self._process = start_guarded(
+            server,
+            environment=engine_environment(device=self.spec.device, tensor=self.spec.config.tensor),
+            output=subprocess.PIPE,
         )
         self._log_writer.start()
 
@@ -135,17 +128,9 @@ class EngineProcess:
         self._forget_secrets()
         if self._process is None:
             return
-        # Only the server itself: it takes a worker that ends before it for a crash and stays to diagnose it.
-        self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=_STOP_GRACE_S)
-        # Children may outlive it, whether it left in order or not.
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(timeout=_KILL_TIMEOUT_S)
-        self._log_writer.join(timeout=_KILL_TIMEOUT_S)
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        # Only the server itself is asked: it takes a worker that ends before it for a crash and stays to diagnose it.
+        stop_guarded(self._process, grace_s=_STOP_GRACE_S)
+        self._log_writer.join(timeout=_STOP_GRACE_S)
 
     @property
     def exit_code(self) -> int | None:
@@ -258,5 +243,5 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _describe_exit(code: int | None) -> str:
-    number = None if code is None else -code if code < 0 else code - _SIGNAL_EXIT
+    number = None if code is None else -code if code < 0 else code - SIGNAL_EXIT
     return signal.Signals(number).name if number in set(signal.Signals) else f"code {code}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config.recipe import PoolConfig, Recipe
 from megarl.errors import EnvironmentProblem
-from megarl.processes import start_child, stop_child
+from megarl.guard import start_guarded, stop_guarded
 
 CPU_SLOT = "megarl_slot"
 """On a CPU run a Ray resource stands for the GPU a process would have."""
@@ -101,11 +100,11 @@ def _local_ray(*, device: str, num_slots: int, log_path: Path) -> Iterator[str]:
     words = [word for option in options.items() for word in option]
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *words]
     with log_path.open("wb") as log:
-        child = start_child(command, environment=os.environ, output=log, death_signal=signal.SIGTERM)
+        guard = start_guarded(command, environment=os.environ, output=log)
     try:
         yield f"{LOOPBACK}:{port}"
     finally:
-        stop_child(child, grace_s=RAY_STOP_GRACE_S)
+        stop_guarded(guard, grace_s=RAY_STOP_GRACE_S)
 
 
 @contextmanager

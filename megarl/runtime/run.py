@@ -12,7 +12,8 @@ from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 
 from megarl.algo.algorithm import build_algorithm
-from megarl.config.algorithm import SftConfig
+from megarl.algo.greedy import WithGreedyRollout, WithGreedyScore
+from megarl.config.algorithm import RemaxConfig, SftConfig
 from megarl.config.recipe import Recipe
 from megarl.data.demonstrations import Demonstrations, DemonstrationScorer
 from megarl.data.packing import pack
@@ -84,18 +85,14 @@ def _preemptible() -> Iterator[None]:
 def _build_loop(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer, observer: Observer) -> Loop:
     actor, train = recipe.roles.actor, recipe.train
     is_sft = isinstance(recipe.algorithm, SftConfig)
-    generator: Generator
-    if is_sft or roles.fleet is None:
-        generator = Demonstrations(inputs.tokenizer)
-    else:
-        generator = _generator(recipe, inputs, roles.fleet, Sampling.of(recipe.sampling))
+    generator, judge = _producers(recipe, inputs, roles, scorer)
     samples_per_update = None
     if train.prompts_per_update is not None:
         samples_per_update = train.prompts_per_update * recipe.sampling.rollouts_per_prompt
     return Loop(
         prompts=PromptStream(inputs.train.prompts, seed=recipe.run.seed, is_shuffled=recipe.data.is_shuffled),
         generator=generator,
-        scorer=DemonstrationScorer() if is_sft else scorer,
+        scorer=judge,
         algorithm=build_algorithm(recipe.algorithm, max_response_tokens=recipe.sampling.max_response_tokens),
         pack=partial(
             pack,
@@ -114,6 +111,17 @@ def _build_loop(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer, ob
         observer=observer,
         num_steps=recipe.run.steps,
     )
+
+
+def _producers(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer) -> tuple[Generator, Scorer]:
+    """Who answers the prompts, and who judges the answers."""
+    if isinstance(recipe.algorithm, SftConfig) or roles.fleet is None:
+        return Demonstrations(inputs.tokenizer), DemonstrationScorer()
+    sampled = _generator(recipe, inputs, roles.fleet, Sampling.of(recipe.sampling))
+    if isinstance(recipe.algorithm, RemaxConfig):
+        greedy = _generator(recipe, inputs, roles.fleet, Sampling.greedy(recipe.sampling))
+        return WithGreedyRollout(sampled, greedy), WithGreedyScore(scorer)
+    return sampled, scorer
 
 
 def _evaluator(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer) -> Evaluator:

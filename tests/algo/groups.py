@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -36,6 +37,14 @@ def scored_group(
         for reward, parts in zip(rewards, components or [{}] * len(rewards), strict=True)
     )
     return ScoredGroup(group=RolloutGroup(prompt=prompt, rollouts=rollouts), scores=scores)
+
+
+def with_baseline(group: ScoredGroup, *, score: float, length: int) -> ScoredGroup:
+    return replace(
+        group,
+        group=replace(group.group, baseline=_rollout(length, FinishReason.STOP)),
+        baseline=Score(value=score, components={}),
+    )
 
 
 def _rollout(length: int, finish_reason: FinishReason) -> Rollout:

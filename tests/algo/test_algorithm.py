@@ -12,11 +12,12 @@ from megarl.config.algorithm import (
     GrpoConfig,
     OverlongConfig,
     ReinforcePpConfig,
+    RemaxConfig,
     SftConfig,
 )
 from megarl.errors import DataError
 from megarl.stages import Algorithm
-from tests.algo.groups import scored_group
+from tests.algo.groups import scored_group, with_baseline
 
 
 def build(config: AlgorithmConfig) -> Algorithm:
@@ -98,6 +99,16 @@ def test_the_length_penalty_enters_the_comparison() -> None:
     config = GrpoConfig(kind="grpo", normalize_std=False, overlong=OverlongConfig(buffer_tokens=4))
     samples = build(config).assign([scored_group(0, [1, 1], lengths=[5, 10])])
     assert [float(sample.advantages[-1]) for sample in samples] == [0.5, -0.5]
+
+
+def test_remax_compares_with_the_greedy_rollout_whose_length_costs_as_much() -> None:
+    group = with_baseline(scored_group(0, [1, 0], lengths=[3, 4]), score=1.0, length=10)
+    plain = RemaxConfig(kind="remax")
+    shaped = RemaxConfig(kind="remax", overlong=OverlongConfig(buffer_tokens=4))
+    assert [float(sample.advantages[-1]) for sample in build(plain).assign([group])] == [0, -1]
+    samples = build(shaped).assign([group])
+    assert [float(sample.advantages[-1]) for sample in samples] == [1, 0]
+    assert len(samples) == 2, "the greedy rollout is not trained on"
 
 
 def test_what_was_cut_leaves_the_loss_but_not_its_groups_baseline() -> None:

@@ -124,9 +124,10 @@ def test_a_group_of_one_is_refused_where_rollouts_are_compared(kind: str) -> Non
     assert line == f"sampling.rollouts_per_prompt: 1 leaves nothing to compare in a group; {kind} needs at least 2"
 
 
-def test_reinforce_pp_needs_no_group_but_a_filter_does() -> None:
-    assert problems("{kind: reinforce_pp}", sampling="{rollouts_per_prompt: 1}") == []
-    (line,) = problems("{kind: reinforce_pp, filter: {}}", sampling="{rollouts_per_prompt: 1}")
+@pytest.mark.parametrize("kind", ["reinforce_pp", "remax"])
+def test_some_need_no_group_but_a_filter_does(kind: str) -> None:
+    assert problems(f"{{kind: {kind}}}", sampling="{rollouts_per_prompt: 1}") == []
+    (line,) = problems(f"{{kind: {kind}, filter: {{}}}}", sampling="{rollouts_per_prompt: 1}")
     assert line.startswith("algorithm.filter: drops every group of one")
 
 

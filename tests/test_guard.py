@@ -16,7 +16,7 @@ FAMILY = "import subprocess, time; subprocess.Popen(['sleep', '600']); print('re
 @contextmanager
 def guarded(*command: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "megarl.rollout.guard", *command],
+        [sys.executable, "-m", "megarl.guard", *command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

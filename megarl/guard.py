@@ -1,0 +1,71 @@
+"""Child processes that never outlive us: one command, in a session of its own, ended with whoever asked for it.
+
+`python -m megarl.guard COMMAND...` has a pipe as its standard input, whose other end the parent keeps: the kernel
+closes that end with the parent, even one that was killed. Linux's own parent-death signal would reach only the direct
+child, and the workers of SGLang or Ray would stay behind. The session keeps the child out of reach of signals meant
+for us alone: Ctrl-C in a terminal and a scheduler's SIGTERM go to whole process groups, and we take our children down
+in order.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import IO
+
+SIGNAL_EXIT = 128
+"""What the guard adds to the number of the signal that ended its command, as a shell does."""
+
+_KILL_TIMEOUT_S = 10.0
+
+
+def start_guarded(
+    command: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes] | int
+) -> subprocess.Popen[bytes]:
+    """Start `command` under a guard; what it prints goes to `output`. The process returned is the guard."""
+    return subprocess.Popen(  # noqa: S603 - callers build their own command lines
+        [sys.executable, "-m", "megarl.guard", *command],
+        env=dict(environment),
+        # Nothing is ever written: the guard ends everything when this end is closed, by us or by our death.
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def stop_guarded(guard: subprocess.Popen[bytes], *, grace_s: float) -> None:
+    """Ask the command itself to end, then end what is left of its process group. Harmless when it has ended."""
+    guard.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        guard.wait(timeout=grace_s)
+    # Children may outlive it, whether it left in order or not.
+    with suppress(ProcessLookupError):
+        os.killpg(guard.pid, signal.SIGKILL)
+    guard.wait(timeout=_KILL_TIMEOUT_S)
+    assert guard.stdin is not None
+    guard.stdin.close()
+
+
+def main(command: list[str]) -> int:
+    """The command's exit code; 128 + n where signal n ended it."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603 - the command is our own
+    signal.signal(signal.SIGTERM, lambda _number, _frame: child.terminate())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    code = child.wait()
+    return code if code >= 0 else SIGNAL_EXIT - code
+
+
+def _end_with_parent() -> None:
+    # Not sys.stdin: a thread that waits there holds a lock which the interpreter needs to exit.
+    os.read(sys.stdin.fileno(), 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,7 @@
     ├── DataError            3   a data set or a reward function is wrong
     │   └── RewardError      3   the user's reward failed, timed out or returned nonsense
     ├── CheckpointError      4   nothing that verifies can be loaded, or a folder is broken
-    ├── EnvironmentProblem   5   ports, devices, packages, processes of this machine
+    ├── MachineError         5   ports, devices, packages, processes of this machine
     ├── PreemptedError      75   asked to stop; requeue me
     ├── FleetError          76   no engine is left that can generate
     │   ├── EngineError          one engine failed; the fleet may have others
@@ -66,7 +66,7 @@ class CheckpointError(MegarlError):
     exit_code = 4
 
 
-class EnvironmentProblem(MegarlError):
+class MachineError(MegarlError):
     exit_code = 5
 
 

@@ -176,6 +176,8 @@ class UpdateResult:
     stats: UpdateStats
     logprobs: tuple[FloatArray, ...] | None = None
     """Per sample, of the response tokens, before the first update. Only when asked for."""
+    warnings: tuple[str, ...] = ()
+    """What people should know about this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Pure numpy over a whole step: no micro-batch, no rank, no torch. `algorithm` turns the result into train samples.
 A new estimator is one function and one `case`. Those that judge a rollout as a whole return one number each, those
-that judge tokens return arrays.
+that judge tokens return an array each, of the tokens the policy chose.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Outcomes:
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """[B], tokens the policy chose."""
-        return np.array([np.count_nonzero(mask) for mask in self.loss_masks], dtype=np.int64)
+        return _lengths(self.loss_masks)
 
 
 def estimate(
@@ -74,11 +74,11 @@ def estimate(
         case "gpg":
             return _over_tokens(_gpg(rewards, groups), masks)
         case "reinforce_pp":
-            return _whiten(_rewards_to_go(outcomes, gamma=gamma), masks)
+            return _placed(_whiten(_rewards_to_go(outcomes, gamma=gamma)), masks)
         case "reinforce_pp_baseline":
             return _over_tokens(_whiten_rollouts(_from_mean(rewards, groups), outcomes.lengths), masks)
         case "remax":
-            return _remax(outcomes, gamma=gamma)
+            return _placed(_remax(outcomes, gamma=gamma), masks)
         case "grpo_passk":
             return _over_tokens(_grpo_passk(rewards, groups), masks)
         case "gdpo":
@@ -131,22 +131,18 @@ def _gdpo(outcomes: Outcomes, weights: Mapping[str, float]) -> _Wide:
     return _whiten_rollouts(total, outcomes.lengths)
 
 
-def _remax(outcomes: Outcomes, *, gamma: float) -> tuple[FloatArray, ...]:
+def _remax(outcomes: Outcomes, *, gamma: float) -> list[_Wide]:
     """Reward to go - reward of the greedy rollout of the same prompt."""
     assert outcomes.baselines is not None, "remax without the rewards of greedy rollouts"
     to_go = _rewards_to_go(outcomes, gamma=gamma)
-    return tuple(
-        (mask * (tokens - baseline)).astype(np.float32)
-        for tokens, baseline, mask in zip(to_go, outcomes.baselines, outcomes.loss_masks, strict=True)
-    )
+    return [tokens - baseline for tokens, baseline in zip(to_go, outcomes.baselines, strict=True)]
 
 
 def _rewards_to_go(outcomes: Outcomes, *, gamma: float) -> list[_Wide]:
-    """B of [T_i]: the reward, discounted by every later token the policy chose, and by no other."""
-    return [
-        reward * gamma ** (np.count_nonzero(mask) - np.cumsum(mask, dtype=np.float64))
-        for reward, mask in zip(outcomes.rewards, outcomes.loss_masks, strict=True)
-    ]
+    """The reward, discounted by every later token the policy chose, and by no other."""
+    lengths = outcomes.lengths
+    discounts = gamma ** np.arange(lengths.max(initial=0), dtype=np.float64)
+    return [reward * discounts[:length][::-1] for reward, length in zip(outcomes.rewards, lengths, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,21 +167,17 @@ def gae(
 
     delta = r + gamma V' - V, A = delta + gamma lam A', where V' and A' belong to the policy's next token.
     """
-    lengths = np.array([np.count_nonzero(mask) for mask in loss_masks], dtype=np.int64)
+    lengths = _lengths(loss_masks)
     flat_rewards, flat_values = _chosen(rewards, loss_masks), _chosen(values, loss_masks)
     ends = np.cumsum(lengths)
     is_last = np.zeros(len(flat_values), dtype=np.bool_)
     is_last[ends[lengths > 0] - 1] = True
     next_values = np.where(is_last, 0.0, np.append(flat_values[1:], 0.0))
     raw = _discounted_sums(flat_rewards + gamma * next_values - flat_values, ends, lengths, discount=gamma * lam)
-    starts = ends - lengths
-    pieces = [slice(start, end) for start, end in zip(starts, ends, strict=True)]
-    advantages = [_placed(raw[piece], mask) for piece, mask in zip(pieces, loss_masks, strict=True)]
-    returns = tuple(
-        _placed((raw + flat_values)[piece], mask).astype(np.float32)
-        for piece, mask in zip(pieces, loss_masks, strict=True)
+    return GaeResult(
+        advantages=_placed(_whiten(np.split(raw, ends[:-1])), loss_masks),
+        returns=_placed(np.split(raw + flat_values, ends[:-1]), loss_masks),
     )
-    return GaeResult(advantages=_whiten(advantages, loss_masks), returns=returns)
 
 
 def _discounted_sums(
@@ -225,14 +217,12 @@ def _whiten_rollouts(per_rollout: _Wide, lengths: npt.NDArray[np.int64]) -> _Wid
     return whitened
 
 
-def _whiten(tokens: list[_Wide], loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
+def _whiten(chosen: list[_Wide]) -> list[_Wide]:
     """Mean 0 and variance 1 over the step's tokens."""
-    num_tokens = sum(int(np.count_nonzero(mask)) for mask in loss_masks)
-    pairs = list(zip(tokens, loss_masks, strict=True))
-    mean = sum(float(array[mask].sum()) for array, mask in pairs) / max(num_tokens, 1)
-    variance = sum(float(((array[mask] - mean) ** 2).sum()) for array, mask in pairs) / max(num_tokens - 1, 1)
-    scale = float(np.sqrt(variance + _WHITEN_EPS))
-    return tuple((mask * (array - mean) / scale).astype(np.float32) for array, mask in pairs)
+    num_tokens = sum(len(tokens) for tokens in chosen)
+    mean = sum(float(tokens.sum()) for tokens in chosen) / max(num_tokens, 1)
+    variance = sum(float(((tokens - mean) ** 2).sum()) for tokens in chosen) / max(num_tokens - 1, 1)
+    return [(tokens - mean) / np.sqrt(variance + _WHITEN_EPS) for tokens in chosen]
 
 
 def _over_tokens(per_rollout: _Wide, loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
@@ -245,8 +235,14 @@ def _chosen(arrays: tuple[FloatArray, ...], loss_masks: tuple[BoolArray, ...]) -
     return np.concatenate(parts).astype(np.float64)
 
 
-def _placed(chosen: _Wide, mask: BoolArray) -> _Wide:
-    """The other way: 0 where the policy did not choose."""
-    tokens = np.zeros(len(mask))
-    tokens[mask] = chosen
-    return tokens
+def _placed(chosen: list[_Wide], loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
+    """The other way round: 0 where the policy did not choose."""
+    placed = tuple(np.zeros(len(mask), dtype=np.float32) for mask in loss_masks)
+    for tokens, mask, values in zip(placed, loss_masks, chosen, strict=True):
+        tokens[mask] = values
+    return placed
+
+
+def _lengths(loss_masks: tuple[BoolArray, ...]) -> npt.NDArray[np.int64]:
+    """[B], tokens the policy chose."""
+    return np.array([np.count_nonzero(mask) for mask in loss_masks], dtype=np.int64)

@@ -18,9 +18,10 @@ import typer
 from megarl import __version__
 from megarl.cli.plan import plan
 from megarl.cli.schema import schema
+from megarl.cli.verl import import_command
 from megarl.config import Recipe, load_recipe, read_model_shape
 from megarl.config.advice import advise
-from megarl.errors import ConfigError, EnvironmentProblem, MegarlError
+from megarl.errors import ConfigError, MachineError, MegarlError
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
@@ -38,6 +39,7 @@ app.add_typer(data_app, name="data")
 data_app.add_typer(make_app, name="make")
 app.command()(schema)
 app.command()(plan)
+app.command("import-verl")(import_command)
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.", show_default=False)]
 Overrides = Annotated[
@@ -133,7 +135,7 @@ def arithmetic(
     try:
         files = make_arithmetic(out, seed=seed)
     except OSError as error:
-        raise EnvironmentProblem(f"--out {out}: cannot be written: {error.strerror}") from error
+        raise MachineError(f"--out {out}: cannot be written: {error.strerror}") from error
     for path in (files.train, files.sft, files.eval, files.model):
         print(f"wrote {path}")
 

@@ -251,7 +251,7 @@ def _first_change(plan: RunPlan, timing: Timing) -> str | None:
 
 
 def _comparison(first: _Planned, second: _Planned, changes: list[str]) -> Table:
-    table = _table(f"{first.recipe.run.name}: as it is, and with {', '.join(changes)}", "", "as it is", "changed")
+    table = _table(first.recipe.run.name, "", "as it is", "\n".join(changes))
 
     def row(label: str, *values: str) -> None:
         table.add_row(label, *values)

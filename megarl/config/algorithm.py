@@ -100,6 +100,15 @@ class MaskConfig(Section):
 CorrectionConfig: TypeAlias = Annotated[TisConfig | IcepopConfig | MaskConfig, Field(discriminator="kind")]
 
 
+class MismatchConfig(Section):
+    """How far trainer and engine may be apart, as the mean of |p_train - p_rollout| over a step's loss tokens."""
+
+    warn_above: PositiveFloat = 0.005
+    act_above: PositiveFloat = 0.01
+    action: Literal["warn", "correct", "stop"] = "warn"
+    """`correct` switches `correction: {kind: tis}` on for the rest of the run; `stop` ends it before the update."""
+
+
 class FilterConfig(Section):
     """Dynamic sampling: a group without signal is replaced by another prompt. Looks at rewards before `overlong`."""
 
@@ -139,6 +148,7 @@ class PolicyGradientConfig(Section):
     entropy_coef: NonNegativeFloat = 0.0
     correction: CorrectionConfig | None = None
     """For tokens the trainer and the engine find differently likely."""
+    mismatch: MismatchConfig = MismatchConfig()
     filter: FilterConfig | None = None
     overlong: OverlongConfig | None = None
 

@@ -29,6 +29,7 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
         *_rollouts(recipe),
         *_loss(algorithm, recipe),
         *_correction(algorithm),
+        *_mismatch(algorithm),
         *_filter(algorithm, recipe),
         *_overlong(algorithm, recipe),
         *_components(algorithm, recipe),
@@ -82,6 +83,21 @@ def _correction(algorithm: PolicyGradientConfig) -> Iterator[Problem]:
             yield Problem(key="algorithm.correction.min_weight", message=f"{low} is not below max_weight {high}")
         case MaskConfig(lowest=low, highest=high) if low is not None and low >= high:
             yield Problem(key="algorithm.correction.lowest", message=f"{low} is not below highest {high}")
+
+
+def _mismatch(algorithm: PolicyGradientConfig) -> Iterator[Problem]:
+    mismatch = algorithm.mismatch
+    if mismatch.warn_above >= mismatch.act_above:
+        yield Problem(
+            key="algorithm.mismatch.warn_above",
+            message=f"{mismatch.warn_above} is not below act_above {mismatch.act_above}",
+        )
+    if mismatch.action == "correct" and algorithm.correction is not None:
+        yield Problem(
+            key="algorithm.mismatch.action",
+            message=f"correct switches a correction on, but {algorithm.correction.kind} is on from the start; "
+            "choose warn or stop, or remove algorithm.correction",
+        )
 
 
 def _filter(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem]:

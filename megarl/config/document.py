@@ -67,9 +67,14 @@ def override(document: Document, assignment: str) -> Document:
         value = _parse(text).value
     except yaml.YAMLError as error:
         raise _override_error(name, f"not valid YAML: {_yaml_sentence(error)}") from None
+    return override_value(document, key, value)
+
+
+def override_value(document: Document, key: Key, value: Tree) -> Document:
+    """The same with a value that is read already."""
     for length in range(1, len(key)):
         if not isinstance(_at(document.tree, key[:length]), dict | None):
-            raise _override_error(name, f"{key[length - 1]} is a value, not a section")
+            raise _override_error(".".join(key), f"{key[length - 1]} is a value, not a section")
     kept = {known: origin for known, origin in document.origins.items() if known[: len(key)] != key}
     origins = {leaf: Origin(source=OVERRIDE) for leaf in _leaves(value, key)}
     return Document(tree=_with(document.tree, key, value), origins={**kept, **origins})

@@ -70,6 +70,8 @@ def read_model_shape(folder: Path) -> ModelShape:
     if family is None:
         known = ", ".join(_FAMILIES)
         raise _error(f"{path}: architecture {architectures[0]} is not supported; supported are {known}")
+    if family is not Family.QWEN2 and (raw.get("attention_bias") or raw.get("mlp_bias")):
+        raise _error(f"{path}: attention_bias and mlp_bias are not supported for {family}; choose a model without")
     if raw.get("use_sliding_window"):
         raise _error(f"{path}: use_sliding_window is not supported; set it to false if the context allows")
     try:
@@ -104,7 +106,7 @@ def _shape(raw: dict[str, object], family: Family) -> ModelShape:
         rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),  # type: ignore[arg-type]
         rope_scaling=_rope_scaling(rope),
         has_tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        has_qkv_bias=family is Family.QWEN2 or bool(raw.get("attention_bias", False)),
+        has_qkv_bias=family is Family.QWEN2,
         has_qk_norm=family is Family.QWEN3,
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
     )

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from megarl.errors import DataError, EnvironmentProblem
+from megarl.errors import DataError, MachineError
 from megarl.observe.summary import Phase, StepSummary
 from megarl.types import EvalResult, PublishResult
 
@@ -122,7 +122,7 @@ class EventLog:
             # Unbuffered: a line is in the file when `record` returns, whatever kills the process next.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise EnvironmentProblem(f"{path}: cannot be written: {error.strerror}") from error
+            raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
 
     def record(self, record: Record) -> None:
         # JSON has no NaN; as a string it survives the round trip and every strict parser.
@@ -130,7 +130,7 @@ class EventLog:
         try:
             self._file.write(line)
         except OSError as error:
-            raise EnvironmentProblem(f"{self._path}: cannot be written: {error.strerror}") from error
+            raise MachineError(f"{self._path}: cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
         self._file.close()

@@ -7,7 +7,7 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-from megarl.errors import EnvironmentProblem
+from megarl.errors import MachineError
 from megarl.observe.events import Evaluated, Published, Record, StepFinished, Warned
 from megarl.observe.summary import RolloutSummary, StepSummary
 from megarl.types import PublishResult, UpdateStats
@@ -155,7 +155,7 @@ def _listen(registry: CollectorRegistry, port: int) -> tuple[WSGIServer, Thread]
     try:
         return start_http_server(port, addr=LOOPBACK, registry=registry)
     except OSError as error:
-        raise EnvironmentProblem(
+        raise MachineError(
             f"observe.metrics_port: cannot listen on {LOOPBACK}:{port}: {error.strerror}; "
             "choose another port, 0 for any free one, or null for none"
         ) from error

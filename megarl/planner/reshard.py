@@ -1,7 +1,7 @@
 """What one publish moves: bytes by link, busiest rank, staging, messages, and the floor they can be compared with.
 
 The same planner that the run uses, on a model with one layer per stage: layers of a stage have the same holders, so
-their bytes are counted once and multiplied. What a rank receives is exact; which replica sends it may differ by a box.
+their bytes are counted once and multiplied. What a rank receives is exact; what one replica sends is, up to a box.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.planner.memory import repeats
 from megarl.planner.placement import Place, Placement
 from megarl.weights.canonical import canonical_tensors
 from megarl.weights.megatron import megatron_layout
-from megarl.weights.plan import Move, Plan, plan
+from megarl.weights.plan import Plan, plan
 from megarl.weights.sglang import sglang_layout
 from megarl.weights.slices import ITEM_BYTES
 
@@ -42,7 +42,7 @@ class Reshard:
     floor_bytes: int
     """What the busiest GPU cannot be below: the neediest engine rank, or an equal share for every trainer rank."""
     seconds: float
-    """Of the busiest GPU, over the slowest link that it uses."""
+    """Of the busiest GPU, over the slowest link in use."""
     floor_s: float
     gathered_bytes: int
     """What would move if every rank of a replica gathered the whole model and every engine rank received all of it."""
@@ -69,68 +69,85 @@ def reshard(recipe: Recipe, shape: ModelShape, placement: Placement, gpu: Gpu) -
     moves = plan(megatron_layout(thin, parallel, dtype=dtype), target)
     traffic = _Traffic(placement, layers_per_stage=shape.num_layers // parallel.pipeline)
     traffic.add(moves)
+    by_link = traffic.by_link()
     received = max(traffic.received.values())
-    total = sum(traffic.by_link.values())
-    floor = max(received, -(-total // parallel.world_size))
-    busiest, link = traffic.busiest()
+    floor = max(received, -(-sum(by_link.values()) // parallel.world_size))
+    slowest = _rate(gpu, max((link for link, size in by_link.items() if size), key=list(LinkClass).index))
     model_bytes = sum(spec.num_bytes for spec in canonical_tensors(replace(shape, dtype=dtype)).values())
     model_parallel = parallel.tensor * parallel.pipeline
     return Reshard(
-        bytes_by_link={name: traffic.by_link[name] for name in LinkClass},
-        busiest_bytes=busiest,
+        bytes_by_link=by_link,
+        busiest_bytes=traffic.busiest_bytes,
         staging_bytes=received,
-        num_messages=traffic.num_messages(data_parallel=parallel.data),
+        num_messages=traffic.num_messages,
         floor_bytes=floor,
-        seconds=busiest / _rate(gpu, link),
-        floor_s=floor / _rate(gpu, link),
+        seconds=traffic.busiest_bytes / slowest,
+        floor_s=floor / slowest,
         gathered_bytes=model_bytes * (model_parallel - 1 + len(placement.engine_ranks)),
     )
 
 
 class _Traffic:
-    """Sums over the moves of a thin plan, with layers counted as often as the whole model has them."""
+    """Sums over the moves of a thin plan, with layers counted as often as the whole model has them.
+
+    Data-parallel replicas hold the same and share what is asked of them, in equal parts up to a box.
+    """
 
     def __init__(self, placement: Placement, *, layers_per_stage: int) -> None:
         self._placement = placement
         self._layers = layers_per_stage
-        self.by_link: defaultdict[LinkClass, int] = defaultdict(int)
         self.received: defaultdict[int, int] = defaultdict(int)
-        self._sent: defaultdict[int, int] = defaultdict(int)
-        self._slowest: defaultdict[str, LinkClass] = defaultdict(lambda: LinkClass.SAME_GPU)
-        self._pairs: defaultdict[tuple[int, int, int], list[int]] = defaultdict(lambda: [0, 0])
+        self._asked: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._flows: defaultdict[tuple[int, int, int], _Flow] = defaultdict(_Flow)
 
     def add(self, moves: Plan) -> None:
         for move in moves.moves:
             times = repeats(move.slice.name, self._layers)
             num_bytes = times * move.slice.num_elements * ITEM_BYTES[moves.dtype_of(move)]
-            self._add(move, num_bytes, times)
+            source = self._placement.ranks[move.source_rank]
+            self.received[move.target_rank] += num_bytes
+            self._asked[source.tensor, source.pipeline] += num_bytes
+            flow = self._flows[source.tensor, source.pipeline, move.target_rank]
+            flow.num_bytes += num_bytes
+            flow.num_boxes += times
 
-    def _add(self, move: Move, num_bytes: int, times: int) -> None:
-        source = self._placement.ranks[move.source_rank]
-        link = _link(source.place, self._placement.engine_ranks[move.target_rank].place)
-        self.by_link[link] += num_bytes
-        self._sent[move.source_rank] += num_bytes
-        self.received[move.target_rank] += num_bytes
-        for end in (f"rank {move.source_rank}", f"engine rank {move.target_rank}"):
-            self._slowest[end] = max(self._slowest[end], link, key=list(LinkClass).index)
-        pair = self._pairs[source.tensor, source.pipeline, move.target_rank]
-        pair[0] += num_bytes
-        pair[1] += times
+    def by_link(self) -> dict[LinkClass, int]:
+        totals = dict.fromkeys(LinkClass, 0)
+        for (tensor, pipeline, target), flow in self._flows.items():
+            place = self._placement.engine_ranks[target].place
+            links = [_link(source, place) for source in self._replicas(tensor, pipeline)]
+            for index, link in enumerate(links):
+                # The parts of a number that does not divide still add up to it.
+                totals[link] += (flow.num_bytes + index) // len(links)
+        return totals
 
-    def busiest(self) -> tuple[int, LinkClass]:
-        """Bytes of the busiest end, and the slowest link at it."""
-        ends = [(num_bytes, f"rank {rank}") for rank, num_bytes in self._sent.items()]
-        ends += [(num_bytes, f"engine rank {rank}") for rank, num_bytes in self.received.items()]
-        num_bytes, end = max(ends)
-        return num_bytes, self._slowest[end]
+    @property
+    def busiest_bytes(self) -> int:
+        """Most that one GPU sends or receives."""
+        sent = -(-max(self._asked.values()) // self._placement.parallel.data)
+        return max(sent, *self.received.values())
 
-    def num_messages(self, *, data_parallel: int) -> int:
-        """Replicas share what a target needs of their slices; each fills buckets of its own."""
+    @property
+    def num_messages(self) -> int:
+        """Each replica fills buckets of its own."""
         count = 0
-        for num_bytes, num_boxes in self._pairs.values():
-            senders = min(data_parallel, num_boxes)
-            count += senders * -(-num_bytes // (senders * BUCKET_BYTES))
+        for flow in self._flows.values():
+            senders = min(self._placement.parallel.data, flow.num_boxes)
+            count += senders * -(-flow.num_bytes // (senders * BUCKET_BYTES))
         return count
+
+    def _replicas(self, tensor: int, pipeline: int) -> list[Place]:
+        parallel = self._placement.parallel
+        ranks = (parallel.rank(tensor=tensor, data=data, pipeline=pipeline) for data in range(parallel.data))
+        return [self._placement.ranks[rank].place for rank in ranks]
+
+
+@dataclass(slots=True)
+class _Flow:
+    """From the replicas of one share of the model to one engine rank."""
+
+    num_bytes: int = 0
+    num_boxes: int = 0
 
 
 def _link(source: Place, target: Place) -> LinkClass:

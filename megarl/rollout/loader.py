@@ -64,7 +64,6 @@ class _Member:
     def __init__(self) -> None:
         self._group: TransferGroup | None = None
         self._receiver: Receiver | None = None
-        self._staged_version: int | None = None
 
     def obey(self, envelope: Envelope, model: torch.nn.Module) -> Reply:
         match envelope.order:
@@ -74,7 +73,7 @@ class _Member:
                 self._join(order, envelope, model)
                 return Reply()
             case Stage(version=version):
-                return Reply(digests=self._stage(version))
+                return Reply(digests=self._joined().stage(version))
             case Commit(version=version):
                 self._commit(version)
                 return Reply()
@@ -109,30 +108,18 @@ class _Member:
         )
         self._receiver = Receiver(plan, rank, parameters, self._group, bucket_bytes=meeting.bucket_bytes)
 
-    def _stage(self, version: int) -> dict[str, int]:
-        receiver = self._joined()
-        self._staged_version = None
-        digests = receiver.stage(version)
-        self._staged_version = version
-        return digests
-
     def _commit(self, version: int) -> None:
-        receiver = self._joined()
-        if self._staged_version != version:
-            raise WeightSyncError(f"asked to commit version {version}, but what is staged is {self._staged_version}")
-        receiver.commit()
-        self._staged_version = None
+        self._joined().commit(version)
         if torch.cuda.is_available():
             # The next forward pass runs on a stream of its own.
             torch.cuda.synchronize()
 
     def _abort(self) -> None:
-        self._staged_version = None
         if self._receiver is not None:
             self._receiver.abort()
 
     def _leave(self) -> None:
-        group, self._group, self._receiver, self._staged_version = self._group, None, None, None
+        group, self._group, self._receiver = self._group, None, None
         if group is not None:
             group.close()
 

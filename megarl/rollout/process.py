@@ -22,7 +22,7 @@ from typing import Literal, NoReturn
 
 from megarl.config.recipe import RolloutRoleConfig
 from megarl.env import engine_environment
-from megarl.errors import EngineError, EnvironmentProblem
+from megarl.errors import EngineError, MachineError
 from megarl.guard import SIGNAL_EXIT, start_guarded, stop_guarded
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
 
@@ -121,7 +121,7 @@ class EngineProcess:
 
     async def _give_up(self, reason: str) -> NoReturn:
         await asyncio.to_thread(self.stop)
-        raise EnvironmentProblem(f"engine {self.spec.index}: {reason}; {self._log_hint()}")
+        raise MachineError(f"engine {self.spec.index}: {reason}; {self._log_hint()}")
 
     def stop(self) -> None:
         """End it and everything it started. Harmless when it has ended or never began."""
@@ -229,7 +229,7 @@ def _reserve_port(host: str, port: int | None) -> socket.socket:
         reservation.bind((host, port or 0))
     except OSError as error:
         reservation.close()
-        raise EnvironmentProblem(
+        raise MachineError(
             f"cannot listen on {host}:{port or 'any port'}: {error.strerror}; choose another port"
         ) from error
     return reservation

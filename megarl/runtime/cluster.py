@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config.recipe import PoolConfig, Recipe
-from megarl.errors import EnvironmentProblem
+from megarl.errors import MachineError
 from megarl.guard import start_guarded, stop_guarded
 
 CPU_SLOT = "megarl_slot"
@@ -66,7 +66,7 @@ class Cluster:
             self._groups.append(group)
             if not group.wait(PLACEMENT_TIMEOUT_S):
                 free = ray.available_resources().get(self._resource, 0.0)
-                raise EnvironmentProblem(
+                raise MachineError(
                     f"pools.{name}: {pool.gpus} gpus not free within {PLACEMENT_TIMEOUT_S:.0f} s; "
                     f"the Ray cluster has {free:g}; make the pool smaller or the cluster larger"
                 )
@@ -113,7 +113,7 @@ def _joined(address: str, *, log_hint: str = "") -> Iterator[None]:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise EnvironmentProblem(f"cannot join Ray at {address}: {reason}{log_hint}") from None
+        raise MachineError(f"cannot join Ray at {address}: {reason}{log_hint}") from None
     try:
         yield
     finally:

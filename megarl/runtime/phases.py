@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from megarl.stages import Phases
-
 
 class Sleeper(Protocol):
     """An engine that can give its memory, or at least its time, back."""
@@ -50,7 +48,3 @@ class SharedPhases:
             await asyncio.gather(*(engine.sleep() for engine in self._engines))
             self._are_awake = False
         yield
-
-
-def build_phases(engines: Sequence[Sleeper], *, is_shared: bool) -> Phases:
-    return SharedPhases(engines) if is_shared else SeparatePhases()

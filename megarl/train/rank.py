@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.loss import PolicyTokens
+from megarl.algo.monitor import MismatchMonitor
 from megarl.algo.objective import actor_loss
 from megarl.algo.segments import Segments
 from megarl.checkpoint.save import save_hf
@@ -71,6 +72,7 @@ class RankSpec:
 class TrainerRank:
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
+        self._monitor = MismatchMonitor(spec.algorithm)
         self._num_steps = 0
         self._num_updates = 0
         if spec.device == "cpu":
@@ -135,10 +137,12 @@ class TrainerRank:
                     old.append([item.logprobs for item in reports])
             logprobs = self._unpack(batch, old) if wants_logprobs else None
         self._num_steps += 1
+        update_stats = summarise(batch.mini_batches, stats, grad_norms, rate)
         return UpdateResult(
             version=PolicyVersion(self._num_updates),
-            stats=summarise(batch.mini_batches, stats, grad_norms, rate),
+            stats=update_stats,
             logprobs=logprobs,
+            warnings=self._monitor.observe(update_stats.mismatch_mean),
         )
 
     def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
@@ -172,7 +176,7 @@ class TrainerRank:
         self, mini_batch: MiniBatch, temperature: float, old_logprobs: Sequence[Tensor] | None
     ) -> tuple[list[MicroBatchReport], MiniBatchStats]:
         """Gradients of one mini-batch's loss; raises before they are used if the loss is not finite."""
-        algorithm = self._spec.algorithm
+        algorithm = self._monitor.algorithm
         micro_batches = self._share(mini_batch)
 
         def loss(index: int, scores: TokenScores) -> tuple[Tensor, MicroBatchReport]:
@@ -201,6 +205,7 @@ class TrainerRank:
                 f"step {self._num_steps}: the loss is {stats.loss} over {mini_batch.num_loss_tokens} tokens; "
                 f"this update was not applied"
             )
+        self._monitor.stop_above(stats.mismatch_mean)
         return reports, stats
 
     def _score(self, mini_batch: MiniBatch, temperature: float) -> list[Tensor]:

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import TCPStore
 
 from megarl.config.recipe import ActorConfig
-from megarl.errors import EnvironmentProblem
+from megarl.errors import MachineError
 
 Device = Literal["cpu", "cuda"]
 
@@ -73,7 +73,7 @@ def initialize(
             backend="gloo" if device == "cpu" else "nccl", store=store, rank=rank, world_size=world, timeout=timeout
         )
     except (dist.DistError, OSError) as error:
-        raise EnvironmentProblem(
+        raise MachineError(
             f"trainer rank {rank} of {world} could not meet the others at {master_address}:{master_port} "
             f"within {timeout_s:g} s: {str(error).splitlines()[0]}"
         ) from None

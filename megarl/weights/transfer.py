@@ -159,16 +159,16 @@ class Receiver:
         self._staged_version = version
         return to_ints(sums)
 
-    def commit(self) -> int:
-        """Copy staging into the parameters, in place. Returns the version they now have."""
-        if self._staged_version is None:
-            raise WeightSyncError(f"{self._group.name}: peer {self._group.peer} has no staged version to commit")
+    def commit(self, version: int) -> None:
+        """Copy staging into the parameters, in place; refused for any version but the staged one."""
+        if self._staged_version != version:
+            who = f"{self._group.name}: peer {self._group.peer}"
+            raise WeightSyncError(f"{who}: asked to commit version {version}, staged is {self._staged_version}")
         for bucket, buffer in zip(self._buckets, self._staging, strict=True):
             for parcel, values in self._arrived(bucket, buffer):
                 move = parcel.move
                 box_of(self._tensors[move.target_name], move.target_offsets, move.slice.shape).copy_(values)
-        version, self._staged_version = self._staged_version, None
-        return version
+        self._staged_version = None
 
     def abort(self) -> None:
         """Forget what is staged; the parameters stay as they are."""
@@ -195,7 +195,7 @@ def exchange(
     sent = sender.send(number)
     arrived = receiver.stage(number)
     _check_with_senders(plan, group, number, sent, arrived)
-    receiver.commit()
+    receiver.commit(number)
     for move in plan.moves_to.get(group.peer, ()):
         if move.source_rank == group.peer:
             values = box_of(sources[move.source_name], move.source_offsets, move.slice.shape)

@@ -84,6 +84,15 @@ def test_components_come_from_a_reward_function() -> None:
             "algorithm.correction.lowest: 1.0 is not below highest 1.0",
         ),
         (
+            "{kind: grpo, mismatch: {warn_above: 0.02}}",
+            "algorithm.mismatch.warn_above: 0.02 is not below act_above 0.01",
+        ),
+        (
+            "{kind: grpo, mismatch: {action: correct}, correction: {kind: tis}}",
+            "algorithm.mismatch.action: correct switches a correction on, but tis is on from the start; "
+            "choose warn or stop, or remove algorithm.correction",
+        ),
+        (
             "{kind: grpo, filter: {lowest_mean: 0.9, highest_mean: 0.1}}",
             "algorithm.filter.lowest_mean: 0.9 is not below highest_mean 0.1",
         ),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import DataError, EnvironmentProblem
+from megarl.errors import DataError, MachineError
 from megarl.observe.events import EventLog, Record, StepFinished, Warned, read_events
 from tests.observe.samples import BEGAN, one_of_each, records, step_finished
 
@@ -75,5 +75,5 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_an_environment_problem(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(EnvironmentProblem, match="cannot be written: Not a directory"):
+    with pytest.raises(MachineError, match="cannot be written: Not a directory"):
         EventLog(tmp_path / "file" / "run" / "events.jsonl")

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from megarl.errors import EnvironmentProblem
+from megarl.errors import MachineError
 from megarl.observe.metrics import Metrics, MetricsEndpoint
 from megarl.types import UpdateStats
 from tests.observe.samples import evaluated, one_of_each, published, records, run_started, step_finished
@@ -88,7 +88,7 @@ def test_every_event_can_be_recorded(metrics: Metrics, endpoint: MetricsEndpoint
 def test_a_port_in_use_is_one_line_that_names_the_key(metrics: Metrics) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(EnvironmentProblem) as caught:
+        with pytest.raises(MachineError) as caught:
             MetricsEndpoint(metrics.registry, port=port)
     assert str(caught.value) == (
         f"observe.metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use; "

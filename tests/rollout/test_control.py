@@ -145,7 +145,7 @@ def test_a_corrupted_publish_is_not_committed_and_the_old_version_goes_on_servin
             assert await greedy(fleet) == answer
             assert fleet.committed_version == 0
             assert fleet.engines[0].is_live
-            with pytest.raises(WeightSyncError, match="asked to commit version 1, but what is staged is None"):
+            with pytest.raises(WeightSyncError, match="asked to commit version 1, staged is None"):
                 await control.commit(PolicyVersion(1))
             assert fleet.engines[0].state is EngineState.STALE
             await control.leave()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import EnvironmentProblem
+from megarl.errors import MachineError
 from megarl.rollout.process import EngineProcess, command_line, last_words
 from tests.rollout.engines import ServedModel, engine_spec
 
@@ -70,7 +70,7 @@ def test_a_model_folder_without_a_model_is_one_clear_line(tmp_path: Path) -> Non
     (tmp_path / "empty").mkdir()
     process = EngineProcess(engine_spec(tmp_path / "empty", tmp_path / "run"))
     process.start()
-    with pytest.raises(EnvironmentProblem) as caught:
+    with pytest.raises(MachineError) as caught:
         asyncio.run(process.wait_ready())
     message = str(caught.value)
     assert "\n" not in message
@@ -82,14 +82,14 @@ def test_a_model_folder_without_a_model_is_one_clear_line(tmp_path: Path) -> Non
 def test_a_port_in_use_is_reported_before_anything_starts(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(EnvironmentProblem, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+        with pytest.raises(MachineError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
             EngineProcess(engine_spec(tmp_path, tmp_path, port=port))
 
 
 def test_a_server_that_is_late_is_stopped(tmp_path: Path) -> None:
     process = EngineProcess(engine_spec(tmp_path, tmp_path / "run", start_timeout_s=0.5))
     process.start()
-    with pytest.raises(EnvironmentProblem, match=r"engine 0: not ready within 0.5 s \(roles.rollout.start_timeout_s\)"):
+    with pytest.raises(MachineError, match=r"engine 0: not ready within 0.5 s \(roles.rollout.start_timeout_s\)"):
         asyncio.run(process.wait_ready())
     assert not wait_until_gone(process.pid, 5)
 

@@ -13,7 +13,7 @@ import torch
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ActorConfig, OptimizerConfig
-from megarl.errors import CheckpointError, EnvironmentProblem, NumericsError
+from megarl.errors import CheckpointError, MachineError, NumericsError
 from megarl.train import cpu
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.train.rank import RankSpec, TrainerRank
@@ -176,7 +176,7 @@ def wait_alone(rank: int, world: int, port: int, timeout_s: float) -> str:
     """The error of a rank whose peer never comes."""
     try:
         join(rank, 2, port, ActorConfig(pool="train", tensor=2), timeout_s)
-    except EnvironmentProblem as error:
+    except MachineError as error:
         return str(error)
     return "no error"
 

@@ -121,7 +121,7 @@ def run_engine(address: StoreAddress, rank: int) -> EngineLog:
         if version == CORRUPTED_VERSION:
             receiver.abort()
         else:
-            receiver.commit()
+            receiver.commit(version)
             after_commit[version] = copy_of(tensors)
     group.barrier()
     return EngineLog(

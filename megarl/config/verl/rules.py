@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -47,12 +46,6 @@ def nearest_known(key: str) -> str | None:
 @cache
 def known_keys() -> tuple[str, ...]:
     return tuple(_data("known.txt").split())
-
-
-@cache
-def defaults() -> Mapping[str, str]:
-    """Of renamed keys: the recipe's key by verl's."""
-    return {rule.pattern: rule.text for rule in _rules() if rule.treatment is Treatment.RENAME}
 
 
 @cache

@@ -1,0 +1,78 @@
+"""`megarl import-verl`: a recipe from a verl configuration, and what became of every key."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+import yaml
+from pydantic import ValidationError
+
+from megarl.config.catalogue import CATALOGUE, catalogue_name
+from megarl.config.check import check_without_files
+from megarl.config.complaints import complaints
+from megarl.config.document import Tree
+from megarl.config.recipe import Recipe
+from megarl.config.verl import Entry, Imported, import_verl
+from megarl.config.verl.rules import Verdict
+from megarl.errors import ConfigError, MachineError, Problem
+
+_MAX_VALUE = 32
+
+
+def import_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="YAML, or a shell script.")],
+    out: Annotated[Path | None, typer.Option(metavar="RECIPE", help="Write the recipe here, not to stdout.")] = None,
+) -> None:
+    """Turn a verl configuration into a recipe and report on every key."""
+    imported = import_verl(file)
+    text = _recipe_text(imported, file)
+    if out is None:
+        print(text, end="")
+        _print_report(imported, sys.stderr)
+    else:
+        try:
+            out.write_text(text)
+        except OSError as error:
+            raise MachineError(f"--out {out}: cannot be written: {error.strerror}") from error
+        _print_report(imported, sys.stdout)
+    problems = _problems(imported.tree)
+    if problems:
+        raise ConfigError(str(out or file), problems)
+
+
+def _recipe_text(imported: Imported, file: Path) -> str:
+    notes = "".join(f"# {note}\n" for note in imported.notes)
+    ordered = {name: imported.tree[name] for name in Recipe.model_fields if name in imported.tree}
+    body = yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=110)
+    return f"# Imported from {file.name}; the report said what could not be taken over.\n{notes}{body}"
+
+
+def _problems(tree: dict[str, Tree]) -> tuple[Problem, ...]:
+    """What is still wrong with the recipe, as far as it can be known without its files."""
+    try:
+        recipe = Recipe.model_validate(tree)
+    except ValidationError as error:
+        return complaints(error, Recipe)
+    entry = catalogue_name(recipe.model.path)
+    return tuple(check_without_files(recipe, CATALOGUE[entry])) if entry else ()
+
+
+def _print_report(imported: Imported, stream: TextIO) -> None:
+    for verdict in (Verdict.UNKNOWN, Verdict.NOT_SUPPORTED, Verdict.NO_EFFECT, Verdict.MAPPED):
+        entries = [entry for entry in imported.entries if entry.verdict is verdict]
+        if entries:
+            print(f"{verdict} ({len(entries)})", file=stream)
+        for entry in entries:
+            print(f"  {_line(entry)}", file=stream)
+    for note in imported.notes:
+        print(f"note: {note}", file=stream)
+
+
+def _line(entry: Entry) -> str:
+    value = str(entry.value)
+    shown = value if len(value) <= _MAX_VALUE else f"{value[: _MAX_VALUE - 3]}..."
+    arrow = "->" if entry.verdict is Verdict.MAPPED else ":"
+    return f"{entry.key}={shown} {arrow} {entry.text}".replace(" : ", ": ")

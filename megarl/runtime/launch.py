@@ -7,7 +7,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.config.recipe import Recipe
@@ -19,8 +19,7 @@ from megarl.observe.observer import observing
 def train(recipe: Recipe, *, display: Sink) -> None:
     """Run a recipe to its end. Whatever it started is gone when this returns or raises."""
     address = recipe.run.ray_address or RAY_ADDRESS.read() or None
-    os.environ.update(RAY_ENVIRONMENT)
-    with observing(recipe, display=display) as observer, _private_ray() if address is None else nullcontext():
+    with observing(recipe, display=display) as observer, private_ray() if address is None else joined_ray():
         # Ray reads its environment when it is imported, and only then.
         from megarl.runtime.run import run_recipe
 
@@ -28,14 +27,20 @@ def train(recipe: Recipe, *, display: Sink) -> None:
 
 
 @contextmanager
-def _private_ray() -> Iterator[None]:
+def joined_ray() -> Iterator[None]:
+    """Settings for somebody else's Ray: its token is where RAY_AUTH_TOKEN_PATH says."""
+    os.environ.update(RAY_ENVIRONMENT)
+    yield
+
+
+@contextmanager
+def private_ray() -> Iterator[None]:
     """Settings of a Ray for this run alone, with a token of its own in a file only this user can read."""
     folder = Path(tempfile.mkdtemp(prefix="megarl-ray-"))
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    os.environ.update(LOCAL_RAY_ENVIRONMENT)
-    os.environ[RAY_AUTH_TOKEN_PATH.name] = str(token)
+    os.environ.update({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT, RAY_AUTH_TOKEN_PATH.name: str(token)})
     try:
         yield
     finally:

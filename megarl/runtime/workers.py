@@ -16,16 +16,16 @@ class WorkerGroup:
 
     def __init__(self, role: str, workers: Sequence[ActorHandle], *, timeout_s: float) -> None:
         self.role = role
-        self._workers = tuple(workers)
+        self.workers = tuple(workers)
         self._timeout_s = timeout_s
 
     def __len__(self) -> int:
-        return len(self._workers)
+        return len(self.workers)
 
     async def call(self, method: str, *arguments: object) -> list[object]:
         """The same call on every rank; results in rank order."""
         shared = [ray.put(argument) for argument in arguments]
-        return await self._gather(method, [shared for _ in self._workers])
+        return await self._gather(method, [shared for _ in self.workers])
 
     async def call_each(self, method: str, arguments: Sequence[Sequence[object]]) -> list[object]:
         """A call with arguments of its own on every rank."""
@@ -33,13 +33,13 @@ class WorkerGroup:
         return await self._gather(method, arguments)
 
     async def call_first(self, method: str, *arguments: object) -> object:
-        (result,) = await self._gather(method, [arguments], workers=self._workers[:1])
+        (result,) = await self._gather(method, [arguments], workers=self.workers[:1])
         return result
 
     async def _gather(
         self, method: str, arguments: Sequence[Sequence[object]], workers: Sequence[ActorHandle] | None = None
     ) -> list[object]:
-        workers = self._workers if workers is None else workers
+        workers = self.workers if workers is None else workers
         tasks = [
             asyncio.ensure_future(self._await(rank, method, getattr(worker, method).remote(*given)))
             for rank, (worker, given) in enumerate(zip(workers, arguments, strict=True))
@@ -72,7 +72,7 @@ class WorkerGroup:
             raise WorkerError(f"{self.role} rank {rank}: died during {method}: {_last_line(error)}") from error
 
     def kill(self) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             ray.kill(worker, no_restart=True)
 
 

@@ -12,6 +12,7 @@ from megarl.config.algorithm import (
     GrpoConfig,
     GspoLossConfig,
     IcepopConfig,
+    MismatchConfig,
     SapoLossConfig,
     TisConfig,
 )
@@ -64,3 +65,23 @@ def test_an_update_does_not_depend_on_ranks_or_micro_batches(name: str, cluster:
         assert stats.mismatch_chi2 == pytest.approx(expected.mismatch_chi2, rel=1e-4)
         assert_close(of_split, weights)
     assert not any(torch.isnan(tensor).any() for tensor in weights.values())
+
+
+def test_a_mismatch_that_stops_the_run_changes_no_weight(cluster: Cluster, models: Models) -> None:
+    model = models.get("qwen2", tied=False)
+    world, actor = SPLITS["PP2"]
+    batch = packed(make_samples(4, vocab=model.shape.vocab), world=world, actor=actor)
+    strict = GrpoConfig(kind="grpo", mismatch=MismatchConfig(warn_above=1e-5, act_above=1e-4, action="stop"))
+    for message, is_unchanged in cluster.run(world, jobs.fail_to_update, setup_of(model, actor, strict), batch):
+        assert message.startswith("mean |p_train - p_rollout| is 0.0")
+        assert is_unchanged
+
+
+def test_a_mismatch_is_told_with_the_result(cluster: Cluster, models: Models) -> None:
+    model = models.get("qwen2", tied=False)
+    world, actor = SPLITS["DP2"]
+    batch = packed(make_samples(4, vocab=model.shape.vocab), world=world, actor=actor)
+    watched = GrpoConfig(kind="grpo", mismatch=MismatchConfig(warn_above=1e-5, act_above=1e-4, action="correct"))
+    for outcome in cluster.run(world, jobs.train, setup_of(model, actor, watched), [], batch):
+        (warning,) = outcome.result.warnings
+        assert warning.endswith("correcting with tis from the next step on")

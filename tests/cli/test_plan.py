@@ -1,0 +1,112 @@
+"""`megarl plan` as a person sees it, without an engine on the machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.main import run
+from megarl.cli.plan import WIDTH
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPES = ROOT / "recipes"
+GPU_OF = {"dapo_32b": "h200"}
+PUBLIC = ["grpo_7b", "grpo_70b", "dapo_32b"]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_shipped_recipes_fit_the_gpu_they_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu = GPU_OF.get(name, "h100")
+    recipe = RECIPES / f"{name}.yaml"
+    assert gpu.upper() in recipe.read_text()
+    assert run(["plan", str(recipe), "--gpu", gpu]) == 0
+    out = capsys.readouterr().out
+    assert "\nfits: at least " in out
+    for title in ("Placement", "Memory of the fullest GPU, GiB", "Publishing one version", "Time of a step"):
+        assert title in out
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_tables_stay_within_a_hundred_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(RECIPES / f"{name}.yaml")]) == 0
+    assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= WIDTH
+
+
+def test_a_large_recipe_is_planned_quickly_and_without_an_engine() -> None:
+    code = (
+        "import sys, time, resource; began = time.process_time(); from megarl.cli.main import run;"
+        "code = run(sys.argv[1:]); seconds = time.process_time() - began;"
+        "mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024;"
+        "loaded = {'torch', 'ray', 'megatron', 'sglang', 'transformers'} & set(sys.modules);"
+        "sys.exit(f'loaded {loaded}' if loaded else f'{seconds} s' if seconds > 5 else f'{mib} MiB' if mib > 500 else code)"
+    )
+    nodes = ["--set", "pools.train.nodes=64", "--set", "pools.rollout.nodes=32"]
+    command = [sys.executable, "-c", code, "plan", str(RECIPES / "grpo_70b.yaml"), *nodes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "768 x h100 on 96 node(s)" in done.stdout
+
+
+def test_what_does_not_fit_comes_with_a_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(RECIPES / "grpo_7b.yaml"), "--set", "roles.rollout.memory_fraction=0.9"]
+    assert run(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    verdict = next(line for line in lines if line.startswith("does not fit"))
+    assert verdict.endswith("GiB too much (engine, generating)")
+    assert any(line.startswith("  fits with --set roles.rollout.memory_fraction=0.7") for line in lines)
+
+
+def test_json_holds_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(RECIPES / "grpo_7b.yaml"), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] is True
+    assert plan["model"]["source"] == "catalogue: qwen2.5-7b"
+    assert [rank["rank"] for rank in plan["placement"]["ranks"]] == [0, 1, 2, 3]
+    assert plan["reshard"]["staging_bytes"] == 2 * 7_615_616_512
+
+
+def test_a_change_is_shown_beside_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(RECIPES / "grpo_7b.yaml"), "--what-if", "pools.rollout.gpus_per_node=8"]
+    assert run(arguments) == 0
+    rows = {line.split("  ")[1]: line.split()[-2:] for line in capsys.readouterr().out.splitlines() if "  " in line}
+    assert rows["GPUs"] == ["8", "12"]
+    before, after = rows["rollout, s"]
+    assert float(after) < float(before)
+
+
+def test_a_recipe_that_is_wrong_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(RECIPES / "grpo_7b.yaml"), "--set", "roles.actor.tensor=3"]) == 2
+    _, *lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--set", "model.path=mine"], "model.path: mine is neither here nor a known model; name a shape with --shape"),
+        (["--shape", "gpt-5"], "--shape: unknown 'gpt-5'; one of qwen2.5-0.5b"),
+        (["--gpu", "b200"], "b200: unknown 'b200'; one of a100, h100, h200"),
+    ],
+)
+def test_what_cannot_be_planned_is_explained(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", str(RECIPES / "grpo_7b.yaml"), *arguments]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_another_shape_can_be_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(RECIPES / "grpo_7b.yaml"), "--shape", "qwen3-8b"]) == 0
+    assert "shape from catalogue: qwen3-8b" in capsys.readouterr().out
+
+
+def test_a_cpu_recipe_is_planned_without_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = ROOT / "tests" / "config" / "good.yaml"
+    assert run(["plan", str(good), "--shape", "qwen2.5-0.5b"]) == 0
+    out = capsys.readouterr().out
+    assert "no limit is stated for a CPU run" in out
+    assert "Time of a step" not in out

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.cli.main import run
+from megarl.config.load import read_recipe
+
+EXAMPLES = Path(__file__).parent.parent / "config" / "verl"
+
+
+@pytest.mark.parametrize("name", ["grpo.yaml", "ppo.sh"])
+def test_an_import_writes_a_recipe_and_prints_the_report(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "recipe.yaml"
+    assert run(["import-verl", str(EXAMPLES / name), "--out", str(out)]) == 0
+    read_recipe(out)
+    report = capsys.readouterr().out
+    assert "not supported (" in report
+    assert "  data.train_files=" in report
+
+
+def test_without_a_file_the_recipe_goes_to_stdout_and_the_report_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import-verl", str(EXAMPLES / "grpo.yaml")]) == 0
+    captured = capsys.readouterr()
+    assert "\nalgorithm:\n  kind: grpo\n" in captured.out
+    assert "mapped (18)" in captured.err
+
+
+def test_what_is_still_wrong_with_the_recipe_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "main_ppo algorithm.adv_estimator=grpo data.train_files=t.parquet trainer.n_gpus_per_node=3 "
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B\n"
+    )
+    assert run(["import-verl", str(script)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert f"{script}: 2 problem(s)" in lines
+    assert lines[-1].startswith("  sampling.rollouts_per_prompt: 1 leaves nothing to compare")

@@ -1,0 +1,27 @@
+"""Recipes to plan, without files."""
+
+from __future__ import annotations
+
+from megarl.config.document import Document, Tree, override
+from megarl.config.recipe import Recipe
+
+_TREE: dict[str, Tree] = {
+    "run": {"name": "test", "steps": 10, "ray_address": "auto"},
+    "model": {"path": "qwen2.5-7b"},
+    "data": {"train": ["train.parquet"], "max_prompt_tokens": 1024},
+    "pools": {"train": {"nodes": 2, "gpus_per_node": 8}, "rollout": {"gpus_per_node": 8}},
+    "roles": {
+        "actor": {"pool": "train", "tensor": 4, "pipeline": 2},
+        "rollout": {"pool": "rollout", "tensor": 2, "memory_fraction": 0.6},
+    },
+    "algorithm": {"kind": "grpo"},
+    "sampling": {"max_response_tokens": 3072},
+    "train": {"prompts_per_step": 128},
+}
+
+
+def make_recipe(*assignments: str) -> Recipe:
+    document = Document(tree=_TREE, origins={})
+    for assignment in assignments:
+        document = override(document, assignment)
+    return Recipe.model_validate(document.tree)

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megarl.config.catalogue import CATALOGUE
+from megarl.planner.fit import proposals
+from megarl.planner.hardware import GPUS
+from megarl.planner.run_plan import size
+from megarl.planner.timing import Workload
+from tests.planner.recipes import make_recipe
+
+SHAPE = CATALOGUE["qwen2.5-7b"]
+H100 = GPUS["h100"]
+
+
+def test_each_proposal_makes_the_recipe_fit() -> None:
+    recipe = make_recipe("roles.rollout.memory_fraction=0.95")
+    workload = Workload.half(recipe)
+    assert not size(recipe, SHAPE, H100, workload, publish_s=0).fits
+    found = proposals(recipe, SHAPE, H100, workload)
+    assert 1 <= len(found) <= 3
+    for proposal in found:
+        changed = make_recipe("roles.rollout.memory_fraction=0.95", *proposal.assignments)
+        sizes = size(changed, SHAPE, H100, workload, publish_s=0)
+        assert sizes.fits
+        assert sizes.worst is not None
+        assert sizes.worst.margin_bytes == proposal.margin_bytes
+
+
+def test_the_smallest_change_of_a_key_is_proposed() -> None:
+    recipe = make_recipe("roles.rollout.memory_fraction=0.95")
+    found = proposals(recipe, SHAPE, H100, Workload.half(recipe))
+    (assignment,) = next(item.assignments for item in found if "memory_fraction" in item.assignments[0])
+    assert assignment == "roles.rollout.memory_fraction=0.75"
+
+
+def test_two_changes_are_proposed_where_one_is_not_enough() -> None:
+    recipe = make_recipe("roles.rollout.memory_fraction=0.95", "train.tokens_per_micro_batch=65536")
+    found = proposals(recipe, SHAPE, H100, Workload.half(recipe))
+    assert found
+    assert all(len(item.assignments) == 2 for item in found)
+
+
+def test_nothing_is_proposed_for_a_gpu_that_is_far_too_small() -> None:
+    recipe = make_recipe()
+    assert proposals(recipe, SHAPE, replace(H100, memory_gib=2), Workload.half(recipe)) == []

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import pytest
+
+from megarl.errors import ConfigError
+from megarl.planner.hardware import GPUS, parse_gpu
+
+
+def test_a_known_gpu_is_found_by_its_name() -> None:
+    assert parse_gpu("h200") is GPUS["h200"]
+
+
+def test_figures_can_be_changed() -> None:
+    gpu = parse_gpu("h100,memory_gib=94,network_gb_per_s=25")
+    assert (gpu.name, gpu.memory_gib, gpu.network_gb_per_s, gpu.tflops) == ("custom", 94, 25, 989)
+
+
+@pytest.mark.parametrize("text", ["tpu", "h100,memory=3", "h100,tflops=much", "h100,tflops=-1", "h100,tflops=inf"])
+def test_a_wrong_gpu_is_explained(text: str) -> None:
+    with pytest.raises(ConfigError, match="--gpu: 1 problem"):
+        parse_gpu(text)

@@ -1,0 +1,133 @@
+"""The ledger against slow, obvious sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from megarl.config.catalogue import CATALOGUE
+from megarl.planner.hardware import GPUS
+from megarl.planner.memory import (
+    Ledger,
+    Phase,
+    activation_bytes,
+    chunks_in_flight,
+    engine_memory,
+    ledgers,
+    stage_memory,
+)
+from megarl.planner.placement import place
+from megarl.weights.megatron import MegatronParallel, megatron_layout
+from megarl.weights.sglang import sglang_layout
+from tests.planner.recipes import make_recipe
+
+SHAPE = replace(CATALOGUE["qwen2.5-7b"], num_layers=8)
+H100 = GPUS["h100"]
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        MegatronParallel(),
+        MegatronParallel(tensor=4, data=3),
+        MegatronParallel(tensor=2, pipeline=2, data=2),
+        MegatronParallel(pipeline=2, virtual_pipeline=2, data=5),
+    ],
+)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_weights_gradients_and_optimizer_are_those_of_the_full_layout(
+    parallel: MegatronParallel, is_tied: bool
+) -> None:
+    shape = replace(SHAPE, has_tied_embeddings=is_tied)
+    layout = megatron_layout(shape, parallel, dtype="bfloat16")
+    for stage in stage_memory(shape, parallel, is_cpu=False):
+        rank = parallel.rank(tensor=0, data=0, pipeline=stage.stage)
+        parameters = sum(prod(spec.shape) for spec in layout.by_rank[rank].tensors.values())
+        padding = 2 * len(layout.by_rank[rank].tensors) * 64 + 4 * 128 * parallel.data
+        assert 2 * parameters <= stage.weight_bytes <= 2 * (parameters + padding)
+        assert stage.gradient_bytes == 2 * stage.weight_bytes
+        assert stage.optimizer_bytes == 6 * stage.weight_bytes // parallel.data
+
+
+def test_buffers_are_padded_as_megatron_pads_them() -> None:
+    # One parameter per layer is no multiple of 64 elements; a bucket ends at a multiple of lcm(data, 128).
+    shape = replace(SHAPE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2, hidden=10, ffn_hidden=3, vocab=5)
+    (stage,) = stage_memory(shape, MegatronParallel(data=3), is_cpu=True)
+    vocabulary = 64 * 10  # rows come in multiples of 64
+    norms, output, qkv, qkv_bias, gate_up, down = [10, 10], 10 * 2, 6 * 10, 6, 6 * 10, 3 * 10
+    layer = [*norms, output, qkv, qkv_bias, gate_up, down]
+    total = sum(-(-size // 64) * 64 for size in (vocabulary, *layer, 10, vocabulary))
+    assert stage.gradient_bytes == 4 * (-(-total // 384) * 384)
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_engine_weights_and_staging_are_those_of_the_full_layout(tensor: int) -> None:
+    recipe = make_recipe(f"roles.rollout.tensor={tensor}")
+    assert recipe.roles.rollout is not None
+    layout = sglang_layout(SHAPE, tensor=tensor, dtype="bfloat16")
+    engine = engine_memory(SHAPE, recipe.roles.rollout, H100.memory_bytes)
+    assert engine.weight_bytes == max(holding.num_bytes for holding in layout.holdings)
+    pieces = [sum(piece.slice.num_elements for piece in holding.pieces) for holding in layout.holdings]
+    assert engine.staging_bytes == 2 * max(pieces)
+
+
+def test_the_cache_takes_what_the_fraction_leaves() -> None:
+    recipe = make_recipe()
+    assert recipe.roles.rollout is not None
+    engine = engine_memory(SHAPE, recipe.roles.rollout, H100.memory_bytes)
+    assert engine.cache_bytes_per_token == 2 * 8 * 2 * 128 * 2
+    limit = 0.6 * H100.memory_bytes
+    assert limit - engine.cache_bytes_per_token < engine.weight_bytes + engine.cache_bytes <= limit
+
+
+def test_the_cache_has_the_tokens_that_were_asked_for() -> None:
+    recipe = make_recipe("roles.rollout.max_cached_tokens=5000")
+    assert recipe.roles.rollout is not None
+    assert engine_memory(SHAPE, recipe.roles.rollout, H100.memory_bytes).cached_tokens == 5000
+
+
+@pytest.mark.parametrize(
+    ("actor", "in_flight"),
+    [
+        ("{pipeline: 1}", [1]),
+        ("{pipeline: 4}", [4, 3, 2, 1]),
+        ("{pipeline: 2, virtual_pipeline: 2}", [5, 3]),
+    ],
+)
+def test_early_stages_keep_more_micro_batches(actor: str, in_flight: list[int]) -> None:
+    recipe = make_recipe(f"roles.actor={actor[:-1]}, pool: train}}")
+    assert [chunks_in_flight(recipe, stage) for stage in range(len(in_flight))] == in_flight
+
+
+def test_activations_grow_with_tokens_and_shrink_with_the_sequence_split() -> None:
+    plain = activation_bytes(make_recipe(), SHAPE, 0)
+    assert activation_bytes(make_recipe("train.tokens_per_micro_batch=16384"), SHAPE, 0) == 2 * plain
+    assert activation_bytes(make_recipe("roles.actor.is_sequence_parallel=true"), SHAPE, 0) < plain
+
+
+def names(ledger: Ledger) -> set[str]:
+    return {item.name for item in ledger.items}
+
+
+def test_a_shared_pool_holds_trainer_and_engine_at_once() -> None:
+    recipe = make_recipe("roles.rollout.pool=train")
+    found = {item.phase: item for item in ledgers(recipe, SHAPE, place(recipe), H100)}
+    assert set(found) == set(Phase)
+    assert {"optimizer", "KV cache", "engine weights"} <= names(found[Phase.GENERATING])
+    assert "KV cache" not in names(found[Phase.TRAINING])
+    assert "activations" in names(found[Phase.TRAINING])
+
+
+def test_separate_pools_are_counted_apart() -> None:
+    recipe = make_recipe()
+    found = ledgers(recipe, SHAPE, place(recipe), H100)
+    assert {item.where for item in found} == {"actor", "engine"}
+    for ledger in found:
+        assert ("optimizer" in names(ledger)) != ("KV cache" in names(ledger))
+
+
+def test_a_cpu_run_has_no_limit() -> None:
+    recipe = make_recipe("run.device=cpu")
+    assert all(item.margin_bytes is None for item in ledgers(recipe, SHAPE, place(recipe), H100))

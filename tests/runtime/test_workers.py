@@ -1,0 +1,106 @@
+"""A group of workers on a real Ray: one call, every rank, one result or one error that names the rank."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.config import load_recipe
+from megarl.data.arithmetic import make_arithmetic
+from megarl.errors import MachineError, NumericsError, WorkerError
+from megarl.runtime.launch import private_ray
+from tests.runtime.runs import write_recipe
+
+with private_ray():
+    # Ray reads its environment when it is imported, here as in a run.
+    import ray
+
+    from megarl.config.recipe import PoolConfig
+    from megarl.runtime import cluster as cluster_module
+    from megarl.runtime.cluster import Cluster, open_cluster
+    from megarl.runtime.workers import WorkerGroup
+
+
+class Worker:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def square(self, number: int) -> int:
+        return (self._rank + 1) * number**2
+
+    def fail_on(self, rank: int) -> None:
+        if rank == self._rank:
+            raise ValueError("broken on purpose")
+
+    def diverge_on(self, rank: int) -> None:
+        if rank == self._rank:
+            raise NumericsError("the loss is nan")
+
+    def die_on(self, rank: int) -> None:
+        if rank == self._rank:
+            os._exit(1)
+
+    def sleep_on(self, rank: int) -> None:
+        if rank == self._rank:
+            time.sleep(60)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("ray")
+    make_arithmetic(folder / "arithmetic", num_train=8, num_sft=8, num_eval=8)
+    recipe = load_recipe(write_recipe(folder, "workers"))
+    Path(recipe.run_folder).mkdir(parents=True)
+    with private_ray(), open_cluster(recipe, address=None) as opened:
+        yield opened
+
+
+@pytest.fixture
+def workers(cluster: Cluster) -> Iterator[WorkerGroup]:
+    actor = ray.remote(num_cpus=0)(Worker)
+    group = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=10)
+    yield group
+    group.kill()
+
+
+def test_every_rank_is_called_and_answers_in_order(workers: WorkerGroup) -> None:
+    assert asyncio.run(workers.call("square", 3)) == [9, 18]
+    assert asyncio.run(workers.call_each("square", [(2,), (5,)])) == [4, 50]
+    assert asyncio.run(workers.call_first("square", 4)) == 16
+
+
+def test_an_error_names_role_rank_operation_and_reason(workers: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match=r"actor rank 1: fail_on failed: ValueError: broken on purpose"):
+        asyncio.run(workers.call("fail_on", 1))
+    assert asyncio.run(workers.call("square", 1)) == [1, 2]
+
+
+def test_an_error_of_our_own_keeps_its_kind_and_its_exit_code(workers: WorkerGroup) -> None:
+    with pytest.raises(NumericsError, match="the loss is nan"):
+        asyncio.run(workers.call("diverge_on", 0))
+
+
+def test_a_rank_that_dies_is_named(workers: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="actor rank 1: died during die_on"):
+        asyncio.run(workers.call("die_on", 1))
+
+
+def test_a_rank_that_is_late_is_named(cluster: Cluster) -> None:
+    actor = ray.remote(num_cpus=0)(Worker)
+    group = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=10)
+    asyncio.run(group.call("square", 1))  # both are there
+    late = WorkerGroup("actor", group.workers, timeout_s=1)
+    with pytest.raises(WorkerError, match=r"actor rank\(s\) 1: sleep_on did not finish within 1 s"):
+        asyncio.run(late.call("sleep_on", 1))
+    group.kill()
+
+
+def test_a_pool_that_does_not_fit_is_said(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "PLACEMENT_TIMEOUT_S", 1.0)
+    with pytest.raises(MachineError, match=r"pools.big: 64 gpus not free within 1 s; the Ray cluster has 3"):
+        cluster.reserve({"big": PoolConfig(gpus_per_node=64)})

@@ -5,17 +5,30 @@ Pure. Every rank sees the same reduced numbers, so every rank decides the same.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from megarl.config.algorithm import AlgorithmConfig, MismatchConfig, PolicyGradientConfig, TisConfig
 from megarl.errors import NumericsError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorState:
+    """What a monitor has decided so far."""
+
+    worst_reported: float = 0.0
+    """The highest threshold that was reported."""
+    has_switched_correction_on: bool = False
 
 
 class MismatchMonitor:
     """Holds the algorithm as the next update is to use it: the recipe's, until a correction is switched on."""
 
-    def __init__(self, algorithm: AlgorithmConfig) -> None:
+    def __init__(self, algorithm: AlgorithmConfig, state: MonitorState | None = None) -> None:
+        """With `state`, go on where another monitor stood."""
         self.algorithm = algorithm
-        self._worst = 0.0
-        """The highest threshold that was reported."""
+        self.state = state or MonitorState()
+        if self.state.has_switched_correction_on:
+            self._switch_correction_on()
 
     def stop_above(self, mean: float) -> None:
         """Before an update is applied: refuses it where the recipe says so."""
@@ -31,11 +44,12 @@ class MismatchMonitor:
         limits = self._limits
         if limits is None:
             return ()
-        if mean > limits.act_above > self._worst:
-            self._worst = limits.act_above
+        worst = self.state.worst_reported
+        if mean > limits.act_above > worst:
+            self.state = replace(self.state, worst_reported=limits.act_above)
             return (_sentence(mean, "act_above", limits.act_above) + self._act(limits),)
-        if mean > limits.warn_above > self._worst:
-            self._worst = limits.warn_above
+        if mean > limits.warn_above > worst:
+            self.state = replace(self.state, worst_reported=limits.warn_above)
             return (_sentence(mean, "warn_above", limits.warn_above),)
         return ()
 
@@ -46,8 +60,12 @@ class MismatchMonitor:
     def _act(self, limits: MismatchConfig) -> str:
         if limits.action != "correct":
             return "; consider algorithm.correction"
-        self.algorithm = self.algorithm.model_copy(update={"correction": TisConfig(kind="tis")})
+        self.state = replace(self.state, has_switched_correction_on=True)
+        self._switch_correction_on()
         return "; correcting with tis from the next step on"
+
+    def _switch_correction_on(self) -> None:
+        self.algorithm = self.algorithm.model_copy(update={"correction": TisConfig(kind="tis")})
 
 
 def _sentence(mean: float, key: str, limit: float) -> str:

@@ -1,22 +1,22 @@
-"""Writing a model as a Hugging Face folder, all trainer ranks together. Knows layouts and files, not Megatron.
+"""Writing canonical tensors as safetensors files, all trainer ranks together. Knows layouts and files, not Megatron.
 
 Each rank is given whole canonical tensors, receives their pieces by plan and writes one file; nobody gathers the model.
-The folder appears under its name only when every byte of it is on disk.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from megarl.checkpoint.manifest import FileDigest, digest_file, sync
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.weights.fused import whole
 from megarl.weights.group import TransferGroup
@@ -49,32 +49,55 @@ def save_hf(
     group: TransferGroup,
     dtype: str | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-) -> None:
+) -> dict[str, FileDigest]:
     """Write the model that `layout` spreads over the peers of `group`; every peer calls this with its own tensors.
 
-    Peer r of the (gloo) group is rank r of the layout. Without `dtype` the folder has that of the source folder.
+    Like `save_tensors`, and peer 0 adds the configuration and tokenizer of `source_folder`.
+    """
+    files = save_tensors(folder, layout=layout, tensors=tensors, group=group, dtype=dtype, bucket_bytes=bucket_bytes)
+    with _failing_as_save(folder, group):
+        if group.peer == 0:
+            files |= _copy_companions(source_folder, folder, dtype=dtype)
+        group.barrier()
+    return files
+
+
+def save_tensors(
+    folder: Path,
+    *,
+    layout: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    group: TransferGroup,
+    dtype: str | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> dict[str, FileDigest]:
+    """Write canonical tensors and their index into a new folder; returns the files this peer wrote, by name.
+
+    Peer r of the (gloo) group is rank r of the layout. Without `dtype` the files have that of the canonical tensors.
     """
     target = assign_tensors(layout, dtype=dtype)
-    partial = folder.with_name(f"{folder.name}.tmp")
-    if folder.exists():
-        raise CheckpointError(f"{folder} was not saved: it exists already; remove it or choose another name")
-    try:
-        group.barrier()
+    files: dict[str, FileDigest] = {}
+    with _failing_as_save(folder, group):
         if group.peer == 0:
-            _make_fresh(partial)
+            folder.mkdir(parents=True)
         group.barrier()
         share = _receive(layout, target, tensors, group, bucket_bytes)
         names = _file_names(target)
         if share:
-            path = partial / names[group.peer]
+            path = folder / names[group.peer]
             save_file(share, path, metadata={"format": "pt"})
-            _sync(path)
-        group.barrier()
+            files[path.name] = _finish(path)
         if group.peer == 0:
-            _write_index(partial, target, names)
-            _copy_companions(source_folder, partial, dtype=dtype)
-            _publish(partial, folder)
+            files[INDEX_FILE] = _write_index(folder, target, names)
         group.barrier()
+    return files
+
+
+@contextmanager
+def _failing_as_save(folder: Path, group: TransferGroup) -> Iterator[None]:
+    """A peer that fails says why, here and to the others: nobody waits for it."""
+    try:
+        yield
     except (WeightSyncError, OSError, SafetensorError) as error:
         group.abandon(f"{folder} was not saved: {error}")
         raise CheckpointError(f"{folder} was not saved: {error}") from error
@@ -127,29 +150,22 @@ def _file_names(target: Layout) -> dict[int, str]:
     }
 
 
-def _make_fresh(partial: Path) -> None:
-    # A save that was killed leaves its folder behind; nothing ever reads one.
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-
-
-def _write_index(partial: Path, target: Layout, names: Mapping[int, str]) -> None:
+def _write_index(folder: Path, target: Layout, names: Mapping[int, str]) -> FileDigest:
     weight_map = {name: names[holding.rank] for holding in target.holdings for name in holding.tensors}
     total_bytes = sum(spec.num_bytes for spec in target.canonical.values())
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    path = partial / INDEX_FILE
+    path = folder / INDEX_FILE
     path.write_text(json.dumps(index, indent=2) + "\n")
-    _sync(path)
+    return _finish(path)
 
 
-def _copy_companions(source_folder: Path, partial: Path, *, dtype: str | None) -> None:
-    for pattern in _COPIED:
-        for source in sorted(source_folder.glob(pattern)):
-            if source.is_file() and not (partial / source.name).exists():
-                shutil.copyfile(source, partial / source.name)
-                _sync(partial / source.name)
+def _copy_companions(source_folder: Path, folder: Path, *, dtype: str | None) -> dict[str, FileDigest]:
+    sources = {path.name: path for pattern in _COPIED for path in source_folder.glob(pattern) if path.is_file()}
+    for name, source in sources.items():
+        shutil.copyfile(source, folder / name)
     if dtype is not None:
-        _set_dtype(partial / "config.json", dtype)
+        _set_dtype(folder / "config.json", dtype)
+    return {name: _finish(folder / name) for name in sources}
 
 
 def _set_dtype(path: Path, dtype: str) -> None:
@@ -157,18 +173,8 @@ def _set_dtype(path: Path, dtype: str) -> None:
     # transformers 5 writes `dtype`; earlier versions read `torch_dtype`.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     path.write_text(json.dumps(config, indent=2) + "\n")
-    _sync(path)
 
 
-def _publish(partial: Path, folder: Path) -> None:
-    _sync(partial)
-    partial.rename(folder)
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _finish(path: Path) -> FileDigest:
+    sync(path)
+    return digest_file(path)

@@ -18,6 +18,7 @@ from torch import Tensor
 from megarl.config.recipe import OptimizerConfig
 from megarl.errors import NumericsError
 from megarl.train.model import PolicyModel
+from megarl.train.shards import Shard, shards_of
 
 
 class PolicyOptimizer:
@@ -51,6 +52,23 @@ class PolicyOptimizer:
         for group in self._optimizer.param_groups:
             # Norms and biases are in a group of their own with multiplier 0; applying it is the caller's business.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """By the names the weights' layout knows them by."""
+        return {
+            f"chunk{index}.{name}": parameter
+            for index, chunk in enumerate(self.chunks)
+            for name, parameter in chunk.module.named_parameters()
+        }
+
+    def shards(self) -> dict[str, Shard]:
+        """What this rank's Adam keeps, by the name of the parameter it belongs to."""
+        names = {parameter: name for name, parameter in self.parameters().items()}
+        return {
+            names[parameter]: shard
+            for optimizer in self._optimizer.chained_optimizers
+            for parameter, shard in shards_of(optimizer)
+        }
 
     def adopt_weights(self) -> None:
         """Take the model's weights, changed from outside, as the new master weights."""

@@ -19,13 +19,15 @@ from megarl.algo.loss import PolicyTokens
 from megarl.algo.monitor import MismatchMonitor
 from megarl.algo.objective import actor_loss
 from megarl.algo.segments import Segments
-from megarl.checkpoint.save import save_hf
+from megarl.checkpoint.manifest import Contents, FileDigest
+from megarl.checkpoint.state import TrainerState
 from megarl.config.algorithm import AlgorithmConfig, SftConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ActorConfig, OptimizerConfig
 from megarl.data.packing import unpack_logprobs
 from megarl.errors import NumericsError
 from megarl.train import cpu
+from megarl.train.checkpoint import load_optimizer, save_optimizer, save_weights, weights_of
 from megarl.train.logprob import TokenScores
 from megarl.train.micro_batch import DeviceMicroBatch, to_device
 from megarl.train.model import build_chunks
@@ -116,9 +118,21 @@ class TrainerRank:
 
     def load(self, folder: Path) -> None:
         """Take the weights of a Hugging Face folder, before the first update; each rank reads what it holds."""
+        self._load_weights(folder)
+
+    def resume(self, folder: Path, state: TrainerState) -> None:
+        """Go on from a checkpoint, whatever layout wrote it; `state` is what its `save` answered."""
+        self._load_weights(weights_of(folder))
         with self._on_device():
-            load_hf(folder, self._holding, self._layout.canonical, self.tensors())
-            self._optimizer.adopt_weights()
+            load_optimizer(
+                folder,
+                holding=self._holding,
+                layout=self._layout,
+                optimizer=self._optimizer,
+                num_updates=state.num_updates,
+            )
+        self._num_steps, self._num_updates = state.num_steps, state.num_updates
+        self._monitor = MismatchMonitor(self._spec.algorithm, state.monitor)
 
     def update(self, batch: TrainBatch, *, wants_logprobs: bool = False) -> UpdateResult:
         """One step: an optimizer update per mini-batch, all with ratios to the policy as it was before the first."""
@@ -152,22 +166,36 @@ class TrainerRank:
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters themselves, by the names the weights' layout knows them by."""
-        return {
-            f"chunk{index}.{name}": parameter.data
-            for index, chunk in enumerate(self._optimizer.chunks)
-            for name, parameter in chunk.module.named_parameters()
-        }
+        return {name: parameter.data for name, parameter in self._optimizer.parameters().items()}
 
-    def save(self, folder: Path, source_folder: Path) -> None:
-        """Write the weights as a Hugging Face folder, with the tokenizer and configuration of `source_folder`."""
-        with peer_group(
-            self._topology, self._spec.master_address, name="save", timeout_s=self._spec.timeout_s
-        ) as group:
-            save_hf(folder, source_folder=source_folder, layout=self._layout, tensors=self.tensors(), group=group)
+    @property
+    def state(self) -> TrainerState:
+        return TrainerState(num_steps=self._num_steps, num_updates=self._num_updates, monitor=self._monitor.state)
+
+    def save(self, folder: Path, source_folder: Path, contents: Contents) -> dict[str, FileDigest]:
+        """Write the weights and, asked for everything, the optimizer into a folder; returns what this rank wrote.
+
+        `model/` gets the tokenizer and configuration of `source_folder`.
+        """
+        with (
+            peer_group(self._topology, self._spec.master_address, name="save", timeout_s=self._spec.timeout_s) as group,
+            self._on_device(),
+        ):
+            files = save_weights(
+                folder, source_folder=source_folder, layout=self._layout, tensors=self.tensors(), group=group
+            )
+            if contents == "everything":
+                files |= save_optimizer(folder, layout=self._layout, optimizer=self._optimizer, group=group)
+        return files
 
     def close(self) -> None:
         """Leave the other ranks; nothing else may be called after."""
         shut_down()
+
+    def _load_weights(self, folder: Path) -> None:
+        with self._on_device():
+            load_hf(folder, self._holding, self._layout.canonical, self.tensors())
+            self._optimizer.adopt_weights()
 
     def _on_device(self) -> contextlib.AbstractContextManager[None]:
         return cpu.literal_devices() if self._spec.device == "cpu" else contextlib.nullcontext()

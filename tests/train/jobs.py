@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megarl.checkpoint.manifest import FileDigest
+from megarl.checkpoint.state import TrainerState
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ActorConfig, OptimizerConfig
@@ -57,23 +59,25 @@ class Outcome:
     tensors: dict[str, FloatArray]
 
 
-def build(rank: int, world: int, port: int, setup: Setup) -> TrainerRank:
-    trainer = TrainerRank(
-        RankSpec(
-            rank=rank,
-            world=world,
-            master_address="127.0.0.1",
-            master_port=port,
-            device="cpu",
-            actor=setup.actor,
-            shape=setup.shape,
-            optimizer=setup.optimizer,
-            algorithm=setup.algorithm,
-            total_steps=4,
-            seed=1,
-            timeout_s=60,
-        )
+def spec_of(rank: int, world: int, port: int, setup: Setup) -> RankSpec:
+    return RankSpec(
+        rank=rank,
+        world=world,
+        master_address="127.0.0.1",
+        master_port=port,
+        device="cpu",
+        actor=setup.actor,
+        shape=setup.shape,
+        optimizer=setup.optimizer,
+        algorithm=setup.algorithm,
+        total_steps=4,
+        seed=1,
+        timeout_s=60,
     )
+
+
+def build(rank: int, world: int, port: int, setup: Setup) -> TrainerRank:
+    trainer = TrainerRank(spec_of(rank, world, port, setup))
     trainer.load(setup.folder)
     return trainer
 
@@ -90,7 +94,7 @@ def train(rank: int, world: int, port: int, setup: Setup, scored: Sequence[Train
 
 def save(rank: int, world: int, port: int, setup: Setup, folder: Path) -> None:
     trainer = build(rank, world, port, setup)
-    trainer.save(folder, setup.folder)
+    trainer.save(folder, setup.folder, "weights")
     trainer.close()
 
 
@@ -193,3 +197,37 @@ def ask_for_cuda(rank: int, world: int, port: int) -> tuple[str, str, str, bool]
     except (RuntimeError, AssertionError):
         is_refused_outside = True
     return inside.device.type, torch.ones(1).cuda().device.type, torch.ones(1).type(), is_refused_outside
+
+
+def train_and_save(
+    rank: int, world: int, port: int, setup: Setup, batches: Sequence[TrainBatch], folder: Path
+) -> tuple[TrainerState, dict[str, FileDigest], dict[str, FloatArray]]:
+    """Update with every batch, then save everything."""
+    trainer = build(rank, world, port, setup)
+    for batch in batches:
+        trainer.update(batch)
+    files = trainer.save(folder, setup.folder, "everything")
+    tensors = {name: tensor.numpy().copy() for name, tensor in trainer.tensors().items()}
+    state = trainer.state
+    trainer.close()
+    return state, files, tensors
+
+
+def resume_and_train(
+    rank: int,
+    world: int,
+    port: int,
+    setup: Setup,
+    checkpoint: Path,
+    state: TrainerState,
+    batches: Sequence[TrainBatch],
+    folder: Path,
+) -> tuple[TrainerState, list[UpdateResult]]:
+    """Go on from a checkpoint with more batches, then save everything."""
+    trainer = TrainerRank(spec_of(rank, world, port, setup))
+    trainer.resume(checkpoint, state)
+    results = [trainer.update(batch) for batch in batches]
+    trainer.save(folder, setup.folder, "everything")
+    reached = trainer.state
+    trainer.close()
+    return reached, results

@@ -261,7 +261,7 @@ def test_what_is_saved_is_what_was_loaded(cluster: Cluster, models: Models, tmp_
     world, actor = SPLITS["TP2-PP2"]
     cluster.run(world, jobs.save, setup_of(model, actor), tmp_path / "saved")
     expected = load_file(model.folder / "model.safetensors")
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "model", dtype=torch.float32).state_dict()
     for name, tensor in expected.items():
         assert torch.equal(saved[name], tensor), name
 

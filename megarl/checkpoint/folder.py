@@ -1,0 +1,90 @@
+"""The checkpoints of a run on disk: their names, which is the latest, how one appears and how old ones go.
+
+A checkpoint has its name only when every byte of it is on disk: it is written as `step_N.tmp` and renamed.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from megarl.checkpoint.manifest import FileDigest, Manifest, sync, write_manifest
+from megarl.errors import CheckpointError
+
+CHECKPOINTS_FOLDER = "checkpoints"
+LATEST = "latest"
+LATEST_STEP_FILE = "latest_checkpointed_iteration.txt"
+"""For tools that look for a step number under this name."""
+
+_STEP = re.compile(r"step_(\d{6,})")
+
+
+def checkpoint_folder(parent: Path, step: int) -> Path:
+    return parent / f"step_{step:06d}"
+
+
+def step_of(folder: Path) -> int | None:
+    match = _STEP.fullmatch(folder.name)
+    return int(match.group(1)) if match else None
+
+
+def list_checkpoints(parent: Path) -> list[Path]:
+    """The newest first; what a killed save left behind is not among them."""
+    if not parent.is_dir():
+        return []
+    steps = {path: step for path in parent.iterdir() if path.is_dir() and (step := step_of(path)) is not None}
+    return sorted(steps, key=lambda path: steps[path], reverse=True)
+
+
+def begin(folder: Path, *, num_bytes: int) -> Path:
+    """An empty folder to write a checkpoint of about `num_bytes` into; leftovers of killed saves are removed."""
+    parent = folder.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    for leftover in parent.glob("step_*.tmp"):
+        shutil.rmtree(leftover)
+    free_bytes = shutil.disk_usage(parent).free
+    if free_bytes < num_bytes:
+        raise CheckpointError(
+            f"{folder} was not saved: it needs {num_bytes / 1e9:.1f} GB and {free_bytes / 1e9:.1f} GB are free; "
+            "make room, lower checkpoint.keep_last or set checkpoint.contents to weights"
+        )
+    partial = folder.with_name(f"{folder.name}.tmp")
+    partial.mkdir()
+    return partial
+
+
+def commit(partial: Path, folder: Path, manifest: Manifest) -> None:
+    """Give a complete checkpoint its name, and make it the latest."""
+    write_manifest(partial, manifest)
+    for inner in {partial, *(partial.joinpath(name).parent for name in manifest.files)}:
+        sync(inner)
+    # One of the same step is damaged or of a future that was abandoned: the run resumed before it.
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    sync(folder.parent)
+    _point_latest(folder)
+
+
+def prune(parent: Path, *, keep_last: int) -> None:
+    for folder in list_checkpoints(parent)[keep_last:]:
+        shutil.rmtree(folder)
+
+
+def below(folder_name: str, files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
+    """Files of an inner folder by their path in the checkpoint."""
+    return {f"{folder_name}/{name}": digest for name, digest in files.items()}
+
+
+def _point_latest(folder: Path) -> None:
+    # Something new renamed over the old: whoever looks finds one of the two, never neither.
+    link = folder.with_name(f"{LATEST}.tmp")
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.name)
+    link.rename(folder.with_name(LATEST))
+    number = folder.with_name(f"{LATEST_STEP_FILE}.tmp")
+    number.write_text(f"{step_of(folder)}\n")
+    sync(number)
+    number.rename(folder.with_name(LATEST_STEP_FILE))
+    sync(folder.parent)

@@ -1,0 +1,52 @@
+"""Where a run stood after a step: `state.json`. Everything of a run that is neither a weight nor a moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from megarl.algo.monitor import MonitorState
+from megarl.checkpoint.manifest import sync
+from megarl.errors import CheckpointError
+
+STATE_FILE = "state.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """The same on every rank."""
+
+    num_steps: int
+    """Taken; the learning rate's place in its schedule."""
+    num_updates: int
+    """Of the optimizer: its step count, and the version of the weights."""
+    monitor: MonitorState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    trainer: TrainerState
+    prompt_cursor: int
+    """Prompts drawn from the stream; epoch and order follow from it and the seed."""
+    seed: int
+    data_digest: str
+    """Of all prompts, in the order of the files."""
+
+
+_STATE: TypeAdapter[RunState] = TypeAdapter(RunState)
+
+
+def write_state(folder: Path, state: RunState) -> None:
+    path = folder / STATE_FILE
+    path.write_bytes(_STATE.dump_json(state, indent=1) + b"\n")
+    sync(path)
+
+
+def read_state(folder: Path) -> RunState:
+    path = folder / STATE_FILE
+    try:
+        return _STATE.validate_json(path.read_bytes(), strict=True)
+    except (OSError, ValidationError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error

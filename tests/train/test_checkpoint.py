@@ -1,0 +1,140 @@
+"""Resuming: what a checkpoint of one layout makes of another layout's trainer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megarl.checkpoint.state import TrainerState
+from megarl.config.model import ModelShape
+from megarl.config.recipe import ActorConfig, OptimizerConfig
+from megarl.types import TrainBatch
+from tests.train import jobs
+from tests.train.cluster import Cluster
+from tests.train.conftest import Models
+from tests.train.reference import Model
+from tests.train.samples import make_samples
+from tests.train.test_rank import GRPO, SPLITS, packed, setup_of
+
+ADAM = OptimizerConfig(learning_rate=1e-3, eps=1e-4, warmup_steps=2, decay="cosine")
+NUM_STEPS = 4
+SAVED_AFTER = 2
+
+
+def batches_of(model: Model, world: int, actor: ActorConfig) -> list[TrainBatch]:
+    return [
+        packed(make_samples(6, vocab=model.shape.vocab, seed=seed), world=world, actor=actor)
+        for seed in range(NUM_STEPS)
+    ]
+
+
+def saved_tensors(folder: Path) -> dict[str, Tensor]:
+    """Everything in a checkpoint's safetensors files, by folder and canonical name."""
+    return {
+        f"{path.parent.relative_to(folder)}/{name}": tensor
+        for path in folder.rglob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def train_whole(cluster: Cluster, model: Model, split: str, folder: Path) -> TrainerState:
+    world, actor = SPLITS[split]
+    setup = replace(setup_of(model, actor), optimizer=ADAM)
+    outcomes = cluster.run(world, jobs.train_and_save, setup, batches_of(model, world, actor), folder)
+    return outcomes[0][0]
+
+
+def train_in_two_parts(cluster: Cluster, model: Model, first: str, second: str, folder: Path) -> TrainerState:
+    world, actor = SPLITS[first]
+    setup = replace(setup_of(model, actor), optimizer=ADAM)
+    before = batches_of(model, world, actor)[:SAVED_AFTER]
+    outcomes = cluster.run(world, jobs.train_and_save, setup, before, folder / "half")
+    state = outcomes[0][0]
+    world, actor = SPLITS[second]
+    after = batches_of(model, world, actor)[SAVED_AFTER:]
+    setup = replace(setup_of(model, actor), optimizer=ADAM)
+    resumed = cluster.run(world, jobs.resume_and_train, setup, folder / "half", state, after, folder / "whole")
+    return resumed[0][0]
+
+
+@pytest.mark.parametrize("split", ["TP1", "TP2-SP", "PP2-VPP2", "DP2", "TP2-PP2"])
+def test_training_in_two_parts_gives_the_same_bits(
+    split: str, cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get("qwen2", tied=True)
+    expected_state = train_whole(cluster, model, split, tmp_path / "at_once")
+    state = train_in_two_parts(cluster, model, split, split, tmp_path)
+    assert state == expected_state
+    expected, found = saved_tensors(tmp_path / "at_once"), saved_tensors(tmp_path / "whole")
+    assert expected.keys() == found.keys()
+    assert {key.rpartition("/")[0] for key in expected} == {"model", "optimizer/exp_avg", "optimizer/exp_avg_sq"}
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, found[name]), name
+
+
+@pytest.mark.parametrize(("first", "second"), [("TP2", "PP2"), ("PP2", "DP2"), ("DP2", "TP2-PP2"), ("TP2-PP2", "TP1")])
+def test_another_layout_goes_on_where_the_first_stood(
+    first: str, second: str, cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get("qwen3", tied=True)
+    train_whole(cluster, model, first, tmp_path / "at_once")
+    train_in_two_parts(cluster, model, first, second, tmp_path)
+    expected, found = saved_tensors(tmp_path / "at_once"), saved_tensors(tmp_path / "whole")
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        difference = (tensor - found[name]).abs().max().item()
+        assert difference < 1e-6, f"{name} is off by {difference:.2e}"
+
+
+def test_what_a_layout_loads_and_saves_again_is_the_same_to_the_last_bit(
+    cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get("llama", tied=False)
+    world, actor = SPLITS["DP2"]
+    setup = replace(setup_of(model, actor), optimizer=ADAM)
+    batches = batches_of(model, world, actor)[:SAVED_AFTER]
+    state = cluster.run(world, jobs.train_and_save, setup, batches, tmp_path / "first")[0][0]
+    world, actor = SPLITS["TP2-PP2"]
+    again = replace(setup_of(model, actor), optimizer=ADAM)
+    cluster.run(world, jobs.resume_and_train, again, tmp_path / "first", state, [], tmp_path / "second")
+    expected, found = saved_tensors(tmp_path / "first"), saved_tensors(tmp_path / "second")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    assert any(tensor.abs().max() > 0 for name, tensor in found.items() if name.startswith("optimizer/exp_avg_sq"))
+
+
+def test_weights_that_the_model_folder_rounds_are_kept_as_master_weights(
+    cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get("qwen2", tied=False)
+    shape: ModelShape = replace(model.shape, dtype="bfloat16")
+    world, actor = SPLITS["DP2"]
+    setup = replace(setup_of(model, actor), optimizer=ADAM, shape=shape)
+    batches = batches_of(model, world, actor)[:SAVED_AFTER]
+    outcomes = cluster.run(world, jobs.train_and_save, setup, batches, tmp_path / "first")
+    cluster.run(world, jobs.resume_and_train, setup, tmp_path / "first", outcomes[0][0], [], tmp_path / "second")
+    expected, found = saved_tensors(tmp_path / "first"), saved_tensors(tmp_path / "second")
+    assert any(name.startswith("optimizer/master/") for name in expected)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    name = "model.norm.weight"
+    assert expected[f"model/{name}"].dtype == torch.bfloat16
+    assert torch.equal(expected[f"optimizer/master/{name}"].bfloat16(), expected[f"model/{name}"])
+
+
+def test_every_file_is_digested_by_the_rank_that_wrote_it(cluster: Cluster, models: Models, tmp_path: Path) -> None:
+    model = models.get("qwen2", tied=True)
+    world, actor = SPLITS["TP2-PP2"]
+    batches = batches_of(model, world, actor)[:1]
+    outcomes = cluster.run(world, jobs.train_and_save, setup_of(model, actor), batches, tmp_path / "saved")
+    digests = {name: digest for _, files, _ in outcomes for name, digest in files.items()}
+    written = {str(path.relative_to(tmp_path / "saved")) for path in (tmp_path / "saved").rglob("*") if path.is_file()}
+    assert written == set(digests)
+    assert sum(len(files) for _, files, _ in outcomes) == len(digests)
+    sizes = np.array([(tmp_path / "saved" / name).stat().st_size for name in digests])
+    assert (sizes == [digest.num_bytes for digest in digests.values()]).all()

@@ -80,15 +80,11 @@ def read_manifest(folder: Path) -> Manifest:
         text = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    _refuse_newer(path, text)
     try:
-        fields = json.loads(text)
-        found = fields.pop("format", None) if isinstance(fields, dict) else None
-        if isinstance(found, int) and found > FORMAT:
-            raise CheckpointError(f"{path}: format {found} is newer than {FORMAT}; use the megarl that wrote it")
-        fields = {"format": found, **{key: value for key, value in fields.items() if key != "sha256"}}
-        manifest = _MANIFEST.validate_python(fields, strict=True)
-    except (ValueError, AttributeError, ValidationError) as error:
-        raise CheckpointError(f"{path}: damaged: not a manifest: {str(error).splitlines()[0]}") from None
+        manifest = _MANIFEST.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: damaged: not a manifest: {error.errors()[0]['msg']}") from None
     # The bytes, not only what they mean: whatever changed in the file, it is not what was written.
     if _render(_MANIFEST.dump_python(manifest, mode="json")) != text:
         raise CheckpointError(f"{path}: damaged: its text does not have the digest it states")
@@ -128,6 +124,16 @@ def _render(fields: Mapping[str, JsonValue]) -> bytes:
     body = json.dumps(fields, indent=1, sort_keys=True).encode()
     digest = hashlib.sha256(body).hexdigest()
     return json.dumps({**dict(sorted(fields.items())), "sha256": digest}, indent=1).encode() + b"\n"
+
+
+def _refuse_newer(path: Path, text: bytes) -> None:
+    """Before anything else is read: a newer format may differ in all the rest."""
+    try:
+        found = json.loads(text)["format"]
+    except (ValueError, TypeError, KeyError):
+        return
+    if isinstance(found, int) and found > FORMAT:
+        raise CheckpointError(f"{path}: format {found} is newer than {FORMAT}; use the megarl that wrote it")
 
 
 def _inside(folder: Path, name: str) -> Path:

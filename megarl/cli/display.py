@@ -108,9 +108,12 @@ class LiveDisplay:
 def describe(record: Record) -> str | None:
     """The line for an event that stays on the screen in either display; None for those that only move the view."""
     match record.event:
-        case RunStarted(name=name, algorithm=algorithm, steps=steps, folder=folder, metrics_url=url):
+        case RunStarted(
+            name=name, algorithm=algorithm, steps=steps, folder=folder, metrics_url=url, resumed_step=resumed_step
+        ):
             metrics = f"  metrics {url}" if url else ""
-            return f"run {name}: {algorithm}, {steps} steps, in {folder}{metrics}"
+            resumed = f", going on after step {resumed_step}" if resumed_step else ""
+            return f"run {name}: {algorithm}, {steps} steps{resumed}, in {folder}{metrics}"
         case Evaluated(step=step, result=result):
             return f"evaluated after step {step}: accuracy {result.accuracy:.3f} of {result.num_prompts} prompts"
         case CheckpointSaved(path=path):

@@ -11,11 +11,12 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from megarl import __version__
+from megarl.cli.checkpoint import app as checkpoint_app
 from megarl.cli.plan import plan
 from megarl.cli.schema import schema
 from megarl.cli.verl import import_command
@@ -36,6 +37,7 @@ app = typer.Typer(
 data_app = typer.Typer(no_args_is_help=True, help="Data sets.")
 make_app = typer.Typer(no_args_is_help=True, help="Write a data set, and a model to train on it.")
 app.add_typer(data_app, name="data")
+app.add_typer(checkpoint_app, name="checkpoint")
 data_app.add_typer(make_app, name="make")
 app.command()(schema)
 app.command()(plan)
@@ -45,6 +47,13 @@ RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file;
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=VALUE", help="Override one key; VALUE is YAML. May be repeated."),
+]
+Resume = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|never|PATH",
+        help="Go on from the run's newest checkpoint, never, or from the one at PATH.",
+    ),
 ]
 
 
@@ -75,8 +84,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 @app.command()
-def train(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Run a recipe to its end."""
+def train(recipe: RecipePath, overrides: Overrides = None, resume: Resume = "auto") -> None:
+    """Run a recipe to its end; a run that was stopped goes on from its newest checkpoint."""
     checked = _load(recipe, overrides)
     if not sys.warnoptions:
         # What libraries warn their callers about on import is ours to act on, not the user's; -W shows it.
@@ -87,7 +96,7 @@ def train(recipe: RecipePath, overrides: Overrides = None) -> None:
 
     console = make_console()
     show_warnings(console)
-    launch.train(checked, display=make_display(console))
+    launch.train(checked, display=make_display(console), resume=_resume_choice(resume))
 
     from megarl.cli.report import print_report
     from megarl.observe.report import make_report
@@ -110,6 +119,14 @@ def validate(
 
         print_explanation(recipe, overrides or [])
     print(f"{recipe}: ok: {checked.algorithm.kind}, {checked.run.steps} steps, runs in {checked.run_folder}")
+
+
+def _resume_choice(text: str) -> Path | Literal["auto", "never"]:
+    match text:
+        case "auto" | "never":
+            return text
+        case _:
+            return Path(text)
 
 
 def _load(path: Path, overrides: list[str] | None) -> Recipe:

@@ -185,8 +185,17 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """In `<run>/checkpoints/step_N`; its `model` is a Hugging Face folder. A run that is stopped goes on from there."""
+
+    save_every_steps: PositiveInt | None = 50
+    """null saves only at the end and when the run is asked to leave (SIGTERM)."""
     save_at_end: bool = True
-    """Write the final weights as a Hugging Face folder, `<run>/checkpoints/step_N/model`."""
+    keep_last: PositiveInt = 2
+    """Older ones are removed once a new one is complete."""
+    contents: Literal["everything", "weights"] = "everything"
+    """A run can go on only from `everything`: weights, optimizer and where it stood."""
+    grace_s: PositiveFloat = 120
+    """After SIGTERM: to finish the step and save it. Past that, or after a second SIGTERM, the run leaves at once."""
 
 
 class ObserveConfig(Section):

@@ -5,9 +5,11 @@ Knows nothing of epochs: every prompt comes at its place among those kept, epoch
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from megarl.config.recipe import DataConfig
@@ -21,11 +23,22 @@ logger = logging.getLogger(__name__)
 _ROWS_PER_ENCODING = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PromptSet:
     prompts: tuple[Prompt, ...]
     num_dropped: int
     """Rows left out for their length, where the recipe allows that."""
+
+    @cached_property
+    def digest(self) -> str:
+        """Of every prompt as it is trained on, in this order: a place in the stream means the same prompt again."""
+        digest = hashlib.blake2b(digest_size=16)
+        for prompt in self.prompts:
+            demonstration = b"" if prompt.demonstration is None else prompt.demonstration.tobytes()
+            parts = (prompt.uid.encode(), prompt.token_ids.tobytes(), prompt.ground_truth.encode(), demonstration)
+            for part in parts:
+                digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()
 
 
 def load_prompts(files: Sequence[Path], config: DataConfig, tokenizer: Tokenizer) -> PromptSet:

@@ -38,6 +38,8 @@ class RunStarted:
     steps: int
     megarl_version: str
     metrics_url: str | None
+    resumed_step: int
+    """The step of the checkpoint it goes on from; 0 is a new run."""
     recipe: Mapping[str, JsonValue]
     """As it was after overrides and defaults."""
 

@@ -54,14 +54,16 @@ class History:
 
 
 def fold_history(records: Iterable[Record]) -> History:
-    """The last run of the file: a start clears what an earlier run under the same name left behind."""
+    """The run as it stands: what was done after the checkpoint that it went on from is done anew, and counts once."""
     run = ""
     summaries: list[StepSummary] = []
     evaluations: list[tuple[int, EvalResult]] = []
     for record in records:
         match record.event:
-            case RunStarted(name=name):
-                run, summaries, evaluations = name, [], []
+            case RunStarted(name=name, resumed_step=resumed_step):
+                run = name
+                summaries = [summary for summary in summaries if summary.step <= resumed_step]
+                evaluations = [item for item in evaluations if resumed_step > 0 and item[0] <= resumed_step]
             case StepFinished(summary=summary):
                 summaries.append(summary)
             case Evaluated(step=step, result=result):

@@ -40,11 +40,13 @@ from megarl.types import EvalResult, PublishResult
 
 
 @contextmanager
-def observing(recipe: Recipe, *, display: Sink) -> Iterator[Observer]:
+def observing(
+    recipe: Recipe, *, display: Sink, resumed_step: int = 0, is_continued: bool = False
+) -> Iterator[Observer]:
     """An observer of one run: its port is open and its folder begun before anything else of the run starts.
 
-    An earlier run of the same name is moved out of the way. Leaving records how the run ended, unless the run said so
-    itself, and closes everything.
+    An earlier run of the same name is moved out of the way, unless this one continues it. Leaving records how the run
+    ended, unless the run said so itself, and closes everything.
     """
     with ExitStack() as stack:
         metrics = Metrics(recipe.run.name)
@@ -52,14 +54,14 @@ def observing(recipe: Recipe, *, display: Sink) -> Iterator[Observer]:
         if recipe.observe.metrics_port is not None:
             endpoint = MetricsEndpoint(metrics.registry, port=recipe.observe.metrics_port)
             stack.callback(endpoint.close)
-        retired = retire_earlier_run(recipe.run_folder)
+        retired = None if is_continued else retire_earlier_run(recipe.run_folder)
         log = EventLog(recipe.run_folder / EVENTS_FILE)
         stack.callback(log.close)
         stack.enter_context(logging_to(recipe.run_folder / LOG_FILE))
         stack.callback(display.close)
         sinks = (log, metrics, display)
         with Observer(sinks, first_sequence=log.next_sequence) as observer:
-            observer.run_started(recipe, metrics_url=endpoint.url if endpoint else None)
+            observer.run_started(recipe, metrics_url=endpoint.url if endpoint else None, resumed_step=resumed_step)
             if retired is not None:
                 observer.warned(f"an earlier run of this name is now {retired}")
             yield observer
@@ -74,7 +76,7 @@ class Observer:
         self._phase_seconds: dict[Phase, float] = {}
         self._has_finished = False
 
-    def run_started(self, recipe: Recipe, *, metrics_url: str | None) -> None:
+    def run_started(self, recipe: Recipe, *, metrics_url: str | None, resumed_step: int = 0) -> None:
         self._tell(
             RunStarted(
                 name=recipe.run.name,
@@ -83,6 +85,7 @@ class Observer:
                 steps=recipe.run.steps,
                 megarl_version=__version__,
                 metrics_url=metrics_url,
+                resumed_step=resumed_step,
                 recipe=recipe.model_dump(mode="json"),
             )
         )

@@ -15,6 +15,8 @@ class Progress:
     steps: int = 0
     step: int = 0
     """The last one finished."""
+    first_step: int = 0
+    """Where the run began, or went on: the last step finished before it."""
     phase: Phase | None = None
     phase_began: datetime | None = None
     steps_began: datetime | None = None
@@ -27,8 +29,8 @@ class Progress:
 
 def advance(progress: Progress, record: Record) -> Progress:
     match record.event:
-        case RunStarted(steps=steps):
-            return Progress(steps=steps)
+        case RunStarted(steps=steps, resumed_step=resumed_step):
+            return Progress(steps=steps, step=resumed_step, first_step=resumed_step)
         case PhaseStarted(phase=phase):
             began = progress.steps_began or (record.time if phase == "generate" else None)
             return replace(progress, phase=phase, phase_began=record.time, steps_began=began)
@@ -44,4 +46,4 @@ def advance(progress: Progress, record: Record) -> Progress:
 def _eta_s(progress: Progress, now: datetime, *, step: int) -> float | None:
     if progress.steps_began is None:
         return None
-    return (now - progress.steps_began).total_seconds() / step * (progress.steps - step)
+    return (now - progress.steps_began).total_seconds() / (step - progress.first_step) * (progress.steps - step)

@@ -14,16 +14,29 @@ from megarl.config.recipe import Recipe
 from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ADDRESS, RAY_AUTH_TOKEN_PATH, RAY_ENVIRONMENT
 from megarl.observe.events import Sink
 from megarl.observe.observer import observing
+from megarl.runtime.resume import ResumeChoice, choose, is_of_run
 
 
-def train(recipe: Recipe, *, display: Sink) -> None:
+def train(recipe: Recipe, *, display: Sink, resume: ResumeChoice = "auto") -> None:
     """Run a recipe to its end. Whatever it started is gone when this returns or raises."""
     address = recipe.run.ray_address or RAY_ADDRESS.read() or None
-    with observing(recipe, display=display) as observer, private_ray() if address is None else joined_ray():
+    decision = choose(recipe, resume)
+    point = decision.point
+    with (
+        observing(
+            recipe,
+            display=display,
+            resumed_step=0 if point is None else point.step,
+            is_continued=point is not None and is_of_run(point, recipe),
+        ) as observer,
+        private_ray() if address is None else joined_ray(),
+    ):
+        for note in decision.notes:
+            observer.warned(note)
         # Ray reads its environment when it is imported, and only then.
         from megarl.runtime.run import run_recipe
 
-        run_recipe(recipe, observer, ray_address=address)
+        run_recipe(recipe, observer, ray_address=address, resume=point)
 
 
 @contextmanager

@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from megarl.observe.observer import Observer
 from megarl.observe.summary import summarize_step
 from megarl.runtime.buffer import Buffer
+from megarl.runtime.checkpoints import Saver
 from megarl.runtime.evaluate import Evaluator
 from megarl.runtime.tasks import task_group
 from megarl.stages import Algorithm, Generator, Phases, PromptSource, Publisher, Scorer, Trainer
 from megarl.types import PolicyVersion, TrainBatch, TrainSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where the trainer stands when the loop begins."""
+
+    step: int
+    """The last one taken; 0 is none."""
+    version: PolicyVersion
 
 
 class Loop:
@@ -32,7 +43,9 @@ class Loop:
         phases: Phases,
         buffer: Buffer,
         evaluator: Evaluator,
+        saver: Saver,
         observer: Observer,
+        start: Start,
         num_steps: int,
     ) -> None:
         self._prompts = prompts
@@ -45,20 +58,25 @@ class Loop:
         self._phases = phases
         self._buffer = buffer
         self._evaluator = evaluator
+        self._saver = saver
         self._observer = observer
+        self._start = start
         self._num_steps = num_steps
 
     async def run(self) -> None:
-        """Every step; returns when the last one is trained, published and evaluated."""
-        await self._publish(PolicyVersion(0))
-        await self._evaluate(step=0, version=PolicyVersion(0))
+        """Every step that is left; returns when the last one is trained, published, evaluated and saved."""
+        await self._publish(self._start.version)
+        if self._start.step == 0:
+            await self._evaluate(step=0, version=self._start.version)
         async with task_group() as tasks:
             producers = [tasks.create_task(self._produce()) for _ in range(self._buffer.capacity)]
-            for step in range(1, self._num_steps + 1):
+            for step in range(self._start.step + 1, self._num_steps + 1):
+                is_last = step == self._num_steps
                 version = await self._step(step)
-                if self._evaluator.is_due(step, is_last=step == self._num_steps):
+                if self._evaluator.is_due(step, is_last=is_last):
                     await self._evaluate(step=step, version=version)
-                if step < self._num_steps:
+                await self._saver.after_step(step, is_last=is_last)
+                if not is_last:
                     await self._buffer.release_step()
             for producer in producers:
                 producer.cancel()

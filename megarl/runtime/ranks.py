@@ -15,6 +15,9 @@ from typing import cast
 
 import ray
 
+from megarl.checkpoint.manifest import Contents, FileDigest
+from megarl.checkpoint.resume import ResumePoint
+from megarl.checkpoint.state import TrainerState
 from megarl.config.recipe import Recipe
 from megarl.env import trainer_environment
 from megarl.rollout.orders import Meeting, Route
@@ -41,11 +44,14 @@ class RankProcess:
             port: int = listener.getsockname()[1]
         return host, port
 
-    def start(self, spec: RankSpec, folder: Path) -> int:
-        """Build the model, take the weights of a Hugging Face folder; answers with the process id."""
+    def start(self, spec: RankSpec, folder: Path, resumed: TrainerState | None) -> int:
+        """Build the model; take the weights of a Hugging Face folder, or go on from a checkpoint. Answers: the pid."""
         self._rank = spec.rank
         self._trainer = TrainerRank(spec)
-        self._trainer.load(folder)
+        if resumed is None:
+            self._trainer.load(folder)
+        else:
+            self._trainer.resume(folder, resumed)
         return os.getpid()
 
     def update(self, batch: TrainBatch) -> UpdateResult:
@@ -80,8 +86,9 @@ class RankProcess:
         if group is not None:
             group.close()
 
-    def save(self, folder: Path, source_folder: Path) -> None:
-        self._started().save(folder, source_folder)
+    def save(self, folder: Path, source_folder: Path, contents: Contents) -> tuple[dict[str, FileDigest], TrainerState]:
+        trainer = self._started()
+        return trainer.save(folder, source_folder, contents), trainer.state
 
     def _started(self) -> TrainerRank:
         assert self._trainer is not None, "start comes first"
@@ -111,12 +118,21 @@ class Ranks:
     async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
         return cast("list[dict[tuple[int, str], int]]", await self._workers.call("send", version))
 
-    async def save(self, folder: Path, source_folder: Path) -> None:
-        await self._workers.call("save", folder, source_folder)
+    async def save(
+        self, folder: Path, source_folder: Path, contents: Contents
+    ) -> tuple[dict[str, FileDigest], TrainerState]:
+        """Every file that some rank wrote into `folder`, and where the trainer stands."""
+        results = cast(
+            "list[tuple[dict[str, FileDigest], TrainerState]]",
+            await self._workers.call("save", folder, source_folder, contents),
+        )
+        return {name: digest for files, _ in results for name, digest in files.items()}, results[0][1]
 
 
-async def start_ranks(recipe: Recipe, spec: RankSpec, places: Sequence[Place], *, share: float) -> Ranks:
-    """One process per place, all loaded from `model.path`. `spec` is rank 0's, without its address."""
+async def start_ranks(
+    recipe: Recipe, spec: RankSpec, places: Sequence[Place], *, share: float, resume: ResumePoint | None
+) -> Ranks:
+    """One process per place, loaded from `model.path` or the checkpoint. `spec` is rank 0's, without its address."""
     actor = ray.remote(RankProcess)
     environment = trainer_environment(recipe.run.device)
     workers = WorkerGroup(
@@ -126,6 +142,7 @@ async def start_ranks(recipe: Recipe, spec: RankSpec, places: Sequence[Place], *
     )
     host, port = cast("tuple[str, int]", await workers.call_first("find_address"))
     meeting = replace(spec, world=len(places), master_address=host, master_port=port)
-    folder = recipe.model.path.absolute()
-    await workers.call_each("start", [(replace(meeting, rank=rank), folder) for rank in range(len(places))])
+    folder = recipe.model.path.absolute() if resume is None else resume.folder
+    resumed = None if resume is None else resume.state.trainer
+    await workers.call_each("start", [(replace(meeting, rank=rank), folder, resumed) for rank in range(len(places))])
     return Ranks(workers)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import ray
 
+from megarl.checkpoint.resume import ResumePoint
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe, RolloutRoleConfig
 from megarl.rollout.client import EngineClient
@@ -35,13 +36,15 @@ class Roles:
     phases: Phases
 
 
-async def start_roles(recipe: Recipe, shape: ModelShape, cluster: Cluster, stack: AsyncExitStack) -> Roles:
+async def start_roles(
+    recipe: Recipe, shape: ModelShape, cluster: Cluster, stack: AsyncExitStack, *, resume: ResumePoint | None
+) -> Roles:
     """Ranks and engines start side by side: each takes a while. `stack` takes down what was started."""
     actor, rollout = recipe.roles.actor, recipe.roles.rollout
     places = cluster.reserve(recipe.pools)
     is_shared = rollout is not None and rollout.pool == actor.pool
     share = 0.5 if is_shared else 1.0
-    starting_ranks = start_ranks(recipe, _rank_spec(recipe, shape), places[actor.pool], share=share)
+    starting_ranks = start_ranks(recipe, _rank_spec(recipe, shape), places[actor.pool], share=share, resume=resume)
     if rollout is None:
         return Roles(ranks=await starting_ranks, fleet=None, publisher=NoPublisher(), phases=SeparatePhases())
     starting_engines = start_engines(recipe, rollout, places[rollout.pool], share=share, is_shared=is_shared)

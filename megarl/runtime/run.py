@@ -6,91 +6,83 @@ Data and ports come before Ray, Ray before roles, roles before the first publish
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from functools import partial
 
 from megarl.algo.algorithm import build_algorithm
 from megarl.algo.greedy import WithGreedyRollout, WithGreedyScore
+from megarl.checkpoint.resume import ResumePoint
 from megarl.config.algorithm import RemaxConfig, SftConfig
 from megarl.config.recipe import Recipe
 from megarl.data.demonstrations import Demonstrations, DemonstrationScorer
 from megarl.data.packing import pack
 from megarl.data.stream import PromptStream
-from megarl.errors import PreemptedError
 from megarl.observe.observer import Observer
 from megarl.reward.scorer import build_scorer
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.runtime.buffer import Buffer
-from megarl.runtime.checkpoints import save_model
+from megarl.runtime.checkpoints import RunSaver
 from megarl.runtime.cluster import open_cluster
 from megarl.runtime.evaluate import Evaluator, GreedyEvaluator, NoEvaluator
 from megarl.runtime.inputs import Inputs, read_inputs
-from megarl.runtime.loop import Loop
+from megarl.runtime.loop import Loop, Start
+from megarl.runtime.preemption import Preemption, preemptible
+from megarl.runtime.resume import check_fits
 from megarl.runtime.roles import Roles, start_roles
 from megarl.stages import Generator, Scorer
+from megarl.types import PolicyVersion
 
 PAD_MULTIPLE = 8
 """Packed lengths are rounded up to this times the tensor-parallel size: even shares under sequence parallelism."""
 
 
-def run_recipe(recipe: Recipe, observer: Observer, *, ray_address: str | None) -> None:
-    """Everything of one run. Ctrl-C and SIGTERM end it in order, with nothing left running."""
-    asyncio.run(_run(recipe, observer, ray_address))
+def run_recipe(recipe: Recipe, observer: Observer, *, ray_address: str | None, resume: ResumePoint | None) -> None:
+    """Everything of one run, or what is left of it. Ctrl-C and SIGTERM end it in order, with nothing left running."""
+    asyncio.run(_run(recipe, observer, ray_address, resume))
 
 
-async def _run(recipe: Recipe, observer: Observer, ray_address: str | None) -> None:
+async def _run(recipe: Recipe, observer: Observer, ray_address: str | None, resume: ResumePoint | None) -> None:
     with observer.phase("start"):
         inputs = read_inputs(recipe)
+        if resume is not None:
+            check_fits(resume, model_folder=recipe.model.path, shape=inputs.shape, data_digest=inputs.train.digest)
     if inputs.train.num_dropped:
         observer.warned(f"{inputs.train.num_dropped} prompts are too long and were dropped (data.overlong_prompts)")
-    with open_cluster(recipe, address=ray_address) as cluster, _preemptible():
+    with open_cluster(recipe, address=ray_address) as cluster, preemptible(grace_s=recipe.checkpoint.grace_s) as leave:
         async with AsyncExitStack() as stack:
             with observer.phase("start"):
-                roles = await start_roles(recipe, inputs.shape, cluster, stack)
+                roles = await start_roles(recipe, inputs.shape, cluster, stack, resume=resume)
                 scorer = build_scorer(recipe.reward, log_path=recipe.run_folder / "reward.log")
                 stack.callback(scorer.close)
-            await _build_loop(recipe, inputs, roles, scorer, observer).run()
-            if recipe.checkpoint.save_at_end:
-                with observer.phase("save"):
-                    folder = await save_model(recipe, roles.ranks, step=recipe.run.steps)
-                observer.checkpoint_saved(folder)
+            loop = _build_loop(recipe, inputs, roles, scorer, observer, leave, resume)
+            leave.begin_steps()
+            await loop.run()
 
 
-@contextmanager
-def _preemptible() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does, but with a PreemptedError: what was running is taken down first."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    is_preempted = False
-
-    def preempt() -> None:
-        nonlocal is_preempted
-        is_preempted = True
-        task.cancel()
-
-    loop.add_signal_handler(signal.SIGTERM, preempt)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if is_preempted:
-            raise PreemptedError("stopped by SIGTERM; everything it started is gone") from None
-        raise
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-
-
-def _build_loop(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer, observer: Observer) -> Loop:
+def _build_loop(
+    recipe: Recipe,
+    inputs: Inputs,
+    roles: Roles,
+    scorer: Scorer,
+    observer: Observer,
+    preemption: Preemption,
+    resume: ResumePoint | None,
+) -> Loop:
     actor, train = recipe.roles.actor, recipe.train
     is_sft = isinstance(recipe.algorithm, SftConfig)
     generator, judge = _producers(recipe, inputs, roles, scorer)
     samples_per_update = None
     if train.prompts_per_update is not None:
         samples_per_update = train.prompts_per_update * recipe.sampling.rollouts_per_prompt
+    prompts = PromptStream(
+        inputs.train.prompts,
+        seed=recipe.run.seed,
+        is_shuffled=recipe.data.is_shuffled,
+        cursor=0 if resume is None else resume.state.prompt_cursor,
+    )
     return Loop(
-        prompts=PromptStream(inputs.train.prompts, seed=recipe.run.seed, is_shuffled=recipe.data.is_shuffled),
+        prompts=prompts,
         generator=generator,
         scorer=judge,
         algorithm=build_algorithm(recipe.algorithm, max_response_tokens=recipe.sampling.max_response_tokens),
@@ -108,9 +100,25 @@ def _build_loop(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer, ob
         phases=roles.phases,
         buffer=Buffer(prompts_per_step=train.prompts_per_step, max_staleness=train.max_staleness),
         evaluator=_evaluator(recipe, inputs, roles, scorer),
+        saver=RunSaver(
+            recipe,
+            shape=inputs.shape,
+            ranks=roles.ranks,
+            prompts=prompts,
+            data_digest=inputs.train.digest,
+            preemption=preemption,
+            observer=observer,
+        ),
         observer=observer,
+        start=_start(resume),
         num_steps=recipe.run.steps,
     )
+
+
+def _start(resume: ResumePoint | None) -> Start:
+    if resume is None:
+        return Start(step=0, version=PolicyVersion(0))
+    return Start(step=resume.step, version=PolicyVersion(resume.state.trainer.num_updates))
 
 
 def _producers(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer) -> tuple[Generator, Scorer]:

@@ -104,7 +104,7 @@ def step_finished(step: int, *, reward: float | None = 0.5, loss: float = 0.5) -
     return StepFinished(summary=summary, phase_seconds={"generate": 1.5, "update": 0.5})
 
 
-def run_started(*, steps: int = 4) -> RunStarted:
+def run_started(*, steps: int = 4, resumed_step: int = 0) -> RunStarted:
     return RunStarted(
         name="sample",
         folder="runs/sample",
@@ -112,6 +112,7 @@ def run_started(*, steps: int = 4) -> RunStarted:
         steps=steps,
         megarl_version="0.0.0",
         metrics_url="http://127.0.0.1:1234/metrics",
+        resumed_step=resumed_step,
         recipe={"run": {"name": "sample", "steps": steps}, "pools": None},
     )
 

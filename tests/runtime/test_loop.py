@@ -12,7 +12,7 @@ from megarl.errors import FleetError
 from megarl.observe.observer import Observer
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.evaluate import NoEvaluator
-from megarl.runtime.loop import Loop
+from megarl.runtime.loop import Loop, Start
 from megarl.runtime.phases import SeparatePhases, SharedPhases
 from megarl.stages import Phases
 from megarl.types import (
@@ -49,6 +49,8 @@ STATS = UpdateStats(
     num_micro_batches=1,
 )
 
+NEW = Start(step=0, version=PolicyVersion(0))
+
 
 class FakeCluster:
     """Every seam in one object, so that it sees the order of all calls."""
@@ -58,10 +60,15 @@ class FakeCluster:
         self.trained: list[list[int]] = []
         self.worst_staleness = 0
         self.calls: list[str] = []
+        self.saved: list[tuple[int, int, bool]] = []
+        """Step, how many prompts were drawn by then, whether it was the last."""
         self._position = -1
         self._version = 0
         self._keeps = keeps
         self._fails_at = fails_at
+
+    def resume(self, *, version: int) -> None:
+        self._version = version
 
     def next(self) -> Prompt:
         self._position += 1
@@ -115,6 +122,9 @@ class FakeCluster:
         self.served = version
         return PublishResult(version=version, num_bytes=0, seconds=0.0, num_engines=1)
 
+    async def after_step(self, step: int, *, is_last: bool) -> None:
+        self.saved.append((step, self._position + 1, is_last))
+
     async def sleep(self) -> None:
         self.calls.append("sleep")
 
@@ -122,7 +132,14 @@ class FakeCluster:
         self.calls.append("wake")
 
 
-def run(cluster: FakeCluster, *, num_steps: int, max_staleness: int = 0, phases: Phases | None = None) -> None:
+def run(
+    cluster: FakeCluster,
+    *,
+    num_steps: int,
+    max_staleness: int = 0,
+    phases: Phases | None = None,
+    start: Start = NEW,
+) -> None:
     async def main() -> None:
         loop = Loop(
             prompts=cluster,
@@ -135,7 +152,9 @@ def run(cluster: FakeCluster, *, num_steps: int, max_staleness: int = 0, phases:
             phases=phases or SeparatePhases(),
             buffer=Buffer(prompts_per_step=4, max_staleness=max_staleness),
             evaluator=NoEvaluator(),
+            saver=cluster,
             observer=Observer([]),
+            start=start,
             num_steps=num_steps,
         )
         await asyncio.wait_for(loop.run(), timeout=10)
@@ -166,6 +185,20 @@ def test_no_prompt_is_drawn_after_the_last_step() -> None:
     cluster = FakeCluster()
     run(cluster, num_steps=3)
     assert cluster.next().position == 3 * 4
+
+
+def test_a_step_is_saved_before_prompts_of_the_next_are_drawn() -> None:
+    cluster = FakeCluster(keeps=lambda position: position % 2 == 0)
+    run(cluster, num_steps=3)
+    assert cluster.saved == [(1, 7, False), (2, 15, False), (3, 23, True)]
+
+
+def test_a_resumed_loop_publishes_what_it_has_and_takes_only_the_steps_that_are_left() -> None:
+    cluster = FakeCluster()
+    cluster.resume(version=2)
+    run(cluster, num_steps=3, start=Start(step=2, version=PolicyVersion(2)))
+    assert cluster.calls == ["publish 2", "update", "publish 3"]
+    assert [step for step, _, _ in cluster.saved] == [3]
 
 
 def test_engines_of_a_shared_pool_sleep_while_the_trainer_works() -> None:

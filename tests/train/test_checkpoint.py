@@ -20,7 +20,7 @@ from tests.train.cluster import Cluster
 from tests.train.conftest import Models
 from tests.train.reference import Model
 from tests.train.samples import make_samples
-from tests.train.test_rank import GRPO, SPLITS, packed, setup_of
+from tests.train.test_rank import SPLITS, packed, setup_of
 
 ADAM = OptimizerConfig(learning_rate=1e-3, eps=1e-4, warmup_steps=2, decay="cosine")
 NUM_STEPS = 4

@@ -1,0 +1,51 @@
+"""From `--resume` to a place to go on from, and whether the model and the data still fit it. Starts nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from megarl.checkpoint.folder import CHECKPOINTS_FOLDER
+from megarl.checkpoint.identity import digest_of
+from megarl.checkpoint.manifest import MODEL_FOLDER, digest_file
+from megarl.checkpoint.resume import Decision, ResumePoint, decide, open_named
+from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.recipe import Recipe
+from megarl.errors import CheckpointError
+
+ResumeChoice: TypeAlias = Path | Literal["auto", "never"]
+"""`auto` goes on from the run's own newest checkpoint, where it has one."""
+
+_TOKENIZER = "tokenizer.json"
+
+
+def choose(recipe: Recipe, choice: ResumeChoice) -> Decision:
+    """Where the run goes on; every byte of it is verified."""
+    recipe_digest, num_steps = digest_of(recipe), recipe.run.steps
+    match choice:
+        case "never":
+            return Decision(point=None)
+        case "auto":
+            parent = recipe.run_folder.absolute() / CHECKPOINTS_FOLDER
+            return decide(parent, recipe_digest=recipe_digest, num_steps=num_steps)
+        case Path():
+            return open_named(choice.resolve(), recipe_digest=recipe_digest, num_steps=num_steps)
+
+
+def is_of_run(point: ResumePoint, recipe: Recipe) -> bool:
+    """Whether a checkpoint is one of the run's own, so that its folder is continued."""
+    return point.folder.resolve().is_relative_to(recipe.run_folder.resolve())
+
+
+def check_fits(point: ResumePoint, *, model_folder: Path, shape: ModelShape, data_digest: str) -> None:
+    """Refuse to go on with another model, vocabulary or other prompts than the checkpoint was made with."""
+    remedy = "go back to it, or start anew with --resume never"
+    if read_model_shape(point.folder / MODEL_FOLDER) != shape:
+        raise CheckpointError(f"model.path {model_folder}: not the model {point.folder} was made with; {remedy}")
+    saved = point.manifest.files.get(f"{MODEL_FOLDER}/{_TOKENIZER}")
+    path = model_folder / _TOKENIZER
+    found = digest_file(path) if path.exists() else None
+    if found != saved:
+        raise CheckpointError(f"{path}: not the tokenizer {point.folder} was made with; {remedy}")
+    if point.state.data_digest != data_digest:
+        raise CheckpointError(f"data.train: not the prompts {point.folder} was made with; {remedy}")

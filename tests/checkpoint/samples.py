@@ -1,0 +1,56 @@
+"""Small checkpoints that look like real ones from outside: their tensors are any bytes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from megarl.algo.monitor import MonitorState
+from megarl.checkpoint.folder import begin, checkpoint_folder, commit
+from megarl.checkpoint.manifest import FORMAT, Contents, Manifest, digest_file
+from megarl.checkpoint.state import RunState, TrainerState, write_state
+
+RECIPE_DIGEST = "of the recipe"
+DATA_DIGEST = "of the data"
+
+_FILES = (
+    "model/config.json",
+    "model/tokenizer.json",
+    "model/model.safetensors.index.json",
+    "model/model-00001-of-00001.safetensors",
+    "optimizer/exp_avg/model-00001-of-00001.safetensors",
+    "optimizer/exp_avg_sq/model-00001-of-00001.safetensors",
+)
+
+
+def run_state(step: int) -> RunState:
+    return RunState(
+        trainer=TrainerState(num_steps=step, num_updates=2 * step, monitor=MonitorState()),
+        prompt_cursor=8 * step,
+        seed=1,
+        data_digest=DATA_DIGEST,
+    )
+
+
+def write_checkpoint(
+    parent: Path, step: int, *, contents: Contents = "everything", recipe_digest: str = RECIPE_DIGEST
+) -> Path:
+    folder = checkpoint_folder(parent, step)
+    partial = begin(folder, num_bytes=1000)
+    source = random.Random(step)
+    for name in _FILES:
+        path = partial / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(source.randbytes(source.randrange(50, 300)))
+    write_state(partial, run_state(step))
+    manifest = Manifest(
+        format=FORMAT,
+        megarl_version="0.0.0",
+        step=step,
+        contents=contents,
+        recipe={"run": {"name": "sample", "learning_rate": 1e-6}},
+        recipe_digest=recipe_digest,
+        files={name: digest_file(partial / name) for name in (*_FILES, "state.json")},
+    )
+    commit(partial, folder, manifest)
+    return folder

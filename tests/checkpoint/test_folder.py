@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megarl.checkpoint import folder as folder_module
+from megarl.checkpoint.folder import begin, checkpoint_folder, list_checkpoints, prune
+from megarl.checkpoint.manifest import verify
+from megarl.checkpoint.resume import decide
+from megarl.errors import CheckpointError
+from tests.checkpoint.samples import RECIPE_DIGEST, write_checkpoint
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def test_the_newest_comes_first_and_latest_names_it(tmp_path: Path) -> None:
+    for step in (2, 10, 1_000_000):
+        write_checkpoint(tmp_path, step)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_1000000", "step_000010", "step_000002"]
+    assert (tmp_path / "latest").readlink() == Path("step_1000000")
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1000000\n"
+
+
+def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path / "nowhere") == []
+
+
+def test_what_a_killed_save_left_is_no_checkpoint_and_goes_with_the_next(tmp_path: Path) -> None:
+    leftover = begin(checkpoint_folder(tmp_path, 1), num_bytes=0)
+    (leftover / "model").mkdir()
+    assert list_checkpoints(tmp_path) == []
+    write_checkpoint(tmp_path, 2)
+    assert not leftover.exists()
+
+
+def test_a_step_that_is_taken_again_replaces_what_it_was(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, 2)
+    (folder / "state.json").write_text("damaged")
+    verify(write_checkpoint(tmp_path, 2))
+
+
+def test_the_oldest_go(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step)
+    prune(tmp_path, keep_last=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000003", "step_000002"]
+
+
+def test_nothing_is_begun_on_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 10**12 - 10**9, 10**9))
+    with pytest.raises(CheckpointError, match=r"needs 2\.0 GB and 1\.0 GB are free; make room"):
+        begin(checkpoint_folder(tmp_path, 1), num_bytes=2 * 10**9)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Killed(BaseException):
+    """What kill -9 is to the code that runs."""
+
+
+@pytest.mark.parametrize("num_calls", range(14))
+def test_killed_anywhere_in_a_save_the_newest_complete_checkpoint_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_calls: int
+) -> None:
+    """A save is killed after so many of its calls to the file system; 14 are about all it makes."""
+    write_checkpoint(tmp_path, 1)
+    left = num_calls
+
+    def dying(call: Callable[..., object]) -> Callable[..., object]:
+        def wrapper(*arguments: object, **options: object) -> object:
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            return call(*arguments, **options)
+
+        return wrapper
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module, "sync", dying(folder_module.sync))
+        patch.setattr(folder_module, "write_manifest", dying(folder_module.write_manifest))
+        for name in ("rename", "symlink_to", "write_text"):
+            patch.setattr(Path, name, dying(getattr(Path, name)))
+        try:
+            write_checkpoint(tmp_path, 2)
+        except Killed:
+            is_killed = True
+        else:
+            is_killed = False
+    point = decide(tmp_path, recipe_digest=RECIPE_DIGEST, num_steps=9).point
+    assert point is not None
+    assert point.step in ((1, 2) if is_killed else (2,))
+    assert (tmp_path / "latest" / "manifest.json").exists()
+    write_checkpoint(tmp_path, 3)
+    assert {path.name for path in tmp_path.glob("*.tmp")} == set()

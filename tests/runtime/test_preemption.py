@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from megarl.errors import PreemptedError
+from megarl.runtime.preemption import preemptible
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def step(seconds: float = 0.05) -> str:
+    await asyncio.sleep(seconds)
+    return "finished"
+
+
+def test_a_run_that_is_still_starting_leaves_at_once() -> None:
+    async def main() -> None:
+        with preemptible(grace_s=60):
+            terminate()
+            await asyncio.sleep(60)
+
+    with pytest.raises(PreemptedError, match="before the step was saved"):
+        asyncio.run(main())
+
+
+def test_a_step_is_finished_first() -> None:
+    async def main() -> tuple[str, bool]:
+        with preemptible(grace_s=60) as preemption:
+            preemption.begin_steps()
+            terminate()
+            return await step(), preemption.is_requested
+
+    assert asyncio.run(main()) == ("finished", True)
+
+
+@pytest.mark.parametrize(("grace_s", "num_signals"), [(0.05, 1), (60, 2)])
+def test_a_long_step_is_left_after_the_grace_or_when_asked_twice(grace_s: float, num_signals: int) -> None:
+    async def main() -> None:
+        with preemptible(grace_s=grace_s) as preemption:
+            preemption.begin_steps()
+            for _ in range(num_signals):
+                terminate()
+                await asyncio.sleep(0.01)
+            await step(60)
+
+    with pytest.raises(PreemptedError) as caught:
+        asyncio.run(asyncio.wait_for(main(), timeout=10))
+    assert caught.value.exit_code == 75
+
+
+def test_taking_down_is_not_interrupted_by_more_signals() -> None:
+    taken_down = []
+
+    async def main() -> None:
+        with preemptible(grace_s=60):
+            try:
+                terminate()
+                await asyncio.sleep(60)
+            finally:
+                terminate()
+                await asyncio.sleep(0.05)
+                taken_down.append(True)
+
+    with pytest.raises(PreemptedError):
+        asyncio.run(main())
+    assert taken_down == [True]
+
+
+def test_ctrl_c_is_not_a_preemption() -> None:
+    async def main() -> None:
+        with preemptible(grace_s=60) as preemption:
+            preemption.begin_steps()
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(1)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint.folder import CHECKPOINTS_FOLDER
+from megarl.checkpoint.identity import digest_of
+from megarl.checkpoint.manifest import digest_file, read_manifest
+from megarl.checkpoint.resume import Decision, ResumePoint
+from megarl.checkpoint.state import read_state
+from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.recipe import Recipe
+from megarl.errors import CheckpointError
+from megarl.runtime.resume import check_fits, choose, is_of_run
+from tests.checkpoint.samples import DATA_DIGEST, write_checkpoint
+from tests.checkpoint.test_identity import make_recipe
+from tests.tiny_models import write_tiny_model
+
+
+def recipe_in(folder: Path, *, name: str = "sample") -> Recipe:
+    return make_recipe(run={"name": name, "steps": 9, "folder": folder})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    recipe = recipe_in(tmp_path)
+    return write_checkpoint(recipe.run_folder / CHECKPOINTS_FOLDER, 4, recipe_digest=digest_of(recipe))
+
+
+def test_a_run_goes_on_by_itself_unless_told_not_to(tmp_path: Path, saved: Path) -> None:
+    decision = choose(recipe_in(tmp_path), "auto")
+    assert decision.point is not None
+    assert decision.point.folder == saved
+    assert choose(recipe_in(tmp_path), "never") == Decision(point=None)
+
+
+def test_a_run_of_another_name_can_go_on_from_a_checkpoint_but_does_not_own_it(tmp_path: Path, saved: Path) -> None:
+    other = recipe_in(tmp_path, name="other")
+    assert choose(other, "auto").point is None
+    point = choose(other, saved.with_name("latest")).point
+    assert point is not None
+    assert point.folder.name == "step_000004"
+    assert not is_of_run(point, other)
+    assert is_of_run(point, recipe_in(tmp_path))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> tuple[Path, ModelShape]:
+    folder = tmp_path / "model"
+    shape = write_tiny_model(folder, "qwen2", layers=1)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder, shape
+
+
+@pytest.fixture
+def point(saved: Path, model: tuple[Path, ModelShape]) -> ResumePoint:
+    """A checkpoint of that model."""
+    for name in ("config.json", "tokenizer.json"):
+        (saved / "model" / name).write_bytes((model[0] / name).read_bytes())
+    manifest = read_manifest(saved)
+    files = {name: digest_file(saved / name) for name in manifest.files}
+    return ResumePoint(folder=saved, manifest=replace(manifest, files=files), state=read_state(saved))
+
+
+def test_the_same_model_and_data_fit(point: ResumePoint, model: tuple[Path, ModelShape]) -> None:
+    check_fits(point, model_folder=model[0], shape=model[1], data_digest=DATA_DIGEST)
+
+
+def test_another_model_is_refused(point: ResumePoint, model: tuple[Path, ModelShape], tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "other", "qwen2", layers=2)
+    with pytest.raises(CheckpointError, match=r"not the model .* start anew with --resume never"):
+        check_fits(
+            point,
+            model_folder=tmp_path / "other",
+            shape=read_model_shape(tmp_path / "other"),
+            data_digest=DATA_DIGEST,
+        )
+
+
+def test_another_tokenizer_is_refused(point: ResumePoint, model: tuple[Path, ModelShape]) -> None:
+    (model[0] / "tokenizer.json").write_text('{"added": 1}')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not the tokenizer"):
+        check_fits(point, model_folder=model[0], shape=model[1], data_digest=DATA_DIGEST)
+
+
+def test_other_prompts_are_refused(point: ResumePoint, model: tuple[Path, ModelShape]) -> None:
+    with pytest.raises(CheckpointError, match=r"data\.train: not the prompts"):
+        check_fits(point, model_folder=model[0], shape=model[1], data_digest="of other data")

@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 DATA := data/arithmetic
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow check fmt clean
+.PHONY: help setup quickstart test test-slow check fmt docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,10 @@ check: setup ## lint, format, types, layers
 fmt: setup ## fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: setup ## write what is generated from the schema: recipes/schema.json, docs/recipe.md
+	$(BIN)/megarl schema > recipes/schema.json
+	$(BIN)/megarl schema --docs > docs/recipe.md
 
 clean: ## remove the environment and caches; keeps runs/ and data/
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -18,7 +18,8 @@ setup: $(INSTALLED) ## build .venv from requirements.txt; does nothing when it i
 
 # Where pip finds no CPU build of the pinned torch, name PyTorch's CPU index in PIP_EXTRA_INDEX_URL.
 $(INSTALLED): requirements.txt pyproject.toml
-	$(PYTHON) -m venv $(VENV)
+	@echo "building $(VENV): $$(grep -c == requirements.txt) packages, 3 GB, a few minutes"
+	@$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -r requirements.txt
 	$(PIP_INSTALL) --no-build-isolation -e .
 	touch $@

@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 DATA := data/arithmetic
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow check fmt clean
+.PHONY: help setup quickstart test test-slow check fmt docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,7 +18,8 @@ setup: $(INSTALLED) ## build .venv from requirements.txt; does nothing when it i
 
 # Where pip finds no CPU build of the pinned torch, name PyTorch's CPU index in PIP_EXTRA_INDEX_URL.
 $(INSTALLED): requirements.txt pyproject.toml
-	$(PYTHON) -m venv $(VENV)
+	@echo "building $(VENV): $$(grep -c == requirements.txt) packages, 3 GB, a few minutes"
+	@$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -r requirements.txt
 	$(PIP_INSTALL) --no-build-isolation -e .
 	touch $@
@@ -43,6 +44,10 @@ check: setup ## lint, format, types, layers
 fmt: setup ## fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+docs: setup ## write what is generated from the schema: recipes/schema.json, docs/recipe.md
+	$(BIN)/megarl schema > recipes/schema.json
+	$(BIN)/megarl schema --docs > docs/recipe.md
 
 clean: ## remove the environment and caches; keeps runs/ and data/
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

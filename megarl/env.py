@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -19,6 +19,12 @@ class EnvVar:
 
 RAY_ADDRESS = EnvVar(name="RAY_ADDRESS", default="", reason="Join this Ray cluster when the recipe names none.")
 NO_COLOR = EnvVar(name="NO_COLOR", default="", reason="Any value: plain output, as on every other tool.")
+
+ENGINE_HOST_ENVIRONMENT: Mapping[str, str] = {
+    # Ray would kill an actor's children one by one as the actor ends, the engine's guard before the engine.
+    "RAY_kill_child_processes_on_worker_exit": "false",
+}
+"""What Ray adds to the environment of the process that starts an engine."""
 
 ENGINE_ENVIRONMENT: Mapping[str, str] = {
     # A paused engine answers 503 to a generating health check; a static one keeps probes honest about the process.
@@ -80,3 +86,8 @@ RAY_AUTH_TOKEN_PATH = EnvVar(
     default="",
     reason="The file with the cluster's token; a file, so that it is in no argv.",
 )
+
+
+def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:
+    """Which GPUs a process placed by Ray sees, instead of the one Ray would show it."""
+    return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}

@@ -2,13 +2,14 @@
 
 `python -m megarl.guard COMMAND...` has a pipe as its standard input, whose other end the parent keeps: the kernel
 closes that end with the parent, even one that was killed. Linux's own parent-death signal would reach only the direct
-child, and the workers of SGLang or Ray would stay behind. The session keeps the child out of reach of signals meant
-for us alone: Ctrl-C in a terminal and a scheduler's SIGTERM go to whole process groups, and we take our children down
-in order.
+child, and the workers of SGLang or Ray would stay behind; it is set besides, for a guard that is killed itself. The
+session keeps the child out of reach of signals meant for us alone: Ctrl-C in a terminal and a scheduler's SIGTERM go
+to whole process groups, and we take our children down in order.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -22,6 +23,8 @@ SIGNAL_EXIT = 128
 """What the guard adds to the number of the signal that ended its command, as a shell does."""
 
 _KILL_TIMEOUT_S = 10.0
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 
 def start_guarded(
@@ -54,11 +57,17 @@ def stop_guarded(guard: subprocess.Popen[bytes], *, grace_s: float) -> None:
 
 def main(command: list[str]) -> int:
     """The command's exit code; 128 + n where signal n ended it."""
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)  # noqa: S603 - the command is our own
+    child = subprocess.Popen(  # noqa: S603 - the command is our own
+        command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard
+    )
     signal.signal(signal.SIGTERM, lambda _number, _frame: child.terminate())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     code = child.wait()
     return code if code >= 0 else SIGNAL_EXIT - code
+
+
+def _die_with_guard() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with_parent() -> None:

@@ -135,7 +135,7 @@ def _load(path: Path, overrides: list[str] | None) -> Recipe:
 
     from megarl.runtime import preflight
 
-    preflight.check(recipe)
+    preflight.check(recipe, source=str(path))
     for warning in advise(recipe, read_model_shape(recipe.model.path)):
         _complain(f"warning: {warning}")
     return recipe

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import BaseModel, ConfigDict, Field
-
-Fraction = Annotated[float, Field(ge=0, le=1)]
+from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):

@@ -6,9 +6,9 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
@@ -35,14 +35,16 @@ class Place:
     group: PlacementGroup
     bundle: int
     resource: str
+    gpu: int | None = None
+    """Its number on its node; None for a CPU slot."""
 
-    def options(self, environment: Mapping[str, str], *, share: float) -> dict[str, object]:
-        """What `Actor.options` needs to run here, taking `share` of the device."""
+    def options(self, environment: Mapping[str, str], *, share: float, is_actor: bool = True) -> dict[str, object]:
+        """What Ray's `options` needs to run an actor or a task here, taking `share` of the device."""
         options: dict[str, object] = {
             "num_cpus": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundle),
             "runtime_env": {"env_vars": dict(environment)},
-            "max_restarts": 0,
+            **({"max_restarts": 0} if is_actor else {"max_retries": 0}),
         }
         if self.resource == "GPU":
             return options | {"num_gpus": share}
@@ -70,13 +72,26 @@ class Cluster:
                     f"pools.{name}: {pool.gpus} gpus not free within {PLACEMENT_TIMEOUT_S:.0f} s; "
                     f"the Ray cluster has {free:g}; make the pool smaller or the cluster larger"
                 )
-            places[name] = [Place(group=group, bundle=index, resource=self._resource) for index in range(pool.gpus)]
+            slots = [Place(group=group, bundle=index, resource=self._resource) for index in range(pool.gpus)]
+            places[name] = _in_order(slots) if self._resource == "GPU" else slots
         return places
 
     def release(self) -> None:
         for group in self._groups:
             remove_placement_group(group)
         self._groups.clear()
+
+
+def _in_order(places: Sequence[Place]) -> list[Place]:
+    """Node by node and GPU by GPU: neighbours in the list are neighbours in the machine, which Ray does not promise."""
+    ask = ray.remote(_where)
+    found = ray.get([ask.options(**place.options({}, share=1.0, is_actor=False)).remote() for place in places])
+    located = sorted(zip(found, places, strict=True), key=lambda item: item[0])
+    return [replace(place, gpu=gpu) for (_, gpu), place in located]
+
+
+def _where() -> tuple[str, int]:
+    return ray.get_runtime_context().get_node_id(), int(ray.get_gpu_ids()[0])
 
 
 @contextmanager

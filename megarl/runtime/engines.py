@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import ray
 
 from megarl.config.recipe import Recipe, RolloutRoleConfig
+from megarl.env import ENGINE_HOST_ENVIRONMENT, visible_gpus
 from megarl.rollout.client import EngineEndpoint, EngineKeys
 from megarl.rollout.process import EngineProcess, EngineSpec
 from megarl.runtime.cluster import Place
@@ -23,7 +25,8 @@ class EngineHost:
         self._engine: EngineProcess | None = None
 
     async def start(self, spec: EngineSpec) -> EngineEndpoint:
-        self._engine = EngineProcess(spec)
+        # This node's address as Ray knows it: loopback where the whole cluster is this machine.
+        self._engine = EngineProcess(replace(spec, host=ray.util.get_node_ip_address()))
         self._engine.start()
         await self._engine.wait_ready()
         return self._engine.endpoint
@@ -65,11 +68,17 @@ async def start_engines(
         for index in range(num_engines)
     ]
     host = ray.remote(EngineHost)
-    first_places = [places[index * config.tensor] for index in range(num_engines)]
+    seats = [places[index * config.tensor : (index + 1) * config.tensor] for index in range(num_engines)]
     workers = WorkerGroup(
         "rollout",
-        [host.options(**place.options({}, share=share)).remote() for place in first_places],
+        [host.options(**seat[0].options(_environment(seat), share=share)).remote() for seat in seats],
         timeout_s=config.start_timeout_s + _STOP_TIMEOUT_S,
     )
     endpoints = cast("list[EngineEndpoint]", await workers.call_each("start", [(spec,) for spec in specs]))
     return Engines(workers, endpoints)
+
+
+def _environment(seat: Sequence[Place]) -> dict[str, str]:
+    """An engine sees all its GPUs, though its host is placed on the first: a Ray actor cannot span bundles."""
+    gpus = [str(place.gpu) for place in seat if place.gpu is not None]
+    return {**ENGINE_HOST_ENVIRONMENT, **(visible_gpus(gpus) if gpus else {})}

@@ -103,6 +103,8 @@ class Loop:
                 batch = self._pack(samples)
             with self._observer.phase("update"):
                 update = await self._trainer.update(batch)
+        for text in update.warnings:
+            self._observer.warned(text)
         await self._publish(update.version)
         seconds = time.monotonic() - started
         self._observer.step_finished(summarize_step(step=step, groups=groups, update=update, seconds=seconds))

@@ -9,11 +9,14 @@ from megarl.errors import ConfigError
 from megarl.reward.check import check_reward
 
 
-def check(recipe: Recipe) -> None:
-    """Raises a ConfigError for the reward and a DataError for the data, before anything is started."""
+def check(recipe: Recipe, *, source: str) -> None:
+    """Raises a ConfigError for the reward and a DataError for the data, before anything is started.
+
+    `source` is the recipe's file, as errors name it.
+    """
     problems = check_reward(recipe.reward)
     if problems:
-        raise ConfigError(recipe.run.name, tuple(problems))
+        raise ConfigError(source, tuple(problems))
     check_files(recipe.data.train, recipe.data, as_demonstrations=isinstance(recipe.algorithm, SftConfig))
     if recipe.evaluation is not None:
         check_files(recipe.data.eval, recipe.data, as_demonstrations=False)

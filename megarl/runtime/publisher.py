@@ -19,12 +19,15 @@ from megarl.rollout.orders import Meeting, Route
 from megarl.runtime.ranks import Ranks
 from megarl.types import PolicyVersion, PublishResult
 from megarl.weights.check import check_delivery
+from megarl.weights.group import abandon_group
 from megarl.weights.transfer import DEFAULT_BUCKET_BYTES, StoreServer
 
 logger = logging.getLogger(__name__)
 
 Sent = TypeVar("Sent")
 Arrived = TypeVar("Arrived")
+
+_GROUP = "publish"
 
 
 class NoPublisher:
@@ -50,12 +53,12 @@ class TransferPublisher:
         await self._control.check_layout(self._route)
         meeting = Meeting(
             address=self._store.address,
-            name="publish",
+            name=_GROUP,
             timeout_s=self._timeout_s,
             backend="gloo" if self._route.is_cpu_engine else "nccl",
             bucket_bytes=DEFAULT_BUCKET_BYTES,
         )
-        await _together(
+        await self._together(
             self._ranks.join(self._route, meeting),
             self._control.join(self._route, plan_hash=self._plan.hash, meeting=meeting),
         )
@@ -63,7 +66,7 @@ class TransferPublisher:
     async def publish(self, version: PolicyVersion) -> PublishResult:
         started = time.monotonic()
         try:
-            sent, arrived = await _together(self._ranks.send(version), self._control.stage(version))
+            sent, arrived = await self._together(self._ranks.send(version), self._control.stage(version))
             check_delivery(sent, arrived)
         except (WeightSyncError, WorkerError) as error:
             with suppress(WeightSyncError):  # an engine that cannot abort is not serving the new version either
@@ -77,16 +80,16 @@ class TransferPublisher:
         logger.info("published version=%d bytes=%d engines=%d seconds=%.3f", version, num_bytes, num_engines, seconds)
         return PublishResult(version=version, num_bytes=num_bytes, seconds=seconds, num_engines=num_engines)
 
-
-async def _together(
-    trainers: Coroutine[None, None, Sent], engines: Coroutine[None, None, Arrived]
-) -> tuple[Sent, Arrived]:
-    """Both ends of one exchange. Each has a deadline of its own; the first failure is the news."""
-    tasks = asyncio.create_task(trainers), asyncio.create_task(engines)
-    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    for task in done:
-        error = task.exception()
-        if error is not None:
-            await asyncio.wait(tasks)
-            raise error
-    return tasks[0].result(), tasks[1].result()
+    async def _together(
+        self, trainers: Coroutine[None, None, Sent], engines: Coroutine[None, None, Arrived]
+    ) -> tuple[Sent, Arrived]:
+        """Both ends of one exchange. The first failure is the news, and whoever still waits for the other is told."""
+        tasks = asyncio.create_task(trainers), asyncio.create_task(engines)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            error = task.exception()
+            if error is not None:
+                await asyncio.to_thread(abandon_group, self._store.address, name=_GROUP, reason=str(error))
+                await asyncio.wait(tasks)
+                raise error
+        return tasks[0].result(), tasks[1].result()

@@ -64,9 +64,9 @@ def test_what_is_not_supported_yet_is_said_plainly() -> None:
     assert any("gae" in note for note in result.notes)
 
 
-@pytest.mark.parametrize("key", known_keys())
-def test_every_key_of_verl_has_a_verdict(key: str) -> None:
-    assert rule_for(key) is not None
+def test_every_key_of_verl_has_a_verdict() -> None:
+    assert len(known_keys()) == 870
+    assert [key for key in known_keys() if rule_for(key) is None] == []
 
 
 def test_there_is_one_entry_per_key_of_the_file() -> None:

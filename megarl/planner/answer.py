@@ -1,0 +1,50 @@
+"""One question about a recipe file, and everything there is to say: its plan and, where it does not fit, ways out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megarl.config.check import check_without_files
+from megarl.config.load import read_recipe
+from megarl.config.recipe import Recipe
+from megarl.errors import ConfigError
+from megarl.planner.fit import Proposal, proposals
+from megarl.planner.hardware import Gpu
+from megarl.planner.run_plan import RunPlan, find_shape, make_plan
+from megarl.planner.timing import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    gpu: Gpu
+    shape_name: str | None = None
+    """An entry of the catalogue, instead of what `model.path` says."""
+    mean_response_tokens: int | None = None
+
+    def workload(self, recipe: Recipe) -> Workload:
+        half = Workload.half(recipe)
+        if self.mean_response_tokens is None:
+            return half
+        return replace(half, mean_response_tokens=self.mean_response_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    recipe: Recipe
+    plan: RunPlan
+    proposals: tuple[Proposal, ...]
+    """Empty where it fits, or where nothing helps."""
+
+
+def answer(path: Path, overrides: Sequence[str], question: Question) -> Answer:
+    """Reads the recipe and makes all checks that need no file; a ConfigError has every problem."""
+    recipe = read_recipe(path, overrides).recipe
+    model = find_shape(recipe.model.path, name=question.shape_name)
+    problems = check_without_files(recipe, model.shape)
+    if problems:
+        raise ConfigError(str(path), tuple(problems))
+    plan = make_plan(recipe, model, question.gpu, question.workload(recipe))
+    ways_out = [] if plan.sizes.fits else proposals(recipe, model.shape, plan.gpu, plan.workload)
+    return Answer(recipe=recipe, plan=plan, proposals=tuple(ways_out))

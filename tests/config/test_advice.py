@@ -1,0 +1,45 @@
+"""What is allowed but probably not meant is said, and nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config import read_model_shape, read_recipe
+from megarl.config.advice import advise
+
+GOOD = Path(__file__).parent / "good.yaml"
+
+
+def advice(workplace: Path, *assignments: str) -> list[str]:
+    recipe = read_recipe(GOOD, assignments).recipe
+    return [str(item) for item in advise(recipe, read_model_shape(workplace / "model"))]
+
+
+def test_a_good_recipe_needs_no_advice(workplace: Path) -> None:
+    assert advice(workplace) == []
+
+
+@pytest.mark.parametrize(
+    ("assignments", "expected"),
+    [
+        (["sampling.temperature=1.6"], "sampling.temperature: 1.6 is close to noise; usual are 0.6 to 1.2"),
+        (["sampling.top_p=0.9"], "sampling.top_p: cuts off what the policy may sample"),
+        (["sampling.top_k=50"], "sampling.top_k: cuts off what the policy may sample"),
+        (["data.eval=[train.parquet]"], "data.eval: train.parquet is trained on as well"),
+        (["evaluation.every_steps=20"], "evaluation.every_steps: 20 is more than run.steps 10"),
+        (
+            ["roles.actor.tensor=4", "pools.train.gpus_per_node=4"],
+            "roles.actor.tensor: each of the 2 key/value heads is on 2 ranks",
+        ),
+        (
+            ["pools.train.nodes=80", "train.prompts_per_update=1"],
+            "train.prompts_per_update: 8 sequences per update for 80 data-parallel ranks: 72 of them compute padding",
+        ),
+        (["algorithm={kind: sft}", "sampling.top_p=0.9"], "sampling.top_p: has no use in sft"),
+    ],
+)
+def test_a_doubtful_recipe_gets_one_line(workplace: Path, assignments: list[str], expected: str) -> None:
+    (line,) = advice(workplace, *assignments)
+    assert line.startswith(expected)

@@ -1,0 +1,65 @@
+"""Weights, gradients and optimizer of the ledger are, to the byte, what Megatron allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from megarl.config.algorithm import SftConfig
+from megarl.config.recipe import ActorConfig, OptimizerConfig
+from megarl.planner.memory import stage_memory
+from megarl.weights.canonical import canonical_tensors
+from megarl.weights.megatron import MegatronParallel
+from tests.planner.jobs import buffers
+from tests.tiny_models import write_tiny_model
+from tests.train.cluster import Cluster
+from tests.train.jobs import Setup
+
+SPLITS = [
+    MegatronParallel(data=3),
+    MegatronParallel(tensor=2, data=2),
+    MegatronParallel(tensor=2, pipeline=2),
+    MegatronParallel(pipeline=2, virtual_pipeline=2, data=2),
+    MegatronParallel(tensor=4),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_the_ledger_is_what_megatron_allocates(is_tied: bool, cluster: Cluster, tmp_path: Path) -> None:
+    shape = write_tiny_model(tmp_path / "model", "qwen2", tied=is_tied)
+    for parallel in SPLITS:
+        actor = ActorConfig(
+            pool="train",
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            virtual_pipeline=parallel.virtual_pipeline,
+        )
+        setup = Setup(
+            actor=actor,
+            folder=tmp_path / "model",
+            shape=shape,
+            optimizer=OptimizerConfig(),
+            algorithm=SftConfig(kind="sft"),
+        )
+        found = cluster.run(parallel.world_size, buffers, setup)
+        stages = stage_memory(shape, parallel, is_cpu=True)
+        for rank, allocated in enumerate(found):
+            stage = stages[rank // (parallel.tensor * parallel.data)]
+            assert (4 * allocated.weights, 4 * allocated.gradients) == (stage.weight_bytes, stage.gradient_bytes)
+            assert 8 * allocated.master <= stage.optimizer_bytes
+        if parallel == MegatronParallel(data=3):
+            padding = 64 * 64 - 99 * 64 % (64 * 64)
+            num_tensors = 1 if is_tied else 2
+            parameters = sum(prod(spec.shape) for spec in canonical_tensors(shape).values())
+            assert sum(item.master for item in found) == parameters + num_tensors * padding

@@ -33,6 +33,14 @@ def test_correct_switches_tis_on_for_the_rest_of_the_run() -> None:
     assert watching.algorithm.correction == TisConfig(kind="tis")
 
 
+def test_a_monitor_goes_on_where_another_stood() -> None:
+    first = monitor("correct")
+    first.observe(0.02)
+    second = MismatchMonitor(GrpoConfig(kind="grpo", mismatch=MismatchConfig(action="correct")), first.state)
+    assert second.algorithm == first.algorithm
+    assert second.observe(0.02) == ()
+
+
 def test_only_stop_stops_and_only_above_its_threshold() -> None:
     for action in ("warn", "correct"):
         monitor(action).stop_above(0.5)

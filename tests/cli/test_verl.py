@@ -26,7 +26,7 @@ def test_without_a_file_the_recipe_goes_to_stdout_and_the_report_to_stderr(capsy
     assert run(["import-verl", str(EXAMPLES / "grpo.yaml")]) == 0
     captured = capsys.readouterr()
     assert "\nalgorithm:\n  kind: grpo\n" in captured.out
-    assert "mapped (18)" in captured.err
+    assert "mapped (19)" in captured.err
 
 
 def test_what_is_still_wrong_with_the_recipe_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,5 +29,12 @@ def test_the_time_left_follows_the_pace_of_the_steps_not_of_the_start() -> None:
     assert progress.eta_s == 30.0
 
 
+def test_a_resumed_run_counts_only_its_own_steps_in_its_pace() -> None:
+    generate = PhaseStarted(phase="generate")
+    progress = fold(run_started(steps=10, resumed_step=6), generate, step_finished(7), generate, step_finished(8))
+    assert progress.eta_s == 30.0
+    assert fold(run_started(steps=10, resumed_step=6)).step == 6
+
+
 def test_a_new_run_starts_from_nothing() -> None:
     assert fold(run_started(), step_finished(1), run_started(steps=9)) == Progress(steps=9)

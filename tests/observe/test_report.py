@@ -45,6 +45,23 @@ def test_a_report_has_first_last_and_best(tmp_path: Path) -> None:
     assert rows["tokens/s"] == (1200, 1200, 1200, 1)
 
 
+def test_steps_that_were_taken_again_after_a_resume_count_once(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path,
+        run_started(),
+        evaluated(0, 0.25),
+        step_finished(1, reward=0.1),
+        step_finished(2, reward=0.9),
+        evaluated(2, 0.99),
+        run_started(resumed_step=1),
+        step_finished(2, reward=0.2),
+        evaluated(2, 0.5),
+    )
+    rows = {row.name: (row.first, row.last, row.best, row.best_step) for row in make_report(run).rows}
+    assert rows["reward"] == (0.1, 0.2, 0.2, 2)
+    assert rows["accuracy"] == (0.25, 0.5, 0.5, 2)
+
+
 def test_curves_show_reward_and_accuracy(tmp_path: Path) -> None:
     run = write_run(tmp_path, run_started(), evaluated(0, 0.25), *[step_finished(n) for n in range(1, 9)])
     report = make_report(run)

@@ -98,8 +98,8 @@ class FakeRun:
         return [event.text for event in self.display.events if isinstance(event, Warned)]
 
 
-def recipe_in(folder: Path, *, steps: int = 5, **checkpoint: object) -> Recipe:
-    return make_recipe(run={"name": "sample", "steps": steps, "folder": folder}, checkpoint=checkpoint)
+def recipe_in(folder: Path, **checkpoint: object) -> Recipe:
+    return make_recipe(run={"name": "sample", "steps": 5, "folder": folder}, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize(

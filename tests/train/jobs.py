@@ -231,3 +231,18 @@ def resume_and_train(
     reached = trainer.state
     trainer.close()
     return reached, results
+
+
+def fail_to_save_and_go_on(
+    rank: int, world: int, port: int, setup: Setup, batch: TrainBatch, folder: Path
+) -> tuple[str, UpdateResult]:
+    """The error of a save where nothing can be written, and the update after it."""
+    trainer = build(rank, world, port, setup)
+    try:
+        trainer.save(folder, setup.folder, "everything")
+        message = "no error"
+    except CheckpointError as error:
+        message = str(error)
+    result = trainer.update(batch)
+    trainer.close()
+    return message, result

@@ -138,3 +138,15 @@ def test_every_file_is_digested_by_the_rank_that_wrote_it(cluster: Cluster, mode
     assert sum(len(files) for _, files, _ in outcomes) == len(digests)
     sizes = np.array([(tmp_path / "saved" / name).stat().st_size for name in digests])
     assert (sizes == [digest.num_bytes for digest in digests.values()]).all()
+
+
+def test_a_save_that_fails_fails_on_every_rank_and_training_goes_on(
+    cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get("qwen2", tied=True)
+    world, actor = SPLITS["TP2"]
+    (tmp_path / "file").touch()
+    batch = batches_of(model, world, actor)[0]
+    outcomes = cluster.run(world, jobs.fail_to_save_and_go_on, setup_of(model, actor), batch, tmp_path / "file")
+    assert all("was not saved" in message for message, _ in outcomes)
+    assert [result.version for _, result in outcomes] == [1, 1]

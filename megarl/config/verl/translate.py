@@ -88,6 +88,7 @@ class _Translation:
     def run(self) -> None:
         self._renames()
         self._run_section()
+        self._checkpoint()
         self._data()
         self._pools()
         self._optimizer()
@@ -139,6 +140,14 @@ class _Translation:
         seed = self._take("data.seed", "run.seed")
         if seed is not None:
             self._put("run.seed", seed)
+
+    def _checkpoint(self) -> None:
+        every = self._take("trainer.save_freq", "checkpoint.save_every_steps")
+        if every is not None:
+            self._put("checkpoint.save_every_steps", every if isinstance(every, int) and every > 0 else None)
+        keep_last = self._take("trainer.max_actor_ckpt_to_keep", "checkpoint.keep_last")
+        if keep_last is not None:
+            self._put("checkpoint.keep_last", keep_last)
 
     def _data(self) -> None:
         self._put("data.train", _paths(self._take("data.train_files", "data.train")))

@@ -60,8 +60,7 @@ def commit(partial: Path, folder: Path, manifest: Manifest) -> None:
     write_manifest(partial, manifest)
     for inner in {partial, *(partial.joinpath(name).parent for name in manifest.files)}:
         sync(inner)
-    # One of the same step is damaged or of a future that was abandoned: the run resumed before it.
-    shutil.rmtree(folder, ignore_errors=True)
+    _set_aside_from(folder)
     partial.rename(folder)
     sync(folder.parent)
     _point_latest(folder)
@@ -75,6 +74,17 @@ def prune(parent: Path, *, keep_last: int) -> None:
 def below(folder_name: str, files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
     """Files of an inner folder by their path in the checkpoint."""
     return {f"{folder_name}/{name}": digest for name, digest in files.items()}
+
+
+def _set_aside_from(folder: Path) -> None:
+    """Rename what is of this step or later: damaged, or of a future that the run abandoned by resuming before it."""
+    step = step_of(folder)
+    assert step is not None, f"{folder} is not named after a step"
+    for later in list_checkpoints(folder.parent):
+        if (step_of(later) or 0) >= step:
+            aside = later.with_name(f"{later.name}.abandoned")
+            shutil.rmtree(aside, ignore_errors=True)
+            later.rename(aside)
 
 
 def _point_latest(folder: Path) -> None:

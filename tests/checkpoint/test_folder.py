@@ -41,10 +41,16 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_goes_with_the_next(tmp_pat
     assert not leftover.exists()
 
 
-def test_a_step_that_is_taken_again_replaces_what_it_was(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, 2)
-    (folder / "state.json").write_text("damaged")
+def test_what_a_run_resumed_before_is_set_aside_when_it_saves_again(tmp_path: Path) -> None:
+    for step in (1, 2, 8, 9):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / "step_000002" / "state.json").write_text("damaged")
     verify(write_checkpoint(tmp_path, 2))
+    prune(tmp_path, keep_last=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002"]
+    assert (tmp_path / "latest").resolve() == tmp_path / "step_000002"
+    aside = {path.name for path in tmp_path.glob("*.abandoned")}
+    assert aside == {f"step_00000{step}.abandoned" for step in (2, 8, 9)}
 
 
 def test_the_oldest_go(tmp_path: Path) -> None:

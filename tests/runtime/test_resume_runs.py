@@ -51,6 +51,7 @@ def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bits(folder: Path,
     assert not (folder / "runs" / "killed.1").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_asked_to_leave_saves_its_step_and_goes_on_from_there(folder: Path, at_once: Run) -> None:
     with started(folder, "preempted", *STEPS) as process:
         _await_event(folder / "runs" / "preempted", process, StepFinished)

@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from megarl import __version__
+from megarl.cli.bench import bench_app
 from megarl.cli.plan import plan
 from megarl.cli.schema import schema
 from megarl.cli.verl import import_command
@@ -37,6 +38,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Data sets.")
 make_app = typer.Typer(no_args_is_help=True, help="Write a data set, and a model to train on it.")
 app.add_typer(data_app, name="data")
 data_app.add_typer(make_app, name="make")
+app.add_typer(bench_app, name="bench")
 app.command()(schema)
 app.command()(plan)
 app.command("import-verl")(import_command)

@@ -45,7 +45,9 @@ fmt: setup ## fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: setup ## write what is generated from the schema: recipes/schema.json, docs/recipe.md
+docs: setup ## write what is generated: the libraries' option tables, recipes/schema.json, docs/recipe.md
+	$(BIN)/python -m megarl.train.native_fields > build-native.json && mv build-native.json megarl/config/native/megatron.json
+	$(BIN)/python -m megarl.rollout.native_fields > build-native.json && mv build-native.json megarl/config/native/sglang.json
 	$(BIN)/megarl schema > recipes/schema.json
 	$(BIN)/megarl schema --docs > docs/recipe.md
 

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from megarl import __version__
+from megarl.cli.bench import bench_app
 from megarl.cli.checkpoint import app as checkpoint_app
 from megarl.cli.plan import plan
 from megarl.cli.schema import schema
@@ -39,6 +40,7 @@ make_app = typer.Typer(no_args_is_help=True, help="Write a data set, and a model
 app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
 data_app.add_typer(make_app, name="make")
+app.add_typer(bench_app, name="bench")
 app.command()(schema)
 app.command()(plan)
 app.command("import-verl")(import_command)

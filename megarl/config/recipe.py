@@ -70,6 +70,8 @@ class ActorConfig(Section):
     """Model chunks per pipeline stage (interleaved schedule when > 1)."""
     is_sequence_parallel: bool = False
     """Shard activations along the sequence between the tensor-parallel ranks."""
+    megatron: dict[str, object] = Field(default={})
+    """Further fields of megatron-core's TransformerConfig, such as `recompute_granularity: full`."""
 
     @property
     def model_parallel(self) -> int:
@@ -96,6 +98,8 @@ class RolloutRoleConfig(Section):
     """Deadline of each exchange of weights with the trainer ranks."""
     max_attempts: PositiveInt = 3
     """How often one request is tried, each time on another engine where there is one."""
+    sglang: dict[str, object] = Field(default={})
+    """Further options of the SGLang server, such as `attention_backend: fa3` for `--attention-backend fa3`."""
 
 
 class RolesConfig(Section):

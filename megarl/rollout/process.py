@@ -25,6 +25,7 @@ from megarl.env import engine_environment
 from megarl.errors import EngineError, MachineError
 from megarl.guard import SIGNAL_EXIT, start_guarded, stop_guarded
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
+from megarl.rollout.native_options import native_words
 
 LOOPBACK = "127.0.0.1"
 LOADER = "megarl.rollout.loader.load"
@@ -206,7 +207,8 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         flags.append("--enable-deterministic-inference")
     if spec.can_sleep and spec.device == "cuda":
         flags.append("--enable-memory-saver")
-    return [sys.executable, "-m", module, *(str(word) for option in options.items() for word in option), *flags]
+    words = [str(word) for option in options.items() for word in option]
+    return [sys.executable, "-m", module, *words, *flags, *native_words(config.sglang)]
 
 
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b.*: \S")

@@ -7,6 +7,7 @@ Transformer Engine's packages. Weights start at zero: whoever builds a model loa
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.model import ModelShape, RopeScaling
+from megarl.errors import ConfigError, Problem
 from megarl.train.attention import PackedAttention
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
 from megarl.train.micro_batch import DeviceMicroBatch
@@ -94,18 +96,37 @@ class PolicyModel(GPTModel):
 
 
 def build_chunks(
-    shape: ModelShape, topology: Topology, *, is_sequence_parallel: bool, device: Device
+    shape: ModelShape,
+    topology: Topology,
+    *,
+    is_sequence_parallel: bool,
+    device: Device,
+    native: Mapping[str, object],
 ) -> list[PolicyModel]:
     """This rank's chunks, in the order of the layers, on the device."""
-    config = transformer_config(shape, topology, is_sequence_parallel=is_sequence_parallel, device=device)
+    try:
+        config = transformer_config(
+            shape, topology, is_sequence_parallel=is_sequence_parallel, device=device, native=native
+        )
+    except (ValueError, AssertionError) as error:
+        if not native:
+            raise
+        problem = Problem(key="roles.actor.megatron", message=f"Megatron refuses {dict(native)}: {error}")
+        raise ConfigError(problem.key, (problem,)) from error
     layers_per_chunk = shape.num_layers // (topology.pipeline * topology.virtual_pipeline)
     block = TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * layers_per_chunk, layer_norm=RMSNorm)
     return [PolicyModel(config, block, shape, topology, chunk) for chunk in range(topology.virtual_pipeline)]
 
 
 def transformer_config(
-    shape: ModelShape, topology: Topology, *, is_sequence_parallel: bool, device: Device
+    shape: ModelShape,
+    topology: Topology,
+    *,
+    is_sequence_parallel: bool,
+    device: Device,
+    native: Mapping[str, object],
 ) -> TransformerConfig:
+    """`native` are fields that the recipe passes on, none of them one that is set here."""
     is_cuda = device == "cuda"
     dtype = torch.bfloat16 if is_cuda else torch.float32
     return TransformerConfig(
@@ -148,6 +169,7 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        **native,
     )
 
 

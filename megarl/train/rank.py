@@ -97,6 +97,7 @@ class TrainerRank:
                 self._topology,
                 is_sequence_parallel=spec.actor.is_sequence_parallel,
                 device=spec.device,
+                native=spec.actor.megatron,
             )
             self._optimizer = PolicyOptimizer(chunks, spec.optimizer)
         self._layout = megatron_layout(

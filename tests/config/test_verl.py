@@ -9,6 +9,7 @@ import pytest
 from megarl.config.catalogue import CATALOGUE
 from megarl.config.check import check_without_files
 from megarl.config.document import Tree
+from megarl.config.native import check_native
 from megarl.config.recipe import Recipe
 from megarl.config.verl import Entry, Imported, import_verl
 from megarl.config.verl.rules import Treatment, Verdict, known_keys, rule_for
@@ -101,6 +102,16 @@ def test_there_is_one_entry_per_key_of_the_file() -> None:
         ("custom_reward_function.path=r.py custom_reward_function.name=f", "reward.name", "f"),
         ("reward_model.reward_fn.path=r.py", "reward.path", "r.py"),
         ("trainer.nnodes=4", "pools.shared.nodes", 4),
+        (
+            "+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3",
+            "roles.rollout.sglang.attention_backend",
+            "fa3",
+        ),
+        (
+            "+actor_rollout_ref.actor.megatron.override_transformer_config.deterministic_mode=True",
+            "roles.actor.megatron.deterministic_mode",
+            True,
+        ),
         ("trainer.experiment_name='my run'", "run.name", "my_run"),
         ("trainer.test_freq=5 data.val_files=v.parquet", "evaluation.every_steps", 5),
     ],
@@ -130,13 +141,38 @@ def test_a_key_arrives_in_the_recipe(tmp_path: Path, word: str, key: str, value:
         ("ray_init.num_cpus=8", Verdict.NO_EFFECT, "run.ray_address"),
         ("trainer.nodes=8", Verdict.UNKNOWN, "did you mean trainer.nnodes?"),
         ("data.truncation=left", Verdict.NOT_SUPPORTED, "never cut"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.sglang.tp_size=2", Verdict.NOT_SUPPORTED, "roles.rollout.tensor"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.sglang.page_size=x", Verdict.NOT_SUPPORTED, "sglang takes int"),
+        ("actor_rollout_ref.rollout.engine_kwargs.sglang.page_size=null", Verdict.NO_EFFECT, "off, as in megarl"),
+        (
+            "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_modules=[core_attn]",
+            Verdict.NO_EFFECT,
+            "without recompute_granularity",
+        ),
+        (
+            "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=flash",
+            Verdict.NO_EFFECT,
+            "kernels",
+        ),
         ("actor_rollout_ref.rollout.n='${oc.env:N}'", Verdict.NOT_SUPPORTED, "write the value out"),
     ],
 )
 def test_a_key_that_does_not_arrive_is_explained(tmp_path: Path, word: str, verdict: Verdict, text: str) -> None:
-    found = entry(imported(tmp_path, word), word.partition("=")[0])
+    found = entry(imported(tmp_path, word), word.partition("=")[0].lstrip("+"))
     assert found.verdict is verdict
     assert text in found.text
+
+
+def test_recomputation_is_taken_over_whole(tmp_path: Path) -> None:
+    prefix = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_"
+    words = (f"{prefix}granularity=full", f"{prefix}method=uniform", f"{prefix}num_layers=1")
+    recipe = Recipe.model_validate(imported(tmp_path, *words).tree)
+    assert recipe.roles.actor.megatron == {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    assert not list(check_native(recipe))
 
 
 def test_variables_of_a_script_are_expanded(tmp_path: Path) -> None:

@@ -7,11 +7,15 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from megarl.config.native import read_library
+from megarl.config.native.owned import owned
 from megarl.errors import MachineError
 from megarl.rollout.process import EngineProcess, command_line, last_words
 from tests.rollout.engines import ServedModel, engine_spec
@@ -64,6 +68,41 @@ def test_options_follow_the_role_and_the_device(tmp_path: Path) -> None:
     assert options["--host"] == "127.0.0.1"
     assert options["--weight-version"] == "0"
     assert "--enable-deterministic-inference" in words
+
+
+def test_native_options_come_last_in_the_order_of_the_recipe(tmp_path: Path) -> None:
+    options: dict[str, object] = {
+        "schedule_policy": "lpm",
+        "disable_radix_cache": True,
+        "enable_mixed_chunk": False,
+        "dllm_fdfo": False,
+        "cuda_graph_bs_decode": [1, 2, 4],
+        "fp8_gemm_runner_backend": "triton",
+        "schedule_conservativeness": 0.5,
+        "preferred_sampling_params": {"top_p": 0.9},
+    }
+    plain = engine_spec(tmp_path / "model", tmp_path)
+    spec = replace(plain, config=plain.config.model_copy(update={"sglang": options}))
+    words, own = (command_line(item, port=1234, keys_path=tmp_path / "keys.yaml") for item in (spec, plain))
+    assert words[: len(own)] == own
+    assert words[len(own) :] == [
+        *("--schedule-policy", "lpm"),
+        "--disable-radix-cache",
+        "--no-dllm-fdfo",
+        *("--cuda-graph-bs-decode", "1", "2", "4"),
+        *("--fp8-gemm-backend", "triton"),
+        *("--schedule-conservativeness", "0.5"),
+        *("--preferred-sampling-params", '{"top_p": 0.9}'),
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_option_is_set_by_both_megarl_and_a_recipe(device: Literal["cpu", "cuda"], tmp_path: Path) -> None:
+    spec = replace(engine_spec(tmp_path / "model", tmp_path), device=device, can_sleep=True)
+    words = command_line(spec, port=1234, keys_path=tmp_path / "keys.yaml")
+    own = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")} - {"config"}
+    assert own <= set(read_library("sglang").fields)
+    assert [name for name in own if owned("sglang", name, device=device) is None] == []
 
 
 def test_a_model_folder_without_a_model_is_one_clear_line(tmp_path: Path) -> None:

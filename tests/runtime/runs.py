@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -80,7 +81,9 @@ def started(folder: Path, name: str, *overrides: str) -> Iterator[subprocess.Pop
     for override in overrides:
         command += ["--set", override]
     with (folder / f"{name}.out").open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, process_group=0, cwd=folder)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, process_group=0, cwd=folder, preexec_fn=_as_in_a_terminal
+        )
     try:
         yield process
     finally:
@@ -88,6 +91,11 @@ def started(folder: Path, name: str, *overrides: str) -> Iterator[subprocess.Pop
             children = psutil.Process(process.pid).children(recursive=True)
             process.kill()
             psutil.wait_procs(children, timeout=30)
+
+
+def _as_in_a_terminal() -> None:
+    """Who runs the tests in the background has Ctrl-C ignored, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(folder: Path, name: str, *overrides: str, timeout_s: float = 400) -> Run:

@@ -15,7 +15,7 @@ from megarl.checkpoint.state import TrainerState
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ActorConfig, OptimizerConfig
-from megarl.errors import CheckpointError, MachineError, NumericsError
+from megarl.errors import CheckpointError, ConfigError, MachineError, NumericsError
 from megarl.train import cpu
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.train.rank import RankSpec, TrainerRank
@@ -103,6 +103,16 @@ def fail_to_load(rank: int, world: int, port: int, setup: Setup) -> str:
         build(rank, world, port, setup)
     except CheckpointError as error:
         return str(error)
+    finally:
+        shut_down()
+    return "no error"
+
+
+def fail_to_build(rank: int, world: int, port: int, setup: Setup) -> str:
+    try:
+        build(rank, world, port, setup)
+    except ConfigError as error:
+        return str(error.problems[0])
     finally:
         shut_down()
     return "no error"

@@ -31,6 +31,9 @@ TEMPERATURE = 0.8
 DESCENT = OptimizerConfig(learning_rate=100.0, eps=100.0, weight_decay=1e-3, clip_grad_norm=0.5)
 GRPO = GrpoConfig(kind="grpo", entropy_coef=0.1)
 
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+
 SPLITS = {
     "TP1": (1, ActorConfig(pool="train")),
     "TP2": (2, ActorConfig(pool="train", tensor=2)),
@@ -138,6 +141,29 @@ def test_equals_the_hugging_face_model_for_every_split(
         assert stats.grad_norm == pytest.approx(grad_norm, abs=TOLERANCE)
         assert grad_norm > DESCENT.clip_grad_norm, "nothing was clipped"
     assert_close(whole_weights(outcomes, model, actor), weights)
+
+
+@pytest.mark.parametrize("native", [FULL, SELECTIVE], ids=["full", "selective"])
+@pytest.mark.parametrize("split", ["TP1", "TP2-SP", "PP2-VPP2"])
+def test_recomputed_activations_give_the_same_update(
+    native: dict[str, object], split: str, cluster: Cluster, models: Models
+) -> None:
+    model = models.get("qwen3", tied=False)
+    samples = make_samples(5, vocab=model.shape.vocab, seed=6)
+    world, actor = SPLITS[split]
+    batch = packed(samples, world=world, actor=actor)
+    plain, recomputed = (
+        cluster.run(world, jobs.train, setup_of(model, actor.model_copy(update={"megatron": fields})), [], batch)
+        for fields in ({}, native)
+    )
+    assert_close(whole_weights(recomputed, model, actor), whole_weights(plain, model, actor))
+
+
+def test_fields_that_megatron_refuses_together_are_the_recipes_mistake(cluster: Cluster, models: Models) -> None:
+    model = models.get("llama", tied=False)
+    actor = ActorConfig(pool="train", megatron={**SELECTIVE, "recompute_modules": ["moe_act"]})
+    (message,) = cluster.run(1, jobs.fail_to_build, setup_of(model, actor))
+    assert message.startswith("roles.actor.megatron: Megatron refuses {'recompute_granularity': 'selective', ")
 
 
 def test_fewer_kv_heads_than_ranks_and_ranks_that_hold_only_vocabulary_padding(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.document import Document, Tree, override_value
+from megarl.config.verl.native import passed_on
 from megarl.config.verl.read import read_verl
 from megarl.config.verl.rules import Rule, Treatment, Verdict, nearest_known, rule_for
 
@@ -101,6 +102,7 @@ class _Translation:
             self._loss()
             self._extras()
             self._reward()
+            self._native()
         for key, value in self._given.items():
             if key not in self._entries:
                 self._entries[key] = _judge(key, value)
@@ -302,6 +304,12 @@ class _Translation:
             return
         self._put("reward.kind", "exact")
         self._notes.append("reward: verl chooses a scorer by data_source; the recipe compares with the ground truth")
+
+    def _native(self) -> None:
+        for option in passed_on(self._given):
+            if option.verdict is Verdict.MAPPED:
+                self._put(option.text, self._given[option.key])
+            self._report(option.key, option.verdict, option.text)
 
     def _take(self, key: str, target: str, *, default: Tree = None) -> Tree:
         """The value a user gave, and a note where it went."""

@@ -1,0 +1,30 @@
+"""`megarl bench`: figures that megarl promises about itself, measured on this machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure megarl on this machine.")
+
+
+@bench_app.command("plan")
+def bench_plan(
+    repeats: Annotated[int, typer.Option(min=1, help="Processes per command; the median counts.")] = 3,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Time `validate` and `plan` of a 70B recipe on 512 training and 256 rollout GPUs, one core each.
+
+    Exit code 1 where a goal is missed by more than a factor of 2.
+    """
+    from megarl.cli.measure import TOLERANCE, measure_planning, print_table
+
+    measurements = measure_planning(repeats=repeats)
+    print_table(measurements)
+    if is_json:
+        print(json.dumps([asdict(measurement) for measurement in measurements]))
+    if any(measurement.worst_ratio > TOLERANCE for measurement in measurements):
+        raise typer.Exit(1)

@@ -1,0 +1,208 @@
+"""Options that a recipe must not pass on, and what to do instead: megarl sets them, or they would break or do nothing.
+
+By name or pattern, first match wins. Whatever `train` and `rollout` set themselves is here; a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from megarl.config.native.library import Library
+
+_SHAPE = "comes from the model's config.json; remove it"
+_LAYOUT = "megarl divides a model by roles.actor.tensor, pipeline and virtual_pipeline only; remove it"
+_DENSE = "megarl trains dense transformers only; remove it"
+_PRECISION = "follows run.device: bfloat16 on GPUs, float32 on CPUs; remove it"
+_KERNELS = "megarl chooses this kernel; remove it"
+_ENGINE_LAYERS = "is for layers of Transformer Engine, and megarl builds Megatron's local ones; remove it"
+_SCORES = "megarl makes log-probabilities without Megatron's output layer; remove it"
+_WEIGHTS = "engines get their weights from the trainer, as they are there; remove it"
+_ENGINE_LAYOUT = "an engine is divided by roles.rollout.tensor only; remove it"
+_TOKENS = "engines work on token ids and load no tokenizer; remove it"
+_SECRETS = "a recipe holds no secrets: megarl makes the keys of every engine; remove it"
+_GENERATES = "Megatron does not generate in megarl; remove it"
+_LOADED = "weights are loaded, not drawn; remove it"
+_ALWAYS = "always set by megarl; remove it"
+_ADDRESS = "megarl chooses where an engine listens; remove it"
+_NO_GRAPHS = "megarl's micro-batches differ in length, graphs do not apply; remove it"
+
+_MEGATRON: Mapping[str, str] = {
+    "tensor_model_parallel_size": "set roles.actor.tensor instead",
+    "pipeline_model_parallel_size": "set roles.actor.pipeline instead",
+    "virtual_pipeline_model_parallel_size": "set roles.actor.virtual_pipeline instead",
+    "sequence_parallel": "set roles.actor.is_sequence_parallel instead",
+    "num_layers": _SHAPE,
+    "hidden_size": _SHAPE,
+    "ffn_hidden_size": _SHAPE,
+    "num_attention_heads": _SHAPE,
+    "num_query_groups": _SHAPE,
+    "kv_channels": _SHAPE,
+    "normalization": _SHAPE,
+    "layernorm_*": _SHAPE,
+    "qk_layernorm": _SHAPE,
+    "qk_l2_norm": _SHAPE,
+    "add_bias_linear": _SHAPE,
+    "add_qkv_bias": _SHAPE,
+    "gated_linear_unit": _SHAPE,
+    "activation_func*": _SHAPE,
+    "glu_linear_offset": _SHAPE,
+    "rotary_interleaved": _SHAPE,
+    "softmax_*": _SHAPE,
+    "window_*": _SHAPE,
+    "no_rope_freq": _SHAPE,
+    "mrope_section": _SHAPE,
+    "attention_output_gate": _SHAPE,
+    "apply_residual_connection_post_layernorm": _SHAPE,
+    "multi_latent_attention": _DENSE,
+    "experimental_attention_variant": _DENSE,
+    "*moe*": _DENSE,
+    "mtp_*": _DENSE,
+    "mamba_*": _DENSE,
+    "use_mamba_*": _DENSE,
+    "linear_*": _DENSE,
+    "dsa_*": _DENSE,
+    "is_hybrid_model": _DENSE,
+    "heter*": _DENSE,
+    "num_layers_in_*": _LAYOUT,
+    "pipeline_model_parallel_layout": _LAYOUT,
+    "account_for_*": _LAYOUT,
+    "expert_*": _LAYOUT,
+    "ep_*": _LAYOUT,
+    "*context_parallel*": _LAYOUT,
+    "max_seqlen_per_dp_cp_rank": _LAYOUT,
+    "cp_comm_type": _LAYOUT,
+    "variable_seq_lengths": _LAYOUT,
+    "*_dropout": "the policy that is trained must be the one that generates: no dropout; remove it",
+    "fp16": _PRECISION,
+    "bf16": _PRECISION,
+    "params_dtype": _PRECISION,
+    "pipeline_dtype": _PRECISION,
+    "*autocast*": _PRECISION,
+    "fp32_residual_connection": _PRECISION,
+    "*_in_bf16": _PRECISION,
+    "first_last_layers_bf16": _PRECISION,
+    "fp8*": _PRECISION,
+    "fp4*": _PRECISION,
+    "calculate_per_token_loss": _ALWAYS,
+    "batch_p2p_comm": _ALWAYS,
+    "overlap_p2p_comm": _ALWAYS,
+    "*init_method*": _LOADED,
+    "perform_initialization": _LOADED,
+    "init_model_with_meta_device": _LOADED,
+    "use_cpu_initialization": _LOADED,
+    "attention_backend": _KERNELS,
+    "masked_softmax_fusion": _KERNELS,
+    "bias_activation_fusion": _KERNELS,
+    "bias_dropout_fusion": _KERNELS,
+    "gradient_accumulation_fusion": _KERNELS,
+    "cross_entropy_*": _SCORES,
+    "defer_embedding_wgrad_compute": _SCORES,
+    "wgrad_deferral_limit": _SCORES,
+    # Rotary angles are given per position of the pack; the fused kernels count positions themselves.
+    "*rope*": _KERNELS,
+    "transformer_impl": _KERNELS,
+    "attention_softmax_in_fp32": _KERNELS,
+    "apply_query_key_layer_scaling": _KERNELS,
+    "persist_layer_norm": _KERNELS,
+    "memory_efficient_layer_norm": _KERNELS,
+    "*kitchen*": _KERNELS,
+    "use_fused_weighted_squared_relu": _KERNELS,
+    "tp_comm_*": _ENGINE_LAYERS,
+    "tp_only_amax_red": _ENGINE_LAYERS,
+    "use_te_*": _ENGINE_LAYERS,
+    "*offload*": _ENGINE_LAYERS,
+    "delay_wgrad_compute": _ENGINE_LAYERS,
+    "disable_parameter_transpose_cache": _ENGINE_LAYERS,
+    "batch_invariant_mode": _ENGINE_LAYERS,
+    "qk_clip*": _ENGINE_LAYERS,
+    "log_max_attention_logit": _ENGINE_LAYERS,
+    "flash_decode": _KERNELS,
+    "symmetric_ar_type": _GENERATES,
+    "mlp_chunks_for_prefill": _GENERATES,
+    "inference_*": _GENERATES,
+    "use_inference_*": _GENERATES,
+    "*cuda_graph*": _NO_GRAPHS,
+    "num_microbatches_with_partial_activation_checkpoints": "every micro-batch is treated alike; remove it",
+    "test_mode": "would train on nothing real; remove it",
+}
+
+_SGLANG: Mapping[str, str] = {
+    "model_path": "set model.path instead",
+    "device": "set run.device instead",
+    "random_seed": "set run.seed instead",
+    "tp_size": "set roles.rollout.tensor instead",
+    "max_running_requests": "set roles.rollout.max_running_requests instead",
+    "max_total_tokens": "set roles.rollout.max_cached_tokens instead",
+    "mem_fraction_static": "set roles.rollout.memory_fraction instead",
+    "enable_deterministic_inference": "set roles.rollout.is_deterministic instead",
+    "enable_memory_saver": "follows from the pools: on where both roles share one; remove it",
+    "dtype": _PRECISION,
+    "host": _ADDRESS,
+    "port": _ADDRESS,
+    "fastapi_root_path": _ADDRESS,
+    "api_key": _SECRETS,
+    "admin_api_key": _SECRETS,
+    "ssl_*": _SECRETS,
+    "enable_ssl_refresh": _SECRETS,
+    "skip_tokenizer_init": _ALWAYS,
+    "skip_server_warmup": _ALWAYS,
+    "sleep_on_idle": _ALWAYS,
+    "log_level_http": _ALWAYS,
+    "weight_version": _WEIGHTS,
+    "custom_weight_loader": _WEIGHTS,
+    "load_format": _WEIGHTS,
+    "revision": _WEIGHTS,
+    "model_impl": _WEIGHTS,
+    "json_model_override_args": _WEIGHTS,
+    "quantiz*": _WEIGHTS,
+    "modelopt_*": _WEIGHTS,
+    "rl_quant_profile": _WEIGHTS,
+    "*lora*": _WEIGHTS,
+    "remote_instance_weight_*": _WEIGHTS,
+    "weight_cache_*": _WEIGHTS,
+    "startup_weight_load_mode": _WEIGHTS,
+    "cpu_offload_gb": _WEIGHTS,
+    "pp_*": _ENGINE_LAYOUT,
+    "dp_size": _ENGINE_LAYOUT,
+    "ep_size": _ENGINE_LAYOUT,
+    "*_cp_size": _ENGINE_LAYOUT,
+    "dcp_*": _ENGINE_LAYOUT,
+    "dwdp_size": _ENGINE_LAYOUT,
+    "moe_d*_size": _ENGINE_LAYOUT,
+    "enable_dp_*": _ENGINE_LAYOUT,
+    "nnodes": _ENGINE_LAYOUT,
+    "node_rank": _ENGINE_LAYOUT,
+    "dist_init_addr": _ENGINE_LAYOUT,
+    "base_gpu_id": _ENGINE_LAYOUT,
+    "gpu_id_step": _ENGINE_LAYOUT,
+    "use_ray": _ENGINE_LAYOUT,
+    "elastic_ep_*": _ENGINE_LAYOUT,
+    "disaggregation_*": "prefill and decoding are not split over engines; remove it",
+    "tokenizer_path": _TOKENS,
+    "tokenizer_mode": _TOKENS,
+    "*chat_template*": _TOKENS,
+    "reasoning_parser": _TOKENS,
+    "tool_call_parser": _TOKENS,
+    "is_embedding": "a policy generates; remove it",
+}
+
+_SGLANG_ON_CPU: Mapping[str, str] = {
+    "attention_backend": "torch_native is the only one on a CPU; remove it",
+    "chunked_prefill_size": "prompts are never cut on a CPU; remove it",
+}
+
+
+def owned(library: Library, name: str, *, device: str) -> str | None:
+    """What to do instead of passing the option on; None where it may be passed."""
+    tables = {"megatron": [_MEGATRON], "sglang": [_SGLANG] + [_SGLANG_ON_CPU] * (device == "cpu")}
+    for table in tables[library]:
+        for pattern, remedy in table.items():
+            if fnmatchcase(name, pattern):
+                return remedy
+    return None
+
+
+def owned_patterns(library: Library) -> list[str]:
+    """Every pattern, so that a test can find one that no longer names anything."""
+    return [*_MEGATRON] if library == "megatron" else [*_SGLANG, *_SGLANG_ON_CPU]

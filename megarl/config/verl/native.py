@@ -1,0 +1,47 @@
+"""Options of SGLang and Megatron that a verl run passes on: which of them a recipe may pass on as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megarl.config.document import Tree
+from megarl.config.native import Library, complain
+from megarl.config.verl.rules import Treatment, Verdict, rule_for
+
+_PREFIXES: Mapping[str, tuple[Library, str]] = {
+    "actor_rollout_ref.rollout.engine_kwargs.sglang.": ("sglang", "roles.rollout.sglang"),
+    "actor_rollout_ref.actor.megatron.override_transformer_config.": ("megatron", "roles.actor.megatron"),
+}
+_GRANULARITY = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassedOn:
+    """One option; `text` is the recipe's key where it is mapped, else why it is not."""
+
+    key: str
+    verdict: Verdict
+    text: str
+
+
+def passed_on(given: Mapping[str, Tree]) -> Iterator[PassedOn]:
+    """Every key of the file that is an option of an engine. verl runs on GPUs."""
+    for key, value in given.items():
+        rule = rule_for(key)
+        if rule is None or rule.treatment is not Treatment.COMPUTE:
+            continue
+        for prefix, (library, target) in _PREFIXES.items():
+            if key.startswith(prefix):
+                name = key.removeprefix(prefix)
+                verdict, text = _judge(library, name, value, recomputes=given.get(_GRANULARITY) is not None)
+                yield PassedOn(key=key, verdict=verdict, text=f"{target}.{name}" if verdict is Verdict.MAPPED else text)
+
+
+def _judge(library: Library, name: str, value: Tree, *, recomputes: bool) -> tuple[Verdict, str]:
+    if value is None:
+        return Verdict.NO_EFFECT, "off, as in megarl"
+    if name.startswith("recompute_") and not recomputes:
+        return Verdict.NO_EFFECT, "nothing is recomputed without recompute_granularity"
+    complaint = complain(library, name, value, device="cuda")
+    return (Verdict.MAPPED, "") if complaint is None else (Verdict.NOT_SUPPORTED, complaint)

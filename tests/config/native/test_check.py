@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import pytest
+
+from megarl.config.native import Library, complain, read_library
+from megarl.config.native.owned import owned, owned_patterns
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "value"),
+    [
+        ("megatron", "recompute_granularity", "full"),
+        ("megatron", "recompute_modules", ["mlp", "core_attn"]),
+        ("megatron", "deterministic_mode", True),
+        ("megatron", "microbatch_group_size_per_vp_stage", 4),
+        ("sglang", "attention_backend", "fa3"),
+        ("sglang", "schedule_conservativeness", 1),
+        ("sglang", "cuda_graph_bs_decode", [1, 2, 4]),
+        ("sglang", "disable_radix_cache", False),
+        ("sglang", "preferred_sampling_params", {"top_p": 0.9}),
+    ],
+)
+def test_an_option_of_the_right_type_is_passed_on(library: Library, name: str, value: object) -> None:
+    assert complain(library, name, value, device="cuda") is None
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "value", "message"),
+    [
+        ("megatron", "microbatch_group_size_per_vp_stage", True, "true: megatron takes int here"),
+        ("megatron", "microbatch_group_size_per_vp_stage", 1.5, "1.5: megatron takes int here"),
+        ("megatron", "recompute_modules", [], "[]: megatron takes list[str] here"),
+        ("megatron", "recompute_granularity", "all", '"all": one of full, selective'),
+        (
+            "megatron",
+            "sequence_paralel",
+            True,
+            "megatron 0.16.1 has no such option; sequence_parallel: set roles.actor.is_sequence_parallel instead",
+        ),
+        ("sglang", "cuda_graph_bs_decode", [1, "2"], '[1, "2"]: sglang takes list[int] here'),
+        ("sglang", "tokenizer_path", "mine", "engines work on token ids and load no tokenizer; remove it"),
+        ("sglang", "xyzzy", 1, "sglang 0.5.21 has no such option; remove it"),
+    ],
+)
+def test_what_cannot_be_passed_on_is_explained(library: Library, name: str, value: object, message: str) -> None:
+    assert complain(library, name, value, device="cuda") == message
+
+
+def test_an_option_may_be_owned_on_one_device_only() -> None:
+    assert complain("sglang", "chunked_prefill_size", 4096, device="cuda") is None
+    assert complain("sglang", "chunked_prefill_size", 4096, device="cpu") == (
+        "prompts are never cut on a CPU; remove it"
+    )
+
+
+@pytest.mark.parametrize("library", ["megatron", "sglang"])
+def test_whatever_is_owned_exists(library: Library) -> None:
+    fields = read_library(library).fields
+    assert [
+        pattern for pattern in owned_patterns(library) if not any(fnmatchcase(name, pattern) for name in fields)
+    ] == []
+
+
+@pytest.mark.parametrize(("library", "fewest"), [("megatron", 15), ("sglang", 350)])
+def test_most_of_a_library_stays_open_to_recipes(library: Library, fewest: int) -> None:
+    """A pattern that is too wide would show here."""
+    names = read_library(library).fields
+    assert sum(owned(library, name, device="cuda") is None for name in names) >= fewest

@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import time
-from contextlib import suppress
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 

@@ -64,8 +64,8 @@ def test_a_seed_decides_every_bit(folder: Path, reference: Run) -> None:
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("pp2_engine_tp2", PP2_ENGINE_TP2),
         ("shared_dp2_engine_tp2", SHARED_DP2_ENGINE_TP2),
+        pytest.param("pp2_engine_tp2", PP2_ENGINE_TP2, marks=pytest.mark.slow),
         pytest.param("tp1", TP1, marks=pytest.mark.slow),
         pytest.param("tp2_pp2", TP2_PP2, marks=pytest.mark.slow),
     ],

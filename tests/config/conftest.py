@@ -30,9 +30,9 @@ def write_model(folder: Path, **changes: object) -> None:
 
 
 @pytest.fixture(scope="session")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the recipes of this directory are started in."""
-    folder = tmp_path_factory.mktemp("workplace")
+    folder = tmp_path_factory.mktemp("scratch")
     write_model(folder / "model")
     write_model(folder / "other_family", architectures=["MambaForCausalLM"])
     write_model(folder / "sliding_window", use_sliding_window=True)

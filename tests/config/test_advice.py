@@ -12,13 +12,13 @@ from megarl.config.advice import advise
 GOOD = Path(__file__).parent / "good.yaml"
 
 
-def advice(workplace: Path, *assignments: str) -> list[str]:
+def advice(scratch: Path, *assignments: str) -> list[str]:
     recipe = read_recipe(GOOD, assignments).recipe
-    return [str(item) for item in advise(recipe, read_model_shape(workplace / "model"))]
+    return [str(item) for item in advise(recipe, read_model_shape(scratch / "model"))]
 
 
-def test_a_good_recipe_needs_no_advice(workplace: Path) -> None:
-    assert advice(workplace) == []
+def test_a_good_recipe_needs_no_advice(scratch: Path) -> None:
+    assert advice(scratch) == []
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,6 @@ def test_a_good_recipe_needs_no_advice(workplace: Path) -> None:
         (["algorithm={kind: sft}", "sampling.top_p=0.9"], "sampling.top_p: has no use in sft"),
     ],
 )
-def test_a_doubtful_recipe_gets_one_line(workplace: Path, assignments: list[str], expected: str) -> None:
-    (line,) = advice(workplace, *assignments)
+def test_a_doubtful_recipe_gets_one_line(scratch: Path, assignments: list[str], expected: str) -> None:
+    (line,) = advice(scratch, *assignments)
     assert line.startswith(expected)

@@ -18,9 +18,9 @@ MAX_SECONDS_OF_USER_CODE = 20.0
 """A reward is imported in a process of its own."""
 
 
-def expected_lines(recipe: Path, workplace: Path) -> list[str]:
+def expected_lines(recipe: Path, scratch: Path) -> list[str]:
     lines = [line.removeprefix(EXPECT) for line in recipe.read_text().splitlines() if line.startswith(EXPECT)]
-    places = {"WORKPLACE": workplace, "BAD": HERE / "bad", "HERE": HERE}
+    places = {"SCRATCH": scratch, "BAD": HERE / "bad", "HERE": HERE}
     for name, folder in places.items():
         lines = [line.replace(f"{name}/", f"{folder}/") for line in lines]
     return lines
@@ -30,20 +30,20 @@ def test_there_are_many_of_them() -> None:
     assert len(RECIPES) >= 60
 
 
-def test_what_they_extend_is_good(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(workplace)
+def test_what_they_extend_is_good(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(scratch)
     assert load_recipe(HERE / "good.yaml").run.name == "test"
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
 def test_a_bad_recipe_gives_exactly_these_lines(
-    recipe: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(workplace)
+    monkeypatch.chdir(scratch)
     began = time.monotonic()
     assert run(["validate", str(recipe)]) == 2
     seconds = time.monotonic() - began
     assert seconds < (MAX_SECONDS_OF_USER_CODE if recipe.stem.startswith("reward_") else MAX_SECONDS)
     title, *lines = capsys.readouterr().err.splitlines()
-    assert [line.removeprefix("  ") for line in lines] == expected_lines(recipe, workplace)
+    assert [line.removeprefix("  ") for line in lines] == expected_lines(recipe, scratch)
     assert title.endswith(f": {len(lines)} problem(s)")

@@ -24,7 +24,7 @@ from megarl.rollout.orders import Meeting, Route
 from megarl.runtime.cluster import Place
 from megarl.runtime.workers import WorkerGroup
 from megarl.train.rank import RankSpec, TrainerRank
-from megarl.types import FloatArray, TrainBatch, UpdateResult
+from megarl.types import TrainBatch, UpdateResult
 from megarl.weights.transfer import Sender, TransferGroup
 
 
@@ -56,9 +56,6 @@ class RankProcess:
 
     def update(self, batch: TrainBatch) -> UpdateResult:
         return self._started().update(batch)
-
-    def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
-        return self._started().logprobs(batch)
 
     def join(self, route: Route, meeting: Meeting) -> None:
         """Meet the engine ranks; they join at the same time."""
@@ -105,15 +102,8 @@ class Ranks:
         results = cast("list[UpdateResult]", await self._workers.call("update", batch))
         return results[0]
 
-    async def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
-        results = cast("list[tuple[FloatArray, ...]]", await self._workers.call("logprobs", batch))
-        return results[0]
-
     async def join(self, route: Route, meeting: Meeting) -> None:
         await self._workers.call("join", route, meeting)
-
-    async def leave(self) -> None:
-        await self._workers.call("leave")
 
     async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
         return cast("list[dict[tuple[int, str], int]]", await self._workers.call("send", version))

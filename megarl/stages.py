@@ -1,6 +1,6 @@
 """One Protocol per arrow of the step. The loop knows these and nothing else.
 
-prompts --Generator--> groups --Scorer--> scored --Algorithm--> samples --pack--> batch --Trainer--> version
+prompts --Generator--> groups --Scorer--> scored --Trainer--> estimates --Algorithm--> samples --Trainer--> version
 version --Publisher--> engines
 """
 
@@ -11,12 +11,12 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from megarl.types import (
+    Estimates,
     PolicyVersion,
     Prompt,
     PublishResult,
     RolloutGroup,
     ScoredGroup,
-    TrainBatch,
     TrainSample,
     UpdateResult,
 )
@@ -43,13 +43,26 @@ class Algorithm(Protocol):
         """Whether the group may be trained on; a group that is not kept is replaced by another prompt."""
         ...
 
-    def assign(self, groups: Sequence[ScoredGroup]) -> list[TrainSample]:
+    def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
         """Credit for every rollout of one step, in the order of the groups."""
+        ...
+
+    @property
+    def kl_coef(self) -> float | None:
+        """What the next step's distance from the reference will cost, where it costs anything."""
         ...
 
 
 class Trainer(Protocol):
-    async def update(self, batch: TrainBatch) -> UpdateResult: ...
+    """All models that are trained or asked: the actor and, where the recipe has them, critic and reference."""
+
+    async def estimate(self, groups: Sequence[ScoredGroup]) -> Estimates:
+        """What the algorithm needs to know before it assigns credit; nothing, where it needs nothing."""
+        ...
+
+    async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
+        """One step of training; the version is the actor's."""
+        ...
 
 
 class Publisher(Protocol):

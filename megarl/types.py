@@ -92,12 +92,27 @@ class ScoredGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Estimates:
+    """What models say about a step's rollouts before it is trained on: B of [T_i] each, None where nobody asked."""
+
+    logprobs: tuple[FloatArray, ...] | None = None
+    """Of the policy as it is trained next."""
+    reference_logprobs: tuple[FloatArray, ...] | None = None
+    values: tuple[FloatArray, ...] | None = None
+    """The reward that the critic expects before each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
     """One rollout with its credit assigned."""
 
     prompt_ids: TokenArray  # [P]
     rollout: Rollout
     advantages: FloatArray  # [T], 0 where the policy did not choose the token
+    old_logprobs: FloatArray | None = None  # [T], of the policy before the step, where somebody has asked it
+    reference_logprobs: FloatArray | None = None  # [T], where the loss has a KL term
+    values: FloatArray | None = None  # [T], of the critic before the step, where there is one
+    returns: FloatArray | None = None  # [T], what the critic learns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +127,12 @@ class MicroBatch:
     sequence_starts: npt.NDArray[np.int32]  # [S + 1], ends with N
     targets: TokenArray  # [N]
     loss_mask: BoolArray  # [N], True where the policy chose `targets[n]`
-    advantages: FloatArray  # [N]
     rollout_logprobs: FloatArray  # [N], of `targets[n]`
+    advantages: FloatArray  # [N]
+    old_logprobs: FloatArray | None  # [N], None where the samples have none; so the next three
+    reference_logprobs: FloatArray | None  # [N]
+    values: FloatArray | None  # [N]
+    returns: FloatArray | None  # [N]
     sample_ids: npt.NDArray[np.int32]  # [S], index into the step's samples, -1 for padding
     response_starts: npt.NDArray[np.int32]  # [S], the position that predicts the first response token; padding: N
 
@@ -143,7 +162,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateStats:
-    """What the trainer saw in one step: means over its mini-batches, each over all loss tokens."""
+    """What the actor saw in one step: means over its updates, each over all loss tokens."""
 
     loss: float
     grad_norm: float
@@ -165,17 +184,43 @@ class UpdateStats:
     """How many of the loss tokens are worth something after weighing them by that ratio, cut off at 2; 1 is all."""
     rejected_fraction: float
     """Share of loss tokens that the rollout correction took out of the loss."""
+    reference_kl: float | None
+    """KL(policy || reference) by the estimate the loss uses; None where the loss has no such term."""
     num_loss_tokens: int
     num_sequences: int
     num_micro_batches: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CriticStats:
+    """What the critic saw in one step: means over its updates, each over all loss tokens."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    clip_fraction: float
+    """Share of loss tokens where the clip around the old value set the loss."""
+    value_mean: float
+    return_mean: float
+    explained_variance: float
+    """1 - var(return - value) / var(return), before the step's first update: 1 knows all, 0 or less knows nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticResult:
+    stats: CriticStats | None
+    """None where no update was applied."""
+    num_skipped_updates: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
     version: PolicyVersion
-    stats: UpdateStats
-    logprobs: tuple[FloatArray, ...] | None = None
-    """Per sample, of the response tokens, before the first update. Only when asked for."""
+    stats: UpdateStats | None
+    """The actor's; None where no update of it was applied, as while only the critic learns."""
+    critic: CriticStats | None = None
+    num_skipped_updates: int = 0
+    """Of actor and critic: those whose loss or gradient was not finite. They changed no weight."""
     warnings: tuple[str, ...] = ()
     """What people should know about this step."""
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megarl.types import BoolArray, FloatArray
 
 EstimatorKind: TypeAlias = Literal[
-    "grpo", "rloo", "opo", "gpg", "reinforce_pp", "reinforce_pp_baseline", "remax", "grpo_passk", "gdpo"
+    "gae", "grpo", "rloo", "opo", "gpg", "reinforce_pp", "reinforce_pp_baseline", "remax", "grpo_passk", "gdpo"
 ]
 
 _EPS = 1e-6
@@ -37,6 +37,8 @@ class Outcomes:
     loss_masks: tuple[BoolArray, ...]  # B of [T_i]
     components: Mapping[str, _Wide] = field(default_factory=dict)  # [B] each; what `gdpo` judges by
     baselines: _Wide | None = None  # [B], the reward of a greedy rollout of the same prompt; what `remax` compares with
+    penalties: tuple[FloatArray, ...] | None = None  # B of [T_i], taken off the reward token by token
+    values: tuple[FloatArray, ...] | None = None  # B of [T_i], what the critic expects; what `gae` compares with
 
     def __post_init__(self) -> None:
         num_rollouts = len(self.rewards)
@@ -50,6 +52,15 @@ class Outcomes:
         """[B], tokens the policy chose."""
         return _lengths(self.loss_masks)
 
+    @property
+    def totals(self) -> _Wide:
+        """[B], what is left of each reward after all penalties of its tokens."""
+        if self.penalties is None:
+            return self.rewards
+        pairs = zip(self.penalties, self.loss_masks, strict=True)
+        totals: _Wide = self.rewards - np.array([penalty[mask].sum(dtype=np.float64) for penalty, mask in pairs])
+        return totals
+
 
 def estimate(
     kind: EstimatorKind,
@@ -57,14 +68,17 @@ def estimate(
     *,
     normalize_std: bool = True,
     gamma: float = 1.0,
+    lam: float = 1.0,
     component_weights: Mapping[str, float] | None = None,
 ) -> tuple[FloatArray, ...]:
     """The advantage of every token, B of [T_i]; 0 where the policy did not choose the token.
 
-    `normalize_std` is grpo's, `gamma` that of reinforce_pp and remax, `component_weights` gdpo's.
+    `normalize_std` is grpo's, `gamma` that of gae, reinforce_pp and remax, `lam` gae's, `component_weights` gdpo's.
     """
-    rewards, groups, masks = outcomes.rewards, outcomes.groups, outcomes.loss_masks
+    rewards, groups, masks = outcomes.totals, outcomes.groups, outcomes.loss_masks
     match kind:
+        case "gae":
+            return gae(outcomes, gamma=gamma, lam=lam).advantages
         case "grpo":
             return _over_tokens(_grpo(rewards, groups, normalize_std=normalize_std), masks)
         case "rloo":
@@ -139,10 +153,23 @@ def _remax(outcomes: Outcomes, *, gamma: float) -> list[_Wide]:
 
 
 def _rewards_to_go(outcomes: Outcomes, *, gamma: float) -> list[_Wide]:
-    """The reward, discounted by every later token the policy chose, and by no other."""
+    """The reward, discounted by every later token the policy chose, and by no other; so every later penalty."""
     lengths = outcomes.lengths
+    if outcomes.penalties is not None:
+        ends = np.cumsum(lengths)
+        return np.split(_discounted_sums(_token_rewards(outcomes), ends, lengths, discount=gamma), ends[:-1])
     discounts = gamma ** np.arange(lengths.max(initial=0), dtype=np.float64)
     return [reward * discounts[:length][::-1] for reward, length in zip(outcomes.rewards, lengths, strict=True)]
+
+
+def _token_rewards(outcomes: Outcomes) -> _Wide:
+    """Of the tokens the policy chose, end to end: the reward on the last one of each rollout, penalties on all."""
+    lengths = outcomes.lengths
+    ends = np.cumsum(lengths)
+    penalties = outcomes.penalties
+    rewards = np.zeros(int(lengths.sum())) if penalties is None else -_chosen(penalties, outcomes.loss_masks)
+    rewards[ends[lengths > 0] - 1] += outcomes.rewards[lengths > 0]
+    return rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,28 +182,23 @@ class GaeResult:
     """What the critic learns to predict."""
 
 
-def gae(
-    rewards: tuple[FloatArray, ...],
-    values: tuple[FloatArray, ...],
-    loss_masks: tuple[BoolArray, ...],
-    *,
-    gamma: float,
-    lam: float,
-) -> GaeResult:
+def gae(outcomes: Outcomes, *, gamma: float, lam: float) -> GaeResult:
     """Generalised advantage estimation over the tokens the policy chose; all others are stepped over.
 
     delta = r + gamma V' - V, A = delta + gamma lam A', where V' and A' belong to the policy's next token.
     """
-    lengths = _lengths(loss_masks)
-    flat_rewards, flat_values = _chosen(rewards, loss_masks), _chosen(values, loss_masks)
+    assert outcomes.values is not None, "gae without values"
+    lengths, masks = outcomes.lengths, outcomes.loss_masks
+    values = _chosen(outcomes.values, masks)
     ends = np.cumsum(lengths)
-    is_last = np.zeros(len(flat_values), dtype=np.bool_)
+    is_last = np.zeros(len(values), dtype=np.bool_)
     is_last[ends[lengths > 0] - 1] = True
-    next_values = np.where(is_last, 0.0, np.append(flat_values[1:], 0.0))
-    raw = _discounted_sums(flat_rewards + gamma * next_values - flat_values, ends, lengths, discount=gamma * lam)
+    next_values = np.where(is_last, 0.0, np.append(values[1:], 0.0))
+    deltas = _token_rewards(outcomes) + gamma * next_values - values
+    raw = _discounted_sums(deltas, ends, lengths, discount=gamma * lam)
     return GaeResult(
-        advantages=_placed(_whiten(np.split(raw, ends[:-1])), loss_masks),
-        returns=_placed(np.split(raw + flat_values, ends[:-1]), loss_masks),
+        advantages=_placed(_whiten(np.split(raw, ends[:-1])), masks),
+        returns=_placed(np.split(raw + values, ends[:-1]), masks),
     )
 
 

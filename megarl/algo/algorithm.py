@@ -7,31 +7,37 @@ from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from megarl.algo.advantage import Outcomes, estimate
+from megarl.algo.advantage import Outcomes, estimate, gae
+from megarl.algo.kl_control import adapted
+from megarl.algo.loss import kl
 from megarl.algo.overlong import length_penalty, without_cut
 from megarl.algo.selection import Selection, component
 from megarl.config.algorithm import (
     AlgorithmConfig,
+    EstimatorConfig,
+    GaeConfig,
     GdpoConfig,
     GroupConfig,
     GrpoConfig,
+    KlLossConfig,
+    KlRewardConfig,
     ReinforcePpConfig,
     RemaxConfig,
     SftConfig,
 )
 from megarl.stages import Algorithm
-from megarl.types import FloatArray, Rollout, Score, ScoredGroup, TrainSample
+from megarl.types import BoolArray, Estimates, FloatArray, Rollout, Score, ScoredGroup, TrainSample
 
 
-def build_algorithm(config: AlgorithmConfig, *, max_response_tokens: int) -> Algorithm:
+def build_algorithm(config: AlgorithmConfig, *, max_response_tokens: int, kl_coef: float | None = None) -> Algorithm:
+    """With `kl_coef`, go on from where an adaptive coefficient stood."""
     match config:
         case SftConfig():
             return Sft()
-        case GrpoConfig() | GroupConfig() | ReinforcePpConfig() | RemaxConfig() | GdpoConfig():
-            return PolicyGradient(config, max_response_tokens=max_response_tokens)
         case _:
-            assert_never(config)
+            return PolicyGradient(config, max_response_tokens=max_response_tokens, kl_coef=kl_coef)
 
 
 class Sft:
@@ -40,7 +46,9 @@ class Sft:
     def keeps(self, group: ScoredGroup) -> bool:
         return True
 
-    def assign(self, groups: Sequence[ScoredGroup]) -> list[TrainSample]:
+    kl_coef: float | None = None
+
+    def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
         return [
             TrainSample(
                 prompt_ids=scored.group.prompt.token_ids,
@@ -53,61 +61,94 @@ class Sft:
 
 
 class PolicyGradient:
-    """Learns from rewards, without a critic: rollouts are compared with others of their prompt or of their step."""
+    """Learns from rewards: rollouts are compared with others of their prompt or step, or with what a critic expects."""
 
-    def __init__(
-        self,
-        config: GrpoConfig | GroupConfig | ReinforcePpConfig | RemaxConfig | GdpoConfig,
-        *,
-        max_response_tokens: int,
-    ) -> None:
+    def __init__(self, config: EstimatorConfig, *, max_response_tokens: int, kl_coef: float | None = None) -> None:
         self._config = config
         self._max_response_tokens = max_response_tokens
         self._selection = None if config.filter is None else Selection(config.filter)
+        self.kl_coef = config.kl.coef if config.kl is not None and kl_coef is None else kl_coef
 
     def keeps(self, group: ScoredGroup) -> bool:
         return self._selection is None or self._selection.keeps(group)
 
-    def assign(self, groups: Sequence[ScoredGroup]) -> list[TrainSample]:
-        advantages = iter(self._advantages(groups))
+    def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
+        config = self._config
+        advantages, returns = self._credit(self._outcomes(groups, estimates))
+        references = estimates.reference_logprobs if isinstance(config.kl, KlLossConfig) else None
+        rollouts = [(scored.group.prompt, rollout) for scored in groups for rollout in scored.group.rollouts]
         samples = [
-            TrainSample(prompt_ids=scored.group.prompt.token_ids, rollout=rollout, advantages=next(advantages))
-            for scored in groups
-            for rollout in scored.group.rollouts
+            TrainSample(
+                prompt_ids=prompt.token_ids,
+                rollout=rollout,
+                advantages=advantages[index],
+                old_logprobs=None if estimates.logprobs is None else estimates.logprobs[index],
+                reference_logprobs=None if references is None else references[index],
+                values=None if estimates.values is None else estimates.values[index],
+                returns=None if returns is None else returns[index],
+            )
+            for index, (prompt, rollout) in enumerate(rollouts)
         ]
-        if self._config.overlong is not None and self._config.overlong.is_filtered:
+        if config.overlong is not None and config.overlong.is_filtered:
             return [without_cut(sample) for sample in samples]
         return samples
 
-    def _advantages(self, groups: Sequence[ScoredGroup]) -> tuple[FloatArray, ...]:
-        config, outcomes = self._config, self._outcomes(groups)
+    def _credit(self, outcomes: Outcomes) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...] | None]:
+        """Advantages and, where a critic learns, returns."""
+        config = self._config
         match config:
+            case GaeConfig():
+                result = gae(outcomes, gamma=config.gamma, lam=config.lam)
+                return result.advantages, result.returns
             case GrpoConfig():
-                return estimate("grpo", outcomes, normalize_std=config.normalize_std)
+                return estimate("grpo", outcomes, normalize_std=config.normalize_std), None
             case GroupConfig():
-                return estimate(config.kind, outcomes)
+                return estimate(config.kind, outcomes), None
             case ReinforcePpConfig():
-                return estimate("reinforce_pp", outcomes, gamma=config.gamma)
+                return estimate("reinforce_pp", outcomes, gamma=config.gamma), None
             case RemaxConfig():
-                return estimate("remax", outcomes, gamma=config.gamma)
+                return estimate("remax", outcomes, gamma=config.gamma), None
             case GdpoConfig():
-                return estimate("gdpo", outcomes, component_weights=config.weights)
+                return estimate("gdpo", outcomes, component_weights=config.weights), None
             case _:
                 assert_never(config)
 
-    def _outcomes(self, groups: Sequence[ScoredGroup]) -> Outcomes:
+    def _outcomes(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> Outcomes:
         config = self._config
         names = config.weights if isinstance(config, GdpoConfig) else ()
+        loss_masks = tuple(rollout.loss_mask for scored in groups for rollout in scored.group.rollouts)
         return Outcomes(
             rewards=self._rewards([pair for scored in groups for pair in _judged(scored)]),
             groups=np.repeat(np.arange(len(groups)), [len(scored.scores) for scored in groups]),
-            loss_masks=tuple(rollout.loss_mask for scored in groups for rollout in scored.group.rollouts),
+            loss_masks=loss_masks,
             components={
                 name: np.array([component(score, name, scored) for scored in groups for score in scored.scores])
                 for name in names
             },
             baselines=self._baselines(groups) if isinstance(config, RemaxConfig) else None,
+            penalties=self._penalties(estimates, loss_masks),
+            values=estimates.values,
         )
+
+    def _penalties(self, estimates: Estimates, loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...] | None:
+        """What the distance from the reference takes off the reward of each token; adapts what the next one costs."""
+        config = self._config.kl
+        if not isinstance(config, KlRewardConfig):
+            return None
+        assert estimates.logprobs is not None, "a penalty without log-probabilities"
+        assert estimates.reference_logprobs is not None, "a penalty without a reference"
+        assert self.kl_coef is not None, "a penalty without a coefficient"
+        pairs = zip(estimates.logprobs, estimates.reference_logprobs, strict=True)
+        distances = [
+            kl(config.estimate, torch.from_numpy(policy), torch.from_numpy(reference)).numpy()
+            for policy, reference in pairs
+        ]
+        penalties = tuple((self.kl_coef * distance).astype(np.float32) for distance in distances)
+        if config.adaptive is not None:
+            chosen = [distance[mask] for distance, mask in zip(distances, loss_masks, strict=True)]
+            mean = float(np.concatenate(chosen).mean(dtype=np.float64))
+            self.kl_coef = adapted(self.kl_coef, config.adaptive, kl=mean, num_sequences=len(chosen))
+        return penalties
 
     def _baselines(self, groups: Sequence[ScoredGroup]) -> npt.NDArray[np.float64]:
         """For each rollout, the reward of its group's greedy one."""

@@ -8,7 +8,7 @@ A new loss is one function and one `case`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, assert_never
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -20,12 +20,11 @@ from megarl.config.algorithm import (
     GmpoLossConfig,
     GpgLossConfig,
     GspoLossConfig,
+    KlEstimate,
     LossConfig,
     PpoLossConfig,
     SapoLossConfig,
 )
-
-KlKind: TypeAlias = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 
 MAX_LOG_RATIO = 20.0
 """Bound on the exponent of a probability ratio: beyond it the ratio overflows and says nothing more."""
@@ -43,6 +42,7 @@ class PolicyTokens:
     rollout_logprobs: Tensor  # [N], of the engine that sampled; 0 in demonstrations
     advantages: Tensor  # [N]
     segments: Segments
+    reference_logprobs: Tensor | None = None  # [N], where the loss has a KL term
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ def masked_sum(values: Tensor, loss_mask: Tensor) -> Tensor:
     return torch.where(loss_mask, values, torch.zeros_like(values)).sum()
 
 
-def kl(kind: KlKind, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+def kl(kind: KlEstimate, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Estimates of KL(policy || reference) at tokens the policy chose. [N]
 
     With a `+`, the value is that of the kind and the gradient that of k2, whose expectation is the KL's own.

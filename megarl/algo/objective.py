@@ -1,4 +1,4 @@
-"""What the actor minimises: policy loss, correction, entropy bonus, and their sum over a mini-batch."""
+"""What the actor and the critic minimise: losses, correction, entropy bonus, KL, and their sum over a mini-batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from megarl.algo.correction import weights
-from megarl.algo.loss import PolicyTokens, aggregate, policy_loss
-from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, SftConfig
+from megarl.algo.loss import PolicyTokens, aggregate, kl, policy_loss, value_loss
+from megarl.algo.segments import Segments
+from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradientConfig, SftConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,7 @@ class ActorLoss:
     value: Tensor  # [], with its gradient: this micro-batch's part of the mini-batch's loss
     is_clipped: Tensor  # [N]
     is_rejected: Tensor  # [N], True where the correction took the token out of the loss
+    reference_kl: Tensor | None  # [N], detached; where the loss has such a term
 
 
 def actor_loss(config: AlgorithmConfig, tokens: PolicyTokens, *, num_loss_tokens: int, num_sequences: int) -> ActorLoss:
@@ -34,7 +36,7 @@ def actor_loss(config: AlgorithmConfig, tokens: PolicyTokens, *, num_loss_tokens
                 num_loss_tokens=num_loss_tokens,
                 num_sequences=num_sequences,
             )
-            return ActorLoss(value=value, is_clipped=none, is_rejected=none)
+            return ActorLoss(value=value, is_clipped=none, is_rejected=none, reference_kl=None)
         case PolicyGradientConfig():
             return _policy_gradient(config, tokens, num_loss_tokens=num_loss_tokens, num_sequences=num_sequences)
         case _:
@@ -58,6 +60,12 @@ def _policy_gradient(
         is_rejected = factors == 0
     if config.entropy_coef != 0:
         values = values - config.entropy_coef * tokens.entropy
+    reference_kl = None
+    if isinstance(config.kl, KlLossConfig):
+        assert tokens.reference_logprobs is not None, "a KL term without a reference"
+        distances = kl(config.kl.estimate, tokens.logprobs, tokens.reference_logprobs)
+        values = values + config.kl.coef * distances
+        reference_kl = distances.detach()
     value = aggregate(
         config.aggregation,
         values,
@@ -66,4 +74,37 @@ def _policy_gradient(
         num_sequences=num_sequences,
         horizon_tokens=config.horizon_tokens,
     )
-    return ActorLoss(value=value, is_clipped=loss.is_clipped, is_rejected=is_rejected)
+    return ActorLoss(value=value, is_clipped=loss.is_clipped, is_rejected=is_rejected, reference_kl=reference_kl)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueTokens:
+    """One micro-batch as the critic's loss sees it."""
+
+    values: Tensor  # [N], with their gradient
+    old_values: Tensor  # [N], before the step's first update
+    returns: Tensor  # [N]
+    segments: Segments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticLoss:
+    value: Tensor  # [], with its gradient: this micro-batch's part of the mini-batch's loss
+    is_clipped: Tensor  # [N]
+
+
+def critic_loss(
+    config: PolicyGradientConfig, tokens: ValueTokens, *, clip: float, num_loss_tokens: int, num_sequences: int
+) -> CriticLoss:
+    """The part of one micro-batch, aggregated as the actor's loss is."""
+    losses = value_loss(tokens.values, tokens.old_values, tokens.returns, clip=clip)
+    value = aggregate(
+        config.aggregation,
+        losses,
+        tokens.segments,
+        num_loss_tokens=num_loss_tokens,
+        num_sequences=num_sequences,
+        horizon_tokens=config.horizon_tokens,
+    )
+    errors = (tokens.values - tokens.returns).detach().square() / 2
+    return CriticLoss(value=value, is_clipped=losses.detach() > errors)

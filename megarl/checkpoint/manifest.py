@@ -26,6 +26,8 @@ FORMAT = 1
 MANIFEST_FILE = "manifest.json"
 MODEL_FOLDER = "model"
 OPTIMIZER_FOLDER = "optimizer"
+CRITIC_FOLDER = "critic"
+"""With a `model` and an `optimizer` of its own."""
 
 Contents = Literal["everything", "weights"]
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
+from megarl.config.model import critic_architecture
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.weights.fused import whole
 from megarl.weights.group import TransferGroup
@@ -48,16 +49,18 @@ def save_hf(
     tensors: Mapping[str, torch.Tensor],
     group: TransferGroup,
     dtype: str | None = None,
+    is_critic: bool = False,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> dict[str, FileDigest]:
     """Write the model that `layout` spreads over the peers of `group`; every peer calls this with its own tensors.
 
-    Like `save_tensors`, and peer 0 adds the configuration and tokenizer of `source_folder`.
+    Like `save_tensors`, and peer 0 adds the configuration and tokenizer of `source_folder`, a language model's even
+    for a critic.
     """
     files = save_tensors(folder, layout=layout, tensors=tensors, group=group, dtype=dtype, bucket_bytes=bucket_bytes)
     with _failing_as_save(folder, group):
         if group.peer == 0:
-            files |= _copy_companions(source_folder, folder, dtype=dtype)
+            files |= _copy_companions(source_folder, folder, dtype=dtype, is_critic=is_critic)
         group.barrier()
     return files
 
@@ -159,19 +162,24 @@ def _write_index(folder: Path, target: Layout, names: Mapping[int, str]) -> File
     return _finish(path)
 
 
-def _copy_companions(source_folder: Path, folder: Path, *, dtype: str | None) -> dict[str, FileDigest]:
+def _copy_companions(source_folder: Path, folder: Path, *, dtype: str | None, is_critic: bool) -> dict[str, FileDigest]:
     sources = {path.name: path for pattern in _COPIED for path in source_folder.glob(pattern) if path.is_file()}
     for name, source in sources.items():
         shutil.copyfile(source, folder / name)
-    if dtype is not None:
-        _set_dtype(folder / "config.json", dtype)
+    if dtype is not None or is_critic:
+        _change_config(folder / "config.json", dtype=dtype, is_critic=is_critic)
     return {name: _finish(folder / name) for name in sources}
 
 
-def _set_dtype(path: Path, dtype: str) -> None:
+def _change_config(path: Path, *, dtype: str | None, is_critic: bool) -> None:
     config = json.loads(path.read_text())
-    # transformers 5 writes `dtype`; earlier versions read `torch_dtype`.
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    if dtype is not None:
+        # transformers 5 writes `dtype`; earlier versions read `torch_dtype`.
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    if is_critic:
+        config["architectures"] = [critic_architecture(config["architectures"][0])]
+        # transformers knows the number of outputs by their labels.
+        config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -16,20 +16,27 @@ STATE_FILE = "state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """The same on every rank."""
+    """Of the actor or the critic; the same on every rank."""
 
     num_steps: int
     """Taken; the learning rate's place in its schedule."""
     num_updates: int
-    """Of the optimizer: its step count, and the version of the weights."""
-    monitor: MonitorState
+    """Of the optimizer: its step count, and for the actor the version of the weights."""
+    num_skipped_in_a_row: int = 0
+    """Updates whose numbers were not finite, since the last that was applied."""
+    monitor: MonitorState | None = None
+    """The actor's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     trainer: TrainerState
+    """The actor's."""
     prompt_cursor: int
     """Prompts drawn from the stream; epoch and order follow from it and the seed."""
+    critic: TrainerState | None = None
+    kl_coef: float | None = None
+    """What the next step's distance from the reference will cost."""
     seed: int
     data_digest: str
     """Of all prompts, in the order of the files."""

@@ -142,7 +142,10 @@ def _numbers(progress: Progress) -> str:
     if summary is not None:
         if summary.rollouts is not None:
             parts.append(f"reward {summary.rollouts.reward_mean:.3f}")
-        parts.append(f"loss {summary.update.loss:.4f}")
+        if summary.update is not None:
+            parts.append(f"loss {summary.update.loss:.4f}")
+        if summary.critic is not None:
+            parts.append(f"value loss {summary.critic.loss:.4f}")
     if progress.evaluation is not None:
         parts.append(f"accuracy {progress.evaluation.accuracy:.3f}")
     if summary is not None:

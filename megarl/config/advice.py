@@ -51,7 +51,7 @@ def _evaluation(recipe: Recipe) -> Iterator[Problem]:
 
 def _ranks(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
     rollout = recipe.roles.rollout
-    splits = [("roles.actor.tensor", recipe.roles.actor.tensor)]
+    splits = [(f"roles.{role}.tensor", split.tensor) for role, split in recipe.megatron_roles.items()]
     splits += [("roles.rollout.tensor", rollout.tensor)] if rollout else []
     for key, tensor in splits:
         if tensor > shape.num_kv_heads:

@@ -133,6 +133,40 @@ class OverlongConfig(Section):
     """Responses cut at the limit leave the loss; their group is still judged with them."""
 
 
+KlEstimate: TypeAlias = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
+
+
+class KlLossConfig(Section):
+    """The distance from the reference as a term of the loss."""
+
+    kind: Literal["loss"]
+    estimate: KlEstimate = "k3+"
+    """Of each token. With a `+` the gradient is that of k2, whose expectation is the gradient of the KL itself."""
+    coef: PositiveFloat = 0.001
+
+
+class AdaptiveKlConfig(Section):
+    """Raises the coefficient while the KL is above `target` and lowers it while it is below, by at most 20 %."""
+
+    target: PositiveFloat
+    horizon: PositiveFloat = 10_000
+    """Sequences over which such a change takes full effect."""
+
+
+class KlRewardConfig(Section):
+    """The distance from the reference taken off the reward of every token, before credit is assigned."""
+
+    kind: Literal["reward"]
+    estimate: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """Of each token; k1 is unbiased and may be negative."""
+    coef: PositiveFloat = 0.001
+    """Where `adaptive` starts from."""
+    adaptive: AdaptiveKlConfig | None = None
+
+
+KlConfig: TypeAlias = Annotated[KlLossConfig | KlRewardConfig, Field(discriminator="kind")]
+
+
 class SftConfig(Section):
     kind: Literal["sft"]
 
@@ -146,11 +180,23 @@ class PolicyGradientConfig(Section):
     horizon_tokens: PositiveInt | None = None
     """What `seq_mean_token_sum_norm` divides a sequence's sum by, instead of its length."""
     entropy_coef: NonNegativeFloat = 0.0
+    kl: KlConfig | None = None
+    """Keeps the policy near `roles.reference`."""
     correction: CorrectionConfig | None = None
     """For tokens the trainer and the engine find differently likely."""
     mismatch: MismatchConfig = MismatchConfig()
     filter: FilterConfig | None = None
     overlong: OverlongConfig | None = None
+
+
+class GaeConfig(PolicyGradientConfig):
+    """PPO: what a critic (`roles.critic`) expects is the baseline of every token. Needs no group."""
+
+    kind: Literal["gae"]
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per token the policy chose."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """1 trusts the reward, 0 the critic's next value."""
 
 
 class GrpoConfig(PolicyGradientConfig):
@@ -189,6 +235,6 @@ class GdpoConfig(PolicyGradientConfig):
     """Of the components to use; the score itself is not."""
 
 
-AlgorithmConfig: TypeAlias = Annotated[
-    SftConfig | GrpoConfig | GroupConfig | ReinforcePpConfig | RemaxConfig | GdpoConfig, Field(discriminator="kind")
-]
+EstimatorConfig: TypeAlias = GaeConfig | GrpoConfig | GroupConfig | ReinforcePpConfig | RemaxConfig | GdpoConfig
+
+AlgorithmConfig: TypeAlias = Annotated[SftConfig | EstimatorConfig, Field(discriminator="kind")]

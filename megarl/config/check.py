@@ -6,10 +6,11 @@ Each check returns its problems; all are reported together. Needs no torch and r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megarl.config.check_algorithm import check_algorithm
 from megarl.config.check_files import check_files, check_model_folder
-from megarl.config.check_sizes import check_split, check_step
+from megarl.config.check_sizes import check_megatron_split, check_split, check_step
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.native import check_native
 from megarl.config.recipe import Recipe
@@ -23,7 +24,40 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         shape = read_model_shape(recipe.model.path)
     except ConfigError as error:
         return [*problems, *error.problems]
-    return [*problems, *check_split(recipe, shape)]
+    if shape.has_value_head:
+        message = f"{recipe.model.path} is a critic and has no language head; name it in roles.critic.path"
+        return [*problems, Problem(key="model.path", message=message)]
+    return [*problems, *check_split(recipe, shape), *_other_models(recipe, shape)]
+
+
+def _other_models(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
+    """Those that start from a folder of their own."""
+    critic, reference = recipe.roles.critic, recipe.roles.reference
+    if critic is not None and critic.path is not None:
+        found = _shape_in(critic.path, "roles.critic.path")
+        if isinstance(found, Problem):
+            yield found
+        else:
+            yield from check_megatron_split(found, critic, key="roles.critic")
+            if found.vocab != shape.vocab:
+                yield Problem(
+                    key="roles.critic.path",
+                    message=f"its vocabulary has {found.vocab} tokens, that of model.path {shape.vocab}; "
+                    "a critic reads the policy's tokens",
+                )
+    if reference is not None and reference.path is not None:
+        found = _shape_in(reference.path, "roles.reference.path")
+        if isinstance(found, Problem):
+            yield found
+        elif found != shape:
+            yield Problem(key="roles.reference.path", message="not a model of the same shape and dtype as model.path")
+
+
+def _shape_in(folder: Path, key: str) -> ModelShape | Problem:
+    try:
+        return read_model_shape(folder)
+    except ConfigError as error:
+        return Problem(key=key, message=error.problems[0].message.replace("model.path", key))
 
 
 def check_without_files(recipe: Recipe, shape: ModelShape) -> list[Problem]:
@@ -50,14 +84,15 @@ def _without_effect(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(key="evaluation", message="nothing to evaluate on; set data.eval or remove the section")
     if recipe.evaluation is None and recipe.data.eval:
         yield Problem(key="data.eval", message="nothing evaluates on it; add `evaluation: {}` or remove it")
-    optimizer = recipe.train.optimizer
-    if optimizer.min_learning_rate > 0 and optimizer.decay == "constant":
-        yield Problem(
-            key="train.optimizer.min_learning_rate",
-            message=f"{optimizer.min_learning_rate} is never reached with decay constant; set decay or remove it",
-        )
-    actor = recipe.roles.actor
-    if actor.virtual_pipeline > 1 and actor.pipeline == 1:
-        yield Problem(key="roles.actor.virtual_pipeline", message="needs pipeline > 1; set it to 1")
-    if actor.is_sequence_parallel and actor.tensor == 1:
-        yield Problem(key="roles.actor.is_sequence_parallel", message="does nothing with tensor 1; remove it")
+    for role, split in recipe.megatron_roles.items():
+        if split.virtual_pipeline > 1 and split.pipeline == 1:
+            yield Problem(key=f"roles.{role}.virtual_pipeline", message="needs pipeline > 1; set it to 1")
+        if split.is_sequence_parallel and split.tensor == 1:
+            yield Problem(key=f"roles.{role}.is_sequence_parallel", message="does nothing with tensor 1; remove it")
+    reference = recipe.roles.reference
+    if reference is not None and reference.pool is None:
+        for name in sorted(reference.model_fields_set - {"pool", "path"}):
+            yield Problem(
+                key=f"roles.reference.{name}",
+                message="has no use in the actor's ranks, which split it as the actor; remove it or name a pool",
+            )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.algorithm import (
+    GaeConfig,
     GdpoConfig,
     GmpoLossConfig,
     GpgLossConfig,
     GspoLossConfig,
     IcepopConfig,
+    KlRewardConfig,
     MaskConfig,
     PolicyGradientConfig,
     ReinforcePpConfig,
@@ -27,6 +29,7 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
         return list(_imitation(recipe))
     return [
         *_rollouts(recipe),
+        *_models(algorithm, recipe),
         *_loss(algorithm, recipe),
         *_correction(algorithm),
         *_mismatch(algorithm),
@@ -39,6 +42,9 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
 def _imitation(recipe: Recipe) -> Iterator[Problem]:
     if recipe.train.prompts_per_update is not None:
         yield Problem(key="train.prompts_per_update", message="has no use in sft; remove it")
+    for name, role in (("critic", recipe.roles.critic), ("reference", recipe.roles.reference)):
+        if role is not None:
+            yield Problem(key=f"roles.{name}", message="has no use in sft; remove it")
     if recipe.roles.rollout is not None and recipe.evaluation is None:
         yield Problem(key="roles.rollout", message="sft generates only for an evaluation; remove one, add the other")
 
@@ -47,10 +53,32 @@ def _rollouts(recipe: Recipe) -> Iterator[Problem]:
     kind = recipe.algorithm.kind
     if recipe.roles.rollout is None:
         yield Problem(key="roles.rollout", message=f"missing; {kind} needs engines that generate")
-    if recipe.sampling.rollouts_per_prompt == 1 and not isinstance(recipe.algorithm, ReinforcePpConfig | RemaxConfig):
+    judges_alone = GaeConfig | ReinforcePpConfig | RemaxConfig
+    if recipe.sampling.rollouts_per_prompt == 1 and not isinstance(recipe.algorithm, judges_alone):
         yield Problem(
             key="sampling.rollouts_per_prompt",
             message=f"1 leaves nothing to compare in a group; {kind} needs at least 2",
+        )
+
+
+def _models(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem]:
+    """Critic and reference are there where they are needed, and nowhere else."""
+    roles = recipe.roles
+    if isinstance(algorithm, GaeConfig) and roles.critic is None:
+        yield Problem(key="roles.critic", message="missing; gae needs a critic: name a pool for it, or choose grpo")
+    if not isinstance(algorithm, GaeConfig) and roles.critic is not None:
+        yield Problem(key="roles.critic", message="only gae has a use for it; remove it or set algorithm.kind to gae")
+    if algorithm.kl is not None and roles.reference is None:
+        yield Problem(
+            key="roles.reference",
+            message="missing; algorithm.kl needs it: `reference: {}` keeps it in host memory of the actor's ranks",
+        )
+    if algorithm.kl is None and roles.reference is not None:
+        yield Problem(key="roles.reference", message="only algorithm.kl has a use for it; remove one or add the other")
+    if isinstance(algorithm.kl, KlRewardConfig) and isinstance(algorithm, GdpoConfig):
+        yield Problem(
+            key="algorithm.kl.kind",
+            message="reward changes the score, which gdpo does not use; set it to loss",
         )
 
 
@@ -64,8 +92,8 @@ def _loss(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem]:
     if isinstance(loss, GpgLossConfig) and recipe.train.updates_per_step > 1:
         yield Problem(
             key="algorithm.loss.kind",
-            message=f"gpg has no ratio to the policy that sampled, but train.prompts_per_update makes "
-            f"{recipe.train.updates_per_step} updates a step; remove that key or choose ppo",
+            message=f"gpg has no ratio to the policy that sampled, but train.prompts_per_update and train.epochs make "
+            f"{recipe.train.updates_per_step} updates a step; remove them or choose ppo",
         )
     if (aggregation == "seq_mean_token_sum_norm") != (algorithm.horizon_tokens is not None):
         yield Problem(

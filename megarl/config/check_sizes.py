@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.model import ModelShape
-from megarl.config.recipe import ActorConfig, Recipe, RolloutRoleConfig
+from megarl.config.recipe import (
+    CriticConfig,
+    ModelParallelConfig,
+    OptimizerConfig,
+    Recipe,
+    RolloutRoleConfig,
+)
 from megarl.errors import Problem
 
 _ENGINE_VOCAB_STEP = 64
@@ -19,8 +25,13 @@ def check_step(recipe: Recipe) -> Iterator[Problem]:
 
 
 def check_split(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
-    """Whether the model can be divided as the recipe says, and has the context it asks for."""
-    yield from _actor_split(shape, recipe.roles.actor)
+    """Whether the model can be divided as the recipe says, and has the context it asks for.
+
+    A critic of its own shape is looked at with its files.
+    """
+    for role, split in recipe.megatron_roles.items():
+        if not (isinstance(split, CriticConfig) and split.path is not None):
+            yield from check_megatron_split(shape, split, key=f"roles.{role}")
     if recipe.roles.rollout is not None:
         yield from _engine_split(shape, recipe.roles.rollout, device=recipe.run.device)
     if recipe.max_context_tokens > shape.max_context_tokens:
@@ -32,19 +43,19 @@ def check_split(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _pools(recipe: Recipe) -> Iterator[Problem]:
-    pools = recipe.pools
-    actor, rollout = recipe.roles.actor, recipe.roles.rollout
+    pools, used = recipe.pools, recipe.used_pools
+    rollout = recipe.roles.rollout
     known = ", ".join(sorted(pools))
-    for role, pool in (("actor", actor.pool), ("rollout", rollout.pool if rollout else None)):
-        if pool is not None and pool not in pools:
+    for role, pool in used.items():
+        if pool not in pools:
             yield Problem(key=f"roles.{role}.pool", message=f"no pool named {pool}; pools are {known}")
-    if actor.pool in pools:
-        gpus = pools[actor.pool].gpus
-        if gpus % actor.model_parallel:
+    for role, split in recipe.megatron_roles.items():
+        pool = used[role]
+        if pool in pools and pools[pool].gpus % split.model_parallel:
             yield Problem(
-                key="roles.actor",
-                message=f"tensor {actor.tensor} * pipeline {actor.pipeline} = {actor.model_parallel} "
-                f"does not divide the {gpus} gpus of pool {actor.pool}",
+                key=f"roles.{role}",
+                message=f"tensor {split.tensor} * pipeline {split.pipeline} = {split.model_parallel} "
+                f"does not divide the {pools[pool].gpus} gpus of pool {pool}",
             )
     if rollout is not None and rollout.pool in pools:
         per_node = pools[rollout.pool].gpus_per_node
@@ -54,7 +65,7 @@ def _pools(recipe: Recipe) -> Iterator[Problem]:
                 message=f"{rollout.tensor} does not divide the {per_node} gpus of a node of pool {rollout.pool}; "
                 "an engine stays on one node",
             )
-    for name in sorted(set(pools) - {actor.pool, rollout.pool if rollout else actor.pool}):
+    for name in sorted(set(pools) - set(used.values())):
         yield Problem(key=f"pools.{name}", message="no role uses this pool; remove it or name it in a role")
 
 
@@ -77,27 +88,52 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
     cached_tokens = rollout.max_cached_tokens if rollout else None
     if cached_tokens is not None and recipe.max_context_tokens > cached_tokens:
         yield Problem(key="roles.rollout.max_cached_tokens", message=f"{cached_tokens} cannot hold {longest}")
-    optimizer = train.optimizer
+    yield from _optimizer(train.optimizer, recipe, key="train.optimizer")
+    if recipe.roles.critic is not None:
+        yield from _critic(recipe.roles.critic, recipe)
+
+
+def _critic(critic: CriticConfig, recipe: Recipe) -> Iterator[Problem]:
+    yield from _optimizer(critic.optimizer, recipe, key="roles.critic.optimizer")
+    if critic.prompts_per_update is not None and recipe.train.prompts_per_step % critic.prompts_per_update:
+        yield Problem(
+            key="roles.critic.prompts_per_update",
+            message=f"{critic.prompts_per_update} does not divide train.prompts_per_step "
+            f"{recipe.train.prompts_per_step}",
+        )
+    if critic.warmup_steps >= recipe.run.steps:
+        yield Problem(
+            key="roles.critic.warmup_steps",
+            message=f"{critic.warmup_steps} leaves the actor none of run.steps {recipe.run.steps} to learn in",
+        )
+
+
+def _optimizer(optimizer: OptimizerConfig, recipe: Recipe, *, key: str) -> Iterator[Problem]:
     if optimizer.warmup_steps > recipe.run.steps:
         yield Problem(
-            key="train.optimizer.warmup_steps",
+            key=f"{key}.warmup_steps",
             message=f"{optimizer.warmup_steps} is more than run.steps {recipe.run.steps}; "
             "the learning rate would never be reached",
         )
     if optimizer.min_learning_rate > optimizer.learning_rate:
         yield Problem(
-            key="train.optimizer.min_learning_rate",
+            key=f"{key}.min_learning_rate",
             message=f"{optimizer.min_learning_rate} is above learning_rate {optimizer.learning_rate}",
+        )
+    elif optimizer.min_learning_rate > 0 and optimizer.decay == "constant":
+        yield Problem(
+            key=f"{key}.min_learning_rate",
+            message=f"{optimizer.min_learning_rate} is never reached with decay constant; set decay or remove it",
         )
 
 
-def _actor_split(shape: ModelShape, actor: ActorConfig) -> Iterator[Problem]:
-    yield from _tensor_split(shape, actor.tensor, key="roles.actor.tensor")
-    chunks = actor.pipeline * actor.virtual_pipeline
+def check_megatron_split(shape: ModelShape, split: ModelParallelConfig, *, key: str) -> Iterator[Problem]:
+    yield from _tensor_split(shape, split.tensor, key=f"{key}.tensor")
+    chunks = split.pipeline * split.virtual_pipeline
     if shape.num_layers % chunks:
         yield Problem(
-            key="roles.actor.pipeline",
-            message=f"pipeline {actor.pipeline} * virtual_pipeline {actor.virtual_pipeline} = {chunks} "
+            key=f"{key}.pipeline",
+            message=f"pipeline {split.pipeline} * virtual_pipeline {split.virtual_pipeline} = {chunks} "
             f"does not divide the model's {shape.num_layers} layers; choose one of {_divisors(shape.num_layers)}",
         )
 

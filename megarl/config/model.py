@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -47,6 +47,12 @@ class ModelShape:
     has_qk_norm: bool
     dtype: str
     """Of the checkpoint: float32, bfloat16 or float16."""
+    has_value_head: bool = False
+    """A critic: one number per token in the place of logits."""
+
+    def as_critic(self) -> ModelShape:
+        """The same body with a value head."""
+        return replace(self, has_value_head=True, has_tied_embeddings=False)
 
 
 _FAMILIES = {
@@ -54,6 +60,14 @@ _FAMILIES = {
     "Qwen2ForCausalLM": Family.QWEN2,
     "Qwen3ForCausalLM": Family.QWEN3,
 }
+
+
+def critic_architecture(language_model: str) -> str:
+    """What transformers calls a model of the same body that has one number to say."""
+    return language_model.replace("ForCausalLM", "ForSequenceClassification")
+
+
+_CRITICS = {critic_architecture(name): family for name, family in _FAMILIES.items()}
 
 
 def read_model_shape(folder: Path) -> ModelShape:
@@ -66,7 +80,8 @@ def read_model_shape(folder: Path) -> ModelShape:
     except json.JSONDecodeError as error:
         raise _error(f"{path} is not JSON: {error}") from None
     architectures = raw.get("architectures") or ["(none)"]
-    family = _FAMILIES.get(architectures[0])
+    is_critic = architectures[0] in _CRITICS
+    family = (_FAMILIES | _CRITICS).get(architectures[0])
     if family is None:
         known = ", ".join(_FAMILIES)
         raise _error(f"{path}: architecture {architectures[0]} is not supported; supported are {known}")
@@ -75,9 +90,10 @@ def read_model_shape(folder: Path) -> ModelShape:
     if raw.get("use_sliding_window"):
         raise _error(f"{path}: use_sliding_window is not supported; set it to false if the context allows")
     try:
-        return _shape(raw, family)
+        shape = _shape(raw, family)
     except KeyError as error:
         raise _error(f"{path}: {error.args[0]} is missing") from None
+    return shape.as_critic() if is_critic else shape
 
 
 def _shape(raw: dict[str, object], family: Family) -> ModelShape:

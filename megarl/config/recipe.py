@@ -62,8 +62,29 @@ class PoolConfig(Section):
         return self.nodes * self.gpus_per_node
 
 
-class ActorConfig(Section):
-    pool: str
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerConfig(Section):
+    learning_rate: PositiveFloat = 1e-6
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Where `decay` ends."""
+    warmup_steps: NonNegativeInt = 0
+    """Linear, from zero."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up, until `run.steps`."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Not applied to norms and biases."""
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: PositiveFloat = 1e-8
+    clip_grad_norm: PositiveFloat = 1.0
+    """Of all gradients together."""
+
+
+class ModelParallelConfig(Section):
+    """How a Megatron model is split over the ranks of its pool; the rest is data parallel."""
+
     tensor: PositiveInt = 1
     pipeline: PositiveInt = 1
     virtual_pipeline: PositiveInt = 1
@@ -76,6 +97,36 @@ class ActorConfig(Section):
     @property
     def model_parallel(self) -> int:
         return self.tensor * self.pipeline
+
+
+class ActorConfig(ModelParallelConfig):
+    pool: str
+
+
+class CriticConfig(ModelParallelConfig):
+    """Learns which reward to expect at every token; its ranks are processes of their own in any pool."""
+
+    pool: str
+    path: Path | None = None
+    """A folder like `model.path`, of a language model or an earlier critic; null starts from `model.path`."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    prompts_per_update: PositiveInt | None = None
+    """As in `train`, and what it is there unless set."""
+    epochs: PositiveInt = 1
+    """How often the critic sees the rollouts of a step."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps in which only the critic learns."""
+    clip: PositiveFloat = 0.5
+    """How far an update may move a value before its loss stops falling."""
+
+
+class ReferenceConfig(ModelParallelConfig):
+    """The policy that `algorithm.kl` measures the distance to; never trained."""
+
+    pool: str | None = None
+    """null keeps it in host memory of the actor's ranks, which take its weights for a forward pass in every step."""
+    path: Path | None = None
+    """A folder like `model.path`, of a model of the same shape; null is `model.path`."""
 
 
 class RolloutRoleConfig(Section):
@@ -104,6 +155,10 @@ class RolloutRoleConfig(Section):
 
 class RolesConfig(Section):
     actor: ActorConfig
+    critic: CriticConfig | None = None
+    """Needed by `gae`, and of use to nothing else."""
+    reference: ReferenceConfig | None = None
+    """Needed by `algorithm.kl`, and of use to nothing else."""
     rollout: RolloutRoleConfig | None = None
     """Not needed by `sft` without an evaluation."""
 
@@ -141,31 +196,13 @@ class FunctionRewardConfig(Section):
 RewardConfig = Annotated[ExactRewardConfig | FunctionRewardConfig, Field(discriminator="kind")]
 
 
-Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-class OptimizerConfig(Section):
-    learning_rate: PositiveFloat = 1e-6
-    min_learning_rate: NonNegativeFloat = 0.0
-    """Where `decay` ends."""
-    warmup_steps: NonNegativeInt = 0
-    """Linear, from zero."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up, until `run.steps`."""
-    weight_decay: NonNegativeFloat = 0.01
-    """Not applied to norms and biases."""
-    beta1: Decay = 0.9
-    beta2: Decay = 0.95
-    eps: PositiveFloat = 1e-8
-    clip_grad_norm: PositiveFloat = 1.0
-    """Of all gradients together."""
-
-
 class TrainConfig(Section):
     prompts_per_step: PositiveInt
     """Groups that are generated, then trained on."""
     prompts_per_update: PositiveInt | None = None
     """Mini-batch of one optimizer update; without it the whole step is one update."""
+    epochs: PositiveInt = 1
+    """How often the rollouts of a step are trained on."""
     tokens_per_micro_batch: PositiveInt = 8192
     """Sequences are packed up to this many tokens; must hold the longest prompt + response."""
     max_staleness: Literal[0] = 0
@@ -176,7 +213,7 @@ class TrainConfig(Section):
 
     @property
     def updates_per_step(self) -> int:
-        return self.prompts_per_step // (self.prompts_per_update or self.prompts_per_step)
+        return self.epochs * (self.prompts_per_step // (self.prompts_per_update or self.prompts_per_step))
 
 
 class EvaluationConfig(Section):
@@ -227,7 +264,22 @@ class Recipe(Section):
 
     @property
     def data_parallel(self) -> int:
+        """Of the actor."""
         return self.pools[self.roles.actor.pool].gpus // self.roles.actor.model_parallel
+
+    @property
+    def used_pools(self) -> dict[str, str]:
+        """By role: where its processes are."""
+        roles = self.roles
+        named = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference, "rollout": roles.rollout}
+        return {name: role.pool for name, role in named.items() if role is not None and role.pool is not None}
+
+    @property
+    def megatron_roles(self) -> dict[str, ModelParallelConfig]:
+        """Those whose ranks Megatron splits a model over, with how; a reference in the actor's ranks has none."""
+        roles = self.roles
+        named = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference}
+        return {name: role for name, role in named.items() if role is not None and role.pool is not None}
 
     @property
     def max_context_tokens(self) -> int:

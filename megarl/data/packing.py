@@ -15,6 +15,7 @@ import numpy.typing as npt
 from megarl.types import FloatArray, MicroBatch, MiniBatch, TrainBatch, TrainSample
 
 _PADDING = -1
+_CREDIT = ("advantages", "old_logprobs", "reference_logprobs", "values", "returns")
 
 
 def pack(
@@ -37,6 +38,7 @@ def pack(
     longest = max(lengths)
     assert longest <= tokens_per_micro_batch, f"a sample has {longest} tokens, a micro-batch {tokens_per_micro_batch}"
     per_update = samples_per_update or len(samples)
+    given = _given(samples[0])
     mini_batches = []
     for first in range(0, len(samples), per_update):
         sample_ids = list(range(first, min(first + per_update, len(samples))))
@@ -45,7 +47,7 @@ def pack(
         mini_batches.append(
             MiniBatch(
                 shares=tuple(
-                    tuple(_micro_batch(samples, members, num_tokens) for members in share)
+                    tuple(_micro_batch(samples, members, num_tokens, given) for members in share)
                     for share in _share_out(bins, lengths, data_parallel)
                 ),
                 num_loss_tokens=sum(int(samples[i].rollout.loss_mask.sum()) for i in sample_ids),
@@ -55,11 +57,11 @@ def pack(
     return TrainBatch(mini_batches=tuple(mini_batches), temperature=temperature)
 
 
-def unpack_logprobs(batch: TrainBatch, logprobs: Sequence[FloatArray]) -> tuple[FloatArray, ...]:
-    """Per sample, of its response tokens. `logprobs` has one array per mini-batch: [ranks, micro-batches, N]."""
-    assert len(logprobs) == len(batch.mini_batches), f"{len(logprobs)} arrays, {len(batch.mini_batches)} mini-batches"
+def unpack(batch: TrainBatch, columns: Sequence[FloatArray]) -> tuple[FloatArray, ...]:
+    """Per sample, of its response tokens. `columns` has one array per mini-batch: [ranks, micro-batches, N]."""
+    assert len(columns) == len(batch.mini_batches), f"{len(columns)} arrays, {len(batch.mini_batches)} mini-batches"
     by_sample: dict[int, FloatArray] = {}
-    for mini_batch, of_ranks in zip(batch.mini_batches, logprobs, strict=True):
+    for mini_batch, of_ranks in zip(batch.mini_batches, columns, strict=True):
         for share, of_share in zip(mini_batch.shares, of_ranks, strict=True):
             for micro_batch, of_tokens in zip(share, of_share, strict=True):
                 ends = micro_batch.sequence_starts[1:]
@@ -131,13 +133,20 @@ def _share_out(bins: list[list[int]], lengths: Sequence[int], data_parallel: int
     return shares
 
 
-def _micro_batch(samples: Sequence[TrainSample], members: Sequence[int], num_tokens: int) -> MicroBatch:
+def _given(sample: TrainSample) -> tuple[str, ...]:
+    """The columns that this sample, and so every sample of its step, has besides those of its rollout."""
+    return tuple(name for name in _CREDIT if getattr(sample, name) is not None)
+
+
+def _micro_batch(
+    samples: Sequence[TrainSample], members: Sequence[int], num_tokens: int, given: tuple[str, ...]
+) -> MicroBatch:
     token_ids = np.zeros(num_tokens, np.int32)
     positions = np.zeros(num_tokens, np.int32)
     targets = np.zeros(num_tokens, np.int32)
     loss_mask = np.zeros(num_tokens, np.bool_)
-    advantages = np.zeros(num_tokens, np.float32)
     rollout_logprobs = np.zeros(num_tokens, np.float32)
+    columns = {name: np.zeros(num_tokens, np.float32) for name in given}
     starts, response_starts, sample_ids = [0], [], []
     for sample_id in sorted(members):
         sample = samples[sample_id]
@@ -149,8 +158,9 @@ def _micro_batch(samples: Sequence[TrainSample], members: Sequence[int], num_tok
         targets[start:end] = sequence[1:]
         positions[start:end] = np.arange(end - start)
         loss_mask[response] = rollout.loss_mask
-        advantages[response] = sample.advantages
         rollout_logprobs[response] = rollout.logprobs
+        for name, column in columns.items():
+            column[response] = getattr(sample, name)
         starts.append(end)
         response_starts.append(response.start)
         sample_ids.append(sample_id)
@@ -165,8 +175,12 @@ def _micro_batch(samples: Sequence[TrainSample], members: Sequence[int], num_tok
         sequence_starts=_int32(starts),
         targets=targets,
         loss_mask=loss_mask,
-        advantages=advantages,
         rollout_logprobs=rollout_logprobs,
+        advantages=columns["advantages"],
+        old_logprobs=columns.get("old_logprobs"),
+        reference_logprobs=columns.get("reference_logprobs"),
+        values=columns.get("values"),
+        returns=columns.get("returns"),
         sample_ids=_int32(sample_ids),
         response_starts=_int32(response_starts),
     )

@@ -32,7 +32,10 @@ class History:
         return _series((summary.step, number(summary)) for summary in self.summaries)
 
     def of_updates(self, number: Callable[[UpdateStats], float]) -> Series:
-        return _series((summary.step, number(summary.update)) for summary in self.summaries)
+        """Without the steps in which only the critic learned."""
+        return _series(
+            (summary.step, number(summary.update)) for summary in self.summaries if summary.update is not None
+        )
 
     def of_rollouts(self, number: Callable[[RolloutSummary], float]) -> Series:
         """Empty where the run trained on demonstrations."""

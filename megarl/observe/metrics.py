@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 from megarl.errors import MachineError
 from megarl.observe.events import Evaluated, Published, Record, StepFinished, Warned
 from megarl.observe.summary import RolloutSummary, StepSummary
-from megarl.types import PublishResult, UpdateStats
+from megarl.types import CriticStats, PublishResult, UpdateStats
 
 LOOPBACK = "127.0.0.1"
 
@@ -51,6 +51,19 @@ class Metrics:
             "effective_sample_ratio", "Share of loss tokens left after weighing by that ratio"
         )
         self._rejected = self._gauge("rejected_fraction", "Share of loss tokens that the rollout correction took out")
+        self._reference_kl = self._gauge("reference_kl", "KL(policy || reference) over loss tokens, in nats")
+        self._kl_coef = self._gauge("kl_coef", "What the distance from the reference costs")
+        self._skipped = self._counter("skipped_updates", "Updates whose loss or gradient was not finite")
+
+        self._value_loss = self._gauge("value_loss", "Loss of the critic's last updates")
+        self._critic_grad_norm = self._gauge("critic_grad_norm", "Gradient norm of the critic before clipping")
+        self._critic_learning_rate = self._gauge("critic_learning_rate", "Learning rate of the critic's last update")
+        self._value_clip_fraction = self._gauge("value_clip_fraction", "Share of values whose change was clipped")
+        self._value_mean = self._gauge("value_mean", "Mean value of the last step's tokens before its updates")
+        self._return_mean = self._gauge("return_mean", "Mean return of the last step's tokens")
+        self._explained_variance = self._gauge(
+            "explained_variance", "Share of the returns' variance that the critic foresaw"
+        )
 
         self._actor_version = self._gauge("actor_weight_version", "Version the trainer holds")
         self._rollout_version = self._gauge("rollout_weight_version", "Version committed on every engine")
@@ -70,7 +83,10 @@ class Metrics:
                 for phase, seconds in phase_seconds.items():
                     self._phase_seconds.labels(self._run, phase).inc(seconds)
                 self._record_step(summary)
-                self._record_update(summary.update)
+                if summary.update is not None:
+                    self._record_update(summary.update)
+                if summary.critic is not None:
+                    self._record_critic(summary.critic)
                 if summary.rollouts is not None:
                     self._record_rollouts(summary.rollouts)
             case Published(result=result):
@@ -92,6 +108,9 @@ class Metrics:
         self._set(self._step_seconds, summary.seconds)
         self._tokens.labels(self._run).inc(summary.num_tokens)
         self._set(self._tokens_per_second, summary.tokens_per_second)
+        self._skipped.labels(self._run).inc(summary.num_skipped_updates)
+        if summary.kl_coef is not None:
+            self._set(self._kl_coef, summary.kl_coef)
 
     def _record_update(self, update: UpdateStats) -> None:
         self._set(self._loss, update.loss)
@@ -107,6 +126,17 @@ class Metrics:
         self._set(self._mismatch_chi2, update.mismatch_chi2)
         self._set(self._effective, update.effective_sample_ratio)
         self._set(self._rejected, update.rejected_fraction)
+        if update.reference_kl is not None:
+            self._set(self._reference_kl, update.reference_kl)
+
+    def _record_critic(self, critic: CriticStats) -> None:
+        self._set(self._value_loss, critic.loss)
+        self._set(self._critic_grad_norm, critic.grad_norm)
+        self._set(self._critic_learning_rate, critic.learning_rate)
+        self._set(self._value_clip_fraction, critic.clip_fraction)
+        self._set(self._value_mean, critic.value_mean)
+        self._set(self._return_mean, critic.return_mean)
+        self._set(self._explained_variance, critic.explained_variance)
 
     def _record_rollouts(self, rollouts: RolloutSummary) -> None:
         self._set(self._reward_mean, rollouts.reward_mean)

@@ -8,7 +8,15 @@ from typing import Literal
 
 import numpy as np
 
-from megarl.types import DEMONSTRATION, FinishReason, PolicyVersion, ScoredGroup, UpdateResult, UpdateStats
+from megarl.types import (
+    DEMONSTRATION,
+    CriticStats,
+    FinishReason,
+    PolicyVersion,
+    ScoredGroup,
+    UpdateResult,
+    UpdateStats,
+)
 
 Phase = Literal["start", "generate", "assign", "update", "publish", "evaluate", "save"]
 """What a run spends its time on; one at a time, as the loop sees it."""
@@ -36,7 +44,12 @@ class StepSummary:
     step: int
     """Counts from 1."""
     version: PolicyVersion
-    update: UpdateStats
+    update: UpdateStats | None
+    """None where no update of the actor was applied."""
+    critic: CriticStats | None
+    num_skipped_updates: int
+    kl_coef: float | None
+    """What the distance from the reference costs from now on, where it costs anything."""
     rollouts: RolloutSummary | None
     """None where the step trained on demonstrations: nobody generated, nobody scored."""
     num_tokens: int
@@ -46,7 +59,9 @@ class StepSummary:
     tokens_per_second: float
 
 
-def summarize_step(*, step: int, groups: Sequence[ScoredGroup], update: UpdateResult, seconds: float) -> StepSummary:
+def summarize_step(
+    *, step: int, groups: Sequence[ScoredGroup], update: UpdateResult, kl_coef: float | None, seconds: float
+) -> StepSummary:
     num_tokens = sum(
         len(scored.group.prompt.token_ids) + len(rollout.token_ids)
         for scored in groups
@@ -56,6 +71,9 @@ def summarize_step(*, step: int, groups: Sequence[ScoredGroup], update: UpdateRe
         step=step,
         version=update.version,
         update=update.stats,
+        critic=update.critic,
+        num_skipped_updates=update.num_skipped_updates,
+        kl_coef=kl_coef,
         rollouts=None if _are_demonstrations(groups) else _summarize_rollouts(groups),
         num_tokens=num_tokens,
         seconds=seconds,

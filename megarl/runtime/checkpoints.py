@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Protocol
 
 from megarl import __version__
-from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, begin, checkpoint_folder, commit, prune
+from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, begin, below, checkpoint_folder, commit, prune
 from megarl.checkpoint.identity import digest_of
-from megarl.checkpoint.manifest import FORMAT, FileDigest, Manifest, digest_file
+from megarl.checkpoint.manifest import CRITIC_FOLDER, FORMAT, FileDigest, Manifest, digest_file
 from megarl.checkpoint.state import STATE_FILE, RunState, write_state
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
@@ -17,7 +19,8 @@ from megarl.data.stream import PromptStream
 from megarl.errors import CheckpointError, PreemptedError
 from megarl.observe.observer import Observer
 from megarl.runtime.preemption import Preemption
-from megarl.runtime.ranks import Ranks
+from megarl.runtime.ranks import ActorRanks, CriticRanks
+from megarl.stages import Algorithm
 from megarl.weights.canonical import canonical_tensors
 
 _SPARE_BYTES = 64 << 20
@@ -30,6 +33,14 @@ class Saver(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCritic:
+    ranks: CriticRanks
+    shape: ModelShape
+    source_folder: Path
+    """Has its configuration and tokenizer."""
+
+
 class RunSaver:
     """A save that fails is told to people, and training goes on; only the last one of a run must succeed."""
 
@@ -38,7 +49,9 @@ class RunSaver:
         recipe: Recipe,
         *,
         shape: ModelShape,
-        ranks: Ranks,
+        actor: ActorRanks,
+        critic: SavedCritic | None,
+        algorithm: Algorithm,
         prompts: PromptStream,
         data_digest: str,
         preemption: Preemption,
@@ -47,8 +60,12 @@ class RunSaver:
         self._recipe = recipe
         self._config = recipe.checkpoint
         self._parent = recipe.run_folder.absolute() / CHECKPOINTS_FOLDER
-        self._num_bytes = _estimate_bytes(shape, wants_optimizer=self._config.contents == "everything")
-        self._ranks = ranks
+        shapes = [shape] if critic is None else [shape, critic.shape]
+        wants_optimizer = self._config.contents == "everything"
+        self._num_bytes = sum(_estimate_bytes(item, wants_optimizer=wants_optimizer) for item in shapes) + _SPARE_BYTES
+        self._actor = actor
+        self._critic = critic
+        self._algorithm = algorithm
         self._prompts = prompts
         self._data_digest = data_digest
         self._preemption = preemption
@@ -83,10 +100,17 @@ class RunSaver:
         prompt_cursor = self._prompts.cursor
         folder = checkpoint_folder(self._parent, step)
         partial = await asyncio.to_thread(begin, folder, num_bytes=self._num_bytes)
-        files, trainer = await self._ranks.save(partial, self._recipe.model.path.absolute(), self._config.contents)
-        assert trainer.num_steps == step, f"the ranks stand at step {trainer.num_steps}, the loop at {step}"
+        files, trainer = await self._actor.save(partial, self._recipe.model.path.absolute(), self._config.contents)
+        critic = None
+        if self._critic is not None:
+            inner, critic = await self._critic.ranks.save(
+                partial / CRITIC_FOLDER, self._critic.source_folder.absolute(), self._config.contents
+            )
+            files |= below(CRITIC_FOLDER, inner)
         state = RunState(
             trainer=trainer,
+            critic=critic,
+            kl_coef=self._algorithm.kl_coef,
             prompt_cursor=prompt_cursor,
             seed=self._recipe.run.seed,
             data_digest=self._data_digest,
@@ -115,4 +139,4 @@ def _estimate_bytes(shape: ModelShape, *, wants_optimizer: bool) -> int:
     model_bytes = sum(spec.num_bytes for spec in specs)
     num_kept_in_fp32 = 2 if shape.dtype == "float32" else 3
     optimizer_bytes = sum(4 * num_kept_in_fp32 * prod(spec.shape) for spec in specs) if wants_optimizer else 0
-    return model_bytes + optimizer_bytes + _SPARE_BYTES
+    return model_bytes + optimizer_bytes

@@ -7,7 +7,6 @@ The step consumes scored groups, waits for a step's worth of them, and produces 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megarl.observe.observer import Observer
@@ -17,7 +16,7 @@ from megarl.runtime.checkpoints import Saver
 from megarl.runtime.evaluate import Evaluator
 from megarl.runtime.tasks import task_group
 from megarl.stages import Algorithm, Generator, Phases, PromptSource, Publisher, Scorer, Trainer
-from megarl.types import PolicyVersion, TrainBatch, TrainSample
+from megarl.types import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,6 @@ class Loop:
         generator: Generator,
         scorer: Scorer,
         algorithm: Algorithm,
-        pack: Callable[[Sequence[TrainSample]], TrainBatch],
         trainer: Trainer,
         publisher: Publisher,
         phases: Phases,
@@ -52,7 +50,6 @@ class Loop:
         self._generator = generator
         self._scorer = scorer
         self._algorithm = algorithm
-        self._pack = pack
         self._trainer = trainer
         self._publisher = publisher
         self._phases = phases
@@ -62,6 +59,7 @@ class Loop:
         self._observer = observer
         self._start = start
         self._num_steps = num_steps
+        self._published: PolicyVersion | None = None
 
     async def run(self) -> None:
         """Every step that is left; returns when the last one is trained, published, evaluated and saved."""
@@ -99,20 +97,25 @@ class Loop:
                 groups = await self._buffer.take_step()
         async with self._phases.training():
             with self._observer.phase("assign"):
-                samples = self._algorithm.assign(groups)
-                batch = self._pack(samples)
+                estimates = await self._trainer.estimate(groups)
+                samples = self._algorithm.assign(groups, estimates)
             with self._observer.phase("update"):
-                update = await self._trainer.update(batch)
+                update = await self._trainer.update(samples)
         for text in update.warnings:
             self._observer.warned(text)
-        await self._publish(update.version)
+        if update.version != self._published:
+            await self._publish(update.version)
         seconds = time.monotonic() - started
-        self._observer.step_finished(summarize_step(step=step, groups=groups, update=update, seconds=seconds))
+        summary = summarize_step(
+            step=step, groups=groups, update=update, kl_coef=self._algorithm.kl_coef, seconds=seconds
+        )
+        self._observer.step_finished(summary)
         return update.version
 
     async def _publish(self, version: PolicyVersion) -> None:
         with self._observer.phase("publish"):
             published = await self._publisher.publish(version)
+        self._published = version
         self._observer.published(published)
 
     async def _evaluate(self, *, step: int, version: PolicyVersion) -> None:

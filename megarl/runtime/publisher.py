@@ -16,7 +16,7 @@ from typing import TypeVar
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.rollout.control import EngineControl
 from megarl.rollout.orders import Meeting, Route
-from megarl.runtime.ranks import Ranks
+from megarl.runtime.ranks import ActorRanks
 from megarl.types import PolicyVersion, PublishResult
 from megarl.weights.check import check_delivery
 from megarl.weights.group import abandon_group
@@ -40,7 +40,7 @@ class NoPublisher:
 class TransferPublisher:
     """From trainer ranks to engine ranks through a transfer group that outlives the publishes."""
 
-    def __init__(self, *, ranks: Ranks, control: EngineControl, route: Route, timeout_s: float, host: str) -> None:
+    def __init__(self, *, ranks: ActorRanks, control: EngineControl, route: Route, timeout_s: float, host: str) -> None:
         self._ranks = ranks
         self._control = control
         self._route = route

@@ -1,41 +1,46 @@
-"""A trainer rank as a Ray actor, and all ranks together as the loop's Trainer.
+"""A trainer rank as a Ray actor, and all ranks of a model together.
 
-The actor adds to `TrainerRank` what belongs to its place in the run: meeting the other ranks, and sending its share of
-the weights to the engines.
+The processes add to the ranks of `train` what belongs to their place in the run: meeting each other, and, those of the
+actor, sending their share of the weights to the engines.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Generic, TypeVar, cast
 
 import ray
 
 from megarl.checkpoint.manifest import Contents, FileDigest
-from megarl.checkpoint.resume import ResumePoint
 from megarl.checkpoint.state import TrainerState
-from megarl.config.recipe import Recipe
+from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
+from megarl.config.recipe import CriticConfig, TrainConfig
 from megarl.env import trainer_environment
 from megarl.rollout.orders import Meeting, Route
 from megarl.runtime.cluster import Place
 from megarl.runtime.workers import WorkerGroup
-from megarl.train.rank import RankSpec, TrainerRank
-from megarl.types import TrainBatch, UpdateResult
+from megarl.train.actor import ActorRank
+from megarl.train.critic import CriticRank
+from megarl.train.rank import ModelRank, RankSpec
+from megarl.train.reference import ReferenceRank
+from megarl.train.trained import TrainedRank
+from megarl.types import CriticResult, FloatArray, TrainBatch, UpdateResult
 from megarl.weights.transfer import Sender, TransferGroup
 
+AnyRank = TypeVar("AnyRank", bound=ModelRank)
+AnyTrainedRank = TypeVar("AnyTrainedRank", bound=TrainedRank)
 
-class RankProcess:
-    """One process of the trainer. Methods are collective: the driver calls them on every rank at once."""
+
+class ModelProcess(Generic[AnyRank]):
+    """One process of a model. Methods are collective: the driver calls them on every rank at once."""
 
     def __init__(self) -> None:
-        self._trainer: TrainerRank | None = None
-        self._rank = 0
-        self._group: TransferGroup | None = None
-        self._sender: Sender | None = None
+        self._model: AnyRank | None = None
 
     def find_address(self) -> tuple[str, int]:
         """Where the others can meet rank 0: this node's address and a port that is free now."""
@@ -44,18 +49,67 @@ class RankProcess:
             port: int = listener.getsockname()[1]
         return host, port
 
-    def start(self, spec: RankSpec, folder: Path, resumed: TrainerState | None) -> int:
-        """Build the model; take the weights of a Hugging Face folder, or go on from a checkpoint. Answers: the pid."""
-        self._rank = spec.rank
-        self._trainer = TrainerRank(spec)
-        if resumed is None:
-            self._trainer.load(folder)
+    @property
+    def model(self) -> AnyRank:
+        assert self._model is not None, "start comes first"
+        return self._model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where the weights of a model come from."""
+
+    folder: Path
+    """In Hugging Face format, or a checkpoint's."""
+    resumed: TrainerState | None = None
+    """Where training stood, if `folder` is a checkpoint's."""
+
+    def fill(self, model: TrainedRank) -> None:
+        if self.resumed is None:
+            model.load(self.folder)
         else:
-            self._trainer.resume(folder, resumed)
+            model.resume(self.folder, self.resumed)
+
+
+class TrainedProcess(ModelProcess[AnyTrainedRank]):
+    def save(self, folder: Path, source_folder: Path, contents: Contents) -> tuple[dict[str, FileDigest], TrainerState]:
+        return self.model.save(folder, source_folder, contents), self.model.state
+
+
+class ActorProcess(TrainedProcess[ActorRank]):
+    def __init__(self) -> None:
+        super().__init__()
+        self._rank = 0
+        self._group: TransferGroup | None = None
+        self._sender: Sender | None = None
+
+    def start(
+        self,
+        spec: RankSpec,
+        origin: Origin,
+        algorithm: AlgorithmConfig,
+        train: TrainConfig,
+        total_steps: int,
+        reference_folder: Path | None,
+    ) -> int:
+        """Build the model and fill it. Answers: the pid."""
+        self._rank = spec.rank
+        self._model = ActorRank(
+            spec, algorithm=algorithm, optimizer=train.optimizer, total_steps=total_steps, epochs=train.epochs
+        )
+        origin.fill(self._model)
+        if reference_folder is not None:
+            self._model.keep_reference(reference_folder)
         return os.getpid()
 
     def update(self, batch: TrainBatch) -> UpdateResult:
-        return self._started().update(batch)
+        return self.model.update(batch)
+
+    def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
+        return self.model.logprobs(batch)
+
+    def reference_logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
+        return self.model.reference_logprobs(batch)
 
     def join(self, route: Route, meeting: Meeting) -> None:
         """Meet the engine ranks; they join at the same time."""
@@ -70,8 +124,7 @@ class RankProcess:
             backend=meeting.backend,
             host=ray.util.get_node_ip_address(),
         )
-        tensors = self._started().tensors()
-        self._sender = Sender(plan, self._rank, tensors, self._group, bucket_bytes=meeting.bucket_bytes)
+        self._sender = Sender(plan, self._rank, self.model.tensors(), self._group, bucket_bytes=meeting.bucket_bytes)
 
     def send(self, version: int) -> dict[tuple[int, str], int]:
         """Send this rank's share; answers with a digest per (engine rank, tensor) of what it sent."""
@@ -83,35 +136,63 @@ class RankProcess:
         if group is not None:
             group.close()
 
-    def save(self, folder: Path, source_folder: Path, contents: Contents) -> tuple[dict[str, FileDigest], TrainerState]:
-        trainer = self._started()
-        return trainer.save(folder, source_folder, contents), trainer.state
 
-    def _started(self) -> TrainerRank:
-        assert self._trainer is not None, "start comes first"
-        return self._trainer
+class CriticProcess(TrainedProcess[CriticRank]):
+    def start(
+        self,
+        spec: RankSpec,
+        origin: Origin,
+        algorithm: PolicyGradientConfig,
+        critic: CriticConfig,
+        total_steps: int,
+    ) -> int:
+        self._model = CriticRank(
+            spec,
+            algorithm=algorithm,
+            optimizer=critic.optimizer,
+            total_steps=total_steps,
+            epochs=critic.epochs,
+            clip=critic.clip,
+        )
+        origin.fill(self._model)
+        return os.getpid()
+
+    def values(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
+        return self.model.values(batch)
+
+    def update(self, batch: TrainBatch) -> CriticResult:
+        return self.model.update(batch)
+
+
+class ReferenceProcess(ModelProcess[ReferenceRank]):
+    def start(self, spec: RankSpec, folder: Path) -> int:
+        self._model = ReferenceRank(spec)
+        self._model.load(folder)
+        return os.getpid()
+
+    def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
+        return self.model.logprobs(batch)
 
 
 class Ranks:
-    """All ranks of the actor: the loop's Trainer, and what the publisher and the checkpoint ask of it."""
+    """All ranks of one model."""
 
-    def __init__(self, workers: WorkerGroup) -> None:
+    def __init__(self, workers: WorkerGroup, turn: asyncio.Lock) -> None:
         self._workers = workers
+        self._turn = turn
+        """Models of one pool compute one after the other."""
 
-    async def update(self, batch: TrainBatch) -> UpdateResult:
-        results = cast("list[UpdateResult]", await self._workers.call("update", batch))
-        return results[0]
+    async def _compute(self, method: str, *arguments: object) -> object:
+        """Every rank has the same answer."""
+        async with self._turn:
+            return (await self._workers.call(method, *arguments))[0]
 
-    async def join(self, route: Route, meeting: Meeting) -> None:
-        await self._workers.call("join", route, meeting)
 
-    async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
-        return cast("list[dict[tuple[int, str], int]]", await self._workers.call("send", version))
-
+class TrainedRanks(Ranks):
     async def save(
         self, folder: Path, source_folder: Path, contents: Contents
     ) -> tuple[dict[str, FileDigest], TrainerState]:
-        """Every file that some rank wrote into `folder`, and where the trainer stands."""
+        """Every file that some rank wrote into `folder`, and where the training of the model stands."""
         results = cast(
             "list[tuple[dict[str, FileDigest], TrainerState]]",
             await self._workers.call("save", folder, source_folder, contents),
@@ -119,20 +200,53 @@ class Ranks:
         return {name: digest for files, _ in results for name, digest in files.items()}, results[0][1]
 
 
-async def start_ranks(
-    recipe: Recipe, spec: RankSpec, places: Sequence[Place], *, share: float, resume: ResumePoint | None
-) -> Ranks:
-    """One process per place, loaded from `model.path` or the checkpoint. `spec` is rank 0's, without its address."""
-    actor = ray.remote(RankProcess)
-    environment = trainer_environment(recipe.run.device)
+class ActorRanks(TrainedRanks):
+    async def update(self, batch: TrainBatch) -> UpdateResult:
+        return cast("UpdateResult", await self._compute("update", batch))
+
+    async def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
+        return cast("tuple[FloatArray, ...]", await self._compute("logprobs", batch))
+
+    async def reference_logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
+        return cast("tuple[FloatArray, ...]", await self._compute("reference_logprobs", batch))
+
+    async def join(self, route: Route, meeting: Meeting) -> None:
+        await self._workers.call("join", route, meeting)
+
+    async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
+        return cast("list[dict[tuple[int, str], int]]", await self._workers.call("send", version))
+
+
+class CriticRanks(TrainedRanks):
+    async def update(self, batch: TrainBatch) -> CriticResult:
+        return cast("CriticResult", await self._compute("update", batch))
+
+    async def values(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
+        return cast("tuple[FloatArray, ...]", await self._compute("values", batch))
+
+
+class ReferenceRanks(Ranks):
+    async def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
+        return cast("tuple[FloatArray, ...]", await self._compute("logprobs", batch))
+
+
+async def start_processes(
+    role: str,
+    kind: type[ModelProcess[AnyRank]],
+    places: Sequence[Place],
+    spec: RankSpec,
+    *arguments: object,
+    share: float,
+) -> WorkerGroup:
+    """One process per place; each is started with its own spec, made from rank 0's, and the same arguments."""
+    remote = ray.remote(kind)
+    environment = trainer_environment(spec.device)
     workers = WorkerGroup(
-        "actor",
-        [actor.options(**place.options(environment, share=share)).remote() for place in places],
-        timeout_s=recipe.train.operation_timeout_s,
+        role,
+        [remote.options(**place.options(environment, share=share)).remote() for place in places],
+        timeout_s=spec.timeout_s,
     )
     host, port = cast("tuple[str, int]", await workers.call_first("find_address"))
     meeting = replace(spec, world=len(places), master_address=host, master_port=port)
-    folder = recipe.model.path.absolute() if resume is None else resume.folder
-    resumed = None if resume is None else resume.state.trainer
-    await workers.call_each("start", [(replace(meeting, rank=rank), folder, resumed) for rank in range(len(places))])
-    return Ranks(workers)
+    await workers.call_each("start", [(replace(meeting, rank=rank), *arguments) for rank in range(len(places))])
+    return workers

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import ray
 
+from megarl.checkpoint.manifest import CRITIC_FOLDER
 from megarl.checkpoint.resume import ResumePoint
-from megarl.config.model import ModelShape
-from megarl.config.recipe import Recipe, RolloutRoleConfig
+from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.recipe import ModelParallelConfig, Recipe, RolloutRoleConfig
 from megarl.rollout.client import EngineClient
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.orders import Route
-from megarl.runtime.cluster import Cluster
+from megarl.runtime.cluster import Cluster, Place
 from megarl.runtime.engines import Engines, start_engines
 from megarl.runtime.phases import SeparatePhases, SharedPhases
 from megarl.runtime.publisher import NoPublisher, TransferPublisher
-from megarl.runtime.ranks import Ranks, start_ranks
+from megarl.runtime.ranks import (
+    ActorProcess,
+    ActorRanks,
+    CriticProcess,
+    CriticRanks,
+    Origin,
+    ReferenceProcess,
+    ReferenceRanks,
+    start_processes,
+)
 from megarl.runtime.tasks import task_group
 from megarl.stages import Phases, Publisher
 from megarl.train.rank import RankSpec
@@ -29,7 +43,10 @@ from megarl.weights.megatron import MegatronParallel
 class Roles:
     """Everything that runs in a process of its own."""
 
-    ranks: Ranks
+    actor: ActorRanks
+    critic: CriticRanks | None
+    reference: ReferenceRanks | None
+    """None where there is none, and where the actor's ranks keep it."""
     fleet: Fleet | None
     """None where nobody generates."""
     publisher: Publisher
@@ -39,37 +56,146 @@ class Roles:
 async def start_roles(
     recipe: Recipe, shape: ModelShape, cluster: Cluster, stack: AsyncExitStack, *, resume: ResumePoint | None
 ) -> Roles:
-    """Ranks and engines start side by side: each takes a while. `stack` takes down what was started."""
-    actor, rollout = recipe.roles.actor, recipe.roles.rollout
-    places = cluster.reserve(recipe.pools)
-    is_shared = rollout is not None and rollout.pool == actor.pool
-    share = 0.5 if is_shared else 1.0
-    starting_ranks = start_ranks(recipe, _rank_spec(recipe, shape), places[actor.pool], share=share, resume=resume)
-    if rollout is None:
-        return Roles(ranks=await starting_ranks, fleet=None, publisher=NoPublisher(), phases=SeparatePhases())
-    starting_engines = start_engines(recipe, rollout, places[rollout.pool], share=share, is_shared=is_shared)
+    """All roles start side by side: each takes a while. `stack` takes down what was started."""
+    rollout = recipe.roles.rollout
+    pools = {name: _Pool(places, _users(recipe, name)) for name, places in cluster.reserve(recipe.pools).items()}
     async with task_group() as tasks:
-        ranks = tasks.create_task(starting_ranks)
-        engines = tasks.create_task(starting_engines)
-    stack.push_async_callback(engines.result().stop)
-    fleet = _open_fleet(rollout, engines.result(), stack)
-    publisher = await _connect(recipe, rollout, shape, ranks.result(), fleet)
-    phases = SharedPhases([fleet]) if is_shared else SeparatePhases()
-    return Roles(ranks=ranks.result(), fleet=fleet, publisher=publisher, phases=phases)
+        actor = tasks.create_task(_start_actor(recipe, shape, pools, resume))
+        critic = tasks.create_task(_start_critic(recipe, shape, pools, resume))
+        reference = tasks.create_task(_start_reference(recipe, shape, pools))
+        engines = tasks.create_task(_start_engines(recipe, pools))
+    fleet: Fleet | None = None
+    publisher: Publisher = NoPublisher()
+    phases: Phases = SeparatePhases()
+    running = engines.result()
+    if rollout is not None and running is not None:
+        stack.push_async_callback(running.stop)
+        fleet = _open_fleet(rollout, running, stack)
+        publisher = await _connect(recipe, rollout, shape, actor.result(), fleet)
+        phases = SharedPhases([fleet]) if pools[rollout.pool].is_shared else SeparatePhases()
+    return Roles(
+        actor=actor.result(),
+        critic=critic.result(),
+        reference=reference.result(),
+        fleet=fleet,
+        publisher=publisher,
+        phases=phases,
+    )
 
 
-def _rank_spec(recipe: Recipe, shape: ModelShape) -> RankSpec:
+class _Pool:
+    """The places of a pool, and how the roles that have it share it."""
+
+    def __init__(self, places: Sequence[Place], num_roles: int) -> None:
+        self.places = places
+        self.is_shared = num_roles > 1
+        # Ray counts in ten-thousandths of a device.
+        self.share = math.floor(10_000 / num_roles) / 10_000
+        self.turn = asyncio.Lock()
+
+
+def _users(recipe: Recipe, pool: str) -> int:
+    """How many roles have processes in a pool."""
+    roles = recipe.roles
+    named = (roles.actor, roles.critic, roles.reference, roles.rollout)
+    return sum(role is not None and role.pool == pool for role in named)
+
+
+async def _start_actor(
+    recipe: Recipe, shape: ModelShape, pools: Mapping[str, _Pool], resume: ResumePoint | None
+) -> ActorRanks:
+    config, reference, critic = recipe.roles.actor, recipe.roles.reference, recipe.roles.critic
+    pool = pools[config.pool]
+    origin = Origin(folder=recipe.model.path.absolute())
+    if resume is not None:
+        origin = Origin(folder=resume.folder, resumed=resume.state.trainer)
+    kept = (reference.path or recipe.model.path).absolute() if reference and reference.pool is None else None
+    workers = await start_processes(
+        "actor",
+        ActorProcess,
+        pool.places,
+        _rank_spec(recipe, config, shape),
+        origin,
+        recipe.algorithm,
+        recipe.train,
+        recipe.run.steps - (critic.warmup_steps if critic else 0),
+        kept,
+        share=pool.share,
+    )
+    return ActorRanks(workers, pool.turn)
+
+
+async def _start_critic(
+    recipe: Recipe, shape: ModelShape, pools: Mapping[str, _Pool], resume: ResumePoint | None
+) -> CriticRanks | None:
+    config = recipe.roles.critic
+    if config is None:
+        return None
+    pool = pools[config.pool]
+    folder = critic_folder(recipe)
+    origin = Origin(folder=folder.absolute())
+    if resume is not None:
+        assert resume.state.critic is not None, f"{resume.folder} has no critic"
+        origin = Origin(folder=resume.folder / CRITIC_FOLDER, resumed=resume.state.critic)
+    workers = await start_processes(
+        "critic",
+        CriticProcess,
+        pool.places,
+        _rank_spec(recipe, config, critic_shape(recipe, shape)),
+        origin,
+        recipe.algorithm,
+        config,
+        recipe.run.steps,
+        share=pool.share,
+    )
+    return CriticRanks(workers, pool.turn)
+
+
+async def _start_reference(recipe: Recipe, shape: ModelShape, pools: Mapping[str, _Pool]) -> ReferenceRanks | None:
+    config = recipe.roles.reference
+    if config is None or config.pool is None:
+        return None
+    pool = pools[config.pool]
+    workers = await start_processes(
+        "reference",
+        ReferenceProcess,
+        pool.places,
+        _rank_spec(recipe, config, shape),
+        (config.path or recipe.model.path).absolute(),
+        share=pool.share,
+    )
+    return ReferenceRanks(workers, pool.turn)
+
+
+async def _start_engines(recipe: Recipe, pools: Mapping[str, _Pool]) -> Engines | None:
+    config = recipe.roles.rollout
+    if config is None:
+        return None
+    pool = pools[config.pool]
+    return await start_engines(recipe, config, pool.places, share=pool.share, is_shared=pool.is_shared)
+
+
+def critic_folder(recipe: Recipe) -> Path:
+    """Where the critic's first weights, its configuration and its tokenizer are."""
+    critic = recipe.roles.critic
+    return recipe.model.path if critic is None or critic.path is None else critic.path
+
+
+def critic_shape(recipe: Recipe, policy: ModelShape) -> ModelShape:
+    critic = recipe.roles.critic
+    body = policy if critic is None or critic.path is None else read_model_shape(critic.path)
+    return body.as_critic()
+
+
+def _rank_spec(recipe: Recipe, split: ModelParallelConfig, shape: ModelShape) -> RankSpec:
     return RankSpec(
         rank=0,
         world=1,
         master_address="",
         master_port=0,
         device=recipe.run.device,
-        actor=recipe.roles.actor,
+        split=split,
         shape=shape,
-        optimizer=recipe.train.optimizer,
-        algorithm=recipe.algorithm,
-        total_steps=recipe.run.steps,
         seed=recipe.run.seed,
         timeout_s=recipe.train.operation_timeout_s,
     )
@@ -83,7 +209,7 @@ def _open_fleet(config: RolloutRoleConfig, engines: Engines, stack: AsyncExitSta
 
 
 async def _connect(
-    recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, ranks: Ranks, fleet: Fleet
+    recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, ranks: ActorRanks, fleet: Fleet
 ) -> TransferPublisher:
     actor = recipe.roles.actor
     dtype = "float32" if recipe.run.device == "cpu" else "bfloat16"

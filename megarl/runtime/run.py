@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from functools import partial
 
 from megarl.algo.algorithm import build_algorithm
 from megarl.algo.greedy import WithGreedyRollout, WithGreedyScore
@@ -15,26 +14,23 @@ from megarl.checkpoint.resume import ResumePoint
 from megarl.config.algorithm import RemaxConfig, SftConfig
 from megarl.config.recipe import Recipe
 from megarl.data.demonstrations import Demonstrations, DemonstrationScorer
-from megarl.data.packing import pack
 from megarl.data.stream import PromptStream
 from megarl.observe.observer import Observer
 from megarl.reward.scorer import build_scorer
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.runtime.buffer import Buffer
-from megarl.runtime.checkpoints import RunSaver
+from megarl.runtime.checkpoints import RunSaver, SavedCritic
 from megarl.runtime.cluster import open_cluster
 from megarl.runtime.evaluate import Evaluator, GreedyEvaluator, NoEvaluator
 from megarl.runtime.inputs import Inputs, read_inputs
+from megarl.runtime.learners import build_learner
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.resume import check_fits
-from megarl.runtime.roles import Roles, start_roles
+from megarl.runtime.roles import Roles, critic_folder, critic_shape, start_roles
 from megarl.stages import Generator, Scorer
 from megarl.types import PolicyVersion
-
-PAD_MULTIPLE = 8
-"""Packed lengths are rounded up to this times the tensor-parallel size: even shares under sequence parallelism."""
 
 
 def run_recipe(recipe: Recipe, observer: Observer, *, ray_address: str | None, resume: ResumePoint | None) -> None:
@@ -69,33 +65,26 @@ def _build_loop(
     preemption: Preemption,
     resume: ResumePoint | None,
 ) -> Loop:
-    actor, train = recipe.roles.actor, recipe.train
-    is_sft = isinstance(recipe.algorithm, SftConfig)
+    train = recipe.train
     generator, judge = _producers(recipe, inputs, roles, scorer)
-    samples_per_update = None
-    if train.prompts_per_update is not None:
-        samples_per_update = train.prompts_per_update * recipe.sampling.rollouts_per_prompt
     prompts = PromptStream(
         inputs.train.prompts,
         seed=recipe.run.seed,
         is_shuffled=recipe.data.is_shuffled,
         cursor=0 if resume is None else resume.state.prompt_cursor,
     )
+    algorithm = build_algorithm(
+        recipe.algorithm,
+        max_response_tokens=recipe.sampling.max_response_tokens,
+        kl_coef=None if resume is None else resume.state.kl_coef,
+    )
+    start = _start(resume)
     return Loop(
         prompts=prompts,
         generator=generator,
         scorer=judge,
-        algorithm=build_algorithm(recipe.algorithm, max_response_tokens=recipe.sampling.max_response_tokens),
-        pack=partial(
-            pack,
-            data_parallel=recipe.data_parallel,
-            tokens_per_micro_batch=train.tokens_per_micro_batch,
-            samples_per_update=samples_per_update,
-            pad_multiple=PAD_MULTIPLE * actor.tensor,
-            micro_batch_multiple=actor.pipeline if actor.virtual_pipeline > 1 else 1,
-            temperature=1.0 if is_sft else recipe.sampling.temperature,
-        ),
-        trainer=roles.ranks,
+        algorithm=algorithm,
+        trainer=build_learner(recipe, roles, num_steps=start.step, version=start.version),
         publisher=roles.publisher,
         phases=roles.phases,
         buffer=Buffer(prompts_per_step=train.prompts_per_step, max_staleness=train.max_staleness),
@@ -103,15 +92,25 @@ def _build_loop(
         saver=RunSaver(
             recipe,
             shape=inputs.shape,
-            ranks=roles.ranks,
+            actor=roles.actor,
+            critic=_saved_critic(recipe, inputs, roles),
+            algorithm=algorithm,
             prompts=prompts,
             data_digest=inputs.train.digest,
             preemption=preemption,
             observer=observer,
         ),
         observer=observer,
-        start=_start(resume),
+        start=start,
         num_steps=recipe.run.steps,
+    )
+
+
+def _saved_critic(recipe: Recipe, inputs: Inputs, roles: Roles) -> SavedCritic | None:
+    if roles.critic is None:
+        return None
+    return SavedCritic(
+        ranks=roles.critic, shape=critic_shape(recipe, inputs.shape), source_folder=critic_folder(recipe)
     )
 
 

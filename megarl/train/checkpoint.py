@@ -16,7 +16,7 @@ from torch import Tensor
 from megarl.checkpoint.folder import below
 from megarl.checkpoint.manifest import MODEL_FOLDER, OPTIMIZER_FOLDER, FileDigest
 from megarl.checkpoint.save import save_hf, save_tensors
-from megarl.train.optimizer import PolicyOptimizer
+from megarl.train.optimizer import ModelOptimizer
 from megarl.train.shards import MOMENTS, Shard, cut, spread
 from megarl.weights.flat import FlatRange, restrict, restrict_all
 from megarl.weights.group import TransferGroup
@@ -40,13 +40,21 @@ def save_weights(
     layout: Layout,
     tensors: Mapping[str, Tensor],
     group: TransferGroup,
+    is_critic: bool,
 ) -> dict[str, FileDigest]:
-    files = save_hf(folder / MODEL_FOLDER, source_folder=source_folder, layout=layout, tensors=tensors, group=group)
+    files = save_hf(
+        folder / MODEL_FOLDER,
+        source_folder=source_folder,
+        layout=layout,
+        tensors=tensors,
+        group=group,
+        is_critic=is_critic,
+    )
     return below(MODEL_FOLDER, files)
 
 
 def save_optimizer(
-    folder: Path, *, layout: Layout, optimizer: PolicyOptimizer, group: TransferGroup
+    folder: Path, *, layout: Layout, optimizer: ModelOptimizer, group: TransferGroup
 ) -> dict[str, FileDigest]:
     """Moments, and master weights where `model/` has fewer bits; one kind after the other, to need little memory."""
     shards = optimizer.shards()
@@ -66,7 +74,7 @@ def save_optimizer(
 
 
 def load_optimizer(
-    folder: Path, *, holding: Holding, layout: Layout, optimizer: PolicyOptimizer, num_updates: int
+    folder: Path, *, holding: Holding, layout: Layout, optimizer: ModelOptimizer, num_updates: int
 ) -> None:
     """Take master weights, where there are some, and moments; the model's weights are already those of `folder`."""
     shards = optimizer.shards()

@@ -1,4 +1,4 @@
-"""The policy as Megatron modules: GPTModel chunks built from a Hugging Face shape, for Llama, Qwen2 and Qwen3.
+"""Policy and critic as Megatron modules: GPTModel chunks built from a Hugging Face shape, for Llama, Qwen2 and Qwen3.
 
 Megatron's local layer spec with our own norm and packed attention, so that the same model runs with and without
 Transformer Engine's packages. Weights start at zero: whoever builds a model loads it.
@@ -32,8 +32,8 @@ from megarl.train.topology import Device, Topology
 from megarl.weights.megatron import padded_vocab
 
 
-class PolicyModel(GPTModel):
-    """One chunk of the policy: embedding if it is the first, scores of the targets if it is the last."""
+class Model(GPTModel):
+    """One chunk: embedding if it is the first; a subclass says what becomes of the hidden states if it is the last."""
 
     def __init__(
         self,
@@ -58,22 +58,30 @@ class PolicyModel(GPTModel):
         self._topology = topology
         self._frequencies = rotary_frequencies(shape)
 
-    def forward(self, micro_batch: DeviceMicroBatch, *, temperature: float) -> Tensor | TokenScores:
-        """Hidden states for the next stage, or, from the last chunk, the scores of the targets."""
+    def decode(self, micro_batch: DeviceMicroBatch) -> Tensor:
+        """Hidden states: for the next stage, or, normed, of the last chunk."""
         embedded = self.embedding(micro_batch.token_ids, micro_batch.positions) if self.pre_process else None
-        hidden = self.decoder(
+        hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
             rotary_pos_emb=self._angles(micro_batch.positions),
             packed_seq_params=micro_batch.sequences,
         )
-        return self._scores(hidden, micro_batch.targets, temperature) if self.post_process else hidden
+        return hidden
 
     def _angles(self, positions: Tensor) -> Tensor:
         """[N, 1, head_dim]: of each position, whichever sequence it is in."""
         self._frequencies = self._frequencies.to(positions.device)
         angles = positions[0, :, None] * self._frequencies
         return torch.cat((angles, angles), dim=-1)[:, None, :]
+
+
+class PolicyModel(Model):
+    """The last chunk scores the targets."""
+
+    def forward(self, micro_batch: DeviceMicroBatch) -> Tensor | TokenScores:
+        hidden = self.decode(micro_batch)
+        return self._scores(hidden, micro_batch.targets, micro_batch.temperature) if self.post_process else hidden
 
     def _scores(self, hidden: Tensor, targets: Tensor, temperature: float) -> TokenScores:
         group = self._topology.tensor_group
@@ -95,6 +103,36 @@ class PolicyModel(GPTModel):
         return token_scores(hidden[:, 0], weight, targets, shard=shard, temperature=temperature)
 
 
+class ValueModel(Model):
+    """The last chunk says what reward it expects at every position."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        block: TransformerBlockSubmodules,
+        shape: ModelShape,
+        topology: Topology,
+        chunk: int,
+    ) -> None:
+        super().__init__(config, block, shape, topology, chunk)
+        if self.post_process:
+            del self.output_layer
+            self.value_head = torch.nn.Linear(shape.hidden, 1, bias=False, dtype=config.params_dtype)
+            self.value_head.to(topology.device)
+
+    def forward(self, micro_batch: DeviceMicroBatch) -> Tensor:
+        hidden = self.decode(micro_batch)
+        return self._values(hidden) if self.post_process else hidden
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        # Every tensor-parallel rank computes every value: the head's gradients are equal, and nothing has to be summed.
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self._topology.tensor_group
+            )
+        return F.linear(hidden[:, 0].float(), self.value_head.weight.float())[:, 0]
+
+
 def build_chunks(
     shape: ModelShape,
     topology: Topology,
@@ -102,8 +140,8 @@ def build_chunks(
     is_sequence_parallel: bool,
     device: Device,
     native: Mapping[str, object],
-) -> list[PolicyModel]:
-    """This rank's chunks, in the order of the layers, on the device."""
+) -> list[Model]:
+    """This rank's chunks, in the order of the layers, on the device; of a critic where the shape has a value head."""
     try:
         config = transformer_config(
             shape, topology, is_sequence_parallel=is_sequence_parallel, device=device, native=native
@@ -115,7 +153,8 @@ def build_chunks(
         raise ConfigError(problem.key, (problem,)) from error
     layers_per_chunk = shape.num_layers // (topology.pipeline * topology.virtual_pipeline)
     block = TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * layers_per_chunk, layer_norm=RMSNorm)
-    return [PolicyModel(config, block, shape, topology, chunk) for chunk in range(topology.virtual_pipeline)]
+    kind = ValueModel if shape.has_value_head else PolicyModel
+    return [kind(config, block, shape, topology, chunk) for chunk in range(topology.virtual_pipeline)]
 
 
 def transformer_config(

@@ -1,11 +1,7 @@
-"""Gradients and weights: Megatron's gradient buffers and distributed Adam around the model chunks.
-
-A gradient that is not finite never reaches a weight.
-"""
+"""Gradients and weights: Megatron's gradient buffers and distributed Adam around the model chunks."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -16,15 +12,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megarl.config.recipe import OptimizerConfig
-from megarl.errors import NumericsError
-from megarl.train.model import PolicyModel
+from megarl.train.model import Model
 from megarl.train.shards import Shard, shards_of
 
 
-class PolicyOptimizer:
+class ModelOptimizer:
     """Owns the wrapped chunks: parameters and gradients live in its buffers, moments and master weights in shards."""
 
-    def __init__(self, chunks: Sequence[PolicyModel], config: OptimizerConfig) -> None:
+    def __init__(self, chunks: Sequence[Model], config: OptimizerConfig) -> None:
         self._config = config
         model_config = chunks[0].config
         model_config.finalize_model_grads_func = _sum_gradients
@@ -79,16 +74,16 @@ class PolicyOptimizer:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def step(self, learning_rate: float) -> float:
-        """Clip, update, share the new weights; returns the norm before clipping."""
+    def grad_norm(self) -> float:
+        """Of all gradients together, before clipping."""
         self._optimizer.prepare_grads()
-        grad_norm = float(self._optimizer.get_grad_norm())
-        if not math.isfinite(grad_norm):
-            raise NumericsError(f"the gradient norm is {grad_norm}; this update was not applied")
+        return float(self._optimizer.get_grad_norm())
+
+    def step(self, learning_rate: float) -> None:
+        """Clip, update, share the new weights."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
-        return grad_norm
 
 
 def _sum_gradients(

@@ -9,59 +9,52 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megarl.train.logprob import TokenScores
 from megarl.train.micro_batch import DeviceMicroBatch
 
+Output = TypeVar("Output")
 Report = TypeVar("Report")
-Loss = Callable[[int, TokenScores], tuple[Tensor, Report]]
-"""(index of the micro-batch, its scores) -> its part of the loss, and what to remember of it."""
+Loss = Callable[[int, Output], tuple[Tensor, Report]]
+"""(index of the micro-batch, what the model says of it) -> its part of the loss, and what to remember of it."""
 
 _ForwardStep = Callable[[Iterator[int], torch.nn.Module], tuple[object, object]]
 
 
 def accumulate_gradients(
-    chunks: Sequence[DistributedDataParallel],
-    micro_batches: Sequence[DeviceMicroBatch],
-    *,
-    temperature: float,
-    loss: Loss[Report],
+    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[DeviceMicroBatch], *, loss: Loss[Output, Report]
 ) -> list[Report]:
     """Gradients of the sum of all losses, summed over ranks. Reports, in order, on the last stage; else nothing."""
 
     def forward_step(indices: Iterator[int], model: torch.nn.Module) -> tuple[object, object]:
         index = next(indices)
 
-        def loss_of(scores: TokenScores) -> tuple[Tensor, Tensor, Report]:
-            value, report = loss(index, scores)
+        def loss_of(output: Output) -> tuple[Tensor, Tensor, Report]:
+            value, report = loss(index, output)
             # Megatron adds up the middle one; `optimizer` does not use the sum.
             return value, torch.zeros((), dtype=torch.int), report
 
-        return model(micro_batches[index], temperature=temperature), loss_of
+        return model(micro_batches[index]), loss_of
 
     reports: list[Report] = _run(forward_step, chunks, micro_batches, is_forward_only=False)
     return reports
 
 
-def score(
-    chunks: Sequence[DistributedDataParallel], micro_batches: Sequence[DeviceMicroBatch], *, temperature: float
-) -> list[TokenScores]:
-    """Forward only. Scores, in order, on the last stage; else nothing."""
+def forward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[DeviceMicroBatch]) -> list[Output]:
+    """What the model says, without gradients: in order, on the last stage; else nothing."""
 
     def forward_step(indices: Iterator[int], model: torch.nn.Module) -> tuple[object, object]:
-        return model(micro_batches[next(indices)], temperature=temperature), None
+        return model(micro_batches[next(indices)]), None
 
     with torch.no_grad():
-        scores: list[TokenScores] = _run(forward_step, chunks, micro_batches, is_forward_only=True)
-    return scores
+        outputs: list[Output] = _run(forward_step, chunks, micro_batches, is_forward_only=True)
+    return outputs
 
 
 def _run(
     forward_step: _ForwardStep,
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[DeviceMicroBatch],
     *,
     is_forward_only: bool,

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import TCPStore
 
-from megarl.config.recipe import ActorConfig
+from megarl.config.recipe import ModelParallelConfig
 from megarl.errors import MachineError
 
 Device = Literal["cpu", "cuda"]
@@ -54,7 +54,7 @@ class Topology:
 
 
 def initialize(
-    actor: ActorConfig,
+    split: ModelParallelConfig,
     *,
     rank: int,
     world: int,
@@ -65,7 +65,7 @@ def initialize(
     timeout_s: float,
 ) -> Topology:
     """Meet the other ranks, build Megatron's groups, seed its random states. Every later wait has this deadline."""
-    assert world % actor.model_parallel == 0, f"{world} ranks, {actor.model_parallel} per model"
+    assert world % split.model_parallel == 0, f"{world} ranks, {split.model_parallel} per model"
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
         store = _meeting_point(master_address, master_port, rank=rank, world=world, timeout=timeout)
@@ -78,9 +78,9 @@ def initialize(
             f"within {timeout_s:g} s: {str(error).splitlines()[0]}"
         ) from None
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=actor.tensor,
-        pipeline_model_parallel_size=actor.pipeline,
-        virtual_pipeline_model_parallel_size=actor.virtual_pipeline if actor.virtual_pipeline > 1 else None,
+        tensor_model_parallel_size=split.tensor,
+        pipeline_model_parallel_size=split.pipeline,
+        virtual_pipeline_model_parallel_size=split.virtual_pipeline if split.virtual_pipeline > 1 else None,
         distributed_timeout_minutes=timeout_s / 60,
         create_gloo_process_groups=False,
     )
@@ -90,10 +90,10 @@ def initialize(
         rank=rank,
         world=world,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tensor=actor.tensor,
+        tensor=split.tensor,
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pipeline=actor.pipeline,
-        virtual_pipeline=actor.virtual_pipeline,
+        pipeline=split.pipeline,
+        virtual_pipeline=split.virtual_pipeline,
         data_rank=parallel_state.get_data_parallel_rank(),
         data=parallel_state.get_data_parallel_world_size(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),

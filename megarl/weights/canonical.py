@@ -9,6 +9,7 @@ from megarl.weights.slices import Index, TensorSpec
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+VALUE_HEAD = "score.weight"
 
 
 def canonical_tensors(shape: ModelShape) -> dict[str, TensorSpec]:
@@ -18,7 +19,9 @@ def canonical_tensors(shape: ModelShape) -> dict[str, TensorSpec]:
     for index in range(shape.num_layers):
         shapes |= {f"{layer_prefix(index)}{name}": extent for name, extent in _layer_shapes(shape).items()}
     shapes[FINAL_NORM] = (shape.hidden,)
-    if not shape.has_tied_embeddings:
+    if shape.has_value_head:
+        shapes[VALUE_HEAD] = (1, shape.hidden)
+    elif not shape.has_tied_embeddings:
         shapes[HEAD] = (shape.vocab, shape.hidden)
     return {name: TensorSpec(shape=extent, dtype=shape.dtype) for name, extent in shapes.items()}
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -53,9 +53,21 @@ def read_hf_folder(folder: Path, canonical: Mapping[str, TensorSpec]) -> HfFolde
 
 
 def load_hf(
-    folder: Path, holding: Holding, canonical: Mapping[str, TensorSpec], tensors: Mapping[str, torch.Tensor]
+    folder: Path,
+    holding: Holding,
+    canonical: Mapping[str, TensorSpec],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    may_lack: Collection[str] = (),
 ) -> None:
-    """Fill one rank's tensors in place, in their own dtype; what no piece covers (padding) becomes zero."""
+    """Fill one rank's tensors in place, in their own dtype; what no piece covers (padding) becomes zero.
+
+    So does what is in `may_lack` and not in the folder.
+    """
+    if may_lack:
+        lacking = set(may_lack) - {name for path in _files(folder) for name in _header(path)}
+        canonical = {name: spec for name, spec in canonical.items() if name not in lacking}
+        holding = replace(holding, pieces=tuple(piece for piece in holding.pieces if piece.slice.name in canonical))
     source = read_hf_folder(folder, canonical)
     moves = plan(source.layout, Layout(canonical=canonical, holdings=(holding,))).moves
     _zero_padding(holding, tensors)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megarl.config.model import ModelShape
 from megarl.errors import ConfigError, Problem
-from megarl.weights.canonical import EMBEDDING, FINAL_NORM, canonical_tensors, head_name, layer_prefix
+from megarl.weights.canonical import EMBEDDING, FINAL_NORM, VALUE_HEAD, canonical_tensors, head_name, layer_prefix
 from megarl.weights.fused import LocalTensor, Segment, column_window, replicate, row_window, whole
 from megarl.weights.slices import Holding, Layout, TensorSpec
 
@@ -92,8 +92,10 @@ def _stage_tensors(cut: _Cut, parallel: MegatronParallel, stage: int) -> Iterato
             yield from _layer_tensors(cut, f"{prefix}decoder.layers.{index}.", source)
         if is_last:
             yield cut.whole(f"{prefix}decoder.final_layernorm.weight", FINAL_NORM)
+            if cut.shape.has_value_head:
+                yield cut.whole(f"{prefix}value_head.weight", VALUE_HEAD)
             # A last stage that is not also the first keeps its own copy of tied embeddings.
-            if not (is_first and cut.shape.has_tied_embeddings):
+            elif not (is_first and cut.shape.has_tied_embeddings):
                 yield _vocab_tensor(cut, f"{prefix}output_layer.weight", head_name(cut.shape))
 
 

@@ -157,9 +157,26 @@ def float32(*numbers: float) -> FloatArray:
     return np.array(numbers, dtype=np.float32)
 
 
+def outcomes_of(
+    rewards: tuple[FloatArray, ...], values: tuple[FloatArray, ...], loss_masks: tuple[BoolArray, ...]
+) -> Outcomes:
+    """Token by token: what is taken off is what is given, with the other sign."""
+    return Outcomes(
+        rewards=np.zeros(len(rewards)),
+        groups=np.arange(len(rewards)),
+        loss_masks=loss_masks,
+        penalties=tuple(-tokens for tokens in rewards),
+        values=values,
+    )
+
+
 def test_gae_has_the_golden_numbers() -> None:
-    rewards, value = (float32(0, 0, 1),), (float32(0.5, 0.6, 0.7),)
-    found = gae(rewards, value, (np.array([True] * 3),), gamma=1.0, lam=0.95)
+    value = (float32(0.5, 0.6, 0.7),)
+    outcomes = Outcomes(
+        rewards=np.ones(1), groups=np.zeros(1, np.int64), loss_masks=(np.array([True] * 3),), values=value
+    )
+    found = gae(outcomes, gamma=1.0, lam=0.95)
+    np.testing.assert_array_equal(estimate("gae", outcomes, lam=0.95)[0], found.advantages[0])
     np.testing.assert_allclose(found.advantages[0], [0.991344, 0.017092, -1.008436], atol=1e-5)
     np.testing.assert_allclose(found.returns[0], [0.96575, 0.985, 1], atol=1e-5)
     np.testing.assert_allclose(found.returns[0] - value[0], [0.46575, 0.385, 0.3], atol=1e-5)
@@ -167,7 +184,7 @@ def test_gae_has_the_golden_numbers() -> None:
 
 def test_gae_steps_over_tokens_the_policy_did_not_choose() -> None:
     value = float32(0.5, 0.6, 0.7)
-    found = gae((float32(0, 0, 1),), (value,), (np.array([True, False, True]),), gamma=1.0, lam=0.95)
+    found = gae(outcomes_of((float32(0, 0, 1),), (value,), (np.array([True, False, True]),)), gamma=1.0, lam=0.95)
     np.testing.assert_allclose(found.returns[0], [0.5 + 0.485, 0, 1], atol=1e-5)
     assert found.advantages[0][1] == 0
 
@@ -177,7 +194,7 @@ def test_gae_equals_a_plain_loop(masks: list[list[bool]], seed: int, gamma: floa
     random = np.random.default_rng(seed)
     loss_masks = tuple(np.array(mask) for mask in masks)
     rewards, value = (tuple(random.standard_normal(len(mask)).astype(np.float32) for mask in masks) for _ in range(2))
-    found = gae(rewards, value, loss_masks, gamma=gamma, lam=lam)
+    found = gae(outcomes_of(rewards, value, loss_masks), gamma=gamma, lam=lam)
     slow = [slow_gae(*each, gamma=gamma, lam=lam) for each in zip(rewards, value, loss_masks, strict=True)]
     chosen = np.concatenate([np.array(raw)[mask] for (raw, _), mask in zip(slow, loss_masks, strict=True)])
     if len(chosen) > 1:

@@ -17,7 +17,10 @@ from megarl.config.algorithm import (
 )
 from megarl.errors import DataError
 from megarl.stages import Algorithm
+from megarl.types import Estimates
 from tests.algo.groups import scored_group, with_baseline
+
+NOTHING = Estimates()
 
 
 def build(config: AlgorithmConfig) -> Algorithm:
@@ -25,13 +28,13 @@ def build(config: AlgorithmConfig) -> Algorithm:
 
 
 def last_token_credit(config: AlgorithmConfig, rewards: list[float]) -> list[float]:
-    return [float(sample.advantages[-1]) for sample in build(config).assign([scored_group(0, rewards)])]
+    return [float(sample.advantages[-1]) for sample in build(config).assign([scored_group(0, rewards)], NOTHING)]
 
 
 def test_sft_gives_every_token_of_a_demonstration_the_same_credit() -> None:
     algorithm = build(SftConfig(kind="sft"))
     assert isinstance(algorithm, Sft)
-    samples = algorithm.assign([scored_group(1, [1.0]), scored_group(2, [0.0])])
+    samples = algorithm.assign([scored_group(1, [1.0]), scored_group(2, [0.0])], NOTHING)
     assert [sample.advantages.tolist() for sample in samples] == [[0, 1], [0, 1]]
     assert {sample.advantages.dtype for sample in samples} == {np.dtype(np.float32)}
 
@@ -40,7 +43,7 @@ def test_grpo_compares_within_the_group_and_keeps_the_order() -> None:
     groups = [scored_group(3, [1, 0]), scored_group(5, [0.25, 0.25, 1])]
     algorithm = build(GrpoConfig(kind="grpo", normalize_std=False))
     assert all(algorithm.keeps(group) for group in groups)
-    samples = algorithm.assign(groups)
+    samples = algorithm.assign(groups, NOTHING)
     assert [sample.prompt_ids.tolist() for sample in samples] == [[3, 3]] * 2 + [[5, 5]] * 3
     assert [sample.rollout for sample in samples] == [rollout for each in groups for rollout in each.group.rollouts]
     assert [sample.advantages.tolist() for sample in samples] == [
@@ -75,7 +78,9 @@ def test_gdpo_weighs_named_components() -> None:
     equal, right = (
         [
             float(sample.advantages[-1])
-            for sample in build(GdpoConfig(kind="gdpo", weights={"right": weight, "form": 1.0})).assign([group])
+            for sample in build(GdpoConfig(kind="gdpo", weights={"right": weight, "form": 1.0})).assign(
+                [group], NOTHING
+            )
         ]
         for weight in (1.0, 3.0)
     )
@@ -86,7 +91,7 @@ def test_gdpo_weighs_named_components() -> None:
 
 def test_gdpo_names_a_component_the_reward_does_not_give() -> None:
     with pytest.raises(DataError, match="no component form; it has none"):
-        build(GdpoConfig(kind="gdpo", weights={"form": 1.0})).assign([scored_group(0, [1, 0])])
+        build(GdpoConfig(kind="gdpo", weights={"form": 1.0})).assign([scored_group(0, [1, 0])], NOTHING)
 
 
 def test_a_filter_looks_at_rewards_before_the_length_penalty() -> None:
@@ -97,7 +102,7 @@ def test_a_filter_looks_at_rewards_before_the_length_penalty() -> None:
 
 def test_the_length_penalty_enters_the_comparison() -> None:
     config = GrpoConfig(kind="grpo", normalize_std=False, overlong=OverlongConfig(buffer_tokens=4))
-    samples = build(config).assign([scored_group(0, [1, 1], lengths=[5, 10])])
+    samples = build(config).assign([scored_group(0, [1, 1], lengths=[5, 10])], NOTHING)
     assert [float(sample.advantages[-1]) for sample in samples] == [0.5, -0.5]
 
 
@@ -105,15 +110,15 @@ def test_remax_compares_with_the_greedy_rollout_whose_length_costs_as_much() -> 
     group = with_baseline(scored_group(0, [1, 0], lengths=[3, 4]), score=1.0, length=10)
     plain = RemaxConfig(kind="remax")
     shaped = RemaxConfig(kind="remax", overlong=OverlongConfig(buffer_tokens=4))
-    assert [float(sample.advantages[-1]) for sample in build(plain).assign([group])] == [0, -1]
-    samples = build(shaped).assign([group])
+    assert [float(sample.advantages[-1]) for sample in build(plain).assign([group], NOTHING)] == [0, -1]
+    samples = build(shaped).assign([group], NOTHING)
     assert [float(sample.advantages[-1]) for sample in samples] == [1, 0]
     assert len(samples) == 2, "the greedy rollout is not trained on"
 
 
 def test_what_was_cut_leaves_the_loss_but_not_its_groups_baseline() -> None:
     config = GrpoConfig(kind="grpo", normalize_std=False, overlong=OverlongConfig(is_filtered=True))
-    first, second = build(config).assign([scored_group(0, [1, 0], lengths=[3, 10], cut=[1])])
+    first, second = build(config).assign([scored_group(0, [1, 0], lengths=[3, 10], cut=[1])], NOTHING)
     assert first.advantages.tolist() == [0, 0.5, 0.5]
     assert first.rollout.loss_mask.tolist() == [False, True, True]
     assert not second.rollout.loss_mask.any()

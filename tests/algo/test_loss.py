@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algo.loss import KlKind, aggregate, kl, masked_sum, policy_loss, value_loss
+from megarl.algo.loss import aggregate, kl, masked_sum, policy_loss, value_loss
 from megarl.algo.segments import Segments
 from megarl.config.algorithm import (
     Aggregation,
@@ -14,6 +14,7 @@ from megarl.config.algorithm import (
     GmpoLossConfig,
     GpgLossConfig,
     GspoLossConfig,
+    KlEstimate,
     LossConfig,
     PpoLossConfig,
     SapoLossConfig,
@@ -145,7 +146,7 @@ def test_what_is_masked_does_not_count_even_if_it_is_not_finite() -> None:
     assert values.grad.tolist() == [1.0, 0.0, 0.0]
 
 
-def kl_and_gradient(kind: KlKind, delta: float) -> tuple[float, float]:
+def kl_and_gradient(kind: KlEstimate, delta: float) -> tuple[float, float]:
     logprobs = torch.tensor([delta], requires_grad=True)
     found: Tensor = kl(kind, logprobs, torch.zeros(1))
     found.sum().backward()  # type: ignore[no-untyped-call]
@@ -165,7 +166,9 @@ def kl_and_gradient(kind: KlKind, delta: float) -> tuple[float, float]:
         ("k3+", 0.106531, 0.5),
     ],
 )
-def test_kl_has_the_golden_values_and_with_a_plus_the_gradient_of_k2(kind: KlKind, value: float, slope: float) -> None:
+def test_kl_has_the_golden_values_and_with_a_plus_the_gradient_of_k2(
+    kind: KlEstimate, value: float, slope: float
+) -> None:
     assert kl_and_gradient(kind, 0.5) == pytest.approx((value, slope), abs=TOLERANCE)
 
 

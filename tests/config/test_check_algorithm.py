@@ -115,8 +115,8 @@ def test_a_loss_without_a_ratio_is_for_one_update_a_step() -> None:
     algorithm = "{kind: gpg, loss: {kind: gpg}}"
     (line,) = problems(algorithm, train="{prompts_per_step: 8, prompts_per_update: 4}")
     assert line == (
-        "algorithm.loss.kind: gpg has no ratio to the policy that sampled, but train.prompts_per_update makes "
-        "2 updates a step; remove that key or choose ppo"
+        "algorithm.loss.kind: gpg has no ratio to the policy that sampled, but train.prompts_per_update and "
+        "train.epochs make 2 updates a step; remove them or choose ppo"
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.packing import pack, unpack_logprobs
+from megarl.data.packing import pack, unpack
 from megarl.types import FinishReason, MicroBatch, Rollout, TrainBatch, TrainSample
 
 PADDING = -1
@@ -139,7 +139,7 @@ def test_unpacking_gives_each_sample_its_own_back(sizes: Lengths, data_parallel:
         np.stack([np.stack([item.rollout_logprobs for item in share]) for share in mini_batch.shares])
         for mini_batch in batch.mini_batches
     ]
-    unpacked = unpack_logprobs(batch, arrays)
+    unpacked = unpack(batch, arrays)
     assert len(unpacked) == len(samples)
     for found, sample in zip(unpacked, samples, strict=True):
         np.testing.assert_array_equal(found, sample.rollout.logprobs)

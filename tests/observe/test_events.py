@@ -41,6 +41,7 @@ def test_not_a_number_survives_in_valid_json(tmp_path: Path) -> None:
     json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     (record,) = read_events(path)
     assert isinstance(record.event, StepFinished)
+    assert record.event.summary.update is not None
     assert math.isnan(record.event.summary.update.loss)
 
 

@@ -14,7 +14,7 @@ def test_a_step_is_summarized_over_all_its_rollouts() -> None:
         scored_group([0.0, 1.0], lengths=[2, 4]),
         scored_group([1.0, 1.0], lengths=[6, 8], finish=FinishReason.LENGTH),
     ]
-    summary = summarize_step(step=7, groups=groups, update=UPDATE, seconds=4.0)
+    summary = summarize_step(step=7, groups=groups, update=UPDATE, kl_coef=None, seconds=4.0)
     assert summary.rollouts is not None
     assert (summary.step, summary.version) == (7, 7)
     assert summary.rollouts.reward_mean == 0.75
@@ -26,13 +26,15 @@ def test_a_step_is_summarized_over_all_its_rollouts() -> None:
 
 
 def test_tokens_of_prompts_count_once_per_rollout() -> None:
-    summary = summarize_step(step=1, groups=[scored_group([0.0, 1.0], lengths=[2, 4])], update=UPDATE, seconds=2.0)
+    summary = summarize_step(
+        step=1, groups=[scored_group([0.0, 1.0], lengths=[2, 4])], update=UPDATE, kl_coef=None, seconds=2.0
+    )
     assert summary.num_tokens == (4 + 2) + (4 + 4)
     assert summary.tokens_per_second == 7.0
 
 
 def test_demonstrations_have_no_reward() -> None:
     groups = [demonstration_group(lengths=[3]), demonstration_group(lengths=[5])]
-    summary = summarize_step(step=1, groups=groups, update=UPDATE, seconds=2.0)
+    summary = summarize_step(step=1, groups=groups, update=UPDATE, kl_coef=None, seconds=2.0)
     assert summary.rollouts is None
     assert summary.num_tokens == 16

@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 import pytest
 
+from megarl.algo.algorithm import build_algorithm
 from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.folder import list_checkpoints
 from megarl.checkpoint.manifest import Contents, FileDigest, digest_file, verify
@@ -20,7 +21,7 @@ from megarl.observe.events import CheckpointSaved, Warned
 from megarl.observe.observer import Observer
 from megarl.runtime.checkpoints import RunSaver
 from megarl.runtime.preemption import Preemption
-from megarl.runtime.ranks import Ranks
+from megarl.runtime.ranks import ActorRanks
 from megarl.types import Prompt
 from tests.checkpoint.test_identity import make_recipe
 from tests.observe.samples import ListSink
@@ -74,7 +75,9 @@ class FakeRun:
         saver = RunSaver(
             self.recipe,
             shape=make_shape(),
-            ranks=cast("Ranks", self.ranks),
+            actor=cast("ActorRanks", self.ranks),
+            critic=None,
+            algorithm=build_algorithm(self.recipe.algorithm, max_response_tokens=8),
             prompts=self.prompts,
             data_digest="of the data",
             preemption=preemption,

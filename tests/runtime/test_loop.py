@@ -16,6 +16,7 @@ from megarl.runtime.loop import Loop, Start
 from megarl.runtime.phases import SeparatePhases, SharedPhases
 from megarl.stages import Phases
 from megarl.types import (
+    Estimates,
     FinishReason,
     PolicyVersion,
     Prompt,
@@ -24,7 +25,6 @@ from megarl.types import (
     RolloutGroup,
     Score,
     ScoredGroup,
-    TrainBatch,
     TrainSample,
     UpdateResult,
     UpdateStats,
@@ -44,6 +44,7 @@ STATS = UpdateStats(
     mismatch_chi2=0.0,
     effective_sample_ratio=1.0,
     rejected_fraction=0.0,
+    reference_kl=None,
     num_loss_tokens=1,
     num_sequences=1,
     num_micro_batches=1,
@@ -104,14 +105,19 @@ class FakeCluster:
     def keeps(self, group: ScoredGroup) -> bool:
         return self._keeps(group.group.prompt.position)
 
-    def assign(self, groups: Sequence[ScoredGroup]) -> list[TrainSample]:
+    kl_coef: float | None = None
+
+    async def estimate(self, groups: Sequence[ScoredGroup]) -> Estimates:
+        return Estimates()
+
+    def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
         self.trained.append([scored.group.prompt.position for scored in groups])
         for scored in groups:
             for rollout in scored.group.rollouts:
                 self.worst_staleness = max(self.worst_staleness, self._version - int(rollout.versions.min()))
         return []
 
-    async def update(self, batch: TrainBatch) -> UpdateResult:
+    async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
         self.calls.append("update")
         await asyncio.sleep(0.005)
         self._version += 1
@@ -146,7 +152,6 @@ def run(
             generator=cluster,
             scorer=cluster,
             algorithm=cluster,
-            pack=lambda samples: TrainBatch(mini_batches=(), temperature=1.0),
             trainer=cluster,
             publisher=cluster,
             phases=phases or SeparatePhases(),
@@ -219,7 +224,7 @@ def test_a_failing_producer_ends_the_run_with_its_own_error() -> None:
 
 def test_a_failing_step_ends_the_run_with_its_own_error() -> None:
     class Broken(FakeCluster):
-        async def update(self, batch: TrainBatch) -> UpdateResult:
+        async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
             raise FleetError("broken on purpose")
 
     with pytest.raises(FleetError, match="broken on purpose"):

@@ -13,7 +13,7 @@ from megarl.errors import WeightSyncError, WorkerError
 from megarl.rollout.control import EngineControl
 from megarl.rollout.orders import Route
 from megarl.runtime.publisher import TransferPublisher
-from megarl.runtime.ranks import Ranks
+from megarl.runtime.ranks import ActorRanks
 from megarl.types import PolicyVersion
 from megarl.weights.group import LOOPBACK
 from megarl.weights.megatron import MegatronParallel
@@ -77,7 +77,7 @@ class FakeControl:
 
 def publisher(ranks: FakeRanks, control: FakeControl) -> TransferPublisher:
     return TransferPublisher(
-        ranks=cast(Ranks, ranks),
+        ranks=cast(ActorRanks, ranks),
         control=cast(EngineControl, control),
         route=ROUTE,
         timeout_s=5,

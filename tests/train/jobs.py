@@ -17,10 +17,11 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import ActorConfig, OptimizerConfig
 from megarl.errors import CheckpointError, ConfigError, MachineError, NumericsError
 from megarl.train import cpu
+from megarl.train.actor import ActorRank
 from megarl.train.logprob import token_scores, vocab_shard
-from megarl.train.rank import RankSpec, TrainerRank
+from megarl.train.rank import RankSpec
 from megarl.train.topology import Topology, initialize, shut_down
-from megarl.types import FloatArray, TrainBatch, UpdateResult
+from megarl.types import FloatArray, TrainBatch, UpdateResult, UpdateStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Setup:
     shape: ModelShape
     optimizer: OptimizerConfig
     algorithm: AlgorithmConfig
+    epochs: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,11 @@ class Outcome:
     result: UpdateResult
     tensors: dict[str, FloatArray]
 
+    @property
+    def stats(self) -> UpdateStats:
+        assert self.result.stats is not None, "no update was applied"
+        return self.result.stats
+
 
 def spec_of(rank: int, world: int, port: int, setup: Setup) -> RankSpec:
     return RankSpec(
@@ -66,18 +73,25 @@ def spec_of(rank: int, world: int, port: int, setup: Setup) -> RankSpec:
         master_address="127.0.0.1",
         master_port=port,
         device="cpu",
-        actor=setup.actor,
+        split=setup.actor,
         shape=setup.shape,
-        optimizer=setup.optimizer,
-        algorithm=setup.algorithm,
-        total_steps=4,
         seed=1,
         timeout_s=60,
     )
 
 
-def build(rank: int, world: int, port: int, setup: Setup) -> TrainerRank:
-    trainer = TrainerRank(spec_of(rank, world, port, setup))
+def build_empty(rank: int, world: int, port: int, setup: Setup) -> ActorRank:
+    return ActorRank(
+        spec_of(rank, world, port, setup),
+        algorithm=setup.algorithm,
+        optimizer=setup.optimizer,
+        total_steps=4,
+        epochs=setup.epochs,
+    )
+
+
+def build(rank: int, world: int, port: int, setup: Setup) -> ActorRank:
+    trainer = build_empty(rank, world, port, setup)
     trainer.load(setup.folder)
     return trainer
 
@@ -86,7 +100,7 @@ def train(rank: int, world: int, port: int, setup: Setup, scored: Sequence[Train
     """Score some batches, then update with one."""
     trainer = build(rank, world, port, setup)
     logprobs = [trainer.logprobs(batch) for batch in scored]
-    result = trainer.update(trained, wants_logprobs=True)
+    result = trainer.update(trained)
     tensors = {name: tensor.numpy().copy() for name, tensor in trainer.tensors().items()}
     trainer.close()
     return Outcome(logprobs=logprobs, result=result, tensors=tensors)
@@ -234,7 +248,7 @@ def resume_and_train(
     folder: Path,
 ) -> tuple[TrainerState, list[UpdateResult]]:
     """Go on from a checkpoint with more batches, then save everything."""
-    trainer = TrainerRank(spec_of(rank, world, port, setup))
+    trainer = build_empty(rank, world, port, setup)
     trainer.resume(checkpoint, state)
     results = [trainer.update(batch) for batch in batches]
     trainer.save(folder, setup.folder, "everything")

@@ -56,7 +56,7 @@ def test_an_update_does_not_depend_on_ranks_or_micro_batches(name: str, cluster:
         # Two updates: in the second one the ratios are no longer 1.
         batch = packed(samples, world=world, actor=actor, budget=budget, per_update=4)
         outcomes = cluster.run(world, jobs.train, setup_of(model, actor, ALGORITHMS[name]), [], batch)
-        found.append((outcomes[0].result.stats, whole_weights(outcomes, model, actor)))
+        found.append((outcomes[0].stats, whole_weights(outcomes, model, actor)))
     (expected, weights), *others = found
     assert 0 < expected.effective_sample_ratio < 1
     for stats, of_split in others:

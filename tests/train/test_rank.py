@@ -132,10 +132,9 @@ def test_equals_the_hugging_face_model_for_every_split(
     outcomes = cluster.run(world, jobs.train, setup_of(model, actor), packings, packings[0])
 
     for outcome in outcomes:
-        for found in (*outcome.logprobs, outcome.result.logprobs):
-            assert found is not None
+        for found in outcome.logprobs:
             assert_same_logprobs(found, logprobs)
-        stats = outcome.result.stats
+        stats = outcome.stats
         assert stats.loss == pytest.approx(loss, abs=TOLERANCE)
         assert stats.entropy == pytest.approx(entropy, abs=TOLERANCE)
         assert stats.grad_norm == pytest.approx(grad_norm, abs=TOLERANCE)
@@ -195,7 +194,7 @@ def test_an_update_does_not_depend_on_the_packing(algorithm: AlgorithmConfig, cl
     for world, budget in ((1, 20), (1, 40), (1, 200), (2, 24), (3, 30)):
         batch = packed(samples, world=world, actor=actor, budget=budget)
         outcomes = cluster.run(world, jobs.train, setup_of(model, actor, algorithm), [], batch)
-        stats = outcomes[0].result.stats
+        stats = outcomes[0].stats
         assert stats.loss == pytest.approx(loss, abs=TOLERANCE)
         assert stats.grad_norm == pytest.approx(grad_norm, abs=TOLERANCE)
         assert_close(whole_weights(outcomes, model, actor), reference.weights())
@@ -216,13 +215,11 @@ def test_later_updates_of_a_step_are_measured_against_the_policy_before_the_firs
 
     outcomes = cluster.run(world, jobs.train, setup_of(model, actor), [], batch)
 
-    result = outcomes[0].result
-    assert result.version == 2
-    assert result.stats.loss == pytest.approx(sum(losses) / 2, abs=TOLERANCE)
-    assert result.stats.approx_kl > 1e-4
-    assert result.stats.clip_fraction > 0
-    assert result.logprobs is not None
-    assert_same_logprobs(result.logprobs, old)
+    stats = outcomes[0].stats
+    assert outcomes[0].result.version == 2
+    assert stats.loss == pytest.approx(sum(losses) / 2, abs=TOLERANCE)
+    assert stats.approx_kl > 1e-4
+    assert stats.clip_fraction > 0
     assert_close(whole_weights(outcomes, model, actor), reference.weights())
 
 
@@ -237,7 +234,7 @@ def test_a_step_takes_its_learning_rate_from_the_schedule(cluster: Cluster, mode
 
     outcomes = cluster.run(world, jobs.train, warming_up, [], packed(samples, world=world, actor=actor))
 
-    assert outcomes[0].result.stats.learning_rate == quarter.learning_rate
+    assert outcomes[0].stats.learning_rate == quarter.learning_rate
     assert_close(whole_weights(outcomes, model, actor), reference.weights())
 
 
@@ -255,7 +252,7 @@ def test_the_mismatch_compares_probabilities_of_trainer_and_engine(cluster: Clus
     )
     world, actor = SPLITS["DP2"]
     batch = packed(samples, world=world, actor=actor, budget=20)
-    (stats, _) = [outcome.result.stats for outcome in cluster.run(world, jobs.train, setup_of(model, actor), [], batch)]
+    (stats, _) = [outcome.stats for outcome in cluster.run(world, jobs.train, setup_of(model, actor), [], batch)]
     assert stats.mismatch_mean == pytest.approx(differences.mean().item(), abs=1e-6)
     assert stats.mismatch_max == pytest.approx(differences.max().item(), abs=1e-6)
 

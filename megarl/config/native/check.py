@@ -19,14 +19,16 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     JSON: (dict, list),
 }
 
-_ACTOR, _ROLLOUT = "roles.actor.megatron", "roles.rollout.sglang"
+_ROLLOUT = "roles.rollout.sglang"
 
 
 def check_native(recipe: Recipe) -> Iterator[Problem]:
-    """Every option of `roles.actor.megatron` and `roles.rollout.sglang` that cannot be passed on."""
-    actor, rollout, device = recipe.roles.actor, recipe.roles.rollout, recipe.run.device
-    yield from _complaints("megatron", _ACTOR, actor.megatron, device)
-    yield from _recomputation(actor.megatron)
+    """Every option of the roles' `megatron` and `sglang` sections that cannot be passed on."""
+    rollout, device = recipe.roles.rollout, recipe.run.device
+    for role, split in recipe.megatron_roles.items():
+        section = f"roles.{role}.megatron"
+        yield from _complaints("megatron", section, split.megatron, device)
+        yield from _recomputation(split.megatron, section)
     if rollout is not None:
         yield from _complaints("sglang", _ROLLOUT, rollout.sglang, device)
 
@@ -54,22 +56,22 @@ def complain(library: Library, name: str, value: object, *, device: str) -> str 
     return _outside_choices(field, value)
 
 
-def _recomputation(options: Mapping[str, object]) -> Iterator[Problem]:
+def _recomputation(options: Mapping[str, object], section: str) -> Iterator[Problem]:
     """Megatron's own rules of the fields that go together, before a rank has to tell them."""
     match options.get("recompute_granularity"):
         case "full":
             missing = [name for name in ("recompute_method", "recompute_num_layers") if name not in options]
             message = "missing; recompute_granularity full needs it (method uniform and num_layers 1 save most memory)"
-            yield from (Problem(key=f"{_ACTOR}.{name}", message=message) for name in missing)
+            yield from (Problem(key=f"{section}.{name}", message=message) for name in missing)
         case "selective" if "recompute_num_layers" in options:
             message = "recompute_granularity selective takes recompute_modules, not layers; remove it"
-            yield Problem(key=f"{_ACTOR}.recompute_num_layers", message=message)
+            yield Problem(key=f"{section}.recompute_num_layers", message=message)
         case None:
             details = [
                 name for name in ("recompute_method", "recompute_num_layers", "recompute_modules") if name in options
             ]
             message = "does nothing without recompute_granularity; set that to full or selective, or remove this"
-            yield from (Problem(key=f"{_ACTOR}.{name}", message=message) for name in details)
+            yield from (Problem(key=f"{section}.{name}", message=message) for name in details)
 
 
 def _nearest(library: Library, name: str, known: NativeLibrary, device: str) -> str:

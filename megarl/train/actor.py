@@ -1,0 +1,154 @@
+"""A rank of the actor: updates the policy, and says how likely it finds what was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megarl.algo.loss import PolicyTokens
+from megarl.algo.monitor import MismatchMonitor
+from megarl.algo.objective import actor_loss
+from megarl.algo.segments import Segments
+from megarl.checkpoint.state import TrainerState
+from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradientConfig, SftConfig
+from megarl.config.recipe import OptimizerConfig
+from megarl.train.logprob import TokenScores
+from megarl.train.passes import accumulate_gradients, forward
+from megarl.train.rank import RankSpec
+from megarl.train.stats import MicroBatchReport, MiniBatchStats, reduce_reports, report, summarise
+from megarl.train.trained import TrainedRank, in_epochs
+from megarl.types import FloatArray, MiniBatch, PolicyVersion, TrainBatch, UpdateResult
+
+
+class ActorRank(TrainedRank):
+    def __init__(
+        self,
+        spec: RankSpec,
+        *,
+        algorithm: AlgorithmConfig,
+        optimizer: OptimizerConfig,
+        total_steps: int,
+        epochs: int = 1,
+    ) -> None:
+        super().__init__(spec, optimizer, total_steps=total_steps)
+        self._algorithm = algorithm
+        self._epochs = epochs
+        self._monitor = MismatchMonitor(algorithm)
+        self._reference: dict[str, Tensor] = {}
+
+    def resume(self, folder: Path, state: TrainerState) -> None:
+        super().resume(folder, state)
+        self._monitor = MismatchMonitor(self._algorithm, state.monitor)
+
+    @property
+    def state(self) -> TrainerState:
+        return replace(super().state, monitor=self._monitor.state)
+
+    def update(self, batch: TrainBatch) -> UpdateResult:
+        """One step: an optimizer update per mini-batch, all with ratios to the policy as it was before the first."""
+        rate = self._learning_rate()
+        is_single = len(batch.mini_batches) * self._epochs == 1
+        applied: list[tuple[MiniBatch, MiniBatchStats, float]] = []
+        with self._on_device():
+            # Before a single update the policy's ratio to itself is 1; and somebody may have asked the policy already.
+            is_known = is_single or batch.mini_batches[0].shares[0][0].old_logprobs is not None
+            old = [] if is_known else [self._score(batch, item) for item in batch.mini_batches]
+            updates = in_epochs(batch, old, epochs=self._epochs)
+            for mini_batch, before in updates:
+                stats = self._accumulate(batch, mini_batch, before, is_single=is_single)
+                self._monitor.stop_above(stats.mismatch_mean)
+                grad_norm = self._apply(stats.loss, rate)
+                if grad_norm is not None:
+                    applied.append((mini_batch, stats, grad_norm))
+        self._num_steps += 1
+        summary = summarise(applied, rate, has_reference=self._has_kl_in_loss) if applied else None
+        return UpdateResult(
+            version=PolicyVersion(self._num_updates),
+            stats=summary,
+            num_skipped_updates=len(updates) - len(applied),
+            warnings=() if summary is None else self._monitor.observe(summary.mismatch_mean),
+        )
+
+    def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
+        """Per sample, of its response tokens, under the weights as they are."""
+        with self._on_device():
+            return self._unpack(batch, [self._score(batch, item) for item in batch.mini_batches])
+
+    def keep_reference(self, folder: Path) -> None:
+        """Hold this rank's share of another policy in host memory."""
+        self._reference = {name: _host_like(tensor) for name, tensor in self.tensors().items()}
+        self._read(folder, self._reference)
+
+    def reference_logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
+        """As `logprobs`, under the weights of the reference."""
+        assert self._reference, "keep_reference comes first"
+        with self._on_device(), _exchanged(self.tensors(), self._reference):
+            return self._unpack(batch, [self._score(batch, item) for item in batch.mini_batches])
+
+    @property
+    def _has_kl_in_loss(self) -> bool:
+        return isinstance(self._algorithm, PolicyGradientConfig) and isinstance(self._algorithm.kl, KlLossConfig)
+
+    def _accumulate(
+        self, batch: TrainBatch, mini_batch: MiniBatch, recomputed: Sequence[Tensor] | None, *, is_single: bool
+    ) -> MiniBatchStats:
+        """Gradients of one mini-batch's loss."""
+        algorithm = self._monitor.algorithm
+        micro_batches = self._share(batch, mini_batch)
+
+        def loss(index: int, scores: TokenScores) -> tuple[Tensor, MicroBatchReport]:
+            micro_batch = micro_batches[index]
+            old_logprobs = micro_batch.old_logprobs if recomputed is None else recomputed[index]
+            if is_single or old_logprobs is None:
+                old_logprobs = scores.logprobs.detach()
+            tokens = PolicyTokens(
+                logprobs=scores.logprobs,
+                entropy=scores.entropy,
+                old_logprobs=old_logprobs,
+                rollout_logprobs=micro_batch.rollout_logprobs,
+                advantages=micro_batch.advantages,
+                segments=Segments.of(micro_batch.loss_mask, micro_batch.sequences.starts),
+                reference_logprobs=micro_batch.reference_logprobs,
+            )
+            actor = actor_loss(
+                algorithm,
+                tokens,
+                num_loss_tokens=mini_batch.num_loss_tokens,
+                num_sequences=mini_batch.num_sequences,
+            )
+            return actor.value, report(tokens, actor, is_from_engine=not isinstance(algorithm, SftConfig))
+
+        self._optimizer.zero_grad()
+        reports = accumulate_gradients(self._optimizer.chunks, micro_batches, loss=loss)
+        return reduce_reports(reports, mini_batch, self._topology)
+
+    def _score(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[Tensor]:
+        scores: list[TokenScores] = forward(self._optimizer.chunks, self._share(batch, mini_batch))
+        return [item.logprobs for item in scores]
+
+
+def _host_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+
+
+@contextmanager
+def _exchanged(weights: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, each has the other's values; tensor by tensor, so that the device never holds both."""
+    _exchange(weights, kept)
+    try:
+        yield
+    finally:
+        _exchange(weights, kept)
+
+
+@torch.no_grad()
+def _exchange(weights: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        before = weight.clone()
+        weight.copy_(kept[name])
+        kept[name].copy_(before)

@@ -1,0 +1,84 @@
+"""A rank of the critic: says which reward to expect at every token, and learns from the one that came."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megarl.algo.objective import ValueTokens, critic_loss
+from megarl.algo.segments import Segments
+from megarl.config.algorithm import PolicyGradientConfig
+from megarl.config.recipe import OptimizerConfig
+from megarl.train.passes import accumulate_gradients, forward
+from megarl.train.rank import RankSpec
+from megarl.train.stats import ValueReport, ValueStats, reduce_values, report_values, summarise_values
+from megarl.train.trained import TrainedRank, in_epochs
+from megarl.types import CriticResult, FloatArray, MiniBatch, TrainBatch
+
+
+class CriticRank(TrainedRank):
+    def __init__(
+        self,
+        spec: RankSpec,
+        *,
+        algorithm: PolicyGradientConfig,
+        optimizer: OptimizerConfig,
+        total_steps: int,
+        epochs: int,
+        clip: float,
+    ) -> None:
+        assert spec.shape.has_value_head, "a critic without a value head"
+        super().__init__(spec, optimizer, total_steps=total_steps)
+        self._algorithm = algorithm
+        self._epochs = epochs
+        self._clip = clip
+
+    def values(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
+        """Per sample: what is expected before each of its response tokens."""
+        with self._on_device():
+            values: list[list[Tensor]] = [
+                forward(self._optimizer.chunks, self._share(batch, item)) for item in batch.mini_batches
+            ]
+            return self._unpack(batch, values)
+
+    def update(self, batch: TrainBatch) -> CriticResult:
+        """One step: an optimizer update per mini-batch and epoch, each kept near the values before the first."""
+        rate = self._learning_rate()
+        applied: list[tuple[ValueStats, float]] = []
+        with self._on_device():
+            updates = in_epochs(batch, [], epochs=self._epochs)
+            for mini_batch, _ in updates:
+                stats = self._accumulate(batch, mini_batch)
+                grad_norm = self._apply(stats.loss, rate)
+                if grad_norm is not None:
+                    applied.append((stats, grad_norm))
+        self._num_steps += 1
+        return CriticResult(
+            stats=summarise_values(applied, rate) if applied else None,
+            num_skipped_updates=len(updates) - len(applied),
+        )
+
+    def _accumulate(self, batch: TrainBatch, mini_batch: MiniBatch) -> ValueStats:
+        micro_batches = self._share(batch, mini_batch)
+
+        def loss(index: int, values: Tensor) -> tuple[Tensor, ValueReport]:
+            micro_batch = micro_batches[index]
+            assert micro_batch.values is not None, "samples without values"
+            assert micro_batch.returns is not None, "samples without returns"
+            tokens = ValueTokens(
+                values=values,
+                old_values=micro_batch.values,
+                returns=micro_batch.returns,
+                segments=Segments.of(micro_batch.loss_mask, micro_batch.sequences.starts),
+            )
+            critic = critic_loss(
+                self._algorithm,
+                tokens,
+                clip=self._clip,
+                num_loss_tokens=mini_batch.num_loss_tokens,
+                num_sequences=mini_batch.num_sequences,
+            )
+            return critic.value, report_values(tokens, critic)
+
+        self._optimizer.zero_grad()
+        reports = accumulate_gradients(self._optimizer.chunks, micro_batches, loss=loss)
+        return reduce_values(reports, mini_batch, self._topology)

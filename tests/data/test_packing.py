@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -185,3 +187,22 @@ def test_a_rank_without_samples_gets_pure_padding() -> None:
 def test_a_sample_larger_than_the_budget_is_refused() -> None:
     with pytest.raises(AssertionError, match="a sample has 41 tokens, a micro-batch 40"):
         pack_samples(make_samples([(21, 21)]), budget=40)
+
+
+@given(sizes=lengths)
+def test_columns_that_samples_have_are_packed_and_others_are_left_out(sizes: Lengths) -> None:
+    samples = [replace(sample, values=sample.advantages + 1, returns=sample.advantages) for sample in make_samples(sizes)]
+    batch = pack_samples(samples, data_parallel=1)
+    micro_batches = [item for mini_batch in batch.mini_batches for item in mini_batch.shares[0]]
+    for item in micro_batches:
+        assert item.values is not None
+        assert item.returns is not None
+        np.testing.assert_array_equal(item.returns, item.advantages)
+        assert item.old_logprobs is None
+        assert item.reference_logprobs is None
+    arrays = [
+        np.stack([np.stack([item.values for item in share]) for share in mini_batch.shares])
+        for mini_batch in batch.mini_batches
+    ]
+    for found, sample in zip(unpack(batch, arrays), samples, strict=True):
+        np.testing.assert_array_equal(found, sample.values)

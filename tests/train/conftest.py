@@ -23,13 +23,13 @@ class Models:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._models: dict[tuple[str, bool], Model] = {}
+        self._models: dict[tuple[str, bool, int], Model] = {}
 
-    def get(self, family: str, *, tied: bool) -> Model:
-        key = (family, tied)
+    def get(self, family: str, *, tied: bool, seed: int = 0) -> Model:
+        key = (family, tied, seed)
         if key not in self._models:
-            folder = self._folder / f"{family}-{'tied' if tied else 'untied'}"
-            shape: ModelShape = write_tiny_model(folder, family, tied=tied)
+            folder = self._folder / f"{family}-{'tied' if tied else 'untied'}-{seed}"
+            shape: ModelShape = write_tiny_model(folder, family, tied=tied, seed=seed)
             self._models[key] = Model(folder=folder, shape=shape)
         return self._models[key]
 

@@ -12,16 +12,18 @@ import torch
 
 from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.state import TrainerState
-from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from megarl.config.model import ModelShape
-from megarl.config.recipe import ActorConfig, OptimizerConfig
+from megarl.config.recipe import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.errors import CheckpointError, ConfigError, MachineError, NumericsError
 from megarl.train import cpu
 from megarl.train.actor import ActorRank
+from megarl.train.critic import CriticRank
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.train.rank import RankSpec
+from megarl.train.reference import ReferenceRank
 from megarl.train.topology import Topology, initialize, shut_down
-from megarl.types import FloatArray, TrainBatch, UpdateResult, UpdateStats
+from megarl.types import CriticResult, CriticStats, FloatArray, TrainBatch, UpdateResult, UpdateStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,3 +272,110 @@ def fail_to_save_and_go_on(
     result = trainer.update(batch)
     trainer.close()
     return message, result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSetup:
+    critic: CriticConfig
+    folder: Path
+    shape: ModelShape
+    algorithm: PolicyGradientConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticOutcome:
+    """Of one rank."""
+
+    values: tuple[FloatArray, ...]
+    result: CriticResult
+    tensors: dict[str, FloatArray]
+    state: TrainerState
+
+    @property
+    def stats(self) -> CriticStats:
+        assert self.result.stats is not None, "no update was applied"
+        return self.result.stats
+
+
+def build_critic(rank: int, world: int, port: int, setup: CriticSetup) -> CriticRank:
+    return CriticRank(
+        RankSpec(
+            rank=rank,
+            world=world,
+            master_address="127.0.0.1",
+            master_port=port,
+            device="cpu",
+            split=setup.critic,
+            shape=setup.shape.as_critic(),
+            seed=1,
+            timeout_s=60,
+        ),
+        algorithm=setup.algorithm,
+        optimizer=setup.critic.optimizer,
+        total_steps=4,
+        epochs=setup.critic.epochs,
+        clip=setup.critic.clip,
+    )
+
+
+def train_critic(
+    rank: int, world: int, port: int, setup: CriticSetup, batch: TrainBatch, folder: Path | None = None
+) -> CriticOutcome:
+    """Say what is expected of a batch, learn from it, and save."""
+    critic = build_critic(rank, world, port, setup)
+    critic.load(setup.folder)
+    values = critic.values(batch)
+    result = critic.update(batch)
+    if folder is not None:
+        critic.save(folder, setup.folder, "everything")
+    tensors = {name: tensor.numpy().copy() for name, tensor in critic.tensors().items()}
+    state = critic.state
+    critic.close()
+    return CriticOutcome(values=values, result=result, tensors=tensors, state=state)
+
+
+def resume_critic(
+    rank: int, world: int, port: int, setup: CriticSetup, checkpoint: Path, state: TrainerState, batch: TrainBatch
+) -> tuple[FloatArray, ...]:
+    """What a critic that goes on from a checkpoint expects of a batch."""
+    critic = build_critic(rank, world, port, setup)
+    critic.resume(checkpoint, state)
+    values = critic.values(batch)
+    critic.close()
+    return values
+
+
+def ask_reference(
+    rank: int, world: int, port: int, setup: Setup, folder: Path, batch: TrainBatch
+) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...], tuple[FloatArray, ...]]:
+    """Log-probabilities of the policy before, of a reference in its ranks, and of the policy after."""
+    trainer = build(rank, world, port, setup)
+    trainer.keep_reference(folder)
+    before, reference, after = trainer.logprobs(batch), trainer.reference_logprobs(batch), trainer.logprobs(batch)
+    trainer.close()
+    return before, reference, after
+
+
+def ask_separate_reference(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> tuple[FloatArray, ...]:
+    reference = ReferenceRank(spec_of(rank, world, port, setup))
+    reference.load(setup.folder)
+    logprobs = reference.logprobs(batch)
+    reference.close()
+    return logprobs
+
+
+def update_until_error(
+    rank: int, world: int, port: int, setup: Setup, batches: Sequence[TrainBatch]
+) -> tuple[list[UpdateResult], str, bool]:
+    """Every result, the error that ended them, and whether the weights are as they were."""
+    trainer = build(rank, world, port, setup)
+    before = {name: tensor.numpy().copy() for name, tensor in trainer.tensors().items()}
+    results: list[UpdateResult] = []
+    message = "no error"
+    try:
+        results.extend(trainer.update(batch) for batch in batches)
+    except NumericsError as error:
+        message = str(error)
+    is_unchanged = all(np.array_equal(tensor.numpy(), before[name]) for name, tensor in trainer.tensors().items())
+    trainer.close()
+    return results, message, is_unchanged

@@ -1,0 +1,159 @@
+"""What the actor does beyond one update: a reference in its ranks, KL in the loss, epochs, updates that are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algo.loss import kl
+from megarl.config.algorithm import GrpoConfig, KlLossConfig
+from megarl.types import FloatArray, TrainSample
+from tests.train import jobs
+from tests.train.cluster import Cluster
+from tests.train.conftest import Models
+from tests.train.reference import Reference
+from tests.train.samples import make_samples
+from tests.train.test_rank import (
+    DESCENT,
+    GRPO,
+    SPLITS,
+    TEMPERATURE,
+    TOLERANCE,
+    assert_close,
+    assert_same_logprobs,
+    packed,
+    setup_of,
+    whole_weights,
+)
+
+SPOILT = np.float32(np.nan)
+
+
+def same(found: Sequence[FloatArray], expected: Sequence[FloatArray]) -> bool:
+    return all(np.array_equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("split", ["TP1", "TP2-PP2"])
+def test_a_reference_in_the_actors_ranks_answers_and_leaves_the_policy_as_it_was(
+    split: str, cluster: Cluster, models: Models
+) -> None:
+    model, other = models.get("qwen2", tied=True), models.get("qwen2", tied=True, seed=5)
+    samples = make_samples(6, vocab=model.shape.vocab, seed=8)
+    expected = Reference(other, DESCENT, GRPO, TEMPERATURE).logprobs(samples)
+    world, actor = SPLITS[split]
+    batch = packed(samples, world=world, actor=actor)
+    for before, reference, after in cluster.run(world, jobs.ask_reference, setup_of(model, actor), other.folder, batch):
+        assert same(before, after)
+        assert not same(before, reference)
+        assert_same_logprobs(reference, expected)
+
+
+def test_a_reference_with_ranks_of_its_own_says_the_same(cluster: Cluster, models: Models) -> None:
+    model = models.get("qwen2", tied=True)
+    samples = make_samples(6, vocab=model.shape.vocab, seed=8)
+    expected = Reference(model, DESCENT, GRPO, TEMPERATURE).logprobs(samples)
+    for split in ("PP2-VPP2", "TP2-SP"):
+        world, actor = SPLITS[split]
+        batch = packed(samples, world=world, actor=actor)
+        for found in cluster.run(world, jobs.ask_separate_reference, setup_of(model, actor), batch):
+            assert_same_logprobs(found, expected)
+
+
+def with_references(samples: Sequence[TrainSample], logprobs: Sequence[torch.Tensor]) -> list[TrainSample]:
+    """A reference that finds every token a little more or less likely than the policy."""
+    random = np.random.default_rng(3)
+    return [
+        replace(sample, reference_logprobs=(tensor.numpy() + random.normal(0, 0.3, len(tensor))).astype(np.float32))
+        for sample, tensor in zip(samples, logprobs, strict=True)
+    ]
+
+
+def test_a_kl_term_does_not_depend_on_the_split_and_is_reported(cluster: Cluster, models: Models) -> None:
+    model = models.get("qwen2", tied=False)
+    bare = make_samples(8, vocab=model.shape.vocab, seed=5)
+    logprobs = Reference(model, DESCENT, GRPO, TEMPERATURE).logprobs(bare)
+    samples = with_references(bare, logprobs)
+    near = GrpoConfig(kind="grpo", kl=KlLossConfig(kind="loss", coef=0.5))
+    found = []
+    for split, budget in (("TP1", 400), ("DP2", 20), ("TP2-SP", 30), ("PP2", 24)):
+        world, actor = SPLITS[split]
+        batch = packed(samples, world=world, actor=actor, budget=budget)
+        outcomes = cluster.run(world, jobs.train, setup_of(model, actor, near), [], batch)
+        found.append((outcomes[0].stats, whole_weights(outcomes, model, actor)))
+    (expected, weights), *others = found
+    distances = torch.cat(
+        [
+            kl("k3", policy, torch.from_numpy(sample.reference_logprobs))[torch.from_numpy(sample.rollout.loss_mask)]
+            for policy, sample in zip(logprobs, samples, strict=True)
+        ]
+    )
+    assert expected.reference_kl == pytest.approx(distances.mean().item(), abs=1e-6)
+    world, actor = SPLITS["TP1"]
+    plain = cluster.run(world, jobs.train, setup_of(model, actor), [], packed(samples, world=1, actor=actor))[0].stats
+    assert plain.reference_kl is None
+    for stats, of_split in others:
+        assert stats.loss == pytest.approx(expected.loss, abs=TOLERANCE)
+        assert stats.reference_kl == pytest.approx(expected.reference_kl, abs=TOLERANCE)
+        assert_close(of_split, weights)
+
+
+def test_epochs_train_on_the_same_samples_again(cluster: Cluster, models: Models) -> None:
+    model = models.get("llama", tied=False)
+    samples = make_samples(8, vocab=model.shape.vocab, seed=3)
+    reference = Reference(model, DESCENT, GRPO, TEMPERATURE)
+    old = reference.logprobs(samples)
+    for _ in range(2):
+        for i in (0, 4):
+            reference.update(samples[i : i + 4], old[i : i + 4])
+    world, actor = SPLITS["DP2"]
+    batch = packed(samples, world=world, actor=actor, per_update=4)
+    twice = replace(setup_of(model, actor), epochs=2)
+    outcomes = cluster.run(world, jobs.train, twice, [], batch)
+    assert outcomes[0].result.version == 4
+    assert_close(whole_weights(outcomes, model, actor), reference.weights())
+
+
+def test_log_probabilities_that_somebody_asked_for_already_are_not_asked_for_again(
+    cluster: Cluster, models: Models
+) -> None:
+    model = models.get("llama", tied=False)
+    samples = make_samples(8, vocab=model.shape.vocab, seed=3)
+    old = Reference(model, DESCENT, GRPO, TEMPERATURE).logprobs(samples)
+    known = [replace(s, old_logprobs=tensor.numpy()) for s, tensor in zip(samples, old, strict=True)]
+    shifted = [
+        replace(s, old_logprobs=tensor.numpy() + np.float32(0.1)) for s, tensor in zip(samples, old, strict=True)
+    ]
+    world, actor = SPLITS["TP1"]
+    plain, same_known, other = (
+        cluster.run(world, jobs.train, setup_of(model, actor), [], packed(each, world=1, actor=actor, per_update=4))
+        for each in (samples, known, shifted)
+    )
+    assert_close(whole_weights(same_known, model, actor), whole_weights(plain, model, actor))
+    assert abs(other[0].stats.loss - plain[0].stats.loss) > 1e-3, "they were not used"
+
+
+def test_three_updates_that_are_not_finite_are_skipped_and_the_fourth_ends_the_run(
+    cluster: Cluster, models: Models
+) -> None:
+    model = models.get("qwen2", tied=True)
+    samples = make_samples(4, vocab=model.shape.vocab, seed=3)
+    spoilt = [replace(samples[0], advantages=samples[0].advantages * SPOILT), *samples[1:]]
+    world, actor = SPLITS["TP2-PP2"]
+    bad = packed(spoilt, world=world, actor=actor)
+    good = packed(samples, world=world, actor=actor)
+    setup = setup_of(model, actor)
+    for results, message, is_unchanged in cluster.run(world, jobs.update_until_error, setup, [bad] * 4):
+        assert [result.num_skipped_updates for result in results] == [1, 1, 1]
+        assert all(result.stats is None and result.version == 0 for result in results)
+        assert message.startswith("step 4: the loss is nan")
+        assert is_unchanged
+    for results, message, is_unchanged in cluster.run(
+        world, jobs.update_until_error, setup, [bad, bad, bad, good, bad]
+    ):
+        assert message == "no error", "a good update starts the count anew"
+        assert [result.version for result in results] == [0, 0, 0, 1, 1]
+        assert not is_unchanged

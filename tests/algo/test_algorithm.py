@@ -5,11 +5,16 @@ import pytest
 
 from megarl.algo.algorithm import Sft, build_algorithm
 from megarl.config.algorithm import (
+    AdaptiveKlConfig,
     AlgorithmConfig,
+    EstimatorConfig,
     FilterConfig,
+    GaeConfig,
     GdpoConfig,
     GroupConfig,
     GrpoConfig,
+    KlLossConfig,
+    KlRewardConfig,
     OverlongConfig,
     ReinforcePpConfig,
     RemaxConfig,
@@ -17,7 +22,7 @@ from megarl.config.algorithm import (
 )
 from megarl.errors import DataError
 from megarl.stages import Algorithm
-from megarl.types import Estimates
+from megarl.types import Estimates, ScoredGroup
 from tests.algo.groups import scored_group, with_baseline
 
 NOTHING = Estimates()
@@ -122,3 +127,75 @@ def test_what_was_cut_leaves_the_loss_but_not_its_groups_baseline() -> None:
     assert first.advantages.tolist() == [0, 0.5, 0.5]
     assert first.rollout.loss_mask.tolist() == [False, True, True]
     assert not second.rollout.loss_mask.any()
+
+
+def estimates_of(group: ScoredGroup, *, distance: float, value: float | None = None) -> Estimates:
+    """The policy finds every token `distance` nats more likely than the reference does."""
+    lengths = [len(rollout.token_ids) for rollout in group.group.rollouts]
+    return Estimates(
+        logprobs=tuple(np.full(length, -1.0, np.float32) for length in lengths),
+        reference_logprobs=tuple(np.full(length, -1.0 - distance, np.float32) for length in lengths),
+        values=None if value is None else tuple(np.full(length, value, np.float32) for length in lengths),
+    )
+
+
+def test_gae_compares_with_what_the_critic_expects() -> None:
+    group = scored_group(0, [1, 0], lengths=[3, 3])
+    samples = build(GaeConfig(kind="gae", lam=1.0)).assign([group], estimates_of(group, distance=0, value=0.25))
+    for sample, reward in zip(samples, [1.0, 0.0], strict=True):
+        assert sample.returns is not None
+        assert sample.returns.tolist() == pytest.approx([0, reward, reward])
+        assert sample.values is not None
+        assert sample.values.tolist() == [0.25] * 3
+        assert np.sign(sample.advantages).tolist() == [0, *[1 if reward else -1] * 2]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # Two chosen tokens a rollout in the first group member, four in the second; k1 takes 0.5 * 0.2 off each.
+        (GrpoConfig(kind="grpo", normalize_std=False), [(0.8 - 0.6) / 2, (0.6 - 0.8) / 2]),
+        (RemaxConfig(kind="remax"), [0.9 - 0.0, 0.9 - 0.0]),
+    ],
+    ids=["grpo", "remax"],
+)
+def test_kl_in_the_reward_is_taken_off_token_by_token(config: EstimatorConfig, expected: list[float]) -> None:
+    group = with_baseline(scored_group(0, [1, 1], lengths=[3, 5]), score=0.0, length=3)
+    near = config.model_copy(update={"kl": KlRewardConfig(kind="reward", coef=0.5)})
+    algorithm = build(near)
+    samples = algorithm.assign([group], estimates_of(group, distance=0.2))
+    assert [float(sample.advantages[-1]) for sample in samples] == pytest.approx(expected, abs=1e-6)
+    assert algorithm.kl_coef == 0.5, "a fixed coefficient stays"
+    assert all(sample.old_logprobs is not None for sample in samples), "what was asked for is not asked for again"
+    assert all(sample.reference_logprobs is None for sample in samples), "the loss has no use for it"
+
+
+def test_the_penalty_of_a_token_reaches_the_tokens_before_it() -> None:
+    group = scored_group(0, [0], lengths=[4])
+    near = GaeConfig(kind="gae", lam=1.0, kl=KlRewardConfig(kind="reward", coef=1.0, estimate="k2"))
+    (sample,) = build(near).assign([group], estimates_of(group, distance=0.2, value=0.0))
+    assert sample.returns is not None
+    assert sample.returns.tolist() == pytest.approx([0, -0.06, -0.04, -0.02])
+
+
+def test_an_adaptive_coefficient_moves_after_it_was_used_and_goes_on_where_it_stood() -> None:
+    group = scored_group(0, [1, 1], lengths=[3, 5])
+    adaptive = AdaptiveKlConfig(target=0.1, horizon=10)
+    near = GrpoConfig(kind="grpo", normalize_std=False, kl=KlRewardConfig(kind="reward", coef=0.5, adaptive=adaptive))
+    algorithm = build(near)
+    first = algorithm.assign([group], estimates_of(group, distance=0.2))
+    assert algorithm.kl_coef == pytest.approx(0.5 * (1 + 0.2 * 2 / 10))
+    resumed = build_algorithm(near, max_response_tokens=10, kl_coef=algorithm.kl_coef)
+    second, third = (each.assign([group], estimates_of(group, distance=0.2)) for each in (algorithm, resumed))
+    assert [s.advantages.tolist() for s in second] == [s.advantages.tolist() for s in third]
+    assert first[0].advantages[-1] < second[0].advantages[-1]
+
+
+def test_kl_in_the_loss_leaves_rewards_alone_and_gives_the_trainer_the_reference() -> None:
+    group = scored_group(0, [1, 0], lengths=[3, 5])
+    near = GrpoConfig(kind="grpo", kl=KlLossConfig(kind="loss"))
+    estimates = estimates_of(group, distance=0.2)
+    samples = build(near).assign([group], estimates)
+    plain = build(GrpoConfig(kind="grpo")).assign([group], NOTHING)
+    assert [s.advantages.tolist() for s in samples] == [s.advantages.tolist() for s in plain]
+    assert [s.reference_logprobs for s in samples] == list(estimates.reference_logprobs or ())

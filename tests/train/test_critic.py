@@ -136,7 +136,7 @@ def test_equals_a_slow_critic_for_every_split(
     for outcome in outcomes:
         assert all(not values.any() for values in outcome.values), "a new value head expects nothing"
         assert outcome.stats.loss == pytest.approx(np.mean([loss for loss, _ in losses]), abs=TOLERANCE)
-        assert outcome.stats.grad_norm == pytest.approx(np.mean([norm for _, norm in losses]), abs=TOLERANCE)
+        assert outcome.stats.grad_norm == pytest.approx(np.mean([norm for _, norm in losses]), rel=1e-4)
         assert outcome.state.num_updates == 2
     found = whole_weights(outcomes, model, critic)
     for name, tensor in slow.weights().items():

@@ -13,11 +13,24 @@ from megarl.errors import NumericsError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorState:
-    """What a monitor has decided so far."""
+    """What a monitor has seen and decided so far."""
 
     worst_reported: float = 0.0
     """The highest threshold that was reported."""
     has_switched_correction_on: bool = False
+    baseline_sum: float = 0.0
+    """Of the steps that make the baseline, where the recipe asks for one."""
+    num_baseline_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Threshold:
+    limit: float
+    text: str
+    """The key it comes from, and how."""
+
+    def sentence(self, mean: float) -> str:
+        return f"mean |p_train - p_rollout| is {mean:.4g}, above {self.text}"
 
 
 class MismatchMonitor:
@@ -32,33 +45,65 @@ class MismatchMonitor:
 
     def stop_above(self, mean: float) -> None:
         """Before an update is applied: refuses it where the recipe says so."""
-        limits = self._limits
-        if limits is not None and limits.action == "stop" and mean > limits.act_above:
+        config = self._config
+        if config is None or config.action != "stop":
+            return
+        thresholds = self._thresholds(config)
+        if thresholds is not None and mean > thresholds[1].limit:
             raise NumericsError(
-                f"{_sentence(mean, 'act_above', limits.act_above)}; this update was not applied. The engine samples "
+                f"{thresholds[1].sentence(mean)}; this update was not applied. The engine samples "
                 "from another policy than the one that is trained: compare their weights, precision and sampling"
             )
 
     def observe(self, mean: float) -> tuple[str, ...]:
         """After a step: what people should know, once per threshold; and the correction, if it is time for it."""
-        limits = self._limits
-        if limits is None:
+        config = self._config
+        if config is None:
             return ()
+        thresholds = self._thresholds(config)
+        if thresholds is None:
+            self.state = replace(
+                self.state,
+                baseline_sum=self.state.baseline_sum + mean,
+                num_baseline_steps=self.state.num_baseline_steps + 1,
+            )
+            return ()
+        warn, act = thresholds
         worst = self.state.worst_reported
-        if mean > limits.act_above > worst:
-            self.state = replace(self.state, worst_reported=limits.act_above)
-            return (_sentence(mean, "act_above", limits.act_above) + self._act(limits),)
-        if mean > limits.warn_above > worst:
-            self.state = replace(self.state, worst_reported=limits.warn_above)
-            return (_sentence(mean, "warn_above", limits.warn_above),)
+        if mean > act.limit > worst:
+            self.state = replace(self.state, worst_reported=act.limit)
+            return (act.sentence(mean) + self._act(config),)
+        if mean > warn.limit > worst:
+            self.state = replace(self.state, worst_reported=warn.limit)
+            return (warn.sentence(mean),)
         return ()
 
     @property
-    def _limits(self) -> MismatchConfig | None:
+    def _config(self) -> MismatchConfig | None:
         return self.algorithm.mismatch if isinstance(self.algorithm, PolicyGradientConfig) else None
 
-    def _act(self, limits: MismatchConfig) -> str:
-        if limits.action != "correct":
+    def _thresholds(self, config: MismatchConfig) -> tuple[_Threshold, _Threshold] | None:
+        """To warn and to act above; None while the steps that will tell are not all there."""
+        key, baseline = "algorithm.mismatch", config.baseline
+        if baseline is None:
+            return (
+                _Threshold(limit=config.warn_above, text=f"{key}.warn_above {config.warn_above:g}"),
+                _Threshold(limit=config.act_above, text=f"{key}.act_above {config.act_above:g}"),
+            )
+        if self.state.num_baseline_steps < baseline.steps:
+            return None
+        level = max(self.state.baseline_sum / self.state.num_baseline_steps, baseline.lowest)
+        warn, act = (
+            _Threshold(
+                limit=times * level,
+                text=f"{times * level:.4g}, {key}.baseline.{name} {times:g} of the run's {level:.4g}",
+            )
+            for name, times in (("warn_times", baseline.warn_times), ("act_times", baseline.act_times))
+        )
+        return warn, act
+
+    def _act(self, config: MismatchConfig) -> str:
+        if config.action != "correct":
             return "; consider algorithm.correction"
         self.state = replace(self.state, has_switched_correction_on=True)
         self._switch_correction_on()
@@ -66,7 +111,3 @@ class MismatchMonitor:
 
     def _switch_correction_on(self) -> None:
         self.algorithm = self.algorithm.model_copy(update={"correction": TisConfig(kind="tis")})
-
-
-def _sentence(mean: float, key: str, limit: float) -> str:
-    return f"mean |p_train - p_rollout| is {mean:.4f}, above algorithm.mismatch.{key} {limit:g}"

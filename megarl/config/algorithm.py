@@ -100,11 +100,23 @@ class MaskConfig(Section):
 CorrectionConfig: TypeAlias = Annotated[TisConfig | IcepopConfig | MaskConfig, Field(discriminator="kind")]
 
 
+class MismatchBaselineConfig(Section):
+    """Thresholds as multiples of the run's own mismatch, the mean over its first steps; until then nothing is above."""
+
+    steps: PositiveInt = 10
+    warn_times: Annotated[float, Field(gt=1)] = 3.0
+    act_times: Annotated[float, Field(gt=1)] = 10.0
+    lowest: PositiveFloat = 1e-4
+    """A baseline below this counts as this: multiples of rounding errors mean nothing."""
+
+
 class MismatchConfig(Section):
     """How far trainer and engine may be apart, as the mean of |p_train - p_rollout| over a step's loss tokens."""
 
     warn_above: PositiveFloat = 0.005
     act_above: PositiveFloat = 0.01
+    baseline: MismatchBaselineConfig | None = None
+    """Instead of these two: for engines that are never close, such as FP8, where a change is what matters."""
     action: Literal["warn", "correct", "stop"] = "warn"
     """`correct` switches `correction: {kind: tis}` on for the rest of the run; `stop` ends it before the update."""
 

@@ -13,6 +13,8 @@ from megarl.config.algorithm import (
     IcepopConfig,
     KlRewardConfig,
     MaskConfig,
+    MismatchBaselineConfig,
+    MismatchConfig,
     PolicyGradientConfig,
     ReinforcePpConfig,
     RemaxConfig,
@@ -32,7 +34,7 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
         *_models(algorithm, recipe),
         *_loss(algorithm, recipe),
         *_correction(algorithm),
-        *_mismatch(algorithm),
+        *_mismatch(algorithm, recipe),
         *_filter(algorithm, recipe),
         *_overlong(algorithm, recipe),
         *_components(algorithm, recipe),
@@ -113,9 +115,11 @@ def _correction(algorithm: PolicyGradientConfig) -> Iterator[Problem]:
             yield Problem(key="algorithm.correction.lowest", message=f"{low} is not below highest {high}")
 
 
-def _mismatch(algorithm: PolicyGradientConfig) -> Iterator[Problem]:
+def _mismatch(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem]:
     mismatch = algorithm.mismatch
-    if mismatch.warn_above >= mismatch.act_above:
+    if mismatch.baseline is not None:
+        yield from _baseline(mismatch, mismatch.baseline, recipe)
+    elif mismatch.warn_above >= mismatch.act_above:
         yield Problem(
             key="algorithm.mismatch.warn_above",
             message=f"{mismatch.warn_above} is not below act_above {mismatch.act_above}",
@@ -125,6 +129,21 @@ def _mismatch(algorithm: PolicyGradientConfig) -> Iterator[Problem]:
             key="algorithm.mismatch.action",
             message=f"correct switches a correction on, but {algorithm.correction.kind} is on from the start; "
             "choose warn or stop, or remove algorithm.correction",
+        )
+
+
+def _baseline(mismatch: MismatchConfig, baseline: MismatchBaselineConfig, recipe: Recipe) -> Iterator[Problem]:
+    key = "algorithm.mismatch.baseline"
+    for name in sorted(mismatch.model_fields_set & {"warn_above", "act_above"}):
+        yield Problem(key=f"algorithm.mismatch.{name}", message="has no use with a baseline; remove one of the two")
+    if baseline.warn_times >= baseline.act_times:
+        yield Problem(
+            key=f"{key}.warn_times", message=f"{baseline.warn_times:g} is not below act_times {baseline.act_times:g}"
+        )
+    if baseline.steps >= recipe.run.steps:
+        yield Problem(
+            key=f"{key}.steps",
+            message=f"{baseline.steps} leaves none of the run's {recipe.run.steps} steps to compare with it",
         )
 
 

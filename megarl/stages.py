@@ -6,7 +6,7 @@ version --Publisher--> engines
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -41,6 +41,10 @@ class Scorer(Protocol):
 class Algorithm(Protocol):
     def keeps(self, group: ScoredGroup) -> bool:
         """Whether the group may be trained on; a group that is not kept is replaced by another prompt."""
+        ...
+
+    def take_dropped(self) -> Mapping[str, int]:
+        """How many groups were not kept since this was last asked, by cause."""
         ...
 
     def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:

@@ -77,6 +77,8 @@ class RolloutGroup:
 class Score:
     value: float
     components: Mapping[str, float]
+    prediction: str | None = None
+    """The final answer the scorer read out of the response, where it says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,11 +236,61 @@ class PublishResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """How well some prompts were answered, with the same number of rollouts each."""
+
+    num_prompts: int
+    rollouts_per_prompt: int
+    score_mean: float
+    accuracy: float
+    """mean@n: the share of rollouts that are right."""
+    majority: float
+    """majority@n: the share of prompts whose most frequent answer is right."""
+    pass_at: Mapping[int, float]
+    """By k: how likely at least one of k rollouts is right, estimated without bias from all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grades:
+    overall: Grade
+    by_source: Mapping[str, Grade]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """Greedy answers to held-out prompts."""
+    """Answers to held-out prompts; at least one of the two ways to answer is there."""
 
     version: PolicyVersion
-    num_prompts: int
-    accuracy: float
-    """Mean score; with the built-in scorers the share of right answers."""
-    by_source: Mapping[str, float]
+    greedy: Grades | None
+    sampled: Grades | None
+
+    @property
+    def main(self) -> Grades:
+        """The greedy answers, where there are some."""
+        found = self.greedy or self.sampled
+        assert found is not None, f"version {self.version} was evaluated without an answer"
+        return found
+
+    @property
+    def accuracy(self) -> float:
+        return self.main.overall.accuracy
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Everything overall, by the names people know: `accuracy` and `score` always, then `mean@8`, `pass@4` ..."""
+        return self.numbers_of(None)
+
+    def numbers_of(self, source: str | None) -> dict[str, float]:
+        """The same for one data source; None is all of them."""
+        main = _of_source(self.main, source)
+        numbers = {"accuracy": main.accuracy, "score": main.score_mean}
+        if self.sampled is not None:
+            sampled = _of_source(self.sampled, source)
+            numbers[f"mean@{sampled.rollouts_per_prompt}"] = sampled.accuracy
+            numbers |= {f"pass@{k}": value for k, value in sorted(sampled.pass_at.items())}
+            numbers[f"majority@{sampled.rollouts_per_prompt}"] = sampled.majority
+        return numbers
+
+
+def _of_source(grades: Grades, source: str | None) -> Grade:
+    return grades.overall if source is None else grades.by_source[source]

@@ -46,6 +46,9 @@ class Sft:
     def keeps(self, group: ScoredGroup) -> bool:
         return True
 
+    def take_dropped(self) -> dict[str, int]:
+        return {}
+
     kl_coef: float | None = None
 
     def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
@@ -71,6 +74,9 @@ class PolicyGradient:
 
     def keeps(self, group: ScoredGroup) -> bool:
         return self._selection is None or self._selection.keeps(group)
+
+    def take_dropped(self) -> dict[str, int]:
+        return {} if self._selection is None else self._selection.take_dropped()
 
     def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
         config = self._config

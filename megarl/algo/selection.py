@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from megarl.config.algorithm import FilterConfig
 from megarl.errors import DataError
 from megarl.types import Score, ScoredGroup
@@ -14,13 +16,16 @@ class Selection:
         self._config = config
         self._num_dropped = 0
         """Since the last group that was kept."""
+        self._causes: Counter[str] = Counter()
 
     def keeps(self, group: ScoredGroup) -> bool:
         values = [self._value(score, group) for score in group.scores]
-        complaint = self._complaint(values)
-        if complaint is None:
+        found = self._complaint(values)
+        if found is None:
             self._num_dropped = 0
             return True
+        cause, complaint = found
+        self._causes[cause] += 1
         self._num_dropped += 1
         if self._num_dropped >= self._config.max_dropped_groups:
             raise DataError(
@@ -30,21 +35,26 @@ class Selection:
             )
         return False
 
+    def take_dropped(self) -> dict[str, int]:
+        """How many groups were dropped since this was last asked, by cause."""
+        causes, self._causes = self._causes, Counter()
+        return dict(sorted(causes.items()))
+
     def _value(self, score: Score, group: ScoredGroup) -> float:
         name = self._config.component
         return score.value if name is None else component(score, name, group)
 
-    def _complaint(self, values: list[float]) -> str | None:
-        """Why a group with these values is dropped; None where it is kept."""
+    def _complaint(self, values: list[float]) -> tuple[str, str] | None:
+        """Why a group with these values is dropped, in a word and in a clause; None where it is kept."""
         config = self._config
         what = config.component or "score"
         if max(values) - min(values) <= config.tolerance:
-            return f"every {what} is {values[0]:g}"
+            return "equal", f"every {what} is {values[0]:g}"
         mean = sum(values) / len(values)
         if config.lowest_mean is not None and mean < config.lowest_mean:
-            return f"its mean {what} {mean:g} is below lowest_mean {config.lowest_mean:g}"
+            return "below_band", f"its mean {what} {mean:g} is below lowest_mean {config.lowest_mean:g}"
         if config.highest_mean is not None and mean > config.highest_mean:
-            return f"its mean {what} {mean:g} is above highest_mean {config.highest_mean:g}"
+            return "above_band", f"its mean {what} {mean:g} is above highest_mean {config.highest_mean:g}"
         return None
 
 

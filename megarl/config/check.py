@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.check_algorithm import check_algorithm
+from megarl.config.check_evaluation import check_evaluation
 from megarl.config.check_files import check_files, check_model_folder
 from megarl.config.check_sizes import check_megatron_split, check_split, check_step
 from megarl.config.model import ModelShape, read_model_shape
@@ -69,21 +70,12 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from check_step(recipe)
     yield from check_algorithm(recipe)
     yield from check_native(recipe)
-    yield from _evaluation(recipe)
+    yield from check_evaluation(recipe)
     yield from _without_effect(recipe)
-
-
-def _evaluation(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.evaluation is not None and recipe.roles.rollout is None:
-        yield Problem(key="evaluation", message="needs engines; add roles.rollout or remove the section")
 
 
 def _without_effect(recipe: Recipe) -> Iterator[Problem]:
     """Keys that somebody set and nobody would read."""
-    if recipe.evaluation is not None and not recipe.data.eval:
-        yield Problem(key="evaluation", message="nothing to evaluate on; set data.eval or remove the section")
-    if recipe.evaluation is None and recipe.data.eval:
-        yield Problem(key="data.eval", message="nothing evaluates on it; add `evaluation: {}` or remove it")
     for role, split in recipe.megatron_roles.items():
         if split.virtual_pipeline > 1 and split.pipeline == 1:
             yield Problem(key=f"roles.{role}.virtual_pipeline", message="needs pipeline > 1; set it to 1")

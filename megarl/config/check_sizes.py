@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megarl.config.check_evaluation import check_evaluation_context
 from megarl.config.model import ModelShape
 from megarl.config.recipe import (
     CriticConfig,
@@ -40,6 +41,7 @@ def check_split(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
             message=f"prompt {recipe.data.max_prompt_tokens} + response {recipe.sampling.max_response_tokens} = "
             f"{recipe.max_context_tokens} tokens exceed the model's context of {shape.max_context_tokens}",
         )
+    yield from check_evaluation_context(recipe, shape)
 
 
 def _pools(recipe: Recipe) -> Iterator[Problem]:

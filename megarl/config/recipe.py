@@ -216,13 +216,45 @@ class TrainConfig(Section):
         return self.epochs * (self.prompts_per_step // (self.prompts_per_update or self.prompts_per_step))
 
 
+class SampledEvaluationConfig(Section):
+    """Several sampled rollouts per prompt: mean@n, pass@k, majority@n."""
+
+    rollouts_per_prompt: PositiveInt = 8
+    """n: the more, the less the numbers depend on luck."""
+    temperature: PositiveFloat = 1.0
+    """Independent of `sampling`, as are the other keys here."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """1 samples from the whole distribution."""
+    top_k: PositiveInt | None = None
+    """null samples from the whole distribution."""
+    pass_at: tuple[PositiveInt, ...] | None = None
+    """The k of pass@k, none above n; null takes 1, 2, 4 ... and n."""
+
+    @property
+    def pass_at_or_default(self) -> tuple[int, ...]:
+        if self.pass_at is not None:
+            return self.pass_at
+        powers = [1 << power for power in range(self.rollouts_per_prompt.bit_length())]
+        return tuple(sorted({*powers, self.rollouts_per_prompt}))
+
+
 class EvaluationConfig(Section):
-    """Greedy answers to the prompts of `data.eval`."""
+    """Answers to the prompts of `data.eval`, scored as the rollouts are; kept in `<run>/evaluations`."""
 
     every_steps: PositiveInt | None = None
     """Besides before the first and after the last step."""
+    runs_before_training: bool = True
+    """false skips the one before the first step."""
     max_prompts: PositiveInt | None = None
     """The first ones of `data.eval`; null takes all."""
+    max_response_tokens: PositiveInt | None = None
+    """null takes `sampling.max_response_tokens`."""
+    is_greedy: bool = True
+    """One rollout per prompt that takes the likeliest token each time: `accuracy`."""
+    sampled: SampledEvaluationConfig | None = None
+    """Sampled rollouts, besides the greedy one or, with `is_greedy: false`, instead of it."""
+    right_from: float = 1.0
+    """A score of at least this is a right answer: the built-in scorers give 1 for right, and part of it for less."""
 
 
 class CheckpointConfig(Section):
@@ -280,6 +312,13 @@ class Recipe(Section):
         roles = self.roles
         named = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference}
         return {name: role for name, role in named.items() if role is not None and role.pool is not None}
+
+    @property
+    def evaluation_response_tokens(self) -> int:
+        """Of the longest answer in an evaluation; 0 where there is none."""
+        if self.evaluation is None:
+            return 0
+        return self.evaluation.max_response_tokens or self.sampling.max_response_tokens
 
     @property
     def max_context_tokens(self) -> int:

@@ -89,6 +89,10 @@ class Tokenizer:
         end = np.array(self.eos_ids[:1], dtype=np.int32)
         return [np.concatenate([token_ids, end]) for token_ids in self.encode(texts)]
 
+    def decode(self, token_ids: TokenArray) -> str:
+        """The text, special tokens included."""
+        return self._inner.decode(token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def decode_response(self, token_ids: TokenArray) -> str:
         """The text of a response without its end token.
 
@@ -96,8 +100,7 @@ class Tokenizer:
         must not pass for a clean one.
         """
         has_end = len(token_ids) > 0 and int(token_ids[-1]) in self.eos_ids
-        text_ids = token_ids[:-1] if has_end else token_ids
-        return self._inner.decode(text_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.decode(token_ids[:-1] if has_end else token_ids)
 
 
 def _eos_ids(folder: Path, tokenizer_eos_id: int | None) -> tuple[int, ...]:

@@ -49,7 +49,11 @@ class History:
 
     @property
     def accuracy(self) -> Series:
-        return _series((step, result.accuracy) for step, result in self.evaluations)
+        return self.of_evaluations("accuracy")
+
+    def of_evaluations(self, name: str) -> Series:
+        """One number of the evaluations that have it, such as `pass@4`."""
+        return _series((step, result.numbers[name]) for step, result in self.evaluations if name in result.numbers)
 
     @property
     def loss(self) -> Series:

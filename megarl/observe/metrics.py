@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 from megarl.errors import MachineError
 from megarl.observe.events import Evaluated, Published, Record, StepFinished, Warned
 from megarl.observe.summary import RolloutSummary, StepSummary
-from megarl.types import CriticStats, PublishResult, UpdateStats
+from megarl.types import CriticStats, EvalResult, PublishResult, UpdateStats
 
 LOOPBACK = "127.0.0.1"
 
@@ -30,8 +30,15 @@ class Metrics:
 
         self._reward_mean = self._gauge("reward_mean", "Mean reward of the last step's rollouts")
         self._reward_std = self._gauge("reward_std", "Standard deviation of the last step's rewards")
+        self._reward_min = self._gauge("reward_min", "Lowest reward of the last step")
+        self._reward_max = self._gauge("reward_max", "Highest reward of the last step")
         self._score_mean = self._gauge("score_mean", "Mean of each component of the score", "component")
-        self._zero_signal = self._gauge("zero_signal_group_ratio", "Share of groups whose rollouts all score the same")
+        self._zero_signal = self._gauge("zero_signal_group_ratio", "Share of groups from which nothing is learned")
+        self._zero_signal_steps = self._counter("zero_signal_steps", "Steps in which no group has signal")
+        self._single = self._gauge("single_rollout_groups", "Groups of one rollout in the last step")
+        self._dropped = self._counter("dropped_groups", "Groups that the filter replaced by others", "cause")
+        self._outliers = self._counter("reward_outliers", "Rewards beyond 6 robust deviations of their step")
+        self._oldest = self._gauge("oldest_trained_version", "Oldest policy that chose a token of the last step")
         self._response_mean = self._gauge("response_tokens_mean", "Mean length of a response")
         self._response_max = self._gauge("response_tokens_max", "Longest response of the last step")
         self._truncated = self._gauge("response_truncated_ratio", "Share of responses cut at the length limit")
@@ -71,8 +78,8 @@ class Metrics:
         self._publish_bytes = self._gauge("publish_bytes", "Bytes moved by the last publish")
         self._engines = self._gauge("engines", "Engines that took the last publish")
 
-        self._eval_accuracy = self._gauge("eval_accuracy", "Mean score of greedy answers to held-out prompts")
-        self._eval_source = self._gauge("eval_source_accuracy", "The same, per data source", "source")
+        self._eval = self._gauge("eval", "Numbers of the last evaluation: accuracy, score, pass@4, ...", "number")
+        self._eval_source = self._gauge("eval_by_source", "The same, per data source", "number", "source")
         self._eval_step = self._gauge("eval_step", "Step after which the last evaluation ran")
         self._warnings = self._counter("warnings", "Warnings shown")
 
@@ -93,9 +100,7 @@ class Metrics:
                 self._record_publish(result)
             case Evaluated(step=step, result=evaluation):
                 self._set(self._eval_step, step)
-                self._set(self._eval_accuracy, evaluation.accuracy)
-                for source, accuracy in evaluation.by_source.items():
-                    self._set(self._eval_source, accuracy, source)
+                self._record_evaluation(evaluation)
             case Warned():
                 self._warnings.labels(self._run).inc()
 
@@ -141,9 +146,18 @@ class Metrics:
     def _record_rollouts(self, rollouts: RolloutSummary) -> None:
         self._set(self._reward_mean, rollouts.reward_mean)
         self._set(self._reward_std, rollouts.reward_std)
+        self._set(self._reward_min, rollouts.reward_min)
+        self._set(self._reward_max, rollouts.reward_max)
         for component, mean in rollouts.component_means.items():
             self._set(self._score_mean, mean, component)
         self._set(self._zero_signal, rollouts.num_zero_signal_groups / rollouts.num_groups)
+        self._zero_signal_steps.labels(self._run).inc(int(not rollouts.has_signal))
+        self._set(self._single, rollouts.num_single_groups)
+        for cause, number in rollouts.dropped_groups.items():
+            self._dropped.labels(self._run, cause).inc(number)
+        self._outliers.labels(self._run).inc(rollouts.num_reward_outliers)
+        if rollouts.tokens_by_version:
+            self._set(self._oldest, min(rollouts.tokens_by_version))
         self._set(self._response_mean, rollouts.response_tokens_mean)
         self._set(self._response_max, rollouts.response_tokens_max)
         self._set(self._truncated, rollouts.truncated_ratio)
@@ -153,6 +167,13 @@ class Metrics:
         self._set(self._publish_seconds, result.seconds)
         self._set(self._publish_bytes, result.num_bytes)
         self._set(self._engines, result.num_engines)
+
+    def _record_evaluation(self, result: EvalResult) -> None:
+        for name, value in result.numbers.items():
+            self._set(self._eval, value, name)
+        for source in result.main.by_source:
+            for name, value in result.numbers_of(source).items():
+                self._set(self._eval_source, value, name, source)
 
     def _set(self, gauge: Gauge, value: float, *labels: str) -> None:
         # A labelled gauge is not exposed before its first value: what a run does not know, it does not show as 0.

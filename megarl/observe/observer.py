@@ -16,6 +16,7 @@ from types import TracebackType
 from megarl import __version__
 from megarl.config import Recipe
 from megarl.errors import PreemptedError
+from megarl.observe.doubts import Doubts
 from megarl.observe.events import (
     EVENTS_FILE,
     CheckpointSaved,
@@ -75,6 +76,7 @@ class Observer:
         self._next_sequence = first_sequence
         self._phase_seconds: dict[Phase, float] = {}
         self._has_finished = False
+        self._doubts = Doubts()
 
     def run_started(self, recipe: Recipe, *, metrics_url: str | None, resumed_step: int = 0) -> None:
         self._tell(
@@ -102,6 +104,8 @@ class Observer:
             self._phase_seconds[phase] = self._phase_seconds.get(phase, 0.0) + seconds
 
     def step_finished(self, summary: StepSummary) -> None:
+        for text in self._doubts.about(summary):
+            self.warned(text)
         phase_seconds, self._phase_seconds = self._phase_seconds, {}
         self._tell(StepFinished(summary=summary, phase_seconds=phase_seconds))
 

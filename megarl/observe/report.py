@@ -56,8 +56,10 @@ def make_report(run_folder: Path) -> Report:
 
 
 def tabulate(history: History) -> tuple[Row, ...]:
+    sampled = list(history.evaluations[-1][1].numbers)[2:] if history.evaluations else []
     rows = (
         _row("accuracy", history.accuracy, best=max),
+        *(_row(name, history.of_evaluations(name), best=max) for name in sampled),
         _row("reward", history.reward, best=max),
         # A policy-gradient loss says nothing by its size; the loss of a run without rewards does.
         _row("loss", history.loss, best=None if history.reward else min),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from megarl.types import (
     DEMONSTRATION,
     CriticStats,
     FinishReason,
     PolicyVersion,
+    Rollout,
     ScoredGroup,
+    TrainSample,
     UpdateResult,
     UpdateStats,
 )
@@ -22,21 +26,54 @@ Phase = Literal["start", "generate", "assign", "update", "publish", "evaluate", 
 """What a run spends its time on; one at a time, as the loop sees it."""
 
 
+_OUTLIER_DEVIATIONS = 6.0
+_NORMAL_PER_MEDIAN = 1.4826
+"""Standard deviations of a normal distribution in one median distance from its middle."""
+_NO_ADVANTAGE = 1e-6
+"""Rewards that are equal leave rounding errors of their mean."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOutlier:
+    prompt_uid: str
+    reward: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary:
     """The rollouts of one step, as the policy wrote them."""
 
     num_groups: int
     num_zero_signal_groups: int
-    """Groups whose rollouts all have one score: they carry no advantage."""
+    """Groups in which every advantage is 0: nothing is learned from them."""
+    num_single_groups: int
+    """Groups of one rollout."""
+    dropped_groups: Mapping[str, int]
+    """Groups that other prompts replaced on the way to this step, by the filter's reason."""
     reward_mean: float
     reward_std: float
+    reward_min: float
+    reward_median: float
+    reward_max: float
+    num_reward_outliers: int
+    """Rewards further from the median than 6 robust deviations."""
+    first_outlier: RewardOutlier | None
+    tokens_by_version: Mapping[int, int]
+    """Which policies chose the trained tokens: the update's `mismatch` numbers are about these versions."""
     component_means: Mapping[str, float]
     """Per component of the score; of the rollouts that have it."""
     response_tokens_mean: float
     response_tokens_max: int
     truncated_ratio: float
     """Share of rollouts that ended at the length limit."""
+
+    @property
+    def has_signal(self) -> bool:
+        return self.num_zero_signal_groups < self.num_groups
+
+    @property
+    def num_dropped_groups(self) -> int:
+        return sum(self.dropped_groups.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +97,22 @@ class StepSummary:
 
 
 def summarize_step(
-    *, step: int, groups: Sequence[ScoredGroup], update: UpdateResult, kl_coef: float | None, seconds: float
+    *,
+    step: int,
+    groups: Sequence[ScoredGroup],
+    samples: Sequence[TrainSample],
+    dropped_groups: Mapping[str, int],
+    update: UpdateResult,
+    kl_coef: float | None,
+    seconds: float,
 ) -> StepSummary:
+    """`samples` are those of the groups, in their order; `dropped_groups` counts the ones that were not kept."""
     num_tokens = sum(
         len(scored.group.prompt.token_ids) + len(rollout.token_ids)
         for scored in groups
         for rollout in scored.group.rollouts
     )
+    are_rollouts = not _are_demonstrations(groups)
     return StepSummary(
         step=step,
         version=update.version,
@@ -74,7 +120,7 @@ def summarize_step(
         critic=update.critic,
         num_skipped_updates=update.num_skipped_updates,
         kl_coef=kl_coef,
-        rollouts=None if _are_demonstrations(groups) else _summarize_rollouts(groups),
+        rollouts=_summarize_rollouts(groups, samples, dropped_groups) if are_rollouts else None,
         num_tokens=num_tokens,
         seconds=seconds,
         tokens_per_second=num_tokens / seconds if seconds > 0 else 0.0,
@@ -87,10 +133,13 @@ def _are_demonstrations(groups: Sequence[ScoredGroup]) -> bool:
     )
 
 
-def _summarize_rollouts(groups: Sequence[ScoredGroup]) -> RolloutSummary:
+def _summarize_rollouts(
+    groups: Sequence[ScoredGroup], samples: Sequence[TrainSample], dropped_groups: Mapping[str, int]
+) -> RolloutSummary:
     rollouts = [rollout for scored in groups for rollout in scored.group.rollouts]
     scores = [score for scored in groups for score in scored.scores]
     rewards = np.array([score.value for score in scores], dtype=np.float64)
+    outliers = _outliers(rewards)
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
     components: dict[str, list[float]] = {}
     for score in scores:
@@ -98,11 +147,61 @@ def _summarize_rollouts(groups: Sequence[ScoredGroup]) -> RolloutSummary:
             components.setdefault(name, []).append(value)
     return RolloutSummary(
         num_groups=len(groups),
-        num_zero_signal_groups=sum(len({score.value for score in scored.scores}) == 1 for scored in groups),
+        num_zero_signal_groups=_num_without_signal(groups, samples),
+        num_single_groups=sum(len(scored.scores) == 1 for scored in groups),
+        dropped_groups=dropped_groups,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
+        reward_min=float(rewards.min()),
+        reward_median=float(np.median(rewards)),
+        reward_max=float(rewards.max()),
+        num_reward_outliers=len(outliers),
+        first_outlier=_first_outlier(groups, rewards, outliers),
+        tokens_by_version=_tokens_by_version(rollouts),
         component_means={name: float(np.mean(values)) for name, values in sorted(components.items())},
         response_tokens_mean=float(lengths.mean()),
         response_tokens_max=int(lengths.max()),
         truncated_ratio=float(np.mean([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts])),
     )
+
+
+def _num_without_signal(groups: Sequence[ScoredGroup], samples: Sequence[TrainSample]) -> int:
+    """By advantages and not by rewards: only they tell for every estimator."""
+    remaining = iter(samples)
+    of_groups = ([next(remaining) for _ in scored.scores] for scored in groups)
+    return sum(not any(map(_has_signal, of_group)) for of_group in of_groups)
+
+
+def _has_signal(sample: TrainSample) -> bool:
+    return bool((np.abs(sample.advantages[sample.rollout.loss_mask]) > _NO_ADVANTAGE).any())
+
+
+def _outliers(rewards: npt.NDArray[np.float64]) -> list[int]:
+    """Which rewards are far from the rest.
+
+    The deviation is the median distance of those that differ from the median at all: where most rewards are equal, the
+    few others are each other's measure, so that a rare success is not an outlier.
+    """
+    distances = np.abs(rewards - np.median(rewards))
+    apart = distances[distances > 0]
+    if not len(apart):
+        return []
+    limit = _OUTLIER_DEVIATIONS * _NORMAL_PER_MEDIAN * float(np.median(apart))
+    return [int(index) for index in np.flatnonzero(distances > limit)]
+
+
+def _first_outlier(
+    groups: Sequence[ScoredGroup], rewards: npt.NDArray[np.float64], outliers: Sequence[int]
+) -> RewardOutlier | None:
+    if not outliers:
+        return None
+    uids = [scored.group.prompt.uid for scored in groups for _ in scored.scores]
+    return RewardOutlier(prompt_uid=uids[outliers[0]], reward=float(rewards[outliers[0]]))
+
+
+def _tokens_by_version(rollouts: Sequence[Rollout]) -> dict[int, int]:
+    counts: Counter[int] = Counter()
+    for rollout in rollouts:
+        versions, numbers = np.unique(rollout.versions[rollout.loss_mask], return_counts=True)
+        counts.update(dict(zip(versions.tolist(), numbers.tolist(), strict=True)))
+    return dict(sorted(counts.items()))

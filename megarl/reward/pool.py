@@ -58,7 +58,7 @@ class WorkerPool:
                     worker.discard()
         if "error" in answer:
             raise RewardError(answer["error"])
-        return Score(value=answer["score"], components=answer["components"])
+        return Score(value=answer["score"], components=answer["components"], prediction=answer.get("prediction"))
 
     def close(self) -> None:
         """Kill every worker, busy or not, with what it has started. May be called twice."""

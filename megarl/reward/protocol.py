@@ -23,10 +23,12 @@ class Request(TypedDict):
 
 
 class Answer(TypedDict, total=False):
-    """`score` and `components`, or `error`."""
+    """`score`, `components` and maybe `prediction`, or `error`."""
 
     score: float
     components: dict[str, float]
+    prediction: str
+    """The answer the user's function read out of the response."""
     error: str
     key: str
     """Which key of the recipe's `reward` section the error belongs to."""

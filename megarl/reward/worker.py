@@ -31,6 +31,7 @@ from megarl.reward.protocol import LENGTH, Answer, Request
 _MODULE = "megarl_user_reward"
 _REQUIRED = ("data_source", "solution_str", "ground_truth")
 _OPTIONAL = "extra_info"
+_PREDICTION = "prediction"
 
 _UserFunction: TypeAlias = Callable[..., object]
 
@@ -118,12 +119,18 @@ async def _finish(value: Awaitable[object]) -> object:
 
 
 def _checked(value: object) -> Answer:
-    """The result as numbers. Of a dict, `score` counts, other numbers are components, what is no number is left out."""
+    """The result as numbers. Of a dict, `score` counts, other numbers are components, what is no number is left out.
+
+    `prediction` is not a component: it is the answer found in the response, as text, and None where there is none.
+    """
     results: dict[str, object] = {"score": value}
+    prediction: object = None
     if isinstance(value, Mapping):
         if "score" not in value:
             return {"error": f"returned a dict without score; it has {', '.join(map(str, value)) or 'no keys'}"}
         results = {str(key): item for key, item in value.items() if key == "score" or isinstance(item, Real)}
+        results.pop(_PREDICTION, None)
+        prediction = value.get(_PREDICTION)
     numbers: dict[str, float] = {}
     for name, item in results.items():
         if not isinstance(item, Real):
@@ -131,7 +138,14 @@ def _checked(value: object) -> Answer:
         if not math.isfinite(item):
             return {"error": f"returned {float(item)} for {name}; it must be finite"}
         numbers[name] = float(item)
-    return {"score": numbers.pop("score"), "components": numbers}
+    answer: Answer = {"score": numbers.pop("score"), "components": numbers}
+    match prediction:
+        case None:
+            return answer
+        case str() | Real():
+            return {**answer, "prediction": str(prediction).strip()}
+        case _:
+            return {"error": f"returned a {_type_name(prediction)} for {_PREDICTION}; it must be text, or None"}
 
 
 def _describe(error: BaseException, path: Path) -> str:

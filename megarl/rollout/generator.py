@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from megarl.config.recipe import SamplingConfig
+from megarl.config.recipe import SampledEvaluationConfig, SamplingConfig
 from megarl.errors import DataError, EngineError, FleetError
 from megarl.rollout.client import GenerateRequest
 from megarl.rollout.fleet import Engine, Fleet
@@ -35,21 +35,19 @@ class Sampling:
     max_response_tokens: int
 
     @classmethod
-    def of(cls, config: SamplingConfig) -> Sampling:
+    def of(cls, config: SamplingConfig | SampledEvaluationConfig, *, max_response_tokens: int) -> Sampling:
         return cls(
             num_rollouts=config.rollouts_per_prompt,
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
-            max_response_tokens=config.max_response_tokens,
+            max_response_tokens=max_response_tokens,
         )
 
     @classmethod
-    def greedy(cls, config: SamplingConfig) -> Sampling:
-        """The likeliest token each time: one rollout, for evaluation."""
-        return cls(
-            num_rollouts=1, temperature=0.0, top_p=1.0, top_k=None, max_response_tokens=config.max_response_tokens
-        )
+    def greedy(cls, *, max_response_tokens: int) -> Sampling:
+        """The likeliest token each time: one rollout."""
+        return cls(num_rollouts=1, temperature=0.0, top_p=1.0, top_k=None, max_response_tokens=max_response_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,5 +159,13 @@ class FleetGenerator:
 
 def sampling_seed(run_seed: int, prompt_uid: str, *, epoch: int, index: int) -> int:
     """63 bits, the same in every process and on every machine."""
-    name = f"{run_seed}/{epoch}/{index}/{prompt_uid}".encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
+    return _seed(f"{run_seed}/{epoch}/{index}/{prompt_uid}")
+
+
+def evaluation_seed(run_seed: int) -> int:
+    """In place of the run's seed: a prompt that is trained on as well is not answered by the same dice."""
+    return _seed(f"{run_seed}/evaluation")
+
+
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1

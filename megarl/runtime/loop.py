@@ -64,7 +64,7 @@ class Loop:
     async def run(self) -> None:
         """Every step that is left; returns when the last one is trained, published, evaluated and saved."""
         await self._publish(self._start.version)
-        if self._start.step == 0:
+        if self._start.step == 0 and self._evaluator.is_due(0, is_last=False):
             await self._evaluate(step=0, version=self._start.version)
         async with task_group() as tasks:
             producers = [tasks.create_task(self._produce()) for _ in range(self._buffer.capacity)]
@@ -107,7 +107,13 @@ class Loop:
             await self._publish(update.version)
         seconds = time.monotonic() - started
         summary = summarize_step(
-            step=step, groups=groups, update=update, kl_coef=self._algorithm.kl_coef, seconds=seconds
+            step=step,
+            groups=groups,
+            samples=samples,
+            dropped_groups=self._algorithm.take_dropped(),
+            update=update,
+            kl_coef=self._algorithm.kl_coef,
+            seconds=seconds,
         )
         self._observer.step_finished(summary)
         return update.version
@@ -121,6 +127,5 @@ class Loop:
     async def _evaluate(self, *, step: int, version: PolicyVersion) -> None:
         async with self._phases.generating():
             with self._observer.phase("evaluate"):
-                result = await self._evaluator.evaluate(version)
-        if result is not None:
-            self._observer.evaluated(step, result)
+                result = await self._evaluator.evaluate(step, version)
+        self._observer.evaluated(step, result)

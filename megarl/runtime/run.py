@@ -18,11 +18,11 @@ from megarl.data.stream import PromptStream
 from megarl.observe.observer import Observer
 from megarl.reward.scorer import build_scorer
 from megarl.rollout.fleet import Fleet
-from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, evaluation_seed
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.checkpoints import RunSaver, SavedCritic
 from megarl.runtime.cluster import open_cluster
-from megarl.runtime.evaluate import Evaluator, GreedyEvaluator, NoEvaluator
+from megarl.runtime.evaluate import Evaluator, HeldOutEvaluator, NoEvaluator
 from megarl.runtime.inputs import Inputs, read_inputs
 from megarl.runtime.learners import build_learner
 from megarl.runtime.loop import Loop, Start
@@ -124,25 +124,34 @@ def _producers(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer) -> 
     """Who answers the prompts, and who judges the answers."""
     if isinstance(recipe.algorithm, SftConfig) or roles.fleet is None:
         return Demonstrations(inputs.tokenizer), DemonstrationScorer()
-    sampled = _generator(recipe, inputs, roles.fleet, Sampling.of(recipe.sampling))
+    max_tokens, seed = recipe.sampling.max_response_tokens, recipe.run.seed
+    sampling = Sampling.of(recipe.sampling, max_response_tokens=max_tokens)
+    sampled = _generator(recipe, inputs, roles.fleet, sampling, seed=seed)
     if isinstance(recipe.algorithm, RemaxConfig):
-        greedy = _generator(recipe, inputs, roles.fleet, Sampling.greedy(recipe.sampling))
+        sampling = Sampling.greedy(max_response_tokens=max_tokens)
+        greedy = _generator(recipe, inputs, roles.fleet, sampling, seed=seed)
         return WithGreedyRollout(sampled, greedy), WithGreedyScore(scorer)
     return sampled, scorer
 
 
 def _evaluator(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer) -> Evaluator:
-    if recipe.evaluation is None or roles.fleet is None:
+    config = recipe.evaluation
+    if config is None or roles.fleet is None:
         return NoEvaluator()
-    return GreedyEvaluator(
+    generator = partial(_generator, recipe, inputs, roles.fleet, seed=evaluation_seed(recipe.run.seed))
+    max_tokens = recipe.evaluation_response_tokens
+    return HeldOutEvaluator(
+        config,
         prompts=inputs.eval,
-        generator=_generator(recipe, inputs, roles.fleet, Sampling.greedy(recipe.sampling)),
+        greedy=generator(Sampling.greedy(max_response_tokens=max_tokens)) if config.is_greedy else None,
+        sampled=generator(Sampling.of(config.sampled, max_response_tokens=max_tokens)) if config.sampled else None,
         scorer=scorer,
-        every_steps=recipe.evaluation.every_steps,
+        decode=inputs.tokenizer.decode,
+        run_folder=recipe.run_folder,
     )
 
 
-def _generator(recipe: Recipe, inputs: Inputs, fleet: Fleet, sampling: Sampling) -> Generator:
+def _generator(recipe: Recipe, inputs: Inputs, fleet: Fleet, sampling: Sampling, *, seed: int) -> Generator:
     rollout = recipe.roles.rollout
     assert rollout is not None, "a fleet without a rollout role"
     return FleetGenerator(
@@ -154,6 +163,6 @@ def _generator(recipe: Recipe, inputs: Inputs, fleet: Fleet, sampling: Sampling)
             max_context_tokens=inputs.shape.max_context_tokens,
             decode=inputs.tokenizer.decode_response,
         ),
-        seed=recipe.run.seed,
+        seed=seed,
         max_attempts=rollout.max_attempts,
     )

@@ -48,3 +48,11 @@ def test_too_many_dropped_in_a_row_end_the_run_with_the_reason() -> None:
     assert dropped_then_kept == [False, False, True, False, False]
     with pytest.raises(DataError, match=r"dropped 3 groups in a row; .* train\.parquet:7, because every score is 0\."):
         selection.keeps(hopeless)
+
+
+def test_dropped_groups_are_counted_by_cause_since_the_last_time() -> None:
+    selection = Selection(FilterConfig(lowest_mean=0.2, highest_mean=0.7))
+    for rewards in ([0, 0], [1, 1], [1, 1, 1, 0], [1, 0, 0, 0, 0, 0], [1, 0]):
+        selection.keeps(scored_group(0, rewards))
+    assert selection.take_dropped() == {"above_band": 1, "below_band": 1, "equal": 2}
+    assert selection.take_dropped() == {}

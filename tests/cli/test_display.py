@@ -7,8 +7,16 @@ import pytest
 from rich.console import Console
 
 from megarl.cli.display import LiveDisplay, PlainDisplay, format_seconds, make_console, make_display
-from megarl.observe.events import Event, PhaseStarted, RunFinished, RunStatus, Sink, Warned
-from tests.observe.samples import evaluated, one_of_each, records, run_started, step_finished
+from megarl.observe.events import Event, PhaseStarted, RunFinished, RunStatus, Sink, StepFinished, Warned
+from tests.observe.samples import (
+    evaluated,
+    grades,
+    one_of_each,
+    records,
+    run_started,
+    step_finished,
+    step_summary,
+)
 
 GENERATE = PhaseStarted(phase="generate")
 
@@ -45,6 +53,23 @@ def test_without_a_terminal_a_run_is_one_line_per_step() -> None:
         "step 2/2  reward 0.750  loss 0.5000  accuracy 0.250  1,200 tokens/s  2.0 s  ETA 0s",
         "evaluated after step 2: accuracy 0.875 of 64 prompts",
         "run done",
+    ]
+
+
+def test_sampled_answers_and_doubtful_steps_are_in_the_lines() -> None:
+    out = StringIO()
+    summary = step_summary(1, num_zero_signal_groups=8, dropped_groups={"equal": 3, "above_band": 2})
+    sampled = grades(0.5, rollouts_per_prompt=4, pass_at={1: 0.5, 4: 0.75})
+    events: list[Event] = [
+        run_started(steps=2),
+        StepFinished(summary=summary, phase_seconds={}),
+        evaluated(1, 0.25, sampled=sampled),
+    ]
+    show(PlainDisplay(console_to(out, is_terminal=False)), events)
+    assert out.getvalue().splitlines()[1:] == [
+        "step 1/2  reward 0.500  no signal  dropped 5 groups  loss 0.5000  1,200 tokens/s  2.0 s",
+        "evaluated after step 1: accuracy 0.250 of 64 prompts  "
+        "mean@4 0.500  pass@1 0.500  pass@4 0.750  majority@4 0.500",
     ]
 
 

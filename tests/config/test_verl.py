@@ -15,6 +15,7 @@ from megarl.config.verl import Entry, Imported, import_verl
 from megarl.config.verl.rules import Treatment, Verdict, known_keys, rule_for
 from megarl.errors import ConfigError
 
+VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
 HERE = Path(__file__).parent / "verl"
 BASE = """\
 python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=train.parquet \\
@@ -114,6 +115,17 @@ def test_there_is_one_entry_per_key_of_the_file() -> None:
         ),
         ("trainer.experiment_name='my run'", "run.name", "my_run"),
         ("trainer.test_freq=5 data.val_files=v.parquet", "evaluation.every_steps", 5),
+        ("trainer.val_before_train=False data.val_files=v.parquet", "evaluation.runs_before_training", False),
+        ("data.val_max_samples=64 data.val_files=v.parquet", "evaluation.max_prompts", 64),
+        (
+            f"data.val_files=v.parquet {VALIDATION}do_sample=True {VALIDATION}n=4 {VALIDATION}temperature=0.6",
+            "evaluation",
+            {
+                "is_greedy": False,
+                "sampled": {"rollouts_per_prompt": 4, "temperature": 0.6, "top_p": 1.0},
+            },
+        ),
+        (f"data.val_files=v.parquet {VALIDATION}do_sample=True {VALIDATION}n=4", "evaluation", {}),
     ],
 )
 def test_a_key_arrives_in_the_recipe(tmp_path: Path, word: str, key: str, value: Tree) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -20,11 +20,14 @@ from megarl.observe.events import (
     StepFinished,
     Warned,
 )
-from megarl.observe.summary import RolloutSummary, StepSummary
+from megarl.observe.generations import Generation
+from megarl.observe.summary import RewardOutlier, RolloutSummary, StepSummary
 from megarl.types import (
     DEMONSTRATION,
     EvalResult,
     FinishReason,
+    Grade,
+    Grades,
     PolicyVersion,
     Prompt,
     PublishResult,
@@ -32,6 +35,7 @@ from megarl.types import (
     RolloutGroup,
     Score,
     ScoredGroup,
+    TrainSample,
     UpdateStats,
 )
 
@@ -78,12 +82,30 @@ def update_stats(*, loss: float = 0.5) -> UpdateStats:
     )
 
 
-def step_summary(step: int, *, reward: float | None = 0.5, loss: float = 0.5) -> StepSummary:
+def step_summary(
+    step: int,
+    *,
+    reward: float | None = 0.5,
+    loss: float = 0.5,
+    num_zero_signal_groups: int = 2,
+    dropped_groups: Mapping[str, int] | None = None,
+    reward_min: float = 0.0,
+    outlier: RewardOutlier | None = None,
+) -> StepSummary:
+    """Of eight groups."""
     rollouts = RolloutSummary(
         num_groups=8,
-        num_zero_signal_groups=2,
+        num_zero_signal_groups=num_zero_signal_groups,
+        num_single_groups=1,
+        dropped_groups=dropped_groups or {},
         reward_mean=reward or 0.0,
         reward_std=0.25,
+        reward_min=reward_min,
+        reward_median=0.5,
+        reward_max=1.0,
+        num_reward_outliers=0 if outlier is None else 3,
+        first_outlier=outlier,
+        tokens_by_version={step - 1: 96},
         component_means={"format": 0.9},
         response_tokens_mean=3.5,
         response_tokens_max=5,
@@ -121,11 +143,48 @@ def run_started(*, steps: int = 4, resumed_step: int = 0) -> RunStarted:
     )
 
 
-def evaluated(step: int, accuracy: float) -> Evaluated:
-    result = EvalResult(
-        version=PolicyVersion(step), num_prompts=64, accuracy=accuracy, by_source={"arithmetic": accuracy}
+def grades(accuracy: float, *, rollouts_per_prompt: int = 1, pass_at: Mapping[int, float] | None = None) -> Grades:
+    grade = Grade(
+        num_prompts=64,
+        rollouts_per_prompt=rollouts_per_prompt,
+        score_mean=accuracy,
+        accuracy=accuracy,
+        majority=accuracy,
+        pass_at=pass_at or {},
     )
+    return Grades(overall=grade, by_source={"arithmetic": grade})
+
+
+def evaluated(step: int, accuracy: float, *, sampled: Grades | None = None) -> Evaluated:
+    result = EvalResult(version=PolicyVersion(step), greedy=grades(accuracy), sampled=sampled)
     return Evaluated(step=step, result=result)
+
+
+def generation(
+    *,
+    response: str = "7",
+    prompt: str = "what is 3 + 4?",
+    prediction: str | None = "7",
+    is_right: bool = True,
+    is_greedy: bool = True,
+    index: int = 0,
+    data_source: str = "arithmetic",
+) -> Generation:
+    return Generation(
+        prompt_uid="eval.parquet:3",
+        data_source=data_source,
+        is_greedy=is_greedy,
+        index=index,
+        is_right=is_right,
+        score=float(is_right),
+        components={"format": 0.5},
+        prediction=prediction,
+        ground_truth="7",
+        finish_reason=FinishReason.STOP,
+        num_tokens=2,
+        prompt=prompt,
+        response=response,
+    )
 
 
 def published(version: int) -> Published:
@@ -137,7 +196,7 @@ def one_of_each() -> list[Event]:
         run_started(),
         PhaseStarted(phase="start"),
         published(0),
-        evaluated(0, 0.25),
+        evaluated(0, 0.25, sampled=grades(0.5, rollouts_per_prompt=2, pass_at={1: 0.5, 2: 0.75})),
         step_finished(1),
         step_finished(2, reward=None),
         Warned(text='a "quoted" [warning]\nwith two lines'),
@@ -159,10 +218,11 @@ def scored_group(
     lengths: Sequence[int],
     finish: FinishReason = FinishReason.STOP,
     version: int = 3,
+    number: int = 0,
 ) -> ScoredGroup:
     """A group on a prompt of four tokens."""
     prompt = Prompt(
-        uid="train.parquet:0",
+        uid=f"train.parquet:{number}",
         position=0,
         epoch=0,
         token_ids=np.arange(4, dtype=np.int32),
@@ -187,3 +247,20 @@ def scored_group(
 
 def demonstration_group(*, lengths: Sequence[int]) -> ScoredGroup:
     return scored_group([0.0] * len(lengths), lengths=lengths, version=DEMONSTRATION)
+
+
+def train_samples(groups: Sequence[ScoredGroup]) -> list[TrainSample]:
+    """Each rollout's credit is its score less the mean of its group, on every token."""
+    return [
+        TrainSample(
+            prompt_ids=scored.group.prompt.token_ids,
+            rollout=rollout,
+            advantages=np.full(len(rollout.token_ids), score.value - _mean(scored), dtype=np.float32),
+        )
+        for scored in groups
+        for rollout, score in zip(scored.group.rollouts, scored.scores, strict=True)
+    ]
+
+
+def _mean(scored: ScoredGroup) -> float:
+    return float(np.mean([score.value for score in scored.scores]))

@@ -9,9 +9,20 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megarl.errors import MachineError
+from megarl.observe.events import StepFinished
 from megarl.observe.metrics import Metrics, MetricsEndpoint
+from megarl.observe.summary import RewardOutlier
 from megarl.types import UpdateStats
-from tests.observe.samples import evaluated, one_of_each, published, records, run_started, step_finished
+from tests.observe.samples import (
+    evaluated,
+    grades,
+    one_of_each,
+    published,
+    records,
+    run_started,
+    step_finished,
+    step_summary,
+)
 
 
 @pytest.fixture
@@ -56,8 +67,37 @@ def test_the_endpoint_serves_what_the_run_told(metrics: Metrics, endpoint: Metri
     assert values["megarl_rollout_weight_version"] == 2
     assert values["megarl_publish_seconds"] == 0.25
     assert values["megarl_publish_bytes"] == 4096
-    assert values["megarl_eval_accuracy"] == 0.875
-    assert values["megarl_eval_source_accuracy{arithmetic}"] == 0.875
+    assert values["megarl_eval{accuracy}"] == 0.875
+    assert values["megarl_eval_by_source{accuracy}{arithmetic}"] == 0.875
+    assert values["megarl_eval_step"] == 2
+    assert values["megarl_oldest_trained_version"] == 1
+    assert values["megarl_single_rollout_groups"] == 1
+    assert values["megarl_zero_signal_steps_total"] == 0
+
+
+def test_every_number_of_an_evaluation_is_a_metric_overall_and_by_source(
+    metrics: Metrics, endpoint: MetricsEndpoint
+) -> None:
+    sampled = grades(0.5, rollouts_per_prompt=8, pass_at={1: 0.5, 8: 0.75})
+    for record in records([evaluated(2, 0.875, sampled=sampled)]):
+        metrics.record(record)
+    values = scrape(endpoint.url)
+    expected = {"accuracy": 0.875, "mean@8": 0.5, "pass@1": 0.5, "pass@8": 0.75, "majority@8": 0.5}
+    assert {name: values[f"megarl_eval{{{name}}}"] for name in expected} == expected
+    assert {name: values[f"megarl_eval_by_source{{{name}}}{{arithmetic}}"] for name in expected} == expected
+
+
+def test_what_teaches_nothing_or_does_not_fit_is_counted(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
+    outlier = RewardOutlier(prompt_uid="train.parquet:7", reward=-1000)
+    for step in (1, 2):
+        summary = step_summary(step, num_zero_signal_groups=8, dropped_groups={"equal": 5}, outlier=outlier)
+        for record in records([StepFinished(summary=summary, phase_seconds={})]):
+            metrics.record(record)
+    values = scrape(endpoint.url)
+    assert values["megarl_zero_signal_steps_total"] == 2
+    assert values["megarl_zero_signal_group_ratio"] == 1
+    assert values["megarl_dropped_groups_total{equal}"] == 10
+    assert values["megarl_reward_outliers_total"] == 6
 
 
 def test_every_float_of_an_update_is_a_metric(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
@@ -76,7 +116,7 @@ def test_what_is_not_known_is_absent_rather_than_zero(metrics: Metrics, endpoint
         metrics.record(record)
     values = scrape(endpoint.url)
     assert "megarl_loss" in values
-    assert not {"megarl_reward_mean", "megarl_eval_accuracy", "megarl_rollout_weight_version"} & set(values)
+    assert not {"megarl_reward_mean", "megarl_eval{accuracy}", "megarl_rollout_weight_version"} & set(values)
 
 
 def test_every_event_can_be_recorded(metrics: Metrics, endpoint: MetricsEndpoint) -> None:

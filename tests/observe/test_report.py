@@ -10,7 +10,7 @@ from PIL import Image
 from megarl.errors import DataError
 from megarl.observe.events import Event, EventLog
 from megarl.observe.report import BLUE, GREEN, PANEL_HEIGHT_PX, VERMILLION, WIDTH_PX, make_report
-from tests.observe.samples import evaluated, records, run_started, step_finished
+from tests.observe.samples import evaluated, grades, records, run_started, step_finished
 
 
 def write_run(folder: Path, *events: Event) -> Path:
@@ -43,6 +43,17 @@ def test_a_report_has_first_last_and_best(tmp_path: Path) -> None:
     assert rows["accuracy"] == (0.25, 0.875, 0.875, 2)
     assert rows["loss"] == (0.5, 0.5, None, None)
     assert rows["tokens/s"] == (1200, 1200, 1200, 1)
+
+
+def test_sampled_numbers_have_rows_of_their_own(tmp_path: Path) -> None:
+    first, second = (
+        evaluated(step, 0.5, sampled=grades(0.5, rollouts_per_prompt=4, pass_at={4: pass_at_4}))
+        for step, pass_at_4 in ((0, 0.75), (1, 0.875))
+    )
+    run = write_run(tmp_path, run_started(), first, step_finished(1), second)
+    rows = {row.name: (row.first, row.last, row.best, row.best_step) for row in make_report(run).rows}
+    assert list(rows)[:4] == ["accuracy", "mean@4", "pass@4", "majority@4"]
+    assert rows["pass@4"] == (0.75, 0.875, 0.875, 1)
 
 
 def test_steps_that_were_taken_again_after_a_resume_count_once(tmp_path: Path) -> None:

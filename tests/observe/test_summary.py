@@ -1,12 +1,41 @@
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from megarl.observe.summary import summarize_step
-from megarl.types import FinishReason, PolicyVersion, UpdateResult
-from tests.observe.samples import demonstration_group, scored_group, update_stats
+from megarl.observe.summary import RewardOutlier, RolloutSummary, StepSummary, summarize_step
+from megarl.types import FinishReason, PolicyVersion, ScoredGroup, TrainSample, UpdateResult
+from tests.observe.samples import demonstration_group, scored_group, train_samples, update_stats
 
 UPDATE = UpdateResult(version=PolicyVersion(7), stats=update_stats())
+
+
+def summary_of(
+    groups: Sequence[ScoredGroup],
+    *,
+    samples: Sequence[TrainSample] | None = None,
+    dropped_groups: Mapping[str, int] | None = None,
+    step: int = 1,
+    seconds: float = 2.0,
+) -> StepSummary:
+    return summarize_step(
+        step=step,
+        groups=groups,
+        samples=train_samples(groups) if samples is None else samples,
+        dropped_groups=dropped_groups or {},
+        update=UPDATE,
+        kl_coef=None,
+        seconds=seconds,
+    )
+
+
+def rollouts_of(groups: Sequence[ScoredGroup], *, samples: Sequence[TrainSample] | None = None) -> RolloutSummary:
+    rollouts = summary_of(groups, samples=samples).rollouts
+    assert rollouts is not None
+    return rollouts
 
 
 def test_a_step_is_summarized_over_all_its_rollouts() -> None:
@@ -14,7 +43,7 @@ def test_a_step_is_summarized_over_all_its_rollouts() -> None:
         scored_group([0.0, 1.0], lengths=[2, 4]),
         scored_group([1.0, 1.0], lengths=[6, 8], finish=FinishReason.LENGTH),
     ]
-    summary = summarize_step(step=7, groups=groups, update=UPDATE, kl_coef=None, seconds=4.0)
+    summary = summary_of(groups, step=7, seconds=4.0)
     assert summary.rollouts is not None
     assert (summary.step, summary.version) == (7, 7)
     assert summary.rollouts.reward_mean == 0.75
@@ -26,15 +55,72 @@ def test_a_step_is_summarized_over_all_its_rollouts() -> None:
 
 
 def test_tokens_of_prompts_count_once_per_rollout() -> None:
-    summary = summarize_step(
-        step=1, groups=[scored_group([0.0, 1.0], lengths=[2, 4])], update=UPDATE, kl_coef=None, seconds=2.0
-    )
+    summary = summary_of([scored_group([0.0, 1.0], lengths=[2, 4])])
     assert summary.num_tokens == (4 + 2) + (4 + 4)
     assert summary.tokens_per_second == 7.0
 
 
 def test_demonstrations_have_no_reward() -> None:
     groups = [demonstration_group(lengths=[3]), demonstration_group(lengths=[5])]
-    summary = summarize_step(step=1, groups=groups, update=UPDATE, kl_coef=None, seconds=2.0)
+    summary = summary_of(groups)
     assert summary.rollouts is None
     assert summary.num_tokens == 16
+
+
+def test_a_group_has_signal_when_some_advantage_is_not_zero() -> None:
+    groups = [scored_group([1.0, 1.0], lengths=[2, 2]), scored_group([0.1, 0.1, 0.1], lengths=[2, 2, 2])]
+    assert rollouts_of(groups).num_zero_signal_groups == 2
+    assert not rollouts_of(groups).has_signal
+    # An estimator that compares with something else than the group learns from equal rewards.
+    ones = [replace(sample, advantages=np.ones(2, dtype=np.float32)) for sample in train_samples(groups)]
+    assert rollouts_of(groups, samples=ones).num_zero_signal_groups == 0
+
+
+def test_advantages_outside_the_loss_are_no_signal() -> None:
+    groups = [scored_group([0.0, 1.0], lengths=[2, 2])]
+    out = [
+        replace(sample, rollout=replace(sample.rollout, loss_mask=np.zeros(2, dtype=np.bool_)))
+        for sample in train_samples(groups)
+    ]
+    assert rollouts_of(groups, samples=out).num_zero_signal_groups == 1
+
+
+def test_groups_of_one_and_dropped_groups_are_counted() -> None:
+    groups = [scored_group([1.0], lengths=[2]), scored_group([0.0, 1.0], lengths=[2, 2])]
+    summary = summary_of(groups, dropped_groups={"equal": 3, "below_band": 1})
+    assert summary.rollouts is not None
+    assert summary.rollouts.num_single_groups == 1
+    assert summary.rollouts.dropped_groups == {"equal": 3, "below_band": 1}
+    assert summary.rollouts.num_dropped_groups == 4
+
+
+def test_a_reward_far_from_the_rest_is_counted_and_the_first_is_named() -> None:
+    groups = [
+        scored_group([0.0, 1.0, 0.0, 1.0], lengths=[2] * 4, number=0),
+        scored_group([0.0, -1000.0, 0.0, 1.0], lengths=[2] * 4, number=1),
+        scored_group([0.0, 0.0, 500.0, 1.0], lengths=[2] * 4, number=2),
+    ]
+    rollouts = rollouts_of(groups)
+    assert rollouts.num_reward_outliers == 2
+    assert rollouts.first_outlier == RewardOutlier(prompt_uid="train.parquet:1", reward=-1000.0)
+    assert (rollouts.reward_min, rollouts.reward_median, rollouts.reward_max) == (-1000.0, 0.0, 500.0)
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [0.0] * 99 + [1.0],
+        [1.0] * 99 + [0.0],
+        [0.0] * 60 + [1.0] * 40,
+        [0.5] * 100,
+        list(np.random.default_rng(0).normal(size=1000)),
+        list(np.random.default_rng(0).uniform(-3, 3, size=1000)),
+    ],
+)
+def test_rare_successes_and_ordinary_spreads_are_no_outliers(rewards: list[float]) -> None:
+    assert rollouts_of([scored_group(rewards, lengths=[1] * len(rewards))]).num_reward_outliers == 0
+
+
+def test_trained_tokens_are_counted_by_the_version_that_chose_them() -> None:
+    groups = [scored_group([0.0, 1.0], lengths=[2, 3], version=3), scored_group([0.0], lengths=[4], version=2)]
+    assert rollouts_of(groups).tokens_by_version == {2: 4, 3: 5}

@@ -105,6 +105,9 @@ class FakeCluster:
     def keeps(self, group: ScoredGroup) -> bool:
         return self._keeps(group.group.prompt.position)
 
+    def take_dropped(self) -> dict[str, int]:
+        return {}
+
     kl_coef: float | None = None
 
     async def estimate(self, groups: Sequence[ScoredGroup]) -> Estimates:
@@ -115,7 +118,15 @@ class FakeCluster:
         for scored in groups:
             for rollout in scored.group.rollouts:
                 self.worst_staleness = max(self.worst_staleness, self._version - int(rollout.versions.min()))
-        return []
+        return [
+            TrainSample(
+                prompt_ids=scored.group.prompt.token_ids,
+                rollout=rollout,
+                advantages=np.ones(len(rollout.token_ids), dtype=np.float32),
+            )
+            for scored in groups
+            for rollout in scored.group.rollouts
+        ]
 
     async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
         self.calls.append("update")

@@ -17,6 +17,7 @@ from megarl.config.verl.rules import Rule, Treatment, Verdict, nearest_known, ru
 
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
+_VALIDATION = f"{_ROLLOUT}val_kwargs."
 _POOL = "shared"
 _UNKNOWN_STEPS = 100
 
@@ -155,8 +156,7 @@ class _Translation:
         self._put("data.train", _paths(self._take("data.train_files", "data.train")))
         if self._given.get("data.val_files") and not self._is_sft:
             self._put("data.eval", _paths(self._take("data.val_files", "data.eval and evaluation")))
-            every = self._take("trainer.test_freq", "evaluation.every_steps")
-            self._put("evaluation", {"every_steps": every} if isinstance(every, int) and every > 0 else {})
+            self._evaluation()
         elif self._is_sft:
             self._report("data.val_files", Verdict.NOT_SUPPORTED, "sft is evaluated by generating, not by its loss")
         if self._take("data.filter_overlong_prompts", "data.overlong_prompts"):
@@ -166,6 +166,27 @@ class _Translation:
             self._report("data.truncation", Verdict.NO_EFFECT, "a prompt that is too long is refused, as with error")
         else:
             self._report("data.truncation", Verdict.NOT_SUPPORTED, "prompts are never cut: data.overlong_prompts: drop")
+
+    def _evaluation(self) -> None:
+        every = self._take("trainer.test_freq", "evaluation.every_steps")
+        self._put("evaluation", {"every_steps": every} if isinstance(every, int) and every > 0 else {})
+        if self._take("trainer.val_before_train", "evaluation.runs_before_training", default=True) is False:
+            self._put("evaluation.runs_before_training", False)
+        num_prompts = self._take("data.val_max_samples", "evaluation.max_prompts")
+        if isinstance(num_prompts, int) and num_prompts > 0:
+            self._put("evaluation.max_prompts", num_prompts)
+        is_sampled = self._take(f"{_VALIDATION}do_sample", "evaluation.sampled", default=False)
+        temperature = self._take(f"{_VALIDATION}temperature", "evaluation.sampled.temperature", default=0)
+        if not is_sampled or temperature == 0:
+            # Several greedy answers to a prompt are one and the same.
+            return
+        sampled: dict[str, Tree] = {"temperature": temperature}
+        for name, ours, default in (("n", "rollouts_per_prompt", 1), ("top_p", "top_p", 1.0), ("top_k", "top_k", -1)):
+            value = self._take(f"{_VALIDATION}{name}", f"evaluation.sampled.{ours}", default=default)
+            if value != -1:
+                sampled[ours] = value
+        self._put("evaluation.is_greedy", False)
+        self._put("evaluation.sampled", sampled)
 
     def _pools(self) -> None:
         gpus = self._take("trainer.n_gpus_per_node", f"pools.{_POOL}.gpus_per_node", default=8)

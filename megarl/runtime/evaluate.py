@@ -64,7 +64,10 @@ class HeldOutEvaluator:
         return is_last or (every_steps is not None and step % every_steps == 0)
 
     async def evaluate(self, step: int, version: PolicyVersion) -> EvalResult:
-        greedy, sampled = await self._answers()
+        # One after the other: a greedy request in a batch makes SGLang draw the others of it in another way, by rank and
+        # not by token, and then the same seeds give other tokens.
+        greedy = await self._answers(self._greedy)
+        sampled = await self._answers(self._sampled)
         await asyncio.to_thread(self._keep, step, greedy, sampled)
         right_from, sampling = self._config.right_from, self._config.sampled
         pass_at = sampling.pass_at_or_default if sampling is not None else ()
@@ -74,14 +77,13 @@ class HeldOutEvaluator:
             sampled=grade(sampled, right_from=right_from, pass_at=pass_at) if sampled else None,
         )
 
-    async def _answers(self) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
-        """Greedy and sampled, a group per prompt, in their order; the first failure ends them all."""
+    async def _answers(self, generator: Generator | None) -> list[ScoredGroup]:
+        """A group per prompt, in their order; the first failure ends them all."""
+        if generator is None:
+            return []
         async with task_group() as tasks:
-            greedy, sampled = (
-                [tasks.create_task(self._answer(generator, prompt)) for prompt in self._prompts] if generator else []
-                for generator in (self._greedy, self._sampled)
-            )
-        return [task.result() for task in greedy], [task.result() for task in sampled]
+            answers = [tasks.create_task(self._answer(generator, prompt)) for prompt in self._prompts]
+        return [answer.result() for answer in answers]
 
     async def _answer(self, generator: Generator, prompt: Prompt) -> ScoredGroup:
         return await self._scorer.score(await generator.generate(prompt))

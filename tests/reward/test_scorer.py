@@ -99,6 +99,24 @@ def test_numbers_of_a_dict_become_components(make_group: MakeGroup, make_reward:
 
 
 @pytest.mark.parametrize(
+    ("prediction", "expected"), [("' 42 '", "42"), ("42", "42"), ("np.float32(0.5)", "0.5"), ("None", None)]
+)
+def test_a_prediction_is_text_and_no_component(
+    prediction: str, expected: str | None, make_group: MakeGroup, make_reward: MakeReward
+) -> None:
+    config = make_reward(
+        f"""
+        import numpy as np
+
+        def compute_score(**sample):
+            return {{"score": 1.0, "prediction": {prediction}}}
+        """
+    )
+    (score,) = scores_of(config, make_group("so: 42"))
+    assert score == Score(value=1.0, components={}, prediction=expected)
+
+
+@pytest.mark.parametrize(
     ("result", "complaint"),
     [
         ("None", "returned a NoneType for score"),
@@ -108,6 +126,7 @@ def test_numbers_of_a_dict_become_components(make_group: MakeGroup, make_reward:
         ("{'acc': 1}", "returned a dict without score; it has acc"),
         ("{'score': None}", "returned a NoneType for score"),
         ("[1.0]", "returned a list for score"),
+        ("{'score': 1, 'prediction': [1]}", "returned a list for prediction; it must be text, or None"),
     ],
 )
 def test_a_result_that_is_no_finite_number_is_an_error(

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.errors import DataError, FleetError
 from megarl.rollout.fleet import EngineState, Fleet
-from megarl.rollout.generator import sampling_seed
+from megarl.rollout.generator import evaluation_seed, sampling_seed
 from megarl.types import FinishReason, Prompt, RolloutGroup
 from tests.rollout.engines import EOS, ServedModel, generator_of, prompt_of, scripted_fleet
 
@@ -84,6 +84,12 @@ def test_seeds_depend_on_run_prompt_epoch_and_rollout_and_fit_an_engine() -> Non
     assert len(seeds) == 16
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert sampling_seed(1, "a", epoch=0, index=0) == 3707216131063291683
+
+
+def test_an_evaluation_throws_other_dice_than_training() -> None:
+    seeds = {evaluation_seed(1), evaluation_seed(2), 1, 2}
+    assert len({sampling_seed(seed, "a", epoch=0, index=0) for seed in seeds}) == 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from megarl.observe.events import EVENTS_FILE, Evaluated, Event, StepFinished, read_events
+from megarl.types import EvalResult
 
 RECIPE = """
 run: {name: NAME, folder: FOLDER/runs, steps: 2, device: cpu, seed: 3}
@@ -34,13 +35,14 @@ train:
   prompts_per_step: 8
   tokens_per_micro_batch: 128
   optimizer: {learning_rate: 1e-3}
-evaluation: {max_prompts: 4}
+evaluation: {max_prompts: 4, sampled: {rollouts_per_prompt: 4, pass_at: [1, 4]}}
 """
 
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """Something a random model gets right now and then, and not always."""
-    return {"score": float(sum(map(ord, solution_str)) % 3 == 0), "length": len(solution_str)}
+    total = sum(map(ord, solution_str))
+    return {"score": float(total % 3 == 0), "length": len(solution_str), "prediction": total % 3}
 '''
 
 
@@ -59,8 +61,9 @@ class Run:
         return [event for event in self.events if isinstance(event, StepFinished)]
 
     @property
-    def accuracies(self) -> list[float]:
-        return [event.result.accuracy for event in self.events if isinstance(event, Evaluated)]
+    def evaluations(self) -> dict[int, EvalResult]:
+        """By the step after which they ran."""
+        return {event.step: event.result for event in self.events if isinstance(event, Evaluated)}
 
     @property
     def model(self) -> Path:

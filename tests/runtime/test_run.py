@@ -8,10 +8,12 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megarl.data.arithmetic import make_arithmetic
 from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
+from megarl.observe.generations import generations_file, read_generations
 from tests.runtime.runs import Run, descendants, finished, listening, run, started, survivors
 
 TP1 = ("roles.actor={pool: train, tensor: 1}", "pools.train.gpus_per_node=1")
@@ -44,7 +46,7 @@ def reference(folder: Path) -> Run:
 
 def test_a_run_ends_with_its_numbers_its_picture_and_a_model(reference: Run) -> None:
     assert [event.summary.step for event in reference.steps] == [1, 2]
-    assert len(reference.accuracies) == 2
+    assert list(reference.evaluations) == [0, 2]
     assert (reference.folder / "curves.png").stat().st_size > 10_000
     assert (reference.model / "config.json").exists()
     assert "run done" in reference.output
@@ -55,11 +57,27 @@ def test_engine_and_trainer_agree_about_every_token(reference: Run) -> None:
     assert all(update is not None and update.mismatch_max < 1e-4 for update in updates)
 
 
-def test_a_seed_decides_every_bit(folder: Path, reference: Run) -> None:
-    again = run(folder, "again")
+def test_an_evaluation_answers_in_both_ways_and_keeps_what_was_said(reference: Run) -> None:
+    before, after = reference.evaluations.values()
+    assert list(after.numbers) == ["accuracy", "score", "mean@4", "pass@1", "pass@4", "majority@4"]
+    assert after.numbers["pass@1"] == pytest.approx(after.numbers["mean@4"])
+    assert before != after
+    for step, result in reference.evaluations.items():
+        kept = list(read_generations(generations_file(reference.folder, step)))
+        sampled = [item for item in kept if not item.is_greedy]
+        assert (len(kept), len(sampled)) == (4 + 16, 16)
+        assert len({item.response for item in sampled}) > 1
+        assert result.numbers["mean@4"] == np.mean([item.is_right for item in sampled])
+        assert all(item.is_right == (item.prediction == "0") for item in kept)
+        assert all(item.prompt.count("+") == 1 for item in kept)
+
+
+def test_a_seed_decides_every_bit_whatever_is_evaluated_in_between(folder: Path, reference: Run) -> None:
+    again = run(folder, "again", "evaluation.runs_before_training=false")
     assert again.exit_code == 0, again.output
     assert _weights(again) == _weights(reference)
     assert [event.summary.update for event in again.steps] == [event.summary.update for event in reference.steps]
+    assert again.evaluations == {2: reference.evaluations[2]}
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,8 @@ class HeldOutEvaluator:
         return is_last or (every_steps is not None and step % every_steps == 0)
 
     async def evaluate(self, step: int, version: PolicyVersion) -> EvalResult:
-        # One after the other: a greedy request in a batch makes SGLang draw the others of it in another way, by rank and
-        # not by token, and then the same seeds give other tokens.
+        # One after the other: next to a greedy request SGLang draws the sampled ones of a batch by rank, not by token,
+        # and the same seeds give other tokens.
         greedy = await self._answers(self._greedy)
         sampled = await self._answers(self._sampled)
         await asyncio.to_thread(self._keep, step, greedy, sampled)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from functools import partial
 
 from megarl.algo.algorithm import build_algorithm
 from megarl.algo.greedy import WithGreedyRollout, WithGreedyScore

@@ -25,7 +25,9 @@ _FILES = (
 
 def run_state(step: int) -> RunState:
     return RunState(
-        trainer=TrainerState(num_steps=step, num_updates=2 * step, monitor=MonitorState()),
+        trainer=TrainerState(
+            num_steps=step, num_updates=2 * step, monitor=MonitorState(baseline_sum=0.1 * step, num_baseline_steps=step)
+        ),
         prompt_cursor=8 * step,
         seed=1,
         data_digest=DATA_DIGEST,

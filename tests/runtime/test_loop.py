@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.errors import FleetError
+from megarl.observe.events import Sink, StepFinished
 from megarl.observe.observer import Observer
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.evaluate import NoEvaluator
@@ -29,6 +30,7 @@ from megarl.types import (
     UpdateResult,
     UpdateStats,
 )
+from tests.observe.samples import ListSink
 
 STATS = UpdateStats(
     loss=0.0,
@@ -65,6 +67,7 @@ class FakeCluster:
         """Step, how many prompts were drawn by then, whether it was the last."""
         self._position = -1
         self._version = 0
+        self._num_dropped = 0
         self._keeps = keeps
         self._fails_at = fails_at
 
@@ -103,10 +106,13 @@ class FakeCluster:
         return ScoredGroup(group=group, scores=(Score(value=1.0, components={}), Score(value=0.0, components={})))
 
     def keeps(self, group: ScoredGroup) -> bool:
-        return self._keeps(group.group.prompt.position)
+        is_kept = self._keeps(group.group.prompt.position)
+        self._num_dropped += not is_kept
+        return is_kept
 
     def take_dropped(self) -> dict[str, int]:
-        return {}
+        num_dropped, self._num_dropped = self._num_dropped, 0
+        return {"odd": num_dropped}
 
     kl_coef: float | None = None
 
@@ -156,6 +162,7 @@ def run(
     max_staleness: int = 0,
     phases: Phases | None = None,
     start: Start = NEW,
+    sinks: Sequence[Sink] = (),
 ) -> None:
     async def main() -> None:
         loop = Loop(
@@ -169,7 +176,7 @@ def run(
             buffer=Buffer(prompts_per_step=4, max_staleness=max_staleness),
             evaluator=NoEvaluator(),
             saver=cluster,
-            observer=Observer([]),
+            observer=Observer(sinks),
             start=start,
             num_steps=num_steps,
         )
@@ -195,6 +202,14 @@ def test_groups_that_are_not_kept_are_replaced_in_stream_order() -> None:
     cluster = FakeCluster(keeps=lambda position: position % 2 == 0)
     run(cluster, num_steps=2)
     assert cluster.trained == [[0, 2, 4, 6], [8, 10, 12, 14]]
+
+
+def test_a_step_tells_what_was_dropped_for_it_and_which_policy_it_is_about() -> None:
+    sink = ListSink()
+    run(FakeCluster(keeps=lambda position: position % 2 == 0), num_steps=2, sinks=[sink])
+    rollouts = [event.summary.rollouts for event in sink.events if isinstance(event, StepFinished)]
+    assert [item.dropped_groups for item in rollouts if item] == [{"odd": 3}, {"odd": 4}]
+    assert [item.tokens_by_version for item in rollouts if item] == [{0: 8}, {1: 8}]
 
 
 def test_no_prompt_is_drawn_after_the_last_step() -> None:

@@ -61,7 +61,7 @@ def show(generations: Iterable[Generation], console: Console, *, max_chars: int)
     width = min(console.width, _MAX_WIDTH)
     count = 0
     for count, generation in enumerate(generations, start=1):  # noqa: B007 - the count is the answer
-        title = Text(f" {generation.prompt_uid}  {generation.data_source} ")
+        title = Text(_printable(f" {generation.prompt_uid}  {generation.data_source} "))
         panel = Panel(
             Group(*_lines(generation, max_chars)),
             title=title,
@@ -81,10 +81,10 @@ def _lines(generation: Generation, max_chars: int) -> Iterator[Text]:
     length = f"{generation.num_tokens} tokens, {generation.finish_reason}"
     facts = [f"{verdict}: score {generation.score:g}", way, length]
     facts += [f"{name} {value:g}" for name, value in generation.components.items()]
-    facts += [f"truth {_printable(_end(generation.ground_truth, max_chars))}"]
+    facts += [f"truth {_end(generation.ground_truth, max_chars)}"]
     if generation.prediction is not None:
-        facts.append(f"prediction {_printable(_end(generation.prediction, max_chars))}")
-    yield Text("  ".join(facts), style="green" if generation.is_right else "red")
+        facts.append(f"prediction {_end(generation.prediction, max_chars)}")
+    yield Text(_printable("  ".join(facts)), style="green" if generation.is_right else "red")
 
 
 def _end(text: str, max_chars: int) -> str:

@@ -242,3 +242,8 @@ class EvalResult:
     accuracy: float
     """Mean score; with the built-in scorers the share of right answers."""
     by_source: Mapping[str, float]
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Everything overall, by the names people know."""
+        return {"accuracy": self.accuracy}

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePosixPath
 
 from megarl.checkpoint.manifest import FileDigest, Manifest, sync, write_manifest
 from megarl.errors import CheckpointError
+from megarl.faults import reach
 
 CHECKPOINTS_FOLDER = "checkpoints"
 LATEST = "latest"
+BEST = "best"
 LATEST_STEP_FILE = "latest_checkpointed_iteration.txt"
 """For tools that look for a step number under this name."""
 
@@ -52,23 +54,48 @@ def begin(folder: Path, *, num_bytes: int) -> Path:
         )
     partial = folder.with_name(f"{folder.name}.tmp")
     partial.mkdir()
+    reach("begun", partial)
     return partial
 
 
 def commit(partial: Path, folder: Path, manifest: Manifest) -> None:
     """Give a complete checkpoint its name, and make it the latest."""
     write_manifest(partial, manifest)
-    for inner in {partial, *(partial.joinpath(name).parent for name in manifest.files)}:
-        sync(inner)
+    reach("manifest_written", partial)
+    for inner in {inside for name in manifest.files for inside in PurePosixPath(name).parents}:
+        sync(partial / inner)
+    reach("folders_synced", partial)
     _set_aside_from(folder)
+    reach("later_set_aside", partial)
     partial.rename(folder)
     sync(folder.parent)
-    _point_latest(folder)
+    reach("renamed", folder)
+    _point(folder, LATEST)
+    reach("latest_linked", folder)
+    _write_latest_step(folder)
+    reach("latest_numbered", folder)
 
 
-def prune(parent: Path, *, keep_last: int) -> None:
+def discard(partial: Path) -> None:
+    """Remove what a failed save has written; what cannot be removed now goes with the next save."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def mark_best(folder: Path) -> None:
+    _point(folder, BEST)
+
+
+def prune(parent: Path, *, keep_last: int, keep_steps: Collection[int] = ()) -> None:
+    """Remove all but the newest, and those of `keep_steps`."""
     for folder in list_checkpoints(parent)[keep_last:]:
-        shutil.rmtree(folder)
+        if step_of(folder) in keep_steps:
+            continue
+        # Under the name of a leftover: killed in here, it is not half a checkpoint, and goes with the next save.
+        doomed = folder.with_name(f"{folder.name}.tmp")
+        folder.rename(doomed)
+        reach("doomed", doomed)
+        shutil.rmtree(doomed)
+    reach("pruned", parent)
 
 
 def below(folder_name: str, files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
@@ -87,12 +114,16 @@ def _set_aside_from(folder: Path) -> None:
             later.rename(aside)
 
 
-def _point_latest(folder: Path) -> None:
+def _point(folder: Path, name: str) -> None:
     # Something new renamed over the old: whoever looks finds one of the two, never neither.
-    link = folder.with_name(f"{LATEST}.tmp")
+    link = folder.with_name(f"{name}.tmp")
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)
-    link.rename(folder.with_name(LATEST))
+    link.rename(folder.with_name(name))
+    sync(folder.parent)
+
+
+def _write_latest_step(folder: Path) -> None:
     number = folder.with_name(f"{LATEST_STEP_FILE}.tmp")
     number.write_text(f"{step_of(folder)}\n")
     sync(number)

@@ -8,7 +8,15 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from megarl.errors import MachineError
-from megarl.observe.events import Evaluated, Published, Record, StepFinished, Warned
+from megarl.observe.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    Published,
+    Record,
+    StepFinished,
+    Warned,
+)
 from megarl.observe.summary import RolloutSummary, StepSummary
 from megarl.types import CriticStats, PublishResult, UpdateStats
 
@@ -74,6 +82,12 @@ class Metrics:
         self._eval_accuracy = self._gauge("eval_accuracy", "Mean score of greedy answers to held-out prompts")
         self._eval_source = self._gauge("eval_source_accuracy", "The same, per data source", "source")
         self._eval_step = self._gauge("eval_step", "Step after which the last evaluation ran")
+
+        self._save_step = self._gauge("checkpoint_step", "Step of the newest complete checkpoint")
+        self._save_blocking = self._gauge("checkpoint_blocking_seconds", "How long training stood still for the last")
+        self._save_seconds = self._gauge("checkpoint_seconds", "Duration of the whole save, most of it behind training")
+        self._save_bytes = self._gauge("checkpoint_bytes", "Size of the last checkpoint")
+        self._save_failures = self._counter("checkpoint_failures", "Saves that failed")
         self._warnings = self._counter("warnings", "Warnings shown")
 
     def record(self, record: Record) -> None:
@@ -96,6 +110,13 @@ class Metrics:
                 self._set(self._eval_accuracy, evaluation.accuracy)
                 for source, accuracy in evaluation.by_source.items():
                     self._set(self._eval_source, accuracy, source)
+            case CheckpointSaved() as saved:
+                self._set(self._save_step, saved.step)
+                self._set(self._save_blocking, saved.blocking_seconds)
+                self._set(self._save_seconds, saved.seconds)
+                self._set(self._save_bytes, saved.num_bytes)
+            case CheckpointFailed():
+                self._save_failures.labels(self._run).inc()
             case Warned():
                 self._warnings.labels(self._run).inc()
 

@@ -110,7 +110,8 @@ def train(rank: int, world: int, port: int, setup: Setup, scored: Sequence[Train
 
 def save(rank: int, world: int, port: int, setup: Setup, folder: Path) -> None:
     trainer = build(rank, world, port, setup)
-    trainer.save(folder, setup.folder, "weights")
+    trainer.snapshot("weights")
+    trainer.write(folder, setup.folder)
     trainer.close()
 
 
@@ -232,9 +233,9 @@ def train_and_save(
     trainer = build(rank, world, port, setup)
     for batch in batches:
         trainer.update(batch)
-    files = trainer.save(folder, setup.folder, "everything")
+    state = trainer.snapshot("everything")
+    files = trainer.write(folder, setup.folder)
     tensors = {name: tensor.numpy().copy() for name, tensor in trainer.tensors().items()}
-    state = trainer.state
     trainer.close()
     return state, files, tensors
 
@@ -253,8 +254,8 @@ def resume_and_train(
     trainer = build_empty(rank, world, port, setup)
     trainer.resume(checkpoint, state)
     results = [trainer.update(batch) for batch in batches]
-    trainer.save(folder, setup.folder, "everything")
-    reached = trainer.state
+    reached = trainer.snapshot("everything")
+    trainer.write(folder, setup.folder)
     trainer.close()
     return reached, results
 
@@ -265,7 +266,8 @@ def fail_to_save_and_go_on(
     """The error of a save where nothing can be written, and the update after it."""
     trainer = build(rank, world, port, setup)
     try:
-        trainer.save(folder, setup.folder, "everything")
+        trainer.snapshot("weights")
+        trainer.write(folder, setup.folder)
         message = "no error"
     except CheckpointError as error:
         message = str(error)

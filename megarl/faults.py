@@ -22,7 +22,7 @@ The points of a save, in the order they are passed:
     latest_linked      driver  `latest` is this one; the number beside it is not
     latest_numbered    driver
     doomed             driver  an old checkpoint has a temporary name and is about to be removed
-    pruned             driver
+    pruned             driver  it is gone
 """
 
 from __future__ import annotations

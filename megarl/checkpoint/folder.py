@@ -52,7 +52,7 @@ def begin(folder: Path, *, num_bytes: int) -> Path:
             f"{folder} was not saved: it needs {num_bytes / 1e9:.1f} GB and {free_bytes / 1e9:.1f} GB are free; "
             "make room, lower checkpoint.keep_last or set checkpoint.contents to weights"
         )
-    partial = folder.with_name(f"{folder.name}.tmp")
+    partial = _partial(folder)
     partial.mkdir()
     reach("begun", partial)
     return partial
@@ -76,9 +76,9 @@ def commit(partial: Path, folder: Path, manifest: Manifest) -> None:
     reach("latest_numbered", folder)
 
 
-def discard(partial: Path) -> None:
-    """Remove what a failed save has written; what cannot be removed now goes with the next save."""
-    shutil.rmtree(partial, ignore_errors=True)
+def discard(folder: Path) -> None:
+    """Remove what a failed save of `folder` has written; what cannot be removed now goes with the next save."""
+    shutil.rmtree(_partial(folder), ignore_errors=True)
 
 
 def mark_best(folder: Path) -> None:
@@ -91,16 +91,20 @@ def prune(parent: Path, *, keep_last: int, keep_steps: Collection[int] = ()) -> 
         if step_of(folder) in keep_steps:
             continue
         # Under the name of a leftover: killed in here, it is not half a checkpoint, and goes with the next save.
-        doomed = folder.with_name(f"{folder.name}.tmp")
+        doomed = _partial(folder)
         folder.rename(doomed)
         reach("doomed", doomed)
         shutil.rmtree(doomed)
-    reach("pruned", parent)
+        reach("pruned", doomed)
 
 
 def below(folder_name: str, files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
     """Files of an inner folder by their path in the checkpoint."""
     return {f"{folder_name}/{name}": digest for name, digest in files.items()}
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.tmp")
 
 
 def _set_aside_from(folder: Path) -> None:

@@ -253,14 +253,13 @@ class RunSaver:
             )
         folder = checkpoint_folder(self._parent, mark.step)
         best_before = self._best
-        partial = folder
         try:
             partial = await asyncio.to_thread(begin, folder, num_bytes=self._num_bytes)
             trainers = await asyncio.gather(
                 *(model.ranks.snapshot(self._config.contents) for model in self._models.values())
             )
         except (CheckpointError, OSError) as error:
-            await self._fail(mark.step, partial, error)
+            await self._fail(mark.step, folder, error)
             return
         if self._candidate is not None and self._candidate.step == mark.step:
             self._best = self._candidate
@@ -298,7 +297,7 @@ class RunSaver:
             manifest = await asyncio.to_thread(self._complete, save, files)
         except (CheckpointError, OSError) as error:
             self._best = save.best_before
-            await self._fail(save.step, save.partial, error)
+            await self._fail(save.step, save.folder, error)
             return
         self._saved_step = save.step
         self._observer.checkpoint_saved(
@@ -349,9 +348,8 @@ class RunSaver:
             mark_best(save.folder)
         prune(self._parent, keep_last=self._config.keep_last, keep_steps=() if best is None else (best.step,))
 
-    async def _fail(self, step: int, partial: Path, error: Exception) -> None:
-        if partial.suffix:
-            await asyncio.to_thread(discard, partial)
+    async def _fail(self, step: int, folder: Path, error: Exception) -> None:
+        await asyncio.to_thread(discard, folder)
         self._failure = str(error)
         self._observer.checkpoint_failed(step, str(error))
 

@@ -73,8 +73,9 @@ class FakeCluster:
         self._keeps = keeps
         self._fails_at = fails_at
 
-    def resume(self, *, version: int) -> None:
+    def resume(self, *, version: int, num_drawn: int = 0) -> None:
         self._version = version
+        self._position = num_drawn - 1
 
     def next(self) -> Prompt:
         self._position += 1
@@ -223,6 +224,20 @@ def test_a_resumed_loop_publishes_what_it_has_and_takes_only_the_steps_that_are_
     run(cluster, num_steps=3, start=Start(step=2, version=PolicyVersion(2)))
     assert cluster.calls == ["publish 2", "update", "publish 3", "drain"]
     assert [step for step, _, _ in cluster.saved] == [3]
+
+
+def test_a_resumed_loop_trains_on_what_the_whole_one_would_have_though_prompts_are_dropped() -> None:
+    def keeps(position: int) -> bool:
+        return position % 5 not in {1, 2}
+
+    whole = FakeCluster(keeps=keeps)
+    run(whole, num_steps=4)
+    _, num_drawn, _ = whole.saved[1]
+    resumed = FakeCluster(keeps=keeps)
+    resumed.resume(version=2, num_drawn=num_drawn)
+    run(resumed, num_steps=4, start=Start(step=2, version=PolicyVersion(2)))
+    assert resumed.trained == whole.trained[2:]
+    assert resumed.saved == whole.saved[2:]
 
 
 def test_engines_of_a_shared_pool_sleep_while_the_trainer_works() -> None:

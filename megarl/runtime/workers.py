@@ -23,7 +23,10 @@ class WorkerGroup:
         return len(self.workers)
 
     async def call(self, method: str, *arguments: object, waits_for_all: bool = False) -> list[object]:
-        """The same call on every rank; results in rank order. A failure may wait until all other ranks are done too."""
+        """The same call on every rank; results in rank order.
+
+        A failure is raised at once or, with `waits_for_all`, when no other rank does anything any more.
+        """
         shared = [ray.put(argument) for argument in arguments]
         return await self._gather(method, [shared for _ in self.workers], waits_for_all=waits_for_all)
 
@@ -49,8 +52,10 @@ class WorkerGroup:
             asyncio.ensure_future(self._await(rank, method, getattr(worker, method).remote(*given)))
             for rank, (worker, given) in enumerate(zip(workers, arguments, strict=True))
         ]
-        until = asyncio.ALL_COMPLETED if waits_for_all else asyncio.FIRST_EXCEPTION
-        done, pending = await asyncio.wait(tasks, timeout=self._timeout_s, return_when=until)
+        done, pending = await asyncio.wait(tasks, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        # Ranks are told when one fails, but not when it dies: nobody waits for those who wait for the dead.
+        if waits_for_all and pending and not any(isinstance(task.exception(), WorkerError) for task in done):
+            done, pending = await asyncio.wait(tasks, timeout=self._timeout_s)
         for task in pending:
             task.cancel()
         failed = [task for task in done if task.exception() is not None]

@@ -29,7 +29,6 @@ from megarl.observe.observer import Observer
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.checkpoints import RunSaver, SavedModel
 from megarl.runtime.preemption import Preemption
-from megarl.types import Prompt
 from megarl.weights.group import StoreServer, TransferGroup
 from megarl.weights.hf import load_hf
 from megarl.weights.megatron import MegatronParallel, megatron_layout
@@ -112,7 +111,7 @@ async def _train(recipe: Recipe, steps: Sequence[int], broken_step: int | None, 
     task = asyncio.current_task()
     assert task is not None
     buffer = Buffer(prompts_per_step=1, max_staleness=0)
-    prompts = PromptStream([cast("Prompt", PROMPT)], seed=1)
+    prompts = PromptStream([PROMPT], seed=1)
     saver = RunSaver(
         recipe,
         actor=SavedModel(ranks=rank, shape=read_model_shape(recipe.model.path), source_folder=recipe.model.path),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,12 +63,10 @@ def test_without_shuffle_the_order_is_the_files() -> None:
 
 @pytest.mark.parametrize("num_drawn", [0, 1, 3, 4, 9])
 def test_prompts_that_were_not_finished_are_drawn_again_before_any_other(num_drawn: int) -> None:
-    prompts = [make_prompt(str(index)) for index in range(5)]
-    whole = PromptStream(prompts, seed=3)
-    drawn = [whole.next() for _ in range(20)]
-    stream = PromptStream(prompts, seed=3, cursor=11, pending=(4, 7, 9))
-    expected = [drawn[position] for position in (4, 7, 9, *range(11, 20))]
-    assert [stream.next() for _ in range(num_drawn)] == expected[:num_drawn]
-    assert [stream.position_of(number) for number in range(num_drawn)] == [p.position for p in expected[:num_drawn]]
+    drawn = draw(PromptStream(prompts(5), seed=3), 20)
+    stream = PromptStream(prompts(5), seed=3, cursor=11, pending=(4, 7, 9))
+    positions = (4, 7, 9, *range(11, 20))[:num_drawn]
+    assert draw(stream, num_drawn) == [drawn[position] for position in positions]
+    assert tuple(stream.position_of(number) for number in range(num_drawn)) == positions
     assert stream.pending == (4, 7, 9)[num_drawn:]
     assert stream.cursor == 11 + max(0, num_drawn - 3)

@@ -34,6 +34,7 @@ class Setup:
     optimizer: OptimizerConfig
     algorithm: AlgorithmConfig
     epochs: int = 1
+    timeout_s: float = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ def spec_of(rank: int, world: int, port: int, setup: Setup) -> RankSpec:
         split=setup.actor,
         shape=setup.shape,
         seed=1,
-        timeout_s=60,
+        timeout_s=setup.timeout_s,
     )
 
 
@@ -329,7 +330,8 @@ def train_critic(
     values = critic.values(batch)
     result = critic.update(batch)
     if folder is not None:
-        critic.save(folder, setup.folder, "everything")
+        critic.snapshot("everything")
+        critic.write(folder, setup.folder)
     tensors = {name: tensor.numpy().copy() for name, tensor in critic.tensors().items()}
     state = critic.state
     critic.close()

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from pathlib import Path, PurePosixPath
 
 from megarl.checkpoint.manifest import FileDigest, Manifest, sync, write_manifest
 from megarl.errors import CheckpointError
+from megarl.faults import reach
 
 CHECKPOINTS_FOLDER = "checkpoints"
 LATEST = "latest"
+BEST = "best"
 LATEST_STEP_FILE = "latest_checkpointed_iteration.txt"
 """For tools that look for a step number under this name."""
 
@@ -50,30 +52,59 @@ def begin(folder: Path, *, num_bytes: int) -> Path:
             f"{folder} was not saved: it needs {num_bytes / 1e9:.1f} GB and {free_bytes / 1e9:.1f} GB are free; "
             "make room, lower checkpoint.keep_last or set checkpoint.contents to weights"
         )
-    partial = folder.with_name(f"{folder.name}.tmp")
+    partial = _partial(folder)
     partial.mkdir()
+    reach("begun", partial)
     return partial
 
 
 def commit(partial: Path, folder: Path, manifest: Manifest) -> None:
     """Give a complete checkpoint its name, and make it the latest."""
     write_manifest(partial, manifest)
-    for inner in {partial, *(partial.joinpath(name).parent for name in manifest.files)}:
-        sync(inner)
+    reach("manifest_written", partial)
+    for inner in {inside for name in manifest.files for inside in PurePosixPath(name).parents}:
+        sync(partial / inner)
+    reach("folders_synced", partial)
     _set_aside_from(folder)
+    reach("later_set_aside", partial)
     partial.rename(folder)
     sync(folder.parent)
-    _point_latest(folder)
+    reach("renamed", folder)
+    _point(folder, LATEST)
+    reach("latest_linked", folder)
+    _write_latest_step(folder)
+    reach("latest_numbered", folder)
 
 
-def prune(parent: Path, *, keep_last: int) -> None:
+def discard(folder: Path) -> None:
+    """Remove what a failed save of `folder` has written; what cannot be removed now goes with the next save."""
+    shutil.rmtree(_partial(folder), ignore_errors=True)
+
+
+def mark_best(folder: Path) -> None:
+    _point(folder, BEST)
+
+
+def prune(parent: Path, *, keep_last: int, keep_steps: Collection[int] = ()) -> None:
+    """Remove all but the newest, and those of `keep_steps`."""
     for folder in list_checkpoints(parent)[keep_last:]:
-        shutil.rmtree(folder)
+        if step_of(folder) in keep_steps:
+            continue
+        # Under the name of a leftover: killed in here, it is not half a checkpoint, and goes with the next save.
+        doomed = _partial(folder)
+        folder.rename(doomed)
+        reach("doomed", doomed)
+        shutil.rmtree(doomed)
+        reach("pruned", doomed)
 
 
 def below(folder_name: str, files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
     """Files of an inner folder by their path in the checkpoint."""
     return {f"{folder_name}/{name}": digest for name, digest in files.items()}
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.tmp")
 
 
 def _set_aside_from(folder: Path) -> None:
@@ -87,12 +118,16 @@ def _set_aside_from(folder: Path) -> None:
             later.rename(aside)
 
 
-def _point_latest(folder: Path) -> None:
+def _point(folder: Path, name: str) -> None:
     # Something new renamed over the old: whoever looks finds one of the two, never neither.
-    link = folder.with_name(f"{LATEST}.tmp")
+    link = folder.with_name(f"{name}.tmp")
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)
-    link.rename(folder.with_name(LATEST))
+    link.rename(folder.with_name(name))
+    sync(folder.parent)
+
+
+def _write_latest_step(folder: Path) -> None:
     number = folder.with_name(f"{LATEST_STEP_FILE}.tmp")
     number.write_text(f"{step_of(folder)}\n")
     sync(number)

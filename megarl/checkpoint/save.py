@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
 from megarl.config.model import critic_architecture
 from megarl.errors import CheckpointError, WeightSyncError
+from megarl.faults import reach
 from megarl.weights.fused import whole
 from megarl.weights.group import TransferGroup
 from megarl.weights.hf import INDEX_FILE
@@ -61,6 +62,7 @@ def save_hf(
     with _failing_as_save(folder, group):
         if group.peer == 0:
             files |= _copy_companions(source_folder, folder, dtype=dtype, is_critic=is_critic)
+            reach("companions_copied", folder, rank=group.peer)
         group.barrier()
     return files
 
@@ -85,15 +87,24 @@ def save_tensors(
             folder.mkdir(parents=True)
         group.barrier()
         share = _receive(layout, target, tensors, group, bucket_bytes)
+        reach("tensors_received", folder, rank=group.peer)
+        _refuse_unfinite(share)
         names = _file_names(target)
         if share:
             path = folder / names[group.peer]
             save_file(share, path, metadata={"format": "pt"})
+            reach("file_written", folder, rank=group.peer)
             files[path.name] = _finish(path)
+            reach("file_synced", folder, rank=group.peer)
         if group.peer == 0:
             files[INDEX_FILE] = _write_index(folder, target, names)
+            reach("index_written", folder, rank=group.peer)
         group.barrier()
     return files
+
+
+class UnfiniteError(Exception):
+    """Why nobody should go on from what was about to be saved."""
 
 
 @contextmanager
@@ -101,7 +112,7 @@ def _failing_as_save(folder: Path, group: TransferGroup) -> Iterator[None]:
     """A peer that fails says why, here and to the others: nobody waits for it."""
     try:
         yield
-    except (WeightSyncError, OSError, SafetensorError) as error:
+    except (WeightSyncError, UnfiniteError, OSError, SafetensorError) as error:
         group.abandon(f"{folder} was not saved: {error}")
         raise CheckpointError(f"{folder} was not saved: {error}") from error
 
@@ -144,6 +155,14 @@ def _receive(
     moves = plan(layout, target, locality=same_processes)
     exchange(moves, tensors, share, group, bucket_bytes=bucket_bytes)
     return share
+
+
+def _refuse_unfinite(share: Mapping[str, torch.Tensor]) -> None:
+    """A checkpoint of broken weights would push out one that is good."""
+    for name, tensor in share.items():
+        if not torch.isfinite(tensor).all():
+            num_broken = int((~torch.isfinite(tensor)).sum())
+            raise UnfiniteError(f"{num_broken} of {tensor.numel()} values of {name} are NaN or infinite")
 
 
 def _file_names(target: Layout) -> dict[int, str]:

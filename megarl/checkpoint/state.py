@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.manifest import sync
 from megarl.errors import CheckpointError
+from megarl.faults import reach
 
 STATE_FILE = "state.json"
 
@@ -29,11 +30,38 @@ class TrainerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """What became of every prompt drawn from the stream: it was trained on, dropped, or is still to be answered."""
+
+    num_trained: int = 0
+    num_dropped: int = 0
+    """Not kept by the algorithm."""
+    pending: tuple[int, ...] = ()
+    """Positions in the stream; a run that goes on begins with them. Empty in synchronous mode: a step ends even."""
+
+    @property
+    def num_drawn(self) -> int:
+        return self.num_trained + self.num_dropped + len(self.pending)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The evaluation that no later one has beaten."""
+
+    metric: str
+    value: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     trainer: TrainerState
     """The actor's."""
     prompt_cursor: int
     """Prompts drawn from the stream; epoch and order follow from it and the seed."""
+    ledger: Ledger
+    best: Best | None = None
+    """None where no checkpoint is kept for its metric."""
     critic: TrainerState | None = None
     kl_coef: float | None = None
     """What the next step's distance from the reference will cost."""
@@ -49,6 +77,7 @@ def write_state(folder: Path, state: RunState) -> None:
     path = folder / STATE_FILE
     path.write_bytes(_STATE.dump_json(state, indent=1) + b"\n")
     sync(path)
+    reach("state_written", folder)
 
 
 def read_state(folder: Path) -> RunState:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from megarl.env import NO_COLOR
 from megarl.observe.events import (
+    CheckpointFailed,
     CheckpointSaved,
     Evaluated,
     Record,
@@ -117,8 +118,10 @@ def describe(record: Record) -> str | None:
             return f"run {name}: {algorithm}, {steps} steps{resumed}, in {folder}{metrics}"
         case Evaluated(step=step, result=result):
             return f"evaluated after step {step}: {_evaluation(result)}"
-        case CheckpointSaved(path=path):
-            return f"saved {path}"
+        case CheckpointSaved() as saved:
+            return f"saved {saved.path} in {saved.seconds:.1f} s, {saved.blocking_seconds:.2f} s of it blocking"
+        case CheckpointFailed(step=step, reason=reason):
+            return f"warning: step {step} was not saved: {reason}"
         case Warned(text=text):
             return f"warning: {text}"
         case RunFinished(status=status):

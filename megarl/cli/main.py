@@ -88,7 +88,14 @@ def run(arguments: Sequence[str]) -> int:
 
 
 @app.command()
-def train(recipe: RecipePath, overrides: Overrides = None, resume: Resume = "auto") -> None:
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    resume: Resume = "auto",
+    allows_data_change: Annotated[
+        bool, typer.Option("--allow-data-change", help="Go on with other prompts than the checkpoint was made with.")
+    ] = False,
+) -> None:
     """Run a recipe to its end; a run that was stopped goes on from its newest checkpoint."""
     checked = _load(recipe, overrides)
     if not sys.warnoptions:
@@ -100,7 +107,12 @@ def train(recipe: RecipePath, overrides: Overrides = None, resume: Resume = "aut
 
     console = make_console()
     show_warnings(console)
-    launch.train(checked, display=make_display(console), resume=_resume_choice(resume))
+    launch.train(
+        checked,
+        display=make_display(console),
+        resume=_resume_choice(resume),
+        allows_data_change=allows_data_change,
+    )
 
     from megarl.cli.report import print_report
     from megarl.observe.report import make_report

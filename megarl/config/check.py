@@ -72,6 +72,16 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from check_native(recipe)
     yield from check_evaluation(recipe)
     yield from _without_effect(recipe)
+    yield from _keep_best(recipe)
+
+
+def _keep_best(recipe: Recipe) -> Iterator[Problem]:
+    is_judged = recipe.evaluation is not None and recipe.evaluation.every_steps is not None
+    if recipe.checkpoint.keep_best is not None and not is_judged:
+        yield Problem(
+            key="checkpoint.keep_best",
+            message="only the last step would be evaluated; set evaluation.every_steps or remove it",
+        )
 
 
 def _without_effect(recipe: Recipe) -> Iterator[Problem]:

@@ -257,18 +257,28 @@ class EvaluationConfig(Section):
     """A score of at least this is a right answer: the built-in scorers give 1 for right, and part of it for less."""
 
 
+class KeepBestConfig(Section):
+    metric: str = "accuracy"
+    """A number of the evaluation."""
+    mode: Literal["max", "min"] = "max"
+    """Whether more or less of it is better."""
+
+
 class CheckpointConfig(Section):
     """In `<run>/checkpoints/step_N`; its `model` is a Hugging Face folder. A run that is stopped goes on from there."""
 
     save_every_steps: PositiveInt | None = 50
-    """null saves only at the end and when the run is asked to leave (SIGTERM)."""
+    """In the background; null saves only at the end, a new best, and when the run is asked to leave (SIGTERM)."""
     save_at_end: bool = True
+    """After the last step; a run whose last step cannot be saved ends with exit code 4."""
     keep_last: PositiveInt = 2
     """Older ones are removed once a new one is complete."""
+    keep_best: KeepBestConfig | None = None
+    """Save every step whose evaluation beats all before it, and keep that one besides the last ones."""
     contents: Literal["everything", "weights"] = "everything"
     """A run can go on only from `everything`: weights, optimizer and where it stood."""
     grace_s: PositiveFloat = 120
-    """After SIGTERM: to finish the step and save it. Past that, or after a second SIGTERM, the run leaves at once."""
+    """After SIGTERM or SIGUSR1, to save what is trained; past it, or after a second SIGTERM, the run leaves at once."""
 
 
 class ObserveConfig(Section):

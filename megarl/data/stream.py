@@ -17,14 +17,28 @@ from megarl.types import Prompt
 class PromptStream:
     """Every prompt once per epoch, epoch after epoch. A `stages.PromptSource`."""
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, is_shuffled: bool = True, cursor: int = 0) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        is_shuffled: bool = True,
+        cursor: int = 0,
+        pending: Sequence[int] = (),
+    ) -> None:
+        """`pending` are positions before the cursor that are drawn again, before any other."""
         assert len(prompts) > 0, "a stream needs at least one prompt"
         assert cursor >= 0, f"cursor is {cursor}"
+        assert all(0 <= position < cursor for position in pending), f"{pending} are not all before {cursor}"
         self._prompts = prompts
         self._seed = seed
         self._is_shuffled = is_shuffled
         self._cursor = cursor
+        self._pending = tuple(pending)
+        self._first = cursor
+        self._num_drawn = 0
         self._order = self._order_of(self.epoch)
+        self._order_epoch = self.epoch
 
     @property
     def cursor(self) -> int:
@@ -36,13 +50,27 @@ class PromptStream:
         """The epoch of the next prompt."""
         return self._cursor // len(self._prompts)
 
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Positions that are still to be drawn again."""
+        return self._pending[self._num_drawn :]
+
+    def position_of(self, number: int) -> int:
+        """Of the prompt that was drawn from this stream after `number` others."""
+        is_again = number < len(self._pending)
+        return self._pending[number] if is_again else self._first + number - len(self._pending)
+
     def next(self) -> Prompt:
-        epoch, place = divmod(self._cursor, len(self._prompts))
-        if place == 0:
-            self._order = self._order_of(epoch)
-        prompt = replace(self._prompts[int(self._order[place])], position=self._cursor, epoch=epoch)
-        self._cursor += 1
+        prompt = self._at(self.position_of(self._num_drawn))
+        self._num_drawn += 1
+        self._cursor = max(self._cursor, prompt.position + 1)
         return prompt
+
+    def _at(self, position: int) -> Prompt:
+        epoch, place = divmod(position, len(self._prompts))
+        if epoch != self._order_epoch:
+            self._order, self._order_epoch = self._order_of(epoch), epoch
+        return replace(self._prompts[int(self._order[place])], position=position, epoch=epoch)
 
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
         if not self._is_shuffled:

@@ -75,7 +75,22 @@ class Evaluated:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved:
     kind: Literal["checkpoint_saved"] = "checkpoint_saved"
+    step: int
     path: str
+    num_bytes: int
+    blocking_seconds: float
+    """Training stood still: for the save before, and for copying to host memory."""
+    seconds: float
+    """Of the whole save, until it was complete and named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed:
+    """Training went on all the same, unless it was the last step's."""
+
+    kind: Literal["checkpoint_failed"] = "checkpoint_failed"
+    step: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +107,17 @@ class RunFinished:
     """The error's sentence, where there was one."""
 
 
-Event = RunStarted | PhaseStarted | StepFinished | Published | Evaluated | CheckpointSaved | Warned | RunFinished
+Event = (
+    RunStarted
+    | PhaseStarted
+    | StepFinished
+    | Published
+    | Evaluated
+    | CheckpointSaved
+    | CheckpointFailed
+    | Warned
+    | RunFinished
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

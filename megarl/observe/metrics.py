@@ -8,7 +8,15 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from megarl.errors import MachineError
-from megarl.observe.events import Evaluated, Published, Record, StepFinished, Warned
+from megarl.observe.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Evaluated,
+    Published,
+    Record,
+    StepFinished,
+    Warned,
+)
 from megarl.observe.summary import RolloutSummary, StepSummary
 from megarl.types import CriticStats, EvalResult, PublishResult, UpdateStats
 
@@ -81,6 +89,12 @@ class Metrics:
         self._eval = self._gauge("eval", "Numbers of the last evaluation: accuracy, score, pass@4, ...", "number")
         self._eval_source = self._gauge("eval_by_source", "The same, per data source", "number", "source")
         self._eval_step = self._gauge("eval_step", "Step after which the last evaluation ran")
+
+        self._save_step = self._gauge("checkpoint_step", "Step of the newest complete checkpoint")
+        self._save_blocking = self._gauge("checkpoint_blocking_seconds", "How long training stood still for the last")
+        self._save_seconds = self._gauge("checkpoint_seconds", "Duration of the whole save, most of it behind training")
+        self._save_bytes = self._gauge("checkpoint_bytes", "Size of the last checkpoint")
+        self._save_failures = self._counter("checkpoint_failures", "Saves that failed")
         self._warnings = self._counter("warnings", "Warnings shown")
 
     def record(self, record: Record) -> None:
@@ -101,6 +115,13 @@ class Metrics:
             case Evaluated(step=step, result=evaluation):
                 self._set(self._eval_step, step)
                 self._record_evaluation(evaluation)
+            case CheckpointSaved() as saved:
+                self._set(self._save_step, saved.step)
+                self._set(self._save_blocking, saved.blocking_seconds)
+                self._set(self._save_seconds, saved.seconds)
+                self._set(self._save_bytes, saved.num_bytes)
+            case CheckpointFailed():
+                self._save_failures.labels(self._run).inc()
             case Warned():
                 self._warnings.labels(self._run).inc()
 

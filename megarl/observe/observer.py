@@ -19,6 +19,7 @@ from megarl.errors import PreemptedError
 from megarl.observe.doubts import Doubts
 from megarl.observe.events import (
     EVENTS_FILE,
+    CheckpointFailed,
     CheckpointSaved,
     Evaluated,
     Event,
@@ -115,8 +116,17 @@ class Observer:
     def evaluated(self, step: int, result: EvalResult) -> None:
         self._tell(Evaluated(step=step, result=result))
 
-    def checkpoint_saved(self, path: Path) -> None:
-        self._tell(CheckpointSaved(path=str(path)))
+    def checkpoint_saved(
+        self, step: int, path: Path, *, num_bytes: int, blocking_seconds: float, seconds: float
+    ) -> None:
+        self._tell(
+            CheckpointSaved(
+                step=step, path=str(path), num_bytes=num_bytes, blocking_seconds=blocking_seconds, seconds=seconds
+            )
+        )
+
+    def checkpoint_failed(self, step: int, reason: str) -> None:
+        self._tell(CheckpointFailed(step=step, reason=reason))
 
     def warned(self, text: str) -> None:
         self._tell(Warned(text=text))

@@ -20,6 +20,17 @@ class Ticket:
 
     admitted_in_step: int
     number: int
+    """Counts from 0; the prompt drawn with it has the same number among all that are drawn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What became of every ticket."""
+
+    num_taken: int
+    num_given_up: int
+    waiting: tuple[int, ...]
+    """Numbers of those whose group is under way or has not been taken."""
 
 
 class Buffer:
@@ -29,6 +40,7 @@ class Buffer:
         self._step = 0
         self._num_tickets = 0
         self._num_given_up = 0
+        self._num_taken = 0
         self._under_way: set[Ticket] = set()
         self._scored: dict[Ticket, ScoredGroup] = {}
         self._changed = asyncio.Condition()
@@ -37,6 +49,11 @@ class Buffer:
     def capacity(self) -> int:
         """The most prompts that can be under way at once."""
         return self._prompts_per_step * (1 + self._max_staleness)
+
+    @property
+    def counts(self) -> Counts:
+        waiting = sorted(ticket.number for ticket in (*self._under_way, *self._scored))
+        return Counts(num_taken=self._num_taken, num_given_up=self._num_given_up, waiting=tuple(waiting))
 
     async def reserve(self) -> Ticket:
         """Wait until one more prompt may be generated. Unblocked by `release_step` and `give_up`."""
@@ -66,6 +83,7 @@ class Buffer:
         async with self._changed:
             await self._changed.wait_for(self._has_step)
             taken = sorted(self._scored)[: self._prompts_per_step]
+            self._num_taken += len(taken)
             return [self._scored.pop(ticket) for ticket in taken]
 
     async def release_step(self) -> None:

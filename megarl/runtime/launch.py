@@ -17,7 +17,7 @@ from megarl.observe.observer import observing
 from megarl.runtime.resume import ResumeChoice, choose, is_of_run
 
 
-def train(recipe: Recipe, *, display: Sink, resume: ResumeChoice = "auto") -> None:
+def train(recipe: Recipe, *, display: Sink, resume: ResumeChoice = "auto", allows_data_change: bool = False) -> None:
     """Run a recipe to its end. Whatever it started is gone when this returns or raises."""
     address = recipe.run.ray_address or RAY_ADDRESS.read() or None
     decision = choose(recipe, resume)
@@ -36,7 +36,7 @@ def train(recipe: Recipe, *, display: Sink, resume: ResumeChoice = "auto") -> No
         # Ray reads its environment when it is imported, and only then.
         from megarl.runtime.run import run_recipe
 
-        run_recipe(recipe, observer, ray_address=address, resume=point)
+        run_recipe(recipe, observer, ray_address=address, resume=point, allows_data_change=allows_data_change)
 
 
 @contextmanager

@@ -66,13 +66,15 @@ class Loop:
         await self._publish(self._start.version)
         if self._start.step == 0 and self._evaluator.is_due(0, is_last=False):
             await self._evaluate(step=0, version=self._start.version)
-        async with task_group() as tasks:
+        async with self._saver, task_group() as tasks:
             producers = [tasks.create_task(self._produce()) for _ in range(self._buffer.capacity)]
             for step in range(self._start.step + 1, self._num_steps + 1):
                 is_last = step == self._num_steps
                 version = await self._step(step)
+                self._saver.mark(step)
                 if self._evaluator.is_due(step, is_last=is_last):
-                    await self._evaluate(step=step, version=version)
+                    evaluating = self._evaluate(step=step, version=version)
+                    await (evaluating if is_last else self._saver.unless_leaving(evaluating))
                 await self._saver.after_step(step, is_last=is_last)
                 if not is_last:
                     await self._buffer.release_step()
@@ -94,7 +96,7 @@ class Loop:
         started = time.monotonic()
         async with self._phases.generating():
             with self._observer.phase("generate"):
-                groups = await self._buffer.take_step()
+                groups = await self._saver.unless_leaving(self._buffer.take_step())
         async with self._phases.training():
             with self._observer.phase("assign"):
                 estimates = await self._trainer.estimate(groups)
@@ -129,3 +131,4 @@ class Loop:
             with self._observer.phase("evaluate"):
                 result = await self._evaluator.evaluate(step, version)
         self._observer.evaluated(step, result)
+        self._saver.evaluated(step, result)

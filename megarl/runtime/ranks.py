@@ -35,6 +35,9 @@ from megarl.weights.transfer import Sender, TransferGroup
 AnyRank = TypeVar("AnyRank", bound=ModelRank)
 AnyTrainedRank = TypeVar("AnyTrainedRank", bound=TrainedRank)
 
+_BESIDE_TRAINING = "beside_training"
+"""Calls that a rank answers in a thread of its own, while it does something else."""
+
 
 class ModelProcess(Generic[AnyRank]):
     """One process of a model. Methods are collective: the driver calls them on every rank at once."""
@@ -72,8 +75,12 @@ class Origin:
 
 
 class TrainedProcess(ModelProcess[AnyTrainedRank]):
-    def save(self, folder: Path, source_folder: Path, contents: Contents) -> tuple[dict[str, FileDigest], TrainerState]:
-        return self.model.save(folder, source_folder, contents), self.model.state
+    def snapshot(self, contents: Contents) -> TrainerState:
+        return self.model.snapshot(contents)
+
+    @ray.method(concurrency_group=_BESIDE_TRAINING)  # type: ignore[untyped-decorator]
+    def write(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
+        return self.model.write(folder, source_folder)
 
 
 class ActorProcess(TrainedProcess[ActorRank]):
@@ -189,15 +196,14 @@ class Ranks:
 
 
 class TrainedRanks(Ranks):
-    async def save(
-        self, folder: Path, source_folder: Path, contents: Contents
-    ) -> tuple[dict[str, FileDigest], TrainerState]:
-        """Every file that some rank wrote into `folder`, and where the training of the model stands."""
-        results = cast(
-            "list[tuple[dict[str, FileDigest], TrainerState]]",
-            await self._workers.call("save", folder, source_folder, contents),
-        )
-        return {name: digest for files, _ in results for name, digest in files.items()}, results[0][1]
+    async def snapshot(self, contents: Contents) -> TrainerState:
+        return cast("TrainerState", await self._compute("snapshot", contents))
+
+    async def write(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
+        """Every file that some rank wrote into `folder`. Runs beside other calls; no rank writes any more after it."""
+        results = await self._workers.call("write", folder, source_folder, waits_for_all=True)
+        written = cast("list[dict[str, FileDigest]]", results)
+        return {name: digest for files in written for name, digest in files.items()}
 
 
 class ActorRanks(TrainedRanks):
@@ -239,7 +245,7 @@ async def start_processes(
     share: float,
 ) -> WorkerGroup:
     """One process per place; each is started with its own spec, made from rank 0's, and the same arguments."""
-    remote = ray.remote(kind)
+    remote = ray.remote(concurrency_groups={_BESIDE_TRAINING: 1})(kind)
     environment = trainer_environment(spec.device)
     workers = WorkerGroup(
         role,

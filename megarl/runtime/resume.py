@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -9,6 +11,7 @@ from megarl.checkpoint.folder import CHECKPOINTS_FOLDER
 from megarl.checkpoint.identity import digest_of
 from megarl.checkpoint.manifest import MODEL_FOLDER, digest_file
 from megarl.checkpoint.resume import Decision, ResumePoint, decide, open_named
+from megarl.checkpoint.state import Ledger
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.errors import CheckpointError
@@ -37,8 +40,19 @@ def is_of_run(point: ResumePoint, recipe: Recipe) -> bool:
     return point.folder.resolve().is_relative_to(recipe.run_folder.resolve())
 
 
-def check_fits(point: ResumePoint, *, model_folder: Path, shape: ModelShape, data_digest: str) -> None:
-    """Refuse to go on with another model, vocabulary or other prompts than the checkpoint was made with."""
+def fitted(
+    point: ResumePoint,
+    *,
+    model_folder: Path,
+    shape: ModelShape,
+    data_digest: str,
+    allows_data_change: bool,
+    warn: Callable[[str], None],
+) -> ResumePoint:
+    """The point as this run goes on from it; refuses another model or vocabulary, and other prompts unless allowed.
+
+    A place in the stream means nothing among other prompts: those begin with their first epoch.
+    """
     remedy = "go back to it, or start anew with --resume never"
     if read_model_shape(point.folder / MODEL_FOLDER) != shape:
         raise CheckpointError(f"model.path {model_folder}: not the model {point.folder} was made with; {remedy}")
@@ -48,4 +62,11 @@ def check_fits(point: ResumePoint, *, model_folder: Path, shape: ModelShape, dat
     if found != saved:
         raise CheckpointError(f"{path}: not the tokenizer {point.folder} was made with; {remedy}")
     if point.state.data_digest != data_digest:
-        raise CheckpointError(f"data.train: not the prompts {point.folder} was made with; {remedy}")
+        if not allows_data_change:
+            raise CheckpointError(
+                f"data.train: not the prompts {point.folder} was made with; go back to them, "
+                "go on with --allow-data-change from the first of the new ones, or start anew with --resume never"
+            )
+        warn(f"data.train: not the prompts {point.folder} was made with; the new ones start with their first epoch")
+        return replace(point, state=replace(point.state, prompt_cursor=0, ledger=Ledger()))
+    return point

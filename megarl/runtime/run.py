@@ -21,29 +21,50 @@ from megarl.reward.scorer import build_scorer
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, evaluation_seed
 from megarl.runtime.buffer import Buffer
-from megarl.runtime.checkpoints import RunSaver, SavedCritic
+from megarl.runtime.checkpoints import RunSaver, SavedModel
 from megarl.runtime.cluster import open_cluster
 from megarl.runtime.evaluate import Evaluator, HeldOutEvaluator, NoEvaluator
 from megarl.runtime.inputs import Inputs, read_inputs
 from megarl.runtime.learners import build_learner
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.preemption import Preemption, preemptible
-from megarl.runtime.resume import check_fits
+from megarl.runtime.resume import fitted
 from megarl.runtime.roles import Roles, critic_folder, critic_shape, start_roles
 from megarl.stages import Generator, Scorer
 from megarl.types import PolicyVersion
 
 
-def run_recipe(recipe: Recipe, observer: Observer, *, ray_address: str | None, resume: ResumePoint | None) -> None:
+def run_recipe(
+    recipe: Recipe,
+    observer: Observer,
+    *,
+    ray_address: str | None,
+    resume: ResumePoint | None,
+    allows_data_change: bool,
+) -> None:
     """Everything of one run, or what is left of it. Ctrl-C and SIGTERM end it in order, with nothing left running."""
-    asyncio.run(_run(recipe, observer, ray_address, resume))
+    asyncio.run(_run(recipe, observer, ray_address, resume, allows_data_change=allows_data_change))
 
 
-async def _run(recipe: Recipe, observer: Observer, ray_address: str | None, resume: ResumePoint | None) -> None:
+async def _run(
+    recipe: Recipe,
+    observer: Observer,
+    ray_address: str | None,
+    resume: ResumePoint | None,
+    *,
+    allows_data_change: bool,
+) -> None:
     with observer.phase("start"):
         inputs = read_inputs(recipe)
         if resume is not None:
-            check_fits(resume, model_folder=recipe.model.path, shape=inputs.shape, data_digest=inputs.train.digest)
+            resume = fitted(
+                resume,
+                model_folder=recipe.model.path,
+                shape=inputs.shape,
+                data_digest=inputs.train.digest,
+                allows_data_change=allows_data_change,
+                warn=observer.warned,
+            )
     if inputs.train.num_dropped:
         observer.warned(f"{inputs.train.num_dropped} prompts are too long and were dropped (data.overlong_prompts)")
     with open_cluster(recipe, address=ray_address) as cluster, preemptible(grace_s=recipe.checkpoint.grace_s) as leave:
@@ -73,7 +94,9 @@ def _build_loop(
         seed=recipe.run.seed,
         is_shuffled=recipe.data.is_shuffled,
         cursor=0 if resume is None else resume.state.prompt_cursor,
+        pending=() if resume is None else resume.state.ledger.pending,
     )
+    buffer = Buffer(prompts_per_step=train.prompts_per_step, max_staleness=train.max_staleness)
     algorithm = build_algorithm(
         recipe.algorithm,
         max_response_tokens=recipe.sampling.max_response_tokens,
@@ -88,18 +111,19 @@ def _build_loop(
         trainer=build_learner(recipe, roles, num_steps=start.step, version=start.version),
         publisher=roles.publisher,
         phases=roles.phases,
-        buffer=Buffer(prompts_per_step=train.prompts_per_step, max_staleness=train.max_staleness),
+        buffer=buffer,
         evaluator=_evaluator(recipe, inputs, roles, scorer),
         saver=RunSaver(
             recipe,
-            shape=inputs.shape,
-            actor=roles.actor,
+            actor=SavedModel(ranks=roles.actor, shape=inputs.shape, source_folder=recipe.model.path),
             critic=_saved_critic(recipe, inputs, roles),
             algorithm=algorithm,
             prompts=prompts,
+            buffer=buffer,
             data_digest=inputs.train.digest,
             preemption=preemption,
             observer=observer,
+            resumed=None if resume is None else resume.state,
         ),
         observer=observer,
         start=start,
@@ -107,12 +131,10 @@ def _build_loop(
     )
 
 
-def _saved_critic(recipe: Recipe, inputs: Inputs, roles: Roles) -> SavedCritic | None:
+def _saved_critic(recipe: Recipe, inputs: Inputs, roles: Roles) -> SavedModel | None:
     if roles.critic is None:
         return None
-    return SavedCritic(
-        ranks=roles.critic, shape=critic_shape(recipe, inputs.shape), source_folder=critic_folder(recipe)
-    )
+    return SavedModel(ranks=roles.critic, shape=critic_shape(recipe, inputs.shape), source_folder=critic_folder(recipe))
 
 
 def _start(resume: ResumePoint | None) -> Start:

@@ -22,10 +22,13 @@ class WorkerGroup:
     def __len__(self) -> int:
         return len(self.workers)
 
-    async def call(self, method: str, *arguments: object) -> list[object]:
-        """The same call on every rank; results in rank order."""
+    async def call(self, method: str, *arguments: object, waits_for_all: bool = False) -> list[object]:
+        """The same call on every rank; results in rank order.
+
+        A failure is raised at once or, with `waits_for_all`, when no other rank does anything any more.
+        """
         shared = [ray.put(argument) for argument in arguments]
-        return await self._gather(method, [shared for _ in self.workers])
+        return await self._gather(method, [shared for _ in self.workers], waits_for_all=waits_for_all)
 
     async def call_each(self, method: str, arguments: Sequence[Sequence[object]]) -> list[object]:
         """A call with arguments of its own on every rank."""
@@ -37,7 +40,12 @@ class WorkerGroup:
         return result
 
     async def _gather(
-        self, method: str, arguments: Sequence[Sequence[object]], workers: Sequence[ActorHandle] | None = None
+        self,
+        method: str,
+        arguments: Sequence[Sequence[object]],
+        workers: Sequence[ActorHandle] | None = None,
+        *,
+        waits_for_all: bool = False,
     ) -> list[object]:
         workers = self.workers if workers is None else workers
         tasks = [
@@ -45,6 +53,9 @@ class WorkerGroup:
             for rank, (worker, given) in enumerate(zip(workers, arguments, strict=True))
         ]
         done, pending = await asyncio.wait(tasks, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        # Ranks are told when one fails, but not when it dies: nobody waits for those who wait for the dead.
+        if waits_for_all and pending and not any(isinstance(task.exception(), WorkerError) for task in done):
+            done, pending = await asyncio.wait(tasks, timeout=self._timeout_s)
         for task in pending:
             task.cancel()
         failed = [task for task in done if task.exception() is not None]

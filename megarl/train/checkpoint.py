@@ -6,22 +6,30 @@ by a rank that holds some of its tensor, and is read by whoever needs it in anot
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.checkpoint.folder import below
-from megarl.checkpoint.manifest import MODEL_FOLDER, OPTIMIZER_FOLDER, FileDigest
+from megarl.checkpoint.manifest import MODEL_FOLDER, OPTIMIZER_FOLDER, Contents, FileDigest
 from megarl.checkpoint.save import save_hf, save_tensors
+from megarl.checkpoint.snapshot import BoxView, Contribution, contribution, copy_to_host
+from megarl.errors import CheckpointError, WeightSyncError
+from megarl.faults import reach
 from megarl.train.optimizer import ModelOptimizer
-from megarl.train.shards import MOMENTS, Shard, cut, spread
+from megarl.train.peers import Peers
+from megarl.train.shards import MOMENTS, Shard, box_of_range, cut
+from megarl.train.topology import Topology
 from megarl.weights.flat import FlatRange, restrict, restrict_all
 from megarl.weights.group import TransferGroup
 from megarl.weights.hf import load_hf
-from megarl.weights.slices import Holding, Layout, TensorSpec
+from megarl.weights.slices import Holding, Index, Layout, TensorSpec
+from megarl.weights.tensors import box_of
 
 _MASTER = "master"
 _DTYPE = "float32"
@@ -33,44 +41,124 @@ def weights_of(folder: Path) -> Path:
     return master if master.exists() else folder / MODEL_FOLDER
 
 
-def save_weights(
-    folder: Path,
-    *,
-    source_folder: Path,
-    layout: Layout,
-    tensors: Mapping[str, Tensor],
-    group: TransferGroup,
-    is_critic: bool,
-) -> dict[str, FileDigest]:
-    files = save_hf(
-        folder / MODEL_FOLDER,
-        source_folder=source_folder,
-        layout=layout,
-        tensors=tensors,
-        group=group,
-        is_critic=is_critic,
-    )
-    return below(MODEL_FOLDER, files)
+class RankSaver:
+    """One rank's half of saving one model: a copy while the trainer waits, files while it goes on.
+
+    `snapshot` is collective and belongs to the trainer's thread; `write` takes long and may run in another one. A model
+    that is saved beside another (a critic) has a saver and a folder of its own.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        tensors: Callable[[], Mapping[str, Tensor]],
+        optimizer: ModelOptimizer,
+        topology: Topology,
+        peers: Peers,
+        is_critic: bool,
+    ) -> None:
+        self._layout = layout
+        self._tensors = tensors
+        self._optimizer = optimizer
+        self._topology = topology
+        self._peers = peers
+        self._is_critic = is_critic
+        self._weights: Contribution | None = None
+        self._shards: Contribution | None = None
+        self._num_snapshots = 0
+        self._taken: dict[str, _Part] = {}
+
+    def snapshot(self, contents: Contents) -> None:
+        """Copy what this rank gives to a checkpoint; one that was not written is forgotten."""
+        self._num_snapshots += 1
+        rank = self._topology.rank
+        # One copy at a time: the one before is freed first.
+        self._taken = {}
+        if self._weights is None:
+            self._weights = contribution(self._layout, rank)
+        parts = {MODEL_FOLDER: _Part.copy(self._weights, rank, partial(_box, self._tensors()))}
+        if contents == "everything":
+            parts |= self._snapshot_optimizer(rank)
+        self._taken = parts
+
+    def write(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
+        """Write the snapshot, all ranks together; returns what this rank wrote, by its path in `folder`.
+
+        `model/` gets the tokenizer and configuration of `source_folder`.
+        """
+        reach("snapshot_taken", folder, rank=self._topology.rank)
+        parts, self._taken = self._taken, {}
+        assert parts, "snapshot comes first"
+        files: dict[str, FileDigest] = {}
+        group = self._meet(folder)
+        try:
+            for inner in list(parts):
+                part = parts.pop(inner)  # freed once it is on disk
+                files |= below(inner, self._write_part(part, folder / inner, source_folder, group))
+        finally:
+            group.close()
+        return files
+
+    def _snapshot_optimizer(self, rank: int) -> dict[str, _Part]:
+        """Moments, and master weights where `model/` has fewer bits."""
+        shards = self._optimizer.shards()
+        if self._shards is None:
+            ranges = _share_ranges(shards, self._topology)
+            self._shards = contribution(restrict_all(self._layout, ranges, dtype=_DTYPE), rank)
+        kinds: dict[str, dict[str, Tensor]] = {
+            kind: {name: shard.moment(kind) for name, shard in shards.items()} for kind in MOMENTS
+        }
+        if any(spec.dtype != _DTYPE for spec in self._layout.canonical.values()):
+            kinds[_MASTER] = {name: shard.master for name, shard in shards.items()}
+        shapes = {name: spec.shape for name, spec in self._layout.by_rank[rank].tensors.items()}
+
+        def box(values: Mapping[str, Tensor], name: str, offsets: Index, shape: Index) -> Tensor:
+            return box_of_range(values[name], shards[name].range, shapes[name], offsets, shape)
+
+        return {
+            f"{OPTIMIZER_FOLDER}/{kind}": _Part.copy(self._shards, rank, partial(box, values))
+            for kind, values in kinds.items()
+        }
+
+    def _write_part(
+        self, part: _Part, folder: Path, source_folder: Path, group: TransferGroup
+    ) -> dict[str, FileDigest]:
+        if folder.name != MODEL_FOLDER:
+            return save_tensors(folder, layout=part.layout, tensors=part.tensors, group=group)
+        return save_hf(
+            folder,
+            source_folder=source_folder,
+            layout=part.layout,
+            tensors=part.tensors,
+            group=group,
+            is_critic=self._is_critic,
+        )
+
+    def _meet(self, folder: Path) -> TransferGroup:
+        try:
+            # A new group each time: one that has failed is broken for good.
+            group = self._peers.join(f"save {self._num_snapshots}")
+        except WeightSyncError as error:
+            raise CheckpointError(f"{folder} was not saved: {error}") from error
+        reach("ranks_met", folder, rank=self._topology.rank)
+        return group
 
 
-def save_optimizer(
-    folder: Path, *, layout: Layout, optimizer: ModelOptimizer, group: TransferGroup
-) -> dict[str, FileDigest]:
-    """Moments, and master weights where `model/` has fewer bits; one kind after the other, to need little memory."""
-    shards = optimizer.shards()
-    sharded = restrict_all(layout, _share_ranges(shards, group), dtype=_DTYPE)
-    holding = sharded.by_rank[group.peer]
-    kinds: dict[str, dict[str, Tensor]] = {
-        kind: {name: shard.moment(kind) for name, shard in shards.items()} for kind in MOMENTS
-    }
-    if any(spec.dtype != _DTYPE for spec in layout.canonical.values()):
-        kinds[_MASTER] = {name: shard.master for name, shard in shards.items()}
-    files: dict[str, FileDigest] = {}
-    for kind, values in kinds.items():
-        inner = f"{OPTIMIZER_FOLDER}/{kind}"
-        tensors = spread(values, shards, holding)
-        files |= below(inner, save_tensors(folder / inner, layout=sharded, tensors=tensors, group=group))
-    return files
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One inner folder of a checkpoint, as far as this rank has it."""
+
+    layout: Layout
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def copy(cls, given: Contribution, rank: int, view: BoxView) -> _Part:
+        return cls(layout=given.layout, tensors=copy_to_host(given, rank, view))
+
+
+def _box(tensors: Mapping[str, Tensor], name: str, offsets: Index, shape: Index) -> Tensor:
+    return box_of(tensors[name], offsets, shape)
 
 
 def load_optimizer(
@@ -94,13 +182,8 @@ def load_optimizer(
         shard.restore({kind: values[name] for kind, values in moments.items()}, num_updates=num_updates)
 
 
-def _share_ranges(shards: Mapping[str, Shard], group: TransferGroup) -> dict[int, dict[str, FlatRange]]:
+def _share_ranges(shards: Mapping[str, Shard], topology: Topology) -> dict[int, dict[str, FlatRange]]:
     """Every rank's ranges: Megatron decides them where the parameters are."""
-    number = group.next_meeting()
-    keys = {peer: f"ranges {number} of peer {peer}" for peer in range(group.num_peers)}
-    group.report(keys[group.peer], json.dumps({name: shard.range for name, shard in shards.items()}).encode())
-    reports = group.collect(list(keys.values()), group.timeout_s)
-    return {
-        peer: {name: (start, end) for name, (start, end) in json.loads(reports[key]).items()}
-        for peer, key in keys.items()
-    }
+    ranges: list[dict[str, FlatRange]] = [{} for _ in range(topology.world)]
+    dist.all_gather_object(ranges, {name: shard.range for name, shard in shards.items()})
+    return dict(enumerate(ranges))

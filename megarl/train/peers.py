@@ -1,10 +1,8 @@
-"""All trainer ranks as the peers of a transfer group, for as long as one operation of the weights layer needs it."""
+"""Where the ranks of one trainer meet for what they do beside training: transfer groups apart from training's own."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -15,26 +13,28 @@ from megarl.weights.group import StoreAddress, StoreServer, TransferGroup
 _ANY_PORT = 9
 
 
-@contextmanager
-def peer_group(topology: Topology, master_address: str, *, name: str, timeout_s: float) -> Iterator[TransferGroup]:
-    """Peer r is rank r. Weights travel through host memory: the group is there for files, not for speed."""
-    server = StoreServer(master_address) if topology.rank == 0 else None
-    port = torch.tensor(server.address.port if server else 0, device=topology.device)
-    dist.broadcast(port, src=0)
-    group = TransferGroup.join(
-        StoreAddress(host=master_address, port=int(port)),
-        name=name,
-        peer=topology.rank,
-        num_peers=topology.world,
-        timeout_s=timeout_s,
-        host=_own_address(master_address),
-    )
-    try:
-        yield group
-    finally:
-        group.close()
-    # Rank 0 serves the store until nobody needs it.
-    dist.barrier()
+class Peers:
+    """Made by all ranks together; afterwards groups are joined from any thread, without training's own groups."""
+
+    def __init__(self, topology: Topology, master_address: str, *, timeout_s: float) -> None:
+        # Rank 0 serves the store for as long as its trainer lives.
+        self._server = StoreServer(master_address) if topology.rank == 0 else None
+        port = torch.tensor(self._server.address.port if self._server else 0, device=topology.device)
+        dist.broadcast(port, src=0)
+        self._address = StoreAddress(host=master_address, port=int(port))
+        self._topology = topology
+        self._timeout_s = timeout_s
+
+    def join(self, name: str) -> TransferGroup:
+        """Peer r is rank r. Weights travel through host memory: the group is there for files, not for speed."""
+        return TransferGroup.join(
+            self._address,
+            name=name,
+            peer=self._topology.rank,
+            num_peers=self._topology.world,
+            timeout_s=self._timeout_s,
+            host=_own_address(self._address.host),
+        )
 
 
 def _own_address(peer_address: str) -> str:

@@ -1,8 +1,8 @@
 """One rank of a model that Megatron splits: its share in this process, and what all models do alike.
 
 `actor`, `critic` and `reference` add what they are for. Every method is collective: all ranks call it with the same
-arguments and get the same answer. Knows no Ray; who starts the processes and whether a rank is late is not decided
-here.
+arguments and get the same answer. Only `write` may run beside the others, in a thread of its own. Knows no Ray; who
+starts the processes and whether a rank is late is not decided here.
 """
 
 from __future__ import annotations

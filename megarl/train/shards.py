@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -14,7 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megarl.weights.flat import FlatRange
-from megarl.weights.slices import Holding
+from megarl.weights.slices import Index
 
 Moment: TypeAlias = Literal["exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
@@ -30,8 +31,9 @@ class Shard:
     group_index: int
 
     def moment(self, kind: Moment) -> Tensor:
-        values: Tensor = self.optimizer.state[self.master][kind]
-        return values
+        """Zero before the first update: that is what Adam starts from."""
+        values: Tensor | None = self.optimizer.state.get(self.master, {}).get(kind)
+        return torch.zeros_like(self.master) if values is None else values
 
     def restore(self, moments: Mapping[Moment, Tensor], *, num_updates: int) -> None:
         """Go on as if this Adam had made `num_updates` updates."""
@@ -59,17 +61,16 @@ def shards_of(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parame
         yield parameter, shard
 
 
-def spread(values: Mapping[str, Tensor], shards: Mapping[str, Shard], holding: Holding) -> dict[str, Tensor]:
-    """Flat ranges in host tensors that are shaped like their parameters; other elements are nobody's and zero."""
-    spread_out = {}
-    for name, flat in values.items():
-        tensor = torch.zeros(holding.tensors[name].shape)
-        start, end = shards[name].range
-        tensor.view(-1)[start:end].copy_(flat.detach())
-        spread_out[name] = tensor
-    return spread_out
+def box_of_range(flat: Tensor, held: FlatRange, tensor_shape: Index, offsets: Index, shape: Index) -> Tensor:
+    """A box of a tensor of which only the elements in `held` are there, all of the box among them: a view."""
+    strides = [prod(tensor_shape[axis + 1 :]) for axis in range(len(tensor_shape))]
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True)) - held[0]
+    last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    assert 0 <= first <= last < flat.numel(), f"elements {first}..{last} of {flat.numel()}"
+    flat = flat.detach()
+    return flat.as_strided(shape, strides, flat.storage_offset() + first)
 
 
 def cut(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-    """The opposite of `spread`: the ranges, out of host tensors that are shaped like their parameters."""
+    """The ranges, out of host tensors that are shaped like their parameters."""
     return {name: tensor.view(-1)[slice(*shards[name].range)].clone() for name, tensor in tensors.items()}

@@ -6,15 +6,16 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from megarl.checkpoint.manifest import Contents, FileDigest
 from megarl.checkpoint.state import TrainerState
 from megarl.config.recipe import OptimizerConfig
 from megarl.errors import NumericsError
-from megarl.train.checkpoint import load_optimizer, save_optimizer, save_weights, weights_of
+from megarl.train.checkpoint import RankSaver, load_optimizer, weights_of
 from megarl.train.optimizer import ModelOptimizer
-from megarl.train.peers import peer_group
+from megarl.train.peers import Peers
 from megarl.train.rank import ModelRank, RankSpec
 from megarl.train.schedule import learning_rate
 from megarl.types import MiniBatch, TrainBatch
@@ -33,6 +34,14 @@ class TrainedRank(ModelRank):
         self._num_skipped = 0
         with self._on_device():
             self._optimizer = ModelOptimizer(self._models, optimizer)
+            self._saver = RankSaver(
+                layout=self._layout,
+                tensors=self.tensors,
+                optimizer=self._optimizer,
+                topology=self._topology,
+                peers=Peers(self._topology, spec.master_address, timeout_s=spec.timeout_s),
+                is_critic=spec.shape.has_value_head,
+            )
 
     def load(self, folder: Path) -> None:
         super().load(folder)
@@ -40,7 +49,7 @@ class TrainedRank(ModelRank):
             self._optimizer.adopt_weights()
 
     def resume(self, folder: Path, state: TrainerState) -> None:
-        """Go on from a checkpoint, whatever layout wrote it; `state` is what its `save` found."""
+        """Go on from a checkpoint, whatever layout wrote it; `state` is what its `snapshot` found."""
         self.load(weights_of(folder))
         with self._on_device():
             load_optimizer(
@@ -59,26 +68,20 @@ class TrainedRank(ModelRank):
             num_steps=self._num_steps, num_updates=self._num_updates, num_skipped_in_a_row=self._num_skipped
         )
 
-    def save(self, folder: Path, source_folder: Path, contents: Contents) -> dict[str, FileDigest]:
-        """Write the weights and, asked for everything, the optimizer into a folder; returns what this rank wrote.
+    def snapshot(self, contents: Contents) -> TrainerState:
+        """Copy the weights and, asked for everything, the optimizer to host memory; returns where the model stands.
 
-        `model/` gets the tokenizer and configuration of `source_folder`.
+        What `write` writes afterwards is this copy, however far training has gone by then.
         """
-        with (
-            peer_group(self._topology, self._spec.master_address, name="save", timeout_s=self._spec.timeout_s) as group,
-            self._on_device(),
-        ):
-            files = save_weights(
-                folder,
-                source_folder=source_folder,
-                layout=self._layout,
-                tensors=self.tensors(),
-                group=group,
-                is_critic=self._spec.shape.has_value_head,
-            )
-            if contents == "everything":
-                files |= save_optimizer(folder, layout=self._layout, optimizer=self._optimizer, group=group)
-        return files
+        with self._on_device():
+            self._saver.snapshot(contents)
+        return self.state
+
+    def write(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
+        """Write the snapshot into a folder, while this rank trains on in another thread; returns what it wrote."""
+        if self._topology.device.type == "cuda":
+            torch.cuda.set_device(self._topology.device)
+        return self._saver.write(folder, source_folder)
 
     def _learning_rate(self) -> float:
         return learning_rate(self._num_steps, self._config, self._total_steps)

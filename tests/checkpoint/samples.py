@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.folder import begin, checkpoint_folder, commit
 from megarl.checkpoint.manifest import FORMAT, Contents, Manifest, digest_file
-from megarl.checkpoint.state import RunState, TrainerState, write_state
+from megarl.checkpoint.state import Best, Ledger, RunState, TrainerState, write_state
 
 RECIPE_DIGEST = "of the recipe"
 DATA_DIGEST = "of the data"
@@ -29,6 +29,8 @@ def run_state(step: int) -> RunState:
             num_steps=step, num_updates=2 * step, monitor=MonitorState(baseline_sum=0.1 * step, num_baseline_steps=step)
         ),
         prompt_cursor=8 * step,
+        ledger=Ledger(num_trained=6 * step, num_dropped=2 * step),
+        best=Best(metric="accuracy", value=0.5, step=1),
         seed=1,
         data_digest=DATA_DIGEST,
     )

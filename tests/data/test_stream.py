@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,3 +59,14 @@ def test_the_order_depends_on_seed_and_epoch() -> None:
 def test_without_shuffle_the_order_is_the_files() -> None:
     stream = PromptStream(prompts(3), seed=1, is_shuffled=False)
     assert [uid for uid, _, _ in draw(stream, 4)] == [f"train.parquet:{number}" for number in (0, 1, 2, 0)]
+
+
+@pytest.mark.parametrize("num_drawn", [0, 1, 3, 4, 9])
+def test_prompts_that_were_not_finished_are_drawn_again_before_any_other(num_drawn: int) -> None:
+    drawn = draw(PromptStream(prompts(5), seed=3), 20)
+    stream = PromptStream(prompts(5), seed=3, cursor=11, pending=(4, 7, 9))
+    positions = (4, 7, 9, *range(11, 20))[:num_drawn]
+    assert draw(stream, num_drawn) == [drawn[position] for position in positions]
+    assert tuple(stream.position_of(number) for number in range(num_drawn)) == positions
+    assert stream.pending == (4, 7, 9)[num_drawn:]
+    assert stream.cursor == 11 + max(0, num_drawn - 3)

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 
 from megarl.observe.events import (
+    CheckpointFailed,
     CheckpointSaved,
     Evaluated,
     Event,
@@ -191,6 +192,16 @@ def published(version: int) -> Published:
     return Published(result=PublishResult(version=PolicyVersion(version), num_bytes=4096, seconds=0.25, num_engines=2))
 
 
+def checkpoint_saved(step: int) -> CheckpointSaved:
+    return CheckpointSaved(
+        step=step,
+        path=f"runs/sample/checkpoints/step_{step:06d}",
+        num_bytes=4096,
+        blocking_seconds=0.25,
+        seconds=1.5,
+    )
+
+
 def one_of_each() -> list[Event]:
     return [
         run_started(),
@@ -200,7 +211,8 @@ def one_of_each() -> list[Event]:
         step_finished(1),
         step_finished(2, reward=None),
         Warned(text='a "quoted" [warning]\nwith two lines'),
-        CheckpointSaved(path="runs/sample/checkpoints/step_000002/model"),
+        checkpoint_saved(2),
+        CheckpointFailed(step=3, reason="No space left on device"),
         RunFinished(status=RunStatus.FAILED, reason="engine 0 died"),
     ]
 

@@ -9,11 +9,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megarl.errors import MachineError
-from megarl.observe.events import StepFinished
+from megarl.observe.events import Event, StepFinished
 from megarl.observe.metrics import Metrics, MetricsEndpoint
 from megarl.observe.summary import RewardOutlier
 from megarl.types import UpdateStats
 from tests.observe.samples import (
+    checkpoint_saved,
     evaluated,
     grades,
     one_of_each,
@@ -50,7 +51,15 @@ def scrape(url: str) -> dict[str, float]:
 
 
 def test_the_endpoint_serves_what_the_run_told(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
-    for record in records([run_started(), published(2), step_finished(1), step_finished(2), evaluated(2, 0.875)]):
+    told: list[Event] = [
+        run_started(),
+        published(2),
+        step_finished(1),
+        step_finished(2),
+        evaluated(2, 0.875),
+        checkpoint_saved(2),
+    ]
+    for record in records(told):
         metrics.record(record)
     values = scrape(endpoint.url)
     assert values["megarl_step"] == 2
@@ -70,6 +79,9 @@ def test_the_endpoint_serves_what_the_run_told(metrics: Metrics, endpoint: Metri
     assert values["megarl_eval{accuracy}"] == 0.875
     assert values["megarl_eval_by_source{accuracy}{arithmetic}"] == 0.875
     assert values["megarl_eval_step"] == 2
+    assert values["megarl_checkpoint_step"] == 2
+    assert values["megarl_checkpoint_blocking_seconds"] == 0.25
+    assert values["megarl_checkpoint_seconds"] == 1.5
     assert values["megarl_oldest_trained_version"] == 1
     assert values["megarl_single_rollout_groups"] == 1
     assert values["megarl_zero_signal_steps_total"] == 0

@@ -36,7 +36,8 @@ def test_file_endpoint_and_display_are_told_the_same(tmp_path: Path) -> None:
         observer.published(published(1).result)
         observer.step_finished(step_summary(1))
         observer.evaluated(1, evaluated(1, 0.5).result)
-        observer.checkpoint_saved(tmp_path / "model")
+        observer.checkpoint_saved(1, tmp_path / "step_000001", num_bytes=8, blocking_seconds=0.1, seconds=0.5)
+        observer.checkpoint_failed(2, "no room")
         observer.warned("careful")
         (started,) = (event for event in display.events if isinstance(event, RunStarted))
         assert started.metrics_url is not None
@@ -48,11 +49,12 @@ def test_file_endpoint_and_display_are_told_the_same(tmp_path: Path) -> None:
         "step_finished",
         "evaluated",
         "checkpoint_saved",
+        "checkpoint_failed",
         "warned",
         "run_finished",
     ]
     assert list(read_events(tmp_path / "sample" / "events.jsonl")) == display.records
-    assert [record.sequence for record in display.records] == list(range(8))
+    assert [record.sequence for record in display.records] == list(range(9))
     assert display.is_closed
     with pytest.raises(httpx.ConnectError):
         httpx.get(started.metrics_url, timeout=10)

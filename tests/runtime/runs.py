@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from megarl.env import FAULTS
 from megarl.observe.events import EVENTS_FILE, Evaluated, Event, StepFinished, read_events
 from megarl.types import EvalResult
 
@@ -78,14 +81,26 @@ def write_recipe(folder: Path, name: str) -> Path:
 
 
 @contextmanager
-def started(folder: Path, name: str, *overrides: str) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    folder: Path,
+    name: str,
+    *overrides: str,
+    faults: Sequence[Mapping[str, object]] = (),
+    options: Sequence[str] = (),
+) -> Iterator[subprocess.Popen[bytes]]:
     """A run under way, in a process group of its own, as in a terminal. Killed if it is still there at the end."""
-    command = [str(Path(sys.executable).with_name("megarl")), "train", str(write_recipe(folder, name))]
+    command = [str(Path(sys.executable).with_name("megarl")), "train", str(write_recipe(folder, name)), *options]
     for override in overrides:
         command += ["--set", override]
     with (folder / f"{name}.out").open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, process_group=0, cwd=folder, preexec_fn=_as_in_a_terminal
+            command,
+            stdout=output,
+            stderr=output,
+            process_group=0,
+            cwd=folder,
+            preexec_fn=_as_in_a_terminal,
+            env={**os.environ, FAULTS.name: json.dumps(faults) if faults else ""},
         )
     try:
         yield process
@@ -101,8 +116,15 @@ def _as_in_a_terminal() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run(folder: Path, name: str, *overrides: str, timeout_s: float = 400) -> Run:
-    with started(folder, name, *overrides) as process:
+def run(
+    folder: Path,
+    name: str,
+    *overrides: str,
+    timeout_s: float = 400,
+    faults: Sequence[Mapping[str, object]] = (),
+    options: Sequence[str] = (),
+) -> Run:
+    with started(folder, name, *overrides, faults=faults, options=options) as process:
         process.wait(timeout=timeout_s)
     return finished(folder, name, process)
 

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from megarl.runtime.buffer import Buffer
+from megarl.runtime.buffer import Buffer, Counts
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 
@@ -35,7 +35,12 @@ def scored_group(position: int) -> ScoredGroup:
 
 
 async def simulate(
-    *, seed: int, num_steps: int, max_staleness: int, keeps: int
+    *,
+    seed: int,
+    num_steps: int,
+    max_staleness: int,
+    keeps: int,
+    waiting: list[tuple[int, ...]] | None = None,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Producers of random speed; one prompt in `keeps` + 1 is given up. Positions and ages of every step."""
     rng = random.Random(seed)
@@ -61,6 +66,8 @@ async def simulate(
     steps, ages = [], []
     for _ in range(num_steps):
         groups = await asyncio.wait_for(buffer.take_step(), timeout=5)
+        if waiting is not None:
+            waiting.append(buffer.counts.waiting)
         taken = [scored.group.prompt.position for scored in groups]
         steps.append(taken)
         ages.append([version - admitted_version[mine] for mine in taken])
@@ -89,6 +96,31 @@ def test_producers_do_run_ahead_when_they_may(max_staleness: int) -> None:
 def test_a_synchronous_step_does_not_depend_on_timing(keeps: int) -> None:
     runs = [asyncio.run(simulate(seed=seed, num_steps=6, max_staleness=0, keeps=keeps))[0] for seed in range(10)]
     assert all(run == runs[0] for run in runs)
+
+
+def test_every_ticket_is_accounted_for() -> None:
+    async def main() -> list[Counts]:
+        buffer = Buffer(prompts_per_step=2, max_staleness=1)
+        tickets = [await buffer.reserve() for _ in range(4)]
+        await buffer.give_up(tickets[1])
+        replacement = await buffer.reserve()
+        for ticket in (tickets[0], tickets[2], replacement):
+            await buffer.put(ticket, scored_group(ticket.number))
+        before = buffer.counts
+        await buffer.take_step()
+        return [before, buffer.counts]
+
+    assert asyncio.run(main()) == [
+        Counts(num_taken=0, num_given_up=1, waiting=(0, 2, 3, 4)),
+        Counts(num_taken=2, num_given_up=1, waiting=(3, 4)),
+    ]
+
+
+@pytest.mark.parametrize("keeps", [1, 3])
+def test_a_synchronous_step_leaves_nothing_waiting(keeps: int) -> None:
+    waiting: list[tuple[int, ...]] = []
+    asyncio.run(simulate(seed=1, num_steps=6, max_staleness=0, keeps=keeps, waiting=waiting))
+    assert waiting == [()] * 6
 
 
 def test_every_prompt_is_trained_once_or_given_up() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from megarl.runtime.phases import SeparatePhases, SharedPhases
 from megarl.stages import Phases
 from megarl.types import (
     Estimates,
+    EvalResult,
     FinishReason,
     PolicyVersion,
     Prompt,
@@ -52,6 +54,8 @@ STATS = UpdateStats(
     num_micro_batches=1,
 )
 
+Result = TypeVar("Result")
+
 NEW = Start(step=0, version=PolicyVersion(0))
 
 
@@ -65,14 +69,16 @@ class FakeCluster:
         self.calls: list[str] = []
         self.saved: list[tuple[int, int, bool]] = []
         """Step, how many prompts were drawn by then, whether it was the last."""
+        self.marked = (0, 0)
         self._position = -1
         self._version = 0
         self._num_dropped = 0
         self._keeps = keeps
         self._fails_at = fails_at
 
-    def resume(self, *, version: int) -> None:
+    def resume(self, *, version: int, num_drawn: int = 0) -> None:
         self._version = version
+        self._position = num_drawn - 1
 
     def next(self) -> Prompt:
         self._position += 1
@@ -145,8 +151,22 @@ class FakeCluster:
         self.served = version
         return PublishResult(version=version, num_bytes=0, seconds=0.0, num_engines=1)
 
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, *error: object) -> None:
+        self.calls.append("drain")
+
+    async def unless_leaving(self, work: Coroutine[object, object, Result]) -> Result:
+        return await work
+
+    def mark(self, step: int) -> None:
+        self.marked = (step, self._position + 1)
+
+    def evaluated(self, step: int, result: EvalResult) -> None: ...
+
     async def after_step(self, step: int, *, is_last: bool) -> None:
-        self.saved.append((step, self._position + 1, is_last))
+        assert self.marked == (step, self._position + 1)
+        self.saved.append((*self.marked, is_last))
 
     async def sleep(self) -> None:
         self.calls.append("sleep")
@@ -195,7 +215,7 @@ def test_never_trains_on_older_than_allowed(max_staleness: int) -> None:
 def test_every_version_is_published_before_the_next_step() -> None:
     cluster = FakeCluster()
     run(cluster, num_steps=3)
-    assert cluster.calls == ["publish 0", "update", "publish 1", "update", "publish 2", "update", "publish 3"]
+    assert cluster.calls == ["publish 0", "update", "publish 1", "update", "publish 2", "update", "publish 3", "drain"]
 
 
 def test_groups_that_are_not_kept_are_replaced_in_stream_order() -> None:
@@ -228,8 +248,22 @@ def test_a_resumed_loop_publishes_what_it_has_and_takes_only_the_steps_that_are_
     cluster = FakeCluster()
     cluster.resume(version=2)
     run(cluster, num_steps=3, start=Start(step=2, version=PolicyVersion(2)))
-    assert cluster.calls == ["publish 2", "update", "publish 3"]
+    assert cluster.calls == ["publish 2", "update", "publish 3", "drain"]
     assert [step for step, _, _ in cluster.saved] == [3]
+
+
+def test_a_resumed_loop_trains_on_what_the_whole_one_would_have_though_prompts_are_dropped() -> None:
+    def keeps(position: int) -> bool:
+        return position % 5 not in {1, 2}
+
+    whole = FakeCluster(keeps=keeps)
+    run(whole, num_steps=4)
+    _, num_drawn, _ = whole.saved[1]
+    resumed = FakeCluster(keeps=keeps)
+    resumed.resume(version=2, num_drawn=num_drawn)
+    run(resumed, num_steps=4, start=Start(step=2, version=PolicyVersion(2)))
+    assert resumed.trained == whole.trained[2:]
+    assert resumed.saved == whole.saved[2:]
 
 
 def test_engines_of_a_shared_pool_sleep_while_the_trainer_works() -> None:
@@ -237,7 +271,7 @@ def test_engines_of_a_shared_pool_sleep_while_the_trainer_works() -> None:
     run(cluster, num_steps=2, phases=SharedPhases([cluster]))
     assert cluster.calls == [
         *("publish 0", "sleep", "update", "publish 1"),
-        *("wake", "sleep", "update", "publish 2"),
+        *("wake", "sleep", "update", "publish 2", "drain"),
     ]
 
 
@@ -245,6 +279,7 @@ def test_a_failing_producer_ends_the_run_with_its_own_error() -> None:
     cluster = FakeCluster(fails_at=5)
     with pytest.raises(FleetError, match="no engine left"):
         run(cluster, num_steps=3)
+    assert cluster.calls[-1] == "drain"
     assert len(cluster.trained) == 1
 
 

@@ -39,19 +39,42 @@ def test_a_step_is_finished_first() -> None:
     assert asyncio.run(main()) == ("finished", True)
 
 
-@pytest.mark.parametrize(("grace_s", "num_signals"), [(0.05, 1), (60, 2)])
-def test_a_long_step_is_left_after_the_grace_or_when_asked_twice(grace_s: float, num_signals: int) -> None:
+@pytest.mark.parametrize(
+    ("grace_s", "numbers"),
+    [
+        (0.05, [signal.SIGTERM]),
+        (0.05, [signal.SIGUSR1]),
+        (60, [signal.SIGTERM, signal.SIGTERM]),
+        (60, [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM]),
+    ],
+)
+def test_a_long_step_is_left_after_the_grace_or_when_terminated_twice(
+    grace_s: float, numbers: list[signal.Signals]
+) -> None:
     async def main() -> None:
         with preemptible(grace_s=grace_s) as preemption:
             preemption.begin_steps()
-            for _ in range(num_signals):
-                terminate()
+            for number in numbers:
+                os.kill(os.getpid(), number)
                 await asyncio.sleep(0.01)
             await step(60)
 
     with pytest.raises(PreemptedError) as caught:
         asyncio.run(asyncio.wait_for(main(), timeout=10))
     assert caught.value.exit_code == 75
+    assert f"stopped by {numbers[0].name}" in str(caught.value)
+
+
+def test_early_warnings_do_not_hurry() -> None:
+    async def main() -> tuple[str, str]:
+        with preemptible(grace_s=60) as preemption:
+            preemption.begin_steps()
+            for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+            await asyncio.wait_for(preemption.wait(), timeout=10)
+            return await step(), preemption.signal_name
+
+    assert asyncio.run(main()) == ("finished", "SIGUSR1")
 
 
 def test_taking_down_is_not_interrupted_by_more_signals() -> None:

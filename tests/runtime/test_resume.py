@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -9,14 +10,17 @@ from megarl.checkpoint.folder import CHECKPOINTS_FOLDER
 from megarl.checkpoint.identity import digest_of
 from megarl.checkpoint.manifest import digest_file, read_manifest
 from megarl.checkpoint.resume import Decision, ResumePoint
-from megarl.checkpoint.state import read_state
+from megarl.checkpoint.state import Ledger, read_state
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.errors import CheckpointError
-from megarl.runtime.resume import check_fits, choose, is_of_run
+from megarl.runtime.resume import choose, fitted, is_of_run
 from tests.checkpoint.samples import DATA_DIGEST, write_checkpoint
 from tests.checkpoint.test_identity import make_recipe
 from tests.tiny_models import write_tiny_model
+
+Fit: TypeAlias = tuple[ResumePoint, list[str]]
+"""Where the run goes on, and what people are told."""
 
 
 def recipe_in(folder: Path, *, name: str = "sample") -> Recipe:
@@ -64,27 +68,45 @@ def point(saved: Path, model: tuple[Path, ModelShape]) -> ResumePoint:
     return ResumePoint(folder=saved, manifest=replace(manifest, files=files), state=read_state(saved))
 
 
-def test_the_same_model_and_data_fit(point: ResumePoint, model: tuple[Path, ModelShape]) -> None:
-    check_fits(point, model_folder=model[0], shape=model[1], data_digest=DATA_DIGEST)
+def fit(point: ResumePoint, model: tuple[Path, ModelShape], *, data: str = DATA_DIGEST, allows: bool = False) -> Fit:
+    warnings: list[str] = []
+    found = fitted(
+        point,
+        model_folder=model[0],
+        shape=model[1],
+        data_digest=data,
+        allows_data_change=allows,
+        warn=warnings.append,
+    )
+    return found, warnings
 
 
-def test_another_model_is_refused(point: ResumePoint, model: tuple[Path, ModelShape], tmp_path: Path) -> None:
+@pytest.mark.parametrize("allows", [False, True])
+def test_the_same_model_and_data_fit(point: ResumePoint, model: tuple[Path, ModelShape], *, allows: bool) -> None:
+    assert fit(point, model, allows=allows) == (point, [])
+
+
+def test_another_model_is_refused(point: ResumePoint, tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "other", "qwen2", layers=2)
     with pytest.raises(CheckpointError, match=r"not the model .* start anew with --resume never"):
-        check_fits(
-            point,
-            model_folder=tmp_path / "other",
-            shape=read_model_shape(tmp_path / "other"),
-            data_digest=DATA_DIGEST,
-        )
+        fit(point, (tmp_path / "other", read_model_shape(tmp_path / "other")), allows=True)
 
 
 def test_another_tokenizer_is_refused(point: ResumePoint, model: tuple[Path, ModelShape]) -> None:
     (model[0] / "tokenizer.json").write_text('{"added": 1}')
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: not the tokenizer"):
-        check_fits(point, model_folder=model[0], shape=model[1], data_digest=DATA_DIGEST)
+        fit(point, model, allows=True)
 
 
-def test_other_prompts_are_refused(point: ResumePoint, model: tuple[Path, ModelShape]) -> None:
-    with pytest.raises(CheckpointError, match=r"data\.train: not the prompts"):
-        check_fits(point, model_folder=model[0], shape=model[1], data_digest="of other data")
+def test_other_prompts_are_refused_with_the_way_out(point: ResumePoint, model: tuple[Path, ModelShape]) -> None:
+    with pytest.raises(CheckpointError, match=r"data\.train: not the prompts .* --allow-data-change"):
+        fit(point, model, data="of other data")
+
+
+def test_other_prompts_start_with_their_first_where_they_are_allowed(
+    point: ResumePoint, model: tuple[Path, ModelShape]
+) -> None:
+    found, (warning,) = fit(point, model, data="of other data", allows=True)
+    assert (found.state.prompt_cursor, found.state.ledger) == (0, Ledger())
+    assert found.state.trainer == point.state.trainer
+    assert "the new ones start with their first epoch" in warning

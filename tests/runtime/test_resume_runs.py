@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from megarl.checkpoint.state import read_state
 from megarl.data.arithmetic import make_arithmetic
 from megarl.observe.events import EVENTS_FILE, CheckpointSaved, Event, RunStarted, StepFinished, read_events
 from tests.runtime.runs import Run, descendants, finished, run, started, survivors
 
 STEPS = ("run.steps=4", "checkpoint.save_every_steps=2", "train.optimizer={learning_rate: 1e-3, decay: cosine}")
+EVERY_STEP = ("checkpoint.save_every_steps=1",)
 
 
 @pytest.fixture(scope="module")
@@ -32,45 +36,161 @@ def at_once(folder: Path) -> Run:
     return done
 
 
-def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bits(folder: Path, at_once: Run) -> None:
-    with started(folder, "killed", *STEPS) as process:
-        _await_event(folder / "runs" / "killed", process, CheckpointSaved)
-        processes = descendants(process.pid)
-        process.kill()
-        process.wait(timeout=10)
-    assert survivors(processes, timeout_s=60) == []
+def test_a_run_that_was_killed_behind_a_save_goes_on_and_ends_with_the_same_bits(folder: Path, at_once: Run) -> None:
+    """Killed after step 3 was trained, while the checkpoint of step 2 was still being written."""
+    faults = [{"point": "file_written", "rank": 1, "step": 2, "kind": "wait", "seconds": 600}]
+    with started(folder, "killed", *STEPS, *EVERY_STEP, faults=faults) as process:
+        _await_event(folder / "runs" / "killed", process, StepFinished, count=3)
+        kill(process)
+    checkpoints = folder / "runs" / "killed" / "checkpoints"
+    assert {path.name for path in checkpoints.glob("step_*")} == {"step_000001", "step_000002.tmp"}
 
-    resumed = run(folder, "killed", *STEPS)
+    resumed = run(folder, "killed", *STEPS, *EVERY_STEP)
 
     assert resumed.exit_code == 0, resumed.output
-    assert "going on after step 2" in resumed.output
-    assert [event.resumed_step for event in resumed.events if isinstance(event, RunStarted)] == [0, 2]
+    assert "going on after step 1" in resumed.output
+    assert [event.resumed_step for event in resumed.events if isinstance(event, RunStarted)] == [0, 1]
     assert _tensors(resumed) == _tensors(at_once)
-    last = [event.summary.update for event in at_once.steps[2:]]
-    assert [event.summary.update for event in resumed.steps[-2:]] == last
+    last = [event.summary.update for event in at_once.steps[1:]]
+    assert [event.summary.update for event in resumed.steps[-3:]] == last
+    assert list(checkpoints.glob("*.tmp")) == []
     assert not (folder / "runs" / "killed.1").exists()
 
 
 @pytest.mark.slow
-def test_a_run_that_is_asked_to_leave_saves_its_step_and_goes_on_from_there(folder: Path, at_once: Run) -> None:
-    with started(folder, "preempted", *STEPS) as process:
-        _await_event(folder / "runs" / "preempted", process, StepFinished)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_that_was_killed_at_any_moment_goes_on_and_ends_with_the_same_bits(
+    folder: Path, at_once: Run, seed: int
+) -> None:
+    name = f"killed_{seed}"
+    with started(folder, name, *STEPS, *EVERY_STEP) as process:
+        _await_event(folder / "runs" / name, process, StepFinished)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=random.Random(seed).uniform(0, 4))
+        if process.poll() is None:
+            kill(process)
+    _goes_on_to_the_same_end(folder, name, at_once)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"point": "snapshot_taken", "rank": 0},
+        {"point": "file_written", "rank": 1},
+        {"point": "companions_copied", "rank": 0},
+        {"point": "manifest_written"},
+        {"point": "renamed"},
+        {"point": "latest_linked"},
+    ],
+    ids=lambda fault: fault["point"],
+)
+def test_a_run_that_was_killed_in_its_save_goes_on_and_ends_with_the_same_bits(
+    folder: Path, at_once: Run, fault: dict[str, object]
+) -> None:
+    name = f"killed_at_{fault['point']}"
+    with started(folder, name, *STEPS, *EVERY_STEP, faults=[{**fault, "step": 2, "kind": "kill"}]) as process:
+        _await_event(folder / "runs" / name, process, StepFinished)
         processes = descendants(process.pid)
-        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=200)
+    assert process.returncode != 0
+    assert survivors(processes, timeout_s=60) == []
+    _goes_on_to_the_same_end(folder, name, at_once)
+
+
+@pytest.mark.slow
+def test_a_run_whose_disk_was_full_for_a_while_says_so_and_goes_on(folder: Path, at_once: Run) -> None:
+    faults = [{"point": "file_written", "rank": 1, "step": 2, "kind": "ENOSPC"}]
+    done = run(folder, "full", *STEPS, *EVERY_STEP, faults=faults)
+    assert done.exit_code == 0, done.output
+    assert "warning: step 2 was not saved" in done.output
+    assert "No space left on device" in done.output
+    assert [event.step for event in done.events if isinstance(event, CheckpointSaved)] == [1, 3, 4]
+    assert _tensors(done) == _tensors(at_once)
+
+
+@pytest.mark.slow
+def test_a_run_whose_last_step_cannot_be_saved_ends_with_4(folder: Path) -> None:
+    faults = [{"point": "state_written", "step": 4, "kind": "ENOSPC"}]
+    done = run(folder, "full_at_the_end", *STEPS, faults=faults)
+    assert done.exit_code == 4, done.output
+    assert "the run is done, but its last step was not saved" in done.output
+    checkpoints = {path.name for path in (done.folder / "checkpoints").glob("step_*")}
+    assert checkpoints == {"step_000002"}
+
+
+@pytest.mark.slow
+def test_a_run_that_drops_prompts_goes_on_with_those_it_would_have_drawn(folder: Path) -> None:
+    dapo = (*STEPS, *EVERY_STEP, "algorithm={kind: grpo, filter: {}}")
+    whole = run(folder, "dapo", *dapo)
+    assert whole.exit_code == 0, whole.output
+    ledger = read_state(whole.folder / "checkpoints" / "latest").ledger
+    assert ledger.num_trained == 32
+    assert ledger.num_dropped > 0
+    with started(folder, "dapo_killed", *dapo) as process:
+        _await_event(folder / "runs" / "dapo_killed", process, CheckpointSaved, count=2)
+        kill(process)
+    resumed = _goes_on_to_the_same_end(folder, "dapo_killed", whole, *dapo)
+    assert read_state(resumed.folder / "checkpoints" / "latest") == read_state(whole.folder / "checkpoints" / "latest")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_asked_to_leave_saves_its_step_and_goes_on_from_there(
+    folder: Path, at_once: Run, number: signal.Signals
+) -> None:
+    name = f"preempted_by_{number.name}"
+    with started(folder, name, *STEPS) as process:
+        _await_event(folder / "runs" / name, process, StepFinished)
+        processes = descendants(process.pid)
+        if number is signal.SIGTERM:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
         process.wait(timeout=60)
     assert survivors(processes, timeout_s=10) == []
-    left = finished(folder, "preempted", process)
+    left = finished(folder, name, process)
     assert left.exit_code == 75, left.output
     assert "Traceback" not in left.output
     steps_before = len(left.steps)
     saved = [event for event in left.events if isinstance(event, CheckpointSaved)]
     assert saved[-1].path.endswith(f"step_{steps_before:06d}")
 
-    resumed = run(folder, "preempted", *STEPS)
+    resumed = _goes_on_to_the_same_end(folder, name, at_once, *STEPS)
 
-    assert resumed.exit_code == 0, resumed.output
     assert [event.summary.step for event in resumed.steps] == [1, 2, 3, 4]
-    assert _tensors(resumed) == _tensors(at_once)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_prompts_only_when_told(folder: Path, tmp_path: Path) -> None:
+    make_arithmetic(tmp_path / "other", num_train=12, num_sft=16, num_eval=16, seed=5)
+    first = run(folder, "other_data", *STEPS, "run.steps=1")
+    assert first.exit_code == 0, first.output
+    other = (*STEPS, f"data.train=[{tmp_path}/other/train.parquet]")
+
+    refused = run(folder, "other_data", *other)
+    assert refused.exit_code == 4, refused.output
+    assert "--allow-data-change" in refused.output
+
+    allowed = run(folder, "other_data", *other, options=["--allow-data-change"])
+    assert allowed.exit_code == 0, allowed.output
+    assert read_state(allowed.folder / "checkpoints" / "latest").ledger.num_trained == 24
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """As kill -9 of the driver; everything it has started goes too."""
+    processes = descendants(process.pid)
+    process.kill()
+    process.wait(timeout=10)
+    assert survivors(processes, timeout_s=60) == []
+
+
+def _goes_on_to_the_same_end(folder: Path, name: str, whole: Run, *overrides: str) -> Run:
+    resumed = run(folder, name, *(overrides or (*STEPS, *EVERY_STEP)))
+    assert resumed.exit_code == 0, resumed.output
+    assert _tensors(resumed) == _tensors(whole)
+    assert list((resumed.folder / "checkpoints").glob("*.tmp")) == []
+    return resumed
 
 
 def _tensors(done: Run) -> dict[str, bytes]:
@@ -78,12 +198,14 @@ def _tensors(done: Run) -> dict[str, bytes]:
     return {str(path.relative_to(checkpoint)): path.read_bytes() for path in sorted(checkpoint.rglob("*.safetensors"))}
 
 
-def _await_event(run_folder: Path, process: subprocess.Popen[bytes], kind: type[Event], timeout_s: float = 300) -> None:
+def _await_event(
+    run_folder: Path, process: subprocess.Popen[bytes], kind: type[Event], *, count: int = 1, timeout_s: float = 300
+) -> None:
     deadline = time.monotonic() + timeout_s
     path = run_folder / EVENTS_FILE
     while time.monotonic() < deadline:
         assert process.poll() is None, "the run ended before it could be stopped"
-        if path.exists() and any(isinstance(record.event, kind) for record in read_events(path)):
+        if path.exists() and sum(isinstance(record.event, kind) for record in read_events(path)) >= count:
             return
         time.sleep(0.1)
     raise AssertionError(f"no {kind.__name__} within the deadline")

@@ -41,9 +41,20 @@ class Worker:
         if rank == self._rank:
             raise NumericsError("the loss is nan")
 
+    def diverge_first_or_sleep(self, seconds: float) -> float:
+        if self._rank == 0:
+            raise NumericsError("the loss is nan")
+        time.sleep(seconds)
+        return seconds
+
     def die_on(self, rank: int) -> None:
         if rank == self._rank:
             os._exit(1)
+
+    def die_first_or_sleep(self, seconds: float) -> None:
+        if self._rank == 0:
+            os._exit(1)
+        time.sleep(seconds)
 
     def sleep_on(self, rank: int) -> None:
         if rank == self._rank:
@@ -66,6 +77,19 @@ def workers(cluster: Cluster) -> Iterator[WorkerGroup]:
     group = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=10)
     yield group
     group.kill()
+
+
+def test_a_failure_can_wait_until_the_other_ranks_are_done(workers: WorkerGroup) -> None:
+    asyncio.run(workers.call("square", 1))
+    began = time.monotonic()
+    with pytest.raises(NumericsError):
+        asyncio.run(workers.call("diverge_first_or_sleep", 1.5, waits_for_all=True))
+    assert time.monotonic() - began >= 1.5
+
+
+def test_but_not_for_those_who_wait_for_a_dead_one(workers: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="rank 0: died"):
+        asyncio.run(workers.call("die_first_or_sleep", 60.0, waits_for_all=True))
 
 
 def test_every_rank_is_called_and_answers_in_order(workers: WorkerGroup) -> None:

@@ -34,6 +34,7 @@ class Setup:
     optimizer: OptimizerConfig
     algorithm: AlgorithmConfig
     epochs: int = 1
+    timeout_s: float = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ def spec_of(rank: int, world: int, port: int, setup: Setup) -> RankSpec:
         split=setup.actor,
         shape=setup.shape,
         seed=1,
-        timeout_s=60,
+        timeout_s=setup.timeout_s,
     )
 
 
@@ -110,7 +111,8 @@ def train(rank: int, world: int, port: int, setup: Setup, scored: Sequence[Train
 
 def save(rank: int, world: int, port: int, setup: Setup, folder: Path) -> None:
     trainer = build(rank, world, port, setup)
-    trainer.save(folder, setup.folder, "weights")
+    trainer.snapshot("weights")
+    trainer.write(folder, setup.folder)
     trainer.close()
 
 
@@ -232,9 +234,9 @@ def train_and_save(
     trainer = build(rank, world, port, setup)
     for batch in batches:
         trainer.update(batch)
-    files = trainer.save(folder, setup.folder, "everything")
+    state = trainer.snapshot("everything")
+    files = trainer.write(folder, setup.folder)
     tensors = {name: tensor.numpy().copy() for name, tensor in trainer.tensors().items()}
-    state = trainer.state
     trainer.close()
     return state, files, tensors
 
@@ -253,8 +255,8 @@ def resume_and_train(
     trainer = build_empty(rank, world, port, setup)
     trainer.resume(checkpoint, state)
     results = [trainer.update(batch) for batch in batches]
-    trainer.save(folder, setup.folder, "everything")
-    reached = trainer.state
+    reached = trainer.snapshot("everything")
+    trainer.write(folder, setup.folder)
     trainer.close()
     return reached, results
 
@@ -265,7 +267,8 @@ def fail_to_save_and_go_on(
     """The error of a save where nothing can be written, and the update after it."""
     trainer = build(rank, world, port, setup)
     try:
-        trainer.save(folder, setup.folder, "everything")
+        trainer.snapshot("weights")
+        trainer.write(folder, setup.folder)
         message = "no error"
     except CheckpointError as error:
         message = str(error)
@@ -327,7 +330,8 @@ def train_critic(
     values = critic.values(batch)
     result = critic.update(batch)
     if folder is not None:
-        critic.save(folder, setup.folder, "everything")
+        critic.snapshot("everything")
+        critic.write(folder, setup.folder)
     tensors = {name: tensor.numpy().copy() for name, tensor in critic.tensors().items()}
     state = critic.state
     critic.close()

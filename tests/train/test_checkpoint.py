@@ -15,7 +15,7 @@ from megarl.checkpoint.state import TrainerState
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ActorConfig, OptimizerConfig
 from megarl.types import TrainBatch
-from tests.train import jobs
+from tests.train import jobs, save_jobs
 from tests.train.cluster import Cluster
 from tests.train.conftest import Models
 from tests.train.reference import Model
@@ -150,3 +150,48 @@ def test_a_save_that_fails_fails_on_every_rank_and_training_goes_on(
     outcomes = cluster.run(world, jobs.fail_to_save_and_go_on, setup_of(model, actor), batch, tmp_path / "file")
     assert all("was not saved" in message for message, _ in outcomes)
     assert [result.version for _, result in outcomes] == [1, 1]
+
+
+def test_what_is_saved_beside_training_is_the_snapshot_and_training_does_not_notice(
+    cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get("qwen2", tied=True)
+    world, actor = SPLITS["DP2"]
+    setup = replace(setup_of(model, actor), optimizer=ADAM)
+    batches = batches_of(model, world, actor)
+    before, after = batches[:SAVED_AFTER], batches[SAVED_AFTER:]
+    cluster.run(world, jobs.train_and_save, setup, before, tmp_path / "still")
+    undisturbed = cluster.run(world, save_jobs.train_while_writing, setup, before, after, None)
+    beside = cluster.run(world, save_jobs.train_while_writing, setup, before, after, tmp_path / "beside")
+    assert all(all(is_writing) for is_writing, _ in beside)
+    expected, found = saved_tensors(tmp_path / "still"), saved_tensors(tmp_path / "beside")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    for (_, expected_weights), (_, weights) in zip(undisturbed, beside, strict=True):
+        assert all(np.array_equal(weights[name], tensor) for name, tensor in expected_weights.items())
+
+
+def test_no_rank_saves_weights_that_are_not_finite(cluster: Cluster, models: Models, tmp_path: Path) -> None:
+    model = models.get("qwen2", tied=True)
+    world, actor = SPLITS["TP2"]
+    messages = cluster.run(world, save_jobs.break_a_weight_and_save, setup_of(model, actor), tmp_path / "saved")
+    assert all("NaN or infinite" in message for message in messages)
+
+
+@pytest.mark.parametrize("point", ["snapshot_taken", "ranks_met", "file_written"])
+def test_a_rank_that_dies_while_it_saves_is_not_waited_for(
+    point: str, cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get("qwen2", tied=True)
+    world, actor = SPLITS["TP2"]
+    setup = replace(setup_of(model, actor), timeout_s=5.0)
+    with pytest.raises(AssertionError, match="rank 1 died"):
+        cluster.run(world, save_jobs.lose_a_rank, setup, tmp_path / "saved", point, timeout_s=60)
+    assert "was not saved" in (tmp_path / "rank 0").read_text()
+
+
+def test_training_draws_no_random_numbers_so_there_are_none_to_save(cluster: Cluster, models: Models) -> None:
+    model = models.get("qwen2", tied=True)
+    world, actor = SPLITS["TP2-SP"]
+    batch = batches_of(model, world, actor)[0]
+    assert cluster.run(world, save_jobs.draw_no_random_number, setup_of(model, actor), batch) == [True, True]

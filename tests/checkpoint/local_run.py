@@ -1,0 +1,135 @@
+"""A run of one rank without Megatron: the real saver, real tensors, real files; in a process that may be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from megarl.algo.algorithm import build_algorithm
+from megarl.algo.monitor import MonitorState
+from megarl.checkpoint.folder import below
+from megarl.checkpoint.manifest import Contents, FileDigest
+from megarl.checkpoint.save import save_hf, save_tensors
+from megarl.checkpoint.snapshot import contribution, copy_to_host
+from megarl.checkpoint.state import TrainerState
+from megarl.config.model import read_model_shape
+from megarl.config.recipe import Recipe
+from megarl.data.stream import PromptStream
+from megarl.env import FAULTS
+from megarl.observe.events import CheckpointFailed, CheckpointSaved
+from megarl.observe.observer import Observer
+from megarl.runtime.buffer import Buffer
+from megarl.runtime.checkpoints import RunSaver, SavedModel
+from megarl.runtime.preemption import Preemption
+from megarl.weights.group import StoreServer, TransferGroup
+from megarl.weights.hf import load_hf
+from megarl.weights.megatron import MegatronParallel, megatron_layout
+from megarl.weights.slices import Index
+from megarl.weights.tensors import box_of
+from tests.observe.samples import ListSink, scored_group
+from tests.runtime.test_checkpoints import PROMPT
+
+
+class LocalRank:
+    """Weights of a model, plus the number of steps; moments that are all that number. One step may break a weight."""
+
+    def __init__(self, source: Path, broken_step: int | None) -> None:
+        self._broken_step = broken_step
+        self._server = StoreServer()
+        self._layout = megatron_layout(read_model_shape(source), MegatronParallel(), dtype="float32")
+        (holding,) = self._layout.holdings
+        self._first = {name: torch.empty(spec.shape) for name, spec in holding.tensors.items()}
+        load_hf(source, holding, self._layout.canonical, self._first)
+        self._given = contribution(self._layout, 0)
+        self._num_snapshots = 0
+        self._taken: dict[str, dict[str, torch.Tensor]] = {}
+        self.num_steps = 0
+
+    async def snapshot(self, contents: Contents) -> TrainerState:
+        self._num_snapshots += 1
+        if self.num_steps == self._broken_step:
+            next(iter(self._first.values())).view(-1)[3] = torch.nan
+        for folder, values in (
+            ("model", {name: tensor + self.num_steps for name, tensor in self._first.items()}),
+            ("optimizer/exp_avg", {name: torch.full_like(t, self.num_steps) for name, t in self._first.items()}),
+        ):
+            self._taken[folder] = copy_to_host(self._given, 0, partial(_box, values))
+        return TrainerState(num_steps=self.num_steps, num_updates=self.num_steps, monitor=MonitorState())
+
+    async def write(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
+        return await asyncio.to_thread(self._write, folder, source_folder, self._taken)
+
+    def _write(
+        self, folder: Path, source_folder: Path, taken: dict[str, dict[str, torch.Tensor]]
+    ) -> dict[str, FileDigest]:
+        name = f"save {self._num_snapshots}"
+        group = TransferGroup.join(self._server.address, name=name, peer=0, num_peers=1, timeout_s=10)
+        layout, inner = self._given.layout, "optimizer/exp_avg"
+        model = save_hf(
+            folder / "model", source_folder=source_folder, layout=layout, tensors=taken["model"], group=group
+        )
+        moments = save_tensors(folder / inner, layout=layout, tensors=taken[inner], group=group)
+        return below("model", model) | below(inner, moments)
+
+
+def _box(tensors: dict[str, torch.Tensor], name: str, offsets: Index, shape: Index) -> torch.Tensor:
+    return box_of(tensors[name], offsets, shape)
+
+
+def train_with_accidents(
+    recipe: Recipe, steps: Sequence[int], faults: list[dict[str, object]], max_file_bytes: int | None
+) -> tuple[list[int], list[tuple[int, str]]]:
+    """The same, in a process of its own."""
+    os.environ[FAULTS.name] = json.dumps(faults)
+    torch.set_num_threads(1)
+    if max_file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+    return train(recipe, steps)
+
+
+def train(
+    recipe: Recipe, steps: Sequence[int], *, broken_step: int | None = None
+) -> tuple[list[int], list[tuple[int, str]]]:
+    """Take and save these steps; returns which were saved, and why others were not."""
+    display = ListSink()
+    asyncio.run(_train(recipe, steps, broken_step, display))
+    saved = [event.step for event in display.events if isinstance(event, CheckpointSaved)]
+    failed = [(event.step, event.reason) for event in display.events if isinstance(event, CheckpointFailed)]
+    return saved, failed
+
+
+async def _train(recipe: Recipe, steps: Sequence[int], broken_step: int | None, display: ListSink) -> None:
+    rank = LocalRank(recipe.model.path, broken_step)
+    task = asyncio.current_task()
+    assert task is not None
+    buffer = Buffer(prompts_per_step=1, max_staleness=0)
+    prompts = PromptStream([PROMPT], seed=1)
+    saver = RunSaver(
+        recipe,
+        actor=SavedModel(ranks=rank, shape=read_model_shape(recipe.model.path), source_folder=recipe.model.path),
+        critic=None,
+        algorithm=build_algorithm(recipe.algorithm, max_response_tokens=8),
+        prompts=prompts,
+        buffer=buffer,
+        data_digest="of the data",
+        preemption=Preemption(cast("asyncio.Task[None]", task), grace_s=60),
+        observer=Observer([display]),
+    )
+    async with saver:
+        for step in steps:
+            ticket = await buffer.reserve()
+            prompts.next()
+            await buffer.put(ticket, scored_group([1.0], lengths=[1]))
+            await buffer.take_step()
+            rank.num_steps = step
+            saver.mark(step)
+            await saver.after_step(step, is_last=False)
+            await buffer.release_step()

@@ -1,0 +1,86 @@
+"""What rank processes do in the tests of saving beside training. Everything here runs in every rank of a `Cluster`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from megarl.env import FAULTS
+from megarl.errors import CheckpointError
+from megarl.train.actor import ActorRank
+from megarl.types import FloatArray, TrainBatch
+from tests.train.jobs import Setup, build
+
+
+def train_while_writing(
+    rank: int,
+    world: int,
+    port: int,
+    setup: Setup,
+    before: Sequence[TrainBatch],
+    after: Sequence[TrainBatch],
+    folder: Path | None,
+) -> tuple[list[bool], dict[str, FloatArray]]:
+    """Save after some batches while the others are trained on; whether that was under way as each of them ended."""
+    trainer = build(rank, world, port, setup)
+    for batch in before:
+        trainer.update(batch)
+    is_writing: list[bool] = []
+    with ThreadPoolExecutor(1) as pool:
+        if folder is not None:
+            # One rank is slow, and all wait for it.
+            fault = {"point": "file_written", "rank": 1, "kind": "wait", "seconds": 2}
+            os.environ[FAULTS.name] = json.dumps([fault])
+            trainer.snapshot("everything")
+            writing = pool.submit(trainer.write, folder, setup.folder)
+        for batch in after:
+            trainer.update(batch)
+            is_writing.append(folder is not None and not writing.done())
+        if folder is not None:
+            writing.result()
+    os.environ.pop(FAULTS.name, None)
+    tensors = {name: tensor.numpy().copy() for name, tensor in trainer.tensors().items()}
+    trainer.close()
+    return is_writing, tensors
+
+
+def break_a_weight_and_save(rank: int, world: int, port: int, setup: Setup, folder: Path) -> str:
+    """The error of saving weights that are not finite on one rank."""
+    trainer = build(rank, world, port, setup)
+    if rank == 1:
+        next(iter(trainer.tensors().values())).view(-1)[0] = torch.inf
+    message = _write(trainer, folder, setup)
+    trainer.close()
+    return message
+
+
+def lose_a_rank(rank: int, world: int, port: int, setup: Setup, folder: Path, point: str) -> None:
+    """Rank 1 is killed while it saves; rank 0 leaves a note of how its own write ended."""
+    trainer = build(rank, world, port, setup)
+    os.environ[FAULTS.name] = json.dumps([{"point": point, "rank": 1, "kind": "kill"}])
+    message = _write(trainer, folder, setup)
+    (folder.parent / f"rank {rank}").write_text(message)
+
+
+def draw_no_random_number(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> bool:
+    """Whether the generators are after an update what they were before it."""
+    trainer = build(rank, world, port, setup)
+    before = torch.get_rng_state()
+    trainer.update(batch)
+    is_same = bool(torch.equal(before, torch.get_rng_state()))
+    trainer.close()
+    return is_same
+
+
+def _write(trainer: ActorRank, folder: Path, setup: Setup) -> str:
+    trainer.snapshot("weights")
+    try:
+        trainer.write(folder, setup.folder)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"

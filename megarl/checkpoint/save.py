@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
+from megarl.checkpoint.tensor_file import write_tensor_file
 from megarl.config.model import critic_architecture
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.weights.fused import whole
@@ -24,7 +23,7 @@ from megarl.weights.group import TransferGroup
 from megarl.weights.hf import INDEX_FILE
 from megarl.weights.plan import plan, same_processes
 from megarl.weights.slices import Holding, Layout, TensorSpec
-from megarl.weights.tensors import torch_dtype
+from megarl.weights.tensors import bytes_of, header_dtype, torch_dtype
 from megarl.weights.transfer import DEFAULT_BUCKET_BYTES, exchange
 
 _COPIED = (
@@ -88,8 +87,7 @@ def save_tensors(
         names = _file_names(target)
         if share:
             path = folder / names[group.peer]
-            save_file(share, path, metadata={"format": "pt"})
-            files[path.name] = _finish(path)
+            files[path.name] = _write_share(path, share)
         if group.peer == 0:
             files[INDEX_FILE] = _write_index(folder, target, names)
         group.barrier()
@@ -101,7 +99,7 @@ def _failing_as_save(folder: Path, group: TransferGroup) -> Iterator[None]:
     """A peer that fails says why, here and to the others: nobody waits for it."""
     try:
         yield
-    except (WeightSyncError, OSError, SafetensorError) as error:
+    except (WeightSyncError, OSError) as error:
         group.abandon(f"{folder} was not saved: {error}")
         raise CheckpointError(f"{folder} was not saved: {error}") from error
 
@@ -144,6 +142,11 @@ def _receive(
     moves = plan(layout, target, locality=same_processes)
     exchange(moves, tensors, share, group, bucket_bytes=bucket_bytes)
     return share
+
+
+def _write_share(path: Path, share: Mapping[str, torch.Tensor]) -> FileDigest:
+    specs = {name: (header_dtype(tensor.dtype), tuple(tensor.shape)) for name, tensor in share.items()}
+    return write_tensor_file(path, specs, lambda entry: [bytes_of(share[entry.name])])
 
 
 def _file_names(target: Layout) -> dict[int, str]:

@@ -13,10 +13,21 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_HEADER_DTYPES: Mapping[torch.dtype, str] = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
+
+
+def header_dtype(dtype: torch.dtype) -> str:
+    """As the header of a safetensors file spells it."""
+    return _HEADER_DTYPES[dtype]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def box_of(tensor: torch.Tensor, offsets: Index, shape: Index) -> torch.Tensor:

@@ -31,7 +31,7 @@ def test_ls_shows_what_cannot_be_read(run_folder: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("path", [".", "checkpoints", "checkpoints/step_000004", "checkpoints/latest"])
 def test_verify_says_what_is_whole(run_folder: Path, path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["checkpoint", "verify", str(run_folder / path)]) == 0
-    assert "ok: 7 files" in capsys.readouterr().out
+    assert "ok: 8 files" in capsys.readouterr().out
 
 
 def test_verify_names_every_damaged_checkpoint_and_exits_with_4(

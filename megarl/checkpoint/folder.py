@@ -15,6 +15,7 @@ from megarl.errors import CheckpointError
 
 CHECKPOINTS_FOLDER = "checkpoints"
 LATEST = "latest"
+BEST = "best"
 LATEST_STEP_FILE = "latest_checkpointed_iteration.txt"
 """For tools that look for a step number under this name."""
 

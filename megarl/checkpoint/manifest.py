@@ -185,9 +185,14 @@ def _refuse_pickles(folder: Path, manifest: Manifest) -> None:
 def read_chunks(file: FileIO, num_bytes: int, *, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[memoryview]:
     """The next bytes of an unbuffered file, in one buffer that each chunk overwrites; fewer where the file ends."""
     buffer = memoryview(bytearray(min(chunk_bytes, num_bytes)))
-    while num_bytes > 0 and (count := file.readinto(buffer[: min(len(buffer), num_bytes)])):
+    while num_bytes > 0:
+        wanted = min(len(buffer), num_bytes)
+        count = 0
+        while count < wanted and (more := file.readinto(buffer[count:wanted])):
+            count += more
         yield buffer[:count]
-        num_bytes -= count
+        # A short chunk is the last: the file has ended.
+        num_bytes = num_bytes - count if count == wanted else 0
 
 
 def sync(path: Path) -> None:

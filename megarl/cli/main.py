@@ -18,6 +18,7 @@ import typer
 from megarl import __version__
 from megarl.cli.bench import bench_app
 from megarl.cli.checkpoint import app as checkpoint_app
+from megarl.cli.export import export
 from megarl.cli.plan import plan
 from megarl.cli.schema import schema
 from megarl.cli.verl import import_command
@@ -43,6 +44,7 @@ data_app.add_typer(make_app, name="make")
 app.add_typer(bench_app, name="bench")
 app.command()(schema)
 app.command()(plan)
+app.command()(export)
 app.command("import-verl")(import_command)
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.", show_default=False)]

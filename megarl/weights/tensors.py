@@ -13,16 +13,17 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_HEADER_DTYPES: Mapping[torch.dtype, str] = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+HEADER_DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""By the names they have in the header of a safetensors file."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def header_dtype(dtype: torch.dtype) -> str:
+def header_dtype(name: str) -> str:
     """As the header of a safetensors file spells it."""
-    return _HEADER_DTYPES[dtype]
+    return next(header for header, known in HEADER_DTYPES.items() if known == name)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -63,7 +63,7 @@ def load_hf(
     So does what is in `may_lack` and not in the folder.
     """
     if may_lack:
-        lacking = set(may_lack) - {name for path in _files(folder) for name in _header(path)}
+        lacking = set(may_lack) - {name for path in tensor_files(folder) for name in _header(path)}
         canonical = {name: spec for name, spec in canonical.items() if name not in lacking}
         holding = replace(holding, pieces=tuple(piece for piece in holding.pieces if piece.slice.name in canonical))
     source = read_hf_folder(folder, canonical)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from megarl.cli import load_check
 from megarl.cli.main import run
@@ -86,3 +87,21 @@ def test_a_path_to_no_model_is_one_line(
 def test_an_occupied_folder_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["export", str(model), str(model)]) == 4
     assert "exists and is not an empty folder; name another" in capsys.readouterr().err
+
+
+def test_a_critic_is_exported_like_any_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Qwen2Config(
+        vocab_size=99,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_labels=1,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    Qwen2ForSequenceClassification(config).save_pretrained(tmp_path / "critic")
+    assert run(["export", str(tmp_path / "critic"), str(tmp_path / "out")]) == 0
+    assert "differ from the source's by 0 at most" in capsys.readouterr().out
+    assert "score.weight" in load_file(tmp_path / "out" / "model.safetensors")

@@ -8,19 +8,16 @@ the sum, and misplaced elements change it but for a chance of 2^-64. It finds ac
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from math import prod
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
-import xxhash
 
 from megarl.weights.slices import Index, Slice
 
 Key = TypeVar("Key", bound=Hashable)
-BoxDigest: TypeAlias = Callable[[torch.Tensor, Slice, Index], torch.Tensor]
-"""(values of a box, the box, shape of its canonical tensor) -> int64 scalar."""
 
 MODULUS = 1 << 64
 
@@ -43,14 +40,6 @@ def digest_tensor(values: torch.Tensor, box: Slice, canonical_shape: Index) -> t
     assert tuple(values.shape) == box.shape, f"{box} has {tuple(values.shape)} values"
     strides = tuple(prod(canonical_shape[axis + 1 :]) for axis in range(len(canonical_shape)))
     return _sum(values.detach(), box.offsets, strides, _name_seed(box.name))
-
-
-def digest_bytes(values: torch.Tensor, box: Slice, canonical_shape: Index) -> torch.Tensor:  # noqa: ARG001 - a BoxDigest
-    """Of a box that both sides cut in the same way, in host memory: no sum of parts, and many times faster there."""
-    assert tuple(values.shape) == box.shape, f"{box} has {tuple(values.shape)} values"
-    whole = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    seed = _name_seed(str(box)) % MODULUS
-    return torch.tensor(xxhash.xxh3_64_intdigest(whole, seed=seed) - (MODULUS >> 1), dtype=torch.int64)
 
 
 def to_ints(sums: Mapping[Key, torch.Tensor]) -> dict[Key, int]:

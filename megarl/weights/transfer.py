@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from megarl.errors import WeightSyncError
+from megarl.weights.box_digest import BoxDigest, digest_bytes
 from megarl.weights.buckets import Bucket, Parcel, buckets_from, buckets_to
 from megarl.weights.check import check_delivery
-from megarl.weights.digest import BoxDigest, digest_bytes, digest_tensor, to_ints
+from megarl.weights.digest import digest_tensor, to_ints
 from megarl.weights.group import Pending, StoreAddress, StoreServer, TransferGroup
 from megarl.weights.plan import Plan
 from megarl.weights.slices import Slice

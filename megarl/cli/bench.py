@@ -37,7 +37,6 @@ def bench_checkpoint(
         Path, typer.Option(metavar="DIR", exists=True, file_okay=False, help="On the disk to measure.")
     ] = Path(),
     gigabytes: Annotated[float, typer.Option(min=0.1, help="Of the model.")] = 2.0,
-    ranks: Annotated[int, typer.Option(min=1, max=4, help="Processes that save together.")] = 2,
     repeats: Annotated[int, typer.Option(min=1, help="Saves; the median counts.")] = 3,
     is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
 ) -> None:
@@ -48,7 +47,7 @@ def bench_checkpoint(
     from megarl.cli.measure import TOLERANCE
     from megarl.cli.measure_checkpoint import as_json, measure_checkpoint, print_figures
 
-    figures = measure_checkpoint(folder, gigabytes=gigabytes, num_ranks=ranks, repeats=repeats)
+    figures = measure_checkpoint(folder, gigabytes=gigabytes, repeats=repeats)
     print_figures(figures)
     if is_json:
         print(as_json(figures))

@@ -40,6 +40,9 @@ from megarl.weights.megatron import MegatronParallel, megatron_layout
 from megarl.weights.slices import TensorSpec
 from megarl.weights.tensors import torch_dtype
 
+NUM_RANKS = 2
+"""Processes that save together."""
+
 _DTYPE = "bfloat16"
 _TIMEOUT_S = 600.0
 _PATTERN_ITEMS = 1 << 22
@@ -85,28 +88,34 @@ class Figure:
 class SaveTimes:
     """Of one rank; the seconds are those of all ranks together."""
 
-    save_s: tuple[float, ...]
+    stages_s: tuple[float, ...]
+    """Each rank has whole tensors: what is left is writing them."""
+    tensor_s: tuple[float, ...]
+    """Each rank has a part of every tensor, so that half of all bytes travel before they are written."""
     dd_s: tuple[float, ...]
     """Of `dd`, taken in turn with the saves, by rank 0."""
     files: dict[str, FileDigest]
 
 
-def measure_checkpoint(folder: Path, *, gigabytes: float, num_ranks: int, repeats: int) -> list[Figure]:
+def measure_checkpoint(folder: Path, *, gigabytes: float, repeats: int) -> list[Figure]:
     """Everything is written below `folder`, whose disk is measured, and removed again."""
     shape = shape_of(gigabytes)
     num_bytes = sum(spec.num_bytes for spec in canonical_tensors(shape).values())
     with _room(folder, num_bytes=4 * num_bytes) as inner:
-        checkpoint, times = _save(inner, shape, num_ranks=num_ranks, repeats=repeats)
+        checkpoint, times = _save(inner, shape, repeats=repeats)
         gigabytes = num_bytes / 1e9
         dd_rate = gigabytes / statistics.median(times.dd_s)
-        save_rate = gigabytes / statistics.median(times.save_s)
+        stages_rate = gigabytes / statistics.median(times.stages_s)
+        tensor_rate = gigabytes / statistics.median(times.tensor_s)
         cold, warm, warm_all = _verify(checkpoint)
         exported = start_in_fresh_process(["export", str(checkpoint), str(inner / "exported"), "--no-load-check"])
     return [
         Figure(name="model", value=gigabytes, unit="GB"),
         Figure(name="dd with fsync", value=dd_rate, unit="GB/s"),
-        Figure(name=f"save, {num_ranks} ranks", value=save_rate, unit="GB/s"),
-        Figure(name="save against dd", value=save_rate / dd_rate, unit="times", goal=0.70),
+        Figure(name=f"save, {NUM_RANKS} stages", value=stages_rate, unit="GB/s"),
+        Figure(name="  against dd", value=stages_rate / dd_rate, unit="times", goal=0.70),
+        Figure(name=f"save, tensor parallel {NUM_RANKS}", value=tensor_rate, unit="GB/s"),
+        Figure(name="  against dd", value=tensor_rate / dd_rate, unit="times"),
         Figure(name="verify, from disk", value=gigabytes / cold, unit="GB/s"),
         Figure(name="verify, from memory, one core", value=gigabytes / warm, unit="GB/s", goal=2.0),
         Figure(name=f"verify, from memory, {os.cpu_count()} cores", value=gigabytes / warm_all, unit="GB/s"),
@@ -117,12 +126,13 @@ def measure_checkpoint(folder: Path, *, gigabytes: float, num_ranks: int, repeat
 
 
 def shape_of(gigabytes: float) -> ModelShape:
-    """A model of about that size, of as many layers as it takes."""
+    """A model of about that size, of as many layers as it takes; each rank can have as many."""
     sizes = [
         sum(spec.num_bytes for spec in canonical_tensors(replace(_SHAPE, num_layers=layers)).values())
         for layers in (1, 2)
     ]
-    return replace(_SHAPE, num_layers=max(1, 1 + round((gigabytes * 1e9 - sizes[0]) / (sizes[1] - sizes[0]))))
+    num_groups = round((gigabytes * 1e9 - 2 * sizes[0] + sizes[1]) / (sizes[1] - sizes[0]) / NUM_RANKS)
+    return replace(_SHAPE, num_layers=NUM_RANKS * max(1, num_groups))
 
 
 def print_figures(figures: Sequence[Figure]) -> None:
@@ -154,7 +164,7 @@ def _room(folder: Path, *, num_bytes: int) -> Iterator[Path]:
         raise MachineError(f"{folder}: cannot be measured: {error}") from error
 
 
-def _save(folder: Path, shape: ModelShape, *, num_ranks: int, repeats: int) -> tuple[Path, SaveTimes]:
+def _save(folder: Path, shape: ModelShape, *, repeats: int) -> tuple[Path, SaveTimes]:
     source = folder / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "dtype": _DTYPE}))
@@ -162,12 +172,10 @@ def _save(folder: Path, shape: ModelShape, *, num_ranks: int, repeats: int) -> t
     partial = begin(checkpoint, num_bytes=0)
     server = StoreServer()
     try:
-        with ProcessPoolExecutor(num_ranks, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(NUM_RANKS, mp_context=multiprocessing.get_context("spawn")) as pool:
             calls = [
-                pool.submit(
-                    save_as_rank, server.address, rank, num_ranks, shape, partial / MODEL_FOLDER, source, repeats
-                )
-                for rank in range(num_ranks)
+                pool.submit(save_as_rank, server.address, rank, shape, partial / MODEL_FOLDER, source, repeats)
+                for rank in range(NUM_RANKS)
             ]
             ranks = [call.result() for call in calls]
     except BrokenProcessPool as error:
@@ -187,27 +195,33 @@ def _save(folder: Path, shape: ModelShape, *, num_ranks: int, repeats: int) -> t
 
 
 def save_as_rank(
-    address: StoreAddress, rank: int, num_ranks: int, shape: ModelShape, folder: Path, source: Path, repeats: int
+    address: StoreAddress, rank: int, shape: ModelShape, folder: Path, source: Path, repeats: int
 ) -> SaveTimes:
-    """One rank process: saves `repeats` times, all ranks together; the last one stays."""
+    """One rank process: saves `repeats` times in either layout, all ranks together; the last one stays."""
     torch.set_num_threads(1)
-    group = TransferGroup.join(address, name="bench", peer=rank, num_peers=num_ranks, timeout_s=_TIMEOUT_S)
-    layout = megatron_layout(shape, MegatronParallel(tensor=num_ranks), dtype=_DTYPE)
-    tensors = {name: _random(spec, seed=rank) for name, spec in layout.by_rank[rank].tensors.items()}
-    num_bytes = sum(spec.num_bytes for spec in layout.canonical.values())
-    save_s, dd_s = [], []
+    group = TransferGroup.join(address, name="bench", peer=rank, num_peers=NUM_RANKS, timeout_s=_TIMEOUT_S)
+    times: dict[str, list[float]] = {"stages": [], "tensor": [], "dd": []}
     files: dict[str, FileDigest] = {}
-    for _ in range(repeats):
-        group.barrier()
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            dd_s.append(_dd(folder.parent / "dd", num_bytes))
-            os.sync()
-        group.barrier()
-        began = time.monotonic()
-        files = save_hf(folder, source_folder=source, layout=layout, tensors=tensors, group=group)
-        save_s.append(time.monotonic() - began)
-    return SaveTimes(save_s=tuple(save_s), dd_s=tuple(dd_s), files=files)
+    layouts = {
+        "stages": MegatronParallel(pipeline=NUM_RANKS),
+        "tensor": MegatronParallel(tensor=NUM_RANKS),
+    }
+    for kind, parallel in layouts.items():
+        layout = megatron_layout(shape, parallel, dtype=_DTYPE)
+        tensors = {name: _random(spec, seed=rank) for name, spec in layout.by_rank[rank].tensors.items()}
+        for _ in range(repeats):
+            group.barrier()
+            if rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                times["dd"].append(_dd(folder.parent / "dd", sum(spec.num_bytes for spec in layout.canonical.values())))
+                os.sync()
+            group.barrier()
+            began = time.monotonic()
+            files = save_hf(folder, source_folder=source, layout=layout, tensors=tensors, group=group)
+            times[kind].append(time.monotonic() - began)
+    return SaveTimes(
+        stages_s=tuple(times["stages"]), tensor_s=tuple(times["tensor"]), dd_s=tuple(times["dd"]), files=files
+    )
 
 
 def _random(spec: TensorSpec, *, seed: int) -> torch.Tensor:

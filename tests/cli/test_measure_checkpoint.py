@@ -16,11 +16,12 @@ from megarl.weights.canonical import canonical_tensors
 def test_everything_is_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(module._SHAPE, hidden=64, ffn_hidden=128, num_heads=4, num_kv_heads=2, head_dim=16, vocab=99)
     monkeypatch.setattr(module, "_SHAPE", small)
-    figures = {figure.name: figure for figure in measure_checkpoint(tmp_path, gigabytes=0.001, num_ranks=2, repeats=1)}
-    assert figures["model"].value == pytest.approx(0.001, rel=0.1)
-    assert all(figure.value > 0 for figure in figures.values())
-    assert figures["save against dd"].value == pytest.approx(
-        figures["save, 2 ranks"].value / figures["dd with fsync"].value
+    found = measure_checkpoint(tmp_path, gigabytes=0.001, repeats=1)
+    assert all(figure.value > 0 for figure in found)
+    figures = {figure.name: figure for figure in found}
+    assert figures["model"].value == pytest.approx(0.001, rel=0.2)
+    assert figures["  against dd"].value == pytest.approx(
+        figures["save, tensor parallel 2"].value / figures["dd with fsync"].value
     )
     assert 0.05 < figures["export, peak memory"].value < 1.5
     assert list(tmp_path.iterdir()) == []
@@ -29,13 +30,13 @@ def test_everything_is_measured_and_nothing_is_left(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("gigabytes", [0.5, 2.0, 8.0])
 def test_the_model_has_the_size_it_should_have(gigabytes: float) -> None:
     num_bytes = sum(spec.num_bytes for spec in canonical_tensors(shape_of(gigabytes)).values())
-    assert num_bytes / 1e9 == pytest.approx(gigabytes, abs=0.05)
+    assert num_bytes / 1e9 == pytest.approx(gigabytes, abs=0.1)
 
 
 def test_a_disk_without_room_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with pytest.raises(MachineError, match=r"needs 8\.1 GB and 0\.0 GB are free; lower --gigabytes"):
-        measure_checkpoint(tmp_path, gigabytes=2.0, num_ranks=2, repeats=1)
+    with pytest.raises(MachineError, match=r"needs 7\.7 GB and 0\.0 GB are free; lower --gigabytes"):
+        measure_checkpoint(tmp_path, gigabytes=2.0, repeats=1)
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,7 @@ def _write_shards(
             specs,
             lambda entry: _read_as(tensors[entry.name], entry.dtype, expected.get(entry.name), on_bytes),
         )
+        sync(folder / name)
     if len(shards) > 1:
         weight_map = {tensor.name: name for name, file in files.items() for tensor in file.tensors}
         num_bytes = sum(tensor.num_bytes for file in files.values() for tensor in file.tensors)

@@ -88,6 +88,7 @@ def save_tensors(
         if share:
             path = folder / names[group.peer]
             files[path.name] = _write_share(path, share)
+            sync(path)
         if group.peer == 0:
             files[INDEX_FILE] = _write_index(folder, target, names)
         group.barrier()

@@ -26,7 +26,10 @@ def write_tensor_file(
     specs: Mapping[str, tuple[str, tuple[int, ...]]],
     contents: Callable[[TensorEntry], Iterable[Buffer]],
 ) -> FileDigest:
-    """Write and sync a new file with tensors of these dtypes and shapes; `contents` gives the bytes of each in turn."""
+    """Write a new file with tensors of these dtypes and shapes; `contents` gives the bytes of each in turn.
+
+    The caller syncs it.
+    """
     header, text = make_header(specs)
     tensors = []
     with path.open("xb", buffering=0) as file:
@@ -35,7 +38,6 @@ def write_tensor_file(
             written = _write(file.fileno(), contents(entry))
             assert written.num_bytes == entry.num_bytes, f"{entry}: {written.num_bytes} bytes"
             tensors.append(TensorDigest(name=entry.name, num_bytes=entry.num_bytes, xxh3_128=written.xxh3_128))
-        os.fsync(file.fileno())
     return FileDigest(num_bytes=header.num_file_bytes, xxh3_128=own.xxh3_128, tensors=tuple(tensors))
 
 

@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
+from megarl.checkpoint.tensor_file import write_tensor_file
 from megarl.config.model import critic_architecture
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.faults import reach
@@ -25,7 +24,7 @@ from megarl.weights.group import TransferGroup
 from megarl.weights.hf import INDEX_FILE
 from megarl.weights.plan import plan, same_processes
 from megarl.weights.slices import Holding, Layout, TensorSpec
-from megarl.weights.tensors import torch_dtype
+from megarl.weights.tensors import bytes_of, header_dtype, specs_of, torch_dtype
 from megarl.weights.transfer import DEFAULT_BUCKET_BYTES, exchange
 
 _COPIED = (
@@ -61,7 +60,7 @@ def save_hf(
     files = save_tensors(folder, layout=layout, tensors=tensors, group=group, dtype=dtype, bucket_bytes=bucket_bytes)
     with _failing_as_save(folder, group):
         if group.peer == 0:
-            files |= _copy_companions(source_folder, folder, dtype=dtype, is_critic=is_critic)
+            files |= copy_companions(source_folder, folder, dtype=dtype, is_critic=is_critic)
             reach("companions_copied", folder, rank=group.peer)
         group.barrier()
     return files
@@ -92,9 +91,9 @@ def save_tensors(
         names = _file_names(target)
         if share:
             path = folder / names[group.peer]
-            save_file(share, path, metadata={"format": "pt"})
+            files[path.name] = _write_share(path, share)
             reach("file_written", folder, rank=group.peer)
-            files[path.name] = _finish(path)
+            sync(path)
             reach("file_synced", folder, rank=group.peer)
         if group.peer == 0:
             files[INDEX_FILE] = _write_index(folder, target, names)
@@ -112,7 +111,7 @@ def _failing_as_save(folder: Path, group: TransferGroup) -> Iterator[None]:
     """A peer that fails says why, here and to the others: nobody waits for it."""
     try:
         yield
-    except (WeightSyncError, UnfiniteError, OSError, SafetensorError) as error:
+    except (WeightSyncError, UnfiniteError, OSError) as error:
         group.abandon(f"{folder} was not saved: {error}")
         raise CheckpointError(f"{folder} was not saved: {error}") from error
 
@@ -165,6 +164,11 @@ def _refuse_unfinite(share: Mapping[str, torch.Tensor]) -> None:
             raise UnfiniteError(f"{num_broken} of {tensor.numel()} values of {name} are NaN or infinite")
 
 
+def _write_share(path: Path, share: Mapping[str, torch.Tensor]) -> FileDigest:
+    headers = {name: (header_dtype(spec.dtype), spec.shape) for name, spec in specs_of(share.items()).items()}
+    return write_tensor_file(path, headers, lambda entry: [bytes_of(share[entry.name])])
+
+
 def _file_names(target: Layout) -> dict[int, str]:
     writers = [holding.rank for holding in target.holdings if holding.tensors]
     return {
@@ -174,14 +178,21 @@ def _file_names(target: Layout) -> dict[int, str]:
 
 def _write_index(folder: Path, target: Layout, names: Mapping[int, str]) -> FileDigest:
     weight_map = {name: names[holding.rank] for holding in target.holdings for name in holding.tensors}
-    total_bytes = sum(spec.num_bytes for spec in target.canonical.values())
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    return write_index(folder, weight_map, num_bytes=sum(spec.num_bytes for spec in target.canonical.values()))
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], *, num_bytes: int) -> FileDigest:
+    """Which tensor is in which file, as transformers and SGLang look for it."""
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     path = folder / INDEX_FILE
     path.write_text(json.dumps(index, indent=2) + "\n")
     return _finish(path)
 
 
-def _copy_companions(source_folder: Path, folder: Path, *, dtype: str | None, is_critic: bool) -> dict[str, FileDigest]:
+def copy_companions(
+    source_folder: Path, folder: Path, *, dtype: str | None = None, is_critic: bool = False
+) -> dict[str, FileDigest]:
+    """Copy what a model needs beside its weights; the configuration says what has changed of them."""
     sources = {path.name: path for pattern in _COPIED for path in source_folder.glob(pattern) if path.is_file()}
     for name, source in sources.items():
         shutil.copyfile(source, folder / name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,4 +28,28 @@ def bench_plan(
     if is_json:
         print(json.dumps([asdict(measurement) for measurement in measurements]))
     if any(measurement.worst_ratio > TOLERANCE for measurement in measurements):
+        raise typer.Exit(1)
+
+
+@bench_app.command("checkpoint")
+def bench_checkpoint(
+    folder: Annotated[
+        Path, typer.Option(metavar="DIR", exists=True, file_okay=False, help="On the disk to measure.")
+    ] = Path(),
+    gigabytes: Annotated[float, typer.Option(min=0.1, help="Of the model.")] = 2.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Saves; the median counts.")] = 3,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Time saving against `dd`, verifying, and exporting, with random weights; needs 4 times the model on the disk.
+
+    Exit code 1 where a goal is missed by more than a factor of 2.
+    """
+    from megarl.cli.measure import TOLERANCE
+    from megarl.cli.measure_checkpoint import as_json, measure_checkpoint, print_figures
+
+    figures = measure_checkpoint(folder, gigabytes=gigabytes, repeats=repeats)
+    print_figures(figures)
+    if is_json:
+        print(as_json(figures))
+    if any(figure.miss > TOLERANCE for figure in figures):
         raise typer.Exit(1)

@@ -18,6 +18,7 @@ import typer
 from megarl import __version__
 from megarl.cli.bench import bench_app
 from megarl.cli.checkpoint import app as checkpoint_app
+from megarl.cli.export import export
 from megarl.cli.plan import plan
 from megarl.cli.samples import samples
 from megarl.cli.schema import schema
@@ -45,6 +46,7 @@ app.add_typer(bench_app, name="bench")
 app.command()(schema)
 app.command()(plan)
 app.command()(samples)
+app.command()(export)
 app.command("import-verl")(import_command)
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.", show_default=False)]

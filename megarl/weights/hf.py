@@ -19,11 +19,9 @@ from megarl.errors import CheckpointError
 from megarl.weights.fused import whole
 from megarl.weights.plan import Move, plan
 from megarl.weights.slices import Holding, Layout, TensorSpec
-from megarl.weights.tensors import box_of
+from megarl.weights.tensors import HEADER_DTYPES, box_of
 
 INDEX_FILE = "model.safetensors.index.json"
-
-_DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +37,7 @@ def read_hf_folder(folder: Path, canonical: Mapping[str, TensorSpec]) -> HfFolde
 
     Tensors of other names are left alone: some checkpoints of tied models repeat the embedding as the head.
     """
-    files = _files(folder)
+    files = tensor_files(folder)
     headers = [_header(path) for path in files]
     found = {name: spec for header in headers for name, spec in header.items()}
     for name, spec in canonical.items():
@@ -65,7 +63,7 @@ def load_hf(
     So does what is in `may_lack` and not in the folder.
     """
     if may_lack:
-        lacking = set(may_lack) - {name for path in _files(folder) for name in _header(path)}
+        lacking = set(may_lack) - {name for path in tensor_files(folder) for name in _header(path)}
         canonical = {name: spec for name, spec in canonical.items() if name not in lacking}
         holding = replace(holding, pieces=tuple(piece for piece in holding.pieces if piece.slice.name in canonical))
     source = read_hf_folder(folder, canonical)
@@ -78,7 +76,8 @@ def load_hf(
         _read(source.files[rank], wanted, tensors)
 
 
-def _files(folder: Path) -> tuple[Path, ...]:
+def tensor_files(folder: Path) -> tuple[Path, ...]:
+    """The files the index names or, without one, all there are."""
     index = folder / INDEX_FILE
     if not index.exists():
         files = tuple(sorted(folder.glob("*.safetensors")))
@@ -87,8 +86,8 @@ def _files(folder: Path) -> tuple[Path, ...]:
         return files
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (json.JSONDecodeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not an index of safetensors files: {error!r}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not an index of safetensors files: {type(error).__name__}") from error
     return tuple(folder / name for name in names)
 
 
@@ -97,9 +96,9 @@ def _header(path: Path) -> dict[str, TensorSpec]:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             return {
-                name: TensorSpec(shape=tuple(view.get_shape()), dtype=_DTYPES[view.get_dtype()])
+                name: TensorSpec(shape=tuple(view.get_shape()), dtype=HEADER_DTYPES[view.get_dtype()])
                 for name, view in slices.items()
-                if view.get_dtype() in _DTYPES
+                if view.get_dtype() in HEADER_DTYPES
             }
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error

@@ -13,10 +13,22 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+HEADER_DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""By the names they have in the header of a safetensors file."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
+
+
+def header_dtype(name: str) -> str:
+    """As the header of a safetensors file spells it."""
+    return next(header for header, known in HEADER_DTYPES.items() if known == name)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def box_of(tensor: torch.Tensor, offsets: Index, shape: Index) -> torch.Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from megarl.errors import WeightSyncError
+from megarl.weights.box_digest import BoxDigest, digest_bytes
 from megarl.weights.buckets import Bucket, Parcel, buckets_from, buckets_to
 from megarl.weights.check import check_delivery
 from megarl.weights.digest import digest_tensor, to_ints
@@ -44,11 +45,13 @@ class Sender:
         *,
         first_target_peer: int | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        digest: BoxDigest = digest_tensor,
     ) -> None:
         """Without `first_target_peer`, the targets come after all the sources."""
         self._plan = plan
         self._tensors = tensors
         self._group = group
+        self._digest = digest
         self._first_target_peer = _first_target_peer(plan, first_target_peer)
         buckets = buckets_from(plan, rank, bucket_bytes=bucket_bytes)
         self._buckets = [bucket for bucket in buckets if self._peer_of(bucket) != group.peer]
@@ -96,7 +99,7 @@ class Sender:
             if (box, parcel.dtype) not in digests:
                 values = self._source(parcel).to(torch_dtype(parcel.dtype))
                 shape = self._plan.target.canonical[box.name].shape
-                digests[box, parcel.dtype] = digest_tensor(values, box, shape)
+                digests[box, parcel.dtype] = self._digest(values, box, shape)
             key = (bucket.target_rank, parcel.move.target_name)
             found = digests[box, parcel.dtype]
             sums[key] = sums[key] + found if key in sums else found
@@ -121,11 +124,13 @@ class Receiver:
         *,
         first_target_peer: int | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        digest: BoxDigest = digest_tensor,
     ) -> None:
         """Staging is allocated here, once. Without `first_target_peer`, the targets come after all the sources."""
         self._plan = plan
         self._tensors = tensors
         self._group = group
+        self._digest = digest
         expected_peer = _first_target_peer(plan, first_target_peer) + rank
         assert expected_peer == group.peer, f"target rank {rank} is peer {expected_peer}, not {group.peer}"
         buckets = buckets_to(plan, rank, bucket_bytes=bucket_bytes)
@@ -154,7 +159,7 @@ class Receiver:
                 pending.wait(deadline)
                 for parcel, values in self._arrived(bucket, buffer):
                     box, name = parcel.move.slice, parcel.move.target_name
-                    found = digest_tensor(values, box, self._plan.target.canonical[box.name].shape)
+                    found = self._digest(values, box, self._plan.target.canonical[box.name].shape)
                     sums[name] = sums[name] + found if name in sums else found
         self._staged_version = version
         return to_ints(sums)
@@ -189,8 +194,12 @@ def exchange(
 ) -> None:
     """Every peer gives and takes: source rank r and target rank r are peer r. What arrived is checked by digest."""
     number = group.next_meeting()
-    sender = Sender(plan, group.peer, sources, group, first_target_peer=0, bucket_bytes=bucket_bytes)
-    receiver = Receiver(plan, group.peer, targets, group, first_target_peer=0, bucket_bytes=bucket_bytes)
+    sender = Sender(
+        plan, group.peer, sources, group, first_target_peer=0, bucket_bytes=bucket_bytes, digest=digest_bytes
+    )
+    receiver = Receiver(
+        plan, group.peer, targets, group, first_target_peer=0, bucket_bytes=bucket_bytes, digest=digest_bytes
+    )
     receiver.expect(number)
     sent = sender.send(number)
     arrived = receiver.stage(number)

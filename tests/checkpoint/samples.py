@@ -1,7 +1,8 @@
-"""Small checkpoints that look like real ones from outside: their tensors are any bytes."""
+"""Small checkpoints that look like real ones from outside: what is not a tensor is any bytes."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.folder import begin, checkpoint_folder, commit
 from megarl.checkpoint.manifest import FORMAT, Contents, Manifest, digest_file
 from megarl.checkpoint.state import Best, Ledger, RunState, TrainerState, write_state
+from megarl.checkpoint.tensor_file import write_tensor_file
 
 RECIPE_DIGEST = "of the recipe"
 DATA_DIGEST = "of the data"
@@ -20,6 +22,7 @@ _FILES = (
     "model/model-00001-of-00001.safetensors",
     "optimizer/exp_avg/model-00001-of-00001.safetensors",
     "optimizer/exp_avg_sq/model-00001-of-00001.safetensors",
+    "critic/model/model-00001-of-00001.safetensors",
 )
 
 
@@ -45,7 +48,13 @@ def write_checkpoint(
     for name in _FILES:
         path = partial / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(source.randbytes(source.randrange(50, 300)))
+        if path.suffix == ".safetensors":
+            _write_tensors(path, source)
+        elif path.name == "model.safetensors.index.json":
+            file = "model-00001-of-00001.safetensors"
+            path.write_text(json.dumps({"weight_map": dict.fromkeys(("a.weight", "a.bias", "b"), file)}))
+        else:
+            path.write_bytes(source.randbytes(source.randrange(50, 300)))
     write_state(partial, run_state(step))
     manifest = Manifest(
         format=FORMAT,
@@ -58,3 +67,9 @@ def write_checkpoint(
     )
     commit(partial, folder, manifest)
     return folder
+
+
+def _write_tensors(path: Path, source: random.Random) -> None:
+    shapes = {"a.weight": (source.randrange(3, 9), 5), "a.bias": (source.randrange(3, 9),), "b": (7,)}
+    specs = {name: ("F32" if name == "b" else "BF16", shape) for name, shape in shapes.items()}
+    write_tensor_file(path, specs, lambda entry: [source.randbytes(entry.num_bytes)])

@@ -1,14 +1,24 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 
-from megarl.checkpoint.manifest import MANIFEST_FILE, read_manifest, verify, write_manifest
+from megarl.checkpoint.manifest import (
+    MANIFEST_FILE,
+    TensorDigest,
+    check_sizes,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 from megarl.checkpoint.state import read_state
+from megarl.checkpoint.tensor_header import read_header
 from megarl.errors import CheckpointError
 from tests.checkpoint.samples import run_state, write_checkpoint
 
@@ -30,10 +40,11 @@ def test_what_was_written_verifies_and_is_read_back(checkpoint: Path) -> None:
 
 
 def test_every_flipped_bit_is_found(checkpoint: Path) -> None:
+    """In every file: manifest, state, configuration, and the headers, padding and tensors of safetensors."""
     source = random.Random(0)
     files = files_of(checkpoint)
-    for _ in range(1000):
-        path = source.choice(files)
+    for index in range(1000):
+        path = files[index % len(files)]
         whole = path.read_bytes()
         damaged = bytearray(whole)
         damaged[source.randrange(len(whole))] ^= 1 << source.randrange(8)
@@ -42,6 +53,71 @@ def test_every_flipped_bit_is_found(checkpoint: Path) -> None:
             verify(checkpoint)
         path.write_bytes(whole)
     verify(checkpoint)
+
+
+def test_every_byte_of_a_tensor_file_counts(checkpoint: Path) -> None:
+    path = checkpoint / "model" / "model-00001-of-00001.safetensors"
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError, match=path.name):
+            verify(checkpoint)
+
+
+def test_a_damaged_tensor_is_named_and_so_is_a_damaged_header(checkpoint: Path) -> None:
+    path = checkpoint / "model" / "model-00001-of-00001.safetensors"
+    header = read_header(path)
+    whole = path.read_bytes()
+    for entry in header.entries:
+        path.write_bytes(whole[: entry.start] + bytes([whole[entry.start] ^ 1]) + whole[entry.start + 1 :])
+        with pytest.raises(CheckpointError, match=f"damaged: tensor {entry.name} is not"):
+            verify(checkpoint)
+    path.write_bytes(whole[: header.num_bytes - 1] + b"\t" + whole[header.num_bytes :])
+    with pytest.raises(CheckpointError, match="damaged: its header is not"):
+        verify(checkpoint)
+
+
+def test_a_manifest_has_size_and_digest_of_every_tensor(checkpoint: Path) -> None:
+    for name, file in read_manifest(checkpoint).files.items():
+        path = checkpoint / name
+        if path.suffix != ".safetensors":
+            assert file.tensors == ()
+            continue
+        whole = path.read_bytes()
+        for entry, tensor in zip(read_header(path).entries, file.tensors, strict=True):
+            values = whole[entry.start : entry.start + entry.num_bytes]
+            assert tensor == TensorDigest(
+                name=entry.name, num_bytes=len(values), xxh3_128=xxhash.xxh3_128_hexdigest(values)
+            )
+
+
+def test_an_inner_folder_can_be_verified_alone(checkpoint: Path) -> None:
+    (checkpoint / "optimizer" / "exp_avg" / "model-00001-of-00001.safetensors").unlink()
+    verify(checkpoint, below="model")
+    with pytest.raises(CheckpointError, match="exp_avg"):
+        verify(checkpoint, below="optimizer")
+
+
+def test_progress_adds_up_to_every_byte(checkpoint: Path) -> None:
+    counts: list[int] = []
+    manifest = verify(checkpoint, on_bytes=counts.append)
+    assert sum(counts) == manifest.num_bytes
+
+
+def test_sizes_alone_show_what_is_missing(checkpoint: Path) -> None:
+    check_sizes(checkpoint)
+    (checkpoint / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"state\.json: damaged: 2 bytes"):
+        check_sizes(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["model/pytorch_model.bin", "optimizer/rank0.pt", "notes.pkl"])
+def test_a_foreign_pickle_is_refused_and_a_note_is_not(checkpoint: Path, name: str) -> None:
+    (checkpoint / "README.md").write_text("a note")
+    verify(checkpoint)
+    (checkpoint / name).write_bytes(pickle.dumps({}))
+    with pytest.raises(CheckpointError, match=f"{name}: a pickle that megarl did not write; remove it"):
+        verify(checkpoint)
 
 
 @pytest.mark.parametrize("damage", ["cut", "emptied", "longer", "missing", "a folder"])

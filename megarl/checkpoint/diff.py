@@ -1,0 +1,241 @@
+"""What is different between two checkpoints or models: tensors by class, and every other value by its key.
+
+Tensors whose digests in the two manifests are equal are not read; the others are, a chunk at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import JsonValue
+
+from megarl.checkpoint.locate import CONFIG_FILE, find_checkpoints
+from megarl.checkpoint.manifest import MODEL_FOLDER, Manifest, digest_file, read_chunks, read_manifest
+from megarl.checkpoint.tensor_folder import PlacedTensor, read_tensor_folder
+from megarl.checkpoint.tensor_header import TENSOR_SUFFIX
+from megarl.errors import CheckpointError
+from megarl.weights.hf import INDEX_FILE
+
+_CHUNK_ITEMS = 1 << 20
+_NUMPY_DTYPES: Mapping[str, str] = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "U8": "u1",
+    "BOOL": "u1",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class ClassDiff:
+    """The tensors of one name but for the number of their layer."""
+
+    folder: str
+    name: str
+    num_tensors: int = 0
+    num_equal: int = 0
+    max_abs_diff: float = 0.0
+    squared_diff: float = 0.0
+    squared_norm: float = 0.0
+    """Of the first one's tensors that are not equal."""
+
+    @property
+    def is_equal(self) -> bool:
+        return self.num_equal == self.num_tensors
+
+    @property
+    def relative_norm(self) -> float:
+        """Of the difference, to the first one's, over the tensors that are not equal."""
+        if self.squared_diff == 0:
+            return 0.0
+        return math.sqrt(self.squared_diff / self.squared_norm) if self.squared_norm else math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDiff:
+    """A key of a document; None where one of them does not have it."""
+
+    document: str
+    key: str
+    first: JsonValue
+    second: JsonValue
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckpointDiff:
+    classes: list[ClassDiff] = field(default_factory=list)
+    values: list[ValueDiff] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    """Whatever else is not the same, a sentence each."""
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.values and not self.others and all(found.is_equal for found in self.classes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """A checkpoint, or a model alone, which is then what a checkpoint has in `model/`."""
+
+    root: Path
+    tensor_folders: Mapping[str, Path]
+    files: Mapping[str, Path]
+    """Besides tensors and what only says which file has which."""
+    digests: Mapping[str, Mapping[str, str]]
+    """From the manifest: by folder and tensor."""
+    recipe: JsonValue
+    is_checkpoint: bool
+
+
+def open_side(path: Path) -> Side:
+    """What `path` names: a checkpoint, a run (its newest checkpoint), or a Hugging Face folder."""
+    if not path.exists():
+        raise CheckpointError(f"{path}: does not exist; name a run's folder, a checkpoint or a Hugging Face model")
+    if (path / CONFIG_FILE).exists():
+        files = {f"{MODEL_FOLDER}/{file.name}": file for file in sorted(path.iterdir()) if file.is_file()}
+        return _side(path, files, manifest=None)
+    folder = find_checkpoints(path)[0]
+    manifest = read_manifest(folder)
+    return _side(folder, {name: folder / name for name in manifest.files}, manifest=manifest)
+
+
+def compare(first: Side, second: Side) -> CheckpointDiff:
+    """Only what both have: a model alone lacks optimizer, state and recipe, which is no difference."""
+    found = CheckpointDiff()
+    for folder in sorted(first.tensor_folders.keys() & second.tensor_folders.keys()):
+        _compare_tensors(first, second, folder, found)
+    if first.is_checkpoint and second.is_checkpoint:
+        found.values += _value_diffs("recipe", first.recipe, second.recipe)
+        for folder in sorted(first.tensor_folders.keys() ^ second.tensor_folders.keys()):
+            found.others.append(f"{folder}: only in {_owner(folder in first.tensor_folders, first, second)}")
+    for name in sorted(first.files.keys() | second.files.keys()):
+        _compare_files(first, second, name, found)
+    return found
+
+
+def _side(root: Path, files: Mapping[str, Path], *, manifest: Manifest | None) -> Side:
+    folders = {
+        name: PurePosixPath(name).parent.as_posix() for name, path in files.items() if path.suffix == TENSOR_SUFFIX
+    }
+    digests: dict[str, dict[str, str]] = {folder: {} for folder in folders.values()}
+    for name, folder in folders.items():
+        if manifest is not None:
+            digests[folder] |= {tensor.name: tensor.xxh3_128 for tensor in manifest.files[name].tensors}
+    return Side(
+        root=root,
+        tensor_folders={folder: files[name].parent for name, folder in folders.items()},
+        files={name: path for name, path in files.items() if name not in folders and path.name != INDEX_FILE},
+        digests=digests,
+        recipe=dict(manifest.recipe) if manifest is not None else None,
+        is_checkpoint=manifest is not None,
+    )
+
+
+def _compare_tensors(first: Side, second: Side, folder: str, found: CheckpointDiff) -> None:
+    ours = read_tensor_folder(first.tensor_folders[folder])
+    theirs = read_tensor_folder(second.tensor_folders[folder])
+    classes: dict[str, ClassDiff] = {}
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in ours or name not in theirs:
+            found.others.append(f"{folder}: {name}: only in {_owner(name in ours, first, second)}")
+            continue
+        one, other = ours[name], theirs[name]
+        if one.entry.shape != other.entry.shape:
+            shapes = f"{list(one.entry.shape)} and {list(other.entry.shape)}"
+            found.others.append(f"{folder}: {name}: shapes {shapes}")
+            continue
+        tensor_class = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+        total = classes.setdefault(tensor_class, ClassDiff(folder=folder, name=tensor_class))
+        total.num_tensors += 1
+        digests = [side.digests[folder].get(name) for side in (first, second)]
+        if one.entry.dtype == other.entry.dtype and digests[0] is not None and digests[0] == digests[1]:
+            total.num_equal += 1
+        else:
+            _add(total, one, other)
+    dtypes = {(ours[name].entry.dtype, theirs[name].entry.dtype) for name in ours.keys() & theirs.keys()}
+    for one_dtype, other_dtype in sorted(dtypes):
+        if one_dtype != other_dtype:
+            found.others.append(f"{folder}: dtypes {one_dtype} and {other_dtype}")
+    found.classes += classes.values()
+
+
+def _add(total: ClassDiff, one: PlacedTensor, other: PlacedTensor) -> None:
+    squared_diff, squared_norm, max_abs_diff = 0.0, 0.0, 0.0
+    is_equal = True
+    for ours, theirs in zip(_values(one), _values(other), strict=True):
+        if np.array_equal(ours, theirs):
+            squared_norm += float(np.vdot(ours, ours))
+            continue
+        is_equal = False
+        # Infinity from infinity is NaN, which then shows in every figure: there is no distance between them.
+        with np.errstate(invalid="ignore", over="ignore"):
+            difference = ours - theirs
+            max_abs_diff = float(np.maximum(max_abs_diff, np.abs(difference).max()))
+            squared_diff += float(np.vdot(difference, difference))
+            squared_norm += float(np.vdot(ours, ours))
+    if is_equal:
+        total.num_equal += 1
+        return
+    total.max_abs_diff = float(np.maximum(total.max_abs_diff, max_abs_diff))
+    total.squared_diff += squared_diff
+    total.squared_norm += squared_norm
+
+
+def _values(tensor: PlacedTensor) -> Iterator[NDArray[np.float64]]:
+    entry = tensor.entry
+    dtype = _NUMPY_DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise CheckpointError(f"{tensor.path}: tensor {entry.name} is {entry.dtype}, which cannot be compared")
+    items = np.dtype(dtype)
+    with tensor.path.open("rb", buffering=0) as file:
+        file.seek(entry.start)
+        for chunk in read_chunks(file, entry.num_bytes, chunk_bytes=_CHUNK_ITEMS * items.itemsize):
+            values = np.frombuffer(chunk, dtype=items)
+            if entry.dtype == "BF16":
+                # The upper half of a float32.
+                values = (values.astype(np.uint32) << 16).view(np.float32)
+            yield values.astype(np.float64)
+
+
+def _compare_files(first: Side, second: Side, name: str, found: CheckpointDiff) -> None:
+    if name not in first.files or name not in second.files:
+        # A model alone has no state, and may well have a README.
+        if first.is_checkpoint and second.is_checkpoint:
+            found.others.append(f"{name}: only in {_owner(name in first.files, first, second)}")
+        return
+    ours, theirs = first.files[name], second.files[name]
+    if digest_file(ours) == digest_file(theirs):
+        return
+    try:
+        values = list(_value_diffs(name, json.loads(ours.read_text()), json.loads(theirs.read_text())))
+    except ValueError:
+        found.others.append(f"{name}: differs")
+        return
+    found.values += values
+
+
+def _value_diffs(document: str, first: JsonValue, second: JsonValue, key: str = "") -> Iterator[ValueDiff]:
+    if isinstance(first, dict) and isinstance(second, dict):
+        for inner in sorted(first.keys() | second.keys()):
+            yield from _value_diffs(document, first.get(inner), second.get(inner), f"{key}.{inner}" if key else inner)
+    elif first != second:
+        yield ValueDiff(document=document, key=key, first=first, second=second)
+
+
+def _owner(is_in_first: bool, first: Side, second: Side) -> str:
+    return str(first.root if is_in_first else second.root)

@@ -34,8 +34,8 @@ from megarl.rollout.orders import (
     to_bytes,
 )
 from megarl.rollout.recorder import EngineRecorder
-from megarl.weights.check import check_holding
 from megarl.weights.census import Census
+from megarl.weights.check import check_holding
 from megarl.weights.tensors import specs_of
 from megarl.weights.transfer import Receiver, TransferGroup
 

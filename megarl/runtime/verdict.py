@@ -205,7 +205,8 @@ def _relative_errors(mine: Tensor, theirs: Tensor) -> Tensor:
     """[tokens]"""
     assert mine.shape == theirs.shape, f"{list(mine.shape)} and {list(theirs.shape)}"
     floor = torch.finfo(torch.float32).tiny
-    return (mine - theirs).norm(dim=1) / theirs.norm(dim=1).clamp(min=floor)
+    errors: Tensor = (mine - theirs).norm(dim=1) / theirs.norm(dim=1).clamp(min=floor)
+    return errors
 
 
 def _gaps(engine_logprobs: Tensor, conversation: Conversation) -> Tensor:

@@ -111,9 +111,7 @@ def _watch(module: str, pieces: list[Piece]) -> Iterator[Watch]:
 
 def _columns(piece: Piece, site: str, *, axis: int) -> Columns:
     box = piece.slice
-    return Columns(
-        site=site, first=box.offsets[axis], local_first=piece.local_offsets[axis], size=box.shape[axis]
-    )
+    return Columns(site=site, first=box.offsets[axis], local_first=piece.local_offsets[axis], size=box.shape[axis])
 
 
 def _whole(site: str) -> Columns:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.display import make_console
 from megarl.cli.recipes import Overrides, RecipePath, load_checked
 from megarl.config import Recipe
+from megarl.env import NO_COLOR
 from megarl.errors import NumericsError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 diagnose_app = typer.Typer(no_args_is_help=True, help="Find out why.")
 
+_WIDTH = 100
 _NUM_NEIGHBOURS = 4
 """Modules that are shown before and after the one in question."""
 _NUM_LAST = 3
@@ -93,7 +95,7 @@ def print_diagnosis(found: Diagnosis) -> None:
         error = found.errors[index]
         mark = "first to differ" if error is found.first else "differs" if error.is_beyond else ""
         table.add_row(error.site.name, f"{error.error:.1e}", f"{error.tolerance:.0e}", str(error.token), mark)
-    make_console().print(table)
+    Console(width=_WIDTH, no_color=bool(NO_COLOR.read()), highlight=False, markup=False).print(table)
     print(found.sentence)
 
 

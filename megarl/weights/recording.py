@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.errors import WeightSyncError
 from megarl.weights.sites import Columns, Watch
 
 _PLACES = "places"
@@ -47,9 +48,13 @@ class Recorder:
         """Calls of a module follow each other in the order of the tokens; `max_calls` of them count."""
         self._max_calls = max_calls
         self._heard: defaultdict[Columns, list[Tensor]] = defaultdict(list)
-        self._handles = []
-        for watch in watches:
-            self._handles += self._listen(modules[watch.module], watch)
+        found = [(modules.get(watch.module), watch) for watch in watches]
+        missing = [watch.module for module, watch in found if module is None]
+        if missing:
+            raise WeightSyncError(f"there is no module {missing[0]} to listen to ({len(missing)} are missing)")
+        self._handles = [
+            handle for module, watch in found if module is not None for handle in self._listen(module, watch)
+        ]
 
     def close(self) -> None:
         for handle in self._handles:

@@ -13,6 +13,7 @@ from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.orders import Route
 from megarl.rollout.recorder import FILE_PREFIX
+from megarl.runtime.learners import PAD_MULTIPLE
 from megarl.runtime.verdict import TOLERANCES, Conversation, Diagnosis, diagnose
 from megarl.stages import Generator
 from megarl.train.actor import RECORD_PREFIX, TrainerRecord
@@ -24,8 +25,6 @@ from megarl.weights.sites import sites
 
 NUM_SAMPLED_TOKENS = 8
 """Enough to see the engine decode, beside reading the prompt at once."""
-
-_PAD_MULTIPLE = 8
 
 
 class RecordingTrainer(Protocol):
@@ -98,7 +97,7 @@ def _batch(group: RolloutGroup, parallel: MegatronParallel, temperature: float) 
         data_parallel=1,
         tokens_per_micro_batch=len(sample.prompt_ids) + len(rollout.token_ids),
         samples_per_update=None,
-        pad_multiple=_PAD_MULTIPLE * parallel.tensor,
+        pad_multiple=PAD_MULTIPLE * parallel.tensor,
         micro_batch_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
         temperature=temperature,
     )

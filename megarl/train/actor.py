@@ -27,7 +27,6 @@ from megarl.weights.census import Census, take_census
 from megarl.weights.recording import Recorder, write_patches
 from megarl.weights.sites import watches
 
-
 RECORD_PREFIX = "trainer_"
 
 

@@ -125,9 +125,8 @@ class MicroBatch:
     """
 
     token_ids: TokenArray  # [N]
-    positions: TokenArray  # [N], restart at 0 with each sequence
     sequence_starts: npt.NDArray[np.int32]  # [S + 1], ends with N
-    targets: TokenArray  # [N]
+    last_ids: TokenArray  # [S], what the last position of each sequence predicts; 0 for padding
     loss_mask: BoolArray  # [N], True where the policy chose `targets[n]`
     rollout_logprobs: FloatArray  # [N], of `targets[n]`
     advantages: FloatArray  # [N]
@@ -137,6 +136,21 @@ class MicroBatch:
     returns: FloatArray | None  # [N]
     sample_ids: npt.NDArray[np.int32]  # [S], index into the step's samples, -1 for padding
     response_starts: npt.NDArray[np.int32]  # [S], the position that predicts the first response token; padding: N
+
+    # What follows from the columns is not kept beside them: a step's tokens are a large part of the driver's memory.
+
+    @property
+    def targets(self) -> TokenArray:
+        """[N], the next token of the same sequence."""
+        targets = np.roll(self.token_ids, -1)
+        targets[self.sequence_starts[1:] - 1] = self.last_ids
+        return targets
+
+    @property
+    def positions(self) -> TokenArray:
+        """[N], restart at 0 with each sequence."""
+        starts = self.sequence_starts
+        return np.arange(len(self.token_ids), dtype=np.int32) - np.repeat(starts[:-1], np.diff(starts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

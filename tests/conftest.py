@@ -1,10 +1,49 @@
-"""What has to be settled before any test module is imported."""
+"""What has to be settled before any test module is imported, and what several packages' tests share.
+
+One real engine per tensor-parallel size and one set of rank processes for the whole session: each takes half a minute
+to start. Imports are inside the fixtures: a test that needs none of them does not wait for torch.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
 
 from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ENVIRONMENT
 
+if TYPE_CHECKING:
+    from tests.rollout.engines import ServedModel
+    from tests.train.cluster import Cluster
+
 # Ray reads its environment when it is imported, and collecting the tests imports it before any of them starts one.
 os.environ.update({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT})
+
+
+@pytest.fixture(scope="session")
+def qwen2_tp1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
+    from tests.rollout.engines import serve
+
+    served = serve(tmp_path_factory.mktemp("qwen2"), "qwen2", tensor=1, tied=False)
+    yield served
+    served.process.stop()
+
+
+@pytest.fixture(scope="session")
+def qwen3_tp2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
+    from tests.rollout.engines import serve
+
+    served = serve(tmp_path_factory.mktemp("qwen3"), "qwen3", tensor=2, tied=True)
+    yield served
+    served.process.stop()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    from tests.train.cluster import Cluster
+
+    cluster = Cluster()
+    yield cluster
+    cluster.stop()

@@ -7,9 +7,10 @@ that judge tokens return an array each, of the tokens the policy chose.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, assert_never
+from functools import lru_cache
+from typing import Literal, TypeAlias, TypeVar, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,15 @@ EstimatorKind: TypeAlias = Literal[
 
 _EPS = 1e-6
 _WHITEN_EPS = 1e-8
+_BLOCK = 4096
+"""Tokens that are summed at once: a core's cache holds them."""
+_MAX_LOG_POWER = 500.0
+"""A power of the discount stays above exp(-this), far from where a double underflows."""
 
 # Sums over a step are taken in double precision; what travels on is float32.
 _Wide: TypeAlias = npt.NDArray[np.float64]
 _Groups: TypeAlias = npt.NDArray[np.int64]
+_Number = TypeVar("_Number", np.float32, np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,22 +160,20 @@ def _remax(outcomes: Outcomes, *, gamma: float) -> list[_Wide]:
 
 def _rewards_to_go(outcomes: Outcomes, *, gamma: float) -> list[_Wide]:
     """The reward, discounted by every later token the policy chose, and by no other; so every later penalty."""
-    lengths = outcomes.lengths
     if outcomes.penalties is not None:
-        ends = np.cumsum(lengths)
-        return np.split(_discounted_sums(_token_rewards(outcomes), ends, lengths, discount=gamma), ends[:-1])
+        return [_discounted_sum(tokens, gamma) for tokens in _token_rewards(outcomes)]
+    lengths = outcomes.lengths
     discounts = gamma ** np.arange(lengths.max(initial=0), dtype=np.float64)
     return [reward * discounts[:length][::-1] for reward, length in zip(outcomes.rewards, lengths, strict=True)]
 
 
-def _token_rewards(outcomes: Outcomes) -> _Wide:
-    """Of the tokens the policy chose, end to end: the reward on the last one of each rollout, penalties on all."""
-    lengths = outcomes.lengths
-    ends = np.cumsum(lengths)
-    penalties = outcomes.penalties
-    rewards = np.zeros(int(lengths.sum())) if penalties is None else -_chosen(penalties, outcomes.loss_masks)
-    rewards[ends[lengths > 0] - 1] += outcomes.rewards[lengths > 0]
-    return rewards
+def _token_rewards(outcomes: Outcomes) -> Iterator[_Wide]:
+    """Of the tokens the policy chose in each rollout: the reward on the last one, penalties on all."""
+    for index, (reward, mask) in enumerate(zip(outcomes.rewards, outcomes.loss_masks, strict=True)):
+        penalties = None if outcomes.penalties is None else outcomes.penalties[index][mask]
+        tokens = np.zeros(np.count_nonzero(mask)) if penalties is None else -penalties.astype(np.float64)
+        tokens[-1:] += reward
+        yield tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,33 +192,43 @@ def gae(outcomes: Outcomes, *, gamma: float, lam: float) -> GaeResult:
     delta = r + gamma V' - V, A = delta + gamma lam A', where V' and A' belong to the policy's next token.
     """
     assert outcomes.values is not None, "gae without values"
-    lengths, masks = outcomes.lengths, outcomes.loss_masks
-    values = _chosen(outcomes.values, masks)
-    ends = np.cumsum(lengths)
-    is_last = np.zeros(len(values), dtype=np.bool_)
-    is_last[ends[lengths > 0] - 1] = True
-    next_values = np.where(is_last, 0.0, np.append(values[1:], 0.0))
-    deltas = _token_rewards(outcomes) + gamma * next_values - values
-    raw = _discounted_sums(deltas, ends, lengths, discount=gamma * lam)
-    return GaeResult(
-        advantages=_placed(_whiten(np.split(raw, ends[:-1])), masks),
-        returns=_placed(np.split(raw + values, ends[:-1]), masks),
-    )
+    masks = outcomes.loss_masks
+    raw, returns = _arrays(outcomes.lengths, np.float64), _arrays([len(mask) for mask in masks], np.float32)
+    each = zip(_token_rewards(outcomes), outcomes.values, masks, raw, returns, strict=True)
+    for deltas, of_tokens, mask, sums, row in each:
+        values = of_tokens[mask].astype(np.float64)
+        deltas -= values
+        deltas[:-1] += gamma * values[1:]
+        sums[:] = _discounted_sum(deltas, gamma * lam)
+        row[mask] = sums + values
+    return GaeResult(advantages=_placed(_whiten(raw), masks), returns=returns)
 
 
-def _discounted_sums(
-    flat: _Wide, ends: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], *, discount: float
-) -> _Wide:
-    """S_t = x_t + discount S_{t+1} within each rollout: one pass from the last token back, all rollouts at once."""
-    longest_first = np.argsort(-lengths, kind="stable")
-    ends, lengths = ends[longest_first], lengths[longest_first]
-    num_longer = np.searchsorted(-lengths, -np.arange(lengths.max(initial=0)), side="left")
-    sums, carried = np.zeros_like(flat), np.zeros(len(lengths))
-    for distance, count in enumerate(num_longer):
-        place = ends[:count] - 1 - distance
-        carried[:count] = flat[place] + discount * carried[:count]
-        sums[place] = carried[:count]
+def _discounted_sum(tokens: _Wide, discount: float) -> _Wide:
+    """S_t = x_t + discount S_{t+1}, without a loop over tokens: S_t discount^t is the sum of the later x_k discount^k.
+
+    Summed from the end, where the terms are smallest; in blocks, because the power would underflow.
+    """
+    if discount == 0:
+        return tokens
+    powers = _powers(discount)
+    block = len(powers) - 1
+    sums, carried = np.empty_like(tokens), 0.0
+    for first in range((len(tokens) - 1) // block * block, -1, -block):
+        part = tokens[first : first + block]
+        scales = powers[: len(part)]
+        scaled = (part * scales)[::-1].cumsum()[::-1]
+        sums[first : first + block] = (scaled + carried * powers[len(part)]) / scales
+        carried = sums[first]
     return sums
+
+
+@lru_cache(maxsize=4)
+def _powers(base: float) -> _Wide:
+    """From 0 on, as many as are of use: at most a block, and none so small that precision is lost."""
+    count = _BLOCK if base == 1 else max(1, min(_BLOCK, int(_MAX_LOG_POWER / -np.log(base))))
+    powers: _Wide = base ** np.arange(count + 1, dtype=np.float64)
+    return powers
 
 
 def _from_mean(rewards: _Wide, groups: _Groups) -> _Wide:
@@ -239,30 +253,33 @@ def _whiten_rollouts(per_rollout: _Wide, lengths: npt.NDArray[np.int64]) -> _Wid
     return whitened
 
 
-def _whiten(chosen: list[_Wide]) -> list[_Wide]:
+def _whiten(chosen: Sequence[_Wide]) -> Iterator[_Wide]:
     """Mean 0 and variance 1 over the step's tokens."""
     num_tokens = sum(len(tokens) for tokens in chosen)
     mean = sum(float(tokens.sum()) for tokens in chosen) / max(num_tokens, 1)
-    variance = sum(float(((tokens - mean) ** 2).sum()) for tokens in chosen) / max(num_tokens - 1, 1)
-    return [(tokens - mean) / np.sqrt(variance + _WHITEN_EPS) for tokens in chosen]
+    variance = sum(float(np.square(tokens - mean).sum()) for tokens in chosen) / max(num_tokens - 1, 1)
+    return ((tokens - mean) / np.sqrt(variance + _WHITEN_EPS) for tokens in chosen)
 
 
 def _over_tokens(per_rollout: _Wide, loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
-    return tuple((mask * value).astype(np.float32) for value, mask in zip(per_rollout, loss_masks, strict=True))
+    spread = _arrays([len(mask) for mask in loss_masks], np.float32)
+    for value, mask, row in zip(per_rollout.astype(np.float32), loss_masks, spread, strict=True):
+        np.multiply(mask, value, out=row)
+    return spread
 
 
-def _chosen(arrays: tuple[FloatArray, ...], loss_masks: tuple[BoolArray, ...]) -> _Wide:
-    """The tokens the policy chose, end to end."""
-    parts = [array[mask] for array, mask in zip(arrays, loss_masks, strict=True)]
-    return np.concatenate(parts).astype(np.float64)
-
-
-def _placed(chosen: list[_Wide], loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
-    """The other way round: 0 where the policy did not choose."""
-    placed = tuple(np.zeros(len(mask), dtype=np.float32) for mask in loss_masks)
-    for tokens, mask, values in zip(placed, loss_masks, chosen, strict=True):
-        tokens[mask] = values
+def _placed(chosen: Iterable[_Wide], loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
+    """Of all tokens, from those the policy chose: 0 where it did not."""
+    placed = _arrays([len(mask) for mask in loss_masks], np.float32)
+    for tokens, mask, row in zip(chosen, loss_masks, placed, strict=True):
+        row[mask] = tokens
     return placed
+
+
+def _arrays(sizes: Iterable[int], dtype: type[_Number]) -> tuple[npt.NDArray[_Number], ...]:
+    """Zeros for every rollout of the step. Allocated at once: a large array gets large pages, and is given back."""
+    ends = np.cumsum(list(sizes))
+    return tuple(np.split(np.zeros(ends[-1], dtype), ends[:-1]))
 
 
 def _lengths(loss_masks: tuple[BoolArray, ...]) -> npt.NDArray[np.int64]:

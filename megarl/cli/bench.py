@@ -53,3 +53,25 @@ def bench_checkpoint(
         print(as_json(figures))
     if any(figure.miss > TOLERANCE for figure in figures):
         raise typer.Exit(1)
+
+
+@bench_app.command("algo")
+def bench_algo(
+    rollouts: Annotated[int, typer.Option(min=16, help="Of the step, in groups of 16.")] = 8192,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each response.")] = 8192,
+    repeats: Annotated[int, typer.Option(min=1, help="Processes per estimator; the fastest counts.")] = 3,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Time credit and packing of one large step, and how much memory they need, on two cores.
+
+    Exit code 1 where a goal is missed by more than a factor of 2.
+    """
+    from megarl.cli.measure import TOLERANCE
+    from megarl.cli.measure_algo import measure_steps, print_step_table
+
+    measurements = measure_steps(num_rollouts=rollouts, num_tokens=tokens, repeats=repeats)
+    print_step_table(measurements)
+    if is_json:
+        print(json.dumps([asdict(measurement) for measurement in measurements]))
+    if any(measurement.worst_ratio > TOLERANCE for measurement in measurements):
+        raise typer.Exit(1)

@@ -18,13 +18,13 @@ import typer
 from megarl import __version__
 from megarl.cli.bench import bench_app
 from megarl.cli.checkpoint import app as checkpoint_app
+from megarl.cli.diagnose import diagnose_app
 from megarl.cli.export import export
 from megarl.cli.plan import plan
+from megarl.cli.recipes import Overrides, RecipePath, load_checked
 from megarl.cli.samples import samples
 from megarl.cli.schema import schema
 from megarl.cli.verl import import_command
-from megarl.config import Recipe, load_recipe, read_model_shape
-from megarl.config.advice import advise
 from megarl.errors import ConfigError, MachineError, MegarlError
 
 EXIT_BUG = 70
@@ -43,17 +43,13 @@ app.add_typer(data_app, name="data")
 app.add_typer(checkpoint_app, name="checkpoint")
 data_app.add_typer(make_app, name="make")
 app.add_typer(bench_app, name="bench")
+app.add_typer(diagnose_app, name="diagnose")
 app.command()(schema)
 app.command()(plan)
 app.command()(samples)
 app.command()(export)
 app.command("import-verl")(import_command)
 
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="A.B=VALUE", help="Override one key; VALUE is YAML. May be repeated."),
-]
 Resume = Annotated[
     str,
     typer.Option(
@@ -99,7 +95,7 @@ def train(
     ] = False,
 ) -> None:
     """Run a recipe to its end; a run that was stopped goes on from its newest checkpoint."""
-    checked = _load(recipe, overrides)
+    checked = load_checked(recipe, overrides)
     if not sys.warnoptions:
         # What libraries warn their callers about on import is ours to act on, not the user's; -W shows it.
         warnings.simplefilter("ignore")
@@ -131,7 +127,7 @@ def validate(
     ] = False,
 ) -> None:
     """Report every problem of a recipe, its data and its reward; train nothing."""
-    checked = _load(recipe, overrides)
+    checked = load_checked(recipe, overrides)
     if is_explained:
         from megarl.cli.explain import print_explanation
 
@@ -145,18 +141,6 @@ def _resume_choice(text: str) -> Path | Literal["auto", "never"]:
             return text
         case _:
             return Path(text)
-
-
-def _load(path: Path, overrides: list[str] | None) -> Recipe:
-    """The recipe, and everything that can be known to be wrong before a run starts."""
-    recipe = load_recipe(path, overrides or ())
-
-    from megarl.runtime import preflight
-
-    preflight.check(recipe, source=str(path))
-    for warning in advise(recipe, read_model_shape(recipe.model.path)):
-        _complain(f"warning: {warning}")
-    return recipe
 
 
 @make_app.command()

@@ -7,12 +7,14 @@ The loss does not depend on anything decided here; only speed and memory do.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from megarl.types import FloatArray, MicroBatch, MiniBatch, TrainBatch, TrainSample
+from megarl.types import BoolArray, FloatArray, MicroBatch, MiniBatch, TokenArray, TrainBatch, TrainSample
 
 _PADDING = -1
 _CREDIT = ("advantages", "old_logprobs", "reference_logprobs", "values", "returns")
@@ -44,14 +46,16 @@ def pack(
         sample_ids = list(range(first, min(first + per_update, len(samples))))
         bins = _fill(sample_ids, lengths, tokens_per_micro_batch, data_parallel, micro_batch_multiple)
         num_tokens = _round_up(max(_load(members, lengths) for members in bins), pad_multiple)
+        rows = _rows(len(bins), num_tokens, given)
+        num_chosen = [int(np.count_nonzero(samples[i].rollout.loss_mask)) for i in sample_ids]
         mini_batches.append(
             MiniBatch(
                 shares=tuple(
-                    tuple(_micro_batch(samples, members, num_tokens, given) for members in share)
+                    tuple(_micro_batch(samples, members, next(rows)) for members in share)
                     for share in _share_out(bins, lengths, data_parallel)
                 ),
-                num_loss_tokens=sum(int(samples[i].rollout.loss_mask.sum()) for i in sample_ids),
-                num_sequences=sum(bool(samples[i].rollout.loss_mask.any()) for i in sample_ids),
+                num_loss_tokens=sum(num_chosen),
+                num_sequences=sum(count > 0 for count in num_chosen),
             )
         )
     return TrainBatch(mini_batches=tuple(mini_batches), temperature=temperature)
@@ -96,17 +100,17 @@ def _fill(
 def _best_fit(longest_first: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Each sample into the fullest micro-batch that still has room for it."""
     bins: list[list[int]] = []
-    rooms: list[int] = []
+    rooms: list[tuple[int, int]] = []
+    """(tokens left, index of the bin), the fullest first."""
     for sample_id in longest_first:
-        fitting = [(room, index) for index, room in enumerate(rooms) if room >= lengths[sample_id]]
-        if fitting:
-            _, index = min(fitting)
-        else:
-            index = len(bins)
+        place = bisect_left(rooms, (lengths[sample_id], 0))
+        if place == len(rooms):
+            insort(rooms, (capacity, len(bins)))
             bins.append([])
-            rooms.append(capacity)
+            place = bisect_left(rooms, (lengths[sample_id], 0))
+        room, index = rooms.pop(place)
         bins[index].append(sample_id)
-        rooms[index] -= lengths[sample_id]
+        insort(rooms, (room - lengths[sample_id], index))
     return bins
 
 
@@ -138,49 +142,65 @@ def _given(sample: TrainSample) -> tuple[str, ...]:
     return tuple(name for name in _CREDIT if getattr(sample, name) is not None)
 
 
-def _micro_batch(
-    samples: Sequence[TrainSample], members: Sequence[int], num_tokens: int, given: tuple[str, ...]
-) -> MicroBatch:
-    token_ids = np.zeros(num_tokens, np.int32)
-    positions = np.zeros(num_tokens, np.int32)
-    targets = np.zeros(num_tokens, np.int32)
-    loss_mask = np.zeros(num_tokens, np.bool_)
-    rollout_logprobs = np.zeros(num_tokens, np.float32)
-    columns = {name: np.zeros(num_tokens, np.float32) for name in given}
-    starts, response_starts, sample_ids = [0], [], []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """The columns of one micro-batch, to be filled. [N] each."""
+
+    token_ids: TokenArray
+    loss_mask: BoolArray
+    rollout_logprobs: FloatArray
+    credit: Mapping[str, FloatArray]
+
+
+def _rows(num_rows: int, num_tokens: int, given: tuple[str, ...]) -> Iterator[_Row]:
+    """Zeros for one micro-batch after the other. Whole columns are allocated at once: large ones get large pages."""
+    shape = (num_rows, num_tokens)
+    token_ids = np.zeros(shape, np.int32)
+    loss_mask, rollout_logprobs = np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
+    credit = {name: np.zeros(shape, np.float32) for name in given}
+    for row in range(num_rows):
+        yield _Row(
+            token_ids=token_ids[row],
+            loss_mask=loss_mask[row],
+            rollout_logprobs=rollout_logprobs[row],
+            credit={name: column[row] for name, column in credit.items()},
+        )
+
+
+def _micro_batch(samples: Sequence[TrainSample], members: Sequence[int], row: _Row) -> MicroBatch:
+    num_tokens = len(row.token_ids)
+    starts, last_ids, response_starts, sample_ids = [0], [], [], []
     for sample_id in sorted(members):
         sample = samples[sample_id]
-        rollout = sample.rollout
-        sequence = np.concatenate([sample.prompt_ids, rollout.token_ids])
-        start, end = starts[-1], starts[-1] + len(sequence) - 1
-        response = slice(end - len(rollout.token_ids), end)
-        token_ids[start:end] = sequence[:-1]
-        targets[start:end] = sequence[1:]
-        positions[start:end] = np.arange(end - start)
-        loss_mask[response] = rollout.loss_mask
-        rollout_logprobs[response] = rollout.logprobs
-        for name, column in columns.items():
-            column[response] = getattr(sample, name)
+        prompt_ids, rollout = sample.prompt_ids, sample.rollout
+        start, end = starts[-1], starts[-1] + _num_positions(sample)
+        first = end - len(rollout.token_ids)
+        row.token_ids[start : first + 1] = prompt_ids
+        row.token_ids[first + 1 : end] = rollout.token_ids[:-1]
+        row.loss_mask[first:end] = rollout.loss_mask
+        row.rollout_logprobs[first:end] = rollout.logprobs
+        for name, column in row.credit.items():
+            column[first:end] = getattr(sample, name)
         starts.append(end)
-        response_starts.append(response.start)
+        last_ids.append(int(rollout.token_ids[-1]))
+        response_starts.append(first)
         sample_ids.append(sample_id)
     if starts[-1] < num_tokens:
-        positions[starts[-1] :] = np.arange(num_tokens - starts[-1])
         starts.append(num_tokens)
+        last_ids.append(0)
         response_starts.append(num_tokens)
         sample_ids.append(_PADDING)
     return MicroBatch(
-        token_ids=token_ids,
-        positions=positions,
+        token_ids=row.token_ids,
         sequence_starts=_int32(starts),
-        targets=targets,
-        loss_mask=loss_mask,
-        rollout_logprobs=rollout_logprobs,
-        advantages=columns["advantages"],
-        old_logprobs=columns.get("old_logprobs"),
-        reference_logprobs=columns.get("reference_logprobs"),
-        values=columns.get("values"),
-        returns=columns.get("returns"),
+        last_ids=_int32(last_ids),
+        loss_mask=row.loss_mask,
+        rollout_logprobs=row.rollout_logprobs,
+        advantages=row.credit["advantages"],
+        old_logprobs=row.credit.get("old_logprobs"),
+        reference_logprobs=row.credit.get("reference_logprobs"),
+        values=row.credit.get("values"),
+        returns=row.credit.get("returns"),
         sample_ids=_int32(sample_ids),
         response_starts=_int32(response_starts),
     )

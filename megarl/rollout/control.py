@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeAlias
 from uuid import uuid4
 
@@ -25,8 +26,10 @@ from megarl.rollout.orders import (
     Inspect,
     Join,
     Leave,
+    Listen,
     Meeting,
     Order,
+    Record,
     Reply,
     Route,
     Stage,
@@ -35,6 +38,7 @@ from megarl.rollout.orders import (
 )
 from megarl.rollout.process import LOADER
 from megarl.types import PolicyVersion
+from megarl.weights.census import Census
 from megarl.weights.check import check_holding
 from megarl.weights.group import LOOPBACK, StoreAddress, StoreServer
 from megarl.weights.slices import TensorSpec
@@ -128,6 +132,14 @@ class EngineControl:
     async def fingerprints(self) -> list[Mapping[str, str]]:
         """A hash of the bytes of every parameter, per target rank, as it is served now."""
         return [reply.fingerprints for reply in await self._replies(Fingerprint())]
+
+    async def listen(self, route: Route) -> None:
+        """Let every target rank keep what passes through its modules, until `record`."""
+        await self._replies(Listen(route=route))
+
+    async def record(self, folder: Path) -> list[Census]:
+        """Let every target rank write what it heard into a file of `folder`; per rank, what it holds."""
+        return [reply.digests for reply in await self._replies(Record(folder=str(folder)))]
 
     async def leave(self) -> None:
         """Close the transfer group on the engines' side; a broken one is left before the next join."""

@@ -14,7 +14,9 @@ from uuid import uuid4
 
 import numpy as np
 
+from megarl.config.model import ModelShape
 from megarl.config.recipe import SampledEvaluationConfig, SamplingConfig
+from megarl.data.tokenizer import Tokenizer
 from megarl.errors import DataError, EngineError, FleetError
 from megarl.rollout.client import GenerateRequest
 from megarl.rollout.fleet import Engine, Fleet
@@ -60,6 +62,15 @@ class Vocabulary:
     max_context_tokens: int
     decode: Callable[[TokenArray], str]
     """The text of a response."""
+
+    @classmethod
+    def of(cls, shape: ModelShape, tokenizer: Tokenizer) -> Vocabulary:
+        return cls(
+            size=shape.vocab,
+            eos_ids=tokenizer.eos_ids,
+            max_context_tokens=shape.max_context_tokens,
+            decode=tokenizer.decode_response,
+        )
 
 
 class FleetGenerator:

@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import assert_never
 
 import torch
@@ -24,11 +25,16 @@ from megarl.rollout.orders import (
     Inspect,
     Join,
     Leave,
+    Listen,
+    Record,
     Reply,
+    Route,
     Stage,
     read_envelope,
     to_bytes,
 )
+from megarl.rollout.recorder import EngineRecorder
+from megarl.weights.census import Census
 from megarl.weights.check import check_holding
 from megarl.weights.tensors import specs_of
 from megarl.weights.transfer import Receiver, TransferGroup
@@ -64,6 +70,7 @@ class _Member:
     def __init__(self) -> None:
         self._group: TransferGroup | None = None
         self._receiver: Receiver | None = None
+        self._recorder: EngineRecorder | None = None
 
     def obey(self, envelope: Envelope, model: torch.nn.Module) -> Reply:
         match envelope.order:
@@ -82,6 +89,11 @@ class _Member:
                 return Reply()
             case Fingerprint():
                 return Reply(fingerprints={name: _fingerprint(tensor) for name, tensor in model.named_parameters()})
+            case Listen(route=route):
+                self._listen(route, envelope, model)
+                return Reply()
+            case Record(folder=folder):
+                return Reply(digests=self._record(Path(folder)))
             case Leave():
                 self._leave()
                 return Reply()
@@ -122,6 +134,20 @@ class _Member:
         group, self._group, self._receiver = self._group, None, None
         if group is not None:
             group.close()
+
+    def _listen(self, route: Route, envelope: Envelope, model: torch.nn.Module) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+        rank = route.target_rank(engine=envelope.engine, tp_rank=envelope.tp_rank)
+        self._recorder = EngineRecorder(model, route.engine_layout(), rank)
+
+    def _record(self, folder: Path) -> Census:
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            raise WeightSyncError("nothing was recorded; listen comes first")
+        recorder.close()
+        recorder.write(folder)
+        return recorder.census()
 
     def _joined(self) -> Receiver:
         if self._receiver is None:

@@ -123,6 +123,22 @@ class Fingerprint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Listen:
+    """From now on, keep what passes through your modules."""
+
+    route: Route
+    op: Literal["listen"] = "listen"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Write what was heard since `listen` into a file, listen no more; answer with a digest per canonical box."""
+
+    folder: str
+    op: Literal["record"] = "record"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
     """Close the transfer group."""
 
@@ -130,7 +146,7 @@ class Leave:
 
 
 Order: TypeAlias = Annotated[
-    Inspect | Join | Stage | Commit | Abort | Fingerprint | Leave,
+    Inspect | Join | Stage | Commit | Abort | Fingerprint | Listen | Record | Leave,
     Field(discriminator="op"),
 ]
 

@@ -5,16 +5,27 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megarl.checkpoint.manifest import MODEL_FOLDER, verify
 from megarl.config.recipe import Recipe
 from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ADDRESS, RAY_AUTH_TOKEN_PATH, RAY_ENVIRONMENT
 from megarl.observe.events import Sink
 from megarl.observe.observer import observing
+from megarl.runtime.one_copy import one_copy
 from megarl.runtime.resume import ResumeChoice, choose, is_of_run
+
+if TYPE_CHECKING:
+    from megarl.runtime.verdict import Diagnosis
+
+_DIAGNOSE_FOLDER = "diagnose"
+"""Inside the folder of the run."""
+_MAX_CPU_PROCESSES = 8
 
 
 def train(recipe: Recipe, *, display: Sink, resume: ResumeChoice = "auto", allows_data_change: bool = False) -> None:
@@ -37,6 +48,39 @@ def train(recipe: Recipe, *, display: Sink, resume: ResumeChoice = "auto", allow
         from megarl.runtime.run import run_recipe
 
         run_recipe(recipe, observer, ray_address=address, resume=point, allows_data_change=allows_data_change)
+
+
+def diagnose(
+    recipe: Recipe, *, question: str | int, checkpoint: Path | None, on_start: Callable[[Recipe, Sequence[str]], None]
+) -> Diagnosis:
+    """Compare trainer and engine of a recipe on a text or on a row of its data, with its model or a checkpoint's.
+
+    `on_start` is told what is really started, and what about it is not as the recipe says.
+    """
+    address = recipe.run.ray_address or RAY_ADDRESS.read() or None
+    if checkpoint is not None:
+        verify(checkpoint)
+        recipe = recipe.model_copy(
+            update={"model": recipe.model.model_copy(update={"path": checkpoint / MODEL_FOLDER})}
+        )
+    small = one_copy(recipe, name=_DIAGNOSE_FOLDER, num_devices=_num_devices(recipe.run.device, address))
+    on_start(small.recipe, small.notes)
+    with private_ray() if address is None else joined_ray():
+        # Ray reads its environment when it is imported, and only then.
+        from megarl.runtime.diagnose import run_diagnosis
+
+        return run_diagnosis(recipe, small.recipe, question, ray_address=address)
+
+
+def _num_devices(device: str, ray_address: str | None) -> int:
+    """GPUs that can be had; on a CPU, processes that are no burden. Of a cluster, what it has is its own answer."""
+    if ray_address is not None:
+        return sys.maxsize
+    if device == "cpu":
+        return _MAX_CPU_PROCESSES
+    from torch import cuda
+
+    return cuda.device_count()
 
 
 @contextmanager

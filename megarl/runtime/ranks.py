@@ -24,7 +24,7 @@ from megarl.env import trainer_environment
 from megarl.rollout.orders import Meeting, Route
 from megarl.runtime.cluster import Place
 from megarl.runtime.workers import WorkerGroup
-from megarl.train.actor import ActorRank
+from megarl.train.actor import ActorRank, TrainerRecord
 from megarl.train.critic import CriticRank
 from megarl.train.rank import ModelRank, RankSpec
 from megarl.train.reference import ReferenceRank
@@ -117,6 +117,9 @@ class ActorProcess(TrainedProcess[ActorRank]):
 
     def reference_logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
         return self.model.reference_logprobs(batch)
+
+    def record(self, batch: TrainBatch, folder: Path) -> TrainerRecord:
+        return self.model.record(batch, folder)
 
     def join(self, route: Route, meeting: Meeting) -> None:
         """Meet the engine ranks; they join at the same time."""
@@ -215,6 +218,9 @@ class ActorRanks(TrainedRanks):
 
     async def reference_logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
         return cast("tuple[FloatArray, ...]", await self._compute("reference_logprobs", batch))
+
+    async def record(self, batch: TrainBatch, folder: Path) -> Sequence[TrainerRecord]:
+        return cast("list[TrainerRecord]", await self._workers.call("record", batch, folder))
 
     async def join(self, route: Route, meeting: Meeting) -> None:
         await self._workers.call("join", route, meeting)

@@ -211,9 +211,20 @@ def _open_fleet(config: RolloutRoleConfig, engines: Engines, stack: AsyncExitSta
 async def _connect(
     recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, ranks: ActorRanks, fleet: Fleet
 ) -> TransferPublisher:
+    route = route_of(recipe, config, shape, num_engines=len(fleet.engines))
+    host = ray.util.get_node_ip_address()
+    control = EngineControl(fleet, timeout_s=config.publish_timeout_s, host=host)
+    publisher = TransferPublisher(
+        ranks=ranks, control=control, route=route, timeout_s=config.publish_timeout_s, host=host
+    )
+    await publisher.connect()
+    return publisher
+
+
+def route_of(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, num_engines: int) -> Route:
     actor = recipe.roles.actor
     dtype = "float32" if recipe.run.device == "cpu" else "bfloat16"
-    route = Route(
+    return Route(
         shape=shape,
         parallel=MegatronParallel(
             tensor=actor.tensor,
@@ -222,15 +233,8 @@ async def _connect(
             data=recipe.data_parallel,
         ),
         trainer_dtype=dtype,
-        num_engines=len(fleet.engines),
+        num_engines=num_engines,
         tensor=config.tensor,
         engine_dtype=dtype,
         is_cpu_engine=recipe.run.device == "cpu",
     )
-    host = ray.util.get_node_ip_address()
-    control = EngineControl(fleet, timeout_s=config.publish_timeout_s, host=host)
-    publisher = TransferPublisher(
-        ranks=ranks, control=control, route=route, timeout_s=config.publish_timeout_s, host=host
-    )
-    await publisher.connect()
-    return publisher

@@ -180,12 +180,7 @@ def _generator(recipe: Recipe, inputs: Inputs, fleet: Fleet, sampling: Sampling,
     return FleetGenerator(
         fleet,
         sampling=sampling,
-        vocabulary=Vocabulary(
-            size=inputs.shape.vocab,
-            eos_ids=inputs.tokenizer.eos_ids,
-            max_context_tokens=inputs.shape.max_context_tokens,
-            decode=inputs.tokenizer.decode_response,
-        ),
+        vocabulary=Vocabulary.of(inputs.shape, inputs.tokenizer),
         seed=seed,
         max_attempts=rollout.max_attempts,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,19 @@ from megarl.train.rank import RankSpec
 from megarl.train.stats import MicroBatchReport, MiniBatchStats, reduce_reports, report, summarise
 from megarl.train.trained import TrainedRank, in_epochs
 from megarl.types import FloatArray, MiniBatch, PolicyVersion, TrainBatch, UpdateResult
+from megarl.weights.census import Census, take_census
+from megarl.weights.recording import Recorder, write_patches
+from megarl.weights.sites import watches
+
+RECORD_PREFIX = "trainer_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerRecord:
+    """What a rank says besides the file it wrote."""
+
+    logprobs: FloatArray  # [T], of the sample's response tokens
+    census: Census
 
 
 class ActorRank(TrainedRank):
@@ -78,6 +91,26 @@ class ActorRank(TrainedRank):
         """Per sample, of its response tokens, under the weights as they are."""
         with self._on_device():
             return self._unpack(batch, [self._score(batch, item) for item in batch.mini_batches])
+
+    def record(self, batch: TrainBatch, folder: Path) -> TrainerRecord:
+        """Score a batch of one sample, and write what passes through the modules on the way into a file of `folder`."""
+        topology = self._topology
+        assert topology.data == 1, f"{topology.data} data-parallel ranks; recording is for one copy of the model"
+        modules = {
+            f"chunk{index}.{name}": module
+            for index, model in enumerate(self._models)
+            for name, module in model.named_modules()
+        }
+        # Where micro-batches come in multiples, the sample is in the first and the others are padding.
+        recorder = Recorder(modules, watches(self._holding), max_calls=1)
+        try:
+            logprobs = self.logprobs(batch)
+        finally:
+            recorder.close()
+        part = topology.tensor_rank if self._spec.split.is_sequence_parallel else 0
+        write_patches(folder / f"{RECORD_PREFIX}{self._spec.rank}.safetensors", recorder.patches(part=part))
+        census = take_census(self._holding, self._layout.canonical, self.tensors())
+        return TrainerRecord(logprobs=logprobs[0], census=census)
 
     def keep_reference(self, folder: Path) -> None:
         """Hold this rank's share of another policy in host memory."""

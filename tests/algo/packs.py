@@ -11,14 +11,14 @@ from torch import Tensor
 from megarl.algo.loss import PolicyTokens
 from megarl.algo.segments import Segments
 
-COLUMNS = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "advantages")
+COLUMNS = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "advantages", "reference_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
     """A mini-batch before anything was packed: rows are sequences, the columns of a token are in COLUMNS' order."""
 
-    columns: tuple[Tensor, ...]  # per sequence [5, T]
+    columns: tuple[Tensor, ...]  # per sequence [6, T]
     loss_masks: tuple[Tensor, ...]  # per sequence [T]
 
     @property
@@ -30,14 +30,14 @@ class Sequences:
         return sum(bool(mask.any()) for mask in self.loss_masks)
 
 
-def random_sequences(seed: int, lengths: Sequence[int]) -> Sequences:
+def random_sequences(seed: int, lengths: Sequence[int], *, dtype: torch.dtype = torch.float64) -> Sequences:
     """With advantages of both signs, ratios on both sides of every clip, and some tokens that are not the policy's."""
     random = torch.Generator().manual_seed(seed)
     columns, loss_masks = [], []
     for length in lengths:
-        tokens = torch.randn(5, length, generator=random, dtype=torch.float64)
+        tokens = torch.randn(len(COLUMNS), length, generator=random, dtype=torch.float64)
         tokens[4] = tokens[4, 0]
-        columns.append(tokens)
+        columns.append(tokens.to(dtype))
         loss_masks.append(torch.rand(length, generator=random) < 0.7)
     return Sequences(columns=tuple(columns), loss_masks=tuple(loss_masks))
 
@@ -51,9 +51,9 @@ def pack(
     logprobs = [sequences.columns[i][0] if leaves is None else leaves[i] for i in members]
     if padding:
         # Whatever stands in the padding must not matter.
-        parts.append(torch.full((5, padding), 3.7, dtype=torch.float64))
+        parts.append(torch.full((len(COLUMNS), padding), 3.7, dtype=parts[0].dtype))
         masks.append(torch.zeros(padding, dtype=torch.bool))
-        logprobs.append(torch.full((padding,), -7.5, dtype=torch.float64))
+        logprobs.append(torch.full((padding,), -7.5, dtype=parts[0].dtype))
     starts = torch.tensor([0, *(len(mask) for mask in masks)]).cumsum(0).to(torch.int32)
     table = torch.cat(parts, dim=1)
     return PolicyTokens(
@@ -63,6 +63,7 @@ def pack(
         rollout_logprobs=table[3],
         advantages=table[4],
         segments=Segments.of(torch.cat(masks), starts),
+        reference_logprobs=table[5],
     )
 
 

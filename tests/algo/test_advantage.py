@@ -203,3 +203,23 @@ def test_gae_equals_a_plain_loop(masks: list[list[bool]], seed: int, gamma: floa
             np.testing.assert_allclose(tokens, mask * (np.array(raw) - chosen.mean()) / std, rtol=1e-4, atol=1e-5)
     for tokens, (_, returns) in zip(found.returns, slow, strict=True):
         np.testing.assert_allclose(tokens, returns, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.01, 0.5, 0.95, 0.9999, 1.0])
+def test_long_rollouts_are_summed_without_overflow_or_loss(lam: float) -> None:
+    random = np.random.default_rng(0)
+    lengths = (9001, 1, 4096, 4097)
+    masks = tuple(random.random(length) < 0.9 for length in lengths)
+    step = Outcomes(
+        rewards=random.standard_normal(len(lengths)),
+        groups=np.arange(len(lengths)),
+        loss_masks=masks,
+        values=tuple(random.standard_normal(length).astype(np.float32) for length in lengths),
+    )
+    assert step.values is not None
+    for returns, reward, value, mask in zip(
+        gae(step, gamma=1.0, lam=lam).returns, step.rewards, step.values, masks, strict=True
+    ):
+        rewards = np.zeros(len(mask), dtype=np.float32)
+        rewards[np.flatnonzero(mask)[-1:]] = reward
+        np.testing.assert_allclose(returns, slow_gae(rewards, value, mask, gamma=1.0, lam=lam)[1], rtol=1e-5, atol=1e-5)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import get_args
 
@@ -12,17 +15,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algo.loss import PolicyTokens
-from megarl.algo.objective import actor_loss
+from megarl.algo.objective import ValueTokens, actor_loss, critic_loss
 from megarl.config.algorithm import (
     Aggregation,
     AlgorithmConfig,
     CispoLossConfig,
     CorrectionConfig,
+    GaeConfig,
     GmpoLossConfig,
     GpgLossConfig,
     GrpoConfig,
     GspoLossConfig,
     IcepopConfig,
+    KlEstimate,
+    KlLossConfig,
     LossConfig,
     MaskConfig,
     PpoLossConfig,
@@ -40,6 +46,7 @@ LOSSES: tuple[LossConfig, ...] = (
     SapoLossConfig(kind="sapo"),
     GmpoLossConfig(kind="gmpo"),
 )
+KLS: tuple[KlEstimate, ...] = get_args(KlEstimate)
 CORRECTIONS: tuple[CorrectionConfig | None, ...] = (
     None,
     TisConfig(kind="tis"),
@@ -51,25 +58,30 @@ CORRECTIONS: tuple[CorrectionConfig | None, ...] = (
 )
 
 
+Part = Callable[[Sequences, PolicyTokens], Tensor]
+"""A micro-batch's part of the loss."""
+Split = tuple[list[int], list[list[int]]]
+
+
 def loss_and_gradient(
-    config: AlgorithmConfig, sequences: Sequences, micro_batches: list[list[int]], padding: int
+    part: Part, sequences: Sequences, micro_batches: list[list[int]], padding: int
 ) -> tuple[Tensor, list[Tensor]]:
     leaves = [columns[0].clone().requires_grad_() for columns in sequences.columns]
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=leaves[0].dtype)
     for members in micro_batches:
-        total = total + part(config, sequences, pack(sequences, members, leaves, padding=padding))
+        total = total + part(sequences, pack(sequences, members, leaves, padding=padding))
     total.backward()  # type: ignore[no-untyped-call]
     return total.detach(), [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 
 
-def part(config: AlgorithmConfig, sequences: Sequences, tokens: PolicyTokens) -> Tensor:
+def actor_part(config: AlgorithmConfig, sequences: Sequences, tokens: PolicyTokens) -> Tensor:
     return actor_loss(
         config, tokens, num_loss_tokens=sequences.num_loss_tokens, num_sequences=sequences.num_sequences
     ).value
 
 
 @st.composite
-def splits(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
+def splits(draw: st.DrawFn) -> Split:
     """Lengths of some sequences, and micro-batches that hold each of them once, in any order."""
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=8))
     order = draw(st.permutations(range(len(lengths))))
@@ -79,12 +91,72 @@ def splits(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
 
 
 def assert_invariant(
-    config: AlgorithmConfig, seed: int, split: tuple[list[int], list[list[int]]], padding: int
+    part: Part, seed: int, split: Split, padding: int, *, dtype: torch.dtype = torch.float64, tolerance: float = 1e-9
 ) -> None:
     lengths, micro_batches = split
-    sequences = random_sequences(seed, lengths)
-    whole = loss_and_gradient(config, sequences, [list(range(len(lengths)))], 0)
-    torch.testing.assert_close(loss_and_gradient(config, sequences, micro_batches, padding), whole, rtol=0, atol=1e-9)
+    sequences = random_sequences(seed, lengths, dtype=dtype)
+    whole = loss_and_gradient(part, sequences, [list(range(len(lengths)))], 0)
+    found = loss_and_gradient(part, sequences, micro_batches, padding)
+    # Of numbers above 1 the error is relative: it is one of rounding.
+    torch.testing.assert_close(found, whole, rtol=tolerance, atol=tolerance)
+
+
+def configs() -> st.SearchStrategy[GrpoConfig]:
+    """Any loss with any aggregation, correction, entropy bonus and KL term."""
+    penalties = st.builds(KlLossConfig, kind=st.just("loss"), estimate=st.sampled_from(KLS), coef=st.just(0.3))
+    return st.builds(
+        GrpoConfig,
+        kind=st.just("grpo"),
+        loss=st.sampled_from(LOSSES),
+        aggregation=st.sampled_from(get_args(Aggregation)),
+        horizon_tokens=st.just(7),
+        entropy_coef=st.sampled_from([0.0, 0.1]),
+        correction=st.sampled_from(CORRECTIONS),
+        kl=st.none() | penalties,
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-6)], ids=["float64", "float32"]
+)
+@settings(max_examples=150, deadline=None)
+@given(config=configs(), seed=st.integers(0, 1000), split=splits(), padding=st.integers(0, 5))
+def test_whatever_is_combined_is_invariant(
+    dtype: torch.dtype, tolerance: float, config: GrpoConfig, seed: int, split: Split, padding: int
+) -> None:
+    assert_invariant(partial(actor_part, config), seed, split, padding, dtype=dtype, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("estimate", KLS)
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 1000), split=splits(), padding=st.integers(0, 5))
+def test_every_kl_term_is_invariant(estimate: KlEstimate, seed: int, split: Split, padding: int) -> None:
+    config = GrpoConfig(kind="grpo", kl=KlLossConfig(kind="loss", estimate=estimate, coef=0.3))
+    assert_invariant(partial(actor_part, config), seed, split, padding)
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 1000), split=splits(), padding=st.integers(0, 5))
+def test_the_critics_loss_is_invariant(aggregation: Aggregation, seed: int, split: Split, padding: int) -> None:
+    config = GaeConfig(kind="gae", aggregation=aggregation, horizon_tokens=7)
+
+    def part(sequences: Sequences, tokens: PolicyTokens) -> Tensor:
+        values = ValueTokens(
+            values=tokens.logprobs,
+            old_values=tokens.old_logprobs,
+            returns=tokens.advantages,
+            segments=tokens.segments,
+        )
+        return critic_loss(
+            config,
+            values,
+            clip=0.5,
+            num_loss_tokens=sequences.num_loss_tokens,
+            num_sequences=sequences.num_sequences,
+        ).value
+
+    assert_invariant(part, seed, split, padding)
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))
@@ -92,25 +164,26 @@ def assert_invariant(
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1000), split=splits(), padding=st.integers(0, 5))
 def test_every_loss_and_aggregation_is_invariant(
-    loss: LossConfig, aggregation: Aggregation, seed: int, split: tuple[list[int], list[list[int]]], padding: int
+    loss: LossConfig, aggregation: Aggregation, seed: int, split: Split, padding: int
 ) -> None:
     config = GrpoConfig(kind="grpo", loss=loss, aggregation=aggregation, horizon_tokens=7, entropy_coef=0.1)
-    assert_invariant(config, seed, split, padding)
+    assert_invariant(partial(actor_part, config), seed, split, padding)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1000), split=splits(), padding=st.integers(0, 5))
 def test_every_correction_is_invariant(
-    correction: CorrectionConfig | None, seed: int, split: tuple[list[int], list[list[int]]], padding: int
+    correction: CorrectionConfig | None, seed: int, split: Split, padding: int
 ) -> None:
-    assert_invariant(GrpoConfig(kind="grpo", correction=correction), seed, split, padding)
+    config = GrpoConfig(kind="grpo", correction=correction)
+    assert_invariant(partial(actor_part, config), seed, split, padding)
 
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1000), split=splits(), padding=st.integers(0, 5))
-def test_imitation_is_invariant(seed: int, split: tuple[list[int], list[list[int]]], padding: int) -> None:
-    assert_invariant(SftConfig(kind="sft"), seed, split, padding)
+def test_imitation_is_invariant(seed: int, split: Split, padding: int) -> None:
+    assert_invariant(partial(actor_part, SftConfig(kind="sft")), seed, split, padding)
 
 
 def test_imitation_minimises_the_negative_log_likelihood() -> None:
@@ -144,3 +217,17 @@ def test_the_correction_scales_the_gradient() -> None:
     actor_loss(config, apart, num_loss_tokens=2, num_sequences=1).value.backward()  # type: ignore[no-untyped-call]
     assert apart.logprobs.grad is not None
     assert apart.logprobs.grad.tolist() == pytest.approx([-1.105171, -2.0], abs=1e-6)
+
+
+def test_the_kl_term_is_added_with_its_gradient_and_not_corrected() -> None:
+    config = GrpoConfig(
+        kind="grpo",
+        kl=KlLossConfig(kind="loss", estimate="k2", coef=0.5),
+        correction=MaskConfig(kind="mask", measure="k1", lowest=-9, highest=-5),
+    )
+    tokens = replace(one_sequence([0.0, 0.0], [0.0, 0.0], [2.0, 2.0]), reference_logprobs=torch.tensor([-1.0, -2.0]))
+    found = actor_loss(config, tokens, num_loss_tokens=2, num_sequences=1)
+    assert found.value.item() == pytest.approx(0.5 * (0.5 + 2.0) / 2)
+    found.value.backward()  # type: ignore[no-untyped-call]
+    assert tokens.logprobs.grad is not None
+    assert tokens.logprobs.grad.tolist() == pytest.approx([0.25, 0.5])

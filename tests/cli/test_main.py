@@ -15,6 +15,7 @@ import pytest
 
 from megarl import __version__
 from megarl.cli import main as cli
+from megarl.cli import recipes
 from megarl.config import Recipe
 from megarl.errors import ConfigError, EngineError, MegarlError, NumericsError, PreemptedError, Problem
 
@@ -150,7 +151,7 @@ def test_every_error_has_its_exit_code_and_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli, "load_recipe", failing(error))
+    monkeypatch.setattr(recipes, "load_recipe", failing(error))
     assert cli.run(["validate", "a.yaml"]) == exit_code
     assert capsys.readouterr().err == words
 
@@ -159,7 +160,7 @@ def test_a_bug_keeps_its_traceback_in_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(cli, "load_recipe", failing(ZeroDivisionError("of ours")))
+    monkeypatch.setattr(recipes, "load_recipe", failing(ZeroDivisionError("of ours")))
     assert cli.run(["validate", "a.yaml"]) == 70
     (line,) = capsys.readouterr().err.splitlines()
     found = re.fullmatch(r"megarl: bug: ZeroDivisionError; the traceback is in (\S+)", line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import pickle
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from megarl.rollout.orders import (
     Inspect,
     Join,
     Leave,
+    Listen,
     Meeting,
     Order,
+    Record,
     Reply,
     Stage,
     read_reply,
@@ -83,6 +86,16 @@ def test_orders_that_undo_are_harmless_without_a_group(
     order: Order, model: torch.nn.Module, server: StoreServer
 ) -> None:
     assert give(order, model, server).error is None
+
+
+def test_recording_without_listening_is_refused(model: torch.nn.Module, server: StoreServer, tmp_path: Path) -> None:
+    assert give(Record(folder=str(tmp_path)), model, server).error == "nothing was recorded; listen comes first"
+
+
+def test_modules_that_are_not_those_of_the_layout_are_named(model: torch.nn.Module, server: StoreServer) -> None:
+    error = give(Listen(route=route_of()), model, server).error
+    assert error is not None
+    assert error.startswith("there is no module model.embed_tokens to listen to (")
 
 
 def test_another_plan_is_refused(model: torch.nn.Module, server: StoreServer) -> None:

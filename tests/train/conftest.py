@@ -1,21 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megarl.config.model import ModelShape
 from tests.tiny_models import write_tiny_model
-from tests.train.cluster import Cluster
 from tests.train.reference import Model
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    cluster.stop()
 
 
 class Models:

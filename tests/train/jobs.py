@@ -17,7 +17,7 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.errors import CheckpointError, ConfigError, MachineError, NumericsError
 from megarl.train import cpu
-from megarl.train.actor import ActorRank
+from megarl.train.actor import ActorRank, TrainerRecord
 from megarl.train.critic import CriticRank
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.train.rank import RankSpec
@@ -383,3 +383,10 @@ def update_until_error(
     is_unchanged = all(np.array_equal(tensor.numpy(), before[name]) for name, tensor in trainer.tensors().items())
     trainer.close()
     return results, message, is_unchanged
+
+
+def record(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch, folder: Path) -> TrainerRecord:
+    trainer = build(rank, world, port, setup)
+    found = trainer.record(batch, folder)
+    trainer.close()
+    return found

@@ -1,0 +1,238 @@
+"""How long credit and packing of one large step take and how much memory they need, against what they may.
+
+A step of rollouts is made up in a fresh process on two cores; only what follows is measured. Half of the tokens are the
+policy's, in turns, as where a tool answers between them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl.algo.algorithm import build_algorithm
+from megarl.config.algorithm import AlgorithmConfig, GaeConfig, GrpoConfig
+from megarl.data.packing import pack
+from megarl.env import NO_COLOR
+from megarl.errors import MachineError
+from megarl.stages import Algorithm
+from megarl.types import (
+    BoolArray,
+    Estimates,
+    FinishReason,
+    FloatArray,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Score,
+    ScoredGroup,
+)
+
+Kind: TypeAlias = Literal["grpo", "gae"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""The usual estimator, and the one with the most to do."""
+
+GOAL_SECONDS = 2.0
+GOAL_MEMORY_RATIO = 3.0
+
+_NUM_CORES = 2
+_GROUP = 16
+_PROMPT_TOKENS = (64, 512)
+_MEAN_TURN_TOKENS = 128
+_DATA_PARALLEL = 16
+_PAD_MULTIPLE = 64
+_MICRO_BATCH_SEQUENCES = 3
+_WIDTH = 120
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMeasurement:
+    """Of one step: the fastest of its runs, and the largest of their peaks."""
+
+    kind: str
+    num_rollouts: int
+    num_tokens: int
+    """Of each rollout's response."""
+    assign_seconds: float
+    pack_seconds: float
+    cpu_seconds: float
+    """Beside the seconds it shows whether the machine had other things to do."""
+    input_megabytes: float
+    peak_megabytes: float
+    """The input and everything made of it, at its most."""
+
+    @property
+    def seconds(self) -> float:
+        return self.assign_seconds + self.pack_seconds
+
+    @property
+    def memory_ratio(self) -> float:
+        return self.peak_megabytes / self.input_megabytes
+
+    @property
+    def worst_ratio(self) -> float:
+        """How much of a goal is used up; above 1 it is missed."""
+        return max(self.seconds / GOAL_SECONDS, self.memory_ratio / GOAL_MEMORY_RATIO)
+
+
+def measure_steps(*, num_rollouts: int, num_tokens: int, repeats: int) -> list[StepMeasurement]:
+    return [_best([_in_fresh_process(kind, num_rollouts, num_tokens) for _ in range(repeats)]) for kind in KINDS]
+
+
+def _best(runs: Sequence[StepMeasurement]) -> StepMeasurement:
+    fastest = min(runs, key=lambda run: run.seconds)
+    peak = max(run.peak_megabytes for run in runs)
+    return StepMeasurement(**{**asdict(fastest), "peak_megabytes": peak})
+
+
+def _in_fresh_process(kind: Kind, num_rollouts: int, num_tokens: int) -> StepMeasurement:
+    """A peak is one of a process, so each measurement has its own."""
+    command = [sys.executable, "-m", __name__, kind, str(num_rollouts), str(num_tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603 - ours
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["it was killed, perhaps for its memory"])[-1]
+        raise MachineError(f"bench algo: {kind} failed: {reason}; choose fewer --rollouts or --tokens")
+    return StepMeasurement(**json.loads(done.stdout))
+
+
+def measure_step(kind: Kind, *, num_rollouts: int, num_tokens: int) -> StepMeasurement:
+    """In this process."""
+    before = _resident_megabytes("VmRSS")
+    random = np.random.default_rng(0)
+    groups = [_group(random, index, num_tokens) for index in range(num_rollouts // _GROUP)]
+    rollouts = [rollout for group in groups for rollout in group.group.rollouts]
+    estimates = _estimates(kind, random, rollouts)
+    algorithm = _algorithm(kind, num_tokens)
+    began, cpu_began = time.perf_counter(), time.process_time()
+    samples = algorithm.assign(groups, estimates)
+    assigned = time.perf_counter()
+    pack(
+        samples,
+        data_parallel=_DATA_PARALLEL,
+        tokens_per_micro_batch=_MICRO_BATCH_SEQUENCES * (num_tokens + _PROMPT_TOKENS[1]),
+        samples_per_update=None,
+        pad_multiple=_PAD_MULTIPLE,
+        micro_batch_multiple=1,
+        temperature=1.0,
+    )
+    packed = time.perf_counter()
+    return StepMeasurement(
+        kind=kind,
+        num_rollouts=len(rollouts),
+        num_tokens=num_tokens,
+        assign_seconds=round(assigned - began, 3),
+        pack_seconds=round(packed - assigned, 3),
+        cpu_seconds=round(time.process_time() - cpu_began, 3),
+        input_megabytes=round(_num_bytes(groups, estimates) / 1e6, 3),
+        peak_megabytes=round(_resident_megabytes("VmHWM") - before, 3),
+    )
+
+
+def _algorithm(kind: Kind, num_tokens: int) -> Algorithm:
+    config: AlgorithmConfig = GrpoConfig(kind="grpo") if kind == "grpo" else GaeConfig(kind="gae")
+    return build_algorithm(config, max_response_tokens=num_tokens)
+
+
+def _group(random: np.random.Generator, index: int, num_tokens: int) -> ScoredGroup:
+    prompt = Prompt(
+        uid=str(index),
+        position=index,
+        epoch=0,
+        token_ids=random.integers(0, 1 << 17, int(random.integers(*_PROMPT_TOKENS)), dtype=np.int32),
+        data_source="",
+        ground_truth="",
+        extra_info={},
+    )
+    rollouts = tuple(
+        Rollout(
+            token_ids=random.integers(0, 1 << 17, num_tokens, dtype=np.int32),
+            logprobs=-random.random(num_tokens, dtype=np.float32),
+            versions=np.full(num_tokens, index, np.int32),
+            loss_mask=_turns(random, num_tokens),
+            finish_reason=FinishReason.STOP,
+            text="",
+        )
+        for _ in range(_GROUP)
+    )
+    scores = tuple(Score(value=float(random.integers(2)), components={}) for _ in rollouts)
+    return ScoredGroup(group=RolloutGroup(prompt=prompt, rollouts=rollouts), scores=scores)
+
+
+def _turns(random: np.random.Generator, num_tokens: int) -> BoolArray:
+    """True and False in turns of random lengths, half and half."""
+    shortest = _MEAN_TURN_TOKENS // 2
+    lengths = random.integers(shortest, 3 * shortest + 1, num_tokens // shortest + 1)
+    return np.repeat(np.arange(len(lengths)) % 2 == 0, lengths)[:num_tokens]
+
+
+def _estimates(kind: Kind, random: np.random.Generator, rollouts: Sequence[Rollout]) -> Estimates:
+    if kind == "grpo":
+        return Estimates()
+    values: tuple[FloatArray, ...] = tuple(
+        random.random(len(rollout.token_ids), dtype=np.float32) for rollout in rollouts
+    )
+    return Estimates(values=values)
+
+
+def _num_bytes(groups: Sequence[ScoredGroup], estimates: Estimates) -> int:
+    """Of the arrays that the step is given."""
+    total = sum(group.group.prompt.token_ids.nbytes for group in groups)
+    for group in groups:
+        for rollout in group.group.rollouts:
+            columns = (rollout.token_ids, rollout.logprobs, rollout.versions, rollout.loss_mask)
+            total += sum(column.nbytes for column in columns)
+    return total + sum(array.nbytes for array in estimates.values or ())
+
+
+def _resident_megabytes(field: Literal["VmRSS", "VmHWM"]) -> float:
+    # Not `ru_maxrss`: on Linux a child starts with the peak of its parent.
+    status = Path("/proc/self/status").read_text()
+    found = re.search(rf"{field}:\s+(\d+)", status)
+    assert found is not None, f"no {field} in /proc/self/status"
+    return int(found[1]) * 1024 / 1e6
+
+
+def print_step_table(measurements: Sequence[StepMeasurement]) -> None:
+    first = measurements[0]
+    title = f"{first.num_rollouts} rollouts of {first.num_tokens} tokens, {_NUM_CORES} cores"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("estimator", "assign s", "pack s", "both s", "CPU s", "input MB", "peak MB", "/ input", ""):
+        table.add_column(name, justify="left" if name in ("estimator", "") else "right")
+    for found in measurements:
+        table.add_row(
+            found.kind,
+            f"{found.assign_seconds:.2f}",
+            f"{found.pack_seconds:.2f}",
+            f"{found.seconds:.2f}",
+            f"{found.cpu_seconds:.2f}",
+            f"{found.input_megabytes:.0f}",
+            f"{found.peak_megabytes:.0f}",
+            f"{found.memory_ratio:.2f}",
+            "met" if found.worst_ratio <= 1 else f"missed, {found.worst_ratio:.1f} times",
+        )
+    console = Console(width=_WIDTH, no_color=bool(NO_COLOR.read()), highlight=False)
+    console.print(table)
+    console.print(f"goal: both within {GOAL_SECONDS:g} s, peak within {GOAL_MEMORY_RATIO:g} times the input")
+
+
+def _main(kind: str, num_rollouts: str, num_tokens: str) -> None:
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:_NUM_CORES])
+    (known,) = [item for item in KINDS if item == kind]
+    print(json.dumps(asdict(measure_step(known, num_rollouts=int(num_rollouts), num_tokens=int(num_tokens)))))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

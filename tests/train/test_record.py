@@ -1,0 +1,35 @@
+"""What ranks record of the same sample is the same, however the model is split over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.weights.recording import Recording
+from megarl.weights.sites import sites
+from tests.train import jobs
+from tests.train.cluster import Cluster
+from tests.train.conftest import Models
+from tests.train.samples import make_samples
+from tests.train.test_rank import SPLITS, packed, setup_of
+
+
+@pytest.mark.parametrize("split", ["TP2-SP", "PP2-VPP2", "TP2-PP2"])
+def test_recordings_do_not_depend_on_the_split(split: str, cluster: Cluster, models: Models, tmp_path: Path) -> None:
+    model = models.get("llama", tied=True)
+    (sample,) = make_samples(1, vocab=model.shape.vocab, seed=3)
+    num_tokens = len(sample.prompt_ids) + len(sample.rollout.token_ids) - 1
+    recordings = []
+    for name in ("TP1", split):
+        folder = tmp_path / name
+        folder.mkdir()
+        world, actor = SPLITS[name]
+        batch = packed([sample], world=world, actor=actor)
+        records = cluster.run(world, jobs.record, setup_of(model, actor), batch, folder)
+        assert len({record.logprobs.tobytes() for record in records}) == 1
+        recordings.append(Recording(sorted(folder.iterdir()), num_tokens=num_tokens))
+    whole, found = recordings
+    for site in sites(model.shape)[:-2]:
+        torch.testing.assert_close(found.whole(site.name), whole.whole(site.name), rtol=0, atol=1e-5)

@@ -156,6 +156,7 @@ def engine_memory(shape: ModelShape, rollout: RolloutRoleConfig, capacity_bytes:
     layout = sglang_layout(
         replace(shape, num_layers=1),
         tensor=rollout.tensor,
+        expert=rollout.expert,
         dtype="float32" if is_cpu else "bfloat16",
         is_cpu_engine=is_cpu,
     )

@@ -62,6 +62,7 @@ def reshard(recipe: Recipe, shape: ModelShape, placement: Placement, gpu: Gpu) -
     target = sglang_layout(
         thin,
         tensor=rollout.tensor,
+        expert=rollout.expert,
         num_engines=placement.num_engines,
         dtype=dtype,
         is_cpu_engine=recipe.run.device == "cpu",

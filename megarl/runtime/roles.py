@@ -211,21 +211,16 @@ def _open_fleet(config: RolloutRoleConfig, engines: Engines, stack: AsyncExitSta
 async def _connect(
     recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, ranks: ActorRanks, fleet: Fleet
 ) -> TransferPublisher:
-    actor = recipe.roles.actor
     dtype = "float32" if recipe.run.device == "cpu" else "bfloat16"
     route = Route(
         shape=shape,
-        parallel=MegatronParallel(
-            tensor=actor.tensor,
-            pipeline=actor.pipeline,
-            virtual_pipeline=actor.virtual_pipeline,
-            data=recipe.data_parallel,
-        ),
+        parallel=MegatronParallel.of(recipe.roles.actor, data=recipe.data_parallel),
         trainer_dtype=dtype,
         num_engines=len(fleet.engines),
         tensor=config.tensor,
         engine_dtype=dtype,
         is_cpu_engine=recipe.run.device == "cpu",
+        expert=config.expert,
     )
     host = ray.util.get_node_ip_address()
     control = EngineControl(fleet, timeout_s=config.publish_timeout_s, host=host)

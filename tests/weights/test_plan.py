@@ -28,18 +28,25 @@ from tests.weights.reference import (
 
 
 @settings(max_examples=60, deadline=None)
-@given(shape=shapes(), parallel=parallels(), tensor=st.sampled_from([1, 2, 4, 8]), num_engines=st.integers(1, 3))
+@given(
+    shape=shapes(),
+    parallel=parallels(),
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    num_engines=st.integers(1, 3),
+    data=st.data(),
+)
 def test_publishing_writes_every_element_of_every_engine_once_and_right(
-    shape: ModelShape, parallel: MegatronParallel, tensor: int, num_engines: int
+    shape: ModelShape, parallel: MegatronParallel, tensor: int, num_engines: int, data: st.DataObject
 ) -> None:
     model = numbered(shape)
+    expert = data.draw(st.sampled_from([1, 2, 4][: tensor.bit_length()])) if shape.experts else 1
     trainer = megatron_layout(shape, parallel, dtype="float32")
-    engines = sglang_layout(shape, tensor=tensor, num_engines=num_engines, dtype="float32")
+    engines = sglang_layout(shape, tensor=tensor, expert=expert, num_engines=num_engines, dtype="float32")
     sources = {holding.rank: fill_from_canonical(holding, model) for holding in trainer.holdings}
     targets = {holding.rank: empty(holding) for holding in engines.holdings}
     apply(plan(trainer, engines).moves, sources, targets)
     for rank, arrays in targets.items():
-        assert_equal(arrays, sglang_rank(shape, model, tensor=rank % tensor, size=tensor))
+        assert_equal(arrays, sglang_rank(shape, model, tensor=rank % tensor, size=tensor, expert=expert))
 
 
 @settings(max_examples=40, deadline=None)
@@ -53,8 +60,9 @@ def test_resuming_on_another_split_writes_every_element_once_and_right(
     targets = {holding.rank: empty(holding) for holding in new.holdings}
     sources = {holding.rank: fill_from_canonical(holding, model) for holding in old.holdings}
     apply(plan(old, new, locality=same_processes).moves, sources, targets)
-    expected = megatron_rank(shape, after, model, tensor=0, stage=after.pipeline - 1)
-    assert_equal(targets[after.rank(tensor=0, data=after.data - 1, pipeline=after.pipeline - 1)], expected)
+    last = {"tensor": 0, "data": after.data - 1}
+    expected = megatron_rank(shape, after, model, **last, stage=after.pipeline - 1)
+    assert_equal(targets[after.rank(**last, pipeline=after.pipeline - 1)], expected)
 
 
 @settings(max_examples=30, deadline=None)

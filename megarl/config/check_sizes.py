@@ -173,9 +173,7 @@ def _no_experts(key: str, **is_set: bool) -> Iterator[Problem]:
             yield Problem(key=f"{key}.{name}", message="the model has no experts; remove it")
 
 
-def _uneven_stages(
-    shape: ModelShape, split: ModelParallelConfig, uneven: list[int], *, key: str
-) -> Iterator[Problem]:
+def _uneven_stages(shape: ModelShape, split: ModelParallelConfig, uneven: list[int], *, key: str) -> Iterator[Problem]:
     stages, layers = split.pipeline - len(uneven), shape.num_layers - sum(uneven)
     if (layers % stages if stages else layers) or layers < stages:
         given = " and ".join(str(number) for number in uneven)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import Family, ModelShape
 from megarl.errors import WeightSyncError
 from megarl.weights.megatron import MegatronParallel, megatron_layout
@@ -196,5 +197,15 @@ def test_a_70b_model_is_planned_in_seconds() -> None:
     start = time.process_time()
     trainer = megatron_layout(shape, MegatronParallel(tensor=8, pipeline=4, data=2), dtype="bfloat16")
     result = plan(trainer, sglang_layout(shape, tensor=8, num_engines=4, dtype="bfloat16"))
+    assert time.process_time() - start < 20
+    assert result.busiest_bytes < 1.5 * result.floor_bytes
+
+
+def test_a_235b_mixture_is_planned_in_seconds() -> None:
+    shape = CATALOGUE["qwen3-235b-a22b"]
+    parallel = MegatronParallel(tensor=4, pipeline=8, data=4, expert=16, expert_tensor=1, last_stage_layers=10)
+    start = time.process_time()
+    trainer = megatron_layout(shape, parallel, dtype="bfloat16")
+    result = plan(trainer, sglang_layout(shape, tensor=32, expert=32, dtype="bfloat16"))
     assert time.process_time() - start < 20
     assert result.busiest_bytes < 1.5 * result.floor_bytes

@@ -159,6 +159,25 @@ def check_equals_hugging_face(
     assert_close(whole_weights(outcomes, model, actor), weights)
 
 
+def test_weights_over_all_experts_are_left_as_they_are(
+    cluster: Cluster, references: References, tmp_path: Path
+) -> None:
+    shape = write_tiny_model(tmp_path, "qwen3_moe", is_normalized=False)
+    check_equals_hugging_face(Model(folder=tmp_path, shape=shape), MIXTURE_SPLITS["EP2"], cluster, references)
+
+
+def test_recomputed_experts_give_the_same_update(cluster: Cluster, models: Models) -> None:
+    model = models.get("qwen3_moe", tied=False)
+    samples = make_samples(5, vocab=model.shape.vocab, seed=6)
+    world, actor = MIXTURE_SPLITS["TP2-EP2-ETP1"]
+    batch = packed(samples, world=world, actor=actor)
+    plain, recomputed = (
+        cluster.run(world, jobs.train, setup_of(model, actor.model_copy(update={"megatron": fields})), [], batch)
+        for fields in ({}, FULL)
+    )
+    assert_close(whole_weights(recomputed, model, actor), whole_weights(plain, model, actor))
+
+
 @pytest.mark.parametrize("native", [FULL, SELECTIVE], ids=["full", "selective"])
 @pytest.mark.parametrize("split", ["TP1", "TP2-SP", "PP2-VPP2"])
 def test_recomputed_activations_give_the_same_update(
@@ -274,9 +293,16 @@ def test_the_mismatch_compares_probabilities_of_trainer_and_engine(cluster: Clus
     assert stats.mismatch_max == pytest.approx(differences.max().item(), abs=1e-6)
 
 
-def test_the_same_update_gives_the_same_bits(cluster: Cluster, models: Models) -> None:
-    model = models.get("qwen2", tied=False)
-    world, actor = SPLITS["TP2-SP"]
+@pytest.mark.parametrize(
+    ("family", "split"),
+    [("qwen2", SPLITS["TP2-SP"]), ("qwen3_moe", MIXTURE_SPLITS["TP2-EP2"])],
+    ids=["dense", "mixture"],
+)
+def test_the_same_update_gives_the_same_bits(
+    family: str, split: tuple[int, ActorConfig], cluster: Cluster, models: Models
+) -> None:
+    model = models.get(family, tied=False)
+    world, actor = split
     batch = packed(make_samples(6, vocab=model.shape.vocab), world=world, actor=actor)
     runs = [cluster.run(world, jobs.train, setup_of(model, actor), [], batch) for _ in range(2)]
     for first, second in zip(*runs, strict=True):

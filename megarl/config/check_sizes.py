@@ -204,11 +204,6 @@ def _engine_split(shape: ModelShape, rollout: RolloutRoleConfig, *, device: str)
         yield from _no_experts("roles.rollout", expert=rollout.expert > 1)
     elif shape.experts.num % rollout.expert:
         yield _indivisible("roles.rollout.expert", rollout.expert, "experts", shape.experts.num)
-    if device == "cpu" and rollout.expert > 1:
-        yield Problem(
-            key="roles.rollout.expert",
-            message=f"{rollout.expert} needs kernels that SGLang has for GPUs only; leave it at 1 with run.device cpu",
-        )
     padded = -(-shape.vocab // _ENGINE_VOCAB_STEP) * _ENGINE_VOCAB_STEP
     if device == "cuda" and padded % rollout.tensor:
         yield Problem(

@@ -146,7 +146,7 @@ class RolloutRoleConfig(Section):
     tensor: PositiveInt = 1
     """GPUs per engine; the pool holds as many engines as fit."""
     expert: PositiveInt = 1
-    """Sets that the experts of a mixture are divided into, of `tensor` / `expert` GPUs each; on a CPU only 1."""
+    """Sets that the experts of a mixture are divided into, of `tensor` / `expert` GPUs each."""
     max_running_requests: PositiveInt = 128
     """Per engine, at the same time; what comes above that waits."""
     max_cached_tokens: PositiveInt | None = None

@@ -38,6 +38,7 @@ def route_to(served: ServedModel, parallel: MegatronParallel = SPLIT) -> Route:
         tensor=served.process.endpoint.tensor,
         engine_dtype="float32",
         is_cpu_engine=True,
+        expert=served.process.spec.config.expert,
     )
 
 

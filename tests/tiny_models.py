@@ -18,13 +18,19 @@ from transformers import (  # noqa: E402 - transformers imports torchvision, whi
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 _MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
+
+FAMILIES = tuple(_MODELS)
+NUM_EXPERTS = 8
 
 
 def write_tiny_model(
@@ -38,11 +44,12 @@ def write_tiny_model(
     kv_heads: int = 2,
     ffn: int = 128,
     seed: int = 0,
+    is_normalized: bool = True,
     max_shard_size: str = "1GB",
 ) -> ModelShape:
     """Write a model whose every tensor is random, in fp32. The vocabulary is odd, so that padding shows."""
     config_class, model_class = _MODELS[family]
-    sizes = {
+    sizes: dict[str, object] = {
         "vocab_size": vocab,
         "hidden_size": 64,
         "intermediate_size": ffn,
@@ -51,8 +58,12 @@ def write_tiny_model(
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": 512,
     }
-    if family == "qwen3":
+    if family.startswith("qwen3"):
         sizes["head_dim"] = 32  # as in the real ones, not hidden_size / num_attention_heads
+    if family == "qwen3_moe":
+        sizes |= {"moe_intermediate_size": ffn, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
+        sizes["intermediate_size"] = 3 * ffn  # of layers without experts, of which there are none
+        sizes["norm_topk_prob"] = is_normalized
     config = config_class(
         **sizes, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2, pad_token_id=0, dtype="float32"
     )

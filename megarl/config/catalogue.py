@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from megarl.config.model import Family, ModelShape, RopeScaling
+from megarl.config.model import Experts, Family, ModelShape, RopeScaling
 
 _LLAMA3_ROPE = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
 
@@ -57,6 +58,12 @@ def _qwen3(layers: int, hidden: int, ffn: int, heads: int, *, is_tied: bool = Fa
     )
 
 
+def _qwen3_moe(layers: int, hidden: int, expert_ffn: int, heads: int, kv: int) -> ModelShape:
+    dense = _qwen3(layers, hidden, expert_ffn, heads)
+    experts = Experts(num=128, per_token=8, is_normalized=True)
+    return replace(dense, family=Family.QWEN3_MOE, num_kv_heads=kv, experts=experts)
+
+
 def _llama3(layers: int, hidden: int, ffn: int, heads: int) -> ModelShape:
     return ModelShape(
         family=Family.LLAMA,
@@ -92,6 +99,8 @@ CATALOGUE: Mapping[str, ModelShape] = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64),
+    "qwen3-30b-a3b": _qwen3_moe(48, 2048, 768, 32, 4),
+    "qwen3-235b-a22b": _qwen3_moe(94, 4096, 1536, 64, 4),
     "llama-3.1-8b": _llama3(32, 4096, 14336, 32),
     "llama-3.1-70b": _llama3(80, 8192, 28672, 64),
     "llama-3.1-405b": _llama3(126, 16384, 53248, 128),

@@ -91,6 +91,16 @@ def _without_effect(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(key=f"roles.{role}.virtual_pipeline", message="needs pipeline > 1; set it to 1")
         if split.is_sequence_parallel and split.tensor == 1:
             yield Problem(key=f"roles.{role}.is_sequence_parallel", message="does nothing with tensor 1; remove it")
+        if split.expert == 1 and split.expert_tensor not in (None, split.tensor):
+            yield Problem(
+                key=f"roles.{role}.expert_tensor",
+                message="needs expert > 1; without it experts are divided by tensor as all else is; remove it",
+            )
+        uneven = (("first_stage_layers", split.first_stage_layers), ("last_stage_layers", split.last_stage_layers))
+        for name, layers in uneven:
+            if layers is not None and (split.pipeline == 1 or split.virtual_pipeline > 1):
+                message = "needs pipeline > 1 and virtual_pipeline 1; remove it"
+                yield Problem(key=f"roles.{role}.{name}", message=message)
     reference = recipe.roles.reference
     if reference is not None and reference.pool is None:
         for name in sorted(reference.model_fields_set - {"pool", "path"}):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config.check_evaluation import check_evaluation_context
-from megarl.config.model import ModelShape
+from megarl.config.model import Experts, ModelShape
 from megarl.config.recipe import (
     CriticConfig,
     ModelParallelConfig,
@@ -59,6 +59,13 @@ def _pools(recipe: Recipe) -> Iterator[Problem]:
                 message=f"tensor {split.tensor} * pipeline {split.pipeline} = {split.model_parallel} "
                 f"does not divide the {pools[pool].gpus} gpus of pool {pool}",
             )
+        elif pool in pools and pools[pool].gpus // split.pipeline % (split.expert * split.ranks_per_expert):
+            yield Problem(
+                key=f"roles.{role}.expert",
+                message=f"expert {split.expert} * expert_tensor {split.ranks_per_expert} = "
+                f"{split.expert * split.ranks_per_expert} does not divide the "
+                f"{pools[pool].gpus // split.pipeline} gpus of a pipeline stage",
+            )
     if rollout is not None and rollout.pool in pools:
         per_node = pools[rollout.pool].gpus_per_node
         if per_node % rollout.tensor:
@@ -67,8 +74,17 @@ def _pools(recipe: Recipe) -> Iterator[Problem]:
                 message=f"{rollout.tensor} does not divide the {per_node} gpus of a node of pool {rollout.pool}; "
                 "an engine stays on one node",
             )
+        if rollout.tensor % rollout.expert:
+            yield _indivisible_gpus(rollout)
     for name in sorted(set(pools) - set(used.values())):
         yield Problem(key=f"pools.{name}", message="no role uses this pool; remove it or name it in a role")
+
+
+def _indivisible_gpus(rollout: RolloutRoleConfig) -> Problem:
+    return Problem(
+        key="roles.rollout.expert",
+        message=f"{rollout.expert} does not divide the {rollout.tensor} gpus of an engine (roles.rollout.tensor)",
+    )
 
 
 def _batch(recipe: Recipe) -> Iterator[Problem]:
@@ -130,19 +146,64 @@ def _optimizer(optimizer: OptimizerConfig, recipe: Recipe, *, key: str) -> Itera
 
 
 def check_megatron_split(shape: ModelShape, split: ModelParallelConfig, *, key: str) -> Iterator[Problem]:
-    yield from _tensor_split(shape, split.tensor, key=f"{key}.tensor")
+    yield from _head_split(shape, split.tensor, key=f"{key}.tensor")
+    if shape.experts is None:
+        yield from _ffn_split(shape, split.tensor, key=f"{key}.tensor")
+        yield from _no_experts(key, expert=split.expert > 1, expert_tensor=split.expert_tensor is not None)
+    else:
+        yield from _ffn_split(shape, split.ranks_per_expert, key=f"{key}.expert_tensor")
+        yield from _expert_split(shape.experts, split, key=key)
+    uneven = [layers for layers in (split.first_stage_layers, split.last_stage_layers) if layers is not None]
+    if uneven:
+        yield from _uneven_stages(shape, split, uneven, key=key)
+        return
     chunks = split.pipeline * split.virtual_pipeline
     if shape.num_layers % chunks:
         yield Problem(
             key=f"{key}.pipeline",
             message=f"pipeline {split.pipeline} * virtual_pipeline {split.virtual_pipeline} = {chunks} "
-            f"does not divide the model's {shape.num_layers} layers; choose one of {_divisors(shape.num_layers)}",
+            f"does not divide the model's {shape.num_layers} layers; choose one of {_divisors(shape.num_layers)}, "
+            "or set first_stage_layers or last_stage_layers",
+        )
+
+
+def _no_experts(key: str, **is_set: bool) -> Iterator[Problem]:
+    for name, is_claimed in is_set.items():
+        if is_claimed:
+            yield Problem(key=f"{key}.{name}", message="the model has no experts; remove it")
+
+
+def _uneven_stages(shape: ModelShape, split: ModelParallelConfig, uneven: list[int], *, key: str) -> Iterator[Problem]:
+    stages, layers = split.pipeline - len(uneven), shape.num_layers - sum(uneven)
+    if (layers % stages if stages else layers) or layers < stages:
+        given = " and ".join(str(number) for number in uneven)
+        yield Problem(
+            key=f"{key}.pipeline",
+            message=f"with {given} of the model's {shape.num_layers} layers given, {stages} other stages "
+            f"cannot have {layers} in equal parts",
+        )
+
+
+def _expert_split(experts: Experts, split: ModelParallelConfig, *, key: str) -> Iterator[Problem]:
+    if experts.num % split.expert:
+        yield _indivisible(f"{key}.expert", split.expert, "experts", experts.num)
+    if split.tensor > 1 and not split.is_sequence_parallel:
+        yield Problem(
+            key=f"{key}.is_sequence_parallel",
+            message=f"must be true for a mixture of experts with tensor {split.tensor}: "
+            "each rank sends its own part of the tokens to the experts",
         )
 
 
 def _engine_split(shape: ModelShape, rollout: RolloutRoleConfig, *, device: str) -> Iterator[Problem]:
     key = "roles.rollout.tensor"
-    yield from _tensor_split(shape, rollout.tensor, key=key)
+    yield from _head_split(shape, rollout.tensor, key=key)
+    if rollout.tensor % rollout.expert == 0:
+        yield from _ffn_split(shape, rollout.tensor // rollout.expert, key=key)
+    if shape.experts is None:
+        yield from _no_experts("roles.rollout", expert=rollout.expert > 1)
+    elif shape.experts.num % rollout.expert:
+        yield _indivisible("roles.rollout.expert", rollout.expert, "experts", shape.experts.num)
     padded = -(-shape.vocab // _ENGINE_VOCAB_STEP) * _ENGINE_VOCAB_STEP
     if device == "cuda" and padded % rollout.tensor:
         yield Problem(
@@ -151,7 +212,7 @@ def _engine_split(shape: ModelShape, rollout: RolloutRoleConfig, *, device: str)
         )
 
 
-def _tensor_split(shape: ModelShape, tensor: int, *, key: str) -> Iterator[Problem]:
+def _head_split(shape: ModelShape, tensor: int, *, key: str) -> Iterator[Problem]:
     if shape.num_heads % tensor:
         yield _indivisible(key, tensor, "attention heads", shape.num_heads)
     elif shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
@@ -160,6 +221,9 @@ def _tensor_split(shape: ModelShape, tensor: int, *, key: str) -> Iterator[Probl
             key=key,
             message=f"{tensor} is neither a divisor nor a multiple of the model's {shape.num_kv_heads} key/value heads",
         )
+
+
+def _ffn_split(shape: ModelShape, tensor: int, *, key: str) -> Iterator[Problem]:
     if shape.ffn_hidden % tensor:
         yield _indivisible(key, tensor, "intermediate size", shape.ffn_hidden)
 

@@ -14,6 +14,7 @@ class Family(StrEnum):
     LLAMA = "llama"
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
+    QWEN3_MOE = "qwen3_moe"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,16 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture in place of every layer's feed-forward block: a router sends each token to a few of many equal ones."""
+
+    num: int
+    per_token: int
+    is_normalized: bool
+    """Whether a token's weights add up to 1 over the experts it is sent to, or over all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A decoder-only transformer: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
 
@@ -34,6 +45,7 @@ class ModelShape:
     num_layers: int
     hidden: int
     ffn_hidden: int
+    """Of a feed-forward block; where there are experts, of one of them."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -47,6 +59,8 @@ class ModelShape:
     has_qk_norm: bool
     dtype: str
     """Of the checkpoint: float32, bfloat16 or float16."""
+    experts: Experts | None = None
+    """None in a dense model."""
     has_value_head: bool = False
     """A critic: one number per token in the place of logits."""
 
@@ -59,6 +73,7 @@ _FAMILIES = {
     "LlamaForCausalLM": Family.LLAMA,
     "Qwen2ForCausalLM": Family.QWEN2,
     "Qwen3ForCausalLM": Family.QWEN3,
+    "Qwen3MoeForCausalLM": Family.QWEN3_MOE,
 }
 
 
@@ -103,8 +118,13 @@ def _shape(raw: dict[str, object], family: Family) -> ModelShape:
             raise KeyError(key)
         return int(value)  # type: ignore[call-overload,no-any-return]
 
+    def num_experts() -> int:
+        # transformers 5 writes `num_local_experts`; earlier versions `num_experts`.
+        return integer("num_local_experts" if "num_local_experts" in raw else "num_experts")
+
     num_heads = integer("num_attention_heads")
     hidden = integer("hidden_size")
+    is_mixture = family is Family.QWEN3_MOE
     # transformers 5 writes `rope_parameters`; earlier versions `rope_theta` and `rope_scaling`.
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     assert isinstance(rope, dict)
@@ -112,7 +132,7 @@ def _shape(raw: dict[str, object], family: Family) -> ModelShape:
         family=family,
         num_layers=integer("num_hidden_layers"),
         hidden=hidden,
-        ffn_hidden=integer("intermediate_size"),
+        ffn_hidden=integer("moe_intermediate_size" if is_mixture else "intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=integer("num_key_value_heads", num_heads),
         head_dim=integer("head_dim", hidden // num_heads),
@@ -123,9 +143,22 @@ def _shape(raw: dict[str, object], family: Family) -> ModelShape:
         rope_scaling=_rope_scaling(rope),
         has_tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         has_qkv_bias=family is Family.QWEN2,
-        has_qk_norm=family is Family.QWEN3,
+        has_qk_norm=family in (Family.QWEN3, Family.QWEN3_MOE),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        experts=_experts(raw, num=num_experts(), per_token=integer("num_experts_per_tok")) if is_mixture else None,
     )
+
+
+def _experts(raw: dict[str, object], *, num: int, per_token: int) -> Experts:
+    if raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
+        raise _error("config.json: layers without experts are not supported; choose a model with experts in every one")
+    is_normalized = bool(raw.get("norm_topk_prob", False))
+    if per_token == 1 and is_normalized:
+        # The one weight is always 1.
+        raise _error(
+            "config.json: norm_topk_prob with num_experts_per_tok 1 leaves the router untrained; not supported"
+        )
+    return Experts(num=num, per_token=per_token, is_normalized=is_normalized)
 
 
 def _rope_scaling(rope: dict[str, object]) -> RopeScaling | None:

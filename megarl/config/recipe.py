@@ -91,12 +91,24 @@ class ModelParallelConfig(Section):
     """Model chunks per pipeline stage (interleaved schedule when > 1)."""
     is_sequence_parallel: bool = False
     """Shard activations along the sequence between the tensor-parallel ranks."""
+    expert: PositiveInt = 1
+    """Ranks that share out the experts of a mixture; each rank of a pipeline stage belongs to one such set."""
+    expert_tensor: PositiveInt | None = None
+    """Ranks that share one expert, of those with `expert` > 1; null is `tensor`. Small experts are faster with 1."""
+    first_stage_layers: PositiveInt | None = None
+    """Of the first pipeline stage, where they are not as many as in the others."""
+    last_stage_layers: PositiveInt | None = None
+    """Of the last pipeline stage, where they are not as many as in the others."""
     megatron: dict[str, object] = Field(default={})
     """Further fields of megatron-core's TransformerConfig, such as `recompute_granularity: full`."""
 
     @property
     def model_parallel(self) -> int:
         return self.tensor * self.pipeline
+
+    @property
+    def ranks_per_expert(self) -> int:
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
 
 
 class ActorConfig(ModelParallelConfig):
@@ -133,6 +145,8 @@ class RolloutRoleConfig(Section):
     pool: str
     tensor: PositiveInt = 1
     """GPUs per engine; the pool holds as many engines as fit."""
+    expert: PositiveInt = 1
+    """Sets that the experts of a mixture are divided into, of `tensor` / `expert` GPUs each."""
     max_running_requests: PositiveInt = 128
     """Per engine, at the same time; what comes above that waits."""
     max_cached_tokens: PositiveInt | None = None

@@ -79,6 +79,7 @@ def _changes(recipe: Recipe) -> Iterator[str]:
     for factor in (2, _MAX_GROWTH):
         yield f"roles.actor.tensor={actor.tensor * factor}"
         yield f"roles.actor.pipeline={actor.pipeline * factor}"
+        yield f"roles.actor.expert={actor.expert * factor}"
         yield f"pools.{actor.pool}.nodes={recipe.pools[actor.pool].nodes * factor}"
     rollout = recipe.roles.rollout
     if rollout is not None:

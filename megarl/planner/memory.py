@@ -86,6 +86,8 @@ class StageMemory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
     weight_bytes: int
+    expert_bytes: int
+    """Of the weights, those in experts."""
     staging_bytes: int
     """A version beside the one that is served, until it is committed; allocated once."""
     cache_bytes: int
@@ -100,38 +102,63 @@ def stage_memory(shape: ModelShape, parallel: MegatronParallel, *, is_cpu: bool)
     item_bytes = 4 if is_cpu else 2
     # On a CPU the weights are float32 already and serve as their own master.
     state_bytes = 8 if is_cpu else 12
-    num_chunks = parallel.pipeline * parallel.virtual_pipeline
-    replica = replace(parallel, data=1)
-    layout = megatron_layout(replace(shape, num_layers=num_chunks), replica, dtype="float32" if is_cpu else "bfloat16")
+    thin = _one_layer_per_chunk(parallel)
+    layout = megatron_layout(
+        replace(shape, num_layers=parallel.pipeline * parallel.virtual_pipeline),
+        thin,
+        dtype="float32" if is_cpu else "bfloat16",
+    )
     stages = []
     for stage in range(parallel.pipeline):
-        num_elements = max(
-            sum(sum(chunk) for chunk in gradient_buffers(layout.by_rank[rank], shape, parallel))
-            for rank in (replica.rank(tensor=t, data=0, pipeline=stage) for t in range(parallel.tensor))
+        buffers = max(
+            (
+                gradient_buffers(layout.by_rank[rank], shape, parallel, stage)
+                for rank in (thin.rank(tensor=t, data=0, pipeline=stage) for t in range(parallel.tensor))
+            ),
+            key=lambda found: found.num_elements,
         )
+        sharded = buffers.dense // parallel.data + buffers.expert // parallel.expert_data
         stages.append(
             StageMemory(
                 stage=stage,
-                weight_bytes=item_bytes * num_elements,
-                gradient_bytes=4 * num_elements,
-                optimizer_bytes=state_bytes * num_elements // parallel.data,
+                weight_bytes=item_bytes * buffers.num_elements,
+                gradient_bytes=4 * buffers.num_elements,
+                optimizer_bytes=state_bytes * sharded,
             )
         )
     return stages
 
 
-def gradient_buffers(holding: Holding, shape: ModelShape, parallel: MegatronParallel) -> list[list[int]]:
-    """Elements of each bucket of each model chunk of a rank, with Megatron's padding. Weights lie in equal buffers.
+def _one_layer_per_chunk(parallel: MegatronParallel) -> MegatronParallel:
+    """The same shares of a layer, with as few replicas as hold all of them."""
+    of_experts = parallel.expert * parallel.ranks_per_expert
+    data = of_experts // math.gcd(of_experts, parallel.tensor)
+    return replace(parallel, data=data, first_stage_layers=None, last_stage_layers=None)
 
-    `holding` has one layer per chunk, which stands for all of them.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientBuffers:
+    """Elements of a rank's buffers, with Megatron's padding. Weights lie in equal ones."""
+
+    dense: int
+    """Reduced over, and sharded by, the data-parallel ranks."""
+    expert: int
+    """The same over the replicas of the experts, which are fewer where they are divided."""
+
+    @property
+    def num_elements(self) -> int:
+        return self.dense + self.expert
+
+
+def gradient_buffers(holding: Holding, shape: ModelShape, parallel: MegatronParallel, stage: int) -> GradientBuffers:
+    """`holding` has one layer per chunk, which stands for all of them.
 
     A chunk is one bucket, because gradients are reduced after the backward pass; tied embeddings on two stages have a
-    bucket of their own.
+    bucket of their own, and so have experts that are divided.
     """
-    alignment = math.lcm(parallel.data, BUCKET_ALIGNMENT)
-    layers = shape.num_layers // (parallel.pipeline * parallel.virtual_pipeline)
-    buffers = []
+    dense, expert = 0, 0
     for chunk in range(parallel.virtual_pipeline):
+        layers = len(parallel.chunk_layers(shape.num_layers, stage=stage, chunk=chunk))
         sizes = {
             name: repeats(name, layers) * _round_up(prod(spec.shape), PARAM_ALIGNMENT)
             for name, spec in holding.tensors.items()
@@ -139,9 +166,11 @@ def gradient_buffers(holding: Holding, shape: ModelShape, parallel: MegatronPara
         }
         is_tied_apart = shape.has_tied_embeddings and parallel.pipeline > 1
         apart = [size for name, size in sizes.items() if is_tied_apart and _is_vocabulary(name)]
-        together = sum(sizes.values()) - sum(apart)
-        buffers.append([_round_up(size, alignment) for size in (*apart, together) if size])
-    return buffers
+        of_experts = sum(size for name, size in sizes.items() if parallel.expert > 1 and _is_expert(name))
+        together = sum(sizes.values()) - sum(apart) - of_experts
+        dense += sum(_round_up(size, math.lcm(parallel.data, BUCKET_ALIGNMENT)) for size in (*apart, together))
+        expert += _round_up(of_experts, math.lcm(parallel.expert_data, BUCKET_ALIGNMENT))
+    return GradientBuffers(dense=dense, expert=expert)
 
 
 def repeats(name: str, layers: int) -> int:
@@ -156,6 +185,7 @@ def engine_memory(shape: ModelShape, rollout: RolloutRoleConfig, capacity_bytes:
     layout = sglang_layout(
         replace(shape, num_layers=1),
         tensor=rollout.tensor,
+        expert=rollout.expert,
         dtype="float32" if is_cpu else "bfloat16",
         is_cpu_engine=is_cpu,
     )
@@ -164,6 +194,7 @@ def engine_memory(shape: ModelShape, rollout: RolloutRoleConfig, capacity_bytes:
         sum(repeats(name, layers) * spec.num_bytes for name, spec in holding.tensors.items())
         for holding in layout.holdings
     )
+    expert_bytes = layers * sum(spec.num_bytes for name, spec in layout.holdings[0].tensors.items() if _is_expert(name))
     staging_bytes = item_bytes * max(
         sum(repeats(piece.slice.name, layers) * piece.slice.num_elements for piece in holding.pieces)
         for holding in layout.holdings
@@ -177,6 +208,7 @@ def engine_memory(shape: ModelShape, rollout: RolloutRoleConfig, capacity_bytes:
         cached_tokens = max(0, int(capacity_bytes * rollout.memory_fraction) - weight_bytes) // per_token
     return EngineMemory(
         weight_bytes=weight_bytes,
+        expert_bytes=expert_bytes,
         staging_bytes=staging_bytes,
         cache_bytes=cached_tokens * per_token,
         cache_bytes_per_token=per_token,
@@ -188,7 +220,8 @@ def activation_bytes(recipe: Recipe, shape: ModelShape, stage: int) -> int:
     """What the micro-batches in flight on a stage keep for the backward pass, and what one layer's backward needs."""
     actor = recipe.roles.actor
     tokens = packed_tokens(recipe)
-    layers = shape.num_layers // (actor.pipeline * actor.virtual_pipeline)
+    parallel = MegatronParallel.of(actor, data=recipe.data_parallel)
+    layers = len(parallel.chunk_layers(shape.num_layers, stage=stage, chunk=0))
     in_flight = chunks_in_flight(recipe, stage)
     kept = in_flight * layers * layer_bytes_per_token(recipe, shape)
     return tokens * (kept + _backward_bytes_per_token(recipe, shape))
@@ -221,6 +254,11 @@ def layer_bytes_per_token(recipe: Recipe, shape: ModelShape) -> int:
     attended = query // tensor
     feed_forward = 3 * shape.ffn_hidden // tensor  # gate and up, and their product
     statistics = 4 * (shape.num_heads // tensor + 2)
+    if shape.experts is not None:
+        # What goes in, gate and up, and their product before and after its weight, if experts are used alike.
+        copies = shape.experts.per_token
+        feed_forward = copies * (actor.ranks_per_expert * shape.hidden + 4 * shape.ffn_hidden) // tensor
+        statistics += 4 * (shape.hidden + 2 * shape.experts.num) // split  # the router's, in float32
     return item * (residual + projected + rotated + angles + attended + feed_forward) + statistics
 
 
@@ -291,11 +329,20 @@ def _scoring_bytes(recipe: Recipe, shape: ModelShape) -> int:
 def _backward_bytes_per_token(recipe: Recipe, shape: ModelShape) -> int:
     """Gradients of the widest tensors of one layer, alive together."""
     item = 4 if recipe.run.device == "cpu" else 2
-    return item * (4 * shape.ffn_hidden // recipe.roles.actor.tensor + 2 * shape.hidden)
+    actor = recipe.roles.actor
+    if shape.experts is None:
+        return item * (4 * shape.ffn_hidden // actor.tensor + 2 * shape.hidden)
+    copies = shape.experts.per_token
+    in_experts = copies * (4 * shape.ffn_hidden + 2 * actor.ranks_per_expert * shape.hidden) // actor.tensor
+    return item * (in_experts + 2 * shape.hidden)
 
 
 def _is_vocabulary(local_name: str) -> bool:
     return "word_embeddings" in local_name or "output_layer" in local_name
+
+
+def _is_expert(local_name: str) -> bool:
+    return ".experts." in local_name
 
 
 def _total(items: Sequence[Item]) -> int:

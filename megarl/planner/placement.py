@@ -66,12 +66,7 @@ def place(recipe: Recipe) -> Placement:
     A pool has nodes of its own, unless everything runs on the one machine where megarl is started.
     """
     actor, rollout = recipe.roles.actor, recipe.roles.rollout
-    parallel = MegatronParallel(
-        tensor=actor.tensor,
-        pipeline=actor.pipeline,
-        virtual_pipeline=actor.virtual_pipeline,
-        data=recipe.data_parallel,
-    )
+    parallel = MegatronParallel.of(actor, data=recipe.data_parallel)
     actor_places = _places(recipe, actor.pool)
     ranks = tuple(_rank_place(parallel, rank, actor_places[rank]) for rank in range(parallel.world_size))
     engine_ranks: tuple[EnginePlace, ...] = ()

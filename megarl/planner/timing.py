@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from megarl.config.algorithm import SftConfig
 from megarl.config.model import ModelShape
@@ -17,7 +16,7 @@ from megarl.planner.hardware import (
 )
 from megarl.planner.memory import EngineMemory
 from megarl.planner.placement import Placement
-from megarl.weights.canonical import EMBEDDING, canonical_tensors
+from megarl.weights.canonical import num_active_parameters, num_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +85,7 @@ def estimate(
     if engine is not None and not is_sft:
         running = _running_requests(recipe, placement, workload, engine, sequences)
         rollout_s = _rollout_s(recipe, shape, placement, gpu, workload, engine, sequences, running)
-    model_bytes = 2 * _num_parameters(shape)
+    model_bytes = 2 * num_parameters(shape)
     return Timing(
         rollout_s=rollout_s,
         # The first update's own forward pass serves as the old policy where there is only one.
@@ -135,7 +134,7 @@ def _rollout_s(
     prompts = recipe.train.prompts_per_step * workload.mean_prompt_tokens
     prefill_s = 2 * weights * prompts / (num_gpus * gpu.flops * PREFILL_EFFICIENCY)
     mean_context = workload.mean_prompt_tokens + workload.mean_response_tokens // 2
-    read = engine.weight_bytes + running * mean_context * engine.cache_bytes_per_token
+    read = _read_bytes(shape, engine, running) + running * mean_context * engine.cache_bytes_per_token
     read_s = read / (gpu.memory_gb_per_s * 1e9 * DECODE_EFFICIENCY)
     compute_s = 2 * weights * running / (tensor * gpu.flops * PREFILL_EFFICIENCY)
     per_engine = sequences / placement.num_engines
@@ -144,14 +143,18 @@ def _rollout_s(
     return prefill_s + steps * max(read_s, compute_s)
 
 
-def _num_parameters(shape: ModelShape) -> int:
-    return sum(prod(spec.shape) for spec in canonical_tensors(shape).values())
-
-
 def _num_multiplied(shape: ModelShape) -> int:
-    """Weights that every token is multiplied with: all but an embedding that is only looked up."""
-    looked_up = 0 if shape.has_tied_embeddings else prod(canonical_tensors(shape)[EMBEDDING].shape)
-    return _num_parameters(shape) - looked_up
+    """Weights that a token is multiplied with: its experts, but no embedding that is only looked up."""
+    looked_up = 0 if shape.has_tied_embeddings else shape.vocab * shape.hidden
+    return num_active_parameters(shape) - looked_up
+
+
+def _read_bytes(shape: ModelShape, engine: EngineMemory, running: int) -> float:
+    """Weights that a step of decoding reads: of the experts those that any of the running requests is sent to."""
+    if shape.experts is None:
+        return engine.weight_bytes
+    missed = (1 - shape.experts.per_token / shape.experts.num) ** running
+    return engine.weight_bytes - missed * engine.expert_bytes
 
 
 def _num_trainer_nodes(placement: Placement) -> int:

@@ -12,10 +12,17 @@ import runpy
 import sys
 import types
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
-from megarl.rollout.cpu_kernels import addmm_in_blocks, assign_req_to_token_pool, mm_in_blocks, murmur_hash32
+from megarl.rollout.cpu_kernels import (
+    addmm_in_blocks,
+    assign_req_to_token_pool,
+    mm_in_blocks,
+    murmur_hash32,
+    own_experts,
+)
 from megarl.rollout.torchvision_ops import declare_torchvision_ops
 
 
@@ -27,6 +34,7 @@ def _install() -> None:
     torch.library.impl("sgl_kernel::murmur_hash32_cpu", "CPU", murmur_hash32)
     _use_gloo_on_arm()
     _allow_deterministic_inference()
+    _divide_experts()
 
 
 class _KernelModule(types.ModuleType):
@@ -72,6 +80,34 @@ def _allow_deterministic_inference() -> None:
 
     add_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = _enable_batch_invariant_mode
+
+
+class _Experts(Protocol):
+    """SGLang's layer, as far as it is needed here."""
+
+    moe_ep_size: int
+    w13_weight: torch.Tensor
+    w2_weight: torch.Tensor
+
+
+class _Routing(Protocol):
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
+
+def _divide_experts() -> None:
+    """SGLang's CPU version of a mixture takes it that a rank has all experts; its compiled kernels do not."""
+    from sglang.srt.layers.moe import fused_moe_native
+
+    undivided = fused_moe_native.moe_forward_native
+
+    def forward(layer: _Experts, tokens: torch.Tensor, routing: _Routing, config: object) -> torch.Tensor:
+        if layer.moe_ep_size == 1:
+            output: torch.Tensor = undivided(layer, tokens, routing, config)
+            return output
+        return own_experts(tokens, routing.topk_weights, routing.topk_ids, layer.w13_weight, layer.w2_weight)
+
+    fused_moe_native.moe_forward_native = forward
 
 
 def _enable_batch_invariant_mode() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 ROWS_PER_BLOCK = 16
 """Matrix products run in blocks of this many rows, so that a row's result does not depend on its neighbours."""
@@ -65,3 +66,22 @@ def addmm_in_blocks(
     bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
     return mm_in_blocks(left, right) * alpha + bias * beta
+
+
+def own_experts(
+    tokens: torch.Tensor,  # [N, hidden]
+    weights: torch.Tensor,  # [N, experts of a token]
+    ids: torch.Tensor,  # [N, experts of a token]; negative where another rank has the expert
+    gate_up: torch.Tensor,  # [experts of this rank, 2 * ffn, hidden]
+    down: torch.Tensor,  # [experts of this rank, hidden, ffn]
+) -> torch.Tensor:
+    """Each token through those of its experts that this rank has, weighted; other ranks add the rest."""
+    output = torch.zeros_like(tokens)
+    for expert in range(len(gate_up)):
+        rows, choices = (ids == expert).nonzero(as_tuple=True)
+        if not len(rows):
+            continue
+        gate, up = F.linear(tokens[rows], gate_up[expert]).chunk(2, dim=-1)
+        made = F.linear(F.silu(gate) * up, down[expert])
+        output.index_add_(0, rows, made * weights[rows, choices, None].to(made.dtype))
+    return output

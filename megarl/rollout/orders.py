@@ -37,6 +37,8 @@ class Route:
     """TP ranks of each engine."""
     engine_dtype: str
     is_cpu_engine: bool
+    expert: int = 1
+    """Sets that an engine's experts are divided into."""
 
     @property
     def num_peers(self) -> int:
@@ -54,6 +56,7 @@ class Route:
         return sglang_layout(
             self.shape,
             tensor=self.tensor,
+            expert=self.expert,
             num_engines=self.num_engines,
             dtype=self.engine_dtype,
             is_cpu_engine=self.is_cpu_engine,

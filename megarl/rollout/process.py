@@ -186,6 +186,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         "--device": spec.device,
         "--dtype": spec.dtype,
         "--tp-size": config.tensor,
+        "--ep-size": config.expert,
         "--max-running-requests": config.max_running_requests,
         "--mem-fraction-static": config.memory_fraction,
         "--random-seed": spec.seed % (1 << 31),
@@ -199,6 +200,9 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         # A prompt that is cut where the batch is full would be computed in another order than a whole one.
         options["--chunked-prefill-size"] = -1
         cached_tokens = cached_tokens or _CPU_CACHED_TOKENS
+    else:
+        # Other kernels keep the experts in an order of their own, which a publish would not know.
+        options["--moe-runner-backend"] = "triton"
     if cached_tokens is not None:
         options["--max-total-tokens"] = cached_tokens
     # An engine that waits would otherwise poll: a whole core, on the machine that is training.

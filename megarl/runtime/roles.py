@@ -222,19 +222,14 @@ async def _connect(
 
 
 def route_of(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, num_engines: int) -> Route:
-    actor = recipe.roles.actor
     dtype = "float32" if recipe.run.device == "cpu" else "bfloat16"
     return Route(
         shape=shape,
-        parallel=MegatronParallel(
-            tensor=actor.tensor,
-            pipeline=actor.pipeline,
-            virtual_pipeline=actor.virtual_pipeline,
-            data=recipe.data_parallel,
-        ),
+        parallel=MegatronParallel.of(recipe.roles.actor, data=recipe.data_parallel),
         trainer_dtype=dtype,
         num_engines=num_engines,
         tensor=config.tensor,
         engine_dtype=dtype,
         is_cpu_engine=recipe.run.device == "cpu",
+        expert=config.expert,
     )

@@ -1,8 +1,9 @@
 """The CPU stand-in for Megatron: released megatron-core, unpatched, on a machine without a GPU.
 
 Megatron asks `torch.cuda` for devices, streams and random states, and writes `device="cuda"` into some of its own
-tensors. Here those questions get the answer a CPU can give. This is the one place in `train` that assigns into
-someone else's module; it is called only when the recipe says `device: cpu`, and changes no arithmetic.
+tensors. Here those questions get the answer a CPU can give, and gloo the collectives it lacks. This is the one place in
+`train` that assigns into someone else's module; it is called only when the recipe says `device: cpu`, and changes no
+arithmetic.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -27,6 +31,9 @@ def install() -> None:
         setattr(megatron_random, name, answer)
     for name, method in _TENSOR_METHODS.items():
         setattr(torch.Tensor, name, method)
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_host
+    for name, collective in _COLLECTIVES.items():
+        setattr(mappings, name, collective)
 
 
 @contextlib.contextmanager
@@ -58,8 +65,49 @@ class _Stream:
 
     def synchronize(self) -> None: ...
 
+    def record_event(self) -> _Stream:
+        return self
+
 
 def _nothing(*_: object, **__: object) -> None: ...
+
+
+def _to_host(tensor: object, *, as_numpy: bool = False, record_stream: bool = False) -> object:
+    """Megatron leaves what is on the host as it is, also where it asked for the arrays that collectives take."""
+    del record_stream
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+_gather_along_first_dim = mappings._gather_along_first_dim
+_reduce_scatter_along_first_dim = mappings._reduce_scatter_along_first_dim
+
+
+def _gather(
+    values: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, use_global_buffer: bool = False
+) -> torch.Tensor:
+    """Gloo gathers equal parts only; others come one after the other."""
+    if sizes is None or group.size() == 1:
+        gathered: torch.Tensor = _gather_along_first_dim(values, group, sizes, use_global_buffer)
+        return gathered
+    parts = [values.new_empty((size, *values.shape[1:])) for size in sizes]
+    parts[group.rank()] = values.contiguous()
+    for source, part in enumerate(parts):
+        if part.numel():
+            dist.broadcast(part, group=group, group_src=source)
+    return torch.cat(parts)
+
+
+def _reduce_scatter(
+    values: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, use_global_buffer: bool = False
+) -> torch.Tensor:
+    if sizes is None or group.size() == 1:
+        reduced: torch.Tensor = _reduce_scatter_along_first_dim(values, group, sizes, use_global_buffer)
+        return reduced
+    parts = [part.clone() for part in torch.split(values, sizes)]
+    for target, part in enumerate(parts):
+        if part.numel():
+            dist.reduce(part, group=group, group_dst=target)
+    return parts[group.rank()]
 
 
 def _rng_state(*_: object, **__: object) -> torch.Tensor:
@@ -89,9 +137,15 @@ _CUDA_ANSWERS: Mapping[str, object] = {
     "Stream": _Stream,
     "current_stream": _Stream,
     "default_stream": _Stream,
+    "stream": lambda _: contextlib.nullcontext(),
     "manual_seed": torch.manual_seed,
     "get_rng_state": _rng_state,
     "set_rng_state": _set_rng_state,
+}
+
+_COLLECTIVES: Mapping[str, object] = {
+    "_gather_along_first_dim": _gather,
+    "_reduce_scatter_along_first_dim": _reduce_scatter,
 }
 
 _RANDOM_ANSWERS: Mapping[str, object] = {"_get_cuda_rng_state": _rng_state, "_set_cuda_rng_state": _set_rng_state}

@@ -1,6 +1,7 @@
-"""Policy and critic as Megatron modules: GPTModel chunks built from a Hugging Face shape, for Llama, Qwen2 and Qwen3.
+"""Policy and critic as Megatron modules: GPTModel chunks built from a Hugging Face shape, for Llama, Qwen2, Qwen3 and
+its mixtures of experts.
 
-Megatron's local layer spec with our own norm and packed attention, so that the same model runs with and without
+Megatron's local layer spec with our own norm, packed attention and router, so that the same model runs with and without
 Transformer Engine's packages. Weights start at zero: whoever builds a model loads it.
 """
 
@@ -22,14 +23,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.config.model import ModelShape, RopeScaling
+from megarl.config.model import Experts, ModelShape, RopeScaling
 from megarl.errors import ConfigError, Problem
 from megarl.train.attention import PackedAttention
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
 from megarl.train.micro_batch import DeviceMicroBatch
 from megarl.train.norm import RMSNorm
+from megarl.train.router import Router
 from megarl.train.topology import Device, Topology
-from megarl.weights.megatron import padded_vocab
+from megarl.weights.megatron import MegatronParallel, padded_vocab
 
 
 class Model(GPTModel):
@@ -136,6 +138,7 @@ class ValueModel(Model):
 def build_chunks(
     shape: ModelShape,
     topology: Topology,
+    parallel: MegatronParallel,
     *,
     is_sequence_parallel: bool,
     device: Device,
@@ -144,22 +147,25 @@ def build_chunks(
     """This rank's chunks, in the order of the layers, on the device; of a critic where the shape has a value head."""
     try:
         config = transformer_config(
-            shape, topology, is_sequence_parallel=is_sequence_parallel, device=device, native=native
+            shape, parallel, is_sequence_parallel=is_sequence_parallel, device=device, native=native
         )
     except (ValueError, AssertionError) as error:
         if not native:
             raise
         problem = Problem(key="roles.actor.megatron", message=f"Megatron refuses {dict(native)}: {error}")
         raise ConfigError(problem.key, (problem,)) from error
-    layers_per_chunk = shape.num_layers // (topology.pipeline * topology.virtual_pipeline)
-    block = TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * layers_per_chunk, layer_norm=RMSNorm)
     kind = ValueModel if shape.has_value_head else PolicyModel
-    return [kind(config, block, shape, topology, chunk) for chunk in range(topology.virtual_pipeline)]
+    chunks: list[Model] = []
+    for chunk in range(parallel.virtual_pipeline):
+        layers = parallel.chunk_layers(shape.num_layers, stage=topology.pipeline_rank, chunk=chunk)
+        block = TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * len(layers), layer_norm=RMSNorm)
+        chunks.append(kind(config, block, shape, topology, chunk))
+    return chunks
 
 
 def transformer_config(
     shape: ModelShape,
-    topology: Topology,
+    parallel: MegatronParallel,
     *,
     is_sequence_parallel: bool,
     device: Device,
@@ -184,14 +190,16 @@ def transformer_config(
         activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=topology.tensor,
-        pipeline_model_parallel_size=topology.pipeline,
-        virtual_pipeline_model_parallel_size=topology.virtual_pipeline if topology.virtual_pipeline > 1 else None,
-        sequence_parallel=is_sequence_parallel and topology.tensor > 1,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
+        num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
+        sequence_parallel=is_sequence_parallel and parallel.tensor > 1,
         # Interleaved stages exchange activations and gradients at once. In a batch of transfers between the same two
         # ranks (pipeline 2) they are mistaken for each other; one by one, both sides post them in the same order.
-        batch_p2p_comm=topology.virtual_pipeline == 1,
-        overlap_p2p_comm=topology.virtual_pipeline > 1,
+        batch_p2p_comm=parallel.virtual_pipeline == 1,
+        overlap_p2p_comm=parallel.virtual_pipeline > 1,
         bf16=is_cuda,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -208,8 +216,26 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        **(_mixture_fields(shape.experts, shape, parallel) if shape.experts else {}),
         **native,
     )
+
+
+def _mixture_fields(experts: Experts, shape: ModelShape, parallel: MegatronParallel) -> dict[str, object]:
+    return {
+        "num_moe_experts": experts.num,
+        "moe_ffn_hidden_size": shape.ffn_hidden,
+        "moe_router_topk": experts.per_token,
+        # A softmax over the chosen logits is the softmax over all of them, divided by its sum over the chosen.
+        "moe_router_pre_softmax": not experts.is_normalized,
+        # An auxiliary loss would pull the policy away from what is rewarded, by an amount that depends on how its
+        # tokens are packed. At the learning rates of this stage the balance learnt in pre-training holds.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.ranks_per_expert,
+    }
 
 
 def rotary_frequencies(shape: ModelShape) -> Tensor:
@@ -229,7 +255,10 @@ def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _layer_spec(shape: ModelShape) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.has_qk_norm)
+    num_experts = shape.experts.num if shape.experts else None
+    spec = get_gpt_layer_local_spec(num_experts=num_experts, normalization="RMSNorm", qk_layernorm=shape.has_qk_norm)
+    if num_experts is not None:
+        spec.submodules.mlp.submodules.router = Router
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules

@@ -45,11 +45,16 @@ def forward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[DeviceMic
     """What the model says, without gradients: in order, on the last stage; else nothing."""
 
     def forward_step(indices: Iterator[int], model: torch.nn.Module) -> tuple[object, object]:
-        return model(micro_batches[next(indices)]), None
+        return model(micro_batches[next(indices)]), _keep
 
     with torch.no_grad():
         outputs: list[Output] = _run(forward_step, chunks, micro_batches, is_forward_only=True)
     return outputs
+
+
+def _keep(output: Output) -> tuple[Tensor, Tensor, Output]:
+    """In place of a loss. Without one Megatron asks the output itself for its device, if there are experts."""
+    return torch.zeros(()), torch.zeros((), dtype=torch.int), output
 
 
 def _run(

@@ -68,23 +68,16 @@ class ModelRank:
                 seed=spec.seed,
                 timeout_s=spec.timeout_s,
             )
+            parallel = MegatronParallel.of(spec.split, data=self._topology.data)
             self._models: list[Model] = build_chunks(
                 spec.shape,
                 self._topology,
+                parallel,
                 is_sequence_parallel=spec.split.is_sequence_parallel,
                 device=spec.device,
                 native=spec.split.megatron,
             )
-        self._layout = megatron_layout(
-            spec.shape,
-            MegatronParallel(
-                tensor=spec.split.tensor,
-                pipeline=spec.split.pipeline,
-                virtual_pipeline=spec.split.virtual_pipeline,
-                data=self._topology.data,
-            ),
-            dtype="float32" if spec.device == "cpu" else "bfloat16",
-        )
+        self._layout = megatron_layout(spec.shape, parallel, dtype="float32" if spec.device == "cpu" else "bfloat16")
         self._holding = self._layout.by_rank[spec.rank]
         check_holding(self._holding, specs_of(self.tensors().items()), holder=f"trainer rank {spec.rank}")
 

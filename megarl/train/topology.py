@@ -81,6 +81,8 @@ def initialize(
         tensor_model_parallel_size=split.tensor,
         pipeline_model_parallel_size=split.pipeline,
         virtual_pipeline_model_parallel_size=split.virtual_pipeline if split.virtual_pipeline > 1 else None,
+        expert_model_parallel_size=split.expert,
+        expert_tensor_parallel_size=split.expert_tensor,
         distributed_timeout_minutes=timeout_s / 60,
         create_gloo_process_groups=False,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from megarl.config.model import Family, ModelShape
 from megarl.errors import ConfigError, Problem
 from megarl.weights.slices import Index, TensorSpec
@@ -10,6 +12,9 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
+ROUTER = "mlp.gate.weight"
+DENSE_BLOCK = "mlp."
+"""Within a layer, as ROUTER: what the names of a feed-forward block's matrices begin with."""
 
 
 def canonical_tensors(shape: ModelShape) -> dict[str, TensorSpec]:
@@ -30,6 +35,20 @@ def layer_prefix(index: int) -> str:
     return f"model.layers.{index}."
 
 
+def expert_block(index: int) -> str:
+    return f"mlp.experts.{index}."
+
+
+def num_parameters(shape: ModelShape) -> int:
+    return sum(prod(spec.shape) for spec in canonical_tensors(shape).values())
+
+
+def num_active_parameters(shape: ModelShape) -> int:
+    """Those that one token meets: of the experts only as many as it is sent to."""
+    idle = 0 if shape.experts is None else shape.experts.num - shape.experts.per_token
+    return num_parameters(shape) - idle * shape.num_layers * 3 * shape.ffn_hidden * shape.hidden
+
+
 def head_name(shape: ModelShape) -> str:
     """The canonical tensor that makes logits."""
     return EMBEDDING if shape.has_tied_embeddings else HEAD
@@ -48,9 +67,14 @@ def _layer_shapes(shape: ModelShape) -> dict[str, Index]:
         shapes["self_attn.k_norm.weight"] = (shape.head_dim,)
     shapes["self_attn.o_proj.weight"] = (shape.hidden, query_rows)
     shapes["post_attention_layernorm.weight"] = (shape.hidden,)
-    shapes["mlp.gate_proj.weight"] = (shape.ffn_hidden, shape.hidden)
-    shapes["mlp.up_proj.weight"] = (shape.ffn_hidden, shape.hidden)
-    shapes["mlp.down_proj.weight"] = (shape.hidden, shape.ffn_hidden)
+    blocks = [DENSE_BLOCK]
+    if shape.experts is not None:
+        shapes[ROUTER] = (shape.experts.num, shape.hidden)
+        blocks = [expert_block(index) for index in range(shape.experts.num)]
+    for block in blocks:
+        shapes[f"{block}gate_proj.weight"] = (shape.ffn_hidden, shape.hidden)
+        shapes[f"{block}up_proj.weight"] = (shape.ffn_hidden, shape.hidden)
+        shapes[f"{block}down_proj.weight"] = (shape.hidden, shape.ffn_hidden)
     return shapes
 
 

@@ -60,6 +60,17 @@ def column_window(local_name: str, name: str, spec: TensorSpec, *, start: int, n
     return LocalTensor(name=local_name, shape=(num_rows, num_columns), pieces=pieces)
 
 
+def stacked(local_name: str, layers: Sequence[LocalTensor]) -> LocalTensor:
+    """Tensors of one shape, one after the other along a new first dimension."""
+    (shape,) = {layer.shape for layer in layers}
+    pieces = tuple(
+        Piece(slice=piece.slice, local_name=local_name, local_offsets=(index, *piece.local_offsets))
+        for index, layer in enumerate(layers)
+        for piece in layer.pieces
+    )
+    return LocalTensor(name=local_name, shape=(len(layers), *shape), pieces=pieces)
+
+
 def whole(local_name: str, name: str, spec: TensorSpec) -> LocalTensor:
     """A tensor that every rank has in full."""
     origin = tuple(0 for _ in spec.shape)

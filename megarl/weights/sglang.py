@@ -1,6 +1,7 @@
 """What each SGLang tensor-parallel rank holds. Pure: no SGLang.
 
 The rank of TP rank t of engine e is `e * tensor + t`. Tied embeddings are one parameter: `lm_head` is `embed_tokens`.
+The experts of a layer are two parameters, stacked. With expert parallelism neighbours share a set of experts.
 """
 
 from __future__ import annotations
@@ -10,8 +11,17 @@ from dataclasses import dataclass
 
 from megarl.config.model import ModelShape
 from megarl.errors import ConfigError, Problem
-from megarl.weights.canonical import EMBEDDING, FINAL_NORM, HEAD, canonical_tensors, layer_prefix
-from megarl.weights.fused import LocalTensor, Segment, column_window, replicate, row_window, whole
+from megarl.weights.canonical import (
+    DENSE_BLOCK,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    ROUTER,
+    canonical_tensors,
+    expert_block,
+    layer_prefix,
+)
+from megarl.weights.fused import LocalTensor, Segment, column_window, replicate, row_window, stacked, whole
 from megarl.weights.slices import Layout, TensorSpec
 
 _VOCAB_STEP = 64
@@ -19,20 +29,28 @@ _CPU_FFN_STEP = 32
 
 
 def sglang_layout(
-    shape: ModelShape, *, tensor: int, num_engines: int = 1, dtype: str, is_cpu_engine: bool = False
+    shape: ModelShape, *, tensor: int, expert: int = 1, num_engines: int = 1, dtype: str, is_cpu_engine: bool = False
 ) -> Layout:
     """What every TP rank of every engine holds, as parameters of `dtype`.
 
     Where the ranks do not divide heads or feed-forward rows, an engine on CPU pads them; one on GPU replicates KV heads
     and refuses the rest.
     """
-    grid = _cpu_grid(shape, tensor) if is_cpu_engine else _gpu_grid(shape, tensor)
+    _refuse_uneven_experts(shape, tensor, expert)
+    grid = _cpu_grid(shape, tensor, expert) if is_cpu_engine else _gpu_grid(shape, tensor, expert)
     canonical = canonical_tensors(shape)
     holdings = []
     for rank in range(tensor):
         ranks = [engine * tensor + rank for engine in range(num_engines)]
         holdings += replicate(ranks, _rank_tensors(shape, canonical, grid, rank), dtype=dtype)
     return Layout(canonical=canonical, holdings=tuple(sorted(holdings, key=lambda holding: holding.rank)))
+
+
+def _refuse_uneven_experts(shape: ModelShape, tensor: int, expert: int) -> None:
+    num_experts = shape.experts.num if shape.experts else 0
+    for what, count in ((f"tensor {tensor}", tensor), (f"the {num_experts} experts", num_experts)):
+        if count % expert:
+            raise ConfigError("SGLang layout", (Problem(key="expert", message=f"{expert} does not divide {what}"),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +62,24 @@ class _Grid:
     kv_replicas: int
     """Ranks that share one KV head."""
     ffn: int
+    ffn_ranks: int
+    """Ranks that share a feed-forward block; the next ones have other experts."""
+    experts: int
+    """Of every rank; 0 in a dense model."""
     vocab: int
 
 
-def _gpu_grid(shape: ModelShape, tensor: int) -> _Grid:
+def _gpu_grid(shape: ModelShape, tensor: int, expert: int) -> _Grid:
     vocab = _round_up(shape.vocab, _VOCAB_STEP)
+    ffn_ranks = tensor // expert
     problems = [
-        Problem(key="tensor", message=f"{tensor} does not divide {what} {count}")
-        for what, count in (
-            ("attention heads", shape.num_heads),
-            ("ffn_hidden", shape.ffn_hidden),
-            ("padded vocabulary", vocab),
+        Problem(key="tensor", message=f"{size} does not divide {what} {count}")
+        for what, count, size in (
+            ("attention heads", shape.num_heads, tensor),
+            ("ffn_hidden", shape.ffn_hidden, ffn_ranks),
+            ("padded vocabulary", vocab, tensor),
         )
-        if count % tensor
+        if count % size
     ]
     if shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
         message = f"{tensor} is neither a divisor nor a multiple of the {shape.num_kv_heads} KV heads"
@@ -67,19 +90,23 @@ def _gpu_grid(shape: ModelShape, tensor: int) -> _Grid:
         heads=shape.num_heads // tensor,
         kv_heads=max(1, shape.num_kv_heads // tensor),
         kv_replicas=max(1, tensor // shape.num_kv_heads),
-        ffn=shape.ffn_hidden // tensor,
+        ffn=shape.ffn_hidden // ffn_ranks,
+        ffn_ranks=ffn_ranks,
+        experts=shape.experts.num // expert if shape.experts else 0,
         vocab=vocab // tensor,
     )
 
 
-def _cpu_grid(shape: ModelShape, tensor: int) -> _Grid:
+def _cpu_grid(shape: ModelShape, tensor: int, expert: int) -> _Grid:
     vocab_step = _VOCAB_STEP if _round_up(shape.vocab, _VOCAB_STEP) % tensor == 0 else _VOCAB_STEP * tensor
     kv_heads = _round_up(shape.num_kv_heads, tensor)
     return _Grid(
         heads=kv_heads * (shape.num_heads // shape.num_kv_heads) // tensor,
         kv_heads=kv_heads // tensor,
         kv_replicas=1,
-        ffn=_round_up(shape.ffn_hidden, _CPU_FFN_STEP * tensor) // tensor,
+        ffn=_round_up(shape.ffn_hidden, _CPU_FFN_STEP * tensor) // (tensor // expert),
+        ffn_ranks=tensor // expert,
+        experts=shape.experts.num // expert if shape.experts else 0,
         vocab=_round_up(shape.vocab, vocab_step) // tensor,
     )
 
@@ -111,13 +138,27 @@ def _layer_tensors(
     for norm in norms:
         name = f"{prefix}{norm}.weight"
         yield whole(name, name, canonical[name])
-    gate_up = (
-        *_share(f"{prefix}mlp.gate_proj.weight", rank, grid.ffn, shape.ffn_hidden),
-        *_share(f"{prefix}mlp.up_proj.weight", rank, grid.ffn, shape.ffn_hidden),
+    part, first = rank % grid.ffn_ranks, rank // grid.ffn_ranks * grid.experts
+    if shape.experts is None:
+        block = f"{prefix}{DENSE_BLOCK}"
+        yield _gate_up(shape, grid, part, f"{block}gate_up_proj.weight", block)
+        yield _columns(canonical, f"{block}down_proj.weight", part, grid.ffn)
+        return
+    yield whole(f"{prefix}{ROUTER}", f"{prefix}{ROUTER}", canonical[f"{prefix}{ROUTER}"])
+    blocks = [f"{prefix}{expert_block(index)}" for index in range(first, first + grid.experts)]
+    gate_up = [_gate_up(shape, grid, part, block, block) for block in blocks]
+    yield stacked(f"{prefix}mlp.experts.w13_weight", gate_up)
+    down = [_columns(canonical, f"{block}down_proj.weight", part, grid.ffn) for block in blocks]
+    yield stacked(f"{prefix}mlp.experts.w2_weight", down)
+
+
+def _gate_up(shape: ModelShape, grid: _Grid, part: int, name: str, block: str) -> LocalTensor:
+    """[gate of the rank; up of the rank]."""
+    segments = (
+        *_share(f"{block}gate_proj.weight", part, grid.ffn, shape.ffn_hidden),
+        *_share(f"{block}up_proj.weight", part, grid.ffn, shape.ffn_hidden),
     )
-    gate_up_name = f"{prefix}mlp.gate_up_proj.weight"
-    yield row_window(gate_up_name, gate_up, start=0, num_rows=2 * grid.ffn, columns=(shape.hidden,))
-    yield _columns(canonical, f"{prefix}mlp.down_proj.weight", rank, grid.ffn)
+    return row_window(name, segments, start=0, num_rows=2 * grid.ffn, columns=(shape.hidden,))
 
 
 def _qkv(

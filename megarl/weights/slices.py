@@ -54,6 +54,7 @@ class Piece:
     slice: Slice
     local_name: str
     local_offsets: Index
+    """One number per dimension of the holder's tensor. Dimensions that the box lacks come first: they are indices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,5 +108,7 @@ def subtract(offsets: Index, shape: Index, hole_offsets: Index, hole_shape: Inde
 
 
 def shift(offsets: Index, origin: Index, local_origin: Index) -> Index:
-    """`offsets`, given in the coordinates of `origin`, in those of `local_origin`."""
-    return tuple(offset - start + local for offset, start, local in zip(offsets, origin, local_origin, strict=True))
+    """`offsets`, given in the coordinates of `origin`, in those of `local_origin`; its indices stay in front."""
+    indices, local = local_origin[: -len(offsets)], local_origin[-len(offsets) :]
+    shifted = (offset - start + place for offset, start, place in zip(offsets, origin, local, strict=True))
+    return (*indices, *shifted)

@@ -32,9 +32,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def box_of(tensor: torch.Tensor, offsets: Index, shape: Index) -> torch.Tensor:
-    """A view of the box, detached from autograd."""
-    view = tensor.detach()
-    for axis, (start, size) in enumerate(zip(offsets, shape, strict=True)):
+    """A view of the box, detached from autograd. Dimensions that it lacks come first in `offsets`, as indices."""
+    indices, starts = offsets[: -len(shape)], offsets[-len(shape) :]
+    view = tensor.detach()[indices]
+    for axis, (start, size) in enumerate(zip(starts, shape, strict=True)):
         view = view.narrow(axis, start, size)
     return view
 

@@ -14,8 +14,8 @@ from megarl.cli.plan import WIDTH
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPES = ROOT / "recipes"
-GPU_OF = {"dapo_32b": "h200"}
-PUBLIC = ["grpo_7b", "grpo_70b", "dapo_32b"]
+GPU_OF = {"dapo_32b": "h200", "grpo_235b": "h200"}
+PUBLIC = ["grpo_7b", "grpo_70b", "grpo_235b", "dapo_32b"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

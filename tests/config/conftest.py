@@ -19,6 +19,15 @@ SHAPE = {
 }
 
 
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "moe_intermediate_size": 96,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+
+
 def write_model(folder: Path, **changes: object) -> None:
     """What is looked at before a run starts; a change to None leaves the key out."""
     folder.mkdir()
@@ -40,6 +49,10 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "yarn", rope_scaling={"rope_type": "yarn", "factor": 4.0})
     write_model(folder / "six_kv_heads", num_attention_heads=12, num_key_value_heads=6, intermediate_size=96)
     write_model(folder / "narrow", intermediate_size=130)
+    write_model(folder / "mixture", **MIXTURE)
+    write_model(folder / "partly_dense", **{**MIXTURE, "mlp_only_layers": [0]})
+    write_model(folder / "one_expert_each", **{**MIXTURE, "num_experts_per_tok": 1})
+    write_model(folder / "no_experts", **{**MIXTURE, "num_experts": None})
     for folder_name, missing in (
         ("no_weights", "model.safetensors"),
         ("no_tokenizer", "tokenizer.json"),

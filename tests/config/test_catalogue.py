@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from math import prod
 from pathlib import Path
 
 import pytest
 
 from megarl.config.catalogue import CATALOGUE, catalogue_name
-from megarl.weights.canonical import canonical_tensors
+from megarl.weights.canonical import num_active_parameters, num_parameters
 
 PARAMETERS = {
     "qwen2.5-0.5b": 494_032_768,
@@ -24,6 +23,8 @@ PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.1-405b": 405_853_388_800,
@@ -36,7 +37,16 @@ def test_every_entry_is_counted() -> None:
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
-    assert sum(prod(spec.shape) for spec in canonical_tensors(CATALOGUE[name]).values()) == PARAMETERS[name]
+    assert num_parameters(CATALOGUE[name]) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "active"),
+    # Published as 3.3B and 22B; a token meets all of a dense model.
+    [("qwen3-30b-a3b", 3_353_032_704), ("qwen3-235b-a22b", 22_190_763_520), ("qwen3-8b", 8_190_735_360)],
+)
+def test_a_token_meets_as_many_parameters_as_was_published(name: str, active: int) -> None:
+    assert num_active_parameters(CATALOGUE[name]) == active
 
 
 @pytest.mark.parametrize(
@@ -45,6 +55,7 @@ def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
         ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
         ("models/Qwen2.5-72B", "qwen2.5-72b"),
         ("Qwen3-8B-Base", "qwen3-8b"),
+        ("Qwen/Qwen3-235B-A22B", "qwen3-235b-a22b"),
         ("meta-llama/Meta-Llama-3.1-70B-Instruct", "llama-3.1-70b"),
         ("meta-llama/Llama-3.1-405B", "llama-3.1-405b"),
         ("Qwen/Qwen2.5-Math-7B", None),

@@ -20,7 +20,7 @@ class Buffers:
 def buffers(rank: int, world: int, port: int, setup: Setup) -> Buffers:
     trainer = build(rank, world, port, setup)
     optimizer = trainer._optimizer
-    found = [buffer for chunk in optimizer.chunks for buffer in chunk.buffers]
+    found = [buffer for chunk in optimizer.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     result = Buffers(
         weights=sum(buffer.param_data.numel() for buffer in found),
         gradients=sum(buffer.grad_data.numel() for buffer in found),

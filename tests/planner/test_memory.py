@@ -51,6 +51,26 @@ def test_weights_gradients_and_optimizer_are_those_of_the_full_layout(
         assert stage.optimizer_bytes == 6 * stage.weight_bytes // parallel.data
 
 
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        MegatronParallel(tensor=2, data=4, expert=4),
+        MegatronParallel(tensor=4, data=4, expert=8, expert_tensor=1),
+        MegatronParallel(tensor=2, pipeline=3, data=2, expert=4, expert_tensor=1, first_stage_layers=1),
+    ],
+)
+def test_experts_are_divided_and_sharded_over_their_own_replicas(parallel: MegatronParallel) -> None:
+    shape = replace(CATALOGUE["qwen3-30b-a3b"], num_layers=9 if parallel.pipeline == 3 else 4)
+    layout = megatron_layout(shape, parallel, dtype="bfloat16")
+    for stage in stage_memory(shape, parallel, is_cpu=False):
+        tensors = layout.by_rank[parallel.rank(tensor=0, data=0, pipeline=stage.stage)].tensors
+        expert = sum(prod(spec.shape) for name, spec in tensors.items() if ".experts." in name)
+        dense = sum(prod(spec.shape) for name, spec in tensors.items()) - expert
+        assert stage.weight_bytes == pytest.approx(2 * (dense + expert), rel=1e-5)
+        optimizer_bytes = 12 * (dense / parallel.data + expert / parallel.expert_data)
+        assert stage.optimizer_bytes == pytest.approx(optimizer_bytes, rel=1e-4)
+
+
 def test_buffers_are_padded_as_megatron_pads_them() -> None:
     # One parameter per layer is no multiple of 64 elements; a bucket ends at a multiple of lcm(data, 128).
     shape = replace(SHAPE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2, hidden=10, ffn_hidden=3, vocab=5)

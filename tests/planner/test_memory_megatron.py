@@ -27,6 +27,15 @@ SPLITS = [
 ]
 
 
+MIXTURE_SPLITS = [
+    MegatronParallel(tensor=2),
+    MegatronParallel(data=4, expert=2),
+    MegatronParallel(tensor=2, data=2, expert=2),
+    MegatronParallel(tensor=2, data=2, expert=4, expert_tensor=1),
+    MegatronParallel(pipeline=2, data=2, expert=2, last_stage_layers=1),
+]
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
@@ -35,15 +44,22 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-def test_the_ledger_is_what_megatron_allocates(is_tied: bool, cluster: Cluster, tmp_path: Path) -> None:
-    shape = write_tiny_model(tmp_path / "model", "qwen2", tied=is_tied)
-    for parallel in SPLITS:
+@pytest.mark.parametrize(
+    ("family", "is_tied"), [("qwen2", False), ("qwen2", True), ("qwen3_moe", False)], ids=["untied", "tied", "mixture"]
+)
+def test_the_ledger_is_what_megatron_allocates(family: str, is_tied: bool, cluster: Cluster, tmp_path: Path) -> None:
+    shape = write_tiny_model(tmp_path / "model", family, tied=is_tied)
+    for parallel in MIXTURE_SPLITS if shape.experts else SPLITS:
         actor = ActorConfig(
             pool="train",
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
             virtual_pipeline=parallel.virtual_pipeline,
+            is_sequence_parallel=parallel.tensor > 1,
+            expert=parallel.expert,
+            expert_tensor=parallel.expert_tensor,
+            first_stage_layers=parallel.first_stage_layers,
+            last_stage_layers=parallel.last_stage_layers,
         )
         setup = Setup(
             actor=actor,

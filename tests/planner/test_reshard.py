@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.config.catalogue import CATALOGUE
+from megarl.config.model import Experts, ModelShape
 from megarl.planner.hardware import GPUS
 from megarl.planner.placement import place
 from megarl.planner.reshard import BUCKET_BYTES, LinkClass, reshard
@@ -26,23 +27,45 @@ SPLITS = [
 ]
 
 
-@pytest.mark.parametrize("assignments", SPLITS)
-def test_bytes_are_those_of_the_whole_plan(assignments: tuple[str, ...]) -> None:
+MIXTURE = replace(
+    CATALOGUE["qwen3-30b-a3b"], num_layers=6, experts=Experts(num=16, per_token=2, is_normalized=True), vocab=4096
+)
+
+MIXTURE_SPLITS = [
+    ("roles.actor={pool: train, tensor: 2, pipeline: 2, expert: 4}",),
+    (
+        "roles.actor={pool: train, tensor: 4, expert: 8, expert_tensor: 1}",
+        "roles.rollout={pool: rollout, tensor: 4, expert: 4}",
+    ),
+    ("roles.actor={pool: train, pipeline: 4, expert: 4, last_stage_layers: 3}", "roles.rollout.expert=2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "assignments"),
+    [*((SHAPE, split) for split in SPLITS), *((MIXTURE, split) for split in MIXTURE_SPLITS)],
+)
+def test_bytes_are_those_of_the_whole_plan(shape: ModelShape, assignments: tuple[str, ...]) -> None:
     recipe = make_recipe(*assignments)
     placement = place(recipe)
-    assert recipe.roles.rollout is not None
-    whole = plan(
-        megatron_layout(SHAPE, placement.parallel, dtype="bfloat16"),
-        sglang_layout(SHAPE, tensor=recipe.roles.rollout.tensor, num_engines=placement.num_engines, dtype="bfloat16"),
+    rollout = recipe.roles.rollout
+    assert rollout is not None
+    engines = sglang_layout(
+        shape,
+        tensor=rollout.tensor,
+        expert=rollout.expert,
+        num_engines=placement.num_engines,
+        dtype="bfloat16",
     )
-    found = reshard(recipe, SHAPE, placement, H100)
+    whole = plan(megatron_layout(shape, placement.parallel, dtype="bfloat16"), engines)
+    found = reshard(recipe, shape, placement, H100)
     assert found.total_bytes == sum(whole.bytes_by_link.values())
     assert found.staging_bytes == whole.peak_staging_bytes
     assert found.floor_bytes == whole.floor_bytes
     assert found.busiest_bytes == pytest.approx(whole.busiest_bytes, rel=0.15)
     ranks = [holding.rank for holding in whole.target.holdings]
     messages = sum(len(buckets_to(whole, rank, bucket_bytes=BUCKET_BYTES)) for rank in ranks)
-    assert found.num_messages == pytest.approx(messages, rel=0.3)
+    assert found.num_messages == pytest.approx(messages, rel=0.4)
 
 
 def test_separate_nodes_talk_over_the_network_and_one_machine_does_not() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.config.catalogue import CATALOGUE
+from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.planner.hardware import GPUS, TRAIN_EFFICIENCY
 from megarl.planner.memory import engine_memory
@@ -14,15 +15,15 @@ SHAPE = CATALOGUE["qwen2.5-7b"]
 H100 = GPUS["h100"]
 
 
-def time_of(recipe: Recipe, *, response: int = 1000) -> Timing:
+def time_of(recipe: Recipe, *, response: int = 1000, shape: ModelShape = SHAPE) -> Timing:
     assert recipe.roles.rollout is not None
     return estimate(
         recipe,
-        SHAPE,
+        shape,
         place(recipe),
         H100,
         Workload(mean_prompt_tokens=100, mean_response_tokens=response),
-        engine=engine_memory(SHAPE, recipe.roles.rollout, H100.memory_bytes),
+        engine=engine_memory(shape, recipe.roles.rollout, H100.memory_bytes),
         publish_s=0.5,
     )
 
@@ -34,6 +35,18 @@ def test_an_update_is_six_operations_per_weight_and_token() -> None:
     flops = 3 * timing.trained_tokens * (2 * multiplied + attention)
     assert timing.trained_tokens == 128 * 8 * 1100
     assert timing.update_s == pytest.approx(flops / (16 * 989e12 * TRAIN_EFFICIENCY))
+
+
+def test_a_mixture_computes_with_the_experts_of_a_token_and_reads_those_of_the_batch() -> None:
+    mixture = CATALOGUE["qwen3-30b-a3b"]
+    recipe = make_recipe("roles.actor={pool: train, expert: 8}")
+    timing = time_of(recipe, shape=mixture)
+    attention = 2 * 48 * 32 * 128 * 1100
+    flops = 3 * timing.trained_tokens * (2 * (3_353_032_704 - 151936 * 2048) + attention)
+    assert timing.update_s == pytest.approx(flops / (16 * 989e12 * TRAIN_EFFICIENCY))
+    alone = time_of(make_recipe("roles.rollout.max_running_requests=1"), shape=mixture)
+    many = time_of(make_recipe("roles.rollout.max_running_requests=64"), shape=mixture)
+    assert many.rollout_s < alone.rollout_s < 16 * many.rollout_s
 
 
 def test_old_log_probabilities_cost_a_forward_pass_only_with_several_updates() -> None:

@@ -49,23 +49,29 @@ class ServedModel:
             await fleet.close()
 
 
-def serve(folder: Path, family: str, *, tensor: int, tied: bool) -> ServedModel:
+def serve(folder: Path, family: str, *, tensor: int, tied: bool, expert: int = 1) -> ServedModel:
     """Write two tiny models and start an engine on the first; the caller stops it."""
     shape = write_tiny_model(folder / "model", family, tied=tied, layers=2, seed=1)
     write_tiny_model(folder / "other", family, tied=tied, layers=2, seed=2)
-    process = EngineProcess(engine_spec(folder / "model", folder / "run", tensor=tensor))
+    process = EngineProcess(engine_spec(folder / "model", folder / "run", tensor=tensor, expert=expert))
     process.start()
     asyncio.run(process.wait_ready())
     return ServedModel(process=process, folder=folder / "model", other_folder=folder / "other", shape=shape)
 
 
 def engine_spec(
-    model_folder: Path, run_folder: Path, *, tensor: int = 1, port: int | None = None, start_timeout_s: float = 300
+    model_folder: Path,
+    run_folder: Path,
+    *,
+    tensor: int = 1,
+    expert: int = 1,
+    port: int | None = None,
+    start_timeout_s: float = 300,
 ) -> EngineSpec:
     return EngineSpec(
         index=0,
         model_folder=model_folder,
-        config=RolloutRoleConfig(pool="rollout", tensor=tensor, start_timeout_s=start_timeout_s),
+        config=RolloutRoleConfig(pool="rollout", tensor=tensor, expert=expert, start_timeout_s=start_timeout_s),
         device="cpu",
         seed=1,
         run_folder=run_folder,

@@ -18,8 +18,10 @@ from megarl.rollout.client import EngineClient
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import EngineState, Fleet
 from megarl.types import PolicyVersion
+from megarl.weights.megatron import MegatronParallel
 from tests.rollout.engines import REQUEST_TIMEOUT_S, ServedModel, control_of, generator_of, prompt_of, serve
-from tests.rollout.trainers import GROUP_TIMEOUT_S, FlippingGroup, Trainers, meeting_at, route_to
+from tests.rollout.trainers import GROUP_TIMEOUT_S, SPLIT, FlippingGroup, Trainers, meeting_at, route_to
+from tests.tiny_models import FAMILIES
 
 PROMPT = prompt_of(5, 17, 33, 90, 8)
 
@@ -58,7 +60,7 @@ def test_an_engine_of_another_shape_is_refused_with_the_tensor_named(qwen2_tp1: 
         asyncio.run(scenario())
 
 
-async def publish_and_compare(served: ServedModel) -> None:
+async def publish_and_compare(served: ServedModel, parallel: MegatronParallel = SPLIT) -> None:
     """Publish the other weights; nothing may tell them from those SGLang loads from disk."""
     async with served.fleet() as fleet:
         control = control_of(fleet)
@@ -69,7 +71,7 @@ async def publish_and_compare(served: ServedModel) -> None:
             assert old.keys() == new.keys()
             assert not set(old.values()) & set(new.values())
 
-        trainers = Trainers(route_to(served), control, served.other_folder)
+        trainers = Trainers(route_to(served, parallel), control, served.other_folder)
         await trainers.join()
         await trainers.publish(PolicyVersion(1))
         assert await control.fingerprints() == expected
@@ -89,11 +91,30 @@ def test_published_parameters_are_byte_equal_to_those_sglang_loads_itself(served
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_can_be_published_to(family: str, tied: bool, tensor: int, tmp_path: Path) -> None:
     served = serve(tmp_path, family, tensor=tensor, tied=tied)
     try:
         asyncio.run(publish_and_compare(served))
+    finally:
+        served.process.stop()
+
+
+MIXTURE_SPLITS = {
+    "EP2": MegatronParallel(data=2, expert=2),
+    "TP2-EP2": MegatronParallel(tensor=2, data=2, expert=2),
+    "TP2-EP4-ETP1": MegatronParallel(tensor=2, data=2, expert=4, expert_tensor=1),
+    "EP2-PP2": MegatronParallel(pipeline=2, data=2, expert=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (2, 1), (2, 2)], ids=["TP1", "TP2", "EP2"])
+def test_a_mixture_can_be_published_from_every_split_of_its_experts(tensor: int, expert: int, tmp_path: Path) -> None:
+    served = serve(tmp_path, "qwen3_moe", tensor=tensor, tied=False, expert=expert)
+    try:
+        for parallel in MIXTURE_SPLITS.values():
+            asyncio.run(publish_and_compare(served, parallel))
     finally:
         served.process.stop()
 

@@ -3,7 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.rollout.cpu_kernels import addmm_in_blocks, assign_req_to_token_pool, mm_in_blocks, murmur_hash32
+from megarl.rollout.cpu_kernels import (
+    addmm_in_blocks,
+    assign_req_to_token_pool,
+    mm_in_blocks,
+    murmur_hash32,
+    own_experts,
+)
 
 MASK = 0xFFFFFFFF
 
@@ -64,3 +70,20 @@ def test_new_cache_locations_go_to_their_requests() -> None:
         torch.tensor([2, 0]), table, torch.tensor([1, 0]), torch.tensor([3, 1]), torch.tensor([7, 8, 9]), 5
     )
     assert table.tolist() == [[9, 0, 0, 0, 0], [0, 0, 0, 0, 0], [0, 7, 8, 0, 0]]
+
+
+def test_ranks_with_some_experts_each_add_up_to_all_of_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens, weights = (torch.rand(shape, generator=generator) for shape in ((5, 6), (5, 2)))
+    gate_up, down = (torch.randn(shape, generator=generator) for shape in ((4, 8, 6), (4, 6, 4)))
+    ids = torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 1]])
+    found = torch.zeros_like(tokens)
+    for first in (0, 2):
+        local = torch.where((ids >= first) & (ids < first + 2), ids - first, -1)
+        found += own_experts(tokens, weights, local, gate_up[first : first + 2], down[first : first + 2])
+    for row, token in enumerate(tokens):
+        expected = torch.zeros(6)
+        for expert, weight in zip(ids[row].tolist(), weights[row].tolist(), strict=True):
+            gate, up = (gate_up[expert] @ token).chunk(2)
+            expected += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+        torch.testing.assert_close(found[row], expected)

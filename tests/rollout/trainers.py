@@ -26,15 +26,19 @@ BUCKET_BYTES = 16 << 10
 """Small, so that tiny models travel in many buckets."""
 
 
-def route_to(served: ServedModel) -> Route:
+SPLIT = MegatronParallel(tensor=2, pipeline=2)
+
+
+def route_to(served: ServedModel, parallel: MegatronParallel = SPLIT) -> Route:
     return Route(
         shape=served.shape,
-        parallel=MegatronParallel(tensor=2, pipeline=2),
+        parallel=parallel,
         trainer_dtype="float32",
         num_engines=1,
         tensor=served.process.endpoint.tensor,
         engine_dtype="float32",
         is_cpu_engine=True,
+        expert=served.process.spec.config.expert,
     )
 
 

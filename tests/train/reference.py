@@ -104,4 +104,19 @@ class Reference:
                 raise AssertionError(f"no reference for {self._algorithm}")
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
+        return checkpoint_weights(self._model)
+
+
+def checkpoint_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """By the names of a checkpoint, in which no two experts share a tensor."""
+    weights: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        prefix, is_expert, stacked = name.rpartition("experts.")
+        if not is_expert:
+            weights[name] = parameter.detach().clone()
+            continue
+        for index, matrix in enumerate(parameter.detach()):
+            parts = ("gate_proj", "up_proj") if stacked == "gate_up_proj" else (stacked,)
+            for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True):
+                weights[f"{prefix}experts.{index}.{part}.weight"] = rows.clone()
+    return weights

@@ -20,7 +20,10 @@ from tests.train.cluster import Cluster
 from tests.train.conftest import Models
 from tests.train.reference import Model
 from tests.train.samples import make_samples
-from tests.train.test_rank import SPLITS, packed, setup_of
+from tests.train.test_rank import MIXTURE_SPLITS, packed, setup_of
+from tests.train.test_rank import SPLITS as DENSE_SPLITS
+
+SPLITS = {**DENSE_SPLITS, **MIXTURE_SPLITS}
 
 ADAM = OptimizerConfig(learning_rate=1e-3, eps=1e-4, warmup_steps=2, decay="cosine")
 NUM_STEPS = 4
@@ -63,11 +66,17 @@ def train_in_two_parts(cluster: Cluster, model: Model, first: str, second: str, 
     return resumed[0][0]
 
 
-@pytest.mark.parametrize("split", ["TP1", "TP2-SP", "PP2-VPP2", "DP2", "TP2-PP2"])
+@pytest.mark.parametrize(
+    ("family", "split"),
+    [
+        *[("qwen2", split) for split in ("TP1", "TP2-SP", "PP2-VPP2", "DP2", "TP2-PP2")],
+        *[("qwen3_moe", split) for split in ("EP2-DP2", "TP2-EP2")],
+    ],
+)
 def test_training_in_two_parts_gives_the_same_bits(
-    split: str, cluster: Cluster, models: Models, tmp_path: Path
+    family: str, split: str, cluster: Cluster, models: Models, tmp_path: Path
 ) -> None:
-    model = models.get("qwen2", tied=True)
+    model = models.get(family, tied=family == "qwen2")
     expected_state = train_whole(cluster, model, split, tmp_path / "at_once")
     state = train_in_two_parts(cluster, model, split, split, tmp_path)
     assert state == expected_state
@@ -78,11 +87,21 @@ def test_training_in_two_parts_gives_the_same_bits(
         assert torch.equal(tensor, found[name]), name
 
 
-@pytest.mark.parametrize(("first", "second"), [("TP2", "PP2"), ("PP2", "DP2"), ("DP2", "TP2-PP2"), ("TP2-PP2", "TP1")])
+@pytest.mark.parametrize(
+    ("family", "first", "second"),
+    [
+        ("qwen3", "TP2", "PP2"),
+        ("qwen3", "PP2", "DP2"),
+        ("qwen3", "DP2", "TP2-PP2"),
+        ("qwen3", "TP2-PP2", "TP1"),
+        ("qwen3_moe", "EP2", "TP2-SP"),
+        ("qwen3_moe", "TP2-EP4-ETP1", "EP2-PP2"),
+    ],
+)
 def test_another_layout_goes_on_where_the_first_stood(
-    first: str, second: str, cluster: Cluster, models: Models, tmp_path: Path
+    family: str, first: str, second: str, cluster: Cluster, models: Models, tmp_path: Path
 ) -> None:
-    model = models.get("qwen3", tied=True)
+    model = models.get(family, tied=family == "qwen3")
     train_whole(cluster, model, first, tmp_path / "at_once")
     train_in_two_parts(cluster, model, first, second, tmp_path)
     expected, found = saved_tensors(tmp_path / "at_once"), saved_tensors(tmp_path / "whole")

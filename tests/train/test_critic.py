@@ -21,11 +21,13 @@ from megarl.weights.megatron import MegatronParallel, megatron_layout
 from tests.train import jobs
 from tests.train.cluster import Cluster
 from tests.train.conftest import Models
-from tests.train.reference import Model
+from tests.train.reference import Model, checkpoint_weights
 from tests.train.samples import make_samples
-from tests.train.test_rank import DESCENT, SPLITS, TOLERANCE, packed
+from tests.train.test_rank import DESCENT, MIXTURE_SPLITS, TOLERANCE, packed
+from tests.train.test_rank import SPLITS as DENSE_SPLITS
 
 GAE = GaeConfig(kind="gae")
+SPLITS = {**DENSE_SPLITS, **MIXTURE_SPLITS}
 
 
 def critic_samples(model: Model, *, num: int = 7, seed: int = 11) -> list[TrainSample]:
@@ -93,17 +95,12 @@ class SlowCritic:
         return loss.item(), grad_norm.item()
 
     def weights(self) -> dict[str, Tensor]:
-        body = {f"model.{name}": tensor.detach() for name, tensor in self.body.named_parameters()}
+        body = {f"model.{name}": tensor for name, tensor in checkpoint_weights(self.body).items()}
         return {**body, VALUE_HEAD: self.head.weight.detach()}
 
 
 def whole_weights(outcomes: Sequence[jobs.CriticOutcome], model: Model, split: CriticConfig) -> dict[str, Tensor]:
-    parallel = MegatronParallel(
-        tensor=split.tensor,
-        pipeline=split.pipeline,
-        virtual_pipeline=split.virtual_pipeline,
-        data=len(outcomes) // split.model_parallel,
-    )
+    parallel = MegatronParallel.of(split, data=len(outcomes) // split.model_parallel)
     layout = megatron_layout(model.shape.as_critic(), parallel, dtype="float32")
     weights = {name: torch.full(spec.shape, torch.nan) for name, spec in layout.canonical.items()}
     for rank, outcome in enumerate(outcomes):
@@ -118,8 +115,14 @@ def whole_weights(outcomes: Sequence[jobs.CriticOutcome], model: Model, split: C
     return weights
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("llama", False)], ids=["qwen2-tied", "llama-untied"])
+@pytest.mark.parametrize(
+    ("family", "tied", "split"),
+    [
+        *[("qwen2", True, split) for split in DENSE_SPLITS],
+        *[("llama", False, split) for split in DENSE_SPLITS],
+        ("qwen3_moe", False, "TP2-EP2"),
+    ],
+)
 def test_equals_a_slow_critic_for_every_split(
     family: str, tied: bool, split: str, cluster: Cluster, models: Models
 ) -> None:

@@ -5,7 +5,6 @@ from typing import cast
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -14,7 +13,7 @@ from megarl.config.model import read_model_shape
 from megarl.config.native.owned import owned
 from megarl.train import model as model_module
 from megarl.train.model import rotary_frequencies, transformer_config
-from megarl.train.topology import Topology
+from megarl.weights.megatron import MegatronParallel
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -25,27 +24,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
-NO_GROUP = cast("dist.ProcessGroup", None)
-ALONE = Topology(
-    rank=0,
-    world=1,
-    tensor_rank=0,
-    tensor=1,
-    pipeline_rank=0,
-    pipeline=1,
-    virtual_pipeline=1,
-    data_rank=0,
-    data=1,
-    tensor_group=NO_GROUP,
-    pipeline_group=NO_GROUP,
-    data_group=NO_GROUP,
-    device=torch.device("cpu"),
-)
 
-
-def config_with(**native: object) -> TransformerConfig:
-    shape = CATALOGUE["qwen3-8b"]
-    return transformer_config(shape, ALONE, is_sequence_parallel=False, device="cpu", native=native)
+def config_with(name: str = "qwen3-8b", **native: object) -> TransformerConfig:
+    shape = CATALOGUE[name]
+    return transformer_config(shape, MegatronParallel(), is_sequence_parallel=False, device="cpu", native=native)
 
 
 def test_fields_of_the_recipe_reach_megatron() -> None:
@@ -55,9 +37,10 @@ def test_fields_of_the_recipe_reach_megatron() -> None:
     assert config.num_layers == CATALOGUE["qwen3-8b"].num_layers
 
 
-def test_no_field_is_set_by_both_megarl_and_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])
+def test_no_field_is_set_by_both_megarl_and_a_recipe(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_module, "TransformerConfig", lambda **fields: fields)
-    own = cast("dict[str, object]", config_with())
+    own = cast("dict[str, object]", config_with(name))
     assert len(own) > 30
     assert [name for name in own if owned("megatron", name, device="cpu") is None] == []
 

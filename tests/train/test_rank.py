@@ -44,6 +44,18 @@ SPLITS = {
     "DP2": (2, ActorConfig(pool="train")),
 }
 
+MIXTURE_SPLITS = {
+    "TP1": SPLITS["TP1"],
+    "TP2-SP": SPLITS["TP2-SP"],
+    "PP2-VPP2": SPLITS["PP2-VPP2"],
+    "EP2": (2, ActorConfig(pool="train", expert=2)),
+    "EP2-DP2": (4, ActorConfig(pool="train", expert=2)),
+    "TP2-EP2": (4, ActorConfig(pool="train", tensor=2, is_sequence_parallel=True, expert=2)),
+    "TP2-EP2-ETP1": (2, ActorConfig(pool="train", tensor=2, is_sequence_parallel=True, expert=2, expert_tensor=1)),
+    "TP2-EP4-ETP1": (4, ActorConfig(pool="train", tensor=2, is_sequence_parallel=True, expert=4, expert_tensor=1)),
+    "EP2-PP2": (4, ActorConfig(pool="train", pipeline=2, expert=2, first_stage_layers=1)),
+}
+
 
 def packed(
     samples: Sequence[TrainSample], *, world: int, actor: ActorConfig, budget: int = 48, per_update: int | None = None
@@ -65,12 +77,7 @@ def setup_of(model: Model, actor: ActorConfig, algorithm: AlgorithmConfig = GRPO
 
 def whole_weights(outcomes: Sequence[jobs.Outcome], model: Model, actor: ActorConfig) -> dict[str, Tensor]:
     """Canonical tensors put together from every rank's parameters; replicas must be equal to the last bit."""
-    parallel = MegatronParallel(
-        tensor=actor.tensor,
-        pipeline=actor.pipeline,
-        virtual_pipeline=actor.virtual_pipeline,
-        data=len(outcomes) // actor.model_parallel,
-    )
+    parallel = MegatronParallel.of(actor, data=len(outcomes) // actor.model_parallel)
     layout = megatron_layout(model.shape, parallel, dtype="float32")
     weights = {name: torch.full(spec.shape, torch.nan) for name, spec in layout.canonical.items()}
     for rank, outcome in enumerate(outcomes):
@@ -102,8 +109,11 @@ def assert_same_logprobs(found: Sequence[np.ndarray], expected: Sequence[Tensor]
         np.testing.assert_allclose(array, tensor.numpy(), rtol=0, atol=TOLERANCE, err_msg=f"sample {index}")
 
 
+References = dict[Path, tuple[list[Tensor], tuple[float, float, float], dict[str, Tensor]]]
+
+
 @pytest.fixture(scope="session")
-def references() -> dict[Path, tuple[list[Tensor], tuple[float, float, float], dict[str, Tensor]]]:
+def references() -> References:
     """What the Hugging Face model says, computed once per model."""
     return {}
 
@@ -112,21 +122,28 @@ def references() -> dict[Path, tuple[list[Tensor], tuple[float, float, float], d
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_equals_the_hugging_face_model_for_every_split(
-    family: str,
-    tied: bool,
-    split: str,
-    cluster: Cluster,
-    models: Models,
-    references: dict[Path, tuple[list[Tensor], tuple[float, float, float], dict[str, Tensor]]],
+    family: str, tied: bool, split: str, cluster: Cluster, models: Models, references: References
 ) -> None:
-    model = models.get(family, tied=tied)
+    check_equals_hugging_face(models.get(family, tied=tied), SPLITS[split], cluster, references)
+
+
+@pytest.mark.parametrize("split", MIXTURE_SPLITS)
+def test_a_mixture_equals_the_hugging_face_model_for_every_split(
+    split: str, cluster: Cluster, models: Models, references: References
+) -> None:
+    check_equals_hugging_face(models.get("qwen3_moe", tied=False), MIXTURE_SPLITS[split], cluster, references)
+
+
+def check_equals_hugging_face(
+    model: Model, split: tuple[int, ActorConfig], cluster: Cluster, references: References
+) -> None:
     samples = make_samples(7, vocab=model.shape.vocab)
     if model.folder not in references:
         reference = Reference(model, DESCENT, GRPO, TEMPERATURE)
         old = reference.logprobs(samples)
         references[model.folder] = (old, reference.update(samples, old), reference.weights())
     logprobs, (loss, entropy, grad_norm), weights = references[model.folder]
-    world, actor = SPLITS[split]
+    world, actor = split
     packings = [packed(samples, world=world, actor=actor, budget=budget) for budget in (20, 64)]
 
     outcomes = cluster.run(world, jobs.train, setup_of(model, actor), packings, packings[0])
@@ -140,6 +157,25 @@ def test_equals_the_hugging_face_model_for_every_split(
         assert stats.grad_norm == pytest.approx(grad_norm, abs=TOLERANCE)
         assert grad_norm > DESCENT.clip_grad_norm, "nothing was clipped"
     assert_close(whole_weights(outcomes, model, actor), weights)
+
+
+def test_weights_over_all_experts_are_left_as_they_are(
+    cluster: Cluster, references: References, tmp_path: Path
+) -> None:
+    shape = write_tiny_model(tmp_path, "qwen3_moe", is_normalized=False)
+    check_equals_hugging_face(Model(folder=tmp_path, shape=shape), MIXTURE_SPLITS["EP2"], cluster, references)
+
+
+def test_recomputed_experts_give_the_same_update(cluster: Cluster, models: Models) -> None:
+    model = models.get("qwen3_moe", tied=False)
+    samples = make_samples(5, vocab=model.shape.vocab, seed=6)
+    world, actor = MIXTURE_SPLITS["TP2-EP2-ETP1"]
+    batch = packed(samples, world=world, actor=actor)
+    plain, recomputed = (
+        cluster.run(world, jobs.train, setup_of(model, actor.model_copy(update={"megatron": fields})), [], batch)
+        for fields in ({}, FULL)
+    )
+    assert_close(whole_weights(recomputed, model, actor), whole_weights(plain, model, actor))
 
 
 @pytest.mark.parametrize("native", [FULL, SELECTIVE], ids=["full", "selective"])
@@ -257,9 +293,16 @@ def test_the_mismatch_compares_probabilities_of_trainer_and_engine(cluster: Clus
     assert stats.mismatch_max == pytest.approx(differences.max().item(), abs=1e-6)
 
 
-def test_the_same_update_gives_the_same_bits(cluster: Cluster, models: Models) -> None:
-    model = models.get("qwen2", tied=False)
-    world, actor = SPLITS["TP2-SP"]
+@pytest.mark.parametrize(
+    ("family", "split"),
+    [("qwen2", SPLITS["TP2-SP"]), ("qwen3_moe", MIXTURE_SPLITS["TP2-EP2"])],
+    ids=["dense", "mixture"],
+)
+def test_the_same_update_gives_the_same_bits(
+    family: str, split: tuple[int, ActorConfig], cluster: Cluster, models: Models
+) -> None:
+    model = models.get(family, tied=False)
+    world, actor = split
     batch = packed(make_samples(6, vocab=model.shape.vocab), world=world, actor=actor)
     runs = [cluster.run(world, jobs.train, setup_of(model, actor), [], batch) for _ in range(2)]
     for first, second in zip(*runs, strict=True):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from megarl.config.model import Family, ModelShape
+from megarl.config.model import Experts, Family, ModelShape
 from megarl.weights.canonical import canonical_tensors
 from megarl.weights.megatron import MegatronParallel, padded_vocab
 from megarl.weights.plan import Move
@@ -49,8 +49,9 @@ def make_shape(
         rope_scaling=None,
         has_tied_embeddings=tied,
         has_qkv_bias=family is Family.QWEN2,
-        has_qk_norm=family is Family.QWEN3,
+        has_qk_norm=family in (Family.QWEN3, Family.QWEN3_MOE),
         dtype="float32",
+        experts=Experts(num=4, per_token=2, is_normalized=True) if family is Family.QWEN3_MOE else None,
     )
 
 
@@ -68,12 +69,39 @@ def shapes(draw: st.DrawFn) -> ModelShape:
 
 @st.composite
 def parallels(draw: st.DrawFn) -> MegatronParallel:
-    pipeline, virtual_pipeline = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1)]))
+    pipeline, virtual_pipeline, first, last = draw(
+        st.sampled_from(
+            [
+                (1, 1, None, None),
+                (2, 1, None, None),
+                (2, 2, None, None),
+                (4, 1, None, None),
+                (2, 1, 1, None),
+                (2, 1, None, 1),
+                (3, 1, 1, 1),
+            ]
+        )
+    )
+    tensor, data = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
+    expert, expert_tensor = draw(
+        st.sampled_from(
+            [
+                (expert, expert_tensor)
+                for expert in (1, 2, 4)
+                for expert_tensor in (None, 1, 2)
+                if tensor * data % (expert * (expert_tensor or tensor)) == 0
+            ]
+        )
+    )
     return MegatronParallel(
-        tensor=draw(st.sampled_from([1, 2, 4])),
+        tensor=tensor,
         pipeline=pipeline,
         virtual_pipeline=virtual_pipeline,
-        data=draw(st.integers(1, 3)),
+        data=data,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        first_stage_layers=first,
+        last_stage_layers=last,
     )
 
 
@@ -93,7 +121,10 @@ def empty(holding: Holding) -> Arrays:
 
 
 def box(array: Array, offsets: Index, extent: Index) -> Array:
-    return array[tuple(slice(start, start + size) for start, size in zip(offsets, extent, strict=True))]
+    """Dimensions that the box lacks come first, as indices."""
+    indices, starts = offsets[: -len(extent)], offsets[-len(extent) :]
+    inner: Array = array[indices]
+    return inner[tuple(slice(start, start + size) for start, size in zip(starts, extent, strict=True))]
 
 
 def fill_from_canonical(holding: Holding, model: Mapping[str, Array]) -> Arrays:
@@ -117,11 +148,19 @@ def apply(moves: Iterable[Move], sources: Mapping[int, Arrays], targets: Mapping
 
 
 def megatron_rank(
-    shape: ModelShape, parallel: MegatronParallel, model: Mapping[str, Array], *, tensor: int, stage: int
+    shape: ModelShape, parallel: MegatronParallel, model: Mapping[str, Array], *, tensor: int, data: int, stage: int
 ) -> Arrays:
     """The parameters of one Megatron rank, from the joined ones of all tensor-parallel ranks."""
     size, num_chunks = parallel.tensor, parallel.pipeline * parallel.virtual_pipeline
-    layers = shape.num_layers // num_chunks
+    first, last = parallel.first_stage_layers, parallel.last_stage_layers
+    fixed = (first or 0) + (last or 0)
+    equal = (shape.num_layers - fixed) // max(1, num_chunks - (first is not None) - (last is not None))
+    sizes = [equal] * num_chunks
+    sizes[0], sizes[-1] = first or equal, last or equal if num_chunks > 1 else equal
+    layers = np.split(np.arange(shape.num_layers), np.cumsum(sizes)[:-1])
+    # Megatron's second numbering of a stage's ranks: [replica, expert set, part of an expert].
+    grid = np.arange(size * parallel.data).reshape(-1, parallel.expert, parallel.expert_tensor or size)
+    ((_, expert_set, part),) = np.argwhere(grid == tensor + size * data)
     arrays: Arrays = {}
 
     def vocab_shard(name: str) -> Array:
@@ -133,9 +172,20 @@ def megatron_rank(
         position = chunk * parallel.pipeline + stage
         if position == 0:
             arrays[f"chunk{chunk}.embedding.word_embeddings.weight"] = vocab_shard("model.embed_tokens.weight")
-        for index in range(layers):
-            hf, local = f"model.layers.{position * layers + index}.", f"chunk{chunk}.decoder.layers.{index}."
+        for index, layer in enumerate(layers[position]):
+            hf, local = f"model.layers.{layer}.", f"chunk{chunk}.decoder.layers.{index}."
             arrays |= {local + name: array for name, array in _megatron_layer(shape, model, hf, tensor, size).items()}
+            blocks = {f"{local}mlp.": f"{hf}mlp."}
+            if shape.experts is not None:
+                arrays[f"{local}mlp.router.weight"] = model[f"{hf}mlp.gate.weight"]
+                of_set = np.split(np.arange(shape.experts.num), parallel.expert)[expert_set]
+                blocks = {
+                    f"{local}mlp.experts.local_experts.{i}.": f"{hf}mlp.experts.{expert}."
+                    for i, expert in enumerate(of_set)
+                }
+            split = (part, grid.shape[2]) if shape.experts else (tensor, size)
+            for name, block in blocks.items():
+                arrays |= {name + key: array for key, array in _megatron_block(model, block, *split).items()}
         if position == num_chunks - 1:
             arrays[f"chunk{chunk}.decoder.final_layernorm.weight"] = model["model.norm.weight"]
             if not shape.has_tied_embeddings:
@@ -162,8 +212,6 @@ def _megatron_layer(shape: ModelShape, model: Mapping[str, Array], hf: str, tens
         "self_attention.linear_qkv.weight": interleaved("weight"),
         "self_attention.linear_proj.weight": split("self_attn.o_proj.weight", 1),
         "pre_mlp_layernorm.weight": model[f"{hf}post_attention_layernorm.weight"],
-        "mlp.linear_fc1.weight": np.concatenate([split("mlp.gate_proj.weight", 0), split("mlp.up_proj.weight", 0)]),
-        "mlp.linear_fc2.weight": split("mlp.down_proj.weight", 1),
     }
     if shape.has_qkv_bias:
         arrays["self_attention.linear_qkv.bias"] = interleaved("bias")
@@ -173,7 +221,13 @@ def _megatron_layer(shape: ModelShape, model: Mapping[str, Array], hf: str, tens
     return arrays
 
 
-def sglang_rank(shape: ModelShape, model: Mapping[str, Array], *, tensor: int, size: int) -> Arrays:
+def _megatron_block(model: Mapping[str, Array], block: str, rank: int, size: int) -> Arrays:
+    gate, up = (np.split(model[f"{block}{name}_proj.weight"], size)[rank] for name in ("gate", "up"))
+    down = np.split(model[f"{block}down_proj.weight"], size, axis=1)[rank]
+    return {"linear_fc1.weight": np.concatenate([gate, up]), "linear_fc2.weight": down}
+
+
+def sglang_rank(shape: ModelShape, model: Mapping[str, Array], *, tensor: int, size: int, expert: int = 1) -> Arrays:
     """The parameters of one SGLang rank on a GPU: whole heads, KV heads repeated where there are too few."""
     kv_rows = np.arange(shape.num_kv_heads).repeat(max(1, size // shape.num_kv_heads))
     kv_heads = np.split(kv_rows, size)[tensor]
@@ -201,10 +255,29 @@ def sglang_rank(shape: ModelShape, model: Mapping[str, Array], *, tensor: int, s
         for suffix in ("weight", "bias") if shape.has_qkv_bias else ("weight",):
             arrays[f"{prefix}self_attn.qkv_proj.{suffix}"] = qkv(f"{prefix}self_attn.", suffix)
         arrays[f"{prefix}self_attn.o_proj.weight"] = split(f"{prefix}self_attn.o_proj.weight", 1)
+        if shape.experts is not None:
+            arrays |= _sglang_experts(shape.experts, model, f"{prefix}mlp.", tensor, size, expert)
+            continue
         gate_up = [split(f"{prefix}mlp.{projection}.weight", 0) for projection in ("gate_proj", "up_proj")]
         arrays[f"{prefix}mlp.gate_up_proj.weight"] = np.concatenate(gate_up)
         arrays[f"{prefix}mlp.down_proj.weight"] = split(f"{prefix}mlp.down_proj.weight", 1)
     return arrays
+
+
+def _sglang_experts(
+    experts: Experts, model: Mapping[str, Array], mlp: str, tensor: int, size: int, expert: int
+) -> Arrays:
+    expert_set, part = divmod(tensor, size // expert)
+
+    def stack(projection: str, axis: int) -> Array:
+        matrices = np.stack([model[f"{mlp}experts.{index}.{projection}.weight"] for index in range(experts.num)])
+        return np.split(np.split(matrices, expert)[expert_set], size // expert, axis=axis)[part]
+
+    return {
+        f"{mlp}gate.weight": model[f"{mlp}gate.weight"],
+        f"{mlp}experts.w13_weight": np.concatenate([stack("gate_proj", 1), stack("up_proj", 1)], axis=1),
+        f"{mlp}experts.w2_weight": stack("down_proj", 2),
+    }
 
 
 def assert_equal(found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:

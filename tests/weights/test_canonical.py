@@ -8,11 +8,11 @@ from safetensors import safe_open
 
 from megarl.errors import ConfigError
 from megarl.weights.canonical import canonical_tensors
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import FAMILIES, write_tiny_model
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_names_and_shapes_are_those_transformers_writes(tmp_path: Path, family: str, tied: bool) -> None:
     shape = write_tiny_model(tmp_path, family, tied=tied, layers=2)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:

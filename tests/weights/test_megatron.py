@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from megatron.core.parallel_state import RankGenerator
 
-from megarl.config.model import ModelShape
+from megarl.config.model import Family, ModelShape
 from megarl.errors import ConfigError
 from megarl.weights.megatron import MegatronParallel, megatron_layout, padded_vocab
 from tests.weights.reference import (
@@ -28,8 +28,8 @@ def test_every_rank_holds_what_joining_and_cutting_whole_tensors_gives(
     assert [holding.rank for holding in layout.holdings] == list(range(parallel.world_size))
     for stage in range(parallel.pipeline):
         for tensor in range(parallel.tensor):
-            expected = megatron_rank(shape, parallel, model, tensor=tensor, stage=stage)
             for data in range(parallel.data):
+                expected = megatron_rank(shape, parallel, model, tensor=tensor, data=data, stage=stage)
                 rank = parallel.rank(tensor=tensor, data=data, pipeline=stage)
                 assert_equal(fill_from_canonical(layout.by_rank[rank], model), expected)
 
@@ -47,6 +47,44 @@ def test_ranks_are_in_megatrons_default_order() -> None:
         for data in range(3):
             ranks = [parallel.rank(tensor=tensor, data=data, pipeline=pipeline) for pipeline in range(2)]
             assert ranks in generator.get_ranks("pp")
+
+
+def test_experts_are_on_the_ranks_that_megatron_groups() -> None:
+    parallel = MegatronParallel(tensor=4, pipeline=2, data=4, expert=4, expert_tensor=2)
+    generator = RankGenerator(tp=2, ep=4, dp=2, pp=2, cp=1, order="tp-cp-ep-dp-pp")
+    places = {
+        parallel.rank(tensor=tensor, data=data, pipeline=stage): parallel.expert_place(tensor=tensor, data=data)
+        for tensor in range(4)
+        for data in range(4)
+        for stage in range(2)
+    }
+    assert parallel.expert_data == 2
+    for group in generator.get_ranks("tp"):
+        assert [(places[rank].expert, places[rank].part) for rank in group] == [
+            (places[group[0]].expert, part) for part in range(2)
+        ]
+    for group in generator.get_ranks("ep"):
+        assert [places[rank].expert for rank in group] == [0, 1, 2, 3]
+    for group in generator.get_ranks("dp"):
+        assert len({(places[rank].expert, places[rank].part) for rank in group}) == 1
+
+
+def test_a_split_of_experts_that_cannot_be_is_refused() -> None:
+    shape = make_shape(Family.QWEN3_MOE)
+    with pytest.raises(ConfigError) as caught:
+        megatron_layout(shape, MegatronParallel(tensor=2, data=2, expert=3), dtype="float32")
+    text = str(caught.value)
+    assert "expert: 3 does not divide the 4 experts" in text
+    assert "expert: 6 ranks for all experts do not divide the 4 ranks of a stage" in text
+    with pytest.raises(ConfigError, match="expert_tensor: 128 does not divide ffn_hidden 64"):
+        megatron_layout(shape, MegatronParallel(data=128, expert_tensor=128), dtype="float32")
+
+
+def test_uneven_stages_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ConfigError, match="do not divide 8 layers of which 1 are given"):
+        megatron_layout(make_shape(layers=8), MegatronParallel(pipeline=3, first_stage_layers=1), dtype="float32")
+    with pytest.raises(ConfigError, match="uneven stages need"):
+        megatron_layout(make_shape(), MegatronParallel(first_stage_layers=4), dtype="float32")
 
 
 def test_tied_embeddings_are_on_the_first_and_on_the_last_stage() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import Family, ModelShape
 from megarl.errors import WeightSyncError
 from megarl.weights.megatron import MegatronParallel, megatron_layout
@@ -28,18 +29,25 @@ from tests.weights.reference import (
 
 
 @settings(max_examples=60, deadline=None)
-@given(shape=shapes(), parallel=parallels(), tensor=st.sampled_from([1, 2, 4, 8]), num_engines=st.integers(1, 3))
+@given(
+    shape=shapes(),
+    parallel=parallels(),
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    num_engines=st.integers(1, 3),
+    data=st.data(),
+)
 def test_publishing_writes_every_element_of_every_engine_once_and_right(
-    shape: ModelShape, parallel: MegatronParallel, tensor: int, num_engines: int
+    shape: ModelShape, parallel: MegatronParallel, tensor: int, num_engines: int, data: st.DataObject
 ) -> None:
     model = numbered(shape)
+    expert = data.draw(st.sampled_from([1, 2, 4][: tensor.bit_length()])) if shape.experts else 1
     trainer = megatron_layout(shape, parallel, dtype="float32")
-    engines = sglang_layout(shape, tensor=tensor, num_engines=num_engines, dtype="float32")
+    engines = sglang_layout(shape, tensor=tensor, expert=expert, num_engines=num_engines, dtype="float32")
     sources = {holding.rank: fill_from_canonical(holding, model) for holding in trainer.holdings}
     targets = {holding.rank: empty(holding) for holding in engines.holdings}
     apply(plan(trainer, engines).moves, sources, targets)
     for rank, arrays in targets.items():
-        assert_equal(arrays, sglang_rank(shape, model, tensor=rank % tensor, size=tensor))
+        assert_equal(arrays, sglang_rank(shape, model, tensor=rank % tensor, size=tensor, expert=expert))
 
 
 @settings(max_examples=40, deadline=None)
@@ -53,8 +61,9 @@ def test_resuming_on_another_split_writes_every_element_once_and_right(
     targets = {holding.rank: empty(holding) for holding in new.holdings}
     sources = {holding.rank: fill_from_canonical(holding, model) for holding in old.holdings}
     apply(plan(old, new, locality=same_processes).moves, sources, targets)
-    expected = megatron_rank(shape, after, model, tensor=0, stage=after.pipeline - 1)
-    assert_equal(targets[after.rank(tensor=0, data=after.data - 1, pipeline=after.pipeline - 1)], expected)
+    last = {"tensor": 0, "data": after.data - 1}
+    expected = megatron_rank(shape, after, model, **last, stage=after.pipeline - 1)
+    assert_equal(targets[after.rank(**last, pipeline=after.pipeline - 1)], expected)
 
 
 @settings(max_examples=30, deadline=None)
@@ -188,5 +197,15 @@ def test_a_70b_model_is_planned_in_seconds() -> None:
     start = time.process_time()
     trainer = megatron_layout(shape, MegatronParallel(tensor=8, pipeline=4, data=2), dtype="bfloat16")
     result = plan(trainer, sglang_layout(shape, tensor=8, num_engines=4, dtype="bfloat16"))
+    assert time.process_time() - start < 20
+    assert result.busiest_bytes < 1.5 * result.floor_bytes
+
+
+def test_a_235b_mixture_is_planned_in_seconds() -> None:
+    shape = CATALOGUE["qwen3-235b-a22b"]
+    parallel = MegatronParallel(tensor=4, pipeline=8, data=4, expert=16, expert_tensor=1, last_stage_layers=10)
+    start = time.process_time()
+    trainer = megatron_layout(shape, parallel, dtype="bfloat16")
+    result = plan(trainer, sglang_layout(shape, tensor=32, expert=32, dtype="bfloat16"))
     assert time.process_time() - start < 20
     assert result.busiest_bytes < 1.5 * result.floor_bytes

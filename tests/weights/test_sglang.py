@@ -4,22 +4,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.model import ModelShape
+from megarl.config.model import Family, ModelShape
 from megarl.errors import ConfigError
 from megarl.weights.sglang import sglang_layout
 from tests.weights.reference import assert_equal, fill_from_canonical, make_shape, numbered, sglang_rank, shapes
 
 
 @settings(max_examples=40, deadline=None)
-@given(shape=shapes(), tensor=st.sampled_from([1, 2, 4, 8]), num_engines=st.integers(1, 2))
+@given(shape=shapes(), tensor=st.sampled_from([1, 2, 4, 8]), num_engines=st.integers(1, 2), data=st.data())
 def test_every_rank_holds_what_joining_and_cutting_whole_tensors_gives(
-    shape: ModelShape, tensor: int, num_engines: int
+    shape: ModelShape, tensor: int, num_engines: int, data: st.DataObject
 ) -> None:
     model = numbered(shape)
-    layout = sglang_layout(shape, tensor=tensor, num_engines=num_engines, dtype="float32")
+    expert = data.draw(st.sampled_from([1, 2, 4][: tensor.bit_length()])) if shape.experts else 1
+    layout = sglang_layout(shape, tensor=tensor, expert=expert, num_engines=num_engines, dtype="float32")
     assert [holding.rank for holding in layout.holdings] == list(range(tensor * num_engines))
     for holding in layout.holdings:
-        expected = sglang_rank(shape, model, tensor=holding.rank % tensor, size=tensor)
+        expected = sglang_rank(shape, model, tensor=holding.rank % tensor, size=tensor, expert=expert)
         assert_equal(fill_from_canonical(holding, model), expected)
 
 
@@ -44,6 +45,13 @@ def test_a_cpu_engine_pads_heads_and_feed_forward_rows() -> None:
         (64, 32, 0),
         (64, 32, 64),
     ]
+
+
+@pytest.mark.parametrize(("tensor", "expert", "what"), [(2, 4, "tensor 2"), (3, 3, "the 4 experts")])
+def test_experts_that_do_not_divide_are_refused(tensor: int, expert: int, what: str) -> None:
+    shape = make_shape(Family.QWEN3_MOE, heads=6, kv_heads=6)
+    with pytest.raises(ConfigError, match=f"expert: {expert} does not divide {what}"):
+        sglang_layout(shape, tensor=tensor, expert=expert, dtype="float32", is_cpu_engine=True)
 
 
 def test_a_split_that_sglang_cannot_make_is_refused_with_all_its_problems() -> None:

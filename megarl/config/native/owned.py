@@ -11,14 +11,16 @@ from fnmatch import fnmatchcase
 from megarl.config.native.library import Library
 
 _SHAPE = "comes from the model's config.json; remove it"
-_LAYOUT = "megarl divides a model by roles.actor.tensor, pipeline and virtual_pipeline only; remove it"
-_DENSE = "megarl trains dense transformers only; remove it"
+_LAYOUT = "megarl divides a model by the keys of roles.actor only; remove it"
+_OTHER = "megarl trains transformers of the supported families only; remove it"
+_ROUTING = "tokens are routed as the model's config.json says, and no loss balances them; remove it"
 _PRECISION = "follows run.device: bfloat16 on GPUs, float32 on CPUs; remove it"
 _KERNELS = "megarl chooses this kernel; remove it"
 _ENGINE_LAYERS = "is for layers of Transformer Engine, and megarl builds Megatron's local ones; remove it"
 _SCORES = "megarl makes log-probabilities without Megatron's output layer; remove it"
 _WEIGHTS = "engines get their weights from the trainer, as they are there; remove it"
-_ENGINE_LAYOUT = "an engine is divided by roles.rollout.tensor only; remove it"
+_ENGINE_LAYOUT = "an engine is divided by roles.rollout.tensor and expert only; remove it"
+_EXPERT_ORDER = "experts would lie in another order than megarl delivers; remove it"
 _TOKENS = "engines work on token ids and load no tokenizer; remove it"
 _SECRETS = "a recipe holds no secrets: megarl makes the keys of every engine; remove it"
 _GENERATES = "Megatron does not generate in megarl; remove it"
@@ -54,20 +56,22 @@ _MEGATRON: Mapping[str, str] = {
     "mrope_section": _SHAPE,
     "attention_output_gate": _SHAPE,
     "apply_residual_connection_post_layernorm": _SHAPE,
-    "multi_latent_attention": _DENSE,
-    "experimental_attention_variant": _DENSE,
-    "*moe*": _DENSE,
-    "mtp_*": _DENSE,
-    "mamba_*": _DENSE,
-    "use_mamba_*": _DENSE,
-    "linear_*": _DENSE,
-    "dsa_*": _DENSE,
-    "is_hybrid_model": _DENSE,
-    "heter*": _DENSE,
-    "num_layers_in_*": _LAYOUT,
+    "multi_latent_attention": _OTHER,
+    "experimental_attention_variant": _OTHER,
+    "*moe*": _ROUTING,
+    "mtp_*": _OTHER,
+    "mamba_*": _OTHER,
+    "use_mamba_*": _OTHER,
+    "linear_*": _OTHER,
+    "dsa_*": _OTHER,
+    "is_hybrid_model": _OTHER,
+    "heter*": _OTHER,
+    "num_layers_in_first_pipeline_stage": "set roles.actor.first_stage_layers instead",
+    "num_layers_in_last_pipeline_stage": "set roles.actor.last_stage_layers instead",
     "pipeline_model_parallel_layout": _LAYOUT,
     "account_for_*": _LAYOUT,
-    "expert_*": _LAYOUT,
+    "expert_model_parallel_size": "set roles.actor.expert instead",
+    "expert_tensor_parallel_size": "set roles.actor.expert_tensor instead",
     "ep_*": _LAYOUT,
     "*context_parallel*": _LAYOUT,
     "max_seqlen_per_dp_cp_rank": _LAYOUT,
@@ -165,7 +169,12 @@ _SGLANG: Mapping[str, str] = {
     "cpu_offload_gb": _WEIGHTS,
     "pp_*": _ENGINE_LAYOUT,
     "dp_size": _ENGINE_LAYOUT,
-    "ep_size": _ENGINE_LAYOUT,
+    "ep_size": "set roles.rollout.expert instead",
+    "moe_runner_backend": _EXPERT_ORDER,
+    "moe_a2a_backend": _EXPERT_ORDER,
+    "ep_num_redundant_experts": _EXPERT_ORDER,
+    "init_expert_location": _EXPERT_ORDER,
+    "enable_eplb": _EXPERT_ORDER,
     "*_cp_size": _ENGINE_LAYOUT,
     "dcp_*": _ENGINE_LAYOUT,
     "dwdp_size": _ENGINE_LAYOUT,

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
 import numpy as np
@@ -24,6 +24,10 @@ from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVers
 from megarl.types import Prompt, Rollout, RolloutGroup, TokenArray
 
 logger = logging.getLogger(__name__)
+
+
+_NEARLY_ZERO = 1e-4
+"""A temperature at which a token that is 0.01 nats behind is never chosen, and that SGLang does not take for zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +52,17 @@ class Sampling:
 
     @classmethod
     def greedy(cls, *, max_response_tokens: int) -> Sampling:
-        """The likeliest token each time: one rollout."""
+        """The likeliest token each time: one rollout. Not beside rollouts that are sampled: see `nearly_greedy`."""
         return cls(num_rollouts=1, temperature=0.0, top_p=1.0, top_k=None, max_response_tokens=max_response_tokens)
+
+    @classmethod
+    def nearly_greedy(cls, *, max_response_tokens: int) -> Sampling:
+        """The likeliest token but for ties, and sampled like any other.
+
+        One greedy request sends SGLang's whole batch another way, in which seeds mean other tokens: then what the
+        others sample would depend on who is in their batch.
+        """
+        return replace(cls.greedy(max_response_tokens=max_response_tokens), temperature=_NEARLY_ZERO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

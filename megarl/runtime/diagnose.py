@@ -10,7 +10,7 @@ import ray
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.errors import DataError
+from megarl.errors import ConfigError, DataError, Problem
 from megarl.rollout.control import EngineControl
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.runtime.cluster import open_cluster
@@ -24,6 +24,12 @@ from megarl.types import PolicyVersion, Prompt
 def run_diagnosis(recipe: Recipe, small: Recipe, question: str | int, *, ray_address: str | None) -> Diagnosis:
     """Both sides as `small` says, on a text, or on a row of the recipe's training data, counted from 0."""
     shape = read_model_shape(small.model.path)
+    if shape.experts is not None:
+        problem = Problem(
+            key="model.path",
+            message="the experts of a mixture cannot be compared module by module yet; diagnose a dense model",
+        )
+        raise ConfigError(problem.key, (problem,))
     tokenizer = load_tokenizer(small.model.path, vocab=shape.vocab)
     prompt = _prompt_of_text(question, tokenizer) if isinstance(question, str) else _prompt_of_row(recipe, question)
     return asyncio.run(_diagnose(small, shape, tokenizer, prompt, ray_address))

@@ -151,7 +151,7 @@ def _producers(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer) -> 
     sampling = Sampling.of(recipe.sampling, max_response_tokens=max_tokens)
     sampled = _generator(recipe, inputs, roles.fleet, sampling, seed=seed)
     if isinstance(recipe.algorithm, RemaxConfig):
-        sampling = Sampling.greedy(max_response_tokens=max_tokens)
+        sampling = Sampling.nearly_greedy(max_response_tokens=max_tokens)
         greedy = _generator(recipe, inputs, roles.fleet, sampling, seed=seed)
         return WithGreedyRollout(sampled, greedy), WithGreedyScore(scorer)
     return sampled, scorer

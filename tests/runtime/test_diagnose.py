@@ -7,8 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from megarl.config.load import read_recipe
 from megarl.data.arithmetic import make_arithmetic
+from megarl.errors import ConfigError
+from megarl.runtime.diagnose import run_diagnosis
 from tests.runtime.runs import write_recipe
+from tests.tiny_models import write_tiny_model
 
 
 def test_a_healthy_recipe_has_no_mismatch(tmp_path: Path) -> None:
@@ -28,3 +34,13 @@ def test_a_healthy_recipe_has_no_mismatch(tmp_path: Path) -> None:
         "trainer_0.safetensors",
         "trainer_1.safetensors",
     }
+
+
+def test_a_mixture_of_experts_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    make_arithmetic(tmp_path / "arithmetic", num_train=4, num_sft=4, num_eval=4)
+    write_tiny_model(tmp_path / "mixture", "qwen3_moe", tied=False)
+    path = write_recipe(tmp_path, "mixture")
+    recipe = read_recipe(path, [f"model.path={tmp_path / 'mixture'}"]).recipe
+    with pytest.raises(ConfigError) as raised:
+        run_diagnosis(recipe, recipe, 0, ray_address=None)
+    assert "cannot be compared module by module" in str(raised.value.problems[0])

@@ -11,7 +11,7 @@ from megarl.weights.slices import Layout
 from tests.weights.reference import make_shape
 
 
-@pytest.mark.parametrize("family", list(Family))
+@pytest.mark.parametrize("family", [family for family in Family if family is not Family.QWEN3_MOE])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_weight_belongs_to_a_site(family: Family, tied: bool) -> None:
     shape = make_shape(family, layers=2, tied=tied)

@@ -135,6 +135,25 @@ def test_a_run_that_drops_prompts_goes_on_with_those_it_would_have_drawn(folder:
 
 
 @pytest.mark.slow
+def test_a_critic_that_warms_up_goes_on_as_well(folder: Path) -> None:
+    ppo = (
+        *STEPS,
+        *EVERY_STEP,
+        "pools={train: {gpus_per_node: 2}, rollout: {gpus_per_node: 1}, critic: {gpus_per_node: 1}}",
+        "roles.critic={pool: critic, warmup_steps: 1, optimizer: {learning_rate: 1e-3}}",
+        "algorithm={kind: gae}",
+    )
+    whole = run(folder, "ppo", *ppo)
+    assert whole.exit_code == 0, whole.output
+    with started(folder, "ppo_killed", *ppo) as process:
+        # Step 1 trained the critic alone: the actor's optimizer has nothing yet.
+        _await_event(folder / "runs" / "ppo_killed", process, CheckpointSaved)
+        kill(process)
+    resumed = _goes_on_to_the_same_end(folder, "ppo_killed", whole, *ppo)
+    assert any(name.startswith("critic/optimizer") for name in _tensors(resumed))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_run_that_is_asked_to_leave_saves_its_step_and_goes_on_from_there(
     folder: Path, at_once: Run, number: signal.Signals

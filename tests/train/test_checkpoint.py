@@ -190,6 +190,21 @@ def test_what_is_saved_beside_training_is_the_snapshot_and_training_does_not_not
         assert all(np.array_equal(weights[name], tensor) for name, tensor in expected_weights.items())
 
 
+def test_a_trainer_that_has_not_updated_yet_is_saved_as_it_starts(
+    cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get("qwen2", tied=True)
+    train_whole(cluster, model, "DP2", tmp_path / "at_once")
+    world, actor = SPLITS["DP2"]
+    setup = replace(setup_of(model, actor), optimizer=ADAM)
+    state = cluster.run(world, jobs.train_and_save, setup, [], tmp_path / "new")[0][0]
+    batches = batches_of(model, world, actor)
+    cluster.run(world, jobs.resume_and_train, setup, tmp_path / "new", state, batches, tmp_path / "whole")
+    expected, found = saved_tensors(tmp_path / "at_once"), saved_tensors(tmp_path / "whole")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
 def test_no_rank_saves_weights_that_are_not_finite(cluster: Cluster, models: Models, tmp_path: Path) -> None:
     model = models.get("qwen2", tied=True)
     world, actor = SPLITS["TP2"]

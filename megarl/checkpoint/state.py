@@ -37,11 +37,13 @@ class Ledger:
     num_dropped: int = 0
     """Not kept by the algorithm."""
     pending: tuple[int, ...] = ()
-    """Positions in the stream; a run that goes on begins with them. Empty in synchronous mode: a step ends even."""
+    """Positions in the stream of those that have no group yet; a run that goes on begins with them."""
+    num_carried: int = 0
+    """Groups that are scored and not yet trained on; the checkpoint has them."""
 
     @property
     def num_drawn(self) -> int:
-        return self.num_trained + self.num_dropped + len(self.pending)
+        return self.num_trained + self.num_dropped + len(self.pending) + self.num_carried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,6 +131,9 @@ class FilterConfig(Section):
     lowest_mean: float | None = None
     highest_mean: float | None = None
     """With `lowest_mean` the band a group's mean must lie in: neither too hard nor too easy."""
+    oversampling: Annotated[float, Field(ge=1)] = 1.0
+    """Prompts generated at once, as a multiple of those a step needs: fewer rounds where many groups are dropped.
+    What is left over is trained first in the next step, and was sampled by an older policy."""
     max_dropped_groups: PositiveInt = 1024
     """This many dropped in a row end the run: nothing is left to learn, or the reward is broken."""
 

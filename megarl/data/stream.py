@@ -61,12 +61,13 @@ class PromptStream:
         return self._pending[number] if is_again else self._first + number - len(self._pending)
 
     def next(self) -> Prompt:
-        prompt = self._at(self.position_of(self._num_drawn))
+        prompt = self.at(self.position_of(self._num_drawn))
         self._num_drawn += 1
         self._cursor = max(self._cursor, prompt.position + 1)
         return prompt
 
-    def _at(self, position: int) -> Prompt:
+    def at(self, position: int) -> Prompt:
+        """The prompt at one place of the stream."""
         epoch, place = divmod(position, len(self._prompts))
         if epoch != self._order_epoch:
             self._order, self._order_epoch = self._order_of(epoch), epoch

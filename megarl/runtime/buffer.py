@@ -4,11 +4,16 @@ A prompt is admitted only while at most `1 + max_staleness` steps' worth of prom
 for every prompt that could not be trained later without being too old. So age is bounded at admission, and there is
 nothing to check afterwards. With `max_staleness` 0 the prompts of a step depend on their order in the stream and on
 what the algorithm keeps, never on timing.
+
+With `oversampling` more prompts than a step needs are admitted at once. A step still waits for all of them; what is
+then left over is carried to the next one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.types import ScoredGroup
@@ -29,31 +34,50 @@ class Counts:
 
     num_taken: int
     num_given_up: int
-    waiting: tuple[int, ...]
-    """Numbers of those whose group is under way or has not been taken."""
+    under_way: tuple[int, ...]
+    """Numbers of those that have no group yet."""
+    carried: tuple[ScoredGroup, ...]
+    """Groups that have not been taken, in the order they will be."""
 
 
 class Buffer:
-    def __init__(self, *, prompts_per_step: int, max_staleness: int) -> None:
+    def __init__(
+        self,
+        *,
+        prompts_per_step: int,
+        max_staleness: int,
+        oversampling: float = 1.0,
+        carried: Sequence[ScoredGroup] = (),
+    ) -> None:
+        """`carried` is what another buffer had left over."""
         self._prompts_per_step = prompts_per_step
         self._max_staleness = max_staleness
+        self._num_at_once = math.ceil(oversampling * prompts_per_step)
         self._step = 0
         self._num_tickets = 0
         self._num_given_up = 0
         self._num_taken = 0
         self._under_way: set[Ticket] = set()
-        self._scored: dict[Ticket, ScoredGroup] = {}
+        self._scored: dict[Ticket, ScoredGroup] = {
+            Ticket(admitted_in_step=-1, number=number - len(carried)): group for number, group in enumerate(carried)
+        }
+        self._num_to_oversample = self._num_at_once - len(self._scored)
+        """In this step, still to be admitted whatever becomes of the others."""
         self._changed = asyncio.Condition()
 
     @property
     def capacity(self) -> int:
         """The most prompts that can be under way at once."""
-        return self._prompts_per_step * (1 + self._max_staleness)
+        return max(self._prompts_per_step * (1 + self._max_staleness), self._num_at_once)
 
     @property
     def counts(self) -> Counts:
-        waiting = sorted(ticket.number for ticket in (*self._under_way, *self._scored))
-        return Counts(num_taken=self._num_taken, num_given_up=self._num_given_up, waiting=tuple(waiting))
+        return Counts(
+            num_taken=self._num_taken,
+            num_given_up=self._num_given_up,
+            under_way=tuple(sorted(ticket.number for ticket in self._under_way)),
+            carried=tuple(self._scored[ticket] for ticket in sorted(self._scored)),
+        )
 
     async def reserve(self) -> Ticket:
         """Wait until one more prompt may be generated. Unblocked by `release_step` and `give_up`."""
@@ -61,6 +85,7 @@ class Buffer:
             await self._changed.wait_for(self._may_admit)
             ticket = Ticket(admitted_in_step=self._step, number=self._num_tickets)
             self._num_tickets += 1
+            self._num_to_oversample -= 1
             self._under_way.add(ticket)
             return ticket
 
@@ -90,11 +115,16 @@ class Buffer:
         """The step taken last is trained and published: admit the prompts of one more. Unblocks `reserve`."""
         async with self._changed:
             self._step += 1
+            self._num_to_oversample = self._num_at_once - len(self._scored) - len(self._under_way)
             self._changed.notify_all()
 
     def _may_admit(self) -> bool:
-        num_admitted = self._num_tickets - self._num_given_up
-        return num_admitted < (self._step + 1 + self._max_staleness) * self._prompts_per_step
+        num_open = len(self._under_way) + len(self._scored)
+        # Between taking a step and releasing it, what was taken still counts.
+        num_taken_now = self._num_taken - self._step * self._prompts_per_step
+        if num_open + num_taken_now < self._prompts_per_step * (1 + self._max_staleness):
+            return True
+        return num_taken_now == 0 and self._num_to_oversample > 0
 
     def _has_step(self) -> bool:
         last_chance = self._step - self._max_staleness

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol, TypeVar
 
 from megarl import __version__
+from megarl.checkpoint.carried import write_carried
 from megarl.checkpoint.folder import (
     CHECKPOINTS_FOLDER,
     begin,
@@ -38,7 +39,7 @@ from megarl.observe.observer import Observer
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.preemption import Preemption
 from megarl.stages import Algorithm
-from megarl.types import EvalResult
+from megarl.types import EvalResult, ScoredGroup
 from megarl.weights.canonical import canonical_tensors
 
 Result = TypeVar("Result")
@@ -98,6 +99,7 @@ class _Mark:
     step: int
     prompt_cursor: int
     ledger: Ledger
+    carried: tuple[ScoredGroup, ...]
     kl_coef: float | None
 
 
@@ -109,6 +111,7 @@ class _Save:
     partial: Path
     folder: Path
     state: RunState
+    carried: tuple[ScoredGroup, ...]
     best_before: Best | None
     began: float
     """On the clock of time.monotonic."""
@@ -174,15 +177,22 @@ class RunSaver:
 
     def mark(self, step: int) -> None:
         counts, before = self._buffer.counts, self._ledger_before
-        waiting = [self._prompts.position_of(number) for number in counts.waiting]
+        under_way = [self._prompts.position_of(number) for number in counts.under_way]
         ledger = Ledger(
             num_trained=before.num_trained + counts.num_taken,
             num_dropped=before.num_dropped + counts.num_given_up,
-            pending=tuple(sorted((*waiting, *self._prompts.pending))),
+            pending=tuple(sorted((*under_way, *self._prompts.pending))),
+            num_carried=len(counts.carried),
         )
         cursor = self._prompts.cursor
         assert ledger.num_drawn == cursor, f"{cursor} prompts were drawn, the ledger has {ledger.num_drawn}"
-        self._mark = _Mark(step=step, prompt_cursor=cursor, ledger=ledger, kl_coef=self._algorithm.kl_coef)
+        self._mark = _Mark(
+            step=step,
+            prompt_cursor=cursor,
+            ledger=ledger,
+            carried=counts.carried,
+            kl_coef=self._algorithm.kl_coef,
+        )
 
     def evaluated(self, step: int, result: EvalResult) -> None:
         keep_best = self._config.keep_best
@@ -269,6 +279,7 @@ class RunSaver:
             partial=partial,
             folder=folder,
             state=self._state(mark, states),
+            carried=mark.carried,
             best_before=best_before,
             began=began,
             blocking_seconds=time.monotonic() - began,
@@ -330,6 +341,7 @@ class RunSaver:
     def _complete(self, save: _Save, files: Mapping[str, FileDigest]) -> Manifest:
         reach("ranks_done", save.partial)
         write_state(save.partial, save.state)
+        files = {**files, **write_carried(save.partial, save.carried)}
         manifest = Manifest(
             format=FORMAT,
             megarl_version=__version__,

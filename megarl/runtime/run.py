@@ -11,8 +11,9 @@ from functools import partial
 
 from megarl.algo.algorithm import build_algorithm
 from megarl.algo.greedy import WithGreedyRollout, WithGreedyScore
+from megarl.checkpoint.carried import read_carried
 from megarl.checkpoint.resume import ResumePoint
-from megarl.config.algorithm import RemaxConfig, SftConfig
+from megarl.config.algorithm import PolicyGradientConfig, RemaxConfig, SftConfig
 from megarl.config.recipe import Recipe
 from megarl.data.demonstrations import Demonstrations, DemonstrationScorer
 from megarl.data.stream import PromptStream
@@ -96,7 +97,13 @@ def _build_loop(
         cursor=0 if resume is None else resume.state.prompt_cursor,
         pending=() if resume is None else resume.state.ledger.pending,
     )
-    buffer = Buffer(prompts_per_step=train.prompts_per_step, max_staleness=train.max_staleness)
+    filtering = recipe.algorithm.filter if isinstance(recipe.algorithm, PolicyGradientConfig) else None
+    buffer = Buffer(
+        prompts_per_step=train.prompts_per_step,
+        max_staleness=train.max_staleness,
+        oversampling=1.0 if filtering is None else filtering.oversampling,
+        carried=() if resume is None else read_carried(resume.folder, resume.state.ledger.num_carried, prompts.at),
+    )
     algorithm = build_algorithm(
         recipe.algorithm,
         max_response_tokens=recipe.sampling.max_response_tokens,

@@ -129,7 +129,7 @@ class FakeRun:
                 self.saved_at_trained.append((step, self.saved[-1] if self.saved else 0))
 
     async def _generate(self, step: int) -> None:
-        while len(self.buffer.counts.waiting) < self.recipe.train.prompts_per_step:
+        while len(self.buffer.counts.carried) < self.recipe.train.prompts_per_step:
             ticket, prompt = await self.buffer.reserve(), self.prompts.next()
             if step == self.leaves_in:
                 self.preemption.request(signal.SIGUSR1)

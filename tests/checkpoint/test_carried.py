@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.checkpoint.carried import GROUPS_FILE, read_carried, write_carried
+from megarl.errors import CheckpointError
+from megarl.types import Prompt, Rollout, ScoredGroup
+from tests.algo.groups import scored_group, with_baseline
+
+GROUPS = [
+    scored_group(3, [1, 0], lengths=[2, 5], cut=[1]),
+    with_baseline(scored_group(7, [0.5], components=[{"right": 0.25}]), score=1.0, length=4),
+]
+PROMPTS = {group.group.prompt.position: group.group.prompt for group in GROUPS}
+
+
+def prompt_at(position: int) -> Prompt:
+    return PROMPTS[position]
+
+
+def rollouts_of(group: ScoredGroup) -> list[Rollout]:
+    baseline = group.group.baseline
+    return [*group.group.rollouts, *([] if baseline is None else [baseline])]
+
+
+def test_groups_come_back_as_they_were(tmp_path: Path) -> None:
+    files = write_carried(tmp_path, GROUPS)
+    assert set(files) == {path.name for path in tmp_path.iterdir()}
+    again = read_carried(tmp_path, 2, prompt_at)
+    for found, expected in zip(again, GROUPS, strict=True):
+        assert found.group.prompt is expected.group.prompt
+        assert (found.scores, found.baseline) == (expected.scores, expected.baseline)
+        for one, other in zip(rollouts_of(found), rollouts_of(expected), strict=True):
+            for name in ("token_ids", "logprobs", "versions", "loss_mask"):
+                np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+                assert getattr(one, name).dtype == getattr(other, name).dtype
+            assert (one.finish_reason, one.text) == (other.finish_reason, other.text)
+
+
+def test_nothing_to_carry_is_no_file(tmp_path: Path) -> None:
+    assert write_carried(tmp_path, []) == {}
+    assert not any(tmp_path.iterdir())
+    assert read_carried(tmp_path, 0, prompt_at) == []
+
+
+def test_another_number_than_the_state_says_is_refused(tmp_path: Path) -> None:
+    write_carried(tmp_path, GROUPS)
+    with pytest.raises(CheckpointError, match="has 2 groups, its state says 3"):
+        read_carried(tmp_path, 3, prompt_at)
+    (tmp_path / GROUPS_FILE).unlink()
+    with pytest.raises(CheckpointError, match="carried groups cannot be read"):
+        read_carried(tmp_path, 2, prompt_at)

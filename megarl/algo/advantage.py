@@ -258,7 +258,8 @@ def _whiten(chosen: Sequence[_Wide]) -> Iterator[_Wide]:
     num_tokens = sum(len(tokens) for tokens in chosen)
     mean = sum(float(tokens.sum()) for tokens in chosen) / max(num_tokens, 1)
     variance = sum(float(np.square(tokens - mean).sum()) for tokens in chosen) / max(num_tokens - 1, 1)
-    return ((tokens - mean) / np.sqrt(variance + _WHITEN_EPS) for tokens in chosen)
+    scale = 1 / np.sqrt(variance + _WHITEN_EPS)
+    return ((tokens - mean) * scale for tokens in chosen)
 
 
 def _over_tokens(per_rollout: _Wide, loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:

@@ -177,7 +177,14 @@ def test_k3_is_bounded_where_it_would_overflow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "old", "target", "golden"), [(2.0, 1.0, 0.0, 2.0), (0.2, 1.0, 2.0, 1.62), (1.2, 1.0, 2.0, 0.32)]
+    ("value", "old", "target", "golden"),
+    [
+        (2.0, 1.0, 0.0, 2.0),
+        (0.2, 1.0, 2.0, 1.62),
+        (1.2, 1.0, 2.0, 0.32),
+        (2.0, 1.0, 3.0, 1.125),
+        (0.2, 1.0, 0.0, 0.125),
+    ],
 )
 def test_the_value_loss_has_the_golden_values(value: float, old: float, target: float, golden: float) -> None:
     found = value_loss(torch.tensor([value]), torch.tensor([old]), torch.tensor([target]), clip=0.5)

@@ -222,12 +222,12 @@ def test_the_correction_scales_the_gradient() -> None:
 def test_the_kl_term_is_added_with_its_gradient_and_not_corrected() -> None:
     config = GrpoConfig(
         kind="grpo",
-        kl=KlLossConfig(kind="loss", estimate="k2", coef=0.5),
+        kl=KlLossConfig(kind="loss", estimate="k1", coef=0.5),
         correction=MaskConfig(kind="mask", measure="k1", lowest=-9, highest=-5),
     )
     tokens = replace(one_sequence([0.0, 0.0], [0.0, 0.0], [2.0, 2.0]), reference_logprobs=torch.tensor([-1.0, -2.0]))
     found = actor_loss(config, tokens, num_loss_tokens=2, num_sequences=1)
-    assert found.value.item() == pytest.approx(0.5 * (0.5 + 2.0) / 2)
+    assert found.value.item() == pytest.approx(0.5 * (1.0 + 2.0) / 2)
     found.value.backward()  # type: ignore[no-untyped-call]
     assert tokens.logprobs.grad is not None
-    assert tokens.logprobs.grad.tolist() == pytest.approx([0.25, 0.5])
+    assert tokens.logprobs.grad.tolist() == pytest.approx([0.25, 0.25])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megarl.checkpoint.folder import begin, checkpoint_folder, commit
+from megarl.checkpoint.manifest import FORMAT, MODEL_FOLDER, Manifest, digest_file
 from megarl.config.load import read_recipe
 from megarl.data.arithmetic import make_arithmetic
 from megarl.errors import ConfigError
@@ -17,11 +20,30 @@ from tests.runtime.runs import write_recipe
 from tests.tiny_models import write_tiny_model
 
 
-def test_a_healthy_recipe_has_no_mismatch(tmp_path: Path) -> None:
-    make_arithmetic(tmp_path / "arithmetic", num_sft=1)
+def write_checkpoint(parent: Path, model: Path) -> Path:
+    """With nothing but weights."""
+    folder = checkpoint_folder(parent, 1)
+    partial = begin(folder, num_bytes=1000)
+    shutil.copytree(model, partial / MODEL_FOLDER)
+    manifest = Manifest(
+        format=FORMAT,
+        megarl_version="0.0.0",
+        step=1,
+        contents="weights",
+        recipe={},
+        recipe_digest="",
+        files={f"{MODEL_FOLDER}/{path.name}": digest_file(path) for path in model.iterdir()},
+    )
+    commit(partial, folder, manifest)
+    return folder
+
+
+def test_a_healthy_checkpoint_has_no_mismatch(tmp_path: Path) -> None:
+    files = make_arithmetic(tmp_path / "arithmetic", num_sft=1)
+    checkpoint = write_checkpoint(tmp_path / "checkpoints", files.model)
     recipe = write_recipe(tmp_path, "one")
     megarl = str(Path(sys.executable).with_name("megarl"))
-    command = [megarl, "diagnose", "mismatch", str(recipe), "--row", "2", "--json"]
+    command = [megarl, "diagnose", "mismatch", str(recipe), "--row", "2", "--checkpoint", str(checkpoint), "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -34,6 +56,7 @@ def test_a_healthy_recipe_has_no_mismatch(tmp_path: Path) -> None:
         "trainer_0.safetensors",
         "trainer_1.safetensors",
     }
+    assert str(checkpoint / MODEL_FOLDER) in (folder / "engines" / "engine_0.log").read_text()
 
 
 def test_a_mixture_of_experts_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ class Reference:
         self._model = AutoModelForCausalLM.from_pretrained(
             model.folder, dtype=torch.float32, attn_implementation="eager"
         )
+        # transformers gives the padding token no gradient; a trainer that packs sequences has no such token.
+        self._model.model.embed_tokens.padding_idx = None
         self._config = optimizer
         self._algorithm = algorithm
         self._temperature = temperature

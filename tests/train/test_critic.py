@@ -57,7 +57,7 @@ class SlowCritic:
     def __init__(self, model: Model) -> None:
         whole = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32, attn_implementation="eager")
         self.body = whole.model
-        # transformers does not train the row of the padding token; a sample may well have that token.
+        # transformers gives the padding token no gradient; a trainer that packs sequences has no such token.
         self.body.embed_tokens.padding_idx = None
         self.head = torch.nn.Linear(model.shape.hidden, 1, bias=False)
         torch.nn.init.zeros_(self.head.weight)

@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 DATA := data/arithmetic
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow check fmt docs clean
+.PHONY: help setup quickstart test test-slow test-gpu check fmt docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ test: setup ## all tests that need no GPU and no patience
 
 test-slow: setup ## the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
+
+test-gpu: ## the tests that need a CUDA device, in an environment of your own that has one
+	$(PYTHON) -m pytest -m gpu -rs
 
 check: setup ## lint, format, types, layers
 	$(BIN)/ruff check

@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 os.environ.update({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT})
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wanting_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if wanting_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in wanting_gpu:
+                item.add_marker(pytest.mark.skip(reason="NOT TESTED: torch sees no CUDA device here"))
+
+
 @pytest.fixture(scope="session")
 def qwen2_tp1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
     from tests.rollout.engines import serve

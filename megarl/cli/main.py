@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -25,7 +25,12 @@ from megarl.cli.recipes import Overrides, RecipePath, load_checked
 from megarl.cli.samples import samples
 from megarl.cli.schema import schema
 from megarl.cli.verl import import_command
-from megarl.errors import ConfigError, MachineError, MegarlError
+from megarl.config.catalogue import CATALOGUE
+from megarl.config.model import Family
+from megarl.errors import ConfigError, MachineError, MegarlError, Problem
+
+if TYPE_CHECKING:
+    from megarl.data.tiny_model import TinyShape
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
@@ -147,12 +152,17 @@ def _resume_choice(text: str) -> Path | Literal["auto", "never"]:
 def arithmetic(
     out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.", show_default=False)],
     seed: Annotated[int, typer.Option(min=0)] = 1,
+    like: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A Qwen2 model whose size the random one has, such as qwen2.5-0.5b."),
+    ] = None,
 ) -> None:
     """Two-digit sums: problems to train on and held-out ones, and a tiny random model that learns them."""
-    from megarl.data.arithmetic import make_arithmetic
+    from megarl.data.arithmetic import SHAPE, make_arithmetic
 
+    shape = SHAPE if like is None else _random_shape(like)
     try:
-        files = make_arithmetic(out, seed=seed)
+        files = make_arithmetic(out, seed=seed, shape=shape)
     except OSError as error:
         raise MachineError(f"--out {out}: cannot be written: {error.strerror}") from error
     for path in (files.train, files.sft, files.eval, files.model):
@@ -166,6 +176,16 @@ def _root(
     if version:
         print(f"megarl {__version__}")
         raise typer.Exit
+
+
+def _random_shape(name: str) -> TinyShape:
+    from megarl.data.tiny_model import TinyShape
+
+    known = {known: shape for known, shape in CATALOGUE.items() if shape.family is Family.QWEN2}
+    if name not in known:
+        problem = Problem(key="--like", message=f"{name} is not known; one of {', '.join(known)}")
+        raise ConfigError("megarl data make arithmetic", (problem,))
+    return TinyShape.like(known[name])
 
 
 def _complain(text: str) -> None:

@@ -48,7 +48,13 @@ class ArithmeticFiles:
 
 
 def make_arithmetic(
-    folder: Path, *, num_train: int = 4096, num_sft: int = 24_000, num_eval: int = 512, seed: int = 1
+    folder: Path,
+    *,
+    num_train: int = 4096,
+    num_sft: int = 24_000,
+    num_eval: int = 512,
+    seed: int = 1,
+    shape: TinyShape = SHAPE,
 ) -> ArithmeticFiles:
     """Write the problems and the model that learns them. The same seed writes the same bytes."""
     files = ArithmeticFiles(
@@ -72,7 +78,7 @@ def make_arithmetic(
     folder.mkdir(parents=True, exist_ok=True)
     for path, table in tables.items():
         pq.write_table(table, path)
-    write_tiny_model(files.model, SHAPE, seed=seed)
+    write_tiny_model(files.model, shape, seed=seed)
     return files
 
 

@@ -1,4 +1,4 @@
-"""A model folder small enough to learn on a laptop: Qwen2 architecture, random weights, one token per byte.
+"""A model folder to learn from nothing, small enough for a laptop: Qwen2 architecture, random weights, bytes as tokens.
 
 Written from numpy with the names and shapes a Hugging Face folder has, so that neither torch nor a model class is
 needed. Knows no task: what is asked of the model is in `arithmetic`.
@@ -10,11 +10,14 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
-from safetensors.numpy import save_file
+import numpy.typing as npt
+from safetensors import TensorSpec, serialize_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from megarl.config.model import ModelShape
 from megarl.types import FloatArray
 
 PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
@@ -46,27 +49,62 @@ class TinyShape:
     has_tied_embeddings: bool = False
     weight_std: float = 0.1
     """Larger than the usual 0.02, with which so narrow a model learns nothing for its first hundreds of steps."""
+    vocab: int = len(_SPECIAL) + len(_BYTES)
+    """Rows of the embedding; the tokenizer never uses more than these."""
+    rope_theta: float = 10_000.0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @classmethod
+    def like(cls, shape: ModelShape) -> TinyShape:
+        """The size of a public model, with its usual initialisation."""
+        return cls(
+            num_layers=shape.num_layers,
+            hidden=shape.hidden,
+            ffn_hidden=shape.ffn_hidden,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            max_context_tokens=shape.max_context_tokens,
+            has_tied_embeddings=shape.has_tied_embeddings,
+            weight_std=0.02,
+            vocab=shape.vocab,
+            rope_theta=shape.rope_theta,
+            dtype="bfloat16",
+        )
 
     @property
     def head_dim(self) -> int:
         return self.hidden // self.num_heads
 
-    @property
-    def vocab(self) -> int:
-        return len(_SPECIAL) + len(_BYTES)
-
 
 def write_tiny_model(folder: Path, shape: TinyShape, *, seed: int) -> None:
-    """config.json, generation_config.json, model.safetensors and the tokenizer's files."""
+    """Everything a Hugging Face folder has."""
+    write_config(folder, shape)
+    generator = np.random.default_rng(seed)
+    weights = {name: _random(name, shape_of, shape, generator) for name, shape_of in _tensors(shape)}
+    raw = {name: _raw(values, shape) for name, values in weights.items()}
+    tensors = {
+        name: TensorSpec(dtype=shape.dtype, shape=bits.shape, data_ptr=bits.ctypes.data, data_len=bits.nbytes)
+        for name, bits in raw.items()
+    }
+    # Loaders refuse a file that does not say which framework's layout it has; "pt" is what all of them write.
+    serialize_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_config(folder: Path, shape: TinyShape) -> None:
+    """All but the weights: config.json, generation_config.json and the tokenizer's files."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(folder)
     _write_json(folder / "config.json", _config(shape))
     end, pad = _SPECIAL.index(END), _SPECIAL.index(PAD)
     _write_json(folder / "generation_config.json", {"eos_token_id": [end], "pad_token_id": pad})
-    generator = np.random.default_rng(seed)
-    weights = {name: _random(name, shape_of, shape, generator) for name, shape_of in _tensors(shape)}
-    # Loaders refuse a file that does not say which framework's layout it has; "pt" is what all of them write.
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _raw(values: FloatArray, shape: TinyShape) -> npt.NDArray[np.generic]:
+    """As the file has them. numpy knows no bfloat16: the upper half of a float32, rounded to even."""
+    if shape.dtype == "float32":
+        return values
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def _write_tokenizer(folder: Path) -> None:
@@ -91,7 +129,7 @@ def _config(shape: TinyShape) -> dict[str, object]:
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
-        "dtype": "float32",
+        "dtype": shape.dtype,
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.ffn_hidden,
@@ -101,8 +139,8 @@ def _config(shape: TinyShape) -> dict[str, object]:
         "max_position_embeddings": shape.max_context_tokens,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "attention_dropout": 0.0,
         "initializer_range": shape.weight_std,
         "use_sliding_window": False,

@@ -27,9 +27,10 @@ BUCKET_ALIGNMENT = 128
 
 SENDER_BYTES = 2 * (64 << 20)
 """Two buckets under way."""
-LOGIT_CHUNK_BYTES = 128 << 20
-NUM_LOGIT_CHUNKS = 4
-"""Logits, their exponentials and gradients of one chunk of tokens exist together."""
+LOGIT_CHUNK_BYTES = 640 << 20
+"""Of one chunk of tokens, in the weights' type; their gradient takes their place."""
+NUM_CPU_LOGIT_CHUNKS = 4
+"""On a CPU logits, their exponentials and gradients exist together."""
 CONTEXT_BYTES = 2 * GIB
 """CUDA context, NCCL buffers and fragmentation of one process: an allowance."""
 GRAPH_BYTES = 3 * GIB
@@ -322,7 +323,8 @@ def _scoring_bytes(recipe: Recipe, shape: ModelShape) -> int:
     item = 4 if recipe.run.device == "cpu" else 2
     rows = padded_vocab(shape.vocab, tensor) // tensor
     tokens = packed_tokens(recipe)
-    logits = NUM_LOGIT_CHUNKS * min(LOGIT_CHUNK_BYTES, 4 * tokens * rows)
+    num_chunks = NUM_CPU_LOGIT_CHUNKS if recipe.run.device == "cpu" else 1
+    logits = num_chunks * min(LOGIT_CHUNK_BYTES, item * tokens * rows)
     return logits + 2 * item * tokens * shape.hidden + (4 + item) * rows * shape.hidden
 
 

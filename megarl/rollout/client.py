@@ -146,14 +146,14 @@ class EngineClient:
     async def sleep(self) -> None:
         """Give time and, on a GPU, the memory of the KV cache back; weights stay and can be published to.
 
-        The engine must be idle: SGLang ends itself when memory is released under a running request.
+        The engine must be idle: SGLang ends itself when memory is released under a running request. Requests that come
+        while it sleeps wait until it is awake.
         """
         if self._is_asleep:
             return
+        await self.pause(PauseMode.RETRACT)
         if self.endpoint.device == "cuda":
             await self._control("sleep", "/release_memory_occupation", {"tags": ["kv_cache"]})
-        else:
-            await self.pause(PauseMode.RETRACT)
         self._is_asleep = True
 
     async def wake(self) -> None:
@@ -161,8 +161,7 @@ class EngineClient:
             return
         if self.endpoint.device == "cuda":
             await self._control("wake", "/resume_memory_occupation", {"tags": ["kv_cache"]})
-        else:
-            await self.resume()
+        await self.resume()
         self._is_asleep = False
 
     async def is_healthy(self) -> bool:
@@ -219,7 +218,8 @@ class EngineClient:
             response = await self._send(
                 "begin weight update", "/begin_weight_update", {}, self.endpoint.keys.admin, _CONTROL_TIMEOUT_S
             )
-            self._has_sessions = response.status_code != HTTPStatus.NOT_FOUND
+            # A path it does not know is guarded by the other key.
+            self._has_sessions = response.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED)
             if self._has_sessions:
                 self._checked("begin weight update", response)
         try:

@@ -118,7 +118,14 @@ class _Member:
             backend=meeting.backend,
             host=envelope.host,
         )
-        self._receiver = Receiver(plan, rank, parameters, self._group, bucket_bytes=meeting.bucket_bytes)
+        self._receiver = Receiver(
+            plan,
+            rank,
+            parameters,
+            self._group,
+            bucket_bytes=meeting.bucket_bytes,
+            shares_device=route.shares_devices,
+        )
 
     def _commit(self, version: int) -> None:
         self._joined().commit(version)

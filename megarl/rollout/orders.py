@@ -18,7 +18,7 @@ from pydantic import Field, TypeAdapter
 from megarl.config.model import ModelShape
 from megarl.weights.group import Backend, StoreAddress
 from megarl.weights.megatron import MegatronParallel, megatron_layout
-from megarl.weights.plan import Plan, plan
+from megarl.weights.plan import Plan, apart, plan, same_devices
 from megarl.weights.sglang import sglang_layout
 from megarl.weights.slices import Layout, TensorSpec
 
@@ -39,6 +39,8 @@ class Route:
     is_cpu_engine: bool
     expert: int = 1
     """Sets that an engine's experts are divided into."""
+    shares_devices: bool = False
+    """Whether both roles are in one pool: trainer rank r and target rank r are then on the same GPU."""
 
     @property
     def num_peers(self) -> int:
@@ -63,7 +65,8 @@ class Route:
         )
 
     def plan(self) -> Plan:
-        return plan(megatron_layout(self.shape, self.parallel, dtype=self.trainer_dtype), self.engine_layout())
+        source = megatron_layout(self.shape, self.parallel, dtype=self.trainer_dtype)
+        return plan(source, self.engine_layout(), locality=same_devices if self.shares_devices else apart)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

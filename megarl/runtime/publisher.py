@@ -55,7 +55,8 @@ class TransferPublisher:
             address=self._store.address,
             name=_GROUP,
             timeout_s=self._timeout_s,
-            backend="gloo" if self._route.is_cpu_engine else "nccl",
+            # NCCL refuses two processes on one GPU; what crosses between GPUs of a shared pool goes through the host.
+            backend="gloo" if self._route.is_cpu_engine or self._route.shares_devices else "nccl",
             bucket_bytes=DEFAULT_BUCKET_BYTES,
         )
         await self._together(

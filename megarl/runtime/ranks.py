@@ -134,7 +134,14 @@ class ActorProcess(TrainedProcess[ActorRank]):
             backend=meeting.backend,
             host=ray.util.get_node_ip_address(),
         )
-        self._sender = Sender(plan, self._rank, self.model.tensors(), self._group, bucket_bytes=meeting.bucket_bytes)
+        self._sender = Sender(
+            plan,
+            self._rank,
+            self.model.tensors(),
+            self._group,
+            bucket_bytes=meeting.bucket_bytes,
+            shares_device=route.shares_devices,
+        )
 
     def send(self, version: int) -> dict[tuple[int, str], int]:
         """Send this rank's share; answers with a digest per (engine rank, tensor) of what it sent."""

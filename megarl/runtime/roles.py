@@ -232,4 +232,5 @@ def route_of(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, nu
         engine_dtype=dtype,
         is_cpu_engine=recipe.run.device == "cpu",
         expert=config.expert,
+        shares_devices=recipe.run.device == "cuda" and config.pool == recipe.roles.actor.pool,
     )

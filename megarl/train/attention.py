@@ -1,7 +1,8 @@
 """Causal attention over packed sequences: no token sees another sequence. A core attention for Megatron's local spec.
 
-On CPU all sequences of one length are one call of SDPA; on a GPU all of them are one call of the variable-length flash
-kernel.
+Queries and keys are rotated here, by angles that arrive per position: Megatron would cut them per sequence, layer by
+layer, waiting for the device each time. On CPU all sequences of one length are one call of SDPA; on a GPU all of them
+are one call of the variable-length flash kernel.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from megarl.train.fused import Rotation, rotated
+
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
     """Where the sequences of a micro-batch begin and end, as Megatron carries it to the attention of every layer.
 
-    Megatron's own fields for this stay empty: from them it would cut the rotary angles per sequence, layer by layer,
-    waiting for the device each time. Ours arrive per position.
+    Megatron's own fields for this stay empty.
     """
 
     starts: Tensor  # [S + 1], int32, on the device
     lengths: list[int]
+    rotation: Rotation | None = None
+    """Of the model they go through, which adds it; None leaves queries and keys as they are."""
 
     def __post_init__(self) -> None:
         self.qkv_format = "thd"
@@ -78,6 +82,9 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSequences,
     ) -> Tensor:
         del attention_mask, attn_mask_type, attention_bias
+        rotation = packed_seq_params.rotation
+        if rotation is not None:
+            query, key = rotated(query, rotation), rotated(key, rotation)
         if query.device.type == "cpu":
             return _attend_by_length(query, key, value, packed_seq_params.by_length, self.scale)
         longest = max(packed_seq_params.lengths)

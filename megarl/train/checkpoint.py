@@ -41,6 +41,12 @@ def weights_of(folder: Path) -> Path:
     return master if master.exists() else folder / MODEL_FOLDER
 
 
+def has_own_master(layout: Layout) -> bool:
+    """Whether master weights have bits that `model/` lacks: the file has fewer, or the trainer's own tensors do."""
+    held = (spec for holding in layout.holdings for spec in holding.tensors.values())
+    return any(spec.dtype != _DTYPE for specs in (layout.canonical.values(), held) for spec in specs)
+
+
 class RankSaver:
     """One rank's half of saving one model: a copy while the trainer waits, files while it goes on.
 
@@ -109,7 +115,7 @@ class RankSaver:
         kinds: dict[str, dict[str, Tensor]] = {
             kind: {name: shard.moment(kind) for name, shard in shards.items()} for kind in MOMENTS
         }
-        if any(spec.dtype != _DTYPE for spec in self._layout.canonical.values()):
+        if has_own_master(self._layout):
             kinds[_MASTER] = {name: shard.master for name, shard in shards.items()}
         shapes = {name: spec.shape for name, spec in self._layout.by_rank[rank].tensors.items()}
 

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-_MAX_CHUNK_BYTES = 512 * 1024 * 1024
-"""Of float32 logits at a time: large enough for full-speed matrix kernels, small beside the activations."""
+_MAX_CHUNK_BYTES = 640 * 1024 * 1024
+"""Of logits at a time: large enough for full-speed matrix kernels, small beside the activations."""
+_CHUNK_MULTIPLE = 256
+"""Tokens: what matrix kernels are tiled by."""
 
 
 class TokenScores(NamedTuple):
@@ -50,7 +52,9 @@ def token_scores(
 ) -> TokenScores:
     """Of softmax(hidden @ weight.T / temperature). The gradient of `hidden` is this rank's part of a sum over ranks."""
     # By rows, padding included: the ranks reduce chunk by chunk, so theirs must be alike.
-    chunk_tokens = max(1, max_chunk_bytes // (4 * len(weight)))
+    chunk_tokens = max(1, max_chunk_bytes // (weight.element_size() * len(weight)))
+    if chunk_tokens > _CHUNK_MULTIPLE:
+        chunk_tokens -= chunk_tokens % _CHUNK_MULTIPLE
     logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, shard, temperature, chunk_tokens
     )
@@ -80,8 +84,8 @@ class _TokenScores(torch.autograd.Function):
         log_norms = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
         logprobs, entropy = torch.empty_like(log_norms), torch.empty_like(log_norms)
         for chunk in _chunks(num_tokens, chunk_tokens):
-            logits = _logits(hidden[chunk], weight, shard, temperature)
-            parts = _reduced(logits, targets[chunk], shard)
+            logits = hidden[chunk] @ weight[: shard.size].t()
+            parts = _over_ranks(_summed(logits, _columns(targets[chunk], shard), temperature), shard)
             log_norms[chunk] = parts.maximum + parts.total.log()
             logprobs[chunk] = parts.target - log_norms[chunk]
             entropy[chunk] = parts.total.log() - parts.weighted / parts.total
@@ -99,58 +103,98 @@ class _TokenScores(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for chunk in _chunks(hidden.shape[0], ctx.chunk_tokens):
-            log_probs = _logits(hidden[chunk], weight, shard, ctx.temperature) - log_norms[chunk, None]
-            probs = log_probs.exp()
-            # d logprob / d logit_j = [j is the target] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
-            grad_logits = log_probs.add_(entropy[chunk, None]).mul_(grad_entropy[chunk, None])
-            grad_logits = grad_logits.add_(grad_logprobs[chunk, None]).mul_(probs).neg_()
-            column, is_here = _column(targets[chunk], shard)
-            if shard.size:
-                grad_logits.scatter_add_(1, column[:, None], (grad_logprobs[chunk] * is_here)[:, None])
-            grad_logits = (grad_logits / ctx.temperature).to(hidden.dtype)
+            rows = _RowGradients(
+                log_norms=log_norms[chunk],
+                entropy=entropy[chunk],
+                logprobs=grad_logprobs[chunk].contiguous(),
+                entropies=grad_entropy[chunk].contiguous(),
+            )
+            logits = hidden[chunk] @ weight[: shard.size].t()
+            grad_logits = _grad_logits(logits, _columns(targets[chunk], shard), rows, ctx.temperature)
             grad_hidden[chunk] = grad_logits @ weight[: shard.size]
-            grad_weight[: shard.size] += grad_logits.t() @ hidden[chunk]
+            _add_product(grad_weight[: shard.size], grad_logits.t(), hidden[chunk])
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
-class _Reduced(NamedTuple):
-    """Sums over the whole vocabulary, relative to the largest logit. Each [chunk], float32."""
+class _Sums(NamedTuple):
+    """Over some columns, relative to the largest of their logits. Each [chunk], float32."""
 
     maximum: Tensor
-    total: Tensor
-    weighted: Tensor
-    target: Tensor
+    total: Tensor  # of exp(logit - maximum)
+    weighted: Tensor  # of (logit - maximum) * exp(logit - maximum)
+    target: Tensor  # the target's logit where it is among the columns, else 0
 
 
-def _reduced(logits: Tensor, targets: Tensor, shard: VocabShard) -> _Reduced:
-    # A rank whose rows are all padding has no column to take the maximum of.
-    lowest = torch.finfo(torch.float32).min
-    maximum = logits.amax(dim=1) if shard.size else logits.new_full((len(logits),), lowest)
-    _all_reduce(maximum, dist.ReduceOp.MAX, shard)
-    column, is_here = _column(targets, shard)
-    own = logits.gather(1, column[:, None])[:, 0] if shard.size else torch.zeros_like(maximum)
-    centred = logits - maximum[:, None]
+class _RowGradients(NamedTuple):
+    """What the gradient of a token's logits is made of. Each [chunk], float32."""
+
+    log_norms: Tensor
+    entropy: Tensor
+    logprobs: Tensor  # the gradient that arrives for the log-probability
+    entropies: Tensor  # and for the entropy
+
+
+def _summed(logits: Tensor, columns: Tensor, temperature: float) -> _Sums:
+    """In one pass over the logits on a GPU."""
+    if logits.is_cuda and logits.shape[1]:
+        # Not at the top: a machine without a GPU need not have Triton.
+        from megarl.train.logprob_kernel import sum_rows
+
+        return _Sums(*sum_rows(logits, columns, temperature))
+    scaled = logits.float() / temperature
+    if not logits.shape[1]:
+        # A rank whose rows are all padding has no column to take the maximum of.
+        nothing = scaled.new_zeros(len(scaled))
+        return _Sums(torch.full_like(nothing, torch.finfo(torch.float32).min), nothing, nothing, nothing)
+    maximum = scaled.amax(dim=1)
+    target = torch.where(columns >= 0, scaled.gather(1, columns.clamp(min=0)[:, None])[:, 0], 0.0)
+    centred = scaled.sub_(maximum[:, None])
     exponentials = centred.exp()
-    sums = torch.stack([exponentials.sum(dim=1), centred.mul_(exponentials).sum(dim=1), own * is_here])
-    _all_reduce(sums, dist.ReduceOp.SUM, shard)
-    return _Reduced(maximum, *sums)
+    return _Sums(maximum, exponentials.sum(dim=1), centred.mul_(exponentials).sum(dim=1), target)
 
 
-def _logits(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:
-    return (hidden @ weight[: shard.size].t()).float() / temperature
+def _over_ranks(sums: _Sums, shard: VocabShard) -> _Sums:
+    """Over the whole vocabulary, from those over each rank's columns."""
+    if shard.group is None:
+        return sums
+    maximum = sums.maximum.clone()
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=shard.group)
+    below = sums.maximum - maximum
+    scale = below.exp()
+    parts = torch.stack([scale * sums.total, scale * (sums.weighted + below * sums.total), sums.target])
+    dist.all_reduce(parts, dist.ReduceOp.SUM, group=shard.group)
+    return _Sums(maximum, *parts)
 
 
-def _column(targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """The targets' columns here (column 0 for those of other ranks), and which are here."""
-    column = targets - shard.first
-    is_here = (column >= 0) & (column < shard.size)
-    return torch.where(is_here, column, torch.zeros_like(column)), is_here
+def _grad_logits(logits: Tensor, columns: Tensor, rows: _RowGradients, temperature: float) -> Tensor:
+    """Of the logits before temperature, in their dtype; may take their place."""
+    # d logprob / d logit_j = [j is the target] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
+    if logits.is_cuda and logits.shape[1]:
+        from megarl.train.logprob_kernel import grad_rows
+
+        return grad_rows(logits, columns, rows, temperature)
+    log_probs = logits.float() / temperature - rows.log_norms[:, None]
+    probs = log_probs.exp()
+    gradients = log_probs.add_(rows.entropy[:, None]).mul_(rows.entropies[:, None])
+    gradients = gradients.add_(rows.logprobs[:, None]).mul_(probs).neg_()
+    if logits.shape[1]:
+        gradients.scatter_add_(1, columns.clamp(min=0)[:, None], (rows.logprobs * (columns >= 0))[:, None])
+    return (gradients / temperature).to(logits.dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right in float32, whatever the factors are."""
+    if total.is_cuda:
+        torch.addmm(total, left, right, torch.float32, out=total)
+    else:
+        total += left @ right
+
+
+def _columns(targets: Tensor, shard: VocabShard) -> Tensor:
+    """The targets' columns here; -1 for those that other ranks have."""
+    columns = targets - shard.first
+    return torch.where((columns >= 0) & (columns < shard.size), columns, -1)
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
     return [slice(first, first + chunk_tokens) for first in range(0, num_tokens, chunk_tokens)]
-
-
-def _all_reduce(tensor: Tensor, operation: dist.ReduceOp.RedOpType, shard: VocabShard) -> None:
-    if shard.group is not None:
-        dist.all_reduce(tensor, operation, group=shard.group)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from torch import Tensor
 from megarl.config.model import Experts, ModelShape, RopeScaling
 from megarl.errors import ConfigError, Problem
 from megarl.train.attention import PackedAttention
+from megarl.train.fused import GatedActivation, Rotation
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
 from megarl.train.micro_batch import DeviceMicroBatch
 from megarl.train.norm import RMSNorm
@@ -66,16 +68,13 @@ class Model(GPTModel):
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
-            rotary_pos_emb=self._angles(micro_batch.positions),
-            packed_seq_params=micro_batch.sequences,
+            packed_seq_params=replace(micro_batch.sequences, rotation=self._rotation(micro_batch.positions)),
         )
         return hidden
 
-    def _angles(self, positions: Tensor) -> Tensor:
-        """[N, 1, head_dim]: of each position, whichever sequence it is in."""
+    def _rotation(self, positions: Tensor) -> Rotation:
         self._frequencies = self._frequencies.to(positions.device)
-        angles = positions[0, :, None] * self._frequencies
-        return torch.cat((angles, angles), dim=-1)[:, None, :]
+        return Rotation.by(positions[0, :, None] * self._frequencies)
 
 
 class PolicyModel(Model):
@@ -212,7 +211,9 @@ def transformer_config(
         output_layer_init_method=torch.nn.init.zeros_,
         embedding_init_method=torch.nn.init.zeros_,
         use_cpu_initialization=not is_cuda,
-        bias_activation_fusion=is_cuda,
+        # Nothing of Transformer Engine: with it Megatron takes the activation from the layer spec, which is ours.
+        use_te_activation_func=True,
+        bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
@@ -257,8 +258,11 @@ def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def _layer_spec(shape: ModelShape) -> ModuleSpec:
     num_experts = shape.experts.num if shape.experts else None
     spec = get_gpt_layer_local_spec(num_experts=num_experts, normalization="RMSNorm", qk_layernorm=shape.has_qk_norm)
+    feed_forward = spec.submodules.mlp.submodules
     if num_experts is not None:
-        spec.submodules.mlp.submodules.router = Router
+        feed_forward.router = Router
+        feed_forward = feed_forward.experts.submodules
+    feed_forward.activation_func = GatedActivation
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules

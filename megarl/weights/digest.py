@@ -1,8 +1,9 @@
 """A 64-bit digest of canonical boxes that adds up: the digests of the parts sum to the digest of the whole.
 
-Each element contributes a hash of its bits, its place in its canonical tensor and that tensor's name; contributions are
-summed modulo 2^64. So a sender and a receiver that cut the same box differently agree, one flipped bit always changes
-the sum, and misplaced elements change it but for a chance of 2^-64. It finds accidents; it is not cryptographic.
+Each element contributes its bits, lifted above zero, times a key of its canonical row times a key of its column; keys
+are odd and follow from the tensor's name; contributions are summed modulo 2^64. So a sender and a receiver that cut the
+same box differently agree, one flipped bit always changes the sum, and misplaced elements change it but for a chance of
+about 2^-47. It finds accidents; it is not cryptographic. The rows of a tensor are all its axes but the last.
 """
 
 from __future__ import annotations
@@ -38,8 +39,18 @@ def digest(values: torch.Tensor, box: Slice, canonical_shape: Index) -> int:
 def digest_tensor(values: torch.Tensor, box: Slice, canonical_shape: Index) -> torch.Tensor:
     """Like `digest`, as an int64 scalar on the device of `values`: no wait for the device."""
     assert tuple(values.shape) == box.shape, f"{box} has {tuple(values.shape)} values"
-    strides = tuple(prod(canonical_shape[axis + 1 :]) for axis in range(len(canonical_shape)))
-    return _sum(values.detach(), box.offsets, strides, _name_seed(box.name))
+    bits, lift = _bits(values.detach())
+    seeds = _seeds(box.name)
+    if bits.is_cuda and bits.dim() <= 2:
+        # Not at the top: a machine without a GPU need not have Triton.
+        from megarl.weights.digest_kernel import digest_rows
+
+        first_row = box.offsets[0] if bits.dim() == 2 else 0
+        matrix = bits if bits.dim() == 2 else bits[None]
+        return digest_rows(matrix, first_row=first_row, first_column=box.offsets[-1], seeds=seeds, lift=lift)
+    rows = _rows(box, canonical_shape, bits.device)
+    columns = torch.arange(box.offsets[-1], box.offsets[-1] + box.shape[-1], device=bits.device)
+    return _sum(bits.reshape(len(rows), len(columns)), _keys(rows, seeds[0]), _keys(columns, seeds[1]), lift)
 
 
 def to_ints(sums: Mapping[Key, torch.Tensor]) -> dict[Key, int]:
@@ -49,38 +60,37 @@ def to_ints(sums: Mapping[Key, torch.Tensor]) -> dict[Key, int]:
     return {key: value % MODULUS for key, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)}
 
 
-def _sum(values: torch.Tensor, offsets: Index, strides: Index, seed: int) -> torch.Tensor:
-    max_elements = _MAX_ELEMENTS[values.device.type]
-    if values.numel() <= max_elements:
-        return _mix(_places(values, offsets, strides, seed).add_(_bits(values))).sum()
-    axis = next(axis for axis, size in enumerate(values.shape) if size > 1)
-    rows = max(1, max_elements * values.shape[axis] // values.numel())
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for start in range(0, values.shape[axis], rows):
-        part = values.narrow(axis, start, min(rows, values.shape[axis] - start))
-        total += _sum(part, (*offsets[:axis], offsets[axis] + start, *offsets[axis + 1 :]), strides, seed)
+def _sum(bits: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, lift: int) -> torch.Tensor:
+    rows = max(1, _MAX_ELEMENTS[bits.device.type] // max(1, bits.shape[1]))
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), rows):
+        lifted = bits[start : start + rows].to(torch.int64).add_(lift)
+        total += lifted.mul_(column_keys).sum(dim=1).mul_(row_keys[start : start + rows]).sum()
     return total
 
 
-def _bits(values: torch.Tensor) -> torch.Tensor:
+def _bits(values: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The elements as integers, and what makes all of them positive, so that a zero counts too."""
     # A view as integers wants a contiguous last dimension, which a box of columns may not have.
     width = {4: torch.int32, 2: torch.int16}[values.element_size()]
-    return values.contiguous().view(width)
+    return (values if values.stride(-1) == 1 else values.contiguous()).view(width), 1 << (8 * values.element_size())
 
 
-def _places(values: torch.Tensor, offsets: Index, strides: Index, seed: int) -> torch.Tensor:
-    """The flat index of each element in its canonical tensor, scattered over 64 bits."""
-    places = torch.full((), seed, dtype=torch.int64, device=values.device)
-    for start, size, stride in zip(offsets, values.shape, strides, strict=True):
-        steps = torch.arange(start, start + size, device=values.device) * stride * _INDEX_STEP
-        places = places.unsqueeze(-1) + steps
-    return places
+def _rows(box: Slice, canonical_shape: Index, device: torch.device) -> torch.Tensor:
+    """The canonical number of each row of the box."""
+    rows = torch.zeros((), dtype=torch.int64, device=device)
+    for axis, (start, size) in enumerate(zip(box.offsets[:-1], box.shape[:-1], strict=True)):
+        stride = prod(canonical_shape[axis + 1 : -1])
+        rows = rows.unsqueeze(-1) + torch.arange(start, start + size, device=device) * stride
+    return rows.flatten()
 
 
-def _mix(mixed: torch.Tensor) -> torch.Tensor:
+def _keys(places: torch.Tensor, seed: int) -> torch.Tensor:
+    """Each place scattered over 64 bits; odd, so that a product with it loses nothing."""
+    mixed = places * _INDEX_STEP + seed
     mixed.bitwise_xor_(_shifted(mixed, 30)).mul_(_FIRST_FACTOR)
     mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(_SECOND_FACTOR)
-    return mixed.bitwise_xor_(_shifted(mixed, 31))
+    return mixed.bitwise_xor_(_shifted(mixed, 31)).bitwise_or_(1)
 
 
 def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
@@ -89,5 +99,7 @@ def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=65536)
-def _name_seed(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+def _seeds(name: str) -> tuple[int, int]:
+    """For the keys of the rows and of the columns."""
+    raw = hashlib.blake2b(name.encode(), digest_size=16).digest()
+    return int.from_bytes(raw[:8], "little", signed=True), int.from_bytes(raw[8:], "little", signed=True)

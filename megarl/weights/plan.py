@@ -24,8 +24,9 @@ class Link(IntEnum):
     """What a move travels over, nearest first."""
 
     PROCESS = 0
-    NODE = 1
-    NETWORK = 2
+    DEVICE = 1
+    NODE = 2
+    NETWORK = 3
 
 
 Locality: TypeAlias = Callable[[int, int], Link]
@@ -40,6 +41,11 @@ def apart(_source_rank: int, _target_rank: int) -> Link:
 def same_processes(source_rank: int, target_rank: int) -> Link:
     """Source rank r and target rank r are one process; where the others are is not known."""
     return Link.PROCESS if source_rank == target_rank else Link.NETWORK
+
+
+def same_devices(source_rank: int, target_rank: int) -> Link:
+    """Source rank r and target rank r are two processes on one device; where the others are is not known."""
+    return Link.DEVICE if source_rank == target_rank else Link.NETWORK
 
 
 def on_nodes(source_nodes: Mapping[int, str], target_nodes: Mapping[int, str]) -> Locality:

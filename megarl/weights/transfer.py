@@ -1,7 +1,8 @@
 """Carrying out a plan between processes: pack, send, stage, digest, commit. No SGLang, no Megatron.
 
 A sender packs a bucket while the one before it travels. A receiver keeps what arrives in staging and touches its
-parameters only in `commit`, so that a version is delivered whole or not at all.
+parameters only in `commit`, so that a version is delivered whole or not at all. Between two processes on one device
+nothing travels: the receiver sees the sender's own tensors, which do not change before the version is committed.
 
 Source rank s of a plan is peer s of the group; target rank t is peer `first_target_peer + t`.
 """
@@ -20,6 +21,7 @@ from megarl.weights.buckets import Bucket, Parcel, buckets_from, buckets_to
 from megarl.weights.check import check_delivery
 from megarl.weights.digest import digest_tensor, to_ints
 from megarl.weights.group import Pending, StoreAddress, StoreServer, TransferGroup
+from megarl.weights.mapped import export_tensors, open_tensors
 from megarl.weights.plan import Plan
 from megarl.weights.slices import Slice
 from megarl.weights.tensors import box_of, torch_dtype
@@ -46,18 +48,27 @@ class Sender:
         first_target_peer: int | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         digest: BoxDigest = digest_tensor,
+        shares_device: bool = False,
     ) -> None:
-        """Without `first_target_peer`, the targets come after all the sources."""
+        """Without `first_target_peer`, the targets come after all the sources.
+
+        `shares_device`: source rank r and target rank r are two processes on one device, for every r.
+        """
         self._plan = plan
+        self._rank = rank
         self._tensors = tensors
         self._group = group
         self._digest = digest
         self._first_target_peer = _first_target_peer(plan, first_target_peer)
         buckets = buckets_from(plan, rank, bucket_bytes=bucket_bytes)
-        self._buckets = [bucket for bucket in buckets if self._peer_of(bucket) != group.peer]
+        own_device = {rank} if shares_device else set()
+        self._shown = [bucket for bucket in buckets if bucket.target_rank in own_device]
+        self._memory = export_tensors(tensors) if self._shown else None
+        away = [bucket for bucket in buckets if bucket.target_rank not in own_device]
+        self._buckets = [bucket for bucket in away if self._peer_of(bucket) != group.peer]
         largest = max((bucket.num_bytes for bucket in self._buckets), default=0)
         self._lanes = [_wire_buffer(group, largest) for _ in range(_NUM_LANES)]
-        device = _device_of(tensors)
+        self._device = device = _device_of(tensors)
         # Many small copies are made on the tensors' own device; then one copy crosses to where the wire starts.
         self._packing = self._lanes[0] if device == group.wire_device else _buffer(largest, device)
 
@@ -69,12 +80,18 @@ class Sender:
         digests: dict[tuple[Slice, str], torch.Tensor] = {}
         sums: dict[tuple[int, str], torch.Tensor] = {}
         with self._group.transfer() as deadline:
+            if self._memory is not None:
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)  # the other process knows nothing of our streams
+                self._group.report(_memory_key(version, self._rank), self._memory)
             under_way: deque[Pending] = deque()
             for number, bucket in enumerate(self._buckets):
                 if len(under_way) == _NUM_LANES:
                     under_way.popleft().wait(deadline)
                 lane = self._pack(bucket, self._lanes[number % _NUM_LANES])
                 under_way.append(self._group.send(lane, peer=self._peer_of(bucket), tag=_tag(version, bucket)))
+                self._add_digests(bucket, digests, sums)
+            for bucket in self._shown:
                 self._add_digests(bucket, digests, sums)
             for pending in under_way:
                 pending.wait(deadline)
@@ -125,16 +142,23 @@ class Receiver:
         first_target_peer: int | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         digest: BoxDigest = digest_tensor,
+        shares_device: bool = False,
     ) -> None:
-        """Staging is allocated here, once. Without `first_target_peer`, the targets come after all the sources."""
+        """Staging is allocated here, once. Other arguments are those of the senders."""
         self._plan = plan
+        self._rank = rank
         self._tensors = tensors
         self._group = group
         self._digest = digest
         expected_peer = _first_target_peer(plan, first_target_peer) + rank
         assert expected_peer == group.peer, f"target rank {rank} is peer {expected_peer}, not {group.peer}"
         buckets = buckets_to(plan, rank, bucket_bytes=bucket_bytes)
-        self._buckets = [bucket for bucket in buckets if bucket.source_rank != group.peer]
+        own_device = {rank} if shares_device else set()
+        self._seen = [bucket for bucket in buckets if bucket.source_rank in own_device]
+        self._memory = b""
+        self._sources: Mapping[str, torch.Tensor] = {}
+        away = [bucket for bucket in buckets if bucket.source_rank not in own_device]
+        self._buckets = [bucket for bucket in away if bucket.source_rank != group.peer]
         self._staging = [_wire_buffer(group, bucket.num_bytes) for bucket in self._buckets]
         self._device = _device_of(tensors)
         self._expected: list[Pending] = []
@@ -155,12 +179,13 @@ class Receiver:
             if not self._expected:
                 self.expect(version)
             expected, self._expected = self._expected, []
+            self._open_memory(version)
+            for parcel, values in self._visible():
+                self._add_digest(parcel, values, sums)
             for bucket, buffer, pending in zip(self._buckets, self._staging, expected, strict=True):
                 pending.wait(deadline)
                 for parcel, values in self._arrived(bucket, buffer):
-                    box, name = parcel.move.slice, parcel.move.target_name
-                    found = self._digest(values, box, self._plan.target.canonical[box.name].shape)
-                    sums[name] = sums[name] + found if name in sums else found
+                    self._add_digest(parcel, values, sums)
         self._staged_version = version
         return to_ints(sums)
 
@@ -169,15 +194,43 @@ class Receiver:
         if self._staged_version != version:
             who = f"{self._group.name}: peer {self._group.peer}"
             raise WeightSyncError(f"{who}: asked to commit version {version}, staged is {self._staged_version}")
+        for parcel, values in self._visible():
+            self._put(parcel, values)
         for bucket, buffer in zip(self._buckets, self._staging, strict=True):
             for parcel, values in self._arrived(bucket, buffer):
-                move = parcel.move
-                box_of(self._tensors[move.target_name], move.target_offsets, move.slice.shape).copy_(values)
+                self._put(parcel, values)
         self._staged_version = None
 
     def abort(self) -> None:
         """Forget what is staged; the parameters stay as they are."""
         self._staged_version = None
+
+    def _open_memory(self, version: int) -> None:
+        """Once the sender says that its tensors are this version's; they stay open until it shows others."""
+        if not self._seen:
+            return
+        key = _memory_key(version, self._rank)
+        memory = self._group.collect([key], self._group.timeout_s)[key]
+        self._group.forget([key])
+        if memory != self._memory:
+            self._sources, self._memory = open_tensors(memory), memory
+
+    def _visible(self) -> Iterator[tuple[Parcel, torch.Tensor]]:
+        """What need not travel, in the sender's own memory."""
+        for bucket in self._seen:
+            for parcel in bucket.parcels:
+                move = parcel.move
+                values = box_of(self._sources[move.source_name], move.source_offsets, move.slice.shape)
+                yield parcel, values.to(torch_dtype(parcel.dtype))
+
+    def _add_digest(self, parcel: Parcel, values: torch.Tensor, sums: dict[str, torch.Tensor]) -> None:
+        box, name = parcel.move.slice, parcel.move.target_name
+        found = self._digest(values, box, self._plan.target.canonical[box.name].shape)
+        sums[name] = sums[name] + found if name in sums else found
+
+    def _put(self, parcel: Parcel, values: torch.Tensor) -> None:
+        move = parcel.move
+        box_of(self._tensors[move.target_name], move.target_offsets, move.slice.shape).copy_(values)
 
     def _arrived(self, bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[Parcel, torch.Tensor]]:
         arrived = buffer.to(self._device)
@@ -236,6 +289,10 @@ def _first_target_peer(plan: Plan, given: int | None) -> int:
 def _tag(version: int, bucket: Bucket) -> int:
     """Buckets of another version never match: they end in a timeout, not in the parameters."""
     return version * _MAX_BUCKETS_PER_PAIR + bucket.index
+
+
+def _memory_key(version: int, rank: int) -> str:
+    return f"memory of rank {rank} at version {version}"
 
 
 def _view(buffer: torch.Tensor, parcel: Parcel) -> torch.Tensor:

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 from megarl.cli import measure
+from megarl.cli.gpu_figures import print_figures
 from megarl.cli.main import run
 from megarl.cli.measure import Goal, Measurement
+from megarl.observe.figures import Figure
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -35,3 +39,28 @@ def test_the_last_line_is_json_on_request(monkeypatch: pytest.MonkeyPatch, capsy
     first, _ = json.loads(last)
     assert first["seconds"] == 0.5
     assert first["goal"] == {"seconds": 1.0, "megabytes": 500.0}
+
+
+@pytest.mark.parametrize("command", ["train", "engine"])
+def test_figures_of_a_gpu_need_one(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(["bench", command]) == 5
+    assert "megarl: this benchmark needs a CUDA device, and torch sees none\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(0.44, True), (0.46, False), (2.0, False)])
+def test_a_ratio_may_fall_a_little_below_its_record(ratio: float, verdict: bool) -> None:
+    figure = Figure(name="step", value=1.0, unit="ms", against="peak", ratio=ratio, record=0.53)
+    assert figure.has_fallen is verdict
+    assert not replace(figure, record=None).has_fallen
+
+
+def test_figures_are_a_table_and_json_in_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    figure = Figure(name="step", value=1.0, unit="ms", against="peak", ratio=0.4, record=0.5)
+    print_figures([figure], {"device": "some GPU"})
+    *table, last = capsys.readouterr().out.splitlines()
+    assert any("fallen from 0.5" in line for line in table)
+    assert json.loads(last)["figures"][0]["ratio"] == 0.4
+    assert json.loads(last)["machine"] == {"device": "some GPU"}

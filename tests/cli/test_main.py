@@ -118,6 +118,10 @@ def test_a_reward_file_without_the_function_is_a_recipe_error(
         (["trian", "x.yaml"], "Error: No such command 'trian'."),
         (["train", "x.yaml", "--steps", "3"], "Error: No such option: --steps"),
         (["data", "make", "arithmetic", "--out", "x", "--seed", "-1"], "Error: Invalid value for '--seed'"),
+        (
+            ["data", "make", "arithmetic", "--out", "x", "--like", "gpt"],
+            "--like: gpt is not known; one of qwen2.5",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_explained(

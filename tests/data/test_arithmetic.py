@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from megarl.config.catalogue import CATALOGUE
+from megarl.config.model import read_model_shape
 from megarl.config.recipe import DataConfig
 from megarl.data.arithmetic import CARELESS_PROBABILITY, ArithmeticFiles, careless_sum, make_arithmetic
 from megarl.data.prompts import load_demonstrations, load_prompts
+from megarl.data.tiny_model import TinyShape, write_tiny_model
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import DataError
 
@@ -63,9 +69,9 @@ def test_a_careless_sum_adds_column_by_column(a: int, b: int, careless: str) -> 
 
 
 def test_the_seed_decides_everything(tmp_path: Path) -> None:
-    sizes = {"num_train": 20, "num_sft": 20, "num_eval": 20}
     first, again, other = (
-        make_arithmetic(tmp_path / name, seed=seed, **sizes) for name, seed in (("a", 1), ("b", 1), ("c", 2))
+        make_arithmetic(tmp_path / name, seed=seed, num_train=20, num_sft=20, num_eval=20)
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
     )
     for name in ("train", "sft", "eval"):
         assert rows(getattr(first, name)) == rows(getattr(again, name)) != rows(getattr(other, name))
@@ -89,3 +95,15 @@ def test_the_files_load_as_a_data_set(files: ArithmeticFiles, tokenizer: Tokeniz
         tokenizer.decode_response(prompt.demonstration) for prompt in prompts if prompt.demonstration is not None
     ]
     assert answers == pq.read_table(files.sft)["response"].to_pylist()
+
+
+def test_a_model_may_have_the_size_of_a_public_one_in_bfloat16(tmp_path: Path) -> None:
+    small = replace(TinyShape.like(CATALOGUE["qwen2.5-0.5b"]), num_layers=1, hidden=28, ffn_hidden=32, vocab=300)
+    write_tiny_model(tmp_path, small, seed=1)
+    shape = read_model_shape(tmp_path)
+    assert (shape.num_heads, shape.num_kv_heads, shape.vocab, shape.has_tied_embeddings) == (14, 2, 300, True)
+    halves = load_file(tmp_path / "model.safetensors")
+    assert {tensor.dtype for tensor in halves.values()} == {torch.bfloat16}
+    write_tiny_model(tmp_path, replace(small, dtype="float32"), seed=1)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(halves[name], tensor.bfloat16()), name

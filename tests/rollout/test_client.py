@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
+from typing import Literal
 
 import httpx
 import pytest
@@ -99,10 +101,36 @@ def test_weights_are_loaded_inside_a_session_and_never_flush() -> None:
     }
 
 
-def test_an_older_engine_without_sessions_is_asked_for_one_once() -> None:
-    engine = Recorder(begin_weight_update=404, end_weight_update=404)
+@pytest.mark.parametrize("status", [404, 401])
+def test_an_older_engine_without_sessions_is_asked_for_one_once(status: int) -> None:
+    engine = Recorder(begin_weight_update=status, end_weight_update=status)
     load(engine, times=2)
     assert engine.paths == ["/begin_weight_update", "/update_weights_from_tensor", "/update_weights_from_tensor"]
+
+
+ASLEEP_AND_AWAKE = {
+    "cpu": ["/pause_generation", "/continue_generation"],
+    "cuda": [
+        "/pause_generation",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/continue_generation",
+    ],
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_sleeping_engine_holds_requests_before_it_gives_memory_back(device: Literal["cpu", "cuda"]) -> None:
+    engine = Recorder()
+    client = scripted_client(engine)
+    client.endpoint = replace(client.endpoint, device=device)
+
+    async def calls() -> None:
+        for call in (client.sleep, client.sleep, client.wake, client.wake):
+            await call()
+
+    asyncio.run(calls())
+    assert engine.paths == ASLEEP_AND_AWAKE[device]
 
 
 def test_a_failed_load_still_ends_its_session() -> None:

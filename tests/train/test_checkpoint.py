@@ -14,7 +14,9 @@ from torch import Tensor
 from megarl.checkpoint.state import TrainerState
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ActorConfig, OptimizerConfig
+from megarl.train.checkpoint import has_own_master
 from megarl.types import TrainBatch
+from megarl.weights.megatron import MegatronParallel, megatron_layout
 from tests.train import jobs, save_jobs
 from tests.train.cluster import Cluster
 from tests.train.conftest import Models
@@ -22,6 +24,7 @@ from tests.train.reference import Model
 from tests.train.samples import make_samples
 from tests.train.test_rank import MIXTURE_SPLITS, packed, setup_of
 from tests.train.test_rank import SPLITS as DENSE_SPLITS
+from tests.weights.reference import make_shape
 
 SPLITS = {**DENSE_SPLITS, **MIXTURE_SPLITS}
 
@@ -229,3 +232,12 @@ def test_training_draws_no_random_numbers_so_there_are_none_to_save(cluster: Clu
     world, actor = SPLITS["TP2-SP"]
     batch = batches_of(model, world, actor)[0]
     assert cluster.run(world, save_jobs.draw_no_random_number, setup_of(model, actor), batch) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("in_file", "in_trainer", "expected"),
+    [("float32", "float32", False), ("bfloat16", "float32", True), ("float32", "bfloat16", True)],
+)
+def test_master_weights_are_saved_where_the_model_has_fewer_bits(in_file: str, in_trainer: str, expected: bool) -> None:
+    shape = replace(make_shape(), dtype=in_file)
+    assert has_own_master(megatron_layout(shape, MegatronParallel(), dtype=in_trainer)) is expected

@@ -29,15 +29,21 @@ def whole(values: torch.Tensor, name: str = "w") -> int:
 
 def slow(values: torch.Tensor, name: str) -> int:
     """The definition, element by element."""
-    seed = digest_module._name_seed(name)
+    row_seed, column_seed = digest_module._seeds(name)
+    width = 8 * values.element_size()
     total = 0
-    bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32).flatten().tolist()
-    for place, value in enumerate(bits):
-        mixed = (seed + place * 0x9E3779B97F4A7C15 + value) % MODULUS
-        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
-        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % MODULUS
-        total += mixed ^ (mixed >> 31)
+    bits = values.view(torch.int16 if width == 16 else torch.int32).tolist()
+    for row, line in enumerate(bits):
+        for column, value in enumerate(line):
+            total += (value + (1 << width)) * key(row, row_seed) * key(column, column_seed)
     return total % MODULUS
+
+
+def key(place: int, seed: int) -> int:
+    mixed = (seed + place * 0x9E3779B97F4A7C15) % MODULUS
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % MODULUS
+    return (mixed ^ (mixed >> 31)) | 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -82,6 +88,23 @@ def test_two_swapped_elements_change_it() -> None:
 def test_equal_values_under_another_name_change_it() -> None:
     values = values_of(torch.float32)
     assert whole(values) != whole(values, name="v")
+
+
+def test_zeros_count() -> None:
+    values = torch.zeros(SHAPE)
+    assert part(values, slice(0, 6), slice(0, 10)) not in {0, whole(values)}
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4, 5)])
+def test_tensors_of_any_rank_add_up(shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    zeros = (0,) * (len(shape) - 1)
+    total = digest(values, Slice(name="w", offsets=(0, *zeros), shape=shape), shape)
+    parts = [
+        digest(part, Slice(name="w", offsets=(start, *zeros), shape=tuple(part.shape)), shape)
+        for start, part in ((0, values[:2]), (2, values[2:]))
+    ]
+    assert sum(parts) % MODULUS == total
 
 
 def test_negative_zero_is_not_zero() -> None:

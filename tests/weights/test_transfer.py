@@ -33,12 +33,13 @@ Call = tuple[Callable[..., object], tuple[object, ...]]
 Logs = tuple[list[SenderLog], list[EngineLog]]
 
 
-@pytest.fixture(scope="module")
-def logs() -> Logs:
+@pytest.fixture(scope="module", params=["apart", "on shared devices"])
+def logs(request: pytest.FixtureRequest) -> Logs:
     """Two trainer ranks publish three versions to an engine of two ranks; the third has a flipped bit."""
     server = StoreServer()
-    calls: list[Call] = [(run_trainer, (server.address, rank)) for rank in range(2)]
-    calls += [(run_engine, (server.address, rank)) for rank in range(2)]
+    shares_device = request.param == "on shared devices"
+    calls: list[Call] = [(run_trainer, (server.address, rank, shares_device)) for rank in range(2)]
+    calls += [(run_engine, (server.address, rank, shares_device)) for rank in range(2)]
     results = run_processes(calls)
     values = [result.get() for result in results]
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from megarl.config.model import Family
 from megarl.errors import WeightSyncError
 from megarl.weights.group import Pending, StoreAddress, TransferGroup
 from megarl.weights.megatron import MegatronParallel, megatron_layout
-from megarl.weights.plan import Plan, plan
+from megarl.weights.plan import Plan, apart, plan, same_devices
 from megarl.weights.sglang import sglang_layout
 from megarl.weights.slices import Holding
 from megarl.weights.tensors import box_of, torch_dtype
@@ -30,10 +31,11 @@ TIMEOUT_S = 60.0
 Tensors = dict[str, torch.Tensor]
 
 
-def make_plan(*, tensor: int = 2, num_engines: int = 1) -> Plan:
+def make_plan(*, tensor: int = 2, num_engines: int = 1, shares_device: bool = False) -> Plan:
     shape = make_shape(Family.QWEN2, layers=2)
     trainer = megatron_layout(shape, MegatronParallel(tensor=2), dtype="float32")
-    return plan(trainer, sglang_layout(shape, tensor=tensor, num_engines=num_engines, dtype="bfloat16"))
+    engines = sglang_layout(shape, tensor=tensor, num_engines=num_engines, dtype="bfloat16")
+    return plan(trainer, engines, locality=same_devices if shares_device else apart)
 
 
 def values_of(version: int) -> Tensors:
@@ -64,9 +66,18 @@ def cut(holding: Holding, model: Tensors) -> Tensors:
 
 
 class CorruptingGroup(TransferGroup):
-    """Flips one bit of the first bucket once it is told to."""
+    """Once it is told to, flips one bit of the next bucket, or shows one tensor in the place of another."""
 
     is_corrupting = False
+
+    def report(self, key: str, payload: bytes) -> None:
+        if self.is_corrupting and key.startswith("memory"):
+            self.is_corrupting = False
+            memory = json.loads(payload)
+            first, second = (view for name, view in memory["views"].items() if "linear_fc1" in name)
+            first["storage"] = second["storage"]
+            payload = json.dumps(memory).encode()
+        super().report(key, payload)
 
     def send(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Pending:
         if self.is_corrupting:
@@ -86,13 +97,13 @@ class EngineLog:
 SenderLog = dict[int, dict[tuple[int, str], int]]
 
 
-def run_trainer(address: StoreAddress, rank: int) -> SenderLog:
+def run_trainer(address: StoreAddress, rank: int, shares_device: bool) -> SenderLog:
     """Send all versions; rank 1 corrupts the last one."""
     torch.set_num_threads(1)
     group = CorruptingGroup.join(address, name="publish", peer=rank, num_peers=NUM_PEERS, timeout_s=TIMEOUT_S)
-    moves = make_plan()
+    moves = make_plan(shares_device=shares_device)
     tensors = tensors_of(moves.source.by_rank[rank], None)
-    sender = Sender(moves, rank, tensors, group, bucket_bytes=BUCKET_BYTES)
+    sender = Sender(moves, rank, tensors, group, bucket_bytes=BUCKET_BYTES, shares_device=shares_device)
     log: SenderLog = {}
     for version in VERSIONS:
         for name, tensor in tensors_of(moves.source.by_rank[rank], version).items():
@@ -100,18 +111,18 @@ def run_trainer(address: StoreAddress, rank: int) -> SenderLog:
         if isinstance(group, CorruptingGroup):
             group.is_corrupting = rank == 1 and version == CORRUPTED_VERSION
         log[version] = sender.send(version)
-    group.barrier()
+        group.barrier()
     return log
 
 
-def run_engine(address: StoreAddress, rank: int) -> EngineLog:
+def run_engine(address: StoreAddress, rank: int, shares_device: bool) -> EngineLog:
     """Commit every version but the last, which is aborted."""
     torch.set_num_threads(1)
     peer = NUM_TRAINERS + rank
     group = TransferGroup.join(address, name="publish", peer=peer, num_peers=NUM_PEERS, timeout_s=TIMEOUT_S)
-    moves = make_plan()
+    moves = make_plan(shares_device=shares_device)
     tensors = tensors_of(moves.target.by_rank[rank], None)
-    receiver = Receiver(moves, rank, tensors, group, bucket_bytes=BUCKET_BYTES)
+    receiver = Receiver(moves, rank, tensors, group, bucket_bytes=BUCKET_BYTES, shares_device=shares_device)
     digests: dict[int, dict[str, int]] = {}
     after_commit: dict[int, Tensors] = {}
     before_commit: Tensors = {}
@@ -123,7 +134,8 @@ def run_engine(address: StoreAddress, rank: int) -> EngineLog:
         else:
             receiver.commit(version)
             after_commit[version] = copy_of(tensors)
-    group.barrier()
+        # A trainer may change its weights only once they are committed.
+        group.barrier()
     return EngineLog(
         digests=digests, before_commit=before_commit, after_commit=after_commit, after_abort=copy_of(tensors)
     )

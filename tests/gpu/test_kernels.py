@@ -1,0 +1,119 @@
+"""What only a GPU computes, against slow and obvious references in higher precision."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.train.attention import PackedAttention, PackedSequences
+from megarl.train.logprob import token_scores, vocab_shard
+from megarl.weights.digest import digest
+from megarl.weights.mapped import export_tensors, open_tensors
+from megarl.weights.slices import Slice
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 5003
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Relative to the size of what is expected."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
+def test_scores_and_their_gradients(dtype: torch.dtype, tolerance: float) -> None:
+    num_tokens, hidden = 777, 256
+    states = torch.randn(num_tokens, hidden, device="cuda", dtype=dtype).requires_grad_()
+    weight = (torch.randn(VOCAB + 61, hidden, device="cuda", dtype=dtype) * 0.2).requires_grad_()
+    targets = torch.randint(VOCAB, (num_tokens,), device="cuda")
+    importance = torch.randn(2, num_tokens, device="cuda")
+    shard = vocab_shard(vocab=VOCAB, rows=len(weight), rank=0, size=1, group=None)
+    scores = token_scores(states, weight, targets, shard=shard, temperature=0.7, max_chunk_bytes=1 << 20)
+    (torch.stack([scores.logprobs, scores.entropy]) * importance).sum().backward()  # type: ignore[no-untyped-call]
+
+    exact_states, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (states, weight))
+    log_probs = (exact_states @ exact_weight[:VOCAB].t() / 0.7).log_softmax(dim=-1)
+    logprobs = log_probs.gather(1, targets[:, None])[:, 0]
+    entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
+    (torch.stack([logprobs, entropy]) * importance).sum().backward()  # type: ignore[no-untyped-call]
+
+    assert distance(scores.logprobs, logprobs) < tolerance
+    assert distance(scores.entropy, entropy) < tolerance
+    for found, exact in ((states, exact_states), (weight, exact_weight)):
+        assert found.grad is not None
+        assert exact.grad is not None
+        assert distance(found.grad, exact.grad) < tolerance
+    assert weight.grad is not None
+    assert not weight.grad[VOCAB:].any()
+
+
+def test_packed_attention_sees_no_other_sequence() -> None:
+    lengths = [5, 130, 1, 64]
+    num_tokens, heads, kv_heads, size = sum(lengths), 8, 2, 64
+    query = torch.randn(num_tokens, heads, size, device="cuda", dtype=torch.bfloat16)
+    key, value = (torch.randn(num_tokens, kv_heads, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    attention = PackedAttention.__new__(PackedAttention)
+    torch.nn.Module.__init__(attention)
+    attention.scale = None
+    found = attention(
+        query,
+        key,
+        value,
+        None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=PackedSequences(starts=starts, lengths=lengths),
+    )
+    for start, length in zip(starts.tolist(), lengths, strict=False):
+        q, k, v = (tensor[start : start + length].transpose(0, 1).double() for tensor in (query, key, value))
+        expected = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        assert distance(found[start : start + length], expected.transpose(0, 1)) < 1e-2
+
+
+@pytest.mark.parametrize("shape", [(300, 2050), (5000,)])
+def test_digests_of_boxes_are_those_of_the_host(shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape).bfloat16()
+    box = Slice(name="w", offsets=(3,) * len(shape), shape=shape)
+    canonical = tuple(size + 10 for size in shape)
+    assert digest(values.cuda(), box, canonical) == digest(values, box, canonical)
+
+
+def test_a_strided_box_is_digested_where_it_lies() -> None:
+    values = torch.randn(100, 400).bfloat16().cuda()[:, 33:97]
+    box = Slice(name="w", offsets=(0, 33), shape=(100, 64))
+    assert digest(values, box, (100, 400)) == digest(values.cpu(), box, (100, 400))
+
+
+def answer_sums(memory: bytes, pipe: Connection) -> None:
+    tensors = open_tensors(memory)
+    pipe.send({name: float(tensor.double().sum()) for name, tensor in tensors.items()})
+    pipe.recv()
+    pipe.send({name: float(tensor.double().sum()) for name, tensor in tensors.items()})
+
+
+def test_another_process_sees_the_tensors_as_they_change() -> None:
+    buffer = torch.randn(1 << 20, device="cuda")
+    tensors = {"a": buffer[64:128].view(8, 8), "b": buffer[1000:5000]}
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=answer_sums, args=(export_tensors(tensors), there), daemon=True)
+    torch.cuda.synchronize()
+    process.start()
+    try:
+        assert here.poll(120)
+        assert here.recv() == {name: float(tensor.double().sum()) for name, tensor in tensors.items()}
+        tensors["b"].fill_(2.0)
+        torch.cuda.synchronize()
+        here.send(None)
+        assert here.poll(60)
+        assert here.recv()["b"] == 8000.0
+    finally:
+        process.kill()
+        process.join()

@@ -1,0 +1,80 @@
+"""Triton's kernels on a CPU, by its interpreter, against the torch versions of the same functions.
+
+A script of its own: Triton reads TRITON_INTERPRET when a kernel is defined. Prints the largest differences as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from megarl.train.fused import Rotation, gated, rotated
+from megarl.train.fused_kernels import gate, grad_gate, rotate
+from megarl.train.logprob import _grad_logits, _RowGradients, _summed
+from megarl.train.logprob_kernel import grad_rows, sum_rows
+from megarl.weights.digest import MODULUS, _bits, _seeds, digest
+from megarl.weights.digest_kernel import digest_rows
+from megarl.weights.slices import Slice
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).abs().max())
+
+
+def activation() -> float:
+    gate_up = torch.randn(5, 1, 2 * 1500, requires_grad=True)
+    grad = torch.randn(5, 1, 1500)
+    output = gated(gate_up)
+    output.backward(grad)  # type: ignore[no-untyped-call]
+    assert gate_up.grad is not None
+    inputs = gate_up.detach()
+    return max(distance(gate(inputs), output), distance(grad_gate(inputs, grad), gate_up.grad))
+
+
+def rotation() -> float:
+    by = Rotation.by(torch.rand(7, 32) * 6)
+    values = torch.randn(7, 3, 20, 64)[:, 1, 2:16].requires_grad_()  # heads that do not lie side by side
+    values.retain_grad()  # type: ignore[no-untyped-call]
+    grad = torch.randn(7, 14, 64)
+    output = rotated(values, by)
+    output.backward(grad)  # type: ignore[no-untyped-call]
+    assert values.grad is not None
+    there = rotate(values.detach(), by.cosines, by.sines, direction=1.0)
+    back = rotate(grad, by.cosines, by.sines, direction=-1.0)
+    return max(distance(there, output), distance(back, values.grad))
+
+
+def scores() -> float:
+    logits = torch.randn(3, 5000) * 3
+    columns = torch.tensor([4, -1, 4999])
+    sums = _summed(logits, columns, 0.7)
+    worst = max(distance(*pair) for pair in zip(sum_rows(logits, columns, 0.7), sums, strict=True))
+    rows = _RowGradients(
+        log_norms=sums.maximum + sums.total.log(),
+        entropy=sums.total.log() - sums.weighted / sums.total,
+        logprobs=torch.randn(3),
+        entropies=torch.randn(3),
+    )
+    expected = _grad_logits(logits, columns, rows, 0.7)
+    return max(worst, distance(grad_rows(logits.clone(), columns, rows, 0.7), expected))
+
+
+def digests() -> float:
+    boxes = [
+        (torch.randn(70, 1536), (3, 16)),
+        (torch.randn(5, 33), (0, 1)),
+        (torch.randn(40, 192)[:, 64:128], (2, 0)),
+    ]
+    for index, (values, offsets) in enumerate(boxes):
+        box = Slice(name=f"w{index}", offsets=offsets, shape=tuple(values.shape))
+        bits, lift = _bits(values.bfloat16())
+        found = digest_rows(bits, first_row=offsets[0], first_column=offsets[1], seeds=_seeds(box.name), lift=lift)
+        if int(found) % MODULUS != digest(values.bfloat16(), box, (4000, 4000)):
+            return 1.0
+    return 0.0
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    print(json.dumps({check.__name__: check() for check in (activation, rotation, scores, digests)}))  # noqa: T201

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ENVIRONMENT
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 # Ray reads its environment when it is imported, and collecting the tests imports it before any of them starts one.
 os.environ.update({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT})
+
+# A property is about values: how long an example takes says something about the machine.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 @pytest.hookimpl(trylast=True)

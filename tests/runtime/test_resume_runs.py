@@ -19,6 +19,14 @@ from tests.runtime.runs import Run, descendants, finished, run, started, survivo
 
 STEPS = ("run.steps=4", "checkpoint.save_every_steps=2", "train.optimizer={learning_rate: 1e-3, decay: cosine}")
 EVERY_STEP = ("checkpoint.save_every_steps=1",)
+PPO = (
+    "pools={train: {gpus_per_node: 2}, rollout: {gpus_per_node: 1}, critic: {gpus_per_node: 1}}",
+    "roles.critic={pool: critic, warmup_steps: 1}",
+    "roles.reference={}",
+    "algorithm={kind: gae, kl: {kind: reward, coef: 0.1, adaptive: {target: 0.01, horizon: 100}}, "
+    "filter: {oversampling: 1.5}}",
+)
+"""All that a run can remember: a critic, a coefficient that moves, groups left over from the step before."""
 
 
 @pytest.fixture(scope="module")
@@ -36,25 +44,40 @@ def at_once(folder: Path) -> Run:
     return done
 
 
-def test_a_run_that_was_killed_behind_a_save_goes_on_and_ends_with_the_same_bits(folder: Path, at_once: Run) -> None:
+@pytest.mark.parametrize(
+    ("name", "overrides"), [("ppo", PPO), pytest.param("grpo", (), marks=pytest.mark.slow)], ids=["ppo", "grpo"]
+)
+def test_a_run_that_was_killed_behind_a_save_goes_on_and_ends_with_the_same_bits(
+    folder: Path, name: str, overrides: tuple[str, ...]
+) -> None:
     """Killed after step 3 was trained, while the checkpoint of step 2 was still being written."""
+    overrides = (*STEPS, *EVERY_STEP, *overrides)
+    at_once = run(folder, f"{name}_at_once", *overrides)
+    assert at_once.exit_code == 0, at_once.output
+    name = f"{name}_killed"
     faults = [{"point": "file_written", "rank": 1, "step": 2, "kind": "wait", "seconds": 600}]
-    with started(folder, "killed", *STEPS, *EVERY_STEP, faults=faults) as process:
-        _await_event(folder / "runs" / "killed", process, StepFinished, count=3)
+    with started(folder, name, *overrides, faults=faults) as process:
+        _await_event(folder / "runs" / name, process, StepFinished, count=3)
         kill(process)
-    checkpoints = folder / "runs" / "killed" / "checkpoints"
+    checkpoints = folder / "runs" / name / "checkpoints"
     assert {path.name for path in checkpoints.glob("step_*")} == {"step_000001", "step_000002.tmp"}
 
-    resumed = run(folder, "killed", *STEPS, *EVERY_STEP)
+    resumed = run(folder, name, *overrides)
 
     assert resumed.exit_code == 0, resumed.output
+    expected, reached = (read_state(each.folder / "checkpoints" / "step_000004") for each in (at_once, resumed))
+    assert reached == expected
+    if "ppo" in name:
+        assert expected.critic is not None
+        assert expected.kl_coef not in (None, 0.1)
+        assert read_state(checkpoints / "step_000003").ledger.num_carried > 0
     assert "going on after step 1" in resumed.output
     assert [event.resumed_step for event in resumed.events if isinstance(event, RunStarted)] == [0, 1]
     assert _tensors(resumed) == _tensors(at_once)
     last = [event.summary.update for event in at_once.steps[1:]]
     assert [event.summary.update for event in resumed.steps[-3:]] == last
     assert list(checkpoints.glob("*.tmp")) == []
-    assert not (folder / "runs" / "killed.1").exists()
+    assert not (folder / "runs" / f"{name}.1").exists()
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from rich import box
@@ -11,11 +11,14 @@ from rich.table import Table
 
 from megarl.config.advice import advise
 from megarl.planner.answer import Answer
-from megarl.planner.placement import Placement
+from megarl.planner.fit import Proposal
+from megarl.planner.ledger import Ledger, saves
+from megarl.planner.placement import Placement, RankPlace
 from megarl.planner.run_plan import RunPlan
-from megarl.planner.timing import Timing
+from megarl.planner.timing import PhaseName, PhaseTime, Timing
 
 _MAX_NODES = 12
+_WIDTH = 100
 
 
 def as_json(answer: Answer) -> dict[str, object]:
@@ -25,13 +28,17 @@ def as_json(answer: Answer) -> dict[str, object]:
 
 def tables(answer: Answer) -> Group:
     plan = answer.plan
-    parts: list[RenderableType] = [_title(answer), "", _placement_table(plan.placement), "", _memory_table(plan)]
+    parts: list[RenderableType] = [_title(answer), "", _placement_table(plan.placement), ""]
+    for where in dict.fromkeys(ledger.where for ledger in plan.sizes.ledgers):
+        parts += [_memory_table(where, [ledger for ledger in plan.sizes.ledgers if ledger.where == where])]
     parts += [*_verdict(answer), ""]
+    if plan.sizes.hosts:
+        parts += [_host_table(plan), ""]
     if plan.reshard is not None:
         parts += [_reshard_table(plan), ""]
     if plan.sizes.timing is not None:
-        parts += [_time_table(plan.sizes.timing), *_time_notes(plan)]
-    parts += [f"warning: {warning}" for warning in advise(answer.recipe, plan.model.shape)]
+        parts += [_time_table(plan.sizes.timing), *_time_notes(answer)]
+    parts += [f"warning: {warning}" for warning in advise(answer.recipe, plan.shapes.policy)]
     return Group(*parts)
 
 
@@ -39,7 +46,7 @@ def _title(answer: Answer) -> str:
     plan = answer.plan
     device = "cpu" if answer.recipe.run.device == "cpu" else plan.gpu.name
     return (
-        f"{answer.recipe.run.name}: {answer.recipe.algorithm.kind}, shape from {plan.model.source}, "
+        f"{answer.recipe.run.name}: {answer.recipe.algorithm.kind}, shape from {plan.shapes.source}, "
         f"{plan.placement.num_gpus} x {device} on {plan.placement.num_nodes} node(s)"
     )
 
@@ -52,34 +59,54 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 
 
 def _placement_table(placement: Placement) -> Table:
-    table = _table("Placement", "node", "GPUs", "actor ranks", "tensor x data x pipeline", "engines", left=5)
-    places = [rank.place for rank in placement.ranks] + [rank.place for rank in placement.engine_ranks]
-    nodes = list(dict.fromkeys(place.node for place in places))
-    shown = nodes if len(nodes) <= _MAX_NODES else [*nodes[: _MAX_NODES - 2], "...", nodes[-1]]
-    for node in shown:
-        if node == "...":
-            table.add_row(f"... {len(nodes) - _MAX_NODES + 1} more")
-            continue
-        ranks = [rank for rank in placement.ranks if rank.place.node == node]
-        engines = [rank for rank in placement.engine_ranks if rank.place.node == node]
-        coordinates = (
-            f"{_span(rank.tensor for rank in ranks)} x {_span(rank.data for rank in ranks)} x "
-            f"{_span(rank.pipeline for rank in ranks)}"
-        )
-        table.add_row(
-            node,
-            _span(place.gpu for place in places if place.node == node),
-            _span(rank.rank for rank in ranks),
-            coordinates if ranks else "",
-            _span(rank.engine for rank in engines),
-        )
+    """A line per node; of each role its ranks, and which parts of the model they have."""
+    roles = list(placement.models)
+    table = _table(
+        "Placement; ranks: tensor x data x pipeline",
+        "node",
+        "GPUs",
+        *(f"{role} ranks" for role in roles),
+        "engines",
+        left=3 + len(roles),
+    )
+    # On one machine all pools are on the same node: it belongs to the first.
+    pool_of = {place.node: place.pool for place in reversed(placement.places)}
+    pools = list(dict.fromkeys(place.pool for place in placement.places if pool_of[place.node] == place.pool))
+    for pool in pools:
+        nodes = list(dict.fromkeys(place.node for place in placement.places if pool_of[place.node] == pool))
+        for node in _shown(nodes, max_nodes=max(3, _MAX_NODES // len(pools))):
+            if node.startswith("..."):
+                table.add_row(node)
+                continue
+            ranks = [[rank for rank in placement.models[role].ranks if rank.place.node == node] for role in roles]
+            table.add_row(
+                node,
+                _span(place.gpu for place in placement.places if place.node == node),
+                *(_coordinates(found) for found in ranks),
+                _span(rank.engine for rank in placement.engine_ranks if rank.place.node == node),
+            )
     return table
 
 
-def _memory_table(plan: RunPlan) -> Table:
-    """One column per GPU kind and phase."""
-    ledgers = plan.sizes.ledgers
-    table = _table("Memory of the fullest GPU, GiB", "", *(f"{item.where}\n{item.phase}" for item in ledgers))
+def _shown(nodes: Sequence[str], *, max_nodes: int) -> list[str]:
+    """With a line for those left out, before the last."""
+    if len(nodes) <= max_nodes:
+        return [*nodes]
+    first = nodes[: max_nodes - 2]
+    return [*first, f"... {len(nodes) - len(first) - 1} more", nodes[-1]]
+
+
+def _coordinates(ranks: Sequence[RankPlace]) -> str:
+    if not ranks:
+        return ""
+    parts = (_span(rank.tensor for rank in ranks), _span(rank.data for rank in ranks))
+    return f"{_span(rank.rank for rank in ranks)}: {' x '.join(parts)} x {_span(rank.pipeline for rank in ranks)}"
+
+
+def _memory_table(where: str, ledgers: Sequence[Ledger]) -> Table:
+    """Of one kind of GPU; one column per phase."""
+    title = f"Memory of the fullest GPU, GiB: {where}"
+    table = _table(title, "", *(ledger.phase for ledger in ledgers))
     names = list(dict.fromkeys(item.name for ledger in ledgers for item in ledger.items))
     estimated = {item.name for ledger in ledgers for item in ledger.items if not item.is_exact}
     for name in names:
@@ -88,8 +115,20 @@ def _memory_table(plan: RunPlan) -> Table:
         table.add_row(label, *(_gib(number) if number else "" for number in sums))
     table.add_section()
     table.add_row("total", *(_gib(ledger.total_bytes) for ledger in ledgers))
-    if plan.sizes.worst is not None:
+    if any(ledger.margin_bytes is not None for ledger in ledgers):
         table.add_row("margin", *(_gib(ledger.margin_bytes or 0) for ledger in ledgers), style="bold")
+    return table
+
+
+def _host_table(plan: RunPlan) -> Table:
+    hosts = plan.sizes.hosts
+    table = _table("Host memory of the fullest node, GiB", "", *(host.where for host in hosts))
+    names = list(dict.fromkeys(item.name for host in hosts for item in host.items))
+    for name in names:
+        sums = [sum(item.num_bytes for item in host.items if item.name == name) for host in hosts]
+        table.add_row(name, *(_gib(number) if number else "" for number in sums))
+    table.add_section()
+    table.add_row("total", *(_gib(host.total_bytes) for host in hosts))
     return table
 
 
@@ -105,14 +144,21 @@ def _verdict(answer: Answer) -> list[str]:
     else:
         lines = [f"does not fit: {_gib(-worst.margin_bytes)} GiB too much ({worst.where}, {worst.phase})"]
     for proposal in answer.proposals:
-        changes = " ".join(f"--set {assignment}" for assignment in proposal.assignments)
-        lines.append(
-            f"  fits with {changes}: {_gib(proposal.margin_bytes)} GiB left, {proposal.num_gpus} GPUs, "
-            f"step about {_seconds(proposal.step_s)}"
-        )
+        lines += _way_out(proposal)
     if not answer.proposals:
         lines.append("  no change of one or two keys makes it fit; it needs more GPUs or a smaller model")
     return lines
+
+
+def _way_out(proposal: Proposal) -> list[str]:
+    changes = [f"--set {assignment}" for assignment in proposal.assignments]
+    outcome = (
+        f"{_gib(proposal.margin_bytes)} GiB left, {proposal.num_gpus} GPUs, step about {_seconds(proposal.step_s)}"
+    )
+    line = f"  fits with {' '.join(changes)}: {outcome}"
+    return (
+        [line] if len(line) <= _WIDTH else [f"  fits with these: {outcome}", *(f"    {change}" for change in changes)]
+    )
 
 
 def _reshard_table(plan: RunPlan) -> Table:
@@ -133,23 +179,16 @@ def _reshard_table(plan: RunPlan) -> Table:
 
 def _time_table(timing: Timing) -> Table:
     table = _table("Time of a step (roofline)", "phase", "seconds", "share")
-    for name, seconds in _phases(timing):
-        table.add_row(name, f"{seconds:.1f}", f"{seconds / timing.step_s:.0%}" if timing.step_s else "")
+    for phase in timing.phases:
+        share = f"{phase.seconds / timing.step_s:.0%}" if phase.is_waited_for else "meanwhile"
+        table.add_row(phase.name, f"{phase.seconds:.1f}", share)
     table.add_section()
     table.add_row("step", f"{timing.step_s:.1f}", "")
     return table
 
 
-def _phases(timing: Timing) -> list[tuple[str, float]]:
-    return [
-        ("rollout", timing.rollout_s),
-        ("log-probabilities", timing.logprobs_s),
-        ("update", timing.update_s),
-        ("publish", timing.publish_s),
-    ]
-
-
-def _time_notes(plan: RunPlan) -> list[str]:
+def _time_notes(answer: Answer) -> list[str]:
+    plan = answer.plan
     timing, gpu, workload = plan.sizes.timing, plan.gpu, plan.workload
     assert timing is not None
     notes = [
@@ -159,22 +198,40 @@ def _time_notes(plan: RunPlan) -> list[str]:
         f"{gpu.node_gb_per_s:g} GB/s in a node, {gpu.network_gb_per_s:g} GB/s network",
         f"{timing.num_micro_batches} micro-batches per rank and update, {timing.bubble:.0%} of it pipeline bubble; "
         f"{timing.running_requests} requests run per engine",
-        f"saving the weights takes about {_seconds(timing.save_s)}",
     ]
+    if saves(answer.recipe):
+        notes.append(
+            f"saving: training waits about {_seconds(timing.copy_s)} for the copy to host memory; "
+            f"writing it takes about {_seconds(timing.save_s)}"
+        )
     advice = _first_change(timing)
     return [*notes, f"change first: {advice}"] if advice else notes
 
 
 def _first_change(timing: Timing) -> str | None:
     """The lever on the longest phase."""
-    name, seconds = max(_phases(timing), key=lambda phase: phase[1])
-    if seconds < 0.5 * timing.step_s:
+    longest = max(
+        (phase for phase in timing.phases if phase.is_waited_for), key=lambda phase: phase.seconds, default=None
+    )
+    if longest is None or longest.seconds < 0.5 * timing.step_s:
         return None
-    if name == "rollout":
-        return "rollout: more engines (a larger rollout pool), or more running requests per engine"
-    if name == "update" and timing.bubble > 0.1:
-        return "update: the pipeline bubble; raise virtual_pipeline, lower pipeline, or make more micro-batches"
-    return f"{name}: more GPUs for the actor" if name != "publish" else "publish: engines nearer to the trainer"
+    return f"{longest.name}: {_lever(longest, timing)}"
+
+
+def _lever(phase: PhaseTime, timing: Timing) -> str:
+    match phase.name:
+        case PhaseName.ROLLOUT:
+            return "more engines (a larger rollout pool), or more running requests per engine"
+        case PhaseName.UPDATE if timing.bubble > 0.1:
+            return "the pipeline bubble; raise virtual_pipeline, lower pipeline, or make more micro-batches"
+        case PhaseName.OLD | PhaseName.UPDATE:
+            return "more GPUs for the actor"
+        case PhaseName.VALUES | PhaseName.CRITIC_UPDATE:
+            return "more GPUs for the critic"
+        case PhaseName.REFERENCE:
+            return "a pool for the reference, or more GPUs in it"
+        case PhaseName.PUBLISH:
+            return "engines nearer to the trainer"
 
 
 def comparison(first: Answer, second: Answer, changes: list[str]) -> Table:
@@ -189,8 +246,9 @@ def comparison(first: Answer, second: Answer, changes: list[str]) -> Table:
     row("smallest margin, GiB", *(_worst_margin(plan) for plan in plans))
     row("publish, GB", *(_gb(plan.reshard.total_bytes) if plan.reshard else "" for plan in plans))
     timings = [plan.sizes.timing for plan in plans]
-    for index, label in enumerate(("rollout, s", "log-probabilities, s", "update, s", "publish, s")):
-        row(label, *(f"{_phases(timing)[index][1]:.1f}" if timing else "" for timing in timings))
+    for name in PhaseName:
+        if any(timing is not None and timing.seconds(name) for timing in timings):
+            row(f"{name}, s", *(f"{timing.seconds(name):.1f}" if timing else "" for timing in timings))
     row("step, s", *(f"{timing.step_s:.1f}" if timing else "" for timing in timings))
     row("pipeline bubble", *(f"{timing.bubble:.0%}" if timing else "" for timing in timings))
     return table

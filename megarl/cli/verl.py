@@ -56,8 +56,9 @@ def _problems(tree: dict[str, Tree]) -> tuple[Problem, ...]:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         return complaints(error, Recipe)
-    entry = catalogue_name(recipe.model.path)
-    return tuple(check_without_files(recipe, CATALOGUE[entry])) if entry else ()
+    entry, critic = catalogue_name(recipe.model.path), recipe.roles.critic
+    of_critic = catalogue_name(critic.path) if critic is not None and critic.path is not None else None
+    return tuple(check_without_files(recipe, CATALOGUE[entry], critic=CATALOGUE[of_critic or entry])) if entry else ()
 
 
 def _print_report(imported: Imported, stream: TextIO) -> None:

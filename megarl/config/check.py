@@ -14,7 +14,7 @@ from megarl.config.check_files import check_files, check_model_folder
 from megarl.config.check_sizes import check_megatron_split, check_split, check_step
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.native import check_native
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import CriticConfig, Recipe
 from megarl.errors import ConfigError, Problem
 
 
@@ -39,19 +39,23 @@ def _other_models(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
         if isinstance(found, Problem):
             yield found
         else:
-            yield from check_megatron_split(found, critic, key="roles.critic")
-            if found.vocab != shape.vocab:
-                yield Problem(
-                    key="roles.critic.path",
-                    message=f"its vocabulary has {found.vocab} tokens, that of model.path {shape.vocab}; "
-                    "a critic reads the policy's tokens",
-                )
+            yield from _critic_of_its_own(critic, found, shape)
     if reference is not None and reference.path is not None:
         found = _shape_in(reference.path, "roles.reference.path")
         if isinstance(found, Problem):
             yield found
         elif found != shape:
             yield Problem(key="roles.reference.path", message="not a model of the same shape and dtype as model.path")
+
+
+def _critic_of_its_own(critic: CriticConfig, found: ModelShape, policy: ModelShape) -> Iterator[Problem]:
+    yield from check_megatron_split(found, critic, key="roles.critic")
+    if found.vocab != policy.vocab:
+        yield Problem(
+            key="roles.critic.path",
+            message=f"its vocabulary has {found.vocab} tokens, that of model.path {policy.vocab}; "
+            "a critic reads the policy's tokens",
+        )
 
 
 def _shape_in(folder: Path, key: str) -> ModelShape | Problem:
@@ -61,9 +65,12 @@ def _shape_in(folder: Path, key: str) -> ModelShape | Problem:
         return Problem(key=key, message=error.problems[0].message.replace("model.path", key))
 
 
-def check_without_files(recipe: Recipe, shape: ModelShape) -> list[Problem]:
-    """The same for a machine that has neither the model nor the data: all but what is in files."""
-    return [*_without_shape(recipe), *check_split(recipe, shape)]
+def check_without_files(recipe: Recipe, shape: ModelShape, *, critic: ModelShape) -> list[Problem]:
+    """The same for a machine that has neither the models nor the data: all but what is in files."""
+    problems = [*_without_shape(recipe), *check_split(recipe, shape)]
+    if recipe.roles.critic is not None and recipe.roles.critic.path is not None:
+        problems += _critic_of_its_own(recipe.roles.critic, critic, shape)
+    return problems
 
 
 def _without_shape(recipe: Recipe) -> Iterator[Problem]:

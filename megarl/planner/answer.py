@@ -12,7 +12,8 @@ from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError
 from megarl.planner.fit import Proposal, proposals
 from megarl.planner.hardware import Gpu
-from megarl.planner.run_plan import RunPlan, find_shape, make_plan
+from megarl.planner.run_plan import RunPlan, make_plan
+from megarl.planner.shapes import find_shapes
 from megarl.planner.timing import Workload
 
 
@@ -41,10 +42,10 @@ class Answer:
 def answer(path: Path, overrides: Sequence[str], question: Question) -> Answer:
     """Reads the recipe and makes all checks that need no file; a ConfigError has every problem."""
     recipe = read_recipe(path, overrides).recipe
-    model = find_shape(recipe.model.path, name=question.shape_name)
-    problems = check_without_files(recipe, model.shape)
+    shapes = find_shapes(recipe, name=question.shape_name)
+    problems = check_without_files(recipe, shapes.policy, critic=shapes.critic)
     if problems:
         raise ConfigError(str(path), tuple(problems))
-    plan = make_plan(recipe, model, question.gpu, question.workload(recipe))
-    ways_out = [] if plan.sizes.fits else proposals(recipe, model.shape, plan.gpu, plan.workload)
+    plan = make_plan(recipe, shapes, question.gpu, question.workload(recipe))
+    ways_out = [] if plan.sizes.fits else proposals(recipe, shapes, plan.gpu, plan.workload)
     return Answer(recipe=recipe, plan=plan, proposals=tuple(ways_out))

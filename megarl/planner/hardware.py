@@ -46,6 +46,8 @@ PREFILL_EFFICIENCY = 0.5
 DECODE_EFFICIENCY = 0.6
 """Of the memory bandwidth."""
 LINK_EFFICIENCY = 0.8
+HOST_GB_PER_S = 25.0
+"""Between a GPU and pinned host memory, one direction."""
 DISK_GB_PER_S_PER_NODE = 2.0
 
 _CUSTOM = ("memory_gib", "tflops", "memory_gb_per_s", "node_gb_per_s", "network_gb_per_s")

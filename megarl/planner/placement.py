@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import ModelParallelConfig, Recipe
 from megarl.weights.megatron import MegatronParallel
 
 
@@ -36,39 +37,65 @@ class EnginePlace:
     place: Place
 
 
-@dataclass(frozen=True, kw_only=True)
-class Placement:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlacement:
+    """All ranks of one model."""
+
     parallel: MegatronParallel
     ranks: tuple[RankPlace, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    models: Mapping[str, ModelPlacement]
+    """By role: the actor and, where they have a pool, critic and reference."""
     engine_ranks: tuple[EnginePlace, ...]
+
+    @property
+    def parallel(self) -> MegatronParallel:
+        """Of the actor."""
+        return self.models["actor"].parallel
+
+    @property
+    def ranks(self) -> tuple[RankPlace, ...]:
+        """Of the actor."""
+        return self.models["actor"].ranks
 
     @cached_property
     def is_shared(self) -> bool:
-        """Whether trainer and engines take turns on the same GPUs."""
+        """Whether actor and engines take turns on the same GPUs."""
         return bool({rank.place for rank in self.ranks} & {rank.place for rank in self.engine_ranks})
 
     @property
     def num_engines(self) -> int:
         return 1 + max((rank.engine for rank in self.engine_ranks), default=-1)
 
-    @cached_property
+    @property
     def num_gpus(self) -> int:
-        return len({rank.place for rank in self.ranks} | {rank.place for rank in self.engine_ranks})
+        return len(set(self.places))
+
+    @property
+    def num_nodes(self) -> int:
+        return len({place.node for place in self.places})
 
     @cached_property
-    def num_nodes(self) -> int:
-        return len({rank.place.node for rank in self.ranks} | {rank.place.node for rank in self.engine_ranks})
+    def places(self) -> tuple[Place, ...]:
+        """Of every process, role after role."""
+        return tuple(self._places())
+
+    def _places(self) -> Iterator[Place]:
+        for model in self.models.values():
+            yield from (rank.place for rank in model.ranks)
+        yield from (rank.place for rank in self.engine_ranks)
 
 
 def place(recipe: Recipe) -> Placement:
-    """Ranks fill the actor's pool in their order; engine after engine fills the rollout pool.
+    """Ranks fill their role's pool in their order; engine after engine fills the rollout pool.
 
     A pool has nodes of its own, unless everything runs on the one machine where megarl is started.
     """
-    actor, rollout = recipe.roles.actor, recipe.roles.rollout
-    parallel = MegatronParallel.of(actor, data=recipe.data_parallel)
-    actor_places = _places(recipe, actor.pool)
-    ranks = tuple(_rank_place(parallel, rank, actor_places[rank]) for rank in range(parallel.world_size))
+    pools = recipe.used_pools
+    rollout = recipe.roles.rollout
     engine_ranks: tuple[EnginePlace, ...] = ()
     if rollout is not None:
         places = _places(recipe, rollout.pool)
@@ -76,7 +103,16 @@ def place(recipe: Recipe) -> Placement:
             EnginePlace(engine=index // rollout.tensor, tensor=index % rollout.tensor, place=where)
             for index, where in enumerate(places[: len(places) // rollout.tensor * rollout.tensor])
         )
-    return Placement(parallel=parallel, ranks=ranks, engine_ranks=engine_ranks)
+    return Placement(
+        models={role: _model(split, _places(recipe, pools[role])) for role, split in recipe.megatron_roles.items()},
+        engine_ranks=engine_ranks,
+    )
+
+
+def _model(split: ModelParallelConfig, places: list[Place]) -> ModelPlacement:
+    parallel = MegatronParallel.of(split, data=len(places) // split.model_parallel)
+    ranks = tuple(_rank_place(parallel, rank, places[rank]) for rank in range(parallel.world_size))
+    return ModelPlacement(parallel=parallel, ranks=ranks)
 
 
 def _rank_place(parallel: MegatronParallel, rank: int, where: Place) -> RankPlace:

@@ -19,13 +19,12 @@ from megarl.config.recipe import Recipe
 from megarl.planner.hardware import LINK_EFFICIENCY, Gpu
 from megarl.planner.memory import repeats
 from megarl.planner.placement import Place, Placement
+from megarl.weights.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.canonical import ROUTER, canonical_tensors
 from megarl.weights.megatron import ExpertPlace, megatron_layout
 from megarl.weights.plan import Plan, plan
 from megarl.weights.sglang import sglang_layout
 from megarl.weights.slices import ITEM_BYTES
-
-BUCKET_BYTES = 64 << 20
 
 
 class LinkClass(StrEnum):
@@ -162,7 +161,7 @@ class _Traffic:
             senders = ranks[: flow.num_boxes]
             for rank in senders:
                 owed[rank, target] += -(-flow.num_bytes // len(senders))
-        return sum(-(-num_bytes // BUCKET_BYTES) for num_bytes in owed.values())
+        return sum(-(-num_bytes // DEFAULT_BUCKET_BYTES) for num_bytes in owed.values())
 
 
 def _replicas(placement: Placement) -> tuple[list[_Ranks], list[_Ranks]]:

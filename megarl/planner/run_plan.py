@@ -1,26 +1,18 @@
-"""The whole plan of a run, from a recipe and the shape of its model."""
+"""The whole plan of a run, from a recipe and the shapes of its models."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from megarl.config.catalogue import CATALOGUE, catalogue_name
-from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
-from megarl.errors import ConfigError, Problem
 from megarl.planner.hardware import Gpu
-from megarl.planner.memory import EngineMemory, Ledger, StageMemory, engine_memory, ledgers, stage_memory
+from megarl.planner.ledger import HostLedger, Ledger, host_ledgers, ledgers
+from megarl.planner.memory import EngineMemory, StageMemory, engine_memory, stage_memory
 from megarl.planner.placement import Placement, place
 from megarl.planner.reshard import Reshard, reshard
+from megarl.planner.shapes import RoleShapes
 from megarl.planner.timing import Timing, Workload, estimate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedShape:
-    shape: ModelShape
-    source: str
-    """The folder it was read from, or the entry of the catalogue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +20,7 @@ class Sizes:
     """Memory and time: what changes when a key is changed."""
 
     ledgers: tuple[Ledger, ...]
+    hosts: tuple[HostLedger, ...]
     engine: EngineMemory | None
     timing: Timing | None
     """None on a CPU run: no rates are stated for it."""
@@ -47,59 +40,49 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    model: NamedShape
+    shapes: RoleShapes
     gpu: Gpu
     workload: Workload
     placement: Placement
-    stages: tuple[StageMemory, ...]
+    stages: Mapping[str, tuple[StageMemory, ...]]
+    """By trained role, stage after stage."""
     sizes: Sizes
     reshard: Reshard | None
     """None where nobody generates."""
 
 
-def find_shape(path: Path, *, name: str | None = None) -> NamedShape:
-    """Of the model's folder where it is here, else of the catalogue; `name` asks for an entry whatever the path."""
-    if name is not None and name not in CATALOGUE:
-        raise _error("--shape", f"unknown {name!r}; one of {', '.join(CATALOGUE)}")
-    if name is None and (path / "config.json").is_file():
-        return NamedShape(shape=read_model_shape(path), source=str(path))
-    entry = name or catalogue_name(path)
-    if entry is None:
-        known = ", ".join(CATALOGUE)
-        raise _error("model.path", f"{path} is neither here nor a known model; name a shape with --shape: {known}")
-    return NamedShape(shape=CATALOGUE[entry], source=f"catalogue: {entry}")
-
-
-def make_plan(recipe: Recipe, model: NamedShape, gpu: Gpu, workload: Workload) -> RunPlan:
+def make_plan(recipe: Recipe, shapes: RoleShapes, gpu: Gpu, workload: Workload) -> RunPlan:
     """For a recipe that passed its checks."""
     placement = place(recipe)
-    published = None if recipe.roles.rollout is None else reshard(recipe, model.shape, placement, gpu)
+    published = None if recipe.roles.rollout is None else reshard(recipe, shapes.policy, placement, gpu)
+    is_cpu = recipe.run.device == "cpu"
     return RunPlan(
-        model=model,
+        shapes=shapes,
         gpu=gpu,
         workload=workload,
         placement=placement,
-        stages=tuple(stage_memory(model.shape, placement.parallel, is_cpu=recipe.run.device == "cpu")),
-        sizes=size(recipe, model.shape, gpu, workload, publish_s=published.seconds if published else 0.0),
+        stages={
+            role: tuple(stage_memory(shapes.of(role), model.parallel, is_cpu=is_cpu))
+            for role, model in placement.models.items()
+            if role != "reference"
+        },
+        sizes=size(recipe, shapes, gpu, workload, publish_s=published.seconds if published else 0.0),
         reshard=published,
     )
 
 
-def size(recipe: Recipe, shape: ModelShape, gpu: Gpu, workload: Workload, *, publish_s: float) -> Sizes:
+def size(recipe: Recipe, shapes: RoleShapes, gpu: Gpu, workload: Workload, *, publish_s: float) -> Sizes:
     """Without the traffic of a publish, which takes longest to plan and matters least for memory."""
     placement = place(recipe)
     rollout = recipe.roles.rollout
     is_cpu = recipe.run.device == "cpu"
-    engine = None if rollout is None else engine_memory(shape, rollout, None if is_cpu else gpu.memory_bytes)
+    engine = None if rollout is None else engine_memory(shapes.policy, rollout, None if is_cpu else gpu.memory_bytes)
     timing = None
     if not is_cpu:
-        timing = estimate(recipe, shape, placement, gpu, workload, engine=engine, publish_s=publish_s)
+        timing = estimate(recipe, shapes, placement, gpu, workload, engine=engine, publish_s=publish_s)
     return Sizes(
-        ledgers=ledgers(recipe, shape, placement, gpu),
+        ledgers=ledgers(recipe, shapes, placement, gpu),
+        hosts=host_ledgers(recipe, shapes, placement),
         engine=engine,
         timing=timing,
     )
-
-
-def _error(key: str, message: str) -> ConfigError:
-    return ConfigError("megarl plan", (Problem(key=key, message=message),))

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import TypeAlias
 
-from megarl.config.algorithm import SftConfig
+from megarl.config.algorithm import KlRewardConfig, PolicyGradientConfig, SftConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
+from megarl.planner.activations import ModelWork, recomputed_share
 from megarl.planner.hardware import (
     DECODE_EFFICIENCY,
     DISK_GB_PER_S_PER_NODE,
+    HOST_GB_PER_S,
     PREFILL_EFFICIENCY,
     TRAIN_EFFICIENCY,
     Gpu,
 )
-from megarl.planner.memory import EngineMemory
-from megarl.planner.placement import Placement
-from megarl.weights.canonical import num_active_parameters, num_parameters
+from megarl.planner.ledger import keeps_reference, snapshot_bytes
+from megarl.planner.memory import EngineMemory, bare_weights
+from megarl.planner.placement import ModelPlacement, Placement
+from megarl.planner.shapes import RoleShapes
+from megarl.weights.canonical import num_active_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,30 +48,51 @@ class Workload:
         return self.mean_prompt_tokens + self.mean_response_tokens
 
 
+class PhaseName(StrEnum):
+    ROLLOUT = "rollout"
+    OLD = "old log-probabilities"
+    REFERENCE = "reference log-probabilities"
+    VALUES = "values"
+    UPDATE = "update"
+    CRITIC_UPDATE = "critic update"
+    PUBLISH = "publish"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTime:
+    name: PhaseName
+    seconds: float
+    is_waited_for: bool
+    """False where another pool works longer at the same time."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    rollout_s: float
-    logprobs_s: float
-    update_s: float
-    publish_s: float
+    phases: tuple[PhaseTime, ...]
+    """In the order of a step, without those that it does not have."""
+    copy_s: float
+    """Training waits so long for the copy to host memory that a checkpoint is written from; not part of a step."""
     save_s: float
-    """Of one checkpoint of the weights; not part of a step."""
+    """Writing it, while training goes on."""
     bubble: float
-    """Share of the update in which a pipeline stage waits for the others."""
+    """Share of the actor's update in which a pipeline stage waits for the others."""
     num_micro_batches: int
-    """Per rank and update."""
+    """Per rank and update of the actor."""
     running_requests: int
     """Per engine, as far as its cache and its limit allow."""
     trained_tokens: int
 
     @property
     def step_s(self) -> float:
-        return self.rollout_s + self.logprobs_s + self.update_s + self.publish_s
+        return sum(phase.seconds for phase in self.phases if phase.is_waited_for)
+
+    def seconds(self, name: PhaseName) -> float:
+        return sum(phase.seconds for phase in self.phases if phase.name is name)
 
 
 def estimate(
     recipe: Recipe,
-    shape: ModelShape,
+    shapes: RoleShapes,
     placement: Placement,
     gpu: Gpu,
     workload: Workload,
@@ -73,31 +103,106 @@ def estimate(
     """Generating and training take turns (`max_staleness: 0`)."""
     is_sft = isinstance(recipe.algorithm, SftConfig)
     sequences = recipe.train.prompts_per_step * (1 if is_sft else recipe.sampling.rollouts_per_prompt)
-    trained_tokens = sequences * workload.sequence_tokens
-    updates = recipe.train.updates_per_step
-    parallel = placement.parallel
-    per_update = trained_tokens / updates / parallel.data
-    micro_batches = max(1, -(-int(per_update) // recipe.train.tokens_per_micro_batch))
-    bubble = (parallel.pipeline - 1) / (parallel.virtual_pipeline * micro_batches)
-    forward = _forward_flops(shape, workload, sequences)
-    rate = len(placement.ranks) * gpu.flops * TRAIN_EFFICIENCY
-    running, rollout_s = 0, 0.0
+    models = {
+        role: _Model(recipe, shapes, role, model, gpu, workload, sequences) for role, model in placement.models.items()
+    }
+    running, rollout = 0, []
     if engine is not None and not is_sft:
         running = _running_requests(recipe, placement, workload, engine, sequences)
-        rollout_s = _rollout_s(recipe, shape, placement, gpu, workload, engine, sequences, running)
-    model_bytes = 2 * num_parameters(shape)
+        rollout_s = _rollout_s(recipe, shapes.policy, placement, gpu, workload, engine, sequences, running)
+        rollout = [PhaseTime(name=PhaseName.ROLLOUT, seconds=rollout_s, is_waited_for=True)]
+    publish = [] if engine is None else [PhaseTime(name=PhaseName.PUBLISH, seconds=publish_s, is_waited_for=True)]
+    scoring, learning = _work(recipe, models)
+    trained = {role: model for role, model in placement.models.items() if role != "reference"}
+    copies = {role: snapshot_bytes(recipe, shapes, role, model) for role, model in trained.items()}
+    saved = sum(copies[role][rank.pipeline] for role, model in trained.items() for rank in model.ranks)
+    nodes = {rank.place.node for model in trained.values() for rank in model.ranks}
     return Timing(
-        rollout_s=rollout_s,
-        # The first update's own forward pass serves as the old policy where there is only one.
-        logprobs_s=forward / rate * (1 + bubble) if updates > 1 else 0.0,
-        update_s=3 * forward / rate * (1 + bubble),
-        publish_s=publish_s,
-        save_s=model_bytes / (DISK_GB_PER_S_PER_NODE * 1e9 * _num_trainer_nodes(placement)),
-        bubble=bubble / (1 + bubble),
-        num_micro_batches=micro_batches,
+        phases=(*rollout, *_side_by_side(recipe, scoring), *_side_by_side(recipe, learning), *publish),
+        copy_s=max(max(sizes) for sizes in copies.values()) / (HOST_GB_PER_S * 1e9),
+        save_s=saved / (DISK_GB_PER_S_PER_NODE * 1e9 * len(nodes)),
+        bubble=models["actor"].bubble / (1 + models["actor"].bubble),
+        num_micro_batches=models["actor"].num_micro_batches,
         running_requests=running,
-        trained_tokens=trained_tokens,
+        trained_tokens=sequences * workload.sequence_tokens,
     )
+
+
+_Work: TypeAlias = dict[PhaseName, tuple[str, float]]
+"""The role whose pool does it, and how long."""
+
+
+def _work(recipe: Recipe, models: Mapping[str, _Model]) -> tuple[_Work, _Work]:
+    """What is asked before credit is assigned, and what is learned after."""
+    algorithm, actor = recipe.algorithm, models["actor"]
+    kl = algorithm.kl if isinstance(algorithm, PolicyGradientConfig) else None
+    scoring: _Work = {}
+    learning: _Work = {}
+    if isinstance(kl, KlRewardConfig):
+        scoring[PhaseName.OLD] = ("actor", actor.forward_s)
+    elif recipe.train.updates_per_step > 1:
+        # A single update's own forward pass serves as the old policy.
+        learning[PhaseName.OLD] = ("actor", actor.forward_s)
+    if kl is not None and "reference" in models:
+        scoring[PhaseName.REFERENCE] = ("reference", models["reference"].forward_s)
+    elif keeps_reference(recipe):
+        scoring[PhaseName.REFERENCE] = ("actor", actor.forward_s + actor.exchange_s)
+    learning[PhaseName.UPDATE] = ("actor", recipe.train.epochs * actor.update_s)
+    if recipe.roles.critic is not None:
+        scoring[PhaseName.VALUES] = ("critic", models["critic"].forward_s)
+        learning[PhaseName.CRITIC_UPDATE] = ("critic", recipe.roles.critic.epochs * models["critic"].update_s)
+    return scoring, learning
+
+
+def _side_by_side(recipe: Recipe, work: _Work) -> Iterator[PhaseTime]:
+    """Pools work at the same time, the models of one pool in turn: the step waits for the pool that needs longest."""
+    pools = recipe.used_pools
+    by_pool: defaultdict[str, float] = defaultdict(float)
+    for role, seconds in work.values():
+        by_pool[pools[role]] += seconds
+    longest = max(by_pool, key=lambda pool: by_pool[pool], default=None)
+    for name, (role, seconds) in work.items():
+        yield PhaseTime(name=name, seconds=seconds, is_waited_for=pools[role] == longest)
+
+
+class _Model:
+    """How long the ranks of one model take for all sequences of a step."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        shapes: RoleShapes,
+        role: str,
+        placement: ModelPlacement,
+        gpu: Gpu,
+        workload: Workload,
+        sequences: int,
+    ) -> None:
+        shape, parallel = shapes.of(role), placement.parallel
+        self._work = ModelWork.of(recipe, shape, recipe.megatron_roles[role])
+        self._weight_bytes = max(stage.num_bytes for stage in bare_weights(shape, parallel, is_cpu=False))
+        per_rank = sequences * workload.sequence_tokens / _mini_batches(recipe, role) / parallel.data
+        self.num_micro_batches = max(1, -(-int(per_rank) // recipe.train.tokens_per_micro_batch))
+        self.bubble = (parallel.pipeline - 1) / (parallel.virtual_pipeline * self.num_micro_batches)
+        rate = len(placement.ranks) * gpu.flops * TRAIN_EFFICIENCY
+        self.forward_s = _forward_flops(shape, workload, sequences) / rate * (1 + self.bubble)
+
+    @property
+    def update_s(self) -> float:
+        """Of one epoch."""
+        return (3 + recomputed_share(self._work)) * self.forward_s
+
+    @property
+    def exchange_s(self) -> float:
+        """Weights on the GPU and in host memory change places, for a pass and back; one way after the other."""
+        return 4 * self._weight_bytes / (HOST_GB_PER_S * 1e9)
+
+
+def _mini_batches(recipe: Recipe, role: str) -> int:
+    """Updates per epoch."""
+    critic, per_step = recipe.roles.critic, recipe.train.prompts_per_step
+    of_critic = critic.prompts_per_update if role == "critic" and critic is not None else None
+    return per_step // (of_critic or recipe.train.prompts_per_update or per_step)
 
 
 def _forward_flops(shape: ModelShape, workload: Workload, sequences: int) -> float:
@@ -143,6 +248,7 @@ def _rollout_s(
     return prefill_s + steps * max(read_s, compute_s)
 
 
+@cache
 def _num_multiplied(shape: ModelShape) -> int:
     """Weights that a token is multiplied with: its experts, but no embedding that is only looked up."""
     looked_up = 0 if shape.has_tied_embeddings else shape.vocab * shape.hidden
@@ -155,7 +261,3 @@ def _read_bytes(shape: ModelShape, engine: EngineMemory, running: int) -> float:
         return engine.weight_bytes
     missed = (1 - shape.experts.per_token / shape.experts.num) ** running
     return engine.weight_bytes - missed * engine.expert_bytes
-
-
-def _num_trainer_nodes(placement: Placement) -> int:
-    return len({rank.place.node for rank in placement.ranks})

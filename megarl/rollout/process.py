@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from megarl.config.fixed import CPU_CACHED_TOKENS
 from megarl.config.recipe import RolloutRoleConfig
 from megarl.env import engine_environment
 from megarl.errors import EngineError, MachineError
@@ -31,7 +32,6 @@ LOOPBACK = "127.0.0.1"
 LOADER = "megarl.rollout.loader.load"
 """What SGLang calls with every weight payload."""
 
-_CPU_CACHED_TOKENS = 32_768
 _POLL_S = 0.25
 _STOP_GRACE_S = 5.0
 """For an orderly end; an engine has nothing to save."""
@@ -199,7 +199,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         options["--attention-backend"] = "torch_native"
         # A prompt that is cut where the batch is full would be computed in another order than a whole one.
         options["--chunked-prefill-size"] = -1
-        cached_tokens = cached_tokens or _CPU_CACHED_TOKENS
+        cached_tokens = cached_tokens or CPU_CACHED_TOKENS
     else:
         # Other kernels keep the experts in an order of their own, which a publish would not know.
         options["--moe-runner-backend"] = "triton"

@@ -5,14 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from megarl.config.algorithm import KlRewardConfig, PolicyGradientConfig, SftConfig
+from megarl.config.fixed import PAD_MULTIPLE
 from megarl.config.recipe import ModelParallelConfig, Recipe
 from megarl.data.packing import pack
 from megarl.runtime.learner import CriticLearner, Learner, Pack, Question, Questions
 from megarl.runtime.roles import Roles
 from megarl.types import PolicyVersion
-
-PAD_MULTIPLE = 8
-"""Packed lengths are rounded up to this times the tensor-parallel size: even shares under sequence parallelism."""
 
 KEPT_FOLDER = "skipped"
 """In the run's folder: rollouts whose updates were skipped."""

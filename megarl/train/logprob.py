@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-_MAX_CHUNK_BYTES = 640 * 1024 * 1024
-"""Of logits at a time: large enough for full-speed matrix kernels, small beside the activations."""
+from megarl.config.fixed import LOGIT_CHUNK_BYTES
+
 _CHUNK_MULTIPLE = 256
 """Tokens: what matrix kernels are tiled by."""
 
@@ -48,7 +48,7 @@ def token_scores(
     *,
     shard: VocabShard,
     temperature: float,
-    max_chunk_bytes: int = _MAX_CHUNK_BYTES,
+    max_chunk_bytes: int = LOGIT_CHUNK_BYTES,
 ) -> TokenScores:
     """Of softmax(hidden @ weight.T / temperature). The gradient of `hidden` is this rank's part of a sum over ranks."""
     # By rows, padding included: the ranks reduce chunk by chunk, so theirs must be alike.

@@ -13,6 +13,11 @@ from math import prod
 from megarl.weights.plan import Move, Plan
 from megarl.weights.slices import ITEM_BYTES, shift
 
+DEFAULT_BUCKET_BYTES = 64 << 20
+
+NUM_LANES = 2
+"""Buckets of a sender under way or being packed at any time."""
+
 _ALIGNMENT = 16
 """Parcels start at multiples of this, so that a bucket can be viewed in any dtype."""
 

@@ -17,7 +17,7 @@ import torch
 
 from megarl.errors import WeightSyncError
 from megarl.weights.box_digest import BoxDigest, digest_bytes
-from megarl.weights.buckets import Bucket, Parcel, buckets_from, buckets_to
+from megarl.weights.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES, Bucket, Parcel, buckets_from, buckets_to
 from megarl.weights.check import check_delivery
 from megarl.weights.digest import digest_tensor, to_ints
 from megarl.weights.group import Pending, StoreAddress, StoreServer, TransferGroup
@@ -28,10 +28,6 @@ from megarl.weights.tensors import box_of, torch_dtype
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Receiver", "Sender", "StoreAddress", "StoreServer", "TransferGroup", "exchange"]
 
-DEFAULT_BUCKET_BYTES = 64 << 20
-
-_NUM_LANES = 2
-"""Buckets of a sender under way or being packed at any time."""
 _MAX_BUCKETS_PER_PAIR = 1 << 16
 
 
@@ -67,7 +63,7 @@ class Sender:
         away = [bucket for bucket in buckets if bucket.target_rank not in own_device]
         self._buckets = [bucket for bucket in away if self._peer_of(bucket) != group.peer]
         largest = max((bucket.num_bytes for bucket in self._buckets), default=0)
-        self._lanes = [_wire_buffer(group, largest) for _ in range(_NUM_LANES)]
+        self._lanes = [_wire_buffer(group, largest) for _ in range(NUM_LANES)]
         self._device = device = _device_of(tensors)
         # Many small copies are made on the tensors' own device; then one copy crosses to where the wire starts.
         self._packing = self._lanes[0] if device == group.wire_device else _buffer(largest, device)
@@ -86,9 +82,9 @@ class Sender:
                 self._group.report(_memory_key(version, self._rank), self._memory)
             under_way: deque[Pending] = deque()
             for number, bucket in enumerate(self._buckets):
-                if len(under_way) == _NUM_LANES:
+                if len(under_way) == NUM_LANES:
                     under_way.popleft().wait(deadline)
-                lane = self._pack(bucket, self._lanes[number % _NUM_LANES])
+                lane = self._pack(bucket, self._lanes[number % NUM_LANES])
                 under_way.append(self._group.send(lane, peer=self._peer_of(bucket), tag=_tag(version, bucket)))
                 self._add_digests(bucket, digests, sums)
             for bucket in self._shown:

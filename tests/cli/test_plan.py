@@ -15,7 +15,7 @@ from megarl.cli.plan import WIDTH
 ROOT = Path(__file__).parent.parent.parent
 RECIPES = ROOT / "recipes"
 GPU_OF = {"dapo_32b": "h200", "grpo_235b": "h200"}
-PUBLIC = ["grpo_7b", "grpo_70b", "grpo_235b", "dapo_32b"]
+PUBLIC = ["grpo_7b", "grpo_70b", "ppo_70b", "grpo_235b", "dapo_32b"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -52,6 +52,16 @@ def test_a_large_recipe_is_planned_quickly_and_without_an_engine() -> None:
     assert "768 x h100 on 96 node(s)" in done.stdout
 
 
+def test_every_role_and_its_work_is_in_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(RECIPES / "ppo_70b.yaml")]) == 0
+    out = capsys.readouterr().out
+    for text in ("GiB: actor", "GiB: critic", "GiB: engine", "reference weights", "critic's snapshot, while saving"):
+        assert text in out
+    for phase in ("old log-probabilities", "reference log-probabilities", "values", "critic update"):
+        assert f"\n  {phase} " in out
+    assert "meanwhile" in out
+
+
 def test_what_does_not_fit_comes_with_a_way_out(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", str(RECIPES / "grpo_7b.yaml"), "--set", "roles.rollout.memory_fraction=0.9"]
     assert run(arguments) == 0
@@ -65,8 +75,8 @@ def test_json_holds_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(RECIPES / "grpo_7b.yaml"), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] is True
-    assert plan["model"]["source"] == "catalogue: qwen2.5-7b"
-    assert [rank["rank"] for rank in plan["placement"]["ranks"]] == [0, 1, 2, 3]
+    assert plan["shapes"]["source"] == "catalogue: qwen2.5-7b"
+    assert [rank["rank"] for rank in plan["placement"]["models"]["actor"]["ranks"]] == [0, 1, 2, 3]
     assert plan["reshard"]["staging_bytes"] == 2 * 7_615_616_512
 
 

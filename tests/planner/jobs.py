@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.train.jobs import Setup, build
+from megarl.train.reference import ReferenceRank
+from megarl.train.trained import TrainedRank
+from tests.train.jobs import CriticSetup, Setup, build, build_critic, spec_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +20,21 @@ class Buffers:
 
 
 def buffers(rank: int, world: int, port: int, setup: Setup) -> Buffers:
-    trainer = build(rank, world, port, setup)
+    return _buffers_of(build(rank, world, port, setup))
+
+
+def critic_buffers(rank: int, world: int, port: int, setup: CriticSetup) -> Buffers:
+    return _buffers_of(build_critic(rank, world, port, setup))
+
+
+def reference_elements(rank: int, world: int, port: int, setup: Setup) -> int:
+    reference = ReferenceRank(spec_of(rank, world, port, setup))
+    num_elements = sum(tensor.numel() for tensor in reference.tensors().values())
+    reference.close()
+    return num_elements
+
+
+def _buffers_of(trainer: TrainedRank) -> Buffers:
     optimizer = trainer._optimizer
     found = [buffer for chunk in optimizer.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     result = Buffers(

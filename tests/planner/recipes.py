@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from megarl.config.document import Document, Tree, override
+from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
+from megarl.planner.shapes import RoleShapes
 
 _TREE: dict[str, Tree] = {
     "run": {"name": "test", "steps": 10, "ray_address": "auto"},
@@ -18,6 +20,19 @@ _TREE: dict[str, Tree] = {
     "sampling": {"max_response_tokens": 3072},
     "train": {"prompts_per_step": 128},
 }
+
+
+PPO = (
+    "pools.critic={nodes: 2, gpus_per_node: 8}",
+    "roles.critic={pool: critic, tensor: 4, pipeline: 2}",
+    "roles.reference={}",
+    "algorithm={kind: gae, kl: {kind: reward}}",
+)
+"""With a critic in a pool of its own, and a reference in host memory of the actor's ranks."""
+
+
+def shapes_of(shape: ModelShape) -> RoleShapes:
+    return RoleShapes(policy=shape, critic=shape.as_critic(), source="test")
 
 
 def make_recipe(*assignments: str) -> Recipe:

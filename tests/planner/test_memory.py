@@ -1,4 +1,4 @@
-"""The ledger against slow, obvious sums."""
+"""What is held all the time, against slow, obvious sums."""
 
 from __future__ import annotations
 
@@ -9,16 +9,7 @@ import pytest
 
 from megarl.config.catalogue import CATALOGUE
 from megarl.planner.hardware import GPUS
-from megarl.planner.memory import (
-    Ledger,
-    Phase,
-    activation_bytes,
-    chunks_in_flight,
-    engine_memory,
-    ledgers,
-    stage_memory,
-)
-from megarl.planner.placement import place
+from megarl.planner.memory import bare_weights, engine_memory, stage_memory
 from megarl.weights.megatron import MegatronParallel, megatron_layout
 from megarl.weights.sglang import sglang_layout
 from tests.planner.recipes import make_recipe
@@ -109,45 +100,11 @@ def test_the_cache_has_the_tokens_that_were_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("actor", "in_flight"),
-    [
-        ("{pipeline: 1}", [1]),
-        ("{pipeline: 4}", [4, 3, 2, 1]),
-        ("{pipeline: 2, virtual_pipeline: 2}", [5, 3]),
-    ],
+    "parallel", [MegatronParallel(tensor=4, data=3), MegatronParallel(pipeline=2, virtual_pipeline=2)]
 )
-def test_early_stages_keep_more_micro_batches(actor: str, in_flight: list[int]) -> None:
-    recipe = make_recipe(f"roles.actor={actor[:-1]}, pool: train}}")
-    assert [chunks_in_flight(recipe, stage) for stage in range(len(in_flight))] == in_flight
-
-
-def test_activations_grow_with_tokens_and_shrink_with_the_sequence_split() -> None:
-    plain = activation_bytes(make_recipe(), SHAPE, 0)
-    assert activation_bytes(make_recipe("train.tokens_per_micro_batch=16384"), SHAPE, 0) == 2 * plain
-    assert activation_bytes(make_recipe("roles.actor.is_sequence_parallel=true"), SHAPE, 0) < plain
-
-
-def names(ledger: Ledger) -> set[str]:
-    return {item.name for item in ledger.items}
-
-
-def test_a_shared_pool_holds_trainer_and_engine_at_once() -> None:
-    recipe = make_recipe("roles.rollout.pool=train")
-    found = {item.phase: item for item in ledgers(recipe, SHAPE, place(recipe), H100)}
-    assert set(found) == set(Phase)
-    assert {"optimizer", "KV cache", "engine weights"} <= names(found[Phase.GENERATING])
-    assert "KV cache" not in names(found[Phase.TRAINING])
-    assert "activations" in names(found[Phase.TRAINING])
-
-
-def test_separate_pools_are_counted_apart() -> None:
-    recipe = make_recipe()
-    found = ledgers(recipe, SHAPE, place(recipe), H100)
-    assert {item.where for item in found} == {"actor", "engine"}
-    for ledger in found:
-        assert ("optimizer" in names(ledger)) != ("KV cache" in names(ledger))
-
-
-def test_a_cpu_run_has_no_limit() -> None:
-    recipe = make_recipe("run.device=cpu")
-    assert all(item.margin_bytes is None for item in ledgers(recipe, SHAPE, place(recipe), H100))
+def test_bare_weights_are_those_of_the_full_layout(parallel: MegatronParallel) -> None:
+    layout = megatron_layout(SHAPE, parallel, dtype="bfloat16")
+    for stage, found in enumerate(bare_weights(SHAPE, parallel, is_cpu=False)):
+        holding = layout.by_rank[parallel.rank(tensor=0, data=0, pipeline=stage)]
+        assert found.num_bytes == holding.num_bytes
+        assert found.largest_bytes == max(spec.num_bytes for spec in holding.tensors.values())

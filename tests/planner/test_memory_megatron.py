@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.algorithm import SftConfig
-from megarl.config.recipe import ActorConfig, OptimizerConfig
-from megarl.planner.memory import stage_memory
+from megarl.config.algorithm import GaeConfig, SftConfig
+from megarl.config.recipe import ActorConfig, CriticConfig, OptimizerConfig
+from megarl.planner.memory import bare_weights, stage_memory
 from megarl.weights.canonical import canonical_tensors
 from megarl.weights.megatron import MegatronParallel
-from tests.planner.jobs import buffers
+from tests.planner.jobs import buffers, critic_buffers, reference_elements
 from tests.tiny_models import write_tiny_model
 from tests.train.cluster import Cluster
-from tests.train.jobs import Setup
+from tests.train.jobs import CriticSetup, Setup
 
 SPLITS = [
     MegatronParallel(data=3),
@@ -79,3 +79,39 @@ def test_the_ledger_is_what_megatron_allocates(family: str, is_tied: bool, clust
             num_tensors = 1 if is_tied else 2
             parameters = sum(prod(spec.shape) for spec in canonical_tensors(shape).values())
             assert sum(item.master for item in found) == parameters + num_tensors * padding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_the_ledger_of_a_critic_has_its_value_head(is_tied: bool, cluster: Cluster, tmp_path: Path) -> None:
+    shape = write_tiny_model(tmp_path / "model", "qwen2", tied=is_tied)
+    for parallel in SPLITS:
+        critic = CriticConfig(
+            pool="train",
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            virtual_pipeline=parallel.virtual_pipeline,
+        )
+        setup = CriticSetup(critic=critic, folder=tmp_path / "model", shape=shape, algorithm=GaeConfig(kind="gae"))
+        found = cluster.run(parallel.world_size, critic_buffers, setup)
+        stages = stage_memory(shape.as_critic(), parallel, is_cpu=True)
+        for rank, allocated in enumerate(found):
+            stage = stages[rank // (parallel.tensor * parallel.data)]
+            assert (4 * allocated.weights, 4 * allocated.gradients) == (stage.weight_bytes, stage.gradient_bytes)
+            assert 8 * allocated.master <= stage.optimizer_bytes
+
+
+@pytest.mark.slow
+def test_a_reference_holds_its_weights_alone(cluster: Cluster, tmp_path: Path) -> None:
+    shape = write_tiny_model(tmp_path / "model", "qwen2", tied=True)
+    parallel = MegatronParallel(tensor=2, pipeline=2)
+    setup = Setup(
+        actor=ActorConfig(pool="train", tensor=2, pipeline=2),
+        folder=tmp_path / "model",
+        shape=shape,
+        optimizer=OptimizerConfig(),
+        algorithm=SftConfig(kind="sft"),
+    )
+    found = cluster.run(4, reference_elements, setup)
+    stages = bare_weights(shape, parallel, is_cpu=True)
+    assert [4 * number for number in found] == [stages[rank // 2].num_bytes for rank in range(4)]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from megarl.planner.placement import place
-from tests.planner.recipes import make_recipe
+from tests.planner.recipes import PPO, make_recipe
 
 
 def test_ranks_have_the_coordinates_of_the_weights_layout() -> None:
@@ -45,3 +45,13 @@ def test_a_run_without_engines_has_none() -> None:
     placement = place(make_recipe("roles.rollout=null", "algorithm={kind: sft}"))
     assert placement.num_engines == 0
     assert not placement.is_shared
+
+
+def test_critic_and_reference_have_ranks_where_they_have_a_pool() -> None:
+    apart = place(make_recipe(*PPO))
+    assert list(apart.models) == ["actor", "critic"]
+    assert (apart.num_gpus, apart.num_nodes) == (40, 5)
+    shared = place(make_recipe(*PPO[1:], "roles.critic.pool=train", "roles.reference={pool: train, tensor: 8}"))
+    assert list(shared.models) == ["actor", "critic", "reference"]
+    assert shared.models["reference"].parallel.data == 2
+    assert (shared.num_gpus, shared.num_nodes) == (24, 3)

@@ -10,8 +10,8 @@ from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import Experts, ModelShape
 from megarl.planner.hardware import GPUS
 from megarl.planner.placement import place
-from megarl.planner.reshard import BUCKET_BYTES, LinkClass, reshard
-from megarl.weights.buckets import buckets_to
+from megarl.planner.reshard import LinkClass, reshard
+from megarl.weights.buckets import DEFAULT_BUCKET_BYTES, buckets_to
 from megarl.weights.megatron import megatron_layout
 from megarl.weights.plan import plan
 from megarl.weights.sglang import sglang_layout
@@ -64,7 +64,7 @@ def test_bytes_are_those_of_the_whole_plan(shape: ModelShape, assignments: tuple
     assert found.floor_bytes == whole.floor_bytes
     assert found.busiest_bytes == pytest.approx(whole.busiest_bytes, rel=0.15)
     ranks = [holding.rank for holding in whole.target.holdings]
-    messages = sum(len(buckets_to(whole, rank, bucket_bytes=BUCKET_BYTES)) for rank in ranks)
+    messages = sum(len(buckets_to(whole, rank, bucket_bytes=DEFAULT_BUCKET_BYTES)) for rank in ranks)
     assert found.num_messages == pytest.approx(messages, rel=0.4)
 
 

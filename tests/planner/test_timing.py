@@ -5,11 +5,11 @@ import pytest
 from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
-from megarl.planner.hardware import GPUS, TRAIN_EFFICIENCY
-from megarl.planner.memory import engine_memory
+from megarl.planner.hardware import GPUS, HOST_GB_PER_S, TRAIN_EFFICIENCY
+from megarl.planner.memory import bare_weights, engine_memory
 from megarl.planner.placement import place
-from megarl.planner.timing import Timing, Workload, estimate
-from tests.planner.recipes import make_recipe
+from megarl.planner.timing import PhaseName, Timing, Workload, estimate
+from tests.planner.recipes import PPO, make_recipe, shapes_of
 
 SHAPE = CATALOGUE["qwen2.5-7b"]
 H100 = GPUS["h100"]
@@ -19,7 +19,7 @@ def time_of(recipe: Recipe, *, response: int = 1000, shape: ModelShape = SHAPE) 
     assert recipe.roles.rollout is not None
     return estimate(
         recipe,
-        shape,
+        shapes_of(shape),
         place(recipe),
         H100,
         Workload(mean_prompt_tokens=100, mean_response_tokens=response),
@@ -34,7 +34,7 @@ def test_an_update_is_six_operations_per_weight_and_token() -> None:
     attention = 2 * 28 * 3584 * 1100
     flops = 3 * timing.trained_tokens * (2 * multiplied + attention)
     assert timing.trained_tokens == 128 * 8 * 1100
-    assert timing.update_s == pytest.approx(flops / (16 * 989e12 * TRAIN_EFFICIENCY))
+    assert timing.seconds(PhaseName.UPDATE) == pytest.approx(flops / (16 * 989e12 * TRAIN_EFFICIENCY))
 
 
 def test_a_mixture_computes_with_the_experts_of_a_token_and_reads_those_of_the_batch() -> None:
@@ -43,16 +43,17 @@ def test_a_mixture_computes_with_the_experts_of_a_token_and_reads_those_of_the_b
     timing = time_of(recipe, shape=mixture)
     attention = 2 * 48 * 32 * 128 * 1100
     flops = 3 * timing.trained_tokens * (2 * (3_353_032_704 - 151936 * 2048) + attention)
-    assert timing.update_s == pytest.approx(flops / (16 * 989e12 * TRAIN_EFFICIENCY))
+    assert timing.seconds(PhaseName.UPDATE) == pytest.approx(flops / (16 * 989e12 * TRAIN_EFFICIENCY))
     alone = time_of(make_recipe("roles.rollout.max_running_requests=1"), shape=mixture)
     many = time_of(make_recipe("roles.rollout.max_running_requests=64"), shape=mixture)
-    assert many.rollout_s < alone.rollout_s < 16 * many.rollout_s
+    fast, slow = many.seconds(PhaseName.ROLLOUT), alone.seconds(PhaseName.ROLLOUT)
+    assert fast < slow < 16 * fast
 
 
 def test_old_log_probabilities_cost_a_forward_pass_only_with_several_updates() -> None:
-    assert time_of(make_recipe()).logprobs_s == 0
+    assert time_of(make_recipe()).seconds(PhaseName.OLD) == 0
     timing = time_of(make_recipe("train.prompts_per_update=64"))
-    assert timing.logprobs_s == pytest.approx(timing.update_s / 3)
+    assert timing.seconds(PhaseName.OLD) == pytest.approx(timing.seconds(PhaseName.UPDATE) / 3)
 
 
 def test_a_pipeline_has_a_bubble_that_chunks_make_smaller() -> None:
@@ -65,7 +66,7 @@ def test_a_pipeline_has_a_bubble_that_chunks_make_smaller() -> None:
 def test_the_longest_response_sets_the_pace_of_a_small_step() -> None:
     small = time_of(make_recipe("train.prompts_per_step=4"), response=10)
     longer = time_of(make_recipe("train.prompts_per_step=4", "sampling.max_response_tokens=6144"), response=10)
-    assert longer.rollout_s == pytest.approx(2 * small.rollout_s, rel=0.02)
+    assert longer.seconds(PhaseName.ROLLOUT) == pytest.approx(2 * small.seconds(PhaseName.ROLLOUT), rel=0.02)
 
 
 def test_a_small_cache_lets_fewer_requests_run() -> None:
@@ -75,8 +76,60 @@ def test_a_small_cache_lets_fewer_requests_run() -> None:
 
 def test_a_step_is_the_sum_of_its_phases() -> None:
     timing = time_of(make_recipe())
-    assert timing.step_s == timing.rollout_s + timing.logprobs_s + timing.update_s + 0.5
+    assert [phase.name for phase in timing.phases] == [PhaseName.ROLLOUT, PhaseName.UPDATE, PhaseName.PUBLISH]
+    assert timing.step_s == sum(phase.seconds for phase in timing.phases)
+    assert timing.seconds(PhaseName.PUBLISH) == 0.5
 
 
 def test_half_of_what_is_allowed_is_assumed() -> None:
     assert Workload.half(make_recipe()) == Workload(mean_prompt_tokens=512, mean_response_tokens=1536)
+
+
+def test_epochs_repeat_the_updates_and_not_the_questions() -> None:
+    once, twice = (
+        time_of(make_recipe("train.prompts_per_update=64")),
+        time_of(make_recipe("train.prompts_per_update=64", "train.epochs=2")),
+    )
+    assert twice.seconds(PhaseName.UPDATE) == 2 * once.seconds(PhaseName.UPDATE)
+    assert twice.seconds(PhaseName.OLD) == once.seconds(PhaseName.OLD)
+    assert twice.num_micro_batches == once.num_micro_batches
+
+
+def test_a_step_with_critic_and_reference_waits_for_the_slower_pool() -> None:
+    timing = time_of(make_recipe(*PPO, "roles.critic.epochs=2"))
+    waited = {phase.name: phase.is_waited_for for phase in timing.phases}
+    assert waited == {
+        PhaseName.ROLLOUT: True,
+        PhaseName.OLD: True,
+        PhaseName.REFERENCE: True,
+        PhaseName.VALUES: False,
+        PhaseName.UPDATE: False,
+        PhaseName.CRITIC_UPDATE: True,
+        PhaseName.PUBLISH: True,
+    }
+    assert timing.seconds(PhaseName.CRITIC_UPDATE) == pytest.approx(6 * timing.seconds(PhaseName.VALUES))
+
+
+def test_models_of_one_pool_wait_for_each_other() -> None:
+    together = time_of(make_recipe(*PPO[1:], "roles.critic.pool=train"))
+    assert all(phase.is_waited_for for phase in together.phases)
+
+
+def test_weights_that_change_places_cost_time_over_the_host_link() -> None:
+    timing = time_of(make_recipe(*PPO))
+    exchange = timing.seconds(PhaseName.REFERENCE) - timing.seconds(PhaseName.OLD)
+    weights = max(stage.num_bytes for stage in bare_weights(SHAPE, place(make_recipe()).parallel, is_cpu=False))
+    assert exchange == pytest.approx(4 * weights / (HOST_GB_PER_S * 1e9))
+
+
+def test_recomputation_adds_a_forward_pass_to_the_update() -> None:
+    options = "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
+    plain, recomputing = time_of(make_recipe()), time_of(make_recipe(f"roles.actor.megatron={options}"))
+    assert recomputing.seconds(PhaseName.UPDATE) == pytest.approx(4 / 3 * plain.seconds(PhaseName.UPDATE))
+
+
+def test_a_save_copies_first_and_writes_behind_the_training() -> None:
+    whole, weights = time_of(make_recipe()), time_of(make_recipe("checkpoint.contents=weights"))
+    assert 0 < weights.copy_s < whole.copy_s < whole.save_s
+    # 2 bytes of weights and 12 of optimizer per parameter, over two nodes, up to padding.
+    assert whole.save_s == pytest.approx(14 * 7.6156e9 / (2 * 2e9), rel=0.01)

@@ -1,0 +1,105 @@
+"""What passes need, and what recomputation saves of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megarl.config.catalogue import CATALOGUE
+from megarl.config.recipe import Recipe
+from megarl.planner.activations import (
+    ModelWork,
+    activation_bytes,
+    chunks_in_flight,
+    forward_bytes,
+    layer_bytes,
+    recomputed_share,
+    scoring_bytes,
+)
+from tests.planner.recipes import make_recipe
+
+SHAPE = replace(CATALOGUE["qwen2.5-7b"], num_layers=8)
+
+
+def work_of(*assignments: str) -> ModelWork:
+    recipe: Recipe = make_recipe("roles.actor={pool: train, tensor: 4}", *assignments)
+    return ModelWork.of(recipe, SHAPE, recipe.roles.actor)
+
+
+def per_token(*options: str) -> float:
+    return activation_bytes(work_of(*(f"roles.actor.megatron.recompute_{option}" for option in options)), 0) / 8192
+
+
+@pytest.mark.parametrize(
+    ("actor", "in_flight"),
+    [
+        ("{pipeline: 1}", [1]),
+        ("{pipeline: 4}", [4, 3, 2, 1]),
+        ("{pipeline: 2, virtual_pipeline: 2}", [5, 3]),
+    ],
+)
+def test_early_stages_keep_more_micro_batches(actor: str, in_flight: list[int]) -> None:
+    split = make_recipe(f"roles.actor={actor[:-1]}, pool: train}}").roles.actor
+    assert [chunks_in_flight(split, stage) for stage in range(len(in_flight))] == in_flight
+
+
+def test_activations_grow_with_tokens_and_shrink_with_the_sequence_split() -> None:
+    plain = activation_bytes(work_of(), 0)
+    assert activation_bytes(work_of("train.tokens_per_micro_batch=16384"), 0) == 2 * plain
+    assert activation_bytes(work_of("roles.actor.is_sequence_parallel=true"), 0) < plain
+
+
+def test_full_recomputation_keeps_the_inputs_of_layers_and_makes_one_layer_again() -> None:
+    each = layer_bytes(work_of())
+    saved = 8 * each.total - (8 * 2 * SHAPE.hidden + each.total)
+    assert per_token() - per_token("granularity=full", "method=uniform", "num_layers=1") == saved
+
+
+def test_larger_units_keep_fewer_inputs_and_make_more_layers_again() -> None:
+    each = layer_bytes(work_of())
+    ones = per_token("granularity=full", "method=uniform", "num_layers=1")
+    fours = per_token("granularity=full", "method=uniform", "num_layers=4")
+    assert fours - ones == 3 * each.total - 6 * 2 * SHAPE.hidden
+
+
+def test_a_block_recomputes_its_layers_and_the_others_keep_all() -> None:
+    each = layer_bytes(work_of())
+    found = per_token("granularity=full", "method=block", "num_layers=3")
+    assert per_token() - found == 3 * (each.total - 2 * SHAPE.hidden) - each.total
+
+
+@pytest.mark.parametrize(
+    ("modules", "per_layer"),
+    [
+        ("[mlp]", 2 * 3 * SHAPE.ffn_hidden // 4),
+        ("[layernorm]", 2 * 2 * SHAPE.hidden),
+        ("[mlp, layernorm]", 2 * 3 * SHAPE.ffn_hidden // 4 + 2 * 2 * SHAPE.hidden),
+        ("[core_attn]", 4 * (SHAPE.num_heads // 4 + 2)),
+    ],
+)
+def test_selective_recomputation_saves_its_modules_in_all_layers_but_one(modules: str, per_layer: int) -> None:
+    assert per_token() - per_token("granularity=selective", f"modules={modules}") == 7 * per_layer
+
+
+def test_recomputation_costs_a_forward_pass_or_less() -> None:
+    options = "roles.actor.megatron.recompute_"
+    assert recomputed_share(work_of()) == 0
+    full = (f"{options}granularity=full", f"{options}num_layers=2")
+    assert recomputed_share(work_of(*full, f"{options}method=uniform")) == 1
+    assert recomputed_share(work_of(*full, f"{options}method=block")) == 2 / 8
+    share = recomputed_share(work_of(f"{options}granularity=selective", f"{options}modules=[mlp]"))
+    layer = 28 * 128 * 3584 * 2 + 4 * 128 * 3584 * 2 + 3 * 3584 * 18944
+    assert share == pytest.approx(3 * 3584 * 18944 / layer)
+
+
+def test_a_pass_without_gradients_keeps_nothing() -> None:
+    work = work_of()
+    assert forward_bytes(work) == work.tokens * layer_bytes(work).total < activation_bytes(work, 0)
+
+
+def test_a_critic_makes_no_logits() -> None:
+    work = work_of()
+    critic = replace(work, shape=SHAPE.as_critic())
+    assert scoring_bytes(critic, has_gradients=True) == 2 * 2 * work.tokens * SHAPE.hidden
+    assert scoring_bytes(critic, has_gradients=False) < scoring_bytes(work, has_gradients=False)

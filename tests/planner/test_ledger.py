@@ -1,0 +1,121 @@
+"""Who is on which GPU in which phase, and what is kept in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megarl.config.catalogue import CATALOGUE
+from megarl.config.recipe import Recipe
+from megarl.planner.hardware import GPUS
+from megarl.planner.ledger import HostLedger, Ledger, Phase, host_ledgers, ledgers
+from megarl.planner.memory import bare_weights, stage_memory
+from megarl.planner.placement import place
+from megarl.weights.megatron import MegatronParallel
+from tests.planner.recipes import PPO, make_recipe, shapes_of
+
+SHAPE = replace(CATALOGUE["qwen2.5-7b"], num_layers=8)
+SHAPES = shapes_of(SHAPE)
+H100 = GPUS["h100"]
+SPLIT = MegatronParallel(tensor=4, pipeline=2, data=2)
+
+
+def found_in(recipe: Recipe) -> dict[tuple[str, Phase], dict[str, int]]:
+    found: dict[tuple[str, Phase], dict[str, int]] = {}
+    for ledger in ledgers(recipe, SHAPES, place(recipe), H100):
+        items = found.setdefault((ledger.where, ledger.phase), {})
+        for item in ledger.items:
+            items[item.name] = items.get(item.name, 0) + item.num_bytes
+    return found
+
+
+def names(ledger: Ledger | HostLedger) -> set[str]:
+    return {item.name for item in ledger.items}
+
+
+def test_a_shared_pool_holds_trainer_and_engine_at_once() -> None:
+    recipe = make_recipe("roles.rollout.pool=train")
+    found = {item.phase: item for item in ledgers(recipe, SHAPES, place(recipe), H100)}
+    assert set(found) == {Phase.GENERATING, Phase.TRAINING, Phase.PUBLISHING}
+    assert {"optimizer", "KV cache", "engine weights"} <= names(found[Phase.GENERATING])
+    assert "KV cache" not in names(found[Phase.TRAINING])
+    assert "activations" in names(found[Phase.TRAINING])
+
+
+def test_separate_pools_are_counted_apart() -> None:
+    recipe = make_recipe()
+    found = ledgers(recipe, SHAPES, place(recipe), H100)
+    assert {item.where for item in found} == {"actor", "engine"}
+    for ledger in found:
+        assert ("optimizer" in names(ledger)) != ("KV cache" in names(ledger))
+
+
+def test_a_cpu_run_has_no_limit() -> None:
+    recipe = make_recipe("run.device=cpu")
+    assert all(item.margin_bytes is None for item in ledgers(recipe, SHAPES, place(recipe), H100))
+
+
+def test_a_critic_of_its_own_pool_holds_what_an_actor_would_without_logits() -> None:
+    found = found_in(make_recipe(*PPO))
+    assert [phase for where, phase in found if where == "critic"] == [Phase.SCORING, Phase.TRAINING]
+    critic = found["critic", Phase.TRAINING]
+    stage = max(stage_memory(SHAPE.as_critic(), SPLIT, is_cpu=False), key=lambda stage: stage.weight_bytes)
+    assert critic["weights"] == stage.weight_bytes
+    assert critic["gradients"] == 2 * critic["weights"]
+    assert critic["optimizer"] == 6 * critic["weights"] // 2
+    assert "log-probabilities" not in critic
+
+
+def test_a_reference_in_host_memory_costs_the_gpu_one_tensor_while_scoring() -> None:
+    found = found_in(make_recipe(*PPO))
+    largest = max(stage.largest_bytes for stage in bare_weights(SHAPE, SPLIT, is_cpu=False))
+    assert found["actor", Phase.SCORING]["exchanged tensor"] == largest
+    assert "exchanged tensor" not in found["actor", Phase.TRAINING]
+    plain = found_in(make_recipe())
+    assert ("actor", Phase.SCORING) not in plain
+    assert found["actor", Phase.TRAINING] == plain["actor", Phase.TRAINING]
+
+
+def test_a_reference_with_a_pool_holds_its_weights_and_nothing_else() -> None:
+    pool = ("pools.reference={gpus_per_node: 8}", "roles.reference={pool: reference, tensor: 4}")
+    found = found_in(make_recipe(*PPO, *pool))
+    assert [phase for where, phase in found if where == "reference"] == [Phase.SCORING]
+    reference = found["reference", Phase.SCORING]
+    (stage,) = bare_weights(SHAPE, MegatronParallel(tensor=4), is_cpu=False)
+    assert reference["weights"] == stage.num_bytes
+    assert set(reference) == {"weights", "activations", "log-probabilities", "context"}
+
+
+def test_models_of_one_pool_are_all_held_and_compute_in_turn() -> None:
+    recipe = make_recipe(*PPO[1:], "roles.critic.pool=train", "roles.reference={pool: train, tensor: 4}")
+    found = found_in(recipe)
+    where = "actor + critic + reference"
+    for phase in (Phase.SCORING, Phase.TRAINING, Phase.PUBLISHING):
+        assert {"actor weights", "critic optimizer", "reference weights"} <= set(found[where, phase])
+        assert found[where, phase]["context"] == 3 * (2 << 30)
+    training = found[where, Phase.TRAINING]
+    assert sum(name.endswith("activations") for name in training) == 1
+
+
+@pytest.mark.parametrize("contents", ["weights", "everything"])
+def test_host_memory_holds_the_reference_and_what_a_save_copies(contents: str) -> None:
+    recipe = make_recipe(*PPO, f"checkpoint.contents={contents}")
+    actor, critic = host_ledgers(recipe, SHAPES, place(recipe))
+    assert (actor.where, critic.where) == ("actor", "critic")
+    # A node has the eight ranks of one stage: four shares of it, each twice.
+    weights = bare_weights(SHAPE, SPLIT, is_cpu=False)
+    optimizer = stage_memory(SHAPE, SPLIT, is_cpu=False)
+    items = {item.name: item.num_bytes for item in actor.items}
+    assert items["reference weights"] == 8 * max(stage.num_bytes for stage in weights)
+    copied = [
+        stage.num_bytes // 2 + (state.optimizer_bytes if contents == "everything" else 0)
+        for stage, state in zip(weights, optimizer, strict=True)
+    ]
+    assert items["actor's snapshot, while saving"] == 8 * max(copied)
+    assert names(critic) == {"critic's snapshot, while saving"}
+
+
+def test_nothing_is_copied_where_nothing_is_saved() -> None:
+    recipe = make_recipe("checkpoint={save_every_steps: null, save_at_end: false}")
+    assert host_ledgers(recipe, SHAPES, place(recipe)) == ()

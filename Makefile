@@ -49,8 +49,8 @@ fmt: setup ## fix what ruff can fix
 	$(BIN)/ruff format
 
 docs: setup ## write what is generated: the libraries' option tables, recipes/schema.json, docs/recipe.md
-	$(BIN)/python -m megarl.train.native_fields > build-native.json && mv build-native.json megarl/config/native/megatron.json
-	$(BIN)/python -m megarl.rollout.native_fields > build-native.json && mv build-native.json megarl/config/native/sglang.json
+	$(BIN)/python -m megarl.train.native_fields
+	$(BIN)/python -m megarl.rollout.native_fields
 	$(BIN)/megarl schema > recipes/schema.json
 	$(BIN)/megarl schema --docs > docs/recipe.md
 

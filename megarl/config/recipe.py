@@ -111,11 +111,18 @@ class ModelParallelConfig(Section):
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 
 
-class ActorConfig(ModelParallelConfig):
+class TrainedModelConfig(ModelParallelConfig):
+    megatron_optimizer: dict[str, object] = Field(default={})
+    """Further fields of megatron-core's OptimizerConfig, such as `decoupled_weight_decay: false`."""
+    megatron_ddp: dict[str, object] = Field(default={})
+    """Further fields of megatron-core's DistributedDataParallelConfig, such as `overlap_grad_reduce: true`."""
+
+
+class ActorConfig(TrainedModelConfig):
     pool: str
 
 
-class CriticConfig(ModelParallelConfig):
+class CriticConfig(TrainedModelConfig):
     """Learns which reward to expect at every token; its ranks are processes of their own in any pool."""
 
     pool: str

@@ -1,16 +1,15 @@
 """What SGLang's server takes on its command line, as the data file that recipes are checked against.
 
-`python -m megarl.rollout.native_fields > megarl/config/native/sglang.json`, after a change of SGLang's release.
+`python -m megarl.rollout.native_fields` writes it, after a change of SGLang's release.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 
-from megarl.config.native.library import JSON, NativeField, NativeLibrary, sorted_choices
+from megarl.config.native.library import JSON, NativeField, NativeLibrary, sorted_choices, write_library
 from megarl.rollout.torchvision_ops import declare_torchvision_ops
 
 _TYPE_NAMES: Mapping[str, str] = {
@@ -62,6 +61,4 @@ def _type(action: argparse.Action) -> str:
 
 
 if __name__ == "__main__":
-    # Importing SGLang prints; the data file is all of the real output.
-    real, sys.stdout = sys.stdout, sys.stderr
-    real.write(sglang_fields().to_json())
+    write_library("sglang", sglang_fields())

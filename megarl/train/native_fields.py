@@ -1,27 +1,36 @@
-"""What Megatron's TransformerConfig takes, as the data file that recipes are checked against.
+"""What Megatron's configurations take, as the data files that recipes are checked against.
 
-`python -m megarl.train.native_fields > megarl/config/native/megatron.json`, after a change of Megatron's release.
+`python -m megarl.train.native_fields` writes them, after a change of Megatron's release.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config.native.library import NativeField, NativeLibrary, sorted_choices
+from megarl.config.native.library import Library, NativeField, NativeLibrary, sorted_choices, write_library
 
 _SIMPLE = (bool, int, float, str)
 
 
-def megatron_fields() -> NativeLibrary:
-    hints = get_type_hints(TransformerConfig)
-    names = [field.name for field in dataclasses.fields(TransformerConfig) if not field.name.startswith("_")]
+CONFIGS: Mapping[Library, type] = {
+    "megatron": TransformerConfig,
+    "megatron_optimizer": OptimizerConfig,
+    "megatron_ddp": DistributedDataParallelConfig,
+}
+
+
+def megatron_fields(library: Library) -> NativeLibrary:
+    config = CONFIGS[library]
+    hints = get_type_hints(config)
+    names = [field.name for field in dataclasses.fields(config) if not field.name.startswith("_")]
     return NativeLibrary(
         name="megatron",
         version=version("megatron-core"),
@@ -56,4 +65,5 @@ def _type_names(kind: object) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(megatron_fields().to_json())
+    for library in CONFIGS:
+        write_library(library, megatron_fields(library))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.config.recipe import OptimizerConfig
+from megarl.config.recipe import OptimizerConfig, TrainedModelConfig
 from megarl.train.model import Model
 from megarl.train.shards import Shard, shards_of
 
@@ -19,28 +20,21 @@ from megarl.train.shards import Shard, shards_of
 class ModelOptimizer:
     """Owns the wrapped chunks: parameters and gradients live in its buffers, moments and master weights in shards."""
 
-    def __init__(self, chunks: Sequence[Model], config: OptimizerConfig) -> None:
+    def __init__(self, chunks: Sequence[Model], config: OptimizerConfig, split: TrainedModelConfig) -> None:
         self._config = config
         model_config = chunks[0].config
         model_config.finalize_model_grads_func = _sum_gradients
-        buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        buffers = buffer_config(split.megatron_ddp)
         self.chunks: list[DistributedDataParallel] = [
             DistributedDataParallel(model_config, buffers, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]
+        if buffers.overlap_grad_reduce:
+            # Buckets travel during the backward pass of the last micro-batch, and of no other.
+            hooks = [chunk.no_sync for chunk in self.chunks]
+            model_config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
         self._optimizer = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=config.learning_rate,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.beta1,
-                adam_beta2=config.beta2,
-                adam_eps=config.eps,
-                clip_grad=config.clip_grad_norm,
-                bf16=model_config.bf16,
-                params_dtype=model_config.params_dtype,
-                use_distributed_optimizer=True,
-            ),
+            optimizer_config(config, model_config, split.megatron_optimizer),
             self.chunks,
             use_gloo_process_groups=False,
         )
@@ -84,6 +78,30 @@ class ModelOptimizer:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
+
+
+def buffer_config(native: Mapping[str, object]) -> DistributedDataParallelConfig:
+    """`native` are fields that the recipe passes on, none of them one that is set here."""
+    return DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, **native)
+
+
+def optimizer_config(
+    config: OptimizerConfig, model_config: TransformerConfig, native: Mapping[str, object]
+) -> MegatronOptimizerConfig:
+    """`native` as in `buffer_config`."""
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad_norm,
+        bf16=model_config.bf16,
+        params_dtype=model_config.params_dtype,
+        use_distributed_optimizer=True,
+        **native,
+    )
 
 
 def _sum_gradients(

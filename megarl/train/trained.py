@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.checkpoint.manifest import Contents, FileDigest
 from megarl.checkpoint.state import TrainerState
-from megarl.config.recipe import OptimizerConfig
+from megarl.config.recipe import OptimizerConfig, TrainedModelConfig
 from megarl.errors import NumericsError
 from megarl.train.checkpoint import RankSaver, load_optimizer, weights_of
 from megarl.train.optimizer import ModelOptimizer
@@ -33,7 +33,8 @@ class TrainedRank(ModelRank):
         self._num_updates = 0
         self._num_skipped = 0
         with self._on_device():
-            self._optimizer = ModelOptimizer(self._models, optimizer)
+            assert isinstance(spec.split, TrainedModelConfig), "a model that is not trained"
+            self._optimizer = ModelOptimizer(self._models, optimizer, spec.split)
             self._saver = RankSaver(
                 layout=self._layout,
                 tensors=self.tensors,

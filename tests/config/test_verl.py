@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.algorithm import AdaptiveKlConfig, GaeConfig, GrpoConfig, KlLossConfig, KlRewardConfig
 from megarl.config.catalogue import CATALOGUE
 from megarl.config.check import check_without_files
 from megarl.config.document import Tree
 from megarl.config.native import check_native
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import OptimizerConfig, Recipe, ReferenceConfig
 from megarl.config.verl import Entry, Imported, import_verl
 from megarl.config.verl.rules import Treatment, Verdict, known_keys, rule_for
 from megarl.errors import ConfigError
@@ -58,12 +59,51 @@ def test_the_yaml_example_is_translated() -> None:
     assert recipe.train.optimizer.beta2 == 0.999, "verl's default, not megarl's"
 
 
-def test_what_is_not_supported_yet_is_said_plainly() -> None:
-    result = import_verl(HERE / "ppo.sh")
-    assert entry(result, "algorithm.adv_estimator").verdict is Verdict.NOT_SUPPORTED
-    assert "no critic" in entry(result, "algorithm.adv_estimator").text
-    assert entry(result, "critic.optim.lr").verdict is Verdict.NOT_SUPPORTED
-    assert any("gae" in note for note in result.notes)
+def test_ppo_with_critic_reference_and_kl_is_translated() -> None:
+    result = import_verl(HERE / "ppo_kl.yaml")
+    recipe = Recipe.model_validate(result.tree)
+    assert check_without_files(recipe, CATALOGUE["qwen2.5-7b"], critic=CATALOGUE["qwen2.5-14b"]) == []
+    assert isinstance(recipe.algorithm, GaeConfig)
+    assert (recipe.algorithm.gamma, recipe.algorithm.lam) == (0.99, 0.95)
+    assert recipe.algorithm.kl == KlRewardConfig(
+        kind="reward", estimate="k3", coef=0.002, adaptive=AdaptiveKlConfig(target=0.05, horizon=5000)
+    )
+    assert recipe.train.epochs == 2
+    assert recipe.roles.actor.megatron_ddp == {"overlap_grad_reduce": True}
+    assert recipe.roles.reference == ReferenceConfig(pool="shared", tensor=2, is_sequence_parallel=True)
+    critic = recipe.roles.critic
+    assert critic is not None
+    assert (critic.path, critic.tensor, critic.pipeline) == (Path("models/Qwen2.5-14B"), 2, 2)
+    assert (critic.epochs, critic.prompts_per_update, critic.clip, critic.warmup_steps) == (3, 128, 0.2, 10)
+    assert critic.optimizer == OptimizerConfig(
+        learning_rate=2e-5, min_learning_rate=1e-6, warmup_steps=5, decay="cosine", beta2=0.95
+    )
+    assert critic.megatron["recompute_granularity"] == "full"
+    left = [item.key for item in result.entries if item.verdict in (Verdict.NOT_SUPPORTED, Verdict.UNKNOWN)]
+    assert left == ["critic.model.enable_gradient_checkpointing"]
+
+
+def test_a_critic_starts_from_the_policy_unless_it_has_a_model_of_its_own() -> None:
+    recipe = Recipe.model_validate(import_verl(HERE / "ppo.sh").tree)
+    assert recipe.algorithm.kind == "gae"
+    assert recipe.roles.critic is not None
+    assert recipe.roles.critic.path is None
+    assert recipe.roles.critic.optimizer.learning_rate == 1e-5
+    assert recipe.roles.reference is None, "verl has the KL off"
+
+
+@pytest.mark.parametrize(
+    ("kl_type", "estimate"),
+    [("kl", "k1"), ("abs", "abs"), ("mse", "k2"), ("low_var_kl", "k3"), ("k3+", "k3+"), ("k1+", "k1+")],
+)
+def test_kl_in_the_loss_is_taken_over_by_meaning(tmp_path: Path, kl_type: str, estimate: str) -> None:
+    words = ("actor_rollout_ref.actor.use_kl_loss=True", f"actor_rollout_ref.actor.kl_loss_type={kl_type}")
+    result = imported(tmp_path, *words, "algorithm.use_kl_in_reward=True")
+    recipe = Recipe.model_validate(result.tree)
+    assert isinstance(recipe.algorithm, GrpoConfig)
+    assert recipe.algorithm.kl == KlLossConfig.model_validate({"kind": "loss", "estimate": estimate})
+    assert recipe.roles.reference == ReferenceConfig()
+    assert entry(result, "algorithm.use_kl_in_reward").verdict is Verdict.NOT_SUPPORTED
 
 
 def test_every_key_of_verl_has_a_verdict() -> None:
@@ -113,6 +153,12 @@ def test_there_is_one_entry_per_key_of_the_file() -> None:
             "roles.actor.megatron.deterministic_mode",
             True,
         ),
+        (
+            "+actor_rollout_ref.actor.megatron.override_ddp_config.bucket_size=5",
+            "roles.actor.megatron_ddp.bucket_size",
+            5,
+        ),
+        ("actor_rollout_ref.actor.ppo_epochs=3", "train.epochs", 3),
         ("trainer.experiment_name='my run'", "run.name", "my_run"),
         ("trainer.test_freq=5 data.val_files=v.parquet", "evaluation.every_steps", 5),
         ("trainer.val_before_train=False data.val_files=v.parquet", "evaluation.runs_before_training", False),
@@ -138,7 +184,10 @@ def test_a_key_arrives_in_the_recipe(tmp_path: Path, word: str, key: str, value:
     ("word", "verdict", "text"),
     [
         ("actor_rollout_ref.actor.clip_ratio=0.3", Verdict.NO_EFFECT, "changes nothing in verl either"),
-        ("actor_rollout_ref.actor.use_kl_loss=True", Verdict.NOT_SUPPORTED, "no reference role"),
+        ("actor_rollout_ref.actor.kl_loss_coef=0.1", Verdict.NO_EFFECT, "no use with the other keys"),
+        ("critic.optim.lr=1e-5", Verdict.NO_EFFECT, "no use with the other keys"),
+        ("critic.megatron.context_parallel_size=2", Verdict.NOT_SUPPORTED, "context parallelism"),
+        ("actor_rollout_ref.ref.megatron.param_offload=True", Verdict.NO_EFFECT, "host memory of the actor's ranks"),
         ("actor_rollout_ref.actor.use_kl_loss=False", Verdict.NO_EFFECT, "off, as in megarl"),
         ("actor_rollout_ref.actor.megatron.context_parallel_size=2", Verdict.NOT_SUPPORTED, "context parallelism"),
         ("actor_rollout_ref.actor.megatron.context_parallel_size=1", Verdict.NO_EFFECT, "off, as in megarl"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from megarl.config.native.library import JSON, Library, NativeField, NativeLibrary, read_library
 from megarl.config.native.owned import owned
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import Recipe, TrainedModelConfig
 from megarl.errors import Problem
 
 _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
@@ -29,6 +29,10 @@ def check_native(recipe: Recipe) -> Iterator[Problem]:
         section = f"roles.{role}.megatron"
         yield from _complaints("megatron", section, split.megatron, device)
         yield from _recomputation(split.megatron, section)
+        if isinstance(split, TrainedModelConfig):
+            yield from _complaints("megatron_optimizer", f"{section}_optimizer", split.megatron_optimizer, device)
+            yield from _complaints("megatron_ddp", f"{section}_ddp", split.megatron_ddp, device)
+            yield from _buckets(split.megatron_ddp, f"{section}_ddp")
     if rollout is not None:
         yield from _complaints("sglang", _ROLLOUT, rollout.sglang, device)
 
@@ -72,6 +76,12 @@ def _recomputation(options: Mapping[str, object], section: str) -> Iterator[Prob
             ]
             message = "does nothing without recompute_granularity; set that to full or selective, or remove this"
             yield from (Problem(key=f"{section}.{name}", message=message) for name in details)
+
+
+def _buckets(options: Mapping[str, object], section: str) -> Iterator[Problem]:
+    if "bucket_size" in options and not options.get("overlap_grad_reduce"):
+        message = "does nothing without overlap_grad_reduce; set that to true, or remove this"
+        yield Problem(key=f"{section}.bucket_size", message=message)
 
 
 def _nearest(library: Library, name: str, known: NativeLibrary, device: str) -> str:

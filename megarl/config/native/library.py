@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Literal, TypeAlias
 
-Library: TypeAlias = Literal["megatron", "sglang"]
+Library: TypeAlias = Literal["megatron", "megatron_optimizer", "megatron_ddp", "sglang"]
 
 JSON = "json"
 """The type of an option that is a mapping or a list, handed over as text."""
@@ -48,6 +49,11 @@ def read_library(library: Library) -> NativeLibrary:
         version=raw["version"],
         fields={name: _read(field) for name, field in raw["fields"].items()},
     )
+
+
+def write_library(library: Library, found: NativeLibrary) -> None:
+    """Where the package lies as source."""
+    Path(__file__).with_name(f"{library}.json").write_text(found.to_json(), encoding="utf-8")
 
 
 def sorted_choices(values: Iterable[object]) -> tuple[str | int | float, ...]:

@@ -131,6 +131,65 @@ _MEGATRON: Mapping[str, str] = {
     "test_mode": "would train on nothing real; remove it",
 }
 
+_ADAM = "megarl trains with Adam; remove it"
+_WHOLE = "weights are published right after an update and must be complete by then; remove it"
+_STATE = "checkpoints hold master weights and moments in float32, on the GPUs; remove it"
+_SHARDS = "gradients and optimizer are sharded by Megatron's distributed optimizer only; remove it"
+_FINITE = "updates that are not finite are skipped and counted; remove it"
+_SUMS = "gradients are summed in float32: the loss has its global denominator; remove it"
+_UNSEEN = "nobody would see it; remove it"
+
+_MEGATRON_OPTIMIZER: Mapping[str, str] = {
+    "lr": "set learning_rate in the optimizer section instead",
+    "min_lr": "set min_learning_rate in the optimizer section instead",
+    "weight_decay": "set weight_decay in the optimizer section instead",
+    "adam_beta1": "set beta1 in the optimizer section instead",
+    "adam_beta2": "set beta2 in the optimizer section instead",
+    "adam_eps": "set eps in the optimizer section instead",
+    "clip_grad": "set clip_grad_norm in the optimizer section instead",
+    "decoupled_*lr": "all weights have the same learning rate; remove it",
+    "optimizer": _ADAM,
+    "sgd_*": _ADAM,
+    "muon_*": _ADAM,
+    "fp8_recipe": _PRECISION,
+    "fp16": _PRECISION,
+    "bf16": _PRECISION,
+    "params_dtype": _PRECISION,
+    "reuse_grad_buf_for_mxfp8_param_ag": _PRECISION,
+    "*loss_scale*": "bfloat16 and float32 need no loss scale; remove it",
+    "hysteresis": "bfloat16 and float32 need no loss scale; remove it",
+    "use_precision_aware_optimizer": _STATE,
+    "store_param_remainders": _STATE,
+    "*_dtype": _STATE,
+    "*offload*": _STATE,
+    "overlap_cpu_optimizer_d2h_h2d": _STATE,
+    "pin_cpu_*": _STATE,
+    "use_distributed_optimizer": _ALWAYS,
+    "overlap_param_gather*": _WHOLE,
+    "log_num_zeros_in_grad": _UNSEEN,
+    "barrier_with_L1_time": _UNSEEN,
+    "timers": _UNSEEN,
+    "config_logger_dir": _UNSEEN,
+}
+
+_MEGATRON_DDP: Mapping[str, str] = {
+    "grad_reduce_in_fp32": _ALWAYS,
+    "use_distributed_optimizer": _ALWAYS,
+    "overlap_param_gather": _WHOLE,
+    "align_param_gather": _WHOLE,
+    "num_distributed_optimizer_instances": _SHARDS,
+    "*fsdp*": _SHARDS,
+    "*sharding_strategy": _SHARDS,
+    "gradient_reduce_div_fusion": _SHARDS,
+    "suggested_communication_unit_size": _SHARDS,
+    "preserve_fp32_weights": _SHARDS,
+    "check_for_*": _FINITE,
+    "average_in_collective": _SUMS,
+    "reduce_scatter_with_fp32_accumulation": _SUMS,
+    "*fp8*": _PRECISION,
+    "delay_wgrad_compute": _ENGINE_LAYERS,
+}
+
 _SGLANG: Mapping[str, str] = {
     "model_path": "set model.path instead",
     "device": "set run.device instead",
@@ -202,10 +261,18 @@ _SGLANG_ON_CPU: Mapping[str, str] = {
 }
 
 
+_TABLES: Mapping[Library, tuple[Mapping[str, str], ...]] = {
+    "megatron": (_MEGATRON,),
+    "megatron_optimizer": (_MEGATRON_OPTIMIZER,),
+    "megatron_ddp": (_MEGATRON_DDP,),
+    "sglang": (_SGLANG, _SGLANG_ON_CPU),
+}
+
+
 def owned(library: Library, name: str, *, device: str) -> str | None:
     """What to do instead of passing the option on; None where it may be passed."""
-    tables = {"megatron": [_MEGATRON], "sglang": [_SGLANG] + [_SGLANG_ON_CPU] * (device == "cpu")}
-    for table in tables[library]:
+    tables = [table for table in _TABLES[library] if table is not _SGLANG_ON_CPU or device == "cpu"]
+    for table in tables:
         for pattern, remedy in table.items():
             if fnmatchcase(name, pattern):
                 return remedy
@@ -214,4 +281,4 @@ def owned(library: Library, name: str, *, device: str) -> str | None:
 
 def owned_patterns(library: Library) -> list[str]:
     """Every pattern, so that a test can find one that no longer names anything."""
-    return [*_MEGATRON] if library == "megatron" else [*_SGLANG, *_SGLANG_ON_CPU]
+    return [pattern for table in _TABLES[library] for pattern in table]

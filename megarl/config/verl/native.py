@@ -9,11 +9,19 @@ from megarl.config.document import Tree
 from megarl.config.native import Library, complain
 from megarl.config.verl.rules import Treatment, Verdict, rule_for
 
+_INNER: Mapping[str, Library] = {
+    "megatron.override_transformer_config": "megatron",
+    "megatron.override_ddp_config": "megatron_ddp",
+    "optim.override_optimizer_config": "megatron_optimizer",
+}
 _PREFIXES: Mapping[str, tuple[Library, str]] = {
     "actor_rollout_ref.rollout.engine_kwargs.sglang.": ("sglang", "roles.rollout.sglang"),
-    "actor_rollout_ref.actor.megatron.override_transformer_config.": ("megatron", "roles.actor.megatron"),
+    **{
+        f"{prefix}{inner}.": (library, f"roles.{role}.{library}")
+        for prefix, role in (("actor_rollout_ref.actor.", "actor"), ("critic.", "critic"))
+        for inner, library in _INNER.items()
+    },
 }
-_GRANULARITY = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +33,17 @@ class PassedOn:
     text: str
 
 
-def passed_on(given: Mapping[str, Tree]) -> Iterator[PassedOn]:
+def passed_on(given: Mapping[str, Tree], *, has_critic: bool) -> Iterator[PassedOn]:
     """Every key of the file that is an option of an engine. verl runs on GPUs."""
     for key, value in given.items():
         rule = rule_for(key)
         if rule is None or rule.treatment is not Treatment.COMPUTE:
             continue
         for prefix, (library, target) in _PREFIXES.items():
-            if key.startswith(prefix):
+            if key.startswith(prefix) and (has_critic or not key.startswith("critic.")):
                 name = key.removeprefix(prefix)
-                verdict, text = _judge(library, name, value, recomputes=given.get(_GRANULARITY) is not None)
+                recomputes = given.get(f"{prefix}recompute_granularity") is not None
+                verdict, text = _judge(library, name, value, recomputes=recomputes)
                 yield PassedOn(key=key, verdict=verdict, text=f"{target}.{name}" if verdict is Verdict.MAPPED else text)
 
 

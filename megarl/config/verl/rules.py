@@ -33,9 +33,19 @@ class Rule:
     text: str
 
 
+_LIKE_ACTOR = ("critic.", "actor_rollout_ref.ref.")
+
+
 def rule_for(key: str) -> Rule | None:
-    """None for a key that verl does not have."""
-    return next((rule for rule in _rules() if fnmatchcase(key, rule.pattern)), None)
+    """None for a key that verl does not have. What is said of an actor's key is true of a critic's and a reference's,
+    unless they have a rule of their own."""
+    found = next((rule for rule in _rules() if fnmatchcase(key, rule.pattern)), None)
+    prefix = next((prefix for prefix in _LIKE_ACTOR if key.startswith(prefix)), None)
+    if found is not None or prefix is None:
+        return found
+    name = key.removeprefix(prefix)
+    likely = (rule_for(f"actor_rollout_ref.{name}"), rule_for(f"actor_rollout_ref.actor.{name}"))
+    return next((rule for rule in likely if rule and rule.treatment in (Treatment.NONE, Treatment.UNSUPPORTED)), None)
 
 
 def nearest_known(key: str) -> str | None:

@@ -33,6 +33,7 @@ _DEFAULTS: Mapping[str, Tree] = {
 """Of renamed keys, where megarl's own default is another."""
 
 _ESTIMATORS = {
+    "gae": "gae",
     "grpo": "grpo",
     "grpo_vectorized": "grpo",
     "rloo": "rloo",
@@ -43,6 +44,29 @@ _ESTIMATORS = {
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }
+_SIZES = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
+    "expert_model_parallel_size": "expert",
+    "expert_tensor_parallel_size": "expert_tensor",
+}
+_DISCOUNTED = ("gae", "reinforce_pp")
+_KL_ESTIMATES = {
+    name + suffix: estimate + suffix
+    for suffix in ("", "+")
+    for name, estimate in {
+        "kl": "k1",
+        "k1": "k1",
+        "abs": "abs",
+        "mse": "k2",
+        "k2": "k2",
+        "low_var_kl": "k3",
+        "k3": "k3",
+    }.items()
+    if estimate != "k2" or not suffix
+}
+"""By verl's names; k2 is its own gradient."""
 _LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "gpg": "gpg", "sapo": "sapo", "geo_mean": "gmpo"}
 _CLIPPED = ("ppo", "gspo", "cispo", "gmpo")
 _DECAYS = ("constant", "linear", "cosine")
@@ -85,6 +109,7 @@ class _Translation:
         self._document = Document(tree={}, origins={})
         self._entries: dict[str, Entry] = {}
         self._notes: list[str] = []
+        self._has_critic = False
         self._is_sft = not any(key.startswith("actor_rollout_ref.") for key in given)
 
     def run(self) -> None:
@@ -93,13 +118,16 @@ class _Translation:
         self._checkpoint()
         self._data()
         self._pools()
-        self._optimizer()
+        self._optimizer(f"{_ACTOR}optim.", "train.optimizer")
         self._batch()
         if self._is_sft:
             self._put("algorithm.kind", "sft")
         else:
             self._engines()
             self._estimator()
+            if self._has_critic:
+                self._critic()
+            self._kl()
             self._loss()
             self._extras()
             self._reward()
@@ -195,38 +223,40 @@ class _Translation:
         if isinstance(nodes, int) and nodes > 1:
             self._put("run.ray_address", "auto")
         self._put("roles.actor.pool", _POOL)
-        chunks = self._take(f"{_ACTOR}megatron.virtual_pipeline_model_parallel_size", "roles.actor.virtual_pipeline")
-        if isinstance(chunks, int) and chunks > 1:
-            self._put("roles.actor.virtual_pipeline", chunks)
-        is_parallel = self._take(
-            f"{_ACTOR}megatron.sequence_parallel", "roles.actor.is_sequence_parallel", default=not self._is_sft
-        )
-        tensor = self._given.get(f"{_ACTOR}megatron.tensor_model_parallel_size", 1)
-        if is_parallel and isinstance(tensor, int) and tensor > 1:
-            self._put("roles.actor.is_sequence_parallel", True)
+        self._split(f"{_ACTOR}megatron.", "roles.actor")
 
-    def _optimizer(self) -> None:
-        prefix = f"{_ACTOR}optim."
-        warmup = self._take(f"{prefix}lr_warmup_steps", "train.optimizer.warmup_steps")
-        ratio = self._take(f"{prefix}lr_warmup_steps_ratio", "train.optimizer.warmup_steps", default=0.0)
+    def _split(self, prefix: str, role: str) -> None:
+        """What is not 1 already."""
+        for size, key in _SIZES.items():
+            value = self._take(f"{prefix}{size}", f"{role}.{key}")
+            if isinstance(value, int) and (value > 1 or key == "expert_tensor"):
+                self._put(f"{role}.{key}", value)
+        is_parallel = self._take(f"{prefix}sequence_parallel", f"{role}.is_sequence_parallel", default=not self._is_sft)
+        tensor = self._given.get(f"{prefix}tensor_model_parallel_size", 1)
+        if is_parallel and isinstance(tensor, int) and tensor > 1:
+            self._put(f"{role}.is_sequence_parallel", True)
+
+    def _optimizer(self, prefix: str, target: str) -> None:
+        warmup = self._take(f"{prefix}lr_warmup_steps", f"{target}.warmup_steps")
+        ratio = self._take(f"{prefix}lr_warmup_steps_ratio", f"{target}.warmup_steps", default=0.0)
         steps = self._given.get("trainer.total_training_steps") or _UNKNOWN_STEPS
         if not isinstance(warmup, int) or warmup < 0:
             warmup = int(float(str(ratio)) * int(str(steps)))
         if warmup:
-            self._put("train.optimizer.warmup_steps", warmup)
+            self._put(f"{target}.warmup_steps", warmup)
         decay = self._given.get(f"{prefix}lr_decay_style", "constant")
         if decay in _DECAYS:
-            self._take(f"{prefix}lr_decay_style", "train.optimizer.decay")
-            self._put("train.optimizer.decay", decay)
+            self._take(f"{prefix}lr_decay_style", f"{target}.decay")
+            self._put(f"{target}.decay", decay)
         else:
             self._report(f"{prefix}lr_decay_style", Verdict.NOT_SUPPORTED, f"one of {', '.join(_DECAYS)}")
-        lowest = self._take(f"{prefix}min_lr", "train.optimizer.min_learning_rate", default=0.0)
+        lowest = self._take(f"{prefix}min_lr", f"{target}.min_learning_rate", default=0.0)
         if lowest and decay in _DECAYS[1:]:
-            self._put("train.optimizer.min_learning_rate", lowest)
-        betas = self._take(f"{prefix}betas", "train.optimizer.beta1 and beta2", default=[0.9, 0.999])
+            self._put(f"{target}.min_learning_rate", lowest)
+        betas = self._take(f"{prefix}betas", f"{target}.beta1 and beta2", default=[0.9, 0.999])
         if isinstance(betas, list) and len(betas) == 2:
-            self._put("train.optimizer.beta1", betas[0])
-            self._put("train.optimizer.beta2", betas[1])
+            self._put(f"{target}.beta1", betas[0])
+            self._put(f"{target}.beta2", betas[1])
 
     def _batch(self) -> None:
         prompts = self._number("data.train_batch_size", 1024)
@@ -242,6 +272,9 @@ class _Translation:
         per_update = self._take(f"{_ACTOR}ppo_mini_batch_size", "train.prompts_per_update", default=256)
         if isinstance(per_update, int) and per_update < prompts:
             self._put("train.prompts_per_update", per_update)
+        epochs = self._take(f"{_ACTOR}ppo_epochs", "train.epochs", default=1)
+        if epochs != 1:
+            self._put("train.epochs", epochs)
 
     def _engines(self) -> None:
         self._put("roles.rollout.pool", _POOL)
@@ -255,17 +288,95 @@ class _Translation:
         kind = _ESTIMATORS.get(name)
         if kind is None:
             kind = "reinforce_pp"
-            reason = "there is no critic yet" if name == "gae" else f"megarl does not have {name}"
-            text = f"{reason}: the recipe uses {kind} instead, which is another algorithm"
+            text = f"megarl does not have {name}: the recipe uses {kind} instead, which is another algorithm"
             self._report(key, Verdict.NOT_SUPPORTED, text)
             self._notes.append(f"adv_estimator {name}: {text}")
         else:
             self._mapped(key, f"algorithm.kind {kind}")
         self._put("algorithm.kind", kind)
+        self._has_critic = kind == "gae"
         if kind == "grpo" and self._take("algorithm.norm_adv_by_std_in_grpo", "algorithm.normalize_std") is False:
             self._put("algorithm.normalize_std", False)
-        if kind == "reinforce_pp" and "algorithm.gamma" in self._given:
+        if kind in _DISCOUNTED and "algorithm.gamma" in self._given:
             self._put("algorithm.gamma", self._take("algorithm.gamma", "algorithm.gamma"))
+        if self._has_critic:
+            self._put("algorithm.lam", self._take("algorithm.lam", "algorithm.lam", default=1.0))
+
+    def _critic(self) -> None:
+        role = "roles.critic"
+        self._put(f"{role}.pool", _POOL)
+        path = self._take("critic.model.path", f"{role}.path")
+        policy = self._given.get("actor_rollout_ref.model.path")
+        if isinstance(path, str) and path != policy:
+            self._put(f"{role}.path", str(Path(path).expanduser()))
+        self._split("critic.megatron.", role)
+        for name, key, default in (
+            ("lr", "learning_rate", 1e-5),
+            ("weight_decay", "weight_decay", 0.01),
+            ("clip_grad", "clip_grad_norm", 1.0),
+        ):
+            target = f"{role}.optimizer.{key}"
+            self._put(target, self._take(f"critic.optim.{name}", target, default=default))
+        self._optimizer("critic.optim.", f"{role}.optimizer")
+        per_update = self._take("critic.ppo_mini_batch_size", f"{role}.prompts_per_update")
+        if isinstance(per_update, int) and per_update != self._given.get(f"{_ACTOR}ppo_mini_batch_size", 256):
+            self._put(f"{role}.prompts_per_update", min(per_update, self._number("data.train_batch_size", 1024)))
+        epochs = self._take("critic.ppo_epochs", f"{role}.epochs", default=self._number(f"{_ACTOR}ppo_epochs", 1))
+        if epochs != 1:
+            self._put(f"{role}.epochs", epochs)
+        self._put(f"{role}.clip", self._take("critic.cliprange_value", f"{role}.clip", default=0.5))
+        warmup = self._take("trainer.critic_warmup", f"{role}.warmup_steps", default=0)
+        if warmup:
+            self._put(f"{role}.warmup_steps", warmup)
+
+    def _kl(self) -> None:
+        """verl can have the distance in the loss and in the reward at once; a recipe has it in one of them."""
+        in_reward = self._take("algorithm.use_kl_in_reward", "algorithm.kl")
+        if self._take(f"{_ACTOR}use_kl_loss", "algorithm.kl"):
+            self._put("algorithm.kl.kind", "loss")
+            estimate = self._estimate(f"{_ACTOR}kl_loss_type", default="low_var_kl", known=_KL_ESTIMATES)
+            self._put("algorithm.kl.estimate", estimate)
+            coef = self._take(f"{_ACTOR}kl_loss_coef", "algorithm.kl.coef", default=0.001)
+            self._put("algorithm.kl.coef", coef)
+            if in_reward:
+                text = "the KL is in the loss already (use_kl_loss), and a recipe has it in one place"
+                self._report("algorithm.use_kl_in_reward", Verdict.NOT_SUPPORTED, text)
+        elif in_reward:
+            self._put("algorithm.kl.kind", "reward")
+            in_rewards = {name: estimate for name, estimate in _KL_ESTIMATES.items() if not name.endswith("+")}
+            self._put("algorithm.kl.estimate", self._estimate("algorithm.kl_penalty", default="kl", known=in_rewards))
+            coef = self._take("algorithm.kl_ctrl.kl_coef", "algorithm.kl.coef", default=0.001)
+            self._put("algorithm.kl.coef", coef)
+            if self._take("algorithm.kl_ctrl.type", "algorithm.kl.adaptive", default="fixed") == "adaptive":
+                target = self._take("algorithm.kl_ctrl.target_kl", "algorithm.kl.adaptive.target", default=0.1)
+                horizon = self._take("algorithm.kl_ctrl.horizon", "algorithm.kl.adaptive.horizon", default=10000)
+                self._put("algorithm.kl.adaptive", {"target": target, "horizon": horizon})
+        else:
+            for key in ("algorithm.use_kl_in_reward", f"{_ACTOR}use_kl_loss"):
+                self._report(key, Verdict.NO_EFFECT, "off, as in megarl")
+            return
+        self._reference()
+
+    def _estimate(self, key: str, *, default: str, known: Mapping[str, str]) -> str:
+        name = str(self._take(key, "algorithm.kl.estimate", default=default))
+        if name not in known:
+            self._report(key, Verdict.NOT_SUPPORTED, f"one of {', '.join(known)}; the recipe uses {known[default]}")
+        return known.get(name, known[default])
+
+    def _reference(self) -> None:
+        """In the actor's ranks, as in verl, unless it is split in another way."""
+        sizes = [f"megatron.{size}" for size in _SIZES]
+        prefix = "actor_rollout_ref.ref."
+        differs = any(
+            self._given.get(f"{prefix}{size}") not in (None, self._given.get(f"{_ACTOR}{size}", 1)) for size in sizes
+        )
+        if differs:
+            self._put("roles.reference.pool", _POOL)
+            self._split(f"{prefix}megatron.", "roles.reference")
+            return
+        self._put("roles.reference", {})
+        for size in (*sizes, "megatron.sequence_parallel"):
+            self._report(f"{prefix}{size}", Verdict.MAPPED, "roles.reference: in the actor's ranks, split as the actor")
 
     def _loss(self) -> None:
         key = f"{_ACTOR}policy_loss.loss_mode"
@@ -327,7 +438,7 @@ class _Translation:
         self._notes.append("reward: verl chooses a scorer by data_source; the recipe compares with the ground truth")
 
     def _native(self) -> None:
-        for option in passed_on(self._given):
+        for option in passed_on(self._given, has_critic=self._has_critic):
             if option.verdict is Verdict.MAPPED:
                 self._put(option.text, self._given[option.key])
             self._report(option.key, option.verdict, option.text)

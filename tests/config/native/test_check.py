@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from typing import get_args
 
 import pytest
 
@@ -15,6 +16,8 @@ from megarl.config.native.owned import owned, owned_patterns
         ("megatron", "recompute_modules", ["mlp", "core_attn"]),
         ("megatron", "deterministic_mode", True),
         ("megatron", "microbatch_group_size_per_vp_stage", 4),
+        ("megatron_optimizer", "decoupled_weight_decay", False),
+        ("megatron_ddp", "bucket_size", 40_000_000),
         ("sglang", "attention_backend", "fa3"),
         ("sglang", "schedule_conservativeness", 1),
         ("sglang", "cuda_graph_bs_decode", [1, 2, 4]),
@@ -55,7 +58,7 @@ def test_an_option_may_be_owned_on_one_device_only() -> None:
     )
 
 
-@pytest.mark.parametrize("library", ["megatron", "sglang"])
+@pytest.mark.parametrize("library", get_args(Library))
 def test_whatever_is_owned_exists(library: Library) -> None:
     fields = read_library(library).fields
     assert [
@@ -63,7 +66,9 @@ def test_whatever_is_owned_exists(library: Library) -> None:
     ] == []
 
 
-@pytest.mark.parametrize(("library", "fewest"), [("megatron", 15), ("sglang", 350)])
+@pytest.mark.parametrize(
+    ("library", "fewest"), [("megatron", 15), ("megatron_optimizer", 2), ("megatron_ddp", 5), ("sglang", 350)]
+)
 def test_most_of_a_library_stays_open_to_recipes(library: Library, fewest: int) -> None:
     """A pattern that is too wide would show here."""
     names = read_library(library).fields

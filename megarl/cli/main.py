@@ -10,19 +10,15 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from megarl import __version__
-from megarl.cli.bench import bench_app
-from megarl.cli.checkpoint import app as checkpoint_app
-from megarl.cli.diagnose import diagnose_app
-from megarl.cli.export import export
 from megarl.cli.plan import plan
 from megarl.cli.recipes import Overrides, RecipePath, load_checked
-from megarl.cli.samples import samples
 from megarl.cli.schema import schema
 from megarl.cli.verl import import_command
 from megarl.config.catalogue import CATALOGUE
@@ -45,14 +41,9 @@ app = typer.Typer(
 data_app = typer.Typer(no_args_is_help=True, help="Data sets.")
 make_app = typer.Typer(no_args_is_help=True, help="Write a data set, and a model to train on it.")
 app.add_typer(data_app, name="data")
-app.add_typer(checkpoint_app, name="checkpoint")
 data_app.add_typer(make_app, name="make")
-app.add_typer(bench_app, name="bench")
-app.add_typer(diagnose_app, name="diagnose")
 app.command()(schema)
 app.command()(plan)
-app.command()(samples)
-app.command()(export)
 app.command("import-verl")(import_command)
 
 Resume = Annotated[
@@ -64,6 +55,25 @@ Resume = Annotated[
 ]
 
 
+_QUICK = ("validate", "plan", "train", "schema", "import-verl")
+"""Commands that do not wait for what only the others need."""
+
+
+@cache
+def _add_other_commands() -> None:
+    from megarl.cli.bench import bench_app
+    from megarl.cli.checkpoint import app as checkpoint_app
+    from megarl.cli.diagnose import diagnose_app
+    from megarl.cli.export import export
+    from megarl.cli.samples import samples
+
+    app.add_typer(checkpoint_app, name="checkpoint")
+    app.add_typer(bench_app, name="bench")
+    app.add_typer(diagnose_app, name="diagnose")
+    app.command()(samples)
+    app.command()(export)
+
+
 def main() -> None:
     """The console script."""
     sys.exit(run(sys.argv[1:]))
@@ -72,6 +82,8 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """One command; returns its exit code. No exception leaves it as a traceback on the screen."""
     try:
+        if not arguments or arguments[0] not in _QUICK:
+            _add_other_commands()
         app(arguments, prog_name="megarl")
     except SystemExit as end:
         # Typer turns Ctrl-C into a silent 130.

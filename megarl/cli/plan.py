@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from megarl.env import NO_COLOR
 
@@ -28,6 +27,8 @@ def plan(
     is_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Say whether a recipe fits, where its bytes go and where its time goes; start nothing."""
+    from rich.console import Console
+
     from megarl.cli.plan_tables import as_json, comparison, tables
     from megarl.planner.answer import Question, answer
     from megarl.planner.hardware import parse_gpu

@@ -16,6 +16,7 @@ from megarl.planner.ledger import Ledger, saves
 from megarl.planner.placement import Placement, RankPlace
 from megarl.planner.run_plan import RunPlan
 from megarl.planner.timing import PhaseName, PhaseTime, Timing
+from megarl.weights.megatron import padded_vocab
 
 _MAX_NODES = 12
 _WIDTH = 100
@@ -38,6 +39,7 @@ def tables(answer: Answer) -> Group:
         parts += [_reshard_table(plan), ""]
     if plan.sizes.timing is not None:
         parts += [_time_table(plan.sizes.timing), *_time_notes(answer)]
+    parts += _padding_notes(answer)
     parts += [f"warning: {warning}" for warning in advise(answer.recipe, plan.shapes.policy)]
     return Group(*parts)
 
@@ -185,6 +187,17 @@ def _time_table(timing: Timing) -> Table:
     table.add_section()
     table.add_row("step", f"{timing.step_s:.1f}", "")
     return table
+
+
+def _padding_notes(answer: Answer) -> list[str]:
+    """Rows of the vocabulary that exist only to divide it."""
+    vocab = answer.plan.shapes.policy.vocab
+    sizes = sorted({split.tensor for split in answer.recipe.megatron_roles.values()})
+    return [
+        f"the vocabulary of {vocab:,} is padded to {padded_vocab(vocab, tensor):,} rows for tensor {tensor}"
+        for tensor in sizes
+        if padded_vocab(vocab, tensor) > vocab
+    ]
 
 
 def _time_notes(answer: Answer) -> list[str]:

@@ -10,6 +10,9 @@ import typer
 
 from megarl.config import Recipe, load_recipe, read_model_shape
 from megarl.config.advice import advise
+from megarl.config.check import check_recipe
+from megarl.errors import Problem
+from megarl.reward.check import check_reward
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.", show_default=False)]
 Overrides = Annotated[
@@ -20,11 +23,15 @@ Overrides = Annotated[
 
 def load_checked(path: Path, overrides: list[str] | None) -> Recipe:
     """The recipe, and everything that can be known to be wrong before a run starts."""
-    recipe = load_recipe(path, overrides or ())
+    recipe = load_recipe(path, overrides or (), checks=(check_recipe, _check_reward))
 
     from megarl.runtime import preflight
 
-    preflight.check(recipe, source=str(path))
+    preflight.check_data(recipe)
     for warning in advise(recipe, read_model_shape(recipe.model.path)):
         print(f"warning: {warning}", file=sys.stderr)
     return recipe
+
+
+def _check_reward(recipe: Recipe) -> list[Problem]:
+    return check_reward(recipe.reward)

@@ -15,7 +15,7 @@ _HOT = 1.5
 
 def advise(recipe: Recipe, shape: ModelShape) -> list[Problem]:
     """Warnings, for whoever starts the run or only asks about it."""
-    return [*_sampling(recipe), *_evaluation(recipe), *_ranks(recipe, shape)]
+    return [*_sampling(recipe), *_evaluation(recipe), *_ranks(recipe, shape), *_unused(recipe)]
 
 
 def _sampling(recipe: Recipe) -> Iterator[Problem]:
@@ -57,12 +57,38 @@ def _ranks(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
         if tensor > shape.num_kv_heads:
             copies = tensor // shape.num_kv_heads
             yield Problem(key=key, message=f"each of the {shape.num_kv_heads} key/value heads is on {copies} ranks")
+    train, critic = recipe.train, recipe.roles.critic
+    key = "train.prompts_per_step" if train.prompts_per_update is None else "train.prompts_per_update"
+    prompts = train.prompts_per_update or train.prompts_per_step
+    yield from _idle_ranks(recipe, key, prompts, recipe.data_parallel)
+    if critic is not None:
+        if critic.prompts_per_update is not None:
+            key, prompts = "roles.critic.prompts_per_update", critic.prompts_per_update
+        ranks = recipe.pools[critic.pool].gpus // critic.model_parallel
+        if ranks > recipe.data_parallel or critic.prompts_per_update is not None:
+            yield from _idle_ranks(recipe, key, prompts, ranks)
+
+
+def _idle_ranks(recipe: Recipe, key: str, prompts: int, ranks: int) -> Iterator[Problem]:
     is_sft = isinstance(recipe.algorithm, SftConfig)
-    prompts = recipe.train.prompts_per_update or recipe.train.prompts_per_step
     sequences = prompts * (1 if is_sft else recipe.sampling.rollouts_per_prompt)
-    if sequences < recipe.data_parallel:
+    if sequences < ranks:
         yield Problem(
-            key="train.prompts_per_step" if recipe.train.prompts_per_update is None else "train.prompts_per_update",
-            message=f"{sequences} sequences per update for {recipe.data_parallel} data-parallel ranks: "
-            f"{recipe.data_parallel - sequences} of them compute padding only",
+            key=key,
+            message=f"{sequences} sequences per update for {ranks} data-parallel ranks: "
+            f"{ranks - sequences} of them compute padding only",
+        )
+
+
+def _unused(recipe: Recipe) -> Iterator[Problem]:
+    """Keys that somebody set and this run does not read."""
+    if "response_key" in recipe.data.model_fields_set and not isinstance(recipe.algorithm, SftConfig):
+        yield Problem(key="data.response_key", message="only sft reads it")
+    checkpoint, steps = recipe.checkpoint, recipe.run.steps
+    every_steps = checkpoint.save_every_steps
+    if "save_every_steps" in checkpoint.model_fields_set and every_steps is not None and every_steps > steps:
+        yield Problem(
+            key="checkpoint.save_every_steps",
+            message=f"{every_steps} is more than run.steps {steps}: "
+            + ("only the last step is saved" if checkpoint.save_at_end else "nothing is saved"),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LOGIT_CHUNK_BYTES = 640 << 20
-"""Of logits at a time, in the weights' type: large enough for full-speed matrix kernels, small beside the activations."""
+"""Of logits at a time: large enough for full-speed matrix kernels, small beside the activations."""
 
 PAD_MULTIPLE = 8
 """Packed lengths are rounded up to this times the tensor-parallel size: even shares under sequence parallelism."""

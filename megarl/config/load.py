@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +32,12 @@ class Explained:
     origin: Origin | None
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    path: Path, overrides: Sequence[str] = (), *, checks: Sequence[Callable[[Recipe], list[Problem]]] = (check_recipe,)
+) -> Recipe:
     """Read, override, validate and cross-check; raises ConfigError with all that is wrong."""
     recipe = read_recipe(path, overrides).recipe
-    problems = check_recipe(recipe)
+    problems = [problem for check in checks for problem in check(recipe)]
     if problems:
         raise ConfigError(str(path), tuple(problems))
     return recipe

@@ -121,3 +121,8 @@ def test_a_cpu_recipe_is_planned_without_rates(tmp_path: Path, capsys: pytest.Ca
     out = capsys.readouterr().out
     assert "no limit is stated for a CPU run" in out
     assert "Time of a step" not in out
+
+
+def test_a_padded_vocabulary_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(RECIPES / "grpo_70b.yaml"), "--shape", "llama-3.1-70b"]) == 0
+    assert "the vocabulary of 128,256 is padded to 128,512 rows for tensor 8" in capsys.readouterr().out

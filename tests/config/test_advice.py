@@ -37,6 +37,19 @@ def test_a_good_recipe_needs_no_advice(scratch: Path) -> None:
             ["pools.train.nodes=80", "train.prompts_per_update=1"],
             "train.prompts_per_update: 8 sequences per update for 80 data-parallel ranks: 72 of them compute padding",
         ),
+        (
+            [
+                "pools.critic={nodes: 80, gpus_per_node: 1}",
+                "roles.critic={pool: critic, prompts_per_update: 2}",
+                "algorithm={kind: gae}",
+            ],
+            "roles.critic.prompts_per_update: 16 sequences per update for 80 data-parallel ranks: 64 of them compute",
+        ),
+        (["data.response_key=answer"], "data.response_key: only sft reads it"),
+        (
+            ["checkpoint.save_every_steps=20"],
+            "checkpoint.save_every_steps: 20 is more than run.steps 10: only the last",
+        ),
         (["algorithm={kind: sft}", "sampling.top_p=0.9"], "sampling.top_p: has no use in sft"),
     ],
 )

@@ -8,12 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
+from megarl.config.fixed import PAD_MULTIPLE
 from megarl.data.packing import pack
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.orders import Route
 from megarl.rollout.recorder import FILE_PREFIX
-from megarl.runtime.learners import PAD_MULTIPLE
 from megarl.runtime.verdict import TOLERANCES, Conversation, Diagnosis, diagnose
 from megarl.stages import Generator
 from megarl.train.actor import RECORD_PREFIX, TrainerRecord

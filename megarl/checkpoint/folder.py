@@ -17,6 +17,7 @@ from megarl.faults import reach
 CHECKPOINTS_FOLDER = "checkpoints"
 LATEST = "latest"
 BEST = "best"
+ABANDONED = ".abandoned"
 LATEST_STEP_FILE = "latest_checkpointed_iteration.txt"
 """For tools that look for a step number under this name."""
 
@@ -88,14 +89,18 @@ def mark_best(folder: Path) -> None:
 def prune(parent: Path, *, keep_last: int, keep_steps: Collection[int] = ()) -> None:
     """Remove all but the newest, and those of `keep_steps`."""
     for folder in list_checkpoints(parent)[keep_last:]:
-        if step_of(folder) in keep_steps:
-            continue
-        # Under the name of a leftover: killed in here, it is not half a checkpoint, and goes with the next save.
-        doomed = _partial(folder)
-        folder.rename(doomed)
-        reach("doomed", doomed)
-        shutil.rmtree(doomed)
-        reach("pruned", doomed)
+        if step_of(folder) not in keep_steps:
+            remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """A checkpoint, or one that was set aside."""
+    # Under the name of a leftover: killed in here, it is not half a checkpoint, and goes with the next save.
+    doomed = _partial(folder.with_name(folder.name.removesuffix(ABANDONED)))
+    folder.rename(doomed)
+    reach("doomed", doomed)
+    shutil.rmtree(doomed)
+    reach("pruned", doomed)
 
 
 def below(folder_name: str, files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
@@ -113,7 +118,7 @@ def _set_aside_from(folder: Path) -> None:
     assert step is not None, f"{folder} is not named after a step"
     for later in list_checkpoints(folder.parent):
         if (step_of(later) or 0) >= step:
-            aside = later.with_name(f"{later.name}.abandoned")
+            aside = later.with_name(f"{later.name}{ABANDONED}")
             shutil.rmtree(aside, ignore_errors=True)
             later.rename(aside)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.checkpoint.folder import BEST, LATEST, list_checkpoints
+from megarl.checkpoint.folder import ABANDONED, BEST, LATEST, list_checkpoints, remove
 from megarl.checkpoint.manifest import OnBytes, verify
 from megarl.errors import CheckpointError
 
@@ -31,18 +30,15 @@ def plan_prune(parent: Path, *, keep_last: int, keep_best: bool, on_bytes: OnByt
     removed = [folder for folder in checkpoints if folder not in kept]
     return PrunePlan(
         kept=tuple(folder for folder in checkpoints if folder in kept),
-        removed=(*removed, *sorted(parent.glob("step_*.abandoned"))),
+        removed=(*removed, *sorted(parent.glob(f"step_*{ABANDONED}"))),
     )
 
 
 def prune(plan: PrunePlan) -> Iterator[Path]:
     """Remove what the plan says; yields each folder when it is gone."""
     for folder in plan.removed:
-        # Under the name of a leftover: killed in here, it is not half a checkpoint, and goes with the next save.
-        doomed = folder.with_name(f"{folder.name.removesuffix('.abandoned')}.tmp")
         try:
-            folder.rename(doomed)
-            shutil.rmtree(doomed)
+            remove(folder)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be removed: {error.strerror}") from error
         yield folder

@@ -20,7 +20,8 @@ from megarl.config.algorithm import (
     RemaxConfig,
     SftConfig,
 )
-from megarl.config.recipe import ExactRewardConfig, Recipe
+from megarl.config.recipe import Recipe
+from megarl.config.reward import ExactRewardConfig
 from megarl.errors import Problem
 
 

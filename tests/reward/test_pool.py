@@ -12,10 +12,11 @@ from textwrap import dedent
 
 import pytest
 
-from megarl.config.recipe import FunctionRewardConfig
+from megarl.config.reward import FunctionRewardConfig
 from megarl.errors import RewardError
 from megarl.reward.pool import WorkerPool
 from megarl.reward.protocol import Request
+from megarl.reward.workload import workload_of
 
 MakeReward = Callable[..., FunctionRewardConfig]
 
@@ -30,6 +31,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         time.sleep(600)
     return os.getpid()
 """
+
+
+def pool_of(config: FunctionRewardConfig) -> WorkerPool:
+    return WorkerPool(workload_of(config))
 
 
 def request(text: str, pids: Path | str = "") -> Request:
@@ -58,7 +63,7 @@ async def read_pids(path: Path) -> list[int]:
 
 
 def test_a_late_worker_is_killed_with_its_children_and_replaced(tmp_path: Path, make_reward: MakeReward) -> None:
-    pool = WorkerPool(make_reward(HANGS_ON_REQUEST, deadline_s=3))
+    pool = pool_of(make_reward(HANGS_ON_REQUEST, deadline_s=3))
 
     async def scenario() -> tuple[float, float]:
         first = await pool.ask(request("go"))
@@ -77,7 +82,7 @@ def test_a_late_worker_is_killed_with_its_children_and_replaced(tmp_path: Path, 
 
 def test_workers_are_reused_and_no_more_than_asked_for(make_reward: MakeReward) -> None:
     config = make_reward(HANGS_ON_REQUEST, workers=2)
-    pool = WorkerPool(config)
+    pool = pool_of(config)
 
     async def scenario() -> list[float]:
         return [score.value for score in await asyncio.gather(*(pool.ask(request("go")) for _ in range(12)))]
@@ -91,7 +96,7 @@ def test_workers_are_reused_and_no_more_than_asked_for(make_reward: MakeReward) 
 
 
 def test_a_cancelled_request_frees_its_worker(tmp_path: Path, make_reward: MakeReward) -> None:
-    pool = WorkerPool(make_reward(HANGS_ON_REQUEST))
+    pool = pool_of(make_reward(HANGS_ON_REQUEST))
 
     async def scenario() -> tuple[list[int], float]:
         task = asyncio.create_task(pool.ask(request("hang", tmp_path / "pids")))
@@ -108,7 +113,7 @@ def test_a_cancelled_request_frees_its_worker(tmp_path: Path, make_reward: MakeR
 
 
 def test_closing_ends_a_busy_worker_and_wakes_who_waits(tmp_path: Path, make_reward: MakeReward) -> None:
-    pool = WorkerPool(make_reward(HANGS_ON_REQUEST, deadline_s=60))
+    pool = pool_of(make_reward(HANGS_ON_REQUEST, deadline_s=60))
 
     async def scenario() -> list[int]:
         task = asyncio.create_task(pool.ask(request("hang", tmp_path / "pids")))
@@ -123,7 +128,7 @@ def test_closing_ends_a_busy_worker_and_wakes_who_waits(tmp_path: Path, make_rew
 
 
 def test_a_stopped_worker_does_not_outlast_its_deadline(make_reward: MakeReward) -> None:
-    pool = WorkerPool(make_reward(HANGS_ON_REQUEST, deadline_s=1.5))
+    pool = pool_of(make_reward(HANGS_ON_REQUEST, deadline_s=1.5))
 
     async def scenario() -> int:
         pid = int((await pool.ask(request("go"))).value)
@@ -138,7 +143,7 @@ def test_a_stopped_worker_does_not_outlast_its_deadline(make_reward: MakeReward)
 
 
 def test_a_long_text_arrives_whole(make_reward: MakeReward) -> None:
-    pool = WorkerPool(make_reward("def compute_score(**sample): return len(sample['solution_str'])"))
+    pool = pool_of(make_reward("def compute_score(**sample): return len(sample['solution_str'])"))
     assert asyncio.run(pool.ask(request("ä" * 3_000_000))).value == 3_000_000
     pool.close()
 
@@ -149,11 +154,12 @@ def test_workers_die_with_a_parent_that_was_killed(tmp_path: Path, make_reward: 
     script.write_text(
         dedent(f"""
         import asyncio
-        from megarl.config.recipe import FunctionRewardConfig
+        from megarl.config.reward import FunctionRewardConfig
         from megarl.reward.pool import WorkerPool
         from megarl.reward.protocol import Request
+        from megarl.reward.workload import workload_of
 
-        pool = WorkerPool(FunctionRewardConfig(kind="function", path={str(config.path)!r}))
+        pool = WorkerPool(workload_of(FunctionRewardConfig(kind="function", path={str(config.path)!r})))
         extra_info = {{"pids": {str(tmp_path / "pids")!r}}}
         asyncio.run(pool.ask(Request(data_source="", solution_str="hang", ground_truth="", extra_info=extra_info)))
         """)
@@ -168,7 +174,7 @@ def test_workers_die_with_a_parent_that_was_killed(tmp_path: Path, make_reward: 
 
 
 def test_a_file_that_broke_after_the_check_is_an_error(make_reward: MakeReward) -> None:
-    pool = WorkerPool(make_reward("raise RuntimeError('no licence')"))
+    pool = pool_of(make_reward("raise RuntimeError('no licence')"))
     with pytest.raises(RewardError, match=r"importing it raised RuntimeError: no licence \(.*my_reward.py:1\)"):
         asyncio.run(pool.ask(request("go")))
     pool.close()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.recipe import ExactRewardConfig, FunctionRewardConfig
+from megarl.config.reward import ExactRewardConfig, FunctionRewardConfig
 from megarl.errors import RewardError
-from megarl.reward.scorer import ExactScorer, FunctionScorer, build_scorer
+from megarl.reward.scorer import AskingScorer, ExactScorer, build_scorer
 from megarl.types import FinishReason, RolloutGroup, Score
 
 MakeGroup = Callable[..., RolloutGroup]
@@ -16,7 +16,7 @@ MakeReward = Callable[..., FunctionRewardConfig]
 
 
 def scores_of(config: FunctionRewardConfig, group: RolloutGroup) -> list[Score]:
-    scorer = FunctionScorer(config)
+    scorer = build_scorer(config)
     try:
         return list(asyncio.run(scorer.score(group)).scores)
     finally:
@@ -34,7 +34,7 @@ def error_of(config: FunctionRewardConfig, group: RolloutGroup) -> str:
 
 def test_the_recipe_chooses_the_scorer(make_reward: MakeReward) -> None:
     assert isinstance(build_scorer(ExactRewardConfig(kind="exact")), ExactScorer)
-    assert isinstance(build_scorer(make_reward("def compute_score(**arguments): return 1")), FunctionScorer)
+    assert isinstance(build_scorer(make_reward("def compute_score(**arguments): return 1")), AskingScorer)
 
 
 def test_the_exact_scorer_compares_without_the_white_space_around(make_group: MakeGroup) -> None:

@@ -132,7 +132,10 @@ ESCAPES = {
     "etc_shadow": "print(open('/etc/shadow').read() and 'out')",
     "environments": """
 import glob
-found = [open(path, 'rb').read() for path in glob.glob('/proc/[0-9]*/environ')]
+found = []
+for path in glob.glob('/proc/[0-9]*/environ'):
+    try: found.append(open(path, 'rb').read())
+    except OSError: pass
 print('out' if any(b'SECRET_MARK' in text for text in found) else 'in')
 """.replace("SECRET_MARK", SECRET),
     "secrets": """

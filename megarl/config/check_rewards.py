@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from megarl.config.reward import (
     BySourceRewardConfig,
     ExactRewardConfig,
+    HttpRewardConfig,
     RegexRewardConfig,
     RewardConfig,
     SingleRewardConfig,
@@ -32,6 +34,9 @@ def _single(config: SingleRewardConfig, key: str) -> Iterator[Problem]:
         yield Problem(
             key=f"{key}.error_value", message=f"has no use with on_error {config.on_error}; remove it or set value"
         )
+    if isinstance(config, HttpRewardConfig) and urlsplit(config.url).username is not None:
+        # Said without the value: it is a secret.
+        yield Problem(key=f"{key}.url", message="has a user or password in it; put the key in api_key_file")
     if isinstance(config, RegexRewardConfig):
         try:
             re.compile(config.pattern)

@@ -95,7 +95,7 @@ class CodeTestsRewardConfig(_Tolerance):
 class HttpRewardConfig(_Tolerance):
     kind: Literal["http"]
     """A judge: gets data_source, solution_str, ground_truth, extra_info as JSON; answers as a function may."""
-    url: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")]
+    url: Annotated[str, Field(pattern=r"^https?://\S+$")]
     """Where it is posted to. No user or password in it: see `api_key_file`."""
     api_key_file: Path | None = None
     """Its content is sent as `Authorization: Bearer ...`, and nowhere else."""

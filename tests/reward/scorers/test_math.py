@@ -4,7 +4,6 @@ import time
 from pathlib import Path
 
 import pytest
-import sympy.parsing.sympy_parser
 
 from megarl.reward.scorers import math
 
@@ -58,7 +57,7 @@ def test_python_in_an_answer_is_never_run(answer: str, tmp_path: Path, monkeypat
     def refuse(*_arguments: object, **_options: object) -> None:
         raise AssertionError("parse_expr was called")
 
-    monkeypatch.setattr(sympy.parsing.sympy_parser, "eval_expr", refuse)
+    monkeypatch.setattr("sympy.parsing.sympy_parser.eval_expr", refuse)
     target = tmp_path / "owned"
     code = answer.format(f"__import__('pathlib').Path('{target}').touch()")
     math.compute_score("", f"\\boxed{{{code}}}", "1")

@@ -3,7 +3,8 @@
     MegarlError
     ├── ConfigError          2   the recipe is wrong; carries every problem found
     ├── DataError            3   a data set or a reward function is wrong
-    │   └── RewardError      3   the user's reward failed, timed out or returned nonsense
+    │   └── RewardError      3   the reward cannot be had, or has changed
+    │       └── ScoreError       one rollout has no score: the reward failed, was late or returned nonsense
     ├── CheckpointError      4   nothing that verifies can be loaded, or a folder is broken
     ├── MachineError         5   ports, devices, packages, processes of this machine
     ├── PreemptedError      75   asked to stop; requeue me
@@ -59,6 +60,10 @@ class DataError(MegarlError):
 
 
 class RewardError(DataError):
+    pass
+
+
+class ScoreError(RewardError):
     pass
 
 

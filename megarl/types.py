@@ -79,6 +79,8 @@ class Score:
     components: Mapping[str, float]
     prediction: str | None = None
     """The final answer the scorer read out of the response, where it says so."""
+    is_masked: bool = False
+    """Nobody could score the rollout: it counts in no statistics of its group and in no loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 from megarl.algo.advantage import Outcomes, estimate, gae
 from megarl.algo.kl_control import adapted
 from megarl.algo.loss import kl
+from megarl.algo.masking import are_scored, estimates_of, is_lost, scored_only, with_masked
 from megarl.algo.overlong import length_penalty, without_cut
 from megarl.algo.selection import Selection, component
 from megarl.config.algorithm import (
@@ -70,15 +71,28 @@ class PolicyGradient:
         self._config = config
         self._max_response_tokens = max_response_tokens
         self._selection = None if config.filter is None else Selection(config.filter)
+        self._num_lost = 0
         self.kl_coef = config.kl.coef if config.kl is not None and kl_coef is None else kl_coef
 
     def keeps(self, group: ScoredGroup) -> bool:
-        return self._selection is None or self._selection.keeps(group)
+        if is_lost(group):
+            self._num_lost += 1
+            return False
+        return self._selection is None or self._selection.keeps(scored_only(group))
 
     def take_dropped(self) -> dict[str, int]:
-        return {} if self._selection is None else self._selection.take_dropped()
+        lost, self._num_lost = self._num_lost, 0
+        filtered = {} if self._selection is None else self._selection.take_dropped()
+        return {**filtered, "masked": lost} if lost else filtered
 
     def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
+        kept = are_scored(groups)
+        if all(kept):
+            return self._assign(groups, estimates)
+        samples = self._assign([scored_only(scored) for scored in groups], estimates_of(estimates, kept))
+        return with_masked(samples, groups, kept)
+
+    def _assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
         config = self._config
         advantages, returns = self._credit(self._outcomes(groups, estimates))
         references = estimates.reference_logprobs if isinstance(config.kl, KlLossConfig) else None

@@ -11,6 +11,7 @@ from pathlib import Path
 from megarl.config.check_algorithm import check_algorithm
 from megarl.config.check_evaluation import check_evaluation
 from megarl.config.check_files import check_files, check_model_folder
+from megarl.config.check_rewards import check_rewards
 from megarl.config.check_sizes import check_megatron_split, check_split, check_step
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.native import check_native
@@ -76,6 +77,7 @@ def check_without_files(recipe: Recipe, shape: ModelShape, *, critic: ModelShape
 def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from check_step(recipe)
     yield from check_algorithm(recipe)
+    yield from check_rewards(recipe.reward)
     yield from check_native(recipe)
     yield from check_evaluation(recipe)
     yield from _without_effect(recipe)

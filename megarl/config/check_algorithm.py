@@ -20,8 +20,23 @@ from megarl.config.algorithm import (
     RemaxConfig,
     SftConfig,
 )
-from megarl.config.recipe import ExactRewardConfig, Recipe
+from megarl.config.recipe import Recipe
+from megarl.config.reward import (
+    ExactRewardConfig,
+    Gsm8kRewardConfig,
+    MathRewardConfig,
+    MultipleChoiceRewardConfig,
+    RegexRewardConfig,
+)
 from megarl.errors import Problem
+
+_WITHOUT_COMPONENTS = (
+    ExactRewardConfig,
+    RegexRewardConfig,
+    MultipleChoiceRewardConfig,
+    Gsm8kRewardConfig,
+    MathRewardConfig,
+)
 
 
 def check_algorithm(recipe: Recipe) -> list[Problem]:
@@ -182,7 +197,7 @@ def _overlong(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Probl
 
 
 def _components(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem]:
-    if not isinstance(recipe.reward, ExactRewardConfig):
+    if not isinstance(recipe.reward, _WITHOUT_COMPONENTS):
         return
     keys = []
     if isinstance(algorithm, GdpoConfig):
@@ -190,4 +205,4 @@ def _components(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Pro
     if algorithm.filter is not None and algorithm.filter.component is not None:
         keys.append("algorithm.filter.component")
     for key in keys:
-        yield Problem(key=key, message="the exact reward has no components; set reward.kind function")
+        yield Problem(key=key, message=f"the {recipe.reward.kind} reward has no components; set reward.kind function")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias, get_args
+from typing import TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -81,12 +81,20 @@ def _without_tags(location: _Location, root: type[BaseModel]) -> list[str | int]
     """Pydantic puts the tag of a union into the path (`algorithm.grpo.clip_low`); a recipe does not."""
     kept: list[str | int] = []
     models = [root]
+    is_name = False
     for part in location:
-        tagged = _tagged(models, part)
+        tagged = [] if is_name else _tagged(models, part)
         if not tagged:
             kept.append(part)
+        is_name = not is_name and _is_mapping(models, part)
         models = tagged or _children(models, part) or models
     return kept
+
+
+def _is_mapping(models: list[type[BaseModel]], part: str | int) -> bool:
+    """Whether a name that people choose comes next; it may be that of a kind."""
+    fields = (model.model_fields.get(str(part)) for model in models)
+    return any(field is not None and get_origin(field.annotation) is dict for field in fields)
 
 
 def _siblings(location: _Location, root: type[BaseModel]) -> list[str]:
@@ -99,8 +107,11 @@ def _kinds(location: _Location, root: type[BaseModel]) -> list[str]:
 
 def _models_at(location: _Location, root: type[BaseModel]) -> list[type[BaseModel]]:
     models = [root]
+    is_name = False
     for part in location:
-        models = _tagged(models, part) or _children(models, part) or models
+        tagged = [] if is_name else _tagged(models, part)
+        is_name = not is_name and _is_mapping(models, part)
+        models = tagged or _children(models, part) or models
     return models
 
 

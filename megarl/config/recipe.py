@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.reward import ExactRewardConfig, RewardConfig
 from megarl.config.section import Section
 
 
@@ -195,26 +196,6 @@ class SamplingConfig(Section):
     """null samples from the whole distribution."""
     max_response_tokens: PositiveInt = 1024
     """A response that reaches it is cut there."""
-
-
-class ExactRewardConfig(Section):
-    kind: Literal["exact"]
-    """1 when the response, stripped, equals the ground truth, else 0."""
-
-
-class FunctionRewardConfig(Section):
-    kind: Literal["function"]
-    path: Path
-    """A Python file of yours."""
-    name: str = "compute_score"
-    """`name(data_source, solution_str, ground_truth, extra_info=None)` returns a float, or a dict with `score`."""
-    workers: PositiveInt = 2
-    """Processes that run the function."""
-    deadline_s: PositiveFloat = 30
-    """Per rollout; a worker that is later is replaced and the run stops with the sample's name."""
-
-
-RewardConfig = Annotated[ExactRewardConfig | FunctionRewardConfig, Field(discriminator="kind")]
 
 
 class TrainConfig(Section):

@@ -37,6 +37,7 @@ class Metrics:
         self._tokens_per_second = self._gauge("tokens_per_second", "Tokens of the last step over its duration")
 
         self._reward_mean = self._gauge("reward_mean", "Mean reward of the last step's rollouts")
+        self._masked = self._counter("masked_rollouts", "Rollouts of trained groups that nobody could score")
         self._reward_std = self._gauge("reward_std", "Standard deviation of the last step's rewards")
         self._reward_min = self._gauge("reward_min", "Lowest reward of the last step")
         self._reward_max = self._gauge("reward_max", "Highest reward of the last step")
@@ -165,6 +166,7 @@ class Metrics:
         self._set(self._explained_variance, critic.explained_variance)
 
     def _record_rollouts(self, rollouts: RolloutSummary) -> None:
+        self._masked.labels(self._run).inc(rollouts.num_masked_rollouts)
         self._set(self._reward_mean, rollouts.reward_mean)
         self._set(self._reward_std, rollouts.reward_std)
         self._set(self._reward_min, rollouts.reward_min)

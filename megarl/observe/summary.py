@@ -50,6 +50,8 @@ class RolloutSummary:
     """Groups of one rollout."""
     dropped_groups: Mapping[str, int]
     """Groups that other prompts replaced on the way to this step, by the filter's reason."""
+    num_masked_rollouts: int
+    """Those nobody could score; the rewards and components are of the others."""
     reward_mean: float
     reward_std: float
     reward_min: float
@@ -137,7 +139,8 @@ def _summarize_rollouts(
     groups: Sequence[ScoredGroup], samples: Sequence[TrainSample], dropped_groups: Mapping[str, int]
 ) -> RolloutSummary:
     rollouts = [rollout for scored in groups for rollout in scored.group.rollouts]
-    scores = [score for scored in groups for score in scored.scores]
+    all_scores = [score for scored in groups for score in scored.scores]
+    scores = [score for score in all_scores if not score.is_masked]
     rewards = np.array([score.value for score in scores], dtype=np.float64)
     outliers = _outliers(rewards)
     lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
@@ -150,6 +153,7 @@ def _summarize_rollouts(
         num_zero_signal_groups=_num_without_signal(groups, samples),
         num_single_groups=sum(len(scored.scores) == 1 for scored in groups),
         dropped_groups=dropped_groups,
+        num_masked_rollouts=len(all_scores) - len(scores),
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std()),
         reward_min=float(rewards.min()),
@@ -195,7 +199,7 @@ def _first_outlier(
 ) -> RewardOutlier | None:
     if not outliers:
         return None
-    uids = [scored.group.prompt.uid for scored in groups for _ in scored.scores]
+    uids = [scored.group.prompt.uid for scored in groups for score in scored.scores if not score.is_masked]
     return RewardOutlier(prompt_uid=uids[outliers[0]], reward=float(rewards[outliers[0]]))
 
 

@@ -1,53 +1,80 @@
-"""The process that runs the user's reward function: `python -m megarl.reward.worker SOCKET FILE FUNCTION`.
+"""The process that runs a reward function: `python -m megarl.reward.worker SOCKET TASK`.
 
-Imports the file, says so, then answers one request after the other. Standard library only: a worker starts in the
-time the user's own imports take. Whatever the user's code does, the answer is a score or a sentence about it.
+Limits itself, imports the file, says so, then answers one request after the other. Standard library only: a worker
+starts in the time the user's own imports take. Whatever the user's code does, the answer is a score or a sentence.
 """
 
 from __future__ import annotations
 
 import asyncio
 import difflib
+import hashlib
 import inspect
 import json
 import math
 import os
+import resource
 import select
 import signal
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial, wraps
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
-from numbers import Real
 from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
 
-from megarl.reward.protocol import LENGTH, Answer, Request
+from megarl.reward.protocol import LENGTH, Answer, Request, Task
+from megarl.reward.result import checked, type_name
 
 _MODULE = "megarl_user_reward"
 _REQUIRED = ("data_source", "solution_str", "ground_truth")
 _OPTIONAL = "extra_info"
-_PREDICTION = "prediction"
 
 _UserFunction: TypeAlias = Callable[..., object]
 
 
-def serve(channel: socket.socket, path: Path, name: str) -> None:
+def serve(channel: socket.socket, task: Task) -> None:
     """Answer until the other side hangs up."""
     threading.Thread(target=_die_with_parent, args=(channel,), daemon=True).start()
+    if task["memory_bytes"] is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (task["memory_bytes"], resource.RLIM_INFINITY))
+    path = Path(task["path"])
     try:
-        function = _load(path, name)
+        function = partial(_load(path, task["name"], *task["options"]), **task["options"])
     except UserError as error:
         _send(channel, {"key": error.key, "error": str(error)})
         return
-    _send(channel, {})
+    _send(channel, {"sources": dict(_sources(path))})
     with asyncio.Runner() as runner:
         while (request := _receive(channel)) is not None:
-            _send(channel, _answer(function, request, path, runner))
+            _grant_cpu(task["cpu_s"])
+            _send(channel, _answer(function, request, task, runner))
+
+
+def _grant_cpu(cpu_s: int | None) -> None:
+    """The kernel counts a process's time from its start, so that the limit moves on with each request."""
+    if cpu_s is not None:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        limit = math.ceil(usage.ru_utime + usage.ru_stime) + cpu_s
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+
+
+def _sources(path: Path) -> Iterator[tuple[str, str]]:
+    """The file and what it imported from its own folder; not what is installed, should that be below it."""
+    files = {path}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py") or "site-packages" in file:
+            continue
+        if Path(file).is_relative_to(path.parent) and not Path(file).is_relative_to(sys.base_prefix):
+            files.add(Path(file))
+    for file in sorted(files):
+        yield str(file), hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 class UserError(Exception):
@@ -58,23 +85,31 @@ class UserError(Exception):
         self.key = key
 
 
-def _load(path: Path, name: str) -> _UserFunction:
+def _load(path: Path, name: str, *options: str) -> _UserFunction:
     module = _import(path)
     function: object = getattr(module, name, None)
     if function is None:
         near = difflib.get_close_matches(name, vars(module), n=1)
         raise UserError("name", f"{path} has no function {name}" + (f"; did you mean {near[0]}?" if near else ""))
     if not callable(function):
-        raise UserError("name", f"{name} in {path} is a {_type_name(function)}, not a function")
-    if _takes(function, *_REQUIRED, _OPTIONAL):
+        raise UserError("name", f"{name} in {path} is a {type_name(function)}, not a function")
+    if _takes(function, *_REQUIRED, _OPTIONAL, *options):
         return function
     if _takes(function, *_REQUIRED):
-        return lambda **arguments: function(**{key: arguments[key] for key in _REQUIRED})
+        return _without_extra_info(function)
     raise UserError(
         "name",
         f"{name}{inspect.signature(function)} in {path} cannot be called with the keywords "
         f"{', '.join(_REQUIRED)} and, if it likes, {_OPTIONAL}",
     )
+
+
+def _without_extra_info(function: _UserFunction) -> _UserFunction:
+    @wraps(function)
+    def called(**arguments: object) -> object:
+        return function(**{key: arguments[key] for key in _REQUIRED})
+
+    return called
 
 
 def _takes(function: _UserFunction, *names: str) -> bool:
@@ -104,48 +139,30 @@ def _import(path: Path) -> ModuleType:
     return module
 
 
-def _answer(function: _UserFunction, request: Request, path: Path, runner: asyncio.Runner) -> Answer:
+def _answer(function: _UserFunction, request: Request, task: Task, runner: asyncio.Runner) -> Answer:
     try:
         value = function(**request)
         if inspect.isawaitable(value):
             value = runner.run(_finish(value))
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
-        return {"error": _describe(error, path)}
-    return _checked(value)
+        return {"error": _describe(error, Path(task["path"]))}
+    answer = checked(value, task["weights"])
+    if "error" in answer:
+        return {"error": f"{answer['error']} ({_place(function)})"}
+    return answer
+
+
+def _place(function: _UserFunction) -> str:
+    """File and line of the function behind partials and decorators."""
+    while isinstance(function, partial):
+        function = function.func
+    inner = inspect.unwrap(function)
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else str(inner)
 
 
 async def _finish(value: Awaitable[object]) -> object:
     return await value
-
-
-def _checked(value: object) -> Answer:
-    """The result as numbers. Of a dict, `score` counts, other numbers are components, what is no number is left out.
-
-    `prediction` is not a component: it is the answer found in the response, as text, and None where there is none.
-    """
-    results: dict[str, object] = {"score": value}
-    prediction: object = None
-    if isinstance(value, Mapping):
-        if "score" not in value:
-            return {"error": f"returned a dict without score; it has {', '.join(map(str, value)) or 'no keys'}"}
-        results = {str(key): item for key, item in value.items() if key == "score" or isinstance(item, Real)}
-        results.pop(_PREDICTION, None)
-        prediction = value.get(_PREDICTION)
-    numbers: dict[str, float] = {}
-    for name, item in results.items():
-        if not isinstance(item, Real):
-            return {"error": f"returned a {_type_name(item)} for {name}; it must be a float, or a dict with score"}
-        if not math.isfinite(item):
-            return {"error": f"returned {float(item)} for {name}; it must be finite"}
-        numbers[name] = float(item)
-    answer: Answer = {"score": numbers.pop("score"), "components": numbers}
-    match prediction:
-        case None:
-            return answer
-        case str() | Real():
-            return {**answer, "prediction": str(prediction).strip()}
-        case _:
-            return {"error": f"returned a {_type_name(prediction)} for {_PREDICTION}; it must be text, or None"}
 
 
 def _describe(error: BaseException, path: Path) -> str:
@@ -156,12 +173,9 @@ def _describe(error: BaseException, path: Path) -> str:
     own = [frame for frame in frames if frame[0] == str(path)]
     file, line = (own or frames)[-1]
     message = str(error).strip().partition("\n")[0][:500]
+    if isinstance(error, MemoryError):
+        message = message or "the limit is reward.memory_gib"
     return f"raised {type(error).__name__}{f': {message}' if message else ''} ({file}:{line})"
-
-
-def _type_name(value: object) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _send(channel: socket.socket, message: Answer) -> None:
@@ -189,11 +203,11 @@ def _die_with_parent(channel: socket.socket) -> None:
 
 
 def main() -> None:
-    descriptor, path, name = sys.argv[1:]
+    descriptor, task = sys.argv[1:]
     channel = socket.socket(fileno=int(descriptor))
     # What the user's code starts must not keep the channel open.
     channel.set_inheritable(False)
-    serve(channel, Path(path), name)
+    serve(channel, json.loads(task))
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ def step_summary(
         num_groups=8,
         num_zero_signal_groups=num_zero_signal_groups,
         num_single_groups=1,
+        num_masked_rollouts=0,
         dropped_groups=dropped_groups or {},
         reward_mean=reward or 0.0,
         reward_std=0.25,

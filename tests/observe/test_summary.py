@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megarl.observe.summary import RewardOutlier, RolloutSummary, StepSummary, summarize_step
-from megarl.types import FinishReason, PolicyVersion, ScoredGroup, TrainSample, UpdateResult
+from megarl.types import FinishReason, PolicyVersion, Score, ScoredGroup, TrainSample, UpdateResult
 from tests.observe.samples import demonstration_group, scored_group, train_samples, update_stats
 
 UPDATE = UpdateResult(version=PolicyVersion(7), stats=update_stats())
@@ -92,6 +92,15 @@ def test_groups_of_one_and_dropped_groups_are_counted() -> None:
     assert summary.rollouts.num_single_groups == 1
     assert summary.rollouts.dropped_groups == {"equal": 3, "below_band": 1}
     assert summary.rollouts.num_dropped_groups == 4
+
+
+def test_rollouts_that_nobody_could_score_are_counted_and_in_no_mean() -> None:
+    masked = Score(value=0.0, components={}, is_masked=True)
+    group = scored_group([1.0, 7.0, 0.5], lengths=[2, 2, 2])
+    group = replace(group, scores=(group.scores[0], masked, group.scores[2]))
+    rollouts = rollouts_of([group])
+    assert rollouts.num_masked_rollouts == 1
+    assert (rollouts.reward_mean, rollouts.reward_min) == (0.75, 0.5)
 
 
 def test_a_reward_far_from_the_rest_is_counted_and_the_first_is_named() -> None:

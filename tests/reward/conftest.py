@@ -9,7 +9,7 @@ from textwrap import dedent
 import numpy as np
 import pytest
 
-from megarl.config.recipe import FunctionRewardConfig
+from megarl.config.reward import FunctionRewardConfig
 from megarl.types import FinishReason, JsonValue, PolicyVersion, Prompt, Rollout, RolloutGroup
 
 MakeGroup = Callable[..., RolloutGroup]

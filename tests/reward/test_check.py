@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.recipe import ExactRewardConfig, FunctionRewardConfig
+from megarl.config.reward import ExactRewardConfig, FunctionRewardConfig
 from megarl.reward.check import check_reward
 
 MakeReward = Callable[..., FunctionRewardConfig]

@@ -7,15 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
-from megarl.config.recipe import FunctionRewardConfig
-from megarl.errors import RewardError
+from megarl.config.reward import FunctionRewardConfig, MathRewardConfig
+from megarl.errors import RewardError, ScoreError
 from megarl.reward.pool import WorkerPool
 from megarl.reward.protocol import Request
+from megarl.reward.workload import workload_of
 
 MakeReward = Callable[..., FunctionRewardConfig]
 
@@ -30,6 +32,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         time.sleep(600)
     return os.getpid()
 """
+
+
+def pool_of(config: FunctionRewardConfig) -> WorkerPool:
+    return WorkerPool(workload_of(config))
 
 
 def request(text: str, pids: Path | str = "") -> Request:
@@ -58,7 +64,7 @@ async def read_pids(path: Path) -> list[int]:
 
 
 def test_a_late_worker_is_killed_with_its_children_and_replaced(tmp_path: Path, make_reward: MakeReward) -> None:
-    pool = WorkerPool(make_reward(HANGS_ON_REQUEST, deadline_s=3))
+    pool = pool_of(make_reward(HANGS_ON_REQUEST, deadline_s=3))
 
     async def scenario() -> tuple[float, float]:
         first = await pool.ask(request("go"))
@@ -77,7 +83,7 @@ def test_a_late_worker_is_killed_with_its_children_and_replaced(tmp_path: Path, 
 
 def test_workers_are_reused_and_no_more_than_asked_for(make_reward: MakeReward) -> None:
     config = make_reward(HANGS_ON_REQUEST, workers=2)
-    pool = WorkerPool(config)
+    pool = pool_of(config)
 
     async def scenario() -> list[float]:
         return [score.value for score in await asyncio.gather(*(pool.ask(request("go")) for _ in range(12)))]
@@ -91,7 +97,7 @@ def test_workers_are_reused_and_no_more_than_asked_for(make_reward: MakeReward) 
 
 
 def test_a_cancelled_request_frees_its_worker(tmp_path: Path, make_reward: MakeReward) -> None:
-    pool = WorkerPool(make_reward(HANGS_ON_REQUEST))
+    pool = pool_of(make_reward(HANGS_ON_REQUEST))
 
     async def scenario() -> tuple[list[int], float]:
         task = asyncio.create_task(pool.ask(request("hang", tmp_path / "pids")))
@@ -108,7 +114,7 @@ def test_a_cancelled_request_frees_its_worker(tmp_path: Path, make_reward: MakeR
 
 
 def test_closing_ends_a_busy_worker_and_wakes_who_waits(tmp_path: Path, make_reward: MakeReward) -> None:
-    pool = WorkerPool(make_reward(HANGS_ON_REQUEST, deadline_s=60))
+    pool = pool_of(make_reward(HANGS_ON_REQUEST, deadline_s=60))
 
     async def scenario() -> list[int]:
         task = asyncio.create_task(pool.ask(request("hang", tmp_path / "pids")))
@@ -123,7 +129,7 @@ def test_closing_ends_a_busy_worker_and_wakes_who_waits(tmp_path: Path, make_rew
 
 
 def test_a_stopped_worker_does_not_outlast_its_deadline(make_reward: MakeReward) -> None:
-    pool = WorkerPool(make_reward(HANGS_ON_REQUEST, deadline_s=1.5))
+    pool = pool_of(make_reward(HANGS_ON_REQUEST, deadline_s=1.5))
 
     async def scenario() -> int:
         pid = int((await pool.ask(request("go"))).value)
@@ -138,7 +144,7 @@ def test_a_stopped_worker_does_not_outlast_its_deadline(make_reward: MakeReward)
 
 
 def test_a_long_text_arrives_whole(make_reward: MakeReward) -> None:
-    pool = WorkerPool(make_reward("def compute_score(**sample): return len(sample['solution_str'])"))
+    pool = pool_of(make_reward("def compute_score(**sample): return len(sample['solution_str'])"))
     assert asyncio.run(pool.ask(request("ä" * 3_000_000))).value == 3_000_000
     pool.close()
 
@@ -149,11 +155,12 @@ def test_workers_die_with_a_parent_that_was_killed(tmp_path: Path, make_reward: 
     script.write_text(
         dedent(f"""
         import asyncio
-        from megarl.config.recipe import FunctionRewardConfig
+        from megarl.config.reward import FunctionRewardConfig
         from megarl.reward.pool import WorkerPool
         from megarl.reward.protocol import Request
+        from megarl.reward.workload import workload_of
 
-        pool = WorkerPool(FunctionRewardConfig(kind="function", path={str(config.path)!r}))
+        pool = WorkerPool(workload_of(FunctionRewardConfig(kind="function", path={str(config.path)!r})))
         extra_info = {{"pids": {str(tmp_path / "pids")!r}}}
         asyncio.run(pool.ask(Request(data_source="", solution_str="hang", ground_truth="", extra_info=extra_info)))
         """)
@@ -168,7 +175,117 @@ def test_workers_die_with_a_parent_that_was_killed(tmp_path: Path, make_reward: 
 
 
 def test_a_file_that_broke_after_the_check_is_an_error(make_reward: MakeReward) -> None:
-    pool = WorkerPool(make_reward("raise RuntimeError('no licence')"))
+    pool = pool_of(make_reward("raise RuntimeError('no licence')"))
     with pytest.raises(RewardError, match=r"importing it raised RuntimeError: no licence \(.*my_reward.py:1\)"):
         asyncio.run(pool.ask(request("go")))
+    pool.close()
+
+
+def test_a_killed_worker_is_replaced_and_its_sample_scored(tmp_path: Path, make_reward: MakeReward) -> None:
+    config = make_reward(
+        """
+        import os, time
+        from pathlib import Path
+
+        def compute_score(data_source, solution_str, ground_truth, extra_info):
+            if solution_str == "slow":
+                with open(extra_info["pids"], "a") as file:
+                    file.write(f"{os.getpid()}\\n")
+                time.sleep(1)
+            return os.getpid()
+        """,
+        workers=2,
+    )
+    pool = pool_of(config)
+    pids = tmp_path / "pids"
+
+    async def scenario() -> tuple[int, float, float]:
+        slow = asyncio.create_task(pool.ask(request("slow", pids)))
+        async with asyncio.timeout(20):
+            while not (pids.exists() and pids.read_text().endswith("\n")):
+                await asyncio.sleep(0.02)
+        victim = int(pids.read_text())
+        other = (await pool.ask(request("go"))).value
+        os.kill(victim, signal.SIGKILL)
+        return victim, other, (await slow).value
+
+    victim, other, second = asyncio.run(scenario())
+    assert second != victim
+    assert other != victim
+    assert is_running(int(second))
+    pool.close()
+    wait_for_end([victim, int(second), int(other)])
+
+
+def test_a_worker_makes_room_for_a_fresh_one(make_reward: MakeReward) -> None:
+    config = make_reward(HANGS_ON_REQUEST).model_copy(update={"samples_per_worker": 3})
+    pool = pool_of(config)
+
+    async def scenario() -> list[int]:
+        return [int((await pool.ask(request("go"))).value) for _ in range(7)]
+
+    pids = asyncio.run(scenario())
+    assert [len(set(pids[:3])), len(set(pids[3:6])), len(set(pids))] == [1, 1, 3]
+    wait_for_end(pids[:6])
+    pool.close()
+
+
+def test_memory_and_cpu_of_a_worker_are_limited(make_reward: MakeReward) -> None:
+    config = make_reward(
+        """
+        def compute_score(data_source, solution_str, ground_truth):
+            if solution_str == "memory":
+                return len(bytearray(4 << 30))
+            while solution_str == "cpu":
+                pass
+            return 1
+        """
+    ).model_copy(update={"memory_gib": 1, "cpu_s": 1})
+    pool = pool_of(config)
+
+    async def scenario() -> float:
+        with pytest.raises(
+            ScoreError, match=r"raised MemoryError: the limit is reward.memory_gib \(.*my_reward.py:4\)"
+        ):
+            await pool.ask(request("memory"))
+        with pytest.raises(ScoreError, match=r"used more than 1 s of CPU \(reward.cpu_s\)"):
+            await pool.ask(request("cpu"))
+        return (await pool.ask(request("go"))).value
+
+    assert asyncio.run(scenario()) == 1
+    pool.close()
+
+
+@pytest.mark.parametrize("name", ["my_reward.py", "my_parsing.py"])
+def test_a_file_that_changes_during_the_run_is_an_error(name: str, tmp_path: Path, make_reward: MakeReward) -> None:
+    (tmp_path / "my_parsing.py").write_text("SCORE = 1")
+    pool = pool_of(make_reward("from my_parsing import SCORE\ndef compute_score(**sample): return SCORE"))
+
+    async def scenario() -> None:
+        await pool.ask(request("go"))
+        path = tmp_path / name
+        # The same content written again is no change.
+        path.write_text(path.read_text())
+        await pool.ask(request("go"))
+        path.write_text(path.read_text() + "\n")
+        with pytest.raises(RewardError, match=f"{name} changed during the run") as caught:
+            await pool.ask(request("go"))
+        assert not isinstance(caught.value, ScoreError)
+
+    asyncio.run(scenario())
+    pool.close()
+
+
+def test_what_math_cannot_judge_in_time_is_wrong() -> None:
+    config = MathRewardConfig(kind="math", workers=1, deadline_s=60)
+    pool = WorkerPool(replace(workload_of(config), deadline_s=2))
+
+    async def scenario() -> list[float]:
+        texts = (r"\boxed{\frac12}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{0.5}")
+        return [(await pool.ask(sample(text))).value for text in texts]
+
+    def sample(text: str) -> Request:
+        return Request(data_source="x", solution_str=text, ground_truth="1/2", extra_info={})
+
+    assert asyncio.run(scenario()) == [1, 0, 1]
     pool.close()

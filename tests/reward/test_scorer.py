@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
-from megarl.config.recipe import ExactRewardConfig, FunctionRewardConfig
+from megarl.config.reward import BySourceRewardConfig, ExactRewardConfig, FunctionRewardConfig, RewardConfig
 from megarl.errors import RewardError
-from megarl.reward.scorer import ExactScorer, FunctionScorer, build_scorer
+from megarl.reward.check import check_reward
+from megarl.reward.scorer import AskingScorer, ExactScorer, build_scorer
 from megarl.types import FinishReason, RolloutGroup, Score
 
 MakeGroup = Callable[..., RolloutGroup]
@@ -16,7 +19,7 @@ MakeReward = Callable[..., FunctionRewardConfig]
 
 
 def scores_of(config: FunctionRewardConfig, group: RolloutGroup) -> list[Score]:
-    scorer = FunctionScorer(config)
+    scorer = build_scorer(config)
     try:
         return list(asyncio.run(scorer.score(group)).scores)
     finally:
@@ -34,7 +37,7 @@ def error_of(config: FunctionRewardConfig, group: RolloutGroup) -> str:
 
 def test_the_recipe_chooses_the_scorer(make_reward: MakeReward) -> None:
     assert isinstance(build_scorer(ExactRewardConfig(kind="exact")), ExactScorer)
-    assert isinstance(build_scorer(make_reward("def compute_score(**arguments): return 1")), FunctionScorer)
+    assert isinstance(build_scorer(make_reward("def compute_score(**arguments): return 1")), AskingScorer)
 
 
 def test_the_exact_scorer_compares_without_the_white_space_around(make_group: MakeGroup) -> None:
@@ -173,3 +176,98 @@ def test_what_the_function_prints_is_kept(tmp_path: Path, make_group: MakeGroup,
     asyncio.run(scorer.score(make_group("42")))
     scorer.close()
     assert (tmp_path / "reward.log").read_text() == "looked at 42\n"
+
+
+def test_weighted_components_make_the_score(make_group: MakeGroup, make_reward: MakeReward) -> None:
+    source = "def compute_score(**sample): return {'right': 1, 'form': 0.5, 'tokens': 7}"
+    config = make_reward(source).model_copy(update={"weights": {"right": 1.0, "form": 0.2}})
+    (score,) = scores_of(config, make_group("42"))
+    assert score == Score(value=1.1, components={"right": 1.0, "form": 0.5, "tokens": 7.0})
+    missing = config.model_copy(update={"weights": {"right": 1.0, "style": 1.0}})
+    assert "returned a dict without style; it has right, form, tokens" in error_of(missing, make_group("42"))
+    plain = make_reward("def compute_score(**sample): return 1").model_copy(update={"weights": {"right": 1.0}})
+    message = error_of(plain, make_group("42"))
+    assert "returned a int; reward.weights needs a dict with right" in message
+    assert f"({plain.path}:1)" in message
+
+
+FAILS_ON_WORD = """
+def compute_score(data_source, solution_str, ground_truth):
+    return {"score": float(solution_str), "length": len(solution_str)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"on_error": "mask"}, Score(value=0.0, components={}, is_masked=True)),
+        ({"on_error": "value", "error_value": -1.0}, Score(value=-1.0, components={})),
+    ],
+)
+def test_an_error_may_mask_a_rollout_or_give_it_a_value(
+    keys: dict[str, object],
+    expected: Score,
+    make_group: MakeGroup,
+    make_reward: MakeReward,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = make_reward(FAILS_ON_WORD).model_copy(update=keys)
+    scores = scores_of(config, make_group("1", "word", "3"))
+    assert [score.value for score in scores[::2]] == [1, 3]
+    assert scores[1] == expected
+    assert "rollout 1: raised ValueError: could not convert string to float: 'word'" in caplog.text
+
+
+def test_a_reward_that_only_fails_stops_the_run_even_so(make_group: MakeGroup, make_reward: MakeReward) -> None:
+    config = make_reward(FAILS_ON_WORD).model_copy(update={"on_error": "mask"})
+    with pytest.raises(RewardError, match=r"257 rollouts in a row have no score; the last: .*ValueError"):
+        scores_of(config, make_group(*["word"] * 300))
+
+
+def test_a_changed_file_is_never_masked(make_group: MakeGroup, make_reward: MakeReward) -> None:
+    config = make_reward(FAILS_ON_WORD).model_copy(update={"on_error": "mask"})
+    scorer = build_scorer(config)
+    asyncio.run(scorer.score(make_group("1")))
+    config.path.write_text("def compute_score(**sample): return 2")
+    with pytest.raises(RewardError, match=r"prompt train.parquet:17, rollout 0: .*my_reward.py changed during the run"):
+        asyncio.run(scorer.score(make_group("1")))
+    scorer.close()
+
+
+def test_each_data_source_has_its_scorer(make_group: MakeGroup) -> None:
+    sources = {"arithmetic": {"kind": "gsm8k", "workers": 1}, "other": {"kind": "exact"}}
+    config = BySourceRewardConfig.model_validate({"kind": "by_source", "sources": sources})
+    scorer = build_scorer(config)
+    group = make_group("#### 42", "42")
+    scores = asyncio.run(scorer.score(group)).scores
+    assert [(score.value, score.prediction) for score in scores] == [(1, "42"), (0, None)]
+    elsewhere = replace(group, prompt=replace(group.prompt, data_source="other"))
+    assert [score.value for score in asyncio.run(scorer.score(elsewhere)).scores] == [0, 1]
+    unknown = replace(group, prompt=replace(group.prompt, data_source="new"))
+    with pytest.raises(RewardError, match=r"no scorer for data_source new, .*; it has arithmetic, other"):
+        asyncio.run(scorer.score(unknown))
+    scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "right", "truth"),
+    [
+        ({"kind": "regex", "pattern": r"<(\d+)>"}, "<42>", "42"),
+        ({"kind": "multiple_choice"}, "The answer is B", "B"),
+        ({"kind": "gsm8k", "is_flexible": True}, "so 42", "42"),
+        ({"kind": "math"}, r"\boxed{\frac{84}{2}}", "42"),
+        ({"kind": "dapo_math"}, "Answer: 42", "42"),
+        ({"kind": "code_tests", "sandbox": "none"}, "```python\nprint(42)\n```", '{"inputs": [""], "outputs": ["42"]}'),
+    ],
+)
+def test_a_built_in_scorer_runs_in_workers_as_the_recipe_says(
+    keys: dict[str, object], right: str, truth: str, make_group: MakeGroup
+) -> None:
+    config: RewardConfig = TypeAdapter(RewardConfig).validate_python({**keys, "workers": 1})
+    assert check_reward(config) == []
+    scorer = build_scorer(config)
+    scored = asyncio.run(scorer.score(make_group(right, "nothing", ground_truth=truth)))
+    scorer.close()
+    first, second = (score.value for score in scored.scores)
+    assert first == 1
+    assert second < 1

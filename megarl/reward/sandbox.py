@@ -1,0 +1,243 @@
+"""One program of the model, in a kernel sandbox, with limits. Standard library only; knows no rewards.
+
+Bubblewrap gives the program namespaces of its own: no network, no process but its own, no file but an interpreter and
+an empty /tmp in memory, no environment. Resource limits bound the rest; a watch adds up what its processes hold
+together. Killing bubblewrap ends everything inside.
+
+As root the namespaces are made with root's rights and the program gets a user id that nobody has, since the kernel
+counts no processes of root's; as anybody else they are made in a user namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+SandboxKind = Literal["bubblewrap", "none"]
+
+_PROGRAM = "/program.py"
+# Paths inside the sandbox.
+_TMP = "/tmp"  # noqa: S108
+_SHM = "/dev/shm"  # noqa: S108
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
+_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_PROBE = "print(6 * 7)"
+_PROBE_TIMEOUT_S = 20.0
+_WATCH_INTERVAL_S = 0.1
+_CHUNK_BYTES = 65536
+_MAX_FILES = 256
+_FIRST_UID = 60_000
+_NUM_UIDS = 5_000
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class SandboxError(Exception):
+    """The sandbox cannot be had on this machine; says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    memory_bytes: int
+    """Of each process's address space, and of what all hold together."""
+    disk_bytes: int
+    max_processes: int
+    max_output_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """How a program ended."""
+
+    code: int
+    """Its exit status; negative or above 128 for a signal."""
+    output: bytes
+    """What it wrote to standard output, up to the limit."""
+    stopped: str | None
+    """Why it was killed, where it was."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.code == 0 and self.stopped is None
+
+
+class Sandbox:
+    """Raises SandboxError where it cannot be had: never as a wrong answer later."""
+
+    def __init__(self, kind: SandboxKind, limits: Limits, *, python: str | None = None) -> None:
+        self._kind = kind
+        self._limits = limits
+        self._python = python or str(getattr(sys, "_base_executable", sys.executable))
+        if not Path(self._python).is_file():
+            raise SandboxError(f"{self._python} is not a file; name an interpreter")
+        tools = ("bwrap", "prlimit", "setpriv") if kind == "bubblewrap" else ("prlimit", "setpriv")
+        missing = [tool for tool in tools if shutil.which(tool) is None]
+        if missing:
+            packages = {"bwrap": "bubblewrap"}
+            names = " ".join(sorted({packages.get(tool, "util-linux") for tool in missing}))
+            raise SandboxError(f"{', '.join(missing)} not found; install the packages {names}")
+        self._prefixes = self._prefixes_of_python()
+        self._probe()
+
+    def run(self, program: str, given: bytes, *, deadline: float) -> Ran:
+        """Until it ends, writes too much, holds too much memory, or `deadline` (monotonic) has come."""
+        return self._run(program, given, deadline=deadline, errors=subprocess.DEVNULL)
+
+    def _probe(self) -> None:
+        with tempfile.TemporaryFile() as errors:
+            ran = self._run(_PROBE, b"", deadline=time.monotonic() + _PROBE_TIMEOUT_S, errors=errors.fileno())
+            if ran.output.strip() == b"42":
+                return
+            errors.seek(0)
+            complaint = errors.read(2000).decode(errors="replace").strip().partition("\n")[0]
+        why = complaint or ran.stopped or f"exit status {ran.code}"
+        raise SandboxError(f"{self._kind} cannot run {self._python} here: {why}")
+
+    def _run(self, program: str, given: bytes, *, deadline: float, errors: int) -> Ran:
+        with ExitStack() as stack:
+            source = stack.enter_context(_file_of(program.encode(errors="replace")))
+            folder = "/" if self._kind == "bubblewrap" else stack.enter_context(tempfile.TemporaryDirectory())
+            process = subprocess.Popen(  # noqa: S603 - no shell; the command is ours, the program is inside
+                self._command(source, folder),
+                stdin=stack.enter_context(_file_of(given)),
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                pass_fds=(source,),
+                cwd=folder,
+                env=_ENVIRONMENT,
+                start_new_session=True,
+            )
+            assert process.stdout is not None
+            try:
+                output, stopped = self._watch(process, process.stdout.fileno(), deadline)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.stdout.close()
+                code = process.wait()
+        return Ran(code=code, output=output, stopped=stopped)
+
+    def _watch(self, process: subprocess.Popen[bytes], descriptor: int, deadline: float) -> tuple[bytes, str | None]:
+        """Its output until it closes it and ends, and why it must be killed, if it must."""
+        output = bytearray()
+        is_open = True
+        watched = 0.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            while True:
+                now = time.monotonic()
+                if now >= deadline:
+                    return bytes(output), "it was late"
+                if now >= watched + _WATCH_INTERVAL_S:
+                    watched = now
+                    if _resident_bytes(process.pid) > self._limits.memory_bytes:
+                        return bytes(output), "its processes held too much memory"
+                if is_open and selector.select(timeout=min(_WATCH_INTERVAL_S, deadline - now)):
+                    chunk = os.read(descriptor, _CHUNK_BYTES)
+                    output += chunk
+                    is_open = bool(chunk)
+                    if len(output) > self._limits.max_output_bytes:
+                        return bytes(output[: self._limits.max_output_bytes]), "it wrote too much"
+                elif not is_open:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(min(_WATCH_INTERVAL_S, deadline - now))
+                        return bytes(output), None
+
+    def _command(self, source: int, folder: str) -> list[str]:
+        limits = self._limits
+        limited = [
+            "prlimit",
+            f"--as={limits.memory_bytes}",
+            f"--fsize={limits.disk_bytes}",
+            f"--nofile={_MAX_FILES}",
+            "--core=0",
+        ]
+        python = [self._python, "-I", "-B"]
+        if self._kind == "none":
+            # No limit on processes: the kernel would count all those of the user.
+            return ["setpriv", "--pdeathsig", "KILL", *limited, *python, f"/proc/self/fd/{source}"]
+        limited.append(f"--nproc={limits.max_processes}")
+        if os.geteuid() == 0:
+            uid = _FIRST_UID + os.getpid() % _NUM_UIDS
+            limited += ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--inh-caps=-all"]
+        return [*self._bubblewrap(source), "--", *limited, *python, _PROGRAM]
+
+    def _bubblewrap(self, source: int) -> list[str]:
+        is_root = os.geteuid() == 0
+        memory = ["--perms", "1777", "--size", str(self._limits.disk_bytes), "--tmpfs"]
+        return [
+            # The program's PATH need not lead to it.
+            shutil.which("bwrap") or "bwrap",
+            *(("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if is_root else ("--unshare-user",)),
+            *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+            *("--die-with-parent", "--new-session", "--clearenv"),
+            *(word for name, value in _ENVIRONMENT.items() for word in ("--setenv", name, value)),
+            *("--setenv", "HOME", _TMP, "--hostname", "sandbox"),
+            *("--ro-bind", "/usr", "/usr"),
+            *(word for link in _LINKS for word in _link(link)),
+            *(word for prefix in self._prefixes for word in ("--ro-bind", prefix, prefix)),
+            *("--proc", "/proc", "--dev", "/dev"),
+            *(*memory, _SHM, *memory, _TMP),
+            *("--perms", "0444", "--ro-bind-data", str(source), _PROGRAM),
+            *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _TMP),
+        ]
+
+    def _prefixes_of_python(self) -> list[str]:
+        """The folders the interpreter and its packages are in, but for what is below /usr."""
+        code = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
+        found = subprocess.run(  # noqa: S603 - the interpreter that the recipe names
+            [self._python, "-I", "-c", code], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
+        )
+        if found.returncode != 0:
+            raise SandboxError(f"{self._python} is no Python: {found.stderr.strip().rpartition(chr(10))[2]}")
+        return [prefix for prefix in dict.fromkeys(found.stdout.split("\n")) if prefix and not _is_below_usr(prefix)]
+
+
+def _is_below_usr(path: str) -> bool:
+    return Path(path).is_relative_to("/usr")
+
+
+def _link(name: str) -> tuple[str, ...]:
+    """/bin and the like as they are here: links into /usr, or folders."""
+    path = Path("/", name)
+    if path.is_symlink():
+        return ("--symlink", str(path.readlink()), str(path))
+    return ("--ro-bind", str(path), str(path)) if path.is_dir() else ()
+
+
+@contextmanager
+def _file_of(content: bytes) -> Iterator[int]:
+    """A descriptor at the beginning of the content, without a name on any disk."""
+    with os.fdopen(os.memfd_create("program"), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.lseek(file.fileno(), 0, os.SEEK_SET)
+        yield file.fileno()
+
+
+def _resident_bytes(root: int) -> int:
+    """What the process and all below it hold in memory."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with suppress(OSError, ValueError):
+                status = Path(entry.path, "stat").read_text()
+                parent = int(status.rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    total, left = 0, [root]
+    while left:
+        pid = left.pop()
+        left += children.get(pid, [])
+        with suppress(OSError, ValueError):
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    return total

@@ -1,0 +1,1 @@
+"""The built-in scorers: one file each, each a pure `compute_score` with the signature of a user's function."""

@@ -1,0 +1,38 @@
+"""The answer is what a pattern finds last."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+Result = dict[str, float | str | None]
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Mapping[str, object] | None = None,
+    *,
+    pattern: str,
+    ignores_case: bool = False,
+) -> Result:
+    prediction = find(pattern, solution_str)
+    if prediction is None:
+        return {"score": 0.0, "prediction": None}
+    truth = ground_truth.strip()
+    is_right = prediction.casefold() == truth.casefold() if ignores_case else prediction == truth
+    return {"score": float(is_right), "prediction": prediction}
+
+
+def find(pattern: str, text: str) -> str | None:
+    """Of the last match: the group `answer`, else the first group, else all of it; None where it took no part."""
+    compiled = re.compile(pattern)
+    last = None
+    for last in compiled.finditer(text):  # noqa: B007 - only the last is wanted
+        pass
+    if last is None:
+        return None
+    group: str | int = "answer" if "answer" in compiled.groupindex else min(compiled.groups, 1)
+    found: str | None = last.group(group)
+    return None if found is None else found.strip()

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megarl.config.reward import HttpRewardConfig
+from megarl.errors import RewardError, ScoreError
+from megarl.reward import judge
+from megarl.reward.check import check_reward
+from megarl.reward.judge import HttpJudge
+from megarl.reward.scorer import build_scorer
+from megarl.types import RolloutGroup, Score
+
+MakeGroup = Callable[..., RolloutGroup]
+KEY = "sk-nobody-may-see-this"
+
+
+class Judge:
+    """A server on loopback that gives one reply after the other, the last again and again."""
+
+    def __init__(self) -> None:
+        self.replies: list[tuple[int, bytes]] = [(200, b"1")]
+        self.pause_s = 0.0
+        self.requests: list[tuple[float, dict[str, str], dict[str, object]]] = []
+        self.most_at_once = 0
+        self._at_once = 0
+        self._lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                status, reply = outer.enter(dict(self.headers), body)
+                time.sleep(outer.pause_s)
+                outer.leave()
+                self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", outer.url + "/elsewhere")
+                self.end_headers()
+                self.wfile.write(reply)
+
+            def log_message(self, format: str, *_arguments: object) -> None:
+                """Quiet."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/judge"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def enter(self, headers: dict[str, str], body: dict[str, object]) -> tuple[int, bytes]:
+        with self._lock:
+            self.requests.append((time.monotonic(), headers, body))
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+            return self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+
+    def leave(self) -> None:
+        with self._lock:
+            self._at_once -= 1
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
+    monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 0.05)
+    server = Judge()
+    yield server
+    server.close()
+
+
+def scores(config: HttpRewardConfig, group: RolloutGroup) -> list[Score]:
+    return list(asyncio.run(build_scorer(config).score(group)).scores)
+
+
+def config_of(server: Judge, **keys: object) -> HttpRewardConfig:
+    return HttpRewardConfig.model_validate({"kind": "http", "url": server.url, **keys})
+
+
+def test_a_judge_gets_the_sample_and_its_number_is_the_score(server: Judge, make_group: MakeGroup) -> None:
+    server.replies = [(200, b'{"score": 0.5, "style": 1, "prediction": "42", "why": "long"}')]
+    (score,) = scores(config_of(server), make_group("so 42", extra_info={"level": 3}))
+    assert score == Score(value=0.5, components={"style": 1.0}, prediction="42")
+    ((_, _, body),) = server.requests
+    assert body == {
+        "data_source": "arithmetic",
+        "solution_str": "so 42",
+        "ground_truth": "42",
+        "extra_info": {"level": 3},
+    }
+
+
+def test_components_are_weighed(server: Judge, make_group: MakeGroup) -> None:
+    server.replies = [(200, b'{"right": 1, "form": 0.5}')]
+    (score,) = scores(config_of(server, weights={"right": 1.0, "form": 0.2}), make_group("42"))
+    assert score == Score(value=1.1, components={"right": 1.0, "form": 0.5})
+
+
+def test_what_may_pass_is_tried_again(server: Judge, make_group: MakeGroup) -> None:
+    server.replies = [(500, b""), (429, b""), (503, b""), (200, b"1")]
+    assert scores(config_of(server), make_group("42"))[0].value == 1
+    times = [moment for moment, _, _ in server.requests]
+    pauses = [later - earlier for earlier, later in pairwise(times)]
+    assert [pause > least for pause, least in zip(pauses, (0.05, 0.1, 0.2), strict=True)] == [True] * 3
+
+
+def test_a_judge_that_never_answers_is_an_error_in_time(server: Judge, make_group: MakeGroup) -> None:
+    server.pause_s = 2
+    began = time.monotonic()
+    with pytest.raises(ScoreError, match=r"rollout 0: gave no reply within 0.2 s \(reward.timeout_s\), 2 times"):
+        scores(config_of(server, timeout_s=0.2, max_attempts=2), make_group("42"))
+    assert time.monotonic() - began < 2
+
+
+def test_no_judge_at_all_is_an_error(server: Judge, make_group: MakeGroup) -> None:
+    server.close()
+    with pytest.raises(ScoreError, match="cannot be asked: ConnectError"):
+        scores(config_of(server, max_attempts=2), make_group("42"))
+
+
+@pytest.mark.parametrize(
+    ("status", "reply", "complaint"),
+    [
+        (400, b"", "replied with status 400"),
+        (302, b"", "replied with status 302"),
+        (200, b"<html>", "replied with what is no JSON: b'<html>'"),
+        (200, b"[" * 100_000, "no JSON"),
+        (200, b"NaN", "returned nan for score; it must be finite"),
+        (200, b"null", "returned a NoneType for score"),
+        (200, b'"1"', "returned a str for score"),
+        (200, b"1" * 2_000_000, r"more than 1000000 bytes \(reward.max_reply_bytes\)"),
+    ],
+)
+def test_a_bad_reply_is_an_error_at_once(
+    status: int, reply: bytes, complaint: str, server: Judge, make_group: MakeGroup
+) -> None:
+    server.replies = [(status, reply)]
+    with pytest.raises(ScoreError, match=f"reward {server.url}: data_source arithmetic, .* rollout 0: .*{complaint}"):
+        scores(config_of(server), make_group("42"))
+    assert len(server.requests) == 1
+
+
+def test_requests_keep_to_the_limits(server: Judge, make_group: MakeGroup) -> None:
+    server.pause_s = 0.2
+    scores(config_of(server, concurrency=3), make_group(*"abcdefghi"))
+    assert server.most_at_once == 3
+    server.pause_s, server.requests = 0.0, []
+    scores(config_of(server, requests_per_second=20), make_group(*"abcdefghi"))
+    times = sorted(moment for moment, _, _ in server.requests)
+    assert times[-1] - times[0] > 0.3
+
+
+def test_the_key_is_sent_and_never_shown(
+    server: Judge, make_group: MakeGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    config = config_of(server, api_key_file=tmp_path / "key", max_attempts=2)
+    server.replies = [(500, b""), (200, b"null")]
+    with caplog.at_level(logging.DEBUG), pytest.raises(ScoreError) as caught:
+        scores(config, make_group("42"))
+    assert [headers["Authorization"] for _, headers, _ in server.requests] == [f"Bearer {KEY}"] * 2
+    shown = [str(caught.value), caplog.text, repr(config), config.model_dump_json()]
+    assert not any(KEY in text for text in shown)
+
+
+@pytest.mark.parametrize(("content", "complaint"), [(None, "cannot be read"), ("", "one key"), ("a b", "one key")])
+def test_a_key_file_without_a_key_is_a_problem(content: str | None, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_text(content)
+    config = HttpRewardConfig(kind="http", url="http://localhost/", api_key_file=path)
+    (problem,) = check_reward(config)
+    assert problem.key == "reward.api_key_file"
+    assert complaint in problem.message
+    with pytest.raises(RewardError):
+        HttpJudge(config)

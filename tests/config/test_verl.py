@@ -134,6 +134,11 @@ def test_there_is_one_entry_per_key_of_the_file() -> None:
         ("algorithm.adv_estimator=rloo_vectorized", "algorithm.kind", "rloo"),
         ("algorithm.norm_adv_by_std_in_grpo=False", "algorithm.normalize_std", False),
         ("algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc", "algorithm.filter.component", "acc"),
+        (
+            "algorithm.filter_groups.enable=True data.train_batch_size=512 data.gen_batch_size=1536",
+            "algorithm.filter.oversampling",
+            3.0,
+        ),
         ("algorithm.rollout_correction.rollout_is=token", "algorithm.correction.kind", "tis"),
         (
             "+reward.reward_kwargs.overlong_buffer_cfg.enable=True +reward.reward_kwargs.overlong_buffer_cfg.len=4096",

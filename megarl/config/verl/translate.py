@@ -409,10 +409,14 @@ class _Translation:
             metric = self._take("algorithm.filter_groups.metric", "algorithm.filter.component", default="reward")
             if metric not in _WHOLE_SCORE:
                 self._put("algorithm.filter.component", metric)
+            per_step = self._number("data.train_batch_size", 1024)
+            self._take("data.gen_batch_size", "algorithm.filter.oversampling")
+            per_round = self._number("data.gen_batch_size", per_step)
             rounds = self._take("algorithm.filter_groups.max_num_gen_batches", "algorithm.filter.max_dropped_groups")
             if isinstance(rounds, int) and rounds > 0:
-                per_round = self._number("data.gen_batch_size", self._number("data.train_batch_size", 1024))
                 self._put("algorithm.filter.max_dropped_groups", rounds * per_round)
+            if per_round > per_step:
+                self._put("algorithm.filter.oversampling", per_round / per_step)
         for prefix in _OVERLONG_PREFIXES:
             if self._take(f"{prefix}enable", "algorithm.overlong"):
                 length = self._take(f"{prefix}len", "algorithm.overlong.buffer_tokens")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 
 from megarl.config.catalogue import CATALOGUE
-from megarl.config.recipe import Recipe
+from megarl.config.fixed import LOGIT_CHUNK_BYTES
+from megarl.config.recipe import ActorConfig, Recipe
 from megarl.planner.activations import (
     ModelWork,
     activation_bytes,
@@ -17,6 +19,7 @@ from megarl.planner.activations import (
     recomputed_share,
     scoring_bytes,
 )
+from megarl.weights.canonical import canonical_tensors
 from tests.planner.recipes import make_recipe
 
 SHAPE = replace(CATALOGUE["qwen2.5-7b"], num_layers=8)
@@ -103,3 +106,21 @@ def test_a_critic_makes_no_logits() -> None:
     critic = replace(work, shape=SHAPE.as_critic())
     assert scoring_bytes(critic, has_gradients=True) == 2 * 2 * work.tokens * SHAPE.hidden
     assert scoring_bytes(critic, has_gradients=False) < scoring_bytes(work, has_gradients=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "tokens", "measured_gb"),
+    [("qwen2.5-7b", 14, 8192, 32.0), ("qwen2.5-1.5b", 28, 16384, 40.8)],
+)
+def test_the_estimate_is_near_the_peaks_seen_on_a_gpu(
+    name: str, num_layers: int, tokens: int, measured_gb: float
+) -> None:
+    """Forward and backward on an H200 (docs/performance.md): bfloat16 weights, activations, one chunk of logits.
+
+    At the peak the backward pass has begun: the output matrix has its gradient, the layers have none yet.
+    """
+    shape = replace(CATALOGUE[name], num_layers=num_layers)
+    weight_bytes = 2 * sum(prod(spec.shape) for spec in canonical_tensors(shape).values())
+    others = weight_bytes + 2 * shape.vocab * shape.hidden + LOGIT_CHUNK_BYTES
+    work = ModelWork(shape=shape, split=ActorConfig(pool="train"), tokens=tokens, is_cpu=False)
+    assert activation_bytes(work, 0) == pytest.approx(measured_gb * 1e9 - others, rel=0.15)

@@ -24,7 +24,7 @@ from megarl.weights.group import TransferGroup
 from megarl.weights.hf import INDEX_FILE
 from megarl.weights.plan import plan, same_processes
 from megarl.weights.slices import Holding, Layout, TensorSpec
-from megarl.weights.tensors import bytes_of, header_dtype, specs_of, torch_dtype
+from megarl.weights.tensors import box_of, bytes_of, header_dtype, specs_of, torch_dtype
 from megarl.weights.transfer import DEFAULT_BUCKET_BYTES, exchange
 
 _COPIED = (
@@ -146,12 +146,21 @@ def _whole_holding(rank: int, names: Iterable[str], canonical: Mapping[str, Tens
 def _receive(
     layout: Layout, target: Layout, tensors: Mapping[str, torch.Tensor], group: TransferGroup, bucket_bytes: int
 ) -> dict[str, torch.Tensor]:
-    """This rank's whole tensors, in host memory."""
+    """This rank's whole tensors, in host memory: those that it has already are not copied."""
+    moves = plan(layout, target, locality=same_processes)
+    there = {
+        move.target_name: box
+        for move in moves.moves_to.get(group.peer, ())
+        if move.source_rank == group.peer
+        and (box := box_of(tensors[move.source_name], move.source_offsets, move.slice.shape)).device.type == "cpu"
+        and box.is_contiguous()
+    }
     share = {
-        name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        name: there[name]
+        if name in there and (there[name].shape, there[name].dtype) == (spec.shape, torch_dtype(spec.dtype))
+        else torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
         for name, spec in target.by_rank[group.peer].tensors.items()
     }
-    moves = plan(layout, target, locality=same_processes)
     exchange(moves, tensors, share, group, bucket_bytes=bucket_bytes)
     return share
 
@@ -159,7 +168,8 @@ def _receive(
 def _refuse_unfinite(share: Mapping[str, torch.Tensor]) -> None:
     """A checkpoint of broken weights would push out one that is good."""
     for name, tensor in share.items():
-        if not torch.isfinite(tensor).all():
+        # The sum says it without another tensor of the same size; it may overflow where no value has.
+        if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
             num_broken = int((~torch.isfinite(tensor)).sum())
             raise UnfiniteError(f"{num_broken} of {tensor.numel()} values of {name} are NaN or infinite")
 

@@ -257,7 +257,10 @@ def exchange(
     for move in plan.moves_to.get(group.peer, ()):
         if move.source_rank == group.peer:
             values = box_of(sources[move.source_name], move.source_offsets, move.slice.shape)
-            box_of(targets[move.target_name], move.target_offsets, move.slice.shape).copy_(values)
+            target = box_of(targets[move.target_name], move.target_offsets, move.slice.shape)
+            # A target may be the source itself.
+            if target.data_ptr() != values.data_ptr():
+                target.copy_(values)
 
 
 def _check_with_senders(

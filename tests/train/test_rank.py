@@ -96,11 +96,11 @@ def _ranges(offsets: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float = TOLERANCE) -> None:
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         difference = (found[name] - tensor).abs().max().item()
-        assert difference < TOLERANCE, f"{name} is off by {difference:.2e}"
+        assert difference < tolerance, f"{name} is off by {difference:.2e}"
 
 
 def assert_same_logprobs(found: Sequence[np.ndarray], expected: Sequence[Tensor]) -> None:

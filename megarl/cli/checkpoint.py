@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from megarl.checkpoint.folder import BEST, LATEST, list_checkpoints
 from megarl.checkpoint.locate import find_checkpoints, parent_of
@@ -132,7 +132,8 @@ def _marks(folder: Path) -> str:
 
 
 def _print_diff(found: CheckpointDiff) -> None:
-    table = Table("folder", "tensors", box=None)
+    # A name that is cut says nothing: it goes on in the next line.
+    table = Table(Column("folder", overflow="fold"), Column("tensors", overflow="fold", min_width=24), box=None)
     for title in ("number", "equal", "max abs diff", "relative norm"):
         table.add_column(title, justify="right")
     for item in found.classes:

@@ -123,29 +123,21 @@ class FunctionRewardConfig(_InWorkers):
     """The score is the weighted sum of these numbers of the dict, all of which it must have; null takes its `score`."""
 
 
-WorkerRewardConfig: TypeAlias = (
-    FunctionRewardConfig
-    | RegexRewardConfig
+_BuiltInRewardConfig: TypeAlias = (
+    RegexRewardConfig
     | MultipleChoiceRewardConfig
     | Gsm8kRewardConfig
     | MathRewardConfig
     | DapoMathRewardConfig
     | CodeTestsRewardConfig
 )
+
+WorkerRewardConfig: TypeAlias = FunctionRewardConfig | _BuiltInRewardConfig
 """Those that score in worker processes."""
 
-SingleRewardConfig = Annotated[
-    ExactRewardConfig
-    | RegexRewardConfig
-    | MultipleChoiceRewardConfig
-    | Gsm8kRewardConfig
-    | MathRewardConfig
-    | DapoMathRewardConfig
-    | CodeTestsRewardConfig
-    | HttpRewardConfig
-    | FunctionRewardConfig,
-    Field(discriminator="kind"),
-]
+_AnySingle: TypeAlias = ExactRewardConfig | _BuiltInRewardConfig | HttpRewardConfig | FunctionRewardConfig
+
+SingleRewardConfig = Annotated[_AnySingle, Field(discriminator="kind")]
 
 
 class BySourceRewardConfig(Section):
@@ -155,16 +147,4 @@ class BySourceRewardConfig(Section):
     """By data_source; one that is not here is an error."""
 
 
-RewardConfig = Annotated[
-    ExactRewardConfig
-    | RegexRewardConfig
-    | MultipleChoiceRewardConfig
-    | Gsm8kRewardConfig
-    | MathRewardConfig
-    | DapoMathRewardConfig
-    | CodeTestsRewardConfig
-    | HttpRewardConfig
-    | FunctionRewardConfig
-    | BySourceRewardConfig,
-    Field(discriminator="kind"),
-]
+RewardConfig = Annotated[_AnySingle | BySourceRewardConfig, Field(discriminator="kind")]

@@ -82,10 +82,6 @@ class WorkerGroup:
         except ray.exceptions.RayActorError as error:
             raise WorkerError(f"{self.role} rank {rank}: died during {method}: {_last_line(error)}") from error
 
-    def kill(self) -> None:
-        for worker in self.workers:
-            ray.kill(worker, no_restart=True)
-
 
 def _last_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]

@@ -21,7 +21,7 @@ from megarl.train.logprob import TokenScores
 from megarl.train.passes import accumulate_gradients, forward
 from megarl.train.rank import RankSpec
 from megarl.train.stats import MicroBatchReport, MiniBatchStats, reduce_reports, report, summarise
-from megarl.train.trained import TrainedRank, in_epochs
+from megarl.train.trained import TrainedRank
 from megarl.types import FloatArray, MiniBatch, PolicyVersion, TrainBatch, UpdateResult
 from megarl.weights.census import Census, take_census
 from megarl.weights.recording import Recorder, write_patches
@@ -71,7 +71,8 @@ class ActorRank(TrainedRank):
             # Before a single update the policy's ratio to itself is 1; and somebody may have asked the policy already.
             is_known = is_single or batch.mini_batches[0].shares[0][0].old_logprobs is not None
             old = [] if is_known else [self._score(batch, item) for item in batch.mini_batches]
-            updates = in_epochs(batch, old, epochs=self._epochs)
+            befores: list[list[Tensor] | None] = [*old] if old else [None] * len(batch.mini_batches)
+            updates = list(zip(batch.mini_batches, befores, strict=True)) * self._epochs
             for mini_batch, before in updates:
                 stats = self._accumulate(batch, mini_batch, before, is_single=is_single)
                 self._monitor.stop_above(stats.mismatch_mean)

@@ -11,7 +11,7 @@ from megarl.config.recipe import OptimizerConfig
 from megarl.train.passes import accumulate_gradients, forward
 from megarl.train.rank import RankSpec
 from megarl.train.stats import ValueReport, ValueStats, reduce_values, report_values, summarise_values
-from megarl.train.trained import TrainedRank, in_epochs
+from megarl.train.trained import TrainedRank
 from megarl.types import CriticResult, FloatArray, MiniBatch, TrainBatch
 
 
@@ -45,8 +45,8 @@ class CriticRank(TrainedRank):
         rate = self._learning_rate()
         applied: list[tuple[ValueStats, float]] = []
         with self._on_device():
-            updates = in_epochs(batch, [], epochs=self._epochs)
-            for mini_batch, _ in updates:
+            updates = batch.mini_batches * self._epochs
+            for mini_batch in updates:
                 stats = self._accumulate(batch, mini_batch)
                 grad_norm = self._apply(stats.loss, rate)
                 if grad_norm is not None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megarl.checkpoint.manifest import Contents, FileDigest
 from megarl.checkpoint.state import TrainerState
@@ -18,7 +16,6 @@ from megarl.train.optimizer import ModelOptimizer
 from megarl.train.peers import Peers
 from megarl.train.rank import ModelRank, RankSpec
 from megarl.train.schedule import learning_rate
-from megarl.types import MiniBatch, TrainBatch
 
 MAX_SKIPPED_UPDATES = 3
 """In a row: one bad batch is survived, a broken model is not trained on."""
@@ -102,11 +99,3 @@ class TrainedRank(ModelRank):
                 f"{MAX_SKIPPED_UPDATES} updates before it were not finite either, and none of them was applied"
             )
         return None
-
-
-def in_epochs(
-    batch: TrainBatch, old: Sequence[Sequence[Tensor]], *, epochs: int
-) -> list[tuple[MiniBatch, Sequence[Tensor] | None]]:
-    """Every update of a step: its mini-batch, and what `old` has of it, if anything."""
-    pairs = [(item, old[index] if old else None) for index, item in enumerate(batch.mini_batches)]
-    return pairs * epochs

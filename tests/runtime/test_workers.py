@@ -61,6 +61,11 @@ class Worker:
             time.sleep(60)
 
 
+def kill(group: WorkerGroup) -> None:
+    for worker in group.workers:
+        ray.kill(worker, no_restart=True)
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("ray")
@@ -76,7 +81,7 @@ def workers(cluster: Cluster) -> Iterator[WorkerGroup]:
     actor = ray.remote(num_cpus=0)(Worker)
     group = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=10)
     yield group
-    group.kill()
+    kill(group)
 
 
 def test_a_failure_can_wait_until_the_other_ranks_are_done(workers: WorkerGroup) -> None:
@@ -121,7 +126,7 @@ def test_a_rank_that_is_late_is_named(cluster: Cluster) -> None:
     late = WorkerGroup("actor", group.workers, timeout_s=1)
     with pytest.raises(WorkerError, match=r"actor rank\(s\) 1: sleep_on did not finish within 1 s"):
         asyncio.run(late.call("sleep_on", 1))
-    group.kill()
+    kill(group)
 
 
 def test_a_pool_that_does_not_fit_is_said(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

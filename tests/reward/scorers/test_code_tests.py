@@ -140,7 +140,7 @@ print('out' if any(b'SECRET_MARK' in text for text in found) else 'in')
 """.replace("SECRET_MARK", SECRET),
     "secrets": """
 import os
-places = ['/root/.ssh', '/root/.bashrc', '/home', '/etc/passwd', '/var/run/secrets', '/work', 'FILE']
+places = ['/root/.ssh', '/root/.bashrc', '/home', '/etc/passwd', '/var/run/secrets', '/srv', 'FILE']
 print('out' if any(os.path.exists(place) for place in places) or 'SECRET' in os.environ else 'in')
 """,
     "loopback": "import socket\nsocket.create_connection(('127.0.0.1', PORT), 1)\nprint('out')",

@@ -283,9 +283,22 @@ class CheckpointConfig(Section):
     """After SIGTERM or SIGUSR1, to save what is trained; past it, or after a second SIGTERM, the run leaves at once."""
 
 
+class KeptRolloutsConfig(Section):
+    groups_per_step: NonNegativeInt = 4
+    """Groups of a step that are kept, chosen by the run's seed; 0 keeps none.
+
+    The trainer is asked for its log-probabilities of their tokens, where nobody else has asked."""
+    every: PositiveInt = 1
+    """Steps from one that is kept to the next."""
+    max_megabytes: PositiveInt = 1024
+    """Of all files together; the oldest go first."""
+
+
 class ObserveConfig(Section):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = 0
     """Prometheus endpoint on loopback; 0 picks a free port, null turns it off."""
+    rollouts: KeptRolloutsConfig = KeptRolloutsConfig()
+    """What is kept in `<run>/rollouts` for `megarl view` and for people to read."""
 
 
 class Recipe(Section):

@@ -1,20 +1,156 @@
-"""Samples in a parquet file, for people to look at."""
+"""Rollouts in parquet files, for people to look at: `<run>/rollouts/step_N.parquet`, one rollout a row.
+
+Rows that are listed are described by small columns; the columns of every token are read for one rollout at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.types import TrainSample
+from megarl.errors import DataError
+from megarl.types import FloatArray, Score, ScoredGroup, TokenArray, TrainSample
+
+ROLLOUTS_FOLDER = "rollouts"
+
+_FILE = re.compile(r"step_(\d{6,})\.parquet")
+_ROWS_PER_GROUP = 64
+"""What is read to show one rollout."""
+_LINE_CHARS = 160
+_MAX_TOKENS_PER_CHAR = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRollout:
+    """One rollout with everything that was known of it when it was trained on."""
+
+    group: ScoredGroup
+    index: int
+    """Among the rollouts of its prompt."""
+    sample: TrainSample
+    trainer_logprobs: FloatArray  # [T], of the policy before the step's first update
+
+    @property
+    def score(self) -> Score:
+        return self.group.scores[self.index]
+
+    @property
+    def largest_gap(self) -> float:
+        """Between the log-probabilities of engine and trainer, over the tokens the policy chose."""
+        rollout = self.sample.rollout
+        gaps = np.abs(rollout.logprobs - self.trainer_logprobs)[rollout.loss_mask]
+        return float(gaps.max()) if len(gaps) else 0.0
+
+
+def rollouts_file(run_folder: Path, step: int) -> Path:
+    return run_folder / ROLLOUTS_FOLDER / f"step_{step:06d}.parquet"
+
+
+def list_rollouts(run_folder: Path) -> dict[int, Path]:
+    """The files by step, the first step first."""
+    folder = run_folder / ROLLOUTS_FOLDER
+    names = {path: _FILE.fullmatch(path.name) for path in folder.iterdir()} if folder.is_dir() else {}
+    return dict(sorted((int(match.group(1)), path) for path, match in names.items() if match))
+
+
+def write_rollouts(path: Path, kept: Sequence[KeptRollout], *, decode: Callable[[TokenArray], str]) -> None:
+    """All or nothing. `decode` gives the text of any tokens, special ones included."""
+    prompts = [rollout.group.group.prompt for rollout in kept]
+    samples = [rollout.sample for rollout in kept]
+    table = pa.table(
+        {
+            "prompt_uid": [prompt.uid for prompt in prompts],
+            "data_source": [prompt.data_source for prompt in prompts],
+            "index": [rollout.index for rollout in kept],
+            "score": [rollout.score.value for rollout in kept],
+            "is_masked": [rollout.score.is_masked for rollout in kept],
+            "components": pa.array(
+                [list(rollout.score.components.items()) for rollout in kept], pa.map_(pa.string(), pa.float64())
+            ),
+            "prediction": pa.array([rollout.score.prediction for rollout in kept], pa.string()),
+            "ground_truth": [prompt.ground_truth for prompt in prompts],
+            "num_tokens": [len(sample.rollout.token_ids) for sample in samples],
+            "largest_gap": [rollout.largest_gap for rollout in kept],
+            "first_version": [int(sample.rollout.versions.min()) for sample in samples],
+            "last_version": [int(sample.rollout.versions.max()) for sample in samples],
+            "line": [_line(sample.rollout.text) for sample in samples],
+            "prompt": [decode(sample.prompt_ids) for sample in samples],
+            "pieces": [_pieces(sample.rollout.token_ids, decode) for sample in samples],
+            "trainer_logprobs": [rollout.trainer_logprobs for rollout in kept],
+            **_columns(samples),
+        },
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.tmp")
+    pq.write_table(table, partial, row_group_size=_ROWS_PER_GROUP)
+    partial.replace(path)
 
 
 def write_samples(path: Path, samples: Sequence[TrainSample]) -> None:
     """One row per sample: its tokens and text, and every number that was known of each token."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    columns = {
+    pq.write_table(pa.table(_columns(samples)), path)
+
+
+def prune_rollouts(run_folder: Path, *, max_bytes: int) -> None:
+    """Remove the oldest files until the rest is small enough; the newest stays."""
+    files = list(list_rollouts(run_folder).values())
+    total = sum(path.stat().st_size for path in files)
+    for path in files[:-1]:
+        if total <= max_bytes:
+            return
+        total -= path.stat().st_size
+        path.unlink()
+
+
+_LISTED = (
+    "prompt_uid",
+    "data_source",
+    "index",
+    "score",
+    "is_masked",
+    "num_tokens",
+    "finish_reason",
+    "largest_gap",
+    "first_version",
+    "last_version",
+    "line",
+)
+
+
+def read_list(path: Path) -> list[dict[str, Any]]:
+    """What a list shows of every rollout of a file, in its order."""
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(path, columns=list(_LISTED)).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+    return rows
+
+
+def read_rollout(path: Path, row: int) -> Mapping[str, Any]:
+    """Everything about one rollout of a file."""
+    try:
+        with pq.ParquetFile(path) as file:
+            group, offset = divmod(row, _ROWS_PER_GROUP)
+            if group >= file.num_row_groups:
+                raise DataError(f"{path}: has no row {row}")
+            (found,) = file.read_row_group(group).slice(offset, 1).to_pylist() or [None]
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+    if found is None:
+        raise DataError(f"{path}: has no row {row}")
+    return {**found, "components": dict(found["components"])}
+
+
+def _columns(samples: Sequence[TrainSample]) -> dict[str, list[Any]]:
+    return {
         "prompt_ids": [sample.prompt_ids for sample in samples],
         "token_ids": [sample.rollout.token_ids for sample in samples],
         "text": [sample.rollout.text for sample in samples],
@@ -28,4 +164,21 @@ def write_samples(path: Path, samples: Sequence[TrainSample]) -> None:
         "values": [sample.values for sample in samples],
         "returns": [sample.returns for sample in samples],
     }
-    pq.write_table(pa.table(columns), path)
+
+
+def _pieces(token_ids: TokenArray, decode: Callable[[TokenArray], str]) -> list[str]:
+    """The text of each token. Bytes of a character that several tokens share appear with the last of them."""
+    pieces: list[str] = []
+    first = 0
+    for end in range(1, len(token_ids) + 1):
+        text = decode(token_ids[first:end])
+        is_open = text.endswith("�") and end < len(token_ids) and end - first < _MAX_TOKENS_PER_CHAR
+        pieces.append("" if is_open else text)
+        if not is_open:
+            first = end
+    return pieces
+
+
+def _line(text: str) -> str:
+    """The beginning, on one line."""
+    return " ".join(text[: 2 * _LINE_CHARS].split())[:_LINE_CHARS]

@@ -51,6 +51,13 @@ class PhaseStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEnded:
+    kind: Literal["phase_ended"] = "phase_ended"
+    phase: Phase
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepFinished:
     kind: Literal["step_finished"] = "step_finished"
     summary: StepSummary
@@ -110,6 +117,7 @@ class RunFinished:
 Event = (
     RunStarted
     | PhaseStarted
+    | PhaseEnded
     | StepFinished
     | Published
     | Evaluated
@@ -165,14 +173,31 @@ class EventLog:
 
 def read_events(path: Path) -> Iterator[Record]:
     """All records of a file, in order. A last line that was not finished (the writer died) is left out."""
-    try:
-        lines = path.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith(b"\n"):
-            return
-        yield _parse(line, where=f"{path}: line {number}")
+    yield from EventTail(path).read()
+
+
+class EventTail:
+    """The records of a file that somebody may still be writing: each call gives those that have come since."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._num_lines = 0
+
+    def read(self) -> list[Record]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
+        complete = text[: text.rfind(b"\n") + 1]
+        first = self._num_lines + 1
+        lines = complete.splitlines()
+        records = [_parse(line, where=f"{self._path}: line {n}") for n, line in enumerate(lines, start=first)]
+        self._offset += len(complete)
+        self._num_lines += len(lines)
+        return records
 
 
 _RECORD: TypeAdapter[Record] = TypeAdapter(Record)

@@ -24,6 +24,7 @@ from megarl.observe.events import (
     Evaluated,
     Event,
     EventLog,
+    PhaseEnded,
     PhaseStarted,
     Published,
     Record,
@@ -103,6 +104,7 @@ class Observer:
         finally:
             seconds = time.monotonic() - began
             self._phase_seconds[phase] = self._phase_seconds.get(phase, 0.0) + seconds
+            self._tell(PhaseEnded(phase=phase, seconds=seconds))
 
     def step_finished(self, summary: StepSummary) -> None:
         for text in self._doubts.about(summary):

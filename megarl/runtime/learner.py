@@ -60,15 +60,20 @@ class Learner:
         *,
         actor: ActorRanks,
         pack: Pack,
+        ask_actor: Question,
         critic: CriticLearner | None,
         questions: Questions,
         num_steps: int,
         version: PolicyVersion,
         kept_folder: Path,
     ) -> None:
-        """`num_steps` and `version` are where the models stand; what is skipped is kept in `kept_folder`."""
+        """`ask_actor` is for its log-probabilities.
+
+        `num_steps` and `version` are where the models stand; what is skipped is kept in `kept_folder`.
+        """
         self._actor = actor
         self._pack = pack
+        self._ask_actor = ask_actor
         self._critic = critic
         self._questions = questions
         self._num_steps = num_steps
@@ -92,6 +97,10 @@ class Learner:
             _answer(asked.logprobs, samples), _answer(asked.reference_logprobs, samples), _answer(asked.values, samples)
         )
         return Estimates(logprobs=logprobs, reference_logprobs=reference_logprobs, values=values)
+
+    async def logprobs(self, samples: Sequence[TrainSample]) -> tuple[FloatArray, ...]:
+        """Of the actor as it is now, for every token of the samples' responses."""
+        return await self._ask_actor.ask(self._ask_actor.pack(samples))
 
     async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
         step = self._num_steps + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from megarl.config.algorithm import KlRewardConfig, PolicyGradientConfig, SftConfig
@@ -30,6 +31,7 @@ def build_learner(recipe: Recipe, roles: Roles, *, num_steps: int, version: Poli
     return Learner(
         actor=roles.actor,
         pack=_pack(recipe, actor, actor.pool, prompts_per_update=per_update),
+        ask_actor=_ask_actor(recipe, roles),
         critic=learner,
         questions=_questions(recipe, roles),
         num_steps=num_steps,
@@ -38,16 +40,21 @@ def build_learner(recipe: Recipe, roles: Roles, *, num_steps: int, version: Poli
     )
 
 
+def _ask_actor(recipe: Recipe, roles: Roles) -> Question:
+    actor = recipe.roles.actor
+    return Question(ask=roles.actor.logprobs, pack=_pack(recipe, actor, actor.pool, prompts_per_update=None))
+
+
 def _questions(recipe: Recipe, roles: Roles) -> Questions:
     algorithm = recipe.algorithm
     kl = algorithm.kl if isinstance(algorithm, PolicyGradientConfig) else None
-    actor, critic, reference = recipe.roles.actor, recipe.roles.critic, recipe.roles.reference
-    of_actor = _pack(recipe, actor, actor.pool, prompts_per_update=None)
+    critic, reference = recipe.roles.critic, recipe.roles.reference
+    of_actor = _ask_actor(recipe, roles)
     logprobs = reference_logprobs = values = None
     if isinstance(kl, KlRewardConfig):
-        logprobs = Question(ask=roles.actor.logprobs, pack=of_actor)
+        logprobs = of_actor
     if kl is not None:
-        reference_logprobs = Question(ask=roles.actor.reference_logprobs, pack=of_actor)
+        reference_logprobs = replace(of_actor, ask=roles.actor.reference_logprobs)
         if roles.reference is not None and reference is not None and reference.pool is not None:
             reference_logprobs = Question(
                 ask=roles.reference.logprobs, pack=_pack(recipe, reference, reference.pool, prompts_per_update=None)

@@ -14,6 +14,7 @@ from megarl.observe.summary import summarize_step
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.checkpoints import Saver
 from megarl.runtime.evaluate import Evaluator
+from megarl.runtime.keeper import Keeper
 from megarl.runtime.tasks import task_group
 from megarl.stages import Algorithm, Generator, Phases, PromptSource, Publisher, Scorer, Trainer
 from megarl.types import PolicyVersion
@@ -41,6 +42,7 @@ class Loop:
         phases: Phases,
         buffer: Buffer,
         evaluator: Evaluator,
+        keeper: Keeper,
         saver: Saver,
         observer: Observer,
         start: Start,
@@ -55,6 +57,7 @@ class Loop:
         self._phases = phases
         self._buffer = buffer
         self._evaluator = evaluator
+        self._keeper = keeper
         self._saver = saver
         self._observer = observer
         self._start = start
@@ -101,6 +104,7 @@ class Loop:
             with self._observer.phase("assign"):
                 estimates = await self._trainer.estimate(groups)
                 samples = self._algorithm.assign(groups, estimates)
+                await self._keeper.keep(step, groups, samples)
             with self._observer.phase("update"):
                 update = await self._trainer.update(samples)
         for text in update.warnings:

@@ -26,6 +26,8 @@ from megarl.runtime.checkpoints import RunSaver, SavedModel
 from megarl.runtime.cluster import open_cluster
 from megarl.runtime.evaluate import Evaluator, HeldOutEvaluator, NoEvaluator
 from megarl.runtime.inputs import Inputs, read_inputs
+from megarl.runtime.keeper import Keeper, NoKeeper, RolloutKeeper
+from megarl.runtime.learner import Learner
 from megarl.runtime.learners import build_learner
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.preemption import Preemption, preemptible
@@ -110,16 +112,18 @@ def _build_loop(
         kl_coef=None if resume is None else resume.state.kl_coef,
     )
     start = _start(resume)
+    learner = build_learner(recipe, roles, num_steps=start.step, version=start.version)
     return Loop(
         prompts=prompts,
         generator=generator,
         scorer=judge,
         algorithm=algorithm,
-        trainer=build_learner(recipe, roles, num_steps=start.step, version=start.version),
+        trainer=learner,
         publisher=roles.publisher,
         phases=roles.phases,
         buffer=buffer,
         evaluator=_evaluator(recipe, inputs, roles, scorer),
+        keeper=_keeper(recipe, inputs, learner, observer),
         saver=RunSaver(
             recipe,
             actor=SavedModel(ranks=roles.actor, shape=inputs.shape, source_folder=recipe.model.path),
@@ -135,6 +139,19 @@ def _build_loop(
         observer=observer,
         start=start,
         num_steps=recipe.run.steps,
+    )
+
+
+def _keeper(recipe: Recipe, inputs: Inputs, learner: Learner, observer: Observer) -> Keeper:
+    if isinstance(recipe.algorithm, SftConfig):
+        return NoKeeper()
+    return RolloutKeeper(
+        recipe.observe.rollouts,
+        run_folder=recipe.run_folder,
+        seed=recipe.run.seed,
+        logprobs=learner.logprobs,
+        decode=inputs.tokenizer.decode,
+        warn=observer.warned,
     )
 
 

@@ -12,6 +12,7 @@ from megarl.observe.events import (
     CheckpointSaved,
     Evaluated,
     Event,
+    PhaseEnded,
     PhaseStarted,
     Published,
     Record,
@@ -207,6 +208,7 @@ def one_of_each() -> list[Event]:
     return [
         run_started(),
         PhaseStarted(phase="start"),
+        PhaseEnded(phase="start", seconds=0.5),
         published(0),
         evaluated(0, 0.25, sampled=grades(0.5, rollouts_per_prompt=2, pass_at={1: 0.5, 2: 0.75})),
         step_finished(1),

@@ -9,7 +9,15 @@ import pytest
 
 from megarl.config.recipe import Recipe
 from megarl.errors import EngineError, PreemptedError
-from megarl.observe.events import PhaseStarted, RunFinished, RunStarted, RunStatus, StepFinished, read_events
+from megarl.observe.events import (
+    PhaseEnded,
+    PhaseStarted,
+    RunFinished,
+    RunStarted,
+    RunStatus,
+    StepFinished,
+    read_events,
+)
 from megarl.observe.observer import Observer, observing
 from tests.observe.samples import ListSink, evaluated, published, step_summary
 
@@ -45,6 +53,7 @@ def test_file_endpoint_and_display_are_told_the_same(tmp_path: Path) -> None:
     assert [event.kind for event in display.events] == [
         "run_started",
         "phase_started",
+        "phase_ended",
         "published",
         "step_finished",
         "evaluated",
@@ -54,7 +63,7 @@ def test_file_endpoint_and_display_are_told_the_same(tmp_path: Path) -> None:
         "run_finished",
     ]
     assert list(read_events(tmp_path / "sample" / "events.jsonl")) == display.records
-    assert [record.sequence for record in display.records] == list(range(9))
+    assert [record.sequence for record in display.records] == list(range(10))
     assert display.is_closed
     with pytest.raises(httpx.ConnectError):
         httpx.get(started.metrics_url, timeout=10)
@@ -94,7 +103,10 @@ def test_phases_are_timed_and_their_seconds_go_to_the_next_step() -> None:
         "generate",
         "update",
     ]
+    ended = [(event.phase, event.seconds) for event in sink.events if isinstance(event, PhaseEnded)]
+    assert [phase for phase, _ in ended] == ["generate", "generate", "update"]
     first, second = (event for event in sink.events if isinstance(event, StepFinished))
+    assert first.phase_seconds["update"] == ended[-1][1]
     assert 0 <= first.phase_seconds["generate"] < first.phase_seconds["update"]
     assert first.phase_seconds["update"] >= 0.05
     assert second.phase_seconds == {}

@@ -56,6 +56,9 @@ class FakeActor:
         self.num_updates += 1
         return UpdateResult(version=PolicyVersion(self.num_updates), stats=None, num_skipped_updates=self._num_skipped)
 
+    async def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
+        return (np.full(2, -0.5, np.float32),)
+
 
 class FakeCritic:
     def __init__(self) -> None:
@@ -82,6 +85,7 @@ def learner(
     return Learner(
         actor=cast("ActorRanks", actor),
         pack=pack,
+        ask_actor=Question(ask=actor.logprobs, pack=pack),
         critic=learning,
         questions=questions or Questions(),
         num_steps=num_steps,

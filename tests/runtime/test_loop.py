@@ -14,6 +14,7 @@ from megarl.observe.events import Sink, StepFinished
 from megarl.observe.observer import Observer
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.evaluate import NoEvaluator
+from megarl.runtime.keeper import NoKeeper
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.phases import SeparatePhases, SharedPhases
 from megarl.stages import Phases
@@ -195,6 +196,7 @@ def run(
             phases=phases or SeparatePhases(),
             buffer=Buffer(prompts_per_step=4, max_staleness=max_staleness),
             evaluator=NoEvaluator(),
+            keeper=NoKeeper(),
             saver=cluster,
             observer=Observer(sinks),
             start=start,

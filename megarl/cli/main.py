@@ -66,11 +66,15 @@ def _add_other_commands() -> None:
     from megarl.cli.diagnose import diagnose_app
     from megarl.cli.export import export
     from megarl.cli.samples import samples
+    from megarl.cli.view import report, timeline, view
 
     app.add_typer(checkpoint_app, name="checkpoint")
     app.add_typer(bench_app, name="bench")
     app.add_typer(diagnose_app, name="diagnose")
     app.command()(samples)
+    app.command()(view)
+    app.command()(report)
+    app.command()(timeline)
     app.command()(export)
 
 

@@ -17,6 +17,11 @@ class Series:
     steps: tuple[int, ...]
     values: tuple[float, ...]
 
+    @classmethod
+    def of(cls, points: Iterable[tuple[int, float]]) -> Series:
+        pairs = tuple(points)
+        return cls(steps=tuple(step for step, _ in pairs), values=tuple(value for _, value in pairs))
+
     def __bool__(self) -> bool:
         return bool(self.steps)
 
@@ -29,17 +34,17 @@ class History:
     """Each with the step after which it ran; 0 is before the first."""
 
     def of_steps(self, number: Callable[[StepSummary], float]) -> Series:
-        return _series((summary.step, number(summary)) for summary in self.summaries)
+        return Series.of((summary.step, number(summary)) for summary in self.summaries)
 
     def of_updates(self, number: Callable[[UpdateStats], float]) -> Series:
         """Without the steps in which only the critic learned."""
-        return _series(
+        return Series.of(
             (summary.step, number(summary.update)) for summary in self.summaries if summary.update is not None
         )
 
     def of_rollouts(self, number: Callable[[RolloutSummary], float]) -> Series:
         """Empty where the run trained on demonstrations."""
-        return _series(
+        return Series.of(
             (summary.step, number(summary.rollouts)) for summary in self.summaries if summary.rollouts is not None
         )
 
@@ -53,7 +58,7 @@ class History:
 
     def of_evaluations(self, name: str) -> Series:
         """One number of the evaluations that have it, such as `pass@4`."""
-        return _series((step, result.numbers[name]) for step, result in self.evaluations if name in result.numbers)
+        return Series.of((step, result.numbers[name]) for step, result in self.evaluations if name in result.numbers)
 
     @property
     def loss(self) -> Series:
@@ -76,8 +81,3 @@ def fold_history(records: Iterable[Record]) -> History:
             case Evaluated(step=step, result=result):
                 evaluations.append((step, result))
     return History(run=run, summaries=tuple(summaries), evaluations=tuple(evaluations))
-
-
-def _series(points: Iterable[tuple[int, float]]) -> Series:
-    pairs = tuple(points)
-    return Series(steps=tuple(step for step, _ in pairs), values=tuple(value for _, value in pairs))

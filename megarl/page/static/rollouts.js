@@ -1,0 +1,224 @@
+// A list of any length of which only what is seen exists, and one rollout token by token.
+"use strict";
+
+megarl.rollouts = (() => {
+  const ROW = 46;
+  const PAGE = 200;
+  const SPARE = 6;
+  const { element, number } = megarl;
+
+  let pages = new Map();
+  let total = 0;
+  let selected = -1;
+  let colour = "gap";
+  let generation = 0;
+  let parts = null;
+
+  function build(container) {
+    const list = element("div", { class: "list", role: "listbox", tabindex: 0, "aria-label": "Rollouts" });
+    const inner = element("div", { class: "inner" });
+    const detail = element("div", { class: "detail" }, element("p", { class: "empty" }, "Choose a rollout: arrow keys, or j and k."));
+    const search = element("input", { type: "search", placeholder: "text or prompt   /", "aria-label": "Search" });
+    const step = element("select", { "aria-label": "Step" }, element("option", { value: "" }, "every step"));
+    const source = element("select", { "aria-label": "Source" }, element("option", { value: "" }, "every source"));
+    const sort = element("select", { "aria-label": "Order" });
+    for (const [key, order, label] of [
+      ["step", "descending", "newest first"],
+      ["step", "ascending", "oldest first"],
+      ["score", "descending", "highest reward"],
+      ["score", "ascending", "lowest reward"],
+      ["num_tokens", "descending", "longest"],
+      ["num_tokens", "ascending", "shortest"],
+      ["largest_gap", "descending", "largest gap"],
+    ]) {
+      sort.append(element("option", { value: `${key} ${order}` }, label));
+    }
+    const count = element("output", {});
+    list.append(inner);
+    parts = { container, list, inner, detail, search, step, source, sort, count };
+    container.replaceChildren(
+      element("div", { class: "toolbar" }, search, step, source, sort, count),
+      element("div", { class: "browser" }, list, detail),
+    );
+    search.addEventListener("input", megarl.debounced(reload));
+    for (const control of [step, source, sort]) control.addEventListener("change", reload);
+    list.addEventListener("scroll", () => requestAnimationFrame(show));
+    new ResizeObserver(() => show()).observe(list);
+    list.addEventListener("keydown", onKey);
+    document.addEventListener("keydown", (event) => {
+      const isTyping = ["INPUT", "SELECT", "TEXTAREA"].includes(document.activeElement.tagName);
+      if (event.key === "/" && !isTyping && !container.hidden) {
+        event.preventDefault();
+        search.focus();
+      }
+    });
+  }
+
+  function query() {
+    const [sort, order] = parts.sort.value.split(" ");
+    return { step: parts.step.value, source: parts.source.value, text: parts.search.value.trim(), sort, order };
+  }
+
+  /** From the first row on, with other questions. */
+  async function reload() {
+    generation += 1;
+    pages = new Map();
+    selected = -1;
+    parts.list.scrollTop = 0;
+    await load(0);
+    show();
+  }
+
+  async function load(page) {
+    if (pages.has(page)) return;
+    const asked = generation;
+    pages.set(page, []);
+    const answer = await megarl.source.rollouts({ ...query(), offset: page * PAGE, limit: PAGE });
+    if (asked !== generation) return;
+    pages.set(page, answer.rows);
+    total = answer.total;
+    options(parts.step, answer.steps, (one) => `step ${one}`);
+    options(parts.source, answer.sources, (one) => one);
+    const left = megarl.source.numLeftOut || 0;
+    parts.count.textContent = `${total.toLocaleString("en")} rollouts${left ? `; ${left.toLocaleString("en")} more are not in this file` : ""}`;
+    parts.inner.style.height = `${Math.max(1, total) * ROW}px`;
+    show();
+  }
+
+  function options(select, values, label) {
+    if (select.options.length - 1 === values.length) return;
+    const chosen = select.value;
+    select.replaceChildren(select.options[0], ...values.map((one) => element("option", { value: one }, label(one))));
+    select.value = chosen;
+  }
+
+  function row(index) {
+    return (pages.get(Math.floor(index / PAGE)) || [])[index % PAGE];
+  }
+
+  /** The rows that are in view, and a few around them. */
+  function show() {
+    const { list, inner } = parts;
+    const first = Math.max(0, Math.floor(list.scrollTop / ROW) - SPARE);
+    const end = Math.min(total, Math.ceil((list.scrollTop + list.clientHeight) / ROW) + SPARE);
+    const rows = [];
+    for (let index = first; index < end; index += 1) {
+      const one = row(index);
+      if (!one) load(Math.floor(index / PAGE));
+      rows.push(item(index, one));
+    }
+    inner.replaceChildren(...rows);
+    if (!total) inner.append(element("p", { class: "empty" }, "No rollout is as asked for."));
+  }
+
+  function item(index, one) {
+    const isSelected = index === selected;
+    const item = element("div", {
+      class: `item${isSelected ? " selected" : ""}`,
+      role: "option",
+      id: `row-${index}`,
+      "aria-selected": String(isSelected),
+      onclick: () => select(index),
+    });
+    item.style.transform = `translateY(${index * ROW}px)`;
+    if (!one) return item;
+    item.append(
+      element("span", { class: `reward ${one.is_masked ? "masked" : one.score > 0 ? "good" : "bad"}` }, one.is_masked ? "–" : number(one.score)),
+      element("span", { class: "line" }, one.line || "(empty)"),
+      element(
+        "span",
+        { class: "meta" },
+        `step ${one.step} · ${one.prompt_uid} · ${one.num_tokens} tokens · ${one.finish_reason} · gap ${number(one.largest_gap)}`,
+      ),
+    );
+    return item;
+  }
+
+  function onKey(event) {
+    const move = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1, PageDown: 10, PageUp: -10 }[event.key];
+    if (!move) return;
+    event.preventDefault();
+    select(Math.max(0, Math.min(total - 1, selected + move)));
+  }
+
+  async function select(index) {
+    const one = row(index);
+    if (!one) return;
+    selected = index;
+    const { list } = parts;
+    if (index * ROW < list.scrollTop) list.scrollTop = index * ROW;
+    if ((index + 1) * ROW > list.scrollTop + list.clientHeight) list.scrollTop = (index + 1) * ROW - list.clientHeight;
+    show();
+    list.setAttribute("aria-activedescendant", `row-${index}`);
+    const detail = await megarl.source.rollout(one.step, one.row);
+    if (selected === index) showDetail(detail);
+  }
+
+  function showDetail(one) {
+    const select = element("select", {
+      "aria-label": "Colour of tokens",
+      onchange: () => ((colour = select.value), showDetail(one)),
+    });
+    for (const [key, label] of [
+      ["gap", "gap of log-probabilities"],
+      ["version", "policy version"],
+      ["advantage", "advantage"],
+    ]) {
+      select.append(element("option", { value: key, selected: key === colour }, label));
+    }
+    const facts = [
+      ["reward", one.is_masked ? "not scored" : number(one.score)],
+      ...Object.entries(one.components).map(([name, value]) => [name, number(value)]),
+      ["read as", one.prediction === null ? "–" : one.prediction],
+      ["truth", one.ground_truth],
+      ["tokens", `${one.num_tokens}, ${one.finish_reason}`],
+      ["versions", one.first_version === one.last_version ? `${one.first_version}` : `${one.first_version} to ${one.last_version}`],
+      ["largest gap", number(one.largest_gap)],
+    ];
+    parts.detail.replaceChildren(
+      element("h2", {}, `${one.prompt_uid}, rollout ${one.index}`),
+      element("p", { class: "meta" }, `step ${one.step} · ${one.data_source}`),
+      element("dl", {}, ...facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
+      element("h3", {}, "Prompt"),
+      element("pre", { class: "prompt" }, one.prompt),
+      element("div", { class: "toolbar" }, element("h3", {}, "Response"), select, scale()),
+      element("pre", { class: "response" }, ...one.pieces.map((piece, i) => token(one, piece, i))),
+    );
+    parts.detail.scrollTop = 0;
+  }
+
+  const GAPS = [0.01, 0.05, 0.2, 0.5];
+
+  function scale() {
+    const labels =
+      colour === "gap"
+        ? ["≤ 0.01", "0.05", "0.2", "0.5", "more"].map((label, i) => [`gap-${i}`, label])
+        : colour === "advantage"
+          ? [["advantage-up", "above 0"], ["advantage-down", "below 0"]]
+          : [0, 1, 2, 3].map((i) => [`version-${i}`, i === 0 ? "newest" : i === 3 ? "3 or more before" : `${i} before`]);
+    return element("span", { class: "legend" }, ...labels.map(([name, label]) => element("span", { class: `token ${name}` }, label)));
+  }
+
+  function token(one, piece, i) {
+    const gap = Math.abs(one.rollout_logprobs[i] - one.trainer_logprobs[i]);
+    const name = !one.loss_mask[i]
+      ? "not-chosen"
+      : colour === "gap"
+        ? `gap-${GAPS.filter((limit) => gap > limit).length}`
+        : colour === "version"
+          ? `version-${Math.min(3, one.last_version - one.versions[i])}`
+          : one.advantages[i] > 0
+            ? "advantage-up"
+            : one.advantages[i] < 0
+              ? "advantage-down"
+              : "";
+    const title = [
+      `token ${one.token_ids[i]}, version ${one.versions[i]}`,
+      `log-probability: engine ${number(one.rollout_logprobs[i])}, trainer ${number(one.trainer_logprobs[i])}`,
+      `advantage ${number(one.advantages[i])}`,
+    ].join("\n");
+    return element("span", { class: `token ${name}`, title }, piece);
+  }
+
+  return { build, reload };
+})();

@@ -1,0 +1,122 @@
+// When each role was busy with what: a row per role, a bar per phase.
+"use strict";
+
+megarl.timeline = (() => {
+  const WIDTH = 1200;
+  const ROW = 34;
+  const LEFT = 64;
+  const AXIS = 24;
+  const CHOICES = [4, 16, 64, 0];
+  const { element, svg, seconds } = megarl;
+  let numShown = 16;
+
+  function draw(container, spans) {
+    if (!spans.length) {
+      container.replaceChildren(element("p", { class: "empty" }, "No phase has begun yet."));
+      return;
+    }
+    const last = spans[spans.length - 1].step;
+    const shown = numShown ? spans.filter((span) => span.step > last - numShown) : spans;
+    const readout = element("output", {}, "Point at a bar.");
+    container.replaceChildren(
+      element("div", { class: "toolbar" }, choice(container, spans), legend(shown), readout),
+      bars(shown, readout),
+      element("h2", {}, "Time by phase"),
+      table(shown),
+    );
+  }
+
+  function choice(container, spans) {
+    const select = element("select", {
+      "aria-label": "Steps shown",
+      onchange: () => ((numShown = Number(select.value)), draw(container, spans)),
+    });
+    for (const number of CHOICES) {
+      select.append(element("option", { value: number, selected: number === numShown }, number ? `last ${number} steps` : "all steps"));
+    }
+    return select;
+  }
+
+  function legend(spans) {
+    const phases = [...new Set(spans.map((span) => span.phase))];
+    return element("span", { class: "legend" }, ...phases.map((phase) => element("span", { class: `key phase-${phase}` }, phase)));
+  }
+
+  function bars(spans, readout) {
+    const roles = [...new Set(spans.flatMap((span) => span.roles))];
+    const began = Math.min(...spans.map((span) => span.began));
+    const ended = Math.max(...spans.map((span) => span.began + span.seconds));
+    const x = (time) => LEFT + ((WIDTH - LEFT - 8) * (time - began)) / Math.max(1e-9, ended - began);
+    const height = roles.length * ROW + AXIS;
+    const image = svg("svg", { viewBox: `0 0 ${WIDTH} ${height}`, class: "bars", role: "img", "aria-label": "Phases of each role" });
+    roles.forEach((role, i) => {
+      image.append(
+        svg("text", { class: "role", x: 0, y: i * ROW + ROW / 2 + 4 }, role),
+        svg("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: (i + 1) * ROW, y2: (i + 1) * ROW }),
+      );
+    });
+    for (let i = 0; i <= 4; i += 1) {
+      const time = began + ((ended - began) * i) / 4;
+      const anchor = i === 0 ? "start" : i === 4 ? "end" : "middle";
+      image.append(svg("text", { class: "tick", x: x(time), y: height - 6, "text-anchor": anchor }, seconds(time - began)));
+    }
+    for (const span of spans) {
+      for (const role of span.roles) {
+        image.append(
+          svg("rect", {
+            class: `bar phase-${span.phase}${span.is_open ? " open" : ""}`,
+            x: x(span.began),
+            y: roles.indexOf(role) * ROW + 5,
+            width: Math.max(0.8, x(span.began + span.seconds) - x(span.began)),
+            height: ROW - 10,
+            rx: 2,
+            onpointerenter: () => {
+              const end = span.is_open ? " so far" : "";
+              readout.textContent = `step ${span.step}: ${span.phase}, ${seconds(span.seconds)}${end}`;
+            },
+          }),
+        );
+      }
+    }
+    return element("div", { class: "scroll" }, image);
+  }
+
+  function table(spans) {
+    const total = spans.reduce((sum, span) => sum + span.seconds, 0);
+    const phases = new Map();
+    for (const span of spans) {
+      const known = phases.get(span.phase) || { count: 0, seconds: 0, longest: 0 };
+      known.count += 1;
+      known.seconds += span.seconds;
+      known.longest = Math.max(known.longest, span.seconds);
+      phases.set(span.phase, known);
+    }
+    const rows = [...phases].sort((a, b) => b[1].seconds - a[1].seconds);
+    const cells = (tag, values) => element("tr", {}, ...values.map((one) => element(tag, {}, one)));
+    return element(
+      "div",
+      { class: "scroll" },
+      element(
+        "table",
+        {},
+        element("thead", {}, cells("th", ["phase", "times", "mean", "longest", "together", "share"])),
+        element(
+          "tbody",
+          {},
+          ...rows.map(([phase, one]) =>
+            cells("td", [
+              phase,
+              String(one.count),
+              seconds(one.seconds / one.count),
+              seconds(one.longest),
+              seconds(one.seconds),
+              `${((100 * one.seconds) / Math.max(1e-9, total)).toFixed(1)} %`,
+            ]),
+          ),
+        ),
+      ),
+    );
+  }
+
+  return { draw };
+})();

@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.observe.events import Event, PhaseEnded, PhaseStarted, Record, read_events
 from megarl.page.timeline import Span, fold_spans, to_trace
+from megarl.types import JsonValue
 from tests.observe.samples import BEGAN, run_started, step_finished
 from tests.page.runs import make_run
 
@@ -55,7 +56,7 @@ def test_phases_may_run_side_by_side() -> None:
 
 
 def test_what_a_run_died_in_ends_with_its_last_word() -> None:
-    dead = [run_started(), PhaseStarted(phase="update"), step_finished(1)]
+    dead: list[Event] = [run_started(), PhaseStarted(phase="update"), step_finished(1)]
     (update, start) = spans_of([*dead, run_started(resumed_step=1), PhaseStarted(phase="start")])
     assert (update.seconds, update.is_open) == (2.0, True)
     assert start.step == 2
@@ -63,7 +64,7 @@ def test_what_a_run_died_in_ends_with_its_last_word() -> None:
 
 def test_a_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    other = {"ph": "X", "name": "ray::task", "pid": "node", "tid": "worker", "ts": 1.0, "dur": 2.0}
+    other: dict[str, JsonValue] = {"ph": "X", "name": "ray::task", "pid": "node", "tid": "worker", "ts": 1.0, "dur": 2.0}
     trace: dict[str, Any] = json.loads(
         json.dumps(to_trace(fold_spans(read_events(run / "events.jsonl")), run="run", others=[other]))
     )

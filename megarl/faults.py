@@ -1,8 +1,37 @@
-"""Accidents on purpose: how tests stop a run, or one write of it, at a named point. Inert without MEGARL_FAULTS.
+"""Accidents on purpose: how tests stop a run, or one part of it, at a named point. Inert without MEGARL_FAULTS.
 
-MEGARL_FAULTS='[{"point": "file_written", "rank": 1, "step": 4, "kind": "kill"}]'; without `rank` and `step` every rank
-and every step is meant. Kinds: `kill` ends the process as kill -9 does, `wait` sleeps for `seconds`, and the name of an
-errno (ENOSPC, EFBIG, EROFS, EIO) fails the way the operating system would.
+MEGARL_FAULTS='[{"point": "file_written", "rank": 1, "step": 4, "kind": "kill"}]'. `step`, `rank`, `engine` and `of` say
+which passage of the point is meant; what is left out is any. `once` is the path of a file: the fault makes it, and
+happens only where it is not there yet, so that a part of the run that is started again passes unharmed.
+
+Kinds: `kill` ends the process as kill -9 does, `stop` freezes it as SIGSTOP does, `wait` sleeps for `seconds`, the name
+of an errno (ENOSPC, EFBIG, EROFS, EIO) fails the way the operating system would, and `nan` or `corrupt` let the caller
+spoil what it has in hand; only the points that say so have something.
+
+A step in the trainer; `of` is actor or critic:
+    forward            rank    a mini-batch is there, no micro-batch is begun
+    backward           rank    the loss of a micro-batch is known, its gradients are not; on last stages; nan: the loss
+    gradients          rank    gradients of a mini-batch are summed over all ranks; nan: this rank's
+    optimizer          rank    they are known to be finite, no weight is changed
+    updated            rank    every weight of this rank is changed
+A question to a model that is not an update; `of` is actor, critic or reference:
+    asked              rank    before its forward pass
+
+Weights on their way; `step` is the version, `of` the name of the group, such as publish, or save 2:
+    bucket_packed      rank    by the sender, not yet sent; corrupt: its bytes
+    bucket_sent        rank    under way
+    bucket_received    engine  by the receiver, not yet read; corrupt: its bytes
+    staged             engine  everything is there and digested, nothing served; corrupt: a digest
+    committing         engine  the version is agreed on, no parameter is changed
+    committed          engine  all are
+
+A step in the driver:
+    step_begun         driver
+    step_taken         driver  its groups are there
+    step_trained       driver  not yet published
+    step_published     driver
+    generating         driver  one request is about to be sent to `engine`
+    scoring            worker  of a reward, before the user's function; nan: its score
 
 The points of a save, in the order they are passed:
     begun              driver  step_N.tmp is there, empty
@@ -30,15 +59,20 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 from megarl.env import FAULTS
 
-Point = Literal[
+StepPoint = Literal["forward", "backward", "gradients", "optimizer", "updated", "asked"]
+PublishPoint = Literal["bucket_packed", "bucket_sent", "bucket_received", "staged", "committing", "committed"]
+DriverPoint = Literal["step_begun", "step_taken", "step_trained", "step_published", "generating", "scoring"]
+SavePoint = Literal[
     "begun",
     "snapshot_taken",
     "ranks_met",
@@ -58,37 +92,89 @@ Point = Literal[
     "doomed",
     "pruned",
 ]
+Point: TypeAlias = StepPoint | PublishPoint | DriverPoint | SavePoint
+POINTS: tuple[str, ...] = tuple(name for group in get_args(Point) for name in get_args(group))
+
+Spoil = Literal["nan", "corrupt"]
+"""What a caller does to the value it has in hand."""
+SPOILABLE: dict[str, Spoil] = {
+    "backward": "nan",
+    "gradients": "nan",
+    "scoring": "nan",
+    "bucket_packed": "corrupt",
+    "bucket_received": "corrupt",
+    "staged": "corrupt",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     point: Point
     kind: str
-    rank: int | None = None
     step: int | None = None
+    rank: int | None = None
+    engine: int | None = None
+    of: str | None = None
     seconds: float = 0.0
+    once: str | None = None
 
-    def happens(self, point: Point, path: Path, rank: int | None) -> bool:
-        is_step = self.step is None or any(part.startswith(f"step_{self.step:06d}") for part in path.parts)
-        return point == self.point and is_step and self.rank in (None, rank)
+    def __post_init__(self) -> None:
+        assert self.point in POINTS, f"{FAULTS.name}: no point {self.point}"
+        is_plain = self.kind in ("kill", "stop", "wait") or hasattr(errno, self.kind)
+        assert is_plain or SPOILABLE.get(self.point) == self.kind, f"{FAULTS.name}: no {self.kind} at {self.point}"
 
 
-def reach(point: Point, path: Path, *, rank: int | None = None) -> None:
-    """Say that this process is at a point of the save of `path`, whose name has the step."""
+def reach(
+    point: Point,
+    *,
+    step: int | None = None,
+    rank: int | None = None,
+    engine: int | None = None,
+    of: str | None = None,
+) -> Spoil | None:
+    """Say that this process is at a point. Answers what to do to the value in hand: nearly always nothing."""
     text = FAULTS.read()
     if not text:
-        return
-    for fault in (Fault(**fields) for fields in json.loads(text)):
-        if fault.happens(point, path, rank):
-            _happen(fault)
+        return None
+    for fault in _planned(text):
+        meant = ((fault.step, step), (fault.rank, rank), (fault.engine, engine), (fault.of, of))
+        if fault.point == point and all(wanted in (None, given) for wanted, given in meant) and _is_first(fault):
+            return _happen(fault)
+    return None
 
 
-def _happen(fault: Fault) -> None:
+def step_in(path: Path) -> int | None:
+    """The step that a checkpoint's path is of, whatever it is called while it is written or removed."""
+    numbers = (re.match(r"step_(\d{6,})", part) for part in path.parts)
+    return next((int(number[1]) for number in numbers if number is not None), None)
+
+
+@cache
+def _planned(text: str) -> tuple[Fault, ...]:
+    return tuple(Fault(**fields) for fields in json.loads(text))
+
+
+def _is_first(fault: Fault) -> bool:
+    if fault.once is None:
+        return True
+    try:
+        Path(fault.once).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _happen(fault: Fault) -> Spoil | None:
     match fault.kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         case "wait":
             time.sleep(fault.seconds)
+        case "nan" | "corrupt":
+            return fault.kind
         case name:
             number = getattr(errno, name)
             raise OSError(number, os.strerror(number))
+    return None

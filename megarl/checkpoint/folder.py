@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from megarl.checkpoint.manifest import FileDigest, Manifest, sync, write_manifest
 from megarl.errors import CheckpointError
-from megarl.faults import reach
+from megarl.faults import reach, step_in
 
 CHECKPOINTS_FOLDER = "checkpoints"
 LATEST = "latest"
@@ -55,26 +55,26 @@ def begin(folder: Path, *, num_bytes: int) -> Path:
         )
     partial = _partial(folder)
     partial.mkdir()
-    reach("begun", partial)
+    reach("begun", step=step_in(partial))
     return partial
 
 
 def commit(partial: Path, folder: Path, manifest: Manifest) -> None:
     """Give a complete checkpoint its name, and make it the latest."""
     write_manifest(partial, manifest)
-    reach("manifest_written", partial)
+    reach("manifest_written", step=step_in(partial))
     for inner in {inside for name in manifest.files for inside in PurePosixPath(name).parents}:
         sync(partial / inner)
-    reach("folders_synced", partial)
+    reach("folders_synced", step=step_in(partial))
     _set_aside_from(folder)
-    reach("later_set_aside", partial)
+    reach("later_set_aside", step=step_in(partial))
     partial.rename(folder)
     sync(folder.parent)
-    reach("renamed", folder)
+    reach("renamed", step=step_in(folder))
     _point(folder, LATEST)
-    reach("latest_linked", folder)
+    reach("latest_linked", step=step_in(folder))
     _write_latest_step(folder)
-    reach("latest_numbered", folder)
+    reach("latest_numbered", step=step_in(folder))
 
 
 def discard(folder: Path) -> None:
@@ -98,9 +98,9 @@ def remove(folder: Path) -> None:
     # Under the name of a leftover: killed in here, it is not half a checkpoint, and goes with the next save.
     doomed = _partial(folder.with_name(folder.name.removesuffix(ABANDONED)))
     folder.rename(doomed)
-    reach("doomed", doomed)
+    reach("doomed", step=step_in(doomed))
     shutil.rmtree(doomed)
-    reach("pruned", doomed)
+    reach("pruned", step=step_in(doomed))
 
 
 def below(folder_name: str, files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:

@@ -18,7 +18,7 @@ from megarl.checkpoint.manifest import FileDigest, digest_file, sync
 from megarl.checkpoint.tensor_file import write_tensor_file
 from megarl.config.model import critic_architecture
 from megarl.errors import CheckpointError, WeightSyncError
-from megarl.faults import reach
+from megarl.faults import reach, step_in
 from megarl.weights.fused import whole
 from megarl.weights.group import TransferGroup
 from megarl.weights.hf import INDEX_FILE
@@ -61,7 +61,7 @@ def save_hf(
     with _failing_as_save(folder, group):
         if group.peer == 0:
             files |= copy_companions(source_folder, folder, dtype=dtype, is_critic=is_critic)
-            reach("companions_copied", folder, rank=group.peer)
+            reach("companions_copied", step=step_in(folder), rank=group.peer)
         group.barrier()
     return files
 
@@ -86,18 +86,18 @@ def save_tensors(
             folder.mkdir(parents=True)
         group.barrier()
         share = _receive(layout, target, tensors, group, bucket_bytes)
-        reach("tensors_received", folder, rank=group.peer)
+        reach("tensors_received", step=step_in(folder), rank=group.peer)
         _refuse_unfinite(share)
         names = _file_names(target)
         if share:
             path = folder / names[group.peer]
             files[path.name] = _write_share(path, share)
-            reach("file_written", folder, rank=group.peer)
+            reach("file_written", step=step_in(folder), rank=group.peer)
             sync(path)
-            reach("file_synced", folder, rank=group.peer)
+            reach("file_synced", step=step_in(folder), rank=group.peer)
         if group.peer == 0:
             files[INDEX_FILE] = _write_index(folder, target, names)
-            reach("index_written", folder, rank=group.peer)
+            reach("index_written", step=step_in(folder), rank=group.peer)
         group.barrier()
     return files
 

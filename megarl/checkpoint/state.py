@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.manifest import sync
 from megarl.errors import CheckpointError
-from megarl.faults import reach
+from megarl.faults import reach, step_in
 
 STATE_FILE = "state.json"
 
@@ -79,7 +79,7 @@ def write_state(folder: Path, state: RunState) -> None:
     path = folder / STATE_FILE
     path.write_bytes(_STATE.dump_json(state, indent=1) + b"\n")
     sync(path)
-    reach("state_written", folder)
+    reach("state_written", step=step_in(folder))
 
 
 def read_state(folder: Path) -> RunState:

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
 
+from megarl.faults import reach
 from megarl.reward.protocol import LENGTH, Answer, Request, Task
 from megarl.reward.result import checked, type_name
 
@@ -141,7 +142,8 @@ def _import(path: Path) -> ModuleType:
 
 def _answer(function: _UserFunction, request: Request, task: Task, runner: asyncio.Runner) -> Answer:
     try:
-        value = function(**request)
+        spoil = reach("scoring")
+        value = math.nan if spoil == "nan" else function(**request)
         if inspect.isawaitable(value):
             value = runner.run(_finish(value))
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too

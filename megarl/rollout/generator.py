@@ -18,6 +18,7 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import SampledEvaluationConfig, SamplingConfig
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import DataError, EngineError, FleetError
+from megarl.faults import reach
 from megarl.rollout.client import GenerateRequest
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
@@ -165,6 +166,7 @@ class FleetGenerator:
             stop_token_ids=self._vocabulary.eos_ids,
             sampling_seed=sampling_seed(self._seed, prompt.uid, epoch=prompt.epoch, index=index),
         )
+        reach("generating", step=engine.version, engine=engine.index)
         try:
             return read_response(await engine.client.generate(request), expected)
         except BadReplyError as error:

@@ -34,7 +34,7 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import KeepBestConfig, Recipe
 from megarl.data.stream import PromptStream
 from megarl.errors import CheckpointError, ConfigError, PreemptedError, Problem
-from megarl.faults import reach
+from megarl.faults import reach, step_in
 from megarl.observe.observer import Observer
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.preemption import Preemption
@@ -339,7 +339,7 @@ class RunSaver:
         return files
 
     def _complete(self, save: _Save, files: Mapping[str, FileDigest]) -> Manifest:
-        reach("ranks_done", save.partial)
+        reach("ranks_done", step=step_in(save.partial))
         write_state(save.partial, save.state)
         files = {**files, **write_carried(save.partial, save.carried)}
         manifest = Manifest(

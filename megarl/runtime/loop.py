@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from megarl.faults import reach
 from megarl.observe.observer import Observer
 from megarl.observe.summary import summarize_step
 from megarl.runtime.buffer import Buffer
@@ -96,10 +97,12 @@ class Loop:
                 await self._buffer.give_up(ticket)
 
     async def _step(self, step: int) -> PolicyVersion:
+        reach("step_begun", step=step)
         started = time.monotonic()
         async with self._phases.generating():
             with self._observer.phase("generate"):
                 groups = await self._saver.unless_leaving(self._buffer.take_step())
+        reach("step_taken", step=step)
         async with self._phases.training():
             with self._observer.phase("assign"):
                 estimates = await self._trainer.estimate(groups)
@@ -107,10 +110,12 @@ class Loop:
                 await self._keeper.keep(step, groups, samples)
             with self._observer.phase("update"):
                 update = await self._trainer.update(samples)
+        reach("step_trained", step=step)
         for text in update.warnings:
             self._observer.warned(text)
         if update.version != self._published:
             await self._publish(update.version)
+        reach("step_published", step=step)
         seconds = time.monotonic() - started
         summary = summarize_step(
             step=step,

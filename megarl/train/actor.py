@@ -39,6 +39,8 @@ class TrainerRecord:
 
 
 class ActorRank(TrainedRank):
+    ROLE = "actor"
+
     def __init__(
         self,
         spec: RankSpec,
@@ -155,13 +157,18 @@ class ActorRank(TrainedRank):
                 num_loss_tokens=mini_batch.num_loss_tokens,
                 num_sequences=mini_batch.num_sequences,
             )
-            return actor.value, report(tokens, actor, is_from_engine=not isinstance(algorithm, SftConfig))
+            value = actor.value
+            if self._reach("backward", step=self._num_steps + 1) == "nan":
+                value = value * torch.nan
+            return value, report(tokens, actor, is_from_engine=not isinstance(algorithm, SftConfig))
 
+        self._reach("forward", step=self._num_steps + 1)
         self._optimizer.zero_grad()
         reports = accumulate_gradients(self._optimizer.chunks, micro_batches, loss=loss)
         return reduce_reports(reports, mini_batch, self._topology)
 
     def _score(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[Tensor]:
+        self._reach("asked", step=self._num_steps + 1)
         scores: list[TokenScores] = forward(self._optimizer.chunks, self._share(batch, mini_batch))
         return [item.logprobs for item in scores]
 

@@ -20,7 +20,7 @@ from megarl.checkpoint.manifest import MODEL_FOLDER, OPTIMIZER_FOLDER, Contents,
 from megarl.checkpoint.save import save_hf, save_tensors
 from megarl.checkpoint.snapshot import BoxView, Contribution, contribution, copy_to_host
 from megarl.errors import CheckpointError, WeightSyncError
-from megarl.faults import reach
+from megarl.faults import reach, step_in
 from megarl.train.optimizer import ModelOptimizer
 from megarl.train.peers import Peers
 from megarl.train.shards import MOMENTS, Shard, box_of_range, cut
@@ -93,7 +93,7 @@ class RankSaver:
 
         `model/` gets the tokenizer and configuration of `source_folder`.
         """
-        reach("snapshot_taken", folder, rank=self._topology.rank)
+        reach("snapshot_taken", step=step_in(folder), rank=self._topology.rank)
         parts, self._taken = self._taken, {}
         assert parts, "snapshot comes first"
         files: dict[str, FileDigest] = {}
@@ -147,7 +147,7 @@ class RankSaver:
             group = self._peers.join(f"save {self._num_snapshots}")
         except WeightSyncError as error:
             raise CheckpointError(f"{folder} was not saved: {error}") from error
-        reach("ranks_met", folder, rank=self._topology.rank)
+        reach("ranks_met", step=step_in(folder), rank=self._topology.rank)
         return group
 
 

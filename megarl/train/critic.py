@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megarl.algo.objective import ValueTokens, critic_loss
@@ -16,6 +17,8 @@ from megarl.types import CriticResult, FloatArray, MiniBatch, TrainBatch
 
 
 class CriticRank(TrainedRank):
+    ROLE = "critic"
+
     def __init__(
         self,
         spec: RankSpec,
@@ -34,6 +37,7 @@ class CriticRank(TrainedRank):
 
     def values(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
         """Per sample: what is expected before each of its response tokens."""
+        self._reach("asked", step=self._num_steps + 1)
         with self._on_device():
             values: list[list[Tensor]] = [
                 forward(self._optimizer.chunks, self._share(batch, item)) for item in batch.mini_batches
@@ -77,8 +81,12 @@ class CriticRank(TrainedRank):
                 num_loss_tokens=mini_batch.num_loss_tokens,
                 num_sequences=mini_batch.num_sequences,
             )
-            return critic.value, report_values(tokens, critic)
+            value = critic.value
+            if self._reach("backward", step=self._num_steps + 1) == "nan":
+                value = value * torch.nan
+            return value, report_values(tokens, critic)
 
+        self._reach("forward", step=self._num_steps + 1)
         self._optimizer.zero_grad()
         reports = accumulate_gradients(self._optimizer.chunks, micro_batches, loss=loss)
         return reduce_values(reports, mini_batch, self._topology)

@@ -73,6 +73,11 @@ class ModelOptimizer:
         self._optimizer.prepare_grads()
         return float(self._optimizer.get_grad_norm())
 
+    def spoil_gradients(self) -> None:
+        """Make all of this rank's NaN, as `faults` asks for."""
+        for parameter in self.parameters().values():
+            parameter.main_grad.fill_(torch.nan)
+
     def step(self, learning_rate: float) -> None:
         """Clip, update, share the new weights."""
         for group in self._optimizer.param_groups:

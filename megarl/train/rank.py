@@ -18,6 +18,7 @@ from torch import Tensor
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ModelParallelConfig
 from megarl.data.packing import unpack
+from megarl.faults import Spoil, StepPoint, reach
 from megarl.train import cpu
 from megarl.train.micro_batch import DeviceMicroBatch, to_device
 from megarl.train.model import Model, build_chunks
@@ -50,6 +51,8 @@ class RankSpec:
 
 class ModelRank:
     """The model's chunks in this process, without weights yet."""
+
+    ROLE = "reference"
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
@@ -104,6 +107,9 @@ class ModelRank:
         may_lack = (VALUE_HEAD,) if self._spec.shape.has_value_head else ()
         with self._on_device():
             load_hf(folder, self._holding, self._layout.canonical, tensors, may_lack=may_lack)
+
+    def _reach(self, point: StepPoint, *, step: int | None = None) -> Spoil | None:
+        return reach(point, step=step, rank=self._spec.rank, of=self.ROLE)
 
     def _on_device(self) -> contextlib.AbstractContextManager[None]:
         return cpu.literal_devices() if self._spec.device == "cpu" else contextlib.nullcontext()

@@ -16,4 +16,5 @@ class ReferenceRank(ModelRank):
             return self._unpack(batch, [[item.logprobs for item in of_share] for of_share in scores])
 
     def _score(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[TokenScores]:
+        self._reach("asked")
         return forward(self._models, self._share(batch, mini_batch))

@@ -86,16 +86,21 @@ class TrainedRank(ModelRank):
 
     def _apply(self, loss: float, rate: float) -> float | None:
         """The update whose gradients are there; answers with their norm. One that is not finite changes no weight."""
+        step = self._num_steps + 1
+        if self._reach("gradients", step=step) == "nan":
+            self._optimizer.spoil_gradients()
         grad_norm = self._optimizer.grad_norm()
         if math.isfinite(loss) and math.isfinite(grad_norm):
+            self._reach("optimizer", step=step)
             self._optimizer.step(rate)
+            self._reach("updated", step=step)
             self._num_updates += 1
             self._num_skipped = 0
             return grad_norm
         self._num_skipped += 1
         if self._num_skipped > MAX_SKIPPED_UPDATES:
             raise NumericsError(
-                f"step {self._num_steps + 1}: the loss is {loss}, the gradient norm {grad_norm}; "
+                f"step {step}: the loss is {loss}, the gradient norm {grad_norm}; "
                 f"{MAX_SKIPPED_UPDATES} updates before it were not finite either, and none of them was applied"
             )
         return None

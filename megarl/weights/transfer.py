@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from megarl.errors import WeightSyncError
+from megarl.faults import reach
 from megarl.weights.box_digest import BoxDigest, digest_bytes
 from megarl.weights.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES, Bucket, Parcel, buckets_from, buckets_to
 from megarl.weights.check import check_delivery
@@ -85,7 +86,10 @@ class Sender:
                 if len(under_way) == NUM_LANES:
                     under_way.popleft().wait(deadline)
                 lane = self._pack(bucket, self._lanes[number % NUM_LANES])
+                if reach("bucket_packed", step=version, rank=self._rank, of=self._group.name) == "corrupt":
+                    lane[0] ^= 1
                 under_way.append(self._group.send(lane, peer=self._peer_of(bucket), tag=_tag(version, bucket)))
+                reach("bucket_sent", step=version, rank=self._rank, of=self._group.name)
                 self._add_digests(bucket, digests, sums)
             for bucket in self._shown:
                 self._add_digests(bucket, digests, sums)
@@ -180,22 +184,30 @@ class Receiver:
                 self._add_digest(parcel, values, sums)
             for bucket, buffer, pending in zip(self._buckets, self._staging, expected, strict=True):
                 pending.wait(deadline)
+                if reach("bucket_received", step=version, rank=self._rank, of=self._group.name) == "corrupt":
+                    buffer[0] ^= 1
                 for parcel, values in self._arrived(bucket, buffer):
                     self._add_digest(parcel, values, sums)
         self._staged_version = version
-        return to_ints(sums)
+        found = to_ints(sums)
+        if reach("staged", step=version, rank=self._rank, of=self._group.name) == "corrupt":
+            name = next(iter(found))
+            found[name] ^= 1
+        return found
 
     def commit(self, version: int) -> None:
         """Copy staging into the parameters, in place; refused for any version but the staged one."""
         if self._staged_version != version:
             who = f"{self._group.name}: peer {self._group.peer}"
             raise WeightSyncError(f"{who}: asked to commit version {version}, staged is {self._staged_version}")
+        reach("committing", step=version, rank=self._rank, of=self._group.name)
         for parcel, values in self._visible():
             self._put(parcel, values)
         for bucket, buffer in zip(self._buckets, self._staging, strict=True):
             for parcel, values in self._arrived(bucket, buffer):
                 self._put(parcel, values)
         self._staged_version = None
+        reach("committed", step=version, rank=self._rank, of=self._group.name)
 
     def abort(self) -> None:
         """Forget what is staged; the parameters stay as they are."""

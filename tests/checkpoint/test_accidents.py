@@ -15,7 +15,7 @@ from megarl.checkpoint.identity import digest_of
 from megarl.checkpoint.manifest import verify
 from megarl.checkpoint.resume import decide
 from megarl.config.recipe import Recipe
-from megarl.faults import Point
+from megarl.faults import SavePoint
 from tests.checkpoint.local_run import train, train_with_accidents
 from tests.checkpoint.test_identity import make_recipe
 from tests.processes import Outcome, run_processes
@@ -25,7 +25,7 @@ OF_RANKS = {"snapshot_taken", "ranks_met"}
 """Passed by Megatron's ranks alone: see tests/train/test_checkpoint.py."""
 OF_THE_OLDER = {"doomed", "pruned"}
 """Passed by the checkpoint that is removed when another is complete."""
-POINTS = [point for point in get_args(Point) if point not in OF_RANKS]
+POINTS = [point for point in get_args(SavePoint) if point not in OF_RANKS]
 COMPLETE_FROM = POINTS.index("renamed")
 
 

@@ -16,10 +16,15 @@ from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from megarl.errors import DataError, MachineError
+from megarl.observe.staleness import Staleness
 from megarl.observe.summary import Phase, StepSummary
-from megarl.types import EvalResult, PublishResult
+from megarl.types import EvalResult, PolicyVersion, PublishResult
 
 EVENTS_FILE = "events.jsonl"
+LIVE = "live"
+"""The state of an engine that serves the version published last."""
+GONE = "gone"
+"""The state of an engine that has left for good."""
 
 
 class RunStatus(StrEnum):
@@ -56,12 +61,47 @@ class StepFinished:
     summary: StepSummary
     phase_seconds: Mapping[Phase, float]
     """Time in each phase since the step before."""
+    staleness: Staleness | None = None
+    """None where no policy of this run chose a trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
     kind: Literal["published"] = "published"
     result: PublishResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishFailed:
+    """The engines keep the version before."""
+
+    kind: Literal["publish_failed"] = "publish_failed"
+    version: PolicyVersion
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineChanged:
+    """An engine came, left, or does something else than before. A publish that reaches it is no such change."""
+
+    kind: Literal["engine_changed"] = "engine_changed"
+    index: int
+    state: str
+    """In the fleet's words: `LIVE`, or any other; `GONE` takes it off the list."""
+    version: PolicyVersion
+    address: str
+    """Host and port; its own metrics are there."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarted:
+    """A process that had ended was started again."""
+
+    kind: Literal["restarted"] = "restarted"
+    role: str
+    index: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +152,9 @@ Event = (
     | PhaseStarted
     | StepFinished
     | Published
+    | PublishFailed
+    | EngineChanged
+    | Restarted
     | Evaluated
     | CheckpointSaved
     | CheckpointFailed

@@ -89,8 +89,11 @@ EFFECTIVE_TIME = _gauge(
     "Seconds of steps that count, over all time since the run was first started (ETTR)",
     unit="ratio",
 )
-WAIT_RATIO = _gauge(
+TRAINER_WAIT = _gauge(
     "run", "trainer_wait_ratio", "Share of the last step in which the trainer waited for rollouts", unit="ratio"
+)
+PRODUCER_WAIT = _gauge(
+    "run", "producer_wait_ratio", "Share of it in which the mean producer waited for the trainer", unit="ratio"
 )
 TRAINED_TOKENS = _counter("run", "trained_tokens", "Prompt and response tokens trained on", unit="tokens")
 TOKENS_PER_SECOND = _gauge("run", "tokens_per_second", "Tokens of the last step over its duration", unit="per_second")
@@ -145,12 +148,6 @@ DROPPED_GROUPS = _counter(
 QUEUE = _gauge("rollout", "queue_groups", "Scored groups that wait to be trained on", unit="groups")
 QUEUE_CAPACITY = _gauge("rollout", "queue_capacity_groups", "The most that may wait or be under way", unit="groups")
 UNDER_WAY = _gauge("rollout", "under_way_groups", "Groups being generated or scored", unit="groups")
-GROUP_AGE_MEAN = _gauge(
-    "rollout", "group_age_mean_seconds", "From being scored to being taken, mean of the last step", unit="seconds"
-)
-GROUP_AGE_MAX = _gauge(
-    "rollout", "group_age_max_seconds", "From being scored to being taken, longest of the last step", unit="seconds"
-)
 STALENESS_MEAN = _gauge(
     "rollout", "staleness_mean_steps", "Steps between a trained token's policy and the trained one", unit="steps"
 )

@@ -16,15 +16,10 @@ from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from megarl.errors import DataError, MachineError
-from megarl.observe.staleness import Staleness
 from megarl.observe.summary import Phase, StepSummary
 from megarl.types import EvalResult, PolicyVersion, PublishResult
 
 EVENTS_FILE = "events.jsonl"
-LIVE = "live"
-"""The state of an engine that serves the version published last."""
-GONE = "gone"
-"""The state of an engine that has left for good."""
 
 
 class RunStatus(StrEnum):
@@ -61,8 +56,6 @@ class StepFinished:
     summary: StepSummary
     phase_seconds: Mapping[Phase, float]
     """Time in each phase since the step before."""
-    staleness: Staleness | None = None
-    """None where no policy of this run chose a trained token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +80,11 @@ class EngineChanged:
     kind: Literal["engine_changed"] = "engine_changed"
     index: int
     state: str
-    """In the fleet's words: `LIVE`, or any other; `GONE` takes it off the list."""
+    """In the fleet's words."""
+    is_serving: bool
+    """Whether it gets requests: then it has the version published last."""
+    is_running: bool
+    """Whether there is a process that can be asked for its metrics."""
     version: PolicyVersion
     address: str
     """Host and port; its own metrics are there."""

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 from megarl.observe import catalogue as names
 from megarl.observe.catalogue import Metric
 from megarl.observe.events import (
-    GONE,
-    LIVE,
     CheckpointFailed,
     CheckpointSaved,
     EngineChanged,
@@ -25,7 +23,7 @@ from megarl.observe.events import (
 from megarl.observe.meter import Meter
 from megarl.observe.progress import Progress, advance
 from megarl.observe.standing import Standing
-from megarl.observe.summary import RolloutSummary, StepSummary, TrainingWork
+from megarl.observe.summary import Flow, RolloutSummary, StepSummary, TrainingWork
 from megarl.types import EvalResult, PublishResult
 
 OF_UPDATE: Mapping[str, Metric] = {
@@ -88,7 +86,9 @@ class Metrics:
         self._meter = meter
         self._progress = Progress()
         self._standing = Standing()
-        self._engines: dict[int, str] = {}
+        self._engines: dict[str, str] = {}
+        """The state of each."""
+        self._serving: set[str] = set()
         for record in earlier:
             self._standing.record(record)
 
@@ -138,14 +138,18 @@ class Metrics:
         self._meter.set(names.STEP_SECONDS, summary.seconds)
         if "evaluate" in phase_seconds:
             self._meter.set(names.EVAL_SECONDS, phase_seconds["evaluate"])
-        if summary.seconds > 0:
-            self._meter.set(names.WAIT_RATIO, min(1.0, phase_seconds.get("generate", 0.0) / summary.seconds))
+        if summary.flow is not None:
+            self._record_flow(summary.flow, summary.seconds)
         update_s = phase_seconds.get("update", 0.0)
         if summary.work is not None and update_s > 0:
             self._record_work(summary.work, update_s)
-        if finished.staleness is not None:
-            self._meter.set(names.STALENESS_MEAN, finished.staleness.mean_steps)
-            self._meter.set(names.STALENESS_MAX, finished.staleness.max_steps)
+
+    def _record_flow(self, flow: Flow, seconds: float) -> None:
+        self._meter.set(names.STALENESS_MEAN, flow.age_mean)
+        self._meter.set(names.STALENESS_MAX, flow.age_max)
+        if seconds > 0:
+            self._meter.set(names.TRAINER_WAIT, min(1.0, flow.trainer_wait_s / seconds))
+            self._meter.set(names.PRODUCER_WAIT, min(1.0, flow.producer_wait_s / seconds))
 
     def _record_work(self, work: TrainingWork, seconds: float) -> None:
         self._meter.set(names.TRAIN_FLOPS, work.flops / seconds)
@@ -207,20 +211,18 @@ class Metrics:
         meter.set(names.PUBLISH_BYTES, result.busiest_bytes)
         meter.set(names.PUBLISH_FLOOR, result.floor_bytes)
         meter.set(names.PUBLISHED_ENGINES, result.num_engines)
-        for index, state in self._engines.items():
-            if state == LIVE:
-                meter.set(names.ENGINE_VERSION, result.version, str(index))
+        for engine in self._serving:
+            meter.set(names.ENGINE_VERSION, result.version, engine)
 
     def _record_engine(self, changed: EngineChanged) -> None:
         meter, engine = self._meter, str(changed.index)
         states_before = set(self._engines.values())
-        if changed.state == GONE:
-            self._engines.pop(changed.index, None)
-            meter.forget(names.ENGINE_VERSION, engine)
-            meter.forget(names.ENGINE_REQUESTS, engine)
-        else:
-            self._engines[changed.index] = changed.state
+        self._engines[engine] = changed.state
+        if changed.is_running:
             meter.set(names.ENGINE_VERSION, changed.version, engine)
+        else:
+            meter.forget(names.ENGINE_VERSION, engine)
+        self._serving = self._serving | {engine} if changed.is_serving else self._serving - {engine}
         counts = Counter(self._engines.values())
         for state in states_before | set(counts):
             meter.set(names.ENGINES, counts[state], state)

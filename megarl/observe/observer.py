@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from types import TracebackType
 from typing import Literal
 
@@ -47,7 +47,6 @@ from megarl.observe.folder import retire_earlier_run
 from megarl.observe.logs import LOG_FILE, logging_to
 from megarl.observe.meter import Meter
 from megarl.observe.metrics import Metrics
-from megarl.observe.staleness import PolicyAges
 from megarl.observe.summary import Phase, StepSummary
 from megarl.observe.targets import Targets
 from megarl.types import EvalResult, PolicyVersion, PublishResult
@@ -101,12 +100,9 @@ class Observer:
         self._phase_seconds: dict[Phase, float] = {}
         self._has_finished = False
         self._doubts = Doubts()
-        self._ages = PolicyAges()
-        self._resumed_step = 0
         self._rollout_seconds: list[float] = []
 
     def run_started(self, recipe: Recipe, *, metrics_url: str | None, resumed_step: int = 0) -> None:
-        self._resumed_step = resumed_step
         self._tell(
             RunStarted(
                 name=recipe.run.name,
@@ -135,21 +131,38 @@ class Observer:
         for text in self._doubts.about(summary):
             self.warned(text)
         phase_seconds, self._phase_seconds = self._phase_seconds, {}
-        staleness = None if summary.rollouts is None else self._ages.of(summary.rollouts.tokens_by_version)
-        self._ages.trained(summary.step, summary.version)
         self._measure_tail()
-        self._tell(StepFinished(summary=summary, phase_seconds=phase_seconds, staleness=staleness))
+        self._tell(StepFinished(summary=summary, phase_seconds=phase_seconds))
 
     def published(self, result: PublishResult) -> None:
-        self._ages.start(self._resumed_step, result.version)
         self._tell(Published(result=result))
 
     def publish_failed(self, version: PolicyVersion, reason: str) -> None:
         self._tell(PublishFailed(version=version, reason=reason))
 
-    def engine_changed(self, index: int, state: str, *, version: PolicyVersion, address: str, reason: str = "") -> None:
-        """An engine came, left (`GONE`) or changed its state; not for every publish that reaches it."""
-        self._tell(EngineChanged(index=index, state=state, version=version, address=address, reason=reason))
+    def engine_changed(
+        self,
+        index: int,
+        state: str,
+        *,
+        is_serving: bool,
+        is_running: bool,
+        version: PolicyVersion,
+        address: str,
+        reason: str = "",
+    ) -> None:
+        """An engine came, left or changed its state; not for every publish that reaches it."""
+        self._tell(
+            EngineChanged(
+                index=index,
+                state=state,
+                is_serving=is_serving,
+                is_running=is_running,
+                version=version,
+                address=address,
+                reason=reason,
+            )
+        )
 
     def restarted(self, role: str, index: int, reason: str) -> None:
         """A process of a role (`rollout`, `actor`, `critic`, `reference`, `reward`) is started again."""
@@ -203,12 +216,6 @@ class Observer:
         """One rollout has none; `cause` is one of a few words."""
         self._meter.add(names.REWARD_FAILURES, 1, cause)
 
-    def groups_taken(self, ages_s: Sequence[float]) -> None:
-        """A step was taken from the queue; how long each group had waited there since it was scored."""
-        if ages_s:
-            self._meter.set(names.GROUP_AGE_MEAN, fmean(ages_s))
-            self._meter.set(names.GROUP_AGE_MAX, max(ages_s))
-
     def watch_queue(
         self, *, num_waiting: Callable[[], int], num_under_way: Callable[[], int], capacity: Callable[[], int]
     ) -> None:
@@ -218,7 +225,7 @@ class Observer:
         self._meter.watch(names.QUEUE_CAPACITY, capacity)
 
     def watch_requests(self, index: int, num_outstanding: Callable[[], int]) -> None:
-        """Requests that an engine works on, until it is `GONE`."""
+        """Requests that an engine works on."""
         self._meter.watch(names.ENGINE_REQUESTS, num_outstanding, str(index))
 
     def run_finished(self, status: RunStatus, *, reason: str = "") -> None:

@@ -89,6 +89,23 @@ class RolloutSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """How one step's groups came together: who waited for whom, and how old what they brought is."""
+
+    trainer_wait_s: float
+    """From asking for the step to having it."""
+    producer_wait_s: float
+    """For permission, since the step before; the mean over all that may run at once."""
+    num_ready: int
+    """Groups that are left for later steps."""
+    num_under_way: int
+    """Prompts that are being answered or scored."""
+    age_mean: float
+    """Of the step's tokens, in steps."""
+    age_max: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingWork:
     """What the actor's updates of one step had to compute."""
 
@@ -120,6 +137,8 @@ class StepSummary:
     work: TrainingWork | None
     usage: Mapping[str, RankUsage]
     """By role."""
+    flow: Flow | None
+    """None where no buffer was between generator and trainer."""
     seconds: float
     """From asking for the step's groups to publishing what they taught; an evaluation in between steps is not in it."""
     tokens_per_second: float
@@ -134,6 +153,7 @@ def summarize_step(
     update: UpdateResult,
     kl_coef: float | None,
     seconds: float,
+    flow: Flow | None = None,
     work: TrainingWork | None = None,
 ) -> StepSummary:
     """`samples` are those of the groups, in their order; `dropped_groups` counts the ones that were not kept."""
@@ -157,6 +177,7 @@ def summarize_step(
         num_tokens=num_tokens,
         work=work,
         usage=update.usage,
+        flow=flow,
         seconds=seconds,
         tokens_per_second=num_tokens / seconds if seconds > 0 else 0.0,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from megarl.errors import DataError, MachineError
-from megarl.observe.events import GONE, EngineChanged, Record
+from megarl.observe.events import EngineChanged, Record
 
 TARGETS_FILE = "prometheus_targets.json"
 EXPORTER_JOB = "megarl"
@@ -37,7 +37,7 @@ class Targets:
 
     def record(self, record: Record) -> None:
         match record.event:
-            case EngineChanged(index=index, state=state) if state in (GONE, "lost"):
+            case EngineChanged(index=index, is_running=False):
                 if self._engines.pop(index, None) is not None:
                     self._write()
             case EngineChanged(index=index, address=address):

@@ -25,7 +25,7 @@ from megarl.observe.events import (
     Warned,
 )
 from megarl.observe.generations import Generation
-from megarl.observe.summary import RewardOutlier, RolloutSummary, StepSummary, TrainingWork
+from megarl.observe.summary import Flow, RewardOutlier, RolloutSummary, StepSummary, TrainingWork
 from megarl.types import (
     DEMONSTRATION,
     EvalResult,
@@ -145,6 +145,7 @@ def step_summary(
         num_tokens=2400,
         work=TrainingWork(flops=1e9, peak_flops_per_second=1e10),
         usage={"actor": rank_usage()},
+        flow=Flow(trainer_wait_s=1.5, producer_wait_s=0.5, num_ready=4, num_under_way=4, age_mean=0.5, age_max=1),
         seconds=2.0,
         tokens_per_second=1200.0,
     )
@@ -226,7 +227,15 @@ def published(version: int) -> Published:
 
 
 def engine_changed(index: int, state: str = "live", *, version: int = 0) -> EngineChanged:
-    return EngineChanged(index=index, state=state, version=PolicyVersion(version), address=f"127.0.0.1:{30000 + index}")
+    """One that is `live` serves, one that is `lost` has no process."""
+    return EngineChanged(
+        index=index,
+        state=state,
+        is_serving=state == "live",
+        is_running=state != "lost",
+        version=PolicyVersion(version),
+        address=f"127.0.0.1:{30000 + index}",
+    )
 
 
 def checkpoint_saved(step: int) -> CheckpointSaved:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import httpx
 import pytest
@@ -10,10 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megarl.errors import MachineError
 from megarl.observe.endpoint import MetricsEndpoint
-from megarl.observe.events import GONE, Event, StepFinished
+from megarl.observe.events import Event, StepFinished
 from megarl.observe.meter import Meter
 from megarl.observe.metrics import OF_CRITIC, OF_UPDATE, OF_USAGE, Metrics
-from megarl.observe.staleness import Staleness
 from megarl.observe.summary import RewardOutlier
 from megarl.types import CriticStats, RankUsage, UpdateStats
 from tests.observe.samples import (
@@ -87,7 +86,6 @@ def test_the_endpoint_serves_what_the_run_told(metrics: Metrics, endpoint: Metri
     assert values["megarl_publish_total_bytes"] == 4096
     assert values["megarl_publish_bytes"] == 2048
     assert values["megarl_publish_floor_bytes"] == 1024
-    assert values["megarl_trainer_wait_ratio"] == 0.75
     assert values["megarl_train_flops_per_second"] == 2e9
     assert values["megarl_mfu_ratio"] == 0.2
     assert values["megarl_eval{accuracy}"] == 0.875
@@ -158,19 +156,23 @@ def test_engines_are_counted_by_state_and_forgotten_when_they_go(metrics: Metric
     assert (values["megarl_engines{live}"], values["megarl_engines{stale}"]) == (1, 1)
     assert values["megarl_engine_weight_version{0}"] == 4
     assert values["megarl_engine_weight_version{1}"] == 3
-    for record in records([engine_changed(1, GONE)]):
+    for record in records([engine_changed(1, "lost")]):
         metrics.record(record)
     values = scrape(endpoint.url)
-    assert (values["megarl_engines{live}"], values["megarl_engines{stale}"]) == (1, 0)
+    assert {state: values[f"megarl_engines{{{state}}}"] for state in ("live", "stale", "lost")} == {
+        "live": 1,
+        "stale": 0,
+        "lost": 1,
+    }
     assert "megarl_engine_weight_version{1}" not in values
 
 
-def test_staleness_is_shown_in_steps(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
-    finished = replace(step_finished(1), staleness=Staleness(mean_steps=0.5, max_steps=1))
-    for record in records([finished]):
+def test_age_and_waiting_are_shown(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
+    for record in records([step_finished(1)]):
         metrics.record(record)
     values = scrape(endpoint.url)
     assert (values["megarl_staleness_mean_steps"], values["megarl_staleness_max_steps"]) == (0.5, 1)
+    assert (values["megarl_trainer_wait_ratio"], values["megarl_producer_wait_ratio"]) == (0.75, 0.25)
 
 
 def test_time_that_was_lost_lowers_the_effective_time(meter: Meter, endpoint: MetricsEndpoint) -> None:

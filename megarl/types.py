@@ -8,7 +8,7 @@ Shapes: T tokens of one response, P tokens of its prompt, N packed tokens of one
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType, TypeAlias
 
@@ -225,10 +225,25 @@ class CriticStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankUsage:
+    """What the ranks of one model need of their machines: of each number the worst of all ranks."""
+
+    resident_bytes: int
+    host_available_bytes: int
+    host_total_bytes: int
+    gpu_allocated_bytes: int | None = None
+    """The peak since the update before; None on CPU, so the next three."""
+    gpu_reserved_bytes: int | None = None
+    gpu_total_bytes: int | None = None
+    gpu_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CriticResult:
     stats: CriticStats | None
     """None where no update was applied."""
     num_skipped_updates: int = 0
+    usage: RankUsage | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +254,8 @@ class UpdateResult:
     critic: CriticStats | None = None
     num_skipped_updates: int = 0
     """Of actor and critic: those whose loss or gradient was not finite. They changed no weight."""
+    usage: Mapping[str, RankUsage] = field(default_factory=dict)
+    """By role, of those that were updated."""
     warnings: tuple[str, ...] = ()
     """What people should know about this step."""
 
@@ -247,6 +264,11 @@ class UpdateResult:
 class PublishResult:
     version: PolicyVersion
     num_bytes: int
+    """Received by all engines together."""
+    busiest_bytes: int = 0
+    """Sent or received by the rank that moves most."""
+    floor_bytes: int = 0
+    """What `busiest_bytes` cannot be below."""
     seconds: float
     num_engines: int
 

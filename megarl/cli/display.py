@@ -17,8 +17,11 @@ from megarl.env import NO_COLOR
 from megarl.observe.events import (
     CheckpointFailed,
     CheckpointSaved,
+    EngineChanged,
     Evaluated,
+    PublishFailed,
     Record,
+    Restarted,
     RunFinished,
     RunStarted,
     Sink,
@@ -122,6 +125,12 @@ def describe(record: Record) -> str | None:
             return f"saved {saved.path} in {saved.seconds:.1f} s, {saved.blocking_seconds:.2f} s of it blocking"
         case CheckpointFailed(step=step, reason=reason):
             return f"warning: step {step} was not saved: {reason}"
+        case PublishFailed(version=version, reason=reason):
+            return f"warning: version {version} was not published: {reason}"
+        case EngineChanged(index=index, state=state, reason=reason) if reason:
+            return f"engine {index} is {state}: {reason}"
+        case Restarted(role=role, index=index, reason=reason):
+            return f"{role} {index} is started again: {reason}"
         case Warned(text=text):
             return f"warning: {text}"
         case RunFinished(status=status):

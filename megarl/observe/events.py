@@ -17,7 +17,7 @@ from pydantic_core import to_json
 
 from megarl.errors import DataError, MachineError
 from megarl.observe.summary import Phase, StepSummary
-from megarl.types import EvalResult, PublishResult
+from megarl.types import EvalResult, PolicyVersion, PublishResult
 
 EVENTS_FILE = "events.jsonl"
 
@@ -72,6 +72,43 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PublishFailed:
+    """The engines keep the version before."""
+
+    kind: Literal["publish_failed"] = "publish_failed"
+    version: PolicyVersion
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineChanged:
+    """An engine came, left, or does something else than before. A publish that reaches it is no such change."""
+
+    kind: Literal["engine_changed"] = "engine_changed"
+    index: int
+    state: str
+    """In the fleet's words."""
+    is_serving: bool
+    """Whether it gets requests: then it has the version published last."""
+    is_running: bool
+    """Whether there is a process that can be asked for its metrics."""
+    version: PolicyVersion
+    address: str
+    """Host and port; its own metrics are there."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarted:
+    """A process that had ended was started again."""
+
+    kind: Literal["restarted"] = "restarted"
+    role: str
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
     kind: Literal["evaluated"] = "evaluated"
     step: int
@@ -120,6 +157,9 @@ Event = (
     | PhaseEnded
     | StepFinished
     | Published
+    | PublishFailed
+    | EngineChanged
+    | Restarted
     | Evaluated
     | CheckpointSaved
     | CheckpointFailed

@@ -1,235 +1,242 @@
-"""The numbers people watch, for Prometheus: names and units in one place, served on loopback."""
+"""From what a run tells to the numbers people watch: the sink that fills the meter."""
 
 from __future__ import annotations
 
-from threading import Thread
-from wsgiref.simple_server import WSGIServer
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
-
-from megarl.errors import MachineError
+from megarl.observe import catalogue as names
+from megarl.observe.catalogue import Metric
 from megarl.observe.events import (
     CheckpointFailed,
     CheckpointSaved,
+    EngineChanged,
     Evaluated,
     Published,
+    PublishFailed,
     Record,
+    Restarted,
+    RunStarted,
     StepFinished,
     Warned,
 )
-from megarl.observe.summary import RolloutSummary, StepSummary
-from megarl.types import CriticStats, EvalResult, PublishResult, UpdateStats
+from megarl.observe.meter import Meter
+from megarl.observe.progress import Progress, advance
+from megarl.observe.standing import Standing
+from megarl.observe.summary import Flow, RolloutSummary, StepSummary, TrainingWork
+from megarl.types import EvalResult, PublishResult
 
-LOOPBACK = "127.0.0.1"
+OF_UPDATE: Mapping[str, Metric] = {
+    "loss": names.LOSS,
+    "grad_norm": names.GRAD_NORM,
+    "learning_rate": names.LEARNING_RATE,
+    "entropy": names.ENTROPY,
+    "clip_fraction": names.CLIP,
+    "approx_kl": names.UPDATE_KL,
+    "mismatch_mean": names.MISMATCH_MEAN,
+    "mismatch_max": names.MISMATCH_MAX,
+    "mismatch_kl": names.MISMATCH_KL,
+    "mismatch_k3": names.MISMATCH_K3,
+    "mismatch_chi2": names.MISMATCH_CHI2,
+    "effective_sample_ratio": names.EFFECTIVE_SAMPLES,
+    "rejected_fraction": names.REJECTED,
+    "reference_kl": names.REFERENCE_KL,
+    "num_loss_tokens": names.LOSS_TOKENS,
+    "num_micro_batches": names.MICRO_BATCHES,
+}
+"""By field of UpdateStats."""
+OF_CRITIC: Mapping[str, Metric] = {
+    "loss": names.VALUE_LOSS,
+    "grad_norm": names.VALUE_GRAD_NORM,
+    "learning_rate": names.VALUE_LEARNING_RATE,
+    "clip_fraction": names.VALUE_CLIP,
+    "value_mean": names.VALUE_MEAN,
+    "return_mean": names.RETURN_MEAN,
+    "explained_variance": names.EXPLAINED_VARIANCE,
+}
+"""By field of CriticStats."""
+OF_ROLLOUTS: Mapping[str, Metric] = {
+    "reward_mean": names.REWARD_MEAN,
+    "reward_std": names.REWARD_STD,
+    "reward_min": names.REWARD_MIN,
+    "reward_max": names.REWARD_MAX,
+    "num_single_groups": names.SINGLE_GROUPS,
+    "response_tokens_mean": names.RESPONSE_MEAN,
+    "response_tokens_max": names.RESPONSE_MAX,
+    "truncated_ratio": names.TRUNCATED,
+    "empty_ratio": names.EMPTY,
+    "repetition_ratio": names.REPETITION,
+}
+"""By field of RolloutSummary."""
+OF_USAGE: Mapping[str, Metric] = {
+    "resident_bytes": names.RESIDENT,
+    "host_available_bytes": names.HOST_AVAILABLE,
+    "host_total_bytes": names.HOST_TOTAL,
+    "gpu_allocated_bytes": names.GPU_ALLOCATED,
+    "gpu_reserved_bytes": names.GPU_RESERVED,
+    "gpu_total_bytes": names.GPU_TOTAL,
+}
+"""By field of RankUsage."""
 
 
 class Metrics:
-    """Every metric of a run, each labelled with the run's name. A sink: a record sets what it knows."""
+    """A sink: a record sets what it knows. `earlier` are the records of a run that this one continues."""
 
-    def __init__(self, run: str) -> None:
-        self.registry = CollectorRegistry()
-        self._run = run
-        self._step = self._gauge("step", "Steps finished")
-        self._last_step = self._gauge("last_step_timestamp_seconds", "When the last step finished, since the epoch")
-        self._step_seconds = self._gauge("step_seconds", "Duration of the last step")
-        self._phase_seconds = self._counter("phase_seconds", "Time spent in each phase", "phase")
-        self._tokens = self._counter("trained_tokens", "Prompt and response tokens trained on")
-        self._tokens_per_second = self._gauge("tokens_per_second", "Tokens of the last step over its duration")
-
-        self._reward_mean = self._gauge("reward_mean", "Mean reward of the last step's rollouts")
-        self._masked = self._counter("masked_rollouts", "Rollouts of trained groups that nobody could score")
-        self._reward_std = self._gauge("reward_std", "Standard deviation of the last step's rewards")
-        self._reward_min = self._gauge("reward_min", "Lowest reward of the last step")
-        self._reward_max = self._gauge("reward_max", "Highest reward of the last step")
-        self._score_mean = self._gauge("score_mean", "Mean of each component of the score", "component")
-        self._zero_signal = self._gauge("zero_signal_group_ratio", "Share of groups from which nothing is learned")
-        self._zero_signal_steps = self._counter("zero_signal_steps", "Steps in which no group has signal")
-        self._single = self._gauge("single_rollout_groups", "Groups of one rollout in the last step")
-        self._dropped = self._counter("dropped_groups", "Groups that the filter replaced by others", "cause")
-        self._outliers = self._counter("reward_outliers", "Rewards beyond 6 robust deviations of their step")
-        self._oldest = self._gauge("oldest_trained_version", "Oldest policy that chose a token of the last step")
-        self._response_mean = self._gauge("response_tokens_mean", "Mean length of a response")
-        self._response_max = self._gauge("response_tokens_max", "Longest response of the last step")
-        self._truncated = self._gauge("response_truncated_ratio", "Share of responses cut at the length limit")
-
-        self._loss = self._gauge("loss", "Loss of the last update")
-        self._grad_norm = self._gauge("grad_norm", "Gradient norm before clipping")
-        self._learning_rate = self._gauge("learning_rate", "Learning rate of the last update")
-        self._entropy = self._gauge("entropy", "Mean entropy of the policy over loss tokens, in nats")
-        self._clip_fraction = self._gauge("clip_fraction", "Share of loss tokens whose ratio was clipped")
-        self._approx_kl = self._gauge("approx_kl", "KL between the policy before and after the update, in nats")
-        self._mismatch_mean = self._gauge("mismatch_mean", "Mean |p_train - p_rollout| over loss tokens")
-        self._mismatch_max = self._gauge("mismatch_max", "Largest |p_train - p_rollout| of the last step")
-        self._mismatch_kl = self._gauge("mismatch_kl", "KL(rollout || train) by its plain estimate k1, in nats")
-        self._mismatch_k3 = self._gauge("mismatch_k3", "KL(rollout || train) by its estimate k3, in nats")
-        self._mismatch_chi2 = self._gauge("mismatch_chi2", "Mean squared p_train / p_rollout, minus 1")
-        self._effective = self._gauge(
-            "effective_sample_ratio", "Share of loss tokens left after weighing by that ratio"
-        )
-        self._rejected = self._gauge("rejected_fraction", "Share of loss tokens that the rollout correction took out")
-        self._reference_kl = self._gauge("reference_kl", "KL(policy || reference) over loss tokens, in nats")
-        self._kl_coef = self._gauge("kl_coef", "What the distance from the reference costs")
-        self._skipped = self._counter("skipped_updates", "Updates whose loss or gradient was not finite")
-
-        self._value_loss = self._gauge("value_loss", "Loss of the critic's last updates")
-        self._critic_grad_norm = self._gauge("critic_grad_norm", "Gradient norm of the critic before clipping")
-        self._critic_learning_rate = self._gauge("critic_learning_rate", "Learning rate of the critic's last update")
-        self._value_clip_fraction = self._gauge("value_clip_fraction", "Share of values whose change was clipped")
-        self._value_mean = self._gauge("value_mean", "Mean value of the last step's tokens before its updates")
-        self._return_mean = self._gauge("return_mean", "Mean return of the last step's tokens")
-        self._explained_variance = self._gauge(
-            "explained_variance", "Share of the returns' variance that the critic foresaw"
-        )
-
-        self._actor_version = self._gauge("actor_weight_version", "Version the trainer holds")
-        self._rollout_version = self._gauge("rollout_weight_version", "Version committed on every engine")
-        self._publish_seconds = self._gauge("publish_seconds", "Duration of the last publish")
-        self._publish_bytes = self._gauge("publish_bytes", "Bytes moved by the last publish")
-        self._engines = self._gauge("engines", "Engines that took the last publish")
-
-        self._eval = self._gauge("eval", "Numbers of the last evaluation: accuracy, score, pass@4, ...", "number")
-        self._eval_source = self._gauge("eval_by_source", "The same, per data source", "number", "source")
-        self._eval_step = self._gauge("eval_step", "Step after which the last evaluation ran")
-
-        self._save_step = self._gauge("checkpoint_step", "Step of the newest complete checkpoint")
-        self._save_blocking = self._gauge("checkpoint_blocking_seconds", "How long training stood still for the last")
-        self._save_seconds = self._gauge("checkpoint_seconds", "Duration of the whole save, most of it behind training")
-        self._save_bytes = self._gauge("checkpoint_bytes", "Size of the last checkpoint")
-        self._save_failures = self._counter("checkpoint_failures", "Saves that failed")
-        self._warnings = self._counter("warnings", "Warnings shown")
+    def __init__(self, meter: Meter, *, earlier: Iterable[Record] = ()) -> None:
+        self._meter = meter
+        self._progress = Progress()
+        self._standing = Standing()
+        self._engines: dict[str, str] = {}
+        """The state of each."""
+        self._serving: set[str] = set()
+        for record in earlier:
+            self._standing.record(record)
 
     def record(self, record: Record) -> None:
+        self._progress = advance(self._progress, record)
+        self._standing.record(record)
+        meter = self._meter
         match record.event:
-            case StepFinished(summary=summary, phase_seconds=phase_seconds):
-                self._set(self._last_step, record.time.timestamp())
-                for phase, seconds in phase_seconds.items():
-                    self._phase_seconds.labels(self._run, phase).inc(seconds)
-                self._record_step(summary)
-                if summary.update is not None:
-                    self._record_update(summary.update)
-                if summary.critic is not None:
-                    self._record_critic(summary.critic)
-                if summary.rollouts is not None:
-                    self._record_rollouts(summary.rollouts)
+            case RunStarted(resumed_step=resumed_step):
+                meter.set(names.RUN_START, record.time.timestamp())
+                meter.set(names.STEP, resumed_step)
+                meter.set(names.CHECKPOINT_STEP, resumed_step)
+            case StepFinished() as finished:
+                meter.set(names.LAST_STEP, record.time.timestamp())
+                self._record_time(finished)
+                self._record_step(finished.summary)
+                self._record_run(record)
             case Published(result=result):
                 self._record_publish(result)
+            case PublishFailed():
+                meter.add(names.PUBLISH_FAILURES, 1)
+            case EngineChanged() as changed:
+                self._record_engine(changed)
+            case Restarted(role=role):
+                meter.add(names.RESTARTS, 1, role)
             case Evaluated(step=step, result=evaluation):
-                self._set(self._eval_step, step)
+                meter.set(names.EVAL_STEP, step)
                 self._record_evaluation(evaluation)
             case CheckpointSaved() as saved:
-                self._set(self._save_step, saved.step)
-                self._set(self._save_blocking, saved.blocking_seconds)
-                self._set(self._save_seconds, saved.seconds)
-                self._set(self._save_bytes, saved.num_bytes)
+                meter.set(names.CHECKPOINT_STEP, saved.step)
+                meter.set(names.CHECKPOINT_TIME, record.time.timestamp())
+                meter.set(names.CHECKPOINT_BLOCKING, saved.blocking_seconds)
+                meter.set(names.CHECKPOINT_SECONDS, saved.seconds)
+                meter.set(names.CHECKPOINT_BYTES, saved.num_bytes)
             case CheckpointFailed():
-                self._save_failures.labels(self._run).inc()
+                meter.add(names.CHECKPOINT_FAILURES, 1)
             case Warned():
-                self._warnings.labels(self._run).inc()
+                meter.add(names.WARNINGS, 1)
 
     def close(self) -> None:
         """Nothing to close: the registry dies with the run, the endpoint has an owner of its own."""
 
+    def _record_time(self, finished: StepFinished) -> None:
+        summary, phase_seconds = finished.summary, finished.phase_seconds
+        for phase, seconds in phase_seconds.items():
+            self._meter.add(names.PHASE_SECONDS, seconds, phase)
+        self._meter.set(names.STEP_SECONDS, summary.seconds)
+        if "evaluate" in phase_seconds:
+            self._meter.set(names.EVAL_SECONDS, phase_seconds["evaluate"])
+        if summary.flow is not None:
+            self._record_flow(summary.flow, summary.seconds)
+        update_s = phase_seconds.get("update", 0.0)
+        if summary.work is not None and update_s > 0:
+            self._record_work(summary.work, update_s)
+
+    def _record_flow(self, flow: Flow, seconds: float) -> None:
+        self._meter.set(names.STALENESS_MEAN, flow.age_mean)
+        self._meter.set(names.STALENESS_MAX, flow.age_max)
+        if seconds > 0:
+            self._meter.set(names.TRAINER_WAIT, min(1.0, flow.trainer_wait_s / seconds))
+            self._meter.set(names.PRODUCER_WAIT, min(1.0, flow.producer_wait_s / seconds))
+
+    def _record_work(self, work: TrainingWork, seconds: float) -> None:
+        self._meter.set(names.TRAIN_FLOPS, work.flops / seconds)
+        if work.peak_flops_per_second is not None:
+            self._meter.set(names.MFU, work.flops / seconds / work.peak_flops_per_second)
+
+    def _record_run(self, record: Record) -> None:
+        """What the step means for the run."""
+        known = {
+            names.REMAINING: self._progress.eta_s,
+            names.EFFECTIVE_TIME: self._standing.effective_time_ratio(record.time),
+            names.MISMATCH_BASELINE: self._standing.mismatch_baseline,
+        }
+        for metric, value in known.items():
+            if value is not None:
+                self._meter.set(metric, value)
+
     def _record_step(self, summary: StepSummary) -> None:
-        self._set(self._step, summary.step)
-        self._set(self._actor_version, summary.version)
-        self._set(self._step_seconds, summary.seconds)
-        self._tokens.labels(self._run).inc(summary.num_tokens)
-        self._set(self._tokens_per_second, summary.tokens_per_second)
-        self._skipped.labels(self._run).inc(summary.num_skipped_updates)
+        meter = self._meter
+        meter.set(names.STEP, summary.step)
+        meter.set(names.ACTOR_VERSION, summary.version)
+        meter.set(names.EPOCH, summary.epoch)
+        meter.set(names.PROMPT_TOKENS, summary.prompt_tokens_mean)
+        meter.set(names.TOKENS_PER_SECOND, summary.tokens_per_second)
+        meter.add(names.TRAINED_TOKENS, summary.num_tokens)
+        meter.add(names.TRAINED_PROMPTS, summary.num_prompts)
+        meter.add(names.SKIPPED_UPDATES, summary.num_skipped_updates)
         if summary.kl_coef is not None:
-            self._set(self._kl_coef, summary.kl_coef)
-
-    def _record_update(self, update: UpdateStats) -> None:
-        self._set(self._loss, update.loss)
-        self._set(self._grad_norm, update.grad_norm)
-        self._set(self._learning_rate, update.learning_rate)
-        self._set(self._entropy, update.entropy)
-        self._set(self._clip_fraction, update.clip_fraction)
-        self._set(self._approx_kl, update.approx_kl)
-        self._set(self._mismatch_mean, update.mismatch_mean)
-        self._set(self._mismatch_max, update.mismatch_max)
-        self._set(self._mismatch_kl, update.mismatch_kl)
-        self._set(self._mismatch_k3, update.mismatch_k3)
-        self._set(self._mismatch_chi2, update.mismatch_chi2)
-        self._set(self._effective, update.effective_sample_ratio)
-        self._set(self._rejected, update.rejected_fraction)
-        if update.reference_kl is not None:
-            self._set(self._reference_kl, update.reference_kl)
-
-    def _record_critic(self, critic: CriticStats) -> None:
-        self._set(self._value_loss, critic.loss)
-        self._set(self._critic_grad_norm, critic.grad_norm)
-        self._set(self._critic_learning_rate, critic.learning_rate)
-        self._set(self._value_clip_fraction, critic.clip_fraction)
-        self._set(self._value_mean, critic.value_mean)
-        self._set(self._return_mean, critic.return_mean)
-        self._set(self._explained_variance, critic.explained_variance)
+            meter.set(names.KL_COEFFICIENT, summary.kl_coef)
+        if summary.update is not None:
+            self._set_fields(summary.update, OF_UPDATE)
+        if summary.critic is not None:
+            self._set_fields(summary.critic, OF_CRITIC)
+        for role, usage in summary.usage.items():
+            self._set_fields(usage, OF_USAGE, role)
+        if summary.rollouts is not None:
+            self._record_rollouts(summary.rollouts)
 
     def _record_rollouts(self, rollouts: RolloutSummary) -> None:
-        self._masked.labels(self._run).inc(rollouts.num_masked_rollouts)
-        self._set(self._reward_mean, rollouts.reward_mean)
-        self._set(self._reward_std, rollouts.reward_std)
-        self._set(self._reward_min, rollouts.reward_min)
-        self._set(self._reward_max, rollouts.reward_max)
+        meter = self._meter
+        self._set_fields(rollouts, OF_ROLLOUTS)
+        meter.add(names.MASKED_ROLLOUTS, rollouts.num_masked_rollouts)
+        meter.add(names.REWARD_OUTLIERS, rollouts.num_reward_outliers)
         for component, mean in rollouts.component_means.items():
-            self._set(self._score_mean, mean, component)
-        self._set(self._zero_signal, rollouts.num_zero_signal_groups / rollouts.num_groups)
-        self._zero_signal_steps.labels(self._run).inc(int(not rollouts.has_signal))
-        self._set(self._single, rollouts.num_single_groups)
+            meter.set(names.REWARD_COMPONENT, mean, component)
+        meter.set(names.ZERO_SIGNAL, rollouts.num_zero_signal_groups / rollouts.num_groups)
+        meter.add(names.ZERO_SIGNAL_STEPS, int(not rollouts.has_signal))
         for cause, number in rollouts.dropped_groups.items():
-            self._dropped.labels(self._run, cause).inc(number)
-        self._outliers.labels(self._run).inc(rollouts.num_reward_outliers)
+            meter.add(names.DROPPED_GROUPS, number, cause)
         if rollouts.tokens_by_version:
-            self._set(self._oldest, min(rollouts.tokens_by_version))
-        self._set(self._response_mean, rollouts.response_tokens_mean)
-        self._set(self._response_max, rollouts.response_tokens_max)
-        self._set(self._truncated, rollouts.truncated_ratio)
+            meter.set(names.OLDEST_VERSION, min(rollouts.tokens_by_version))
 
     def _record_publish(self, result: PublishResult) -> None:
-        self._set(self._rollout_version, result.version)
-        self._set(self._publish_seconds, result.seconds)
-        self._set(self._publish_bytes, result.num_bytes)
-        self._set(self._engines, result.num_engines)
+        meter = self._meter
+        meter.add(names.PUBLISHES, 1)
+        meter.set(names.ROLLOUT_VERSION, result.version)
+        meter.set(names.PUBLISH_SECONDS, result.seconds)
+        meter.set(names.PUBLISH_TOTAL, result.num_bytes)
+        meter.set(names.PUBLISH_BYTES, result.busiest_bytes)
+        meter.set(names.PUBLISH_FLOOR, result.floor_bytes)
+        meter.set(names.PUBLISHED_ENGINES, result.num_engines)
+        for engine in self._serving:
+            meter.set(names.ENGINE_VERSION, result.version, engine)
+
+    def _record_engine(self, changed: EngineChanged) -> None:
+        meter, engine = self._meter, str(changed.index)
+        states_before = set(self._engines.values())
+        self._engines[engine] = changed.state
+        if changed.is_running:
+            meter.set(names.ENGINE_VERSION, changed.version, engine)
+        else:
+            meter.forget(names.ENGINE_VERSION, engine)
+        self._serving = self._serving | {engine} if changed.is_serving else self._serving - {engine}
+        counts = Counter(self._engines.values())
+        for state in states_before | set(counts):
+            meter.set(names.ENGINES, counts[state], state)
 
     def _record_evaluation(self, result: EvalResult) -> None:
         for name, value in result.numbers.items():
-            self._set(self._eval, value, name)
+            self._meter.set(names.EVAL, value, name)
         for source in result.main.by_source:
             for name, value in result.numbers_of(source).items():
-                self._set(self._eval_source, value, name, source)
+                self._meter.set(names.EVAL_SOURCE, value, name, source)
 
-    def _set(self, gauge: Gauge, value: float, *labels: str) -> None:
-        # A labelled gauge is not exposed before its first value: what a run does not know, it does not show as 0.
-        gauge.labels(self._run, *labels).set(value)
-
-    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
-        return Gauge(f"megarl_{name}", help_text, ("run", *labels), registry=self.registry)
-
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(f"megarl_{name}", help_text, ("run", *labels), registry=self.registry)
-
-
-class MetricsEndpoint:
-    """`http://127.0.0.1:<port>/metrics` for one registry, from construction to `close`."""
-
-    def __init__(self, registry: CollectorRegistry, *, port: int) -> None:
-        self._server, self._thread = _listen(registry, port)
-
-    @property
-    def url(self) -> str:
-        return f"http://{LOOPBACK}:{self._server.server_port}/metrics"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=5)
-
-
-def _listen(registry: CollectorRegistry, port: int) -> tuple[WSGIServer, Thread]:
-    try:
-        return start_http_server(port, addr=LOOPBACK, registry=registry)
-    except OSError as error:
-        raise MachineError(
-            f"observe.metrics_port: cannot listen on {LOOPBACK}:{port}: {error.strerror}; "
-            "choose another port, 0 for any free one, or null for none"
-        ) from error
+    def _set_fields(self, values: object, metrics: Mapping[str, Metric], *labels: str) -> None:
+        """Fields that are None are not known."""
+        for field, metric in metrics.items():
+            value = getattr(values, field)
+            if value is not None:
+                self._meter.set(metric, value, *labels)

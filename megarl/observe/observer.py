@@ -7,39 +7,50 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from types import TracebackType
+from typing import Literal
 
 from megarl import __version__
 from megarl.config import Recipe
 from megarl.errors import PreemptedError
+from megarl.observe import catalogue as names
 from megarl.observe.doubts import Doubts
+from megarl.observe.endpoint import MetricsEndpoint
 from megarl.observe.events import (
     EVENTS_FILE,
     CheckpointFailed,
     CheckpointSaved,
+    EngineChanged,
     Evaluated,
     Event,
     EventLog,
     PhaseEnded,
     PhaseStarted,
     Published,
+    PublishFailed,
     Record,
+    Restarted,
     RunFinished,
     RunStarted,
     RunStatus,
     Sink,
     StepFinished,
     Warned,
+    read_events,
 )
+from megarl.observe.facts import state_facts
 from megarl.observe.folder import retire_earlier_run
 from megarl.observe.logs import LOG_FILE, logging_to
-from megarl.observe.metrics import Metrics, MetricsEndpoint
+from megarl.observe.meter import Meter
+from megarl.observe.metrics import Metrics
 from megarl.observe.summary import Phase, StepSummary
-from megarl.types import EvalResult, PublishResult
+from megarl.observe.targets import Targets
+from megarl.types import EvalResult, PolicyVersion, PublishResult
 
 
 @contextmanager
@@ -52,18 +63,23 @@ def observing(
     ended, unless the run said so itself, and closes everything.
     """
     with ExitStack() as stack:
-        metrics = Metrics(recipe.run.name)
+        meter = Meter(recipe.run.name)
         endpoint = None
         if recipe.observe.metrics_port is not None:
-            endpoint = MetricsEndpoint(metrics.registry, port=recipe.observe.metrics_port)
+            endpoint = MetricsEndpoint(meter.registry, port=recipe.observe.metrics_port)
             stack.callback(endpoint.close)
         retired = None if is_continued else retire_earlier_run(recipe.run_folder)
-        log = EventLog(recipe.run_folder / EVENTS_FILE)
+        events = recipe.run_folder / EVENTS_FILE
+        metrics = Metrics(meter, earlier=read_events(events) if events.exists() else ())
+        log = EventLog(events)
         stack.callback(log.close)
+        state_facts(meter, recipe)
         stack.enter_context(logging_to(recipe.run_folder / LOG_FILE))
         stack.callback(display.close)
-        sinks = (log, metrics, display)
-        with Observer(sinks, first_sequence=log.next_sequence) as observer:
+        targets = Targets(recipe.run_folder, run=recipe.run.name, exporter=endpoint.address if endpoint else None)
+        stack.callback(targets.close)
+        sinks = (log, metrics, targets, display)
+        with Observer(sinks, meter=meter, first_sequence=log.next_sequence) as observer:
             observer.run_started(recipe, metrics_url=endpoint.url if endpoint else None, resumed_step=resumed_step)
             if retired is not None:
                 observer.warned(f"an earlier run of this name is now {retired}")
@@ -71,14 +87,21 @@ def observing(
 
 
 class Observer:
-    """Used from one thread. As a context it says, on the way out, how the run ended."""
+    """Used from one thread. As a context it says, on the way out, how the run ended.
 
-    def __init__(self, sinks: Sequence[Sink], *, first_sequence: int = 0) -> None:
+    What people may want to know afterwards is an event, and every sink is told. What happens too often for that is only
+    counted: the methods from `rollout_finished` on.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], *, meter: Meter | None = None, first_sequence: int = 0) -> None:
+        """Without a meter of a run, what is counted is nowhere to be seen."""
         self._sinks = tuple(sinks)
+        self._meter = meter or Meter("")
         self._next_sequence = first_sequence
         self._phase_seconds: dict[Phase, float] = {}
         self._has_finished = False
         self._doubts = Doubts()
+        self._rollout_seconds: list[float] = []
 
     def run_started(self, recipe: Recipe, *, metrics_url: str | None, resumed_step: int = 0) -> None:
         self._tell(
@@ -110,10 +133,42 @@ class Observer:
         for text in self._doubts.about(summary):
             self.warned(text)
         phase_seconds, self._phase_seconds = self._phase_seconds, {}
+        self._measure_tail()
         self._tell(StepFinished(summary=summary, phase_seconds=phase_seconds))
 
     def published(self, result: PublishResult) -> None:
         self._tell(Published(result=result))
+
+    def publish_failed(self, version: PolicyVersion, reason: str) -> None:
+        self._tell(PublishFailed(version=version, reason=reason))
+
+    def engine_changed(
+        self,
+        index: int,
+        state: str,
+        *,
+        is_serving: bool,
+        is_running: bool,
+        version: PolicyVersion,
+        address: str,
+        reason: str = "",
+    ) -> None:
+        """An engine came, left or changed its state; not for every publish that reaches it."""
+        self._tell(
+            EngineChanged(
+                index=index,
+                state=state,
+                is_serving=is_serving,
+                is_running=is_running,
+                version=version,
+                address=address,
+                reason=reason,
+            )
+        )
+
+    def restarted(self, role: str, index: int, reason: str) -> None:
+        """A process of a role (`rollout`, `actor`, `critic`, `reference`, `reward`) is started again."""
+        self._tell(Restarted(role=role, index=index, reason=reason))
 
     def evaluated(self, step: int, result: EvalResult) -> None:
         self._tell(Evaluated(step=step, result=result))
@@ -133,6 +188,48 @@ class Observer:
     def warned(self, text: str) -> None:
         self._tell(Warned(text=text))
 
+    def data_read(self, *, num_prompts: int, num_dropped: int) -> None:
+        self._meter.set(names.DATA_PROMPTS, num_prompts)
+        self._meter.set(names.DATA_DROPPED, num_dropped)
+
+    def rollout_finished(self, *, seconds: float, num_tokens: int) -> None:
+        """One response is complete: how long it took with all waiting and retrying, and what engines generated."""
+        self._meter.observe(names.ROLLOUT_SECONDS, seconds)
+        self._meter.add(names.GENERATED_TOKENS, num_tokens)
+        self._rollout_seconds.append(seconds)
+
+    def request_retried(self, cause: str) -> None:
+        """A request is sent again; `cause` is one of a few words, such as an error's class, never a message."""
+        self._meter.add(names.RETRIES, 1, cause)
+
+    def request_hedged(self, winner: Literal["first", "second"]) -> None:
+        """A request was sent to a second engine as well; which of the two answered first."""
+        self._meter.add(names.HEDGES, 1, winner)
+
+    def group_dropped(self, cause: str) -> None:
+        """A group is not trained on for another reason than the algorithm's filter, whose drops the summary has."""
+        self._meter.add(names.DROPPED_GROUPS, 1, cause)
+
+    def scored(self, seconds: float) -> None:
+        """One rollout has a score."""
+        self._meter.observe(names.REWARD_SECONDS, seconds)
+
+    def score_failed(self, cause: str) -> None:
+        """One rollout has none; `cause` is one of a few words."""
+        self._meter.add(names.REWARD_FAILURES, 1, cause)
+
+    def watch_queue(
+        self, *, num_waiting: Callable[[], int], num_under_way: Callable[[], int], capacity: Callable[[], int]
+    ) -> None:
+        """Groups between generator and trainer, read whenever somebody looks."""
+        self._meter.watch(names.QUEUE, num_waiting)
+        self._meter.watch(names.UNDER_WAY, num_under_way)
+        self._meter.watch(names.QUEUE_CAPACITY, capacity)
+
+    def watch_requests(self, index: int, num_outstanding: Callable[[], int]) -> None:
+        """Requests that an engine works on."""
+        self._meter.watch(names.ENGINE_REQUESTS, num_outstanding, str(index))
+
     def run_finished(self, status: RunStatus, *, reason: str = "") -> None:
         self._has_finished = True
         self._tell(RunFinished(status=status, reason=reason))
@@ -145,6 +242,11 @@ class Observer:
     ) -> None:
         if not self._has_finished:
             self.run_finished(_status(error), reason="" if error is None else _reason(error))
+
+    def _measure_tail(self) -> None:
+        seconds, self._rollout_seconds = self._rollout_seconds, []
+        if seconds and (middle := median(seconds)) > 0:
+            self._meter.set(names.ROLLOUT_TAIL, max(seconds) / middle)
 
     def _tell(self, event: Event) -> None:
         record = Record(sequence=self._next_sequence, time=datetime.now(UTC), event=event)

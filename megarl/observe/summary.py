@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 import numpy as np
@@ -15,8 +16,10 @@ from megarl.types import (
     CriticStats,
     FinishReason,
     PolicyVersion,
+    RankUsage,
     Rollout,
     ScoredGroup,
+    TokenArray,
     TrainSample,
     UpdateResult,
     UpdateStats,
@@ -29,6 +32,9 @@ Phase = Literal["start", "generate", "assign", "update", "publish", "evaluate", 
 _OUTLIER_DEVIATIONS = 6.0
 _NORMAL_PER_MEDIAN = 1.4826
 """Standard deviations of a normal distribution in one median distance from its middle."""
+_WINDOW = 4
+_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64)
+_MAX_LOOKED_AT = 256
 _NO_ADVANTAGE = 1e-6
 """Rewards that are equal leave rounding errors of their mean."""
 
@@ -68,6 +74,10 @@ class RolloutSummary:
     response_tokens_max: int
     truncated_ratio: float
     """Share of rollouts that ended at the length limit."""
+    empty_ratio: float
+    """Share of rollouts of at most one token: the end token, or not even that."""
+    repetition_ratio: float
+    """Share of 4-token windows that are in the same response before; mean of up to 256 responses."""
 
     @property
     def has_signal(self) -> bool:
@@ -76,6 +86,33 @@ class RolloutSummary:
     @property
     def num_dropped_groups(self) -> int:
         return sum(self.dropped_groups.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """How one step's groups came together: who waited for whom, and how old what they brought is."""
+
+    trainer_wait_s: float
+    """From asking for the step to having it."""
+    producer_wait_s: float
+    """For permission, since the step before; the mean over all that may run at once."""
+    num_ready: int
+    """Groups that are left for later steps."""
+    num_under_way: int
+    """Prompts that are being answered or scored."""
+    age_mean: float
+    """Of the step's tokens, in steps."""
+    age_max: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingWork:
+    """What the actor's updates of one step had to compute."""
+
+    flops: float
+    """Of the model: forward and backward, without what is computed twice to save memory."""
+    peak_flops_per_second: float | None
+    """Of all ranks of the actor together; None where nobody states it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +128,17 @@ class StepSummary:
     """What the distance from the reference costs from now on, where it costs anything."""
     rollouts: RolloutSummary | None
     """None where the step trained on demonstrations: nobody generated, nobody scored."""
+    epoch: int
+    """Of the newest prompt; counts from 0."""
+    num_prompts: int
+    prompt_tokens_mean: float
     num_tokens: int
     """Prompt and response tokens of the step's groups."""
+    work: TrainingWork | None
+    usage: Mapping[str, RankUsage]
+    """By role."""
+    flow: Flow | None
+    """None where no buffer was between generator and trainer."""
     seconds: float
     """From asking for the step's groups to publishing what they taught; an evaluation in between steps is not in it."""
     tokens_per_second: float
@@ -107,6 +153,8 @@ def summarize_step(
     update: UpdateResult,
     kl_coef: float | None,
     seconds: float,
+    flow: Flow | None = None,
+    work: TrainingWork | None = None,
 ) -> StepSummary:
     """`samples` are those of the groups, in their order; `dropped_groups` counts the ones that were not kept."""
     num_tokens = sum(
@@ -123,7 +171,13 @@ def summarize_step(
         num_skipped_updates=update.num_skipped_updates,
         kl_coef=kl_coef,
         rollouts=_summarize_rollouts(groups, samples, dropped_groups) if are_rollouts else None,
+        epoch=max(scored.group.prompt.epoch for scored in groups),
+        num_prompts=len(groups),
+        prompt_tokens_mean=fmean(len(scored.group.prompt.token_ids) for scored in groups),
         num_tokens=num_tokens,
+        work=work,
+        usage=update.usage,
+        flow=flow,
         seconds=seconds,
         tokens_per_second=num_tokens / seconds if seconds > 0 else 0.0,
     )
@@ -166,7 +220,25 @@ def _summarize_rollouts(
         response_tokens_mean=float(lengths.mean()),
         response_tokens_max=int(lengths.max()),
         truncated_ratio=float(np.mean([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts])),
+        empty_ratio=float(np.mean(lengths <= 1)),
+        repetition_ratio=_repetition(rollouts),
     )
+
+
+def _repetition(rollouts: Sequence[Rollout]) -> float:
+    """Of evenly spaced rollouts: looking at every token of a large step would take seconds."""
+    chosen = rollouts[:: -(-len(rollouts) // _MAX_LOOKED_AT)]
+    return fmean(_repeated_share(rollout.token_ids) for rollout in chosen)
+
+
+def _repeated_share(token_ids: TokenArray) -> float:
+    num_windows = len(token_ids) - _WINDOW + 1
+    if num_windows < 1:
+        return 0.0
+    windows = np.lib.stride_tricks.sliding_window_view(token_ids.astype(np.uint64), _WINDOW)
+    # A sum with odd factors, modulo 2^64: two windows that differ have the same about once in 2^64 pairs.
+    keys = (windows * _FACTORS).sum(axis=1)
+    return 1 - len(np.unique(keys)) / num_windows
 
 
 def _num_without_signal(groups: Sequence[ScoredGroup], samples: Sequence[TrainSample]) -> int:

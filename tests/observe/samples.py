@@ -10,12 +10,15 @@ import numpy as np
 from megarl.observe.events import (
     CheckpointFailed,
     CheckpointSaved,
+    EngineChanged,
     Evaluated,
     Event,
     PhaseEnded,
     PhaseStarted,
     Published,
+    PublishFailed,
     Record,
+    Restarted,
     RunFinished,
     RunStarted,
     RunStatus,
@@ -23,7 +26,7 @@ from megarl.observe.events import (
     Warned,
 )
 from megarl.observe.generations import Generation
-from megarl.observe.summary import RewardOutlier, RolloutSummary, StepSummary
+from megarl.observe.summary import Flow, RewardOutlier, RolloutSummary, StepSummary, TrainingWork
 from megarl.types import (
     DEMONSTRATION,
     EvalResult,
@@ -33,6 +36,7 @@ from megarl.types import (
     PolicyVersion,
     Prompt,
     PublishResult,
+    RankUsage,
     Rollout,
     RolloutGroup,
     Score,
@@ -84,6 +88,18 @@ def update_stats(*, loss: float = 0.5) -> UpdateStats:
     )
 
 
+def rank_usage() -> RankUsage:
+    return RankUsage(
+        resident_bytes=1 << 30,
+        host_available_bytes=8 << 30,
+        host_total_bytes=16 << 30,
+        gpu_allocated_bytes=40 << 30,
+        gpu_reserved_bytes=60 << 30,
+        gpu_total_bytes=80 << 30,
+        gpu_name="NVIDIA H100",
+    )
+
+
 def step_summary(
     step: int,
     *,
@@ -113,6 +129,8 @@ def step_summary(
         response_tokens_mean=3.5,
         response_tokens_max=5,
         truncated_ratio=0.0625,
+        empty_ratio=0.125,
+        repetition_ratio=0.25,
     )
     return StepSummary(
         step=step,
@@ -122,7 +140,13 @@ def step_summary(
         num_skipped_updates=0,
         kl_coef=None,
         rollouts=None if reward is None else rollouts,
+        epoch=0,
+        num_prompts=8,
+        prompt_tokens_mean=4.0,
         num_tokens=2400,
+        work=TrainingWork(flops=1e9, peak_flops_per_second=1e10),
+        usage={"actor": rank_usage()},
+        flow=Flow(trainer_wait_s=1.5, producer_wait_s=0.5, num_ready=4, num_under_way=4, age_mean=0.5, age_max=1),
         seconds=2.0,
         tokens_per_second=1200.0,
     )
@@ -191,7 +215,28 @@ def generation(
 
 
 def published(version: int) -> Published:
-    return Published(result=PublishResult(version=PolicyVersion(version), num_bytes=4096, seconds=0.25, num_engines=2))
+    return Published(
+        result=PublishResult(
+            version=PolicyVersion(version),
+            num_bytes=4096,
+            busiest_bytes=2048,
+            floor_bytes=1024,
+            seconds=0.25,
+            num_engines=2,
+        )
+    )
+
+
+def engine_changed(index: int, state: str = "live", *, version: int = 0) -> EngineChanged:
+    """One that is `live` serves, one that is `lost` has no process."""
+    return EngineChanged(
+        index=index,
+        state=state,
+        is_serving=state == "live",
+        is_running=state != "lost",
+        version=PolicyVersion(version),
+        address=f"127.0.0.1:{30000 + index}",
+    )
 
 
 def checkpoint_saved(step: int) -> CheckpointSaved:
@@ -209,7 +254,10 @@ def one_of_each() -> list[Event]:
         run_started(),
         PhaseStarted(phase="start"),
         PhaseEnded(phase="start", seconds=0.5),
+        engine_changed(0),
         published(0),
+        PublishFailed(version=PolicyVersion(1), reason="engine 0: model.norm.weight differs"),
+        Restarted(role="rollout", index=0, reason="exited with SIGKILL"),
         evaluated(0, 0.25, sampled=grades(0.5, rollouts_per_prompt=2, pass_at={1: 0.5, 2: 0.75})),
         step_finished(1),
         step_finished(2, reward=None),

@@ -9,12 +9,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megarl.errors import MachineError
+from megarl.observe.endpoint import MetricsEndpoint
 from megarl.observe.events import Event, StepFinished
-from megarl.observe.metrics import Metrics, MetricsEndpoint
+from megarl.observe.meter import Meter
+from megarl.observe.metrics import OF_CRITIC, OF_UPDATE, OF_USAGE, Metrics
 from megarl.observe.summary import RewardOutlier
-from megarl.types import UpdateStats
+from megarl.types import CriticStats, RankUsage, UpdateStats
 from tests.observe.samples import (
     checkpoint_saved,
+    engine_changed,
     evaluated,
     grades,
     one_of_each,
@@ -27,13 +30,18 @@ from tests.observe.samples import (
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    return Metrics("sample")
+def meter() -> Meter:
+    return Meter("sample")
 
 
 @pytest.fixture
-def endpoint(metrics: Metrics) -> Iterator[MetricsEndpoint]:
-    endpoint = MetricsEndpoint(metrics.registry, port=0)
+def metrics(meter: Meter) -> Metrics:
+    return Metrics(meter)
+
+
+@pytest.fixture
+def endpoint(meter: Meter) -> Iterator[MetricsEndpoint]:
+    endpoint = MetricsEndpoint(meter.registry, port=0)
     yield endpoint
     endpoint.close()
 
@@ -68,14 +76,18 @@ def test_the_endpoint_serves_what_the_run_told(metrics: Metrics, endpoint: Metri
     assert values["megarl_phase_seconds_total{generate}"] == 3.0
     assert values["megarl_tokens_per_second"] == 1200
     assert values["megarl_reward_mean"] == 0.5
-    assert values["megarl_score_mean{format}"] == 0.9
+    assert values["megarl_reward_component_mean{format}"] == 0.9
     assert values["megarl_zero_signal_group_ratio"] == 0.25
-    assert values["megarl_response_tokens_mean"] == 3.5
+    assert values["megarl_response_mean_tokens"] == 3.5
     assert values["megarl_response_truncated_ratio"] == 0.0625
     assert values["megarl_actor_weight_version"] == 2
     assert values["megarl_rollout_weight_version"] == 2
     assert values["megarl_publish_seconds"] == 0.25
-    assert values["megarl_publish_bytes"] == 4096
+    assert values["megarl_publish_total_bytes"] == 4096
+    assert values["megarl_publish_bytes"] == 2048
+    assert values["megarl_publish_floor_bytes"] == 1024
+    assert values["megarl_train_flops_per_second"] == 2e9
+    assert values["megarl_mfu_ratio"] == 0.2
     assert values["megarl_eval{accuracy}"] == 0.875
     assert values["megarl_eval_by_source{accuracy}{arithmetic}"] == 0.875
     assert values["megarl_eval_step"] == 2
@@ -117,10 +129,68 @@ def test_every_float_of_an_update_is_a_metric(metrics: Metrics, endpoint: Metric
     for record in records([finished]):
         metrics.record(record)
     values = scrape(endpoint.url)
-    names = [field.name for field in fields(UpdateStats) if not field.name.startswith("num_")]
-    assert {name: values[f"megarl_{name}"] for name in names} == {
-        name: getattr(finished.summary.update, name) for name in names
+    assert set(OF_UPDATE) == {field.name for field in fields(UpdateStats)} - {"num_sequences"}
+    assert {name: values[metric.full_name] for name, metric in OF_UPDATE.items()} == {
+        name: getattr(finished.summary.update, name) for name in OF_UPDATE
     }
+
+
+def test_every_number_of_a_critic_and_of_a_rank_is_a_metric() -> None:
+    assert set(OF_CRITIC) == {field.name for field in fields(CriticStats)}
+    assert set(OF_USAGE) == {field.name for field in fields(RankUsage)} - {"gpu_name"}
+
+
+def test_memory_is_shown_by_role(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
+    for record in records([step_finished(1)]):
+        metrics.record(record)
+    values = scrape(endpoint.url)
+    assert values["megarl_resident_memory_bytes{actor}"] == 1 << 30
+    assert values["megarl_gpu_memory_reserved_bytes{actor}"] == 60 << 30
+
+
+def test_engines_are_counted_by_state_and_forgotten_when_they_go(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
+    told: list[Event] = [engine_changed(0), engine_changed(1), published(3), engine_changed(1, "stale", version=3)]
+    for record in records([*told, published(4)]):
+        metrics.record(record)
+    values = scrape(endpoint.url)
+    assert (values["megarl_engines{live}"], values["megarl_engines{stale}"]) == (1, 1)
+    assert values["megarl_engine_weight_version{0}"] == 4
+    assert values["megarl_engine_weight_version{1}"] == 3
+    for record in records([engine_changed(1, "lost")]):
+        metrics.record(record)
+    values = scrape(endpoint.url)
+    assert {state: values[f"megarl_engines{{{state}}}"] for state in ("live", "stale", "lost")} == {
+        "live": 1,
+        "stale": 0,
+        "lost": 1,
+    }
+    assert "megarl_engine_weight_version{1}" not in values
+
+
+def test_age_and_waiting_are_shown(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
+    for record in records([step_finished(1)]):
+        metrics.record(record)
+    values = scrape(endpoint.url)
+    assert (values["megarl_staleness_mean_steps"], values["megarl_staleness_max_steps"]) == (0.5, 1)
+    assert (values["megarl_trainer_wait_ratio"], values["megarl_producer_wait_ratio"]) == (0.75, 0.25)
+
+
+def test_time_that_was_lost_lowers_the_effective_time(meter: Meter, endpoint: MetricsEndpoint) -> None:
+    # Two seconds each: steps 1 and 2, a crash, step 2 again; the four records before take 10 s each.
+    earlier = records([run_started(), step_finished(1), step_finished(2)])
+    metrics = Metrics(meter, earlier=earlier)
+    for record in records([run_started(), *[run_started(resumed_step=1)] * 4, step_finished(2)])[4:]:
+        metrics.record(record)
+    assert scrape(endpoint.url)["megarl_effective_time_ratio"] == pytest.approx(4 / 50)
+
+
+def test_the_first_steps_are_what_a_mismatch_is_compared_with(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
+    for record in records([run_started(), *(step_finished(step) for step in range(1, 8))]):
+        metrics.record(record)
+    assert "megarl_mismatch_baseline" not in scrape(endpoint.url)
+    for record in records([step_finished(8)]):
+        metrics.record(record)
+    assert scrape(endpoint.url)["megarl_mismatch_baseline"] == 1e-6
 
 
 def test_what_is_not_known_is_absent_rather_than_zero(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
@@ -137,11 +207,11 @@ def test_every_event_can_be_recorded(metrics: Metrics, endpoint: MetricsEndpoint
     assert scrape(endpoint.url)["megarl_warnings_total"] == 1
 
 
-def test_a_port_in_use_is_one_line_that_names_the_key(metrics: Metrics) -> None:
+def test_a_port_in_use_is_one_line_that_names_the_key(meter: Meter) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(MachineError) as caught:
-            MetricsEndpoint(metrics.registry, port=port)
+            MetricsEndpoint(meter.registry, port=port)
     assert str(caught.value) == (
         f"observe.metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use; "
         "choose another port, 0 for any free one, or null for none"
@@ -152,9 +222,9 @@ def test_only_loopback_is_listened_on(endpoint: MetricsEndpoint) -> None:
     assert endpoint.url.startswith("http://127.0.0.1:")
 
 
-def test_a_closed_endpoint_frees_its_port(metrics: Metrics) -> None:
-    endpoint = MetricsEndpoint(metrics.registry, port=0)
+def test_a_closed_endpoint_frees_its_port(meter: Meter) -> None:
+    endpoint = MetricsEndpoint(meter.registry, port=0)
     port = httpx.URL(endpoint.url).port
     assert port is not None
     endpoint.close()
-    MetricsEndpoint(metrics.registry, port=port).close()
+    MetricsEndpoint(meter.registry, port=port).close()

@@ -64,7 +64,7 @@ def test_what_a_run_died_in_ends_with_its_last_word() -> None:
 
 def test_a_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    other: dict[str, JsonValue] = {"ph": "X", "name": "ray::task", "pid": "node", "tid": "worker", "ts": 1.0, "dur": 2.0}
+    other: dict[str, JsonValue] = {"ph": "X", "name": "task", "pid": "node", "tid": "worker", "ts": 1.0, "dur": 2.0}
     trace: dict[str, Any] = json.loads(
         json.dumps(to_trace(fold_spans(read_events(run / "events.jsonl")), run="run", others=[other]))
     )

@@ -1,0 +1,42 @@
+"""Where Prometheus reads a run's numbers: one registry over HTTP, on loopback."""
+
+from __future__ import annotations
+
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from megarl.errors import MachineError
+
+LOOPBACK = "127.0.0.1"
+
+
+class MetricsEndpoint:
+    """`http://127.0.0.1:<port>/metrics` for one registry, from construction to `close`."""
+
+    def __init__(self, registry: CollectorRegistry, *, port: int) -> None:
+        self._server, self._thread = _listen(registry, port)
+
+    @property
+    def address(self) -> str:
+        return f"{LOOPBACK}:{self._server.server_port}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}/metrics"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)
+
+
+def _listen(registry: CollectorRegistry, port: int) -> tuple[WSGIServer, Thread]:
+    try:
+        return start_http_server(port, addr=LOOPBACK, registry=registry)
+    except OSError as error:
+        raise MachineError(
+            f"observe.metrics_port: cannot listen on {LOOPBACK}:{port}: {error.strerror}; "
+            "choose another port, 0 for any free one, or null for none"
+        ) from error

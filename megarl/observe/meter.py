@@ -1,0 +1,93 @@
+"""The numbers of one process as they are now, in one Prometheus registry. Knows the catalogue, not what sets what.
+
+A value is there from the first time somebody says it: what a run does not know, it does not show as 0. A counter
+without labels is an exception: that nothing has happened yet is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+
+from megarl.observe.catalogue import METRICS, REFUSED_SERIES, RUN_LABEL, Kind, Metric, Section
+
+
+class Meter:
+    """May be used from any thread."""
+
+    def __init__(self, run: str) -> None:
+        # Of every counter and histogram it would tell when it was made: half as many series again.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self._run = run
+        self._gauges = {
+            metric: Gauge(metric.full_name, metric.text, (RUN_LABEL, *metric.labels), registry=self.registry)
+            for metric in _of_kind("gauge")
+        }
+        self._counters = {
+            metric: Counter(metric.full_name, metric.text, (RUN_LABEL, *metric.labels), registry=self.registry)
+            for metric in _of_kind("counter")
+        }
+        self._histograms = {
+            metric: Histogram(
+                metric.full_name, metric.text, (RUN_LABEL,), registry=self.registry, buckets=metric.buckets
+            )
+            for metric in _of_kind("histogram")
+        }
+        self._known: dict[Metric, set[tuple[str, ...]]] = {metric: set() for metric in METRICS}
+        for metric in self._counters:
+            if not metric.labels:
+                self.add(metric, 0)
+
+    def set(self, metric: Metric, value: float, *labels: str) -> None:
+        if self._admits(metric, labels):
+            self._gauges[metric].labels(self._run, *labels).set(value)
+
+    def add(self, metric: Metric, amount: float, *labels: str) -> None:
+        if self._admits(metric, labels):
+            self._counters[metric].labels(self._run, *labels).inc(amount)
+
+    def observe(self, metric: Metric, value: float) -> None:
+        self._histograms[metric].labels(self._run).observe(value)
+
+    def watch(self, metric: Metric, read: Callable[[], float], *labels: str) -> None:
+        """A gauge that is read when it is asked for. `read` must be quick: it is called from the endpoint's thread."""
+        if self._admits(metric, labels):
+            self._gauges[metric].labels(self._run, *labels).set_function(read)
+
+    def forget(self, metric: Metric, *labels: str) -> None:
+        """What was labelled is gone, such as an engine that has left."""
+        if labels in self._known[metric]:
+            self._known[metric].remove(labels)
+            self._gauges[metric].remove(self._run, *labels)
+
+    def values(self, *sections: Section) -> dict[str, float]:
+        """Gauges and counters of the sections, all without any, as `section/name` or `section/name/label/...`."""
+        return dict(self._values(sections))
+
+    def _values(self, sections: tuple[Section, ...]) -> Iterator[tuple[str, float]]:
+        for metric in (*self._gauges, *self._counters):
+            if sections and metric.section not in sections:
+                continue
+            family = self._gauges[metric] if metric.kind == "gauge" else self._counters[metric]
+            for sample in next(iter(family.collect())).samples:
+                if sample.name == metric.full_name:
+                    labels = [sample.labels[label] for label in metric.labels]
+                    yield "/".join((metric.section, metric.name, *labels)), sample.value
+
+    def _admits(self, metric: Metric, labels: tuple[str, ...]) -> bool:
+        """Whether the metric has room for one more set of labels."""
+        known = self._known[metric]
+        if labels in known:
+            return True
+        if len(known) >= metric.limit:
+            if metric is not REFUSED_SERIES:
+                self.add(REFUSED_SERIES, 1, metric.full_name)
+            return False
+        known.add(labels)
+        return True
+
+
+def _of_kind(kind: Kind) -> Iterator[Metric]:
+    return (metric for metric in METRICS if metric.kind == kind)

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megarl.observe.catalogue import MAX_SERIES, METRICS, Metric
+
+NAMED_UNITS = ("seconds", "bytes", "ratio", "nats", "per_second")
+
+
+def test_names_are_unique() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_a_metric_is_well_described(metric: Metric) -> None:
+    assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
+    assert metric.text
+    assert not metric.text.endswith(".")
+    if metric.unit in NAMED_UNITS:
+        assert metric.name.endswith(f"_{metric.unit}")
+    assert metric.limit == 1 or metric.labels, "a limit without labels"
+    assert "run" not in metric.labels
+
+
+def test_a_process_cannot_have_more_series_than_promised() -> None:
+    assert sum(metric.max_series for metric in METRICS) <= MAX_SERIES

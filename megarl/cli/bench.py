@@ -86,6 +86,24 @@ def bench_algo(
         raise typer.Exit(1)
 
 
+@bench_app.command("page")
+def bench_page(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run whose rollouts were kept.", show_default=False)],
+    rollouts: Annotated[int, typer.Option(min=1, help="At least so many are shown.")] = 10_000,
+) -> None:
+    """Time the run page in Chromium. Exit code 1 where the goal of its first paint is missed by more than twice."""
+    from megarl.cli.measure import TOLERANCE
+    from megarl.page.measure import measure_page
+
+    goal_s = 1.0
+    found = asyncio.run(measure_page(run, num_rollouts=rollouts))
+    print(f"{found.num_rollouts} rollouts, {found.num_elements} elements in the list")
+    print(f"first paint {found.first_paint_s:.2f} s (goal {goal_s:.0f} s), first rollouts {found.list_s:.2f} s")
+    print(f"slowest of the jumps through the list {found.jump_s:.2f} s")
+    if found.first_paint_s > TOLERANCE * goal_s:
+        raise typer.Exit(1)
+
+
 @bench_app.command("train")
 def bench_train(
     peer: Annotated[list[str] | None, typer.Option(help="`transformers` or `transformers compiled`.")] = None,

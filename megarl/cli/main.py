@@ -66,7 +66,8 @@ def _add_other_commands() -> None:
     from megarl.cli.diagnose import diagnose_app
     from megarl.cli.export import export
     from megarl.cli.samples import samples
-    from megarl.cli.view import report, timeline, view
+    from megarl.cli.trace import timeline
+    from megarl.cli.view import report, view
 
     app.add_typer(checkpoint_app, name="checkpoint")
     app.add_typer(bench_app, name="bench")
@@ -114,6 +115,10 @@ def train(
     allows_data_change: Annotated[
         bool, typer.Option("--allow-data-change", help="Go on with other prompts than the checkpoint was made with.")
     ] = False,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write when each role and each Ray task was busy, as a trace for Perfetto."),
+    ] = None,
 ) -> None:
     """Run a recipe to its end; a run that was stopped goes on from its newest checkpoint."""
     checked = load_checked(recipe, overrides)
@@ -122,16 +127,19 @@ def train(
         warnings.simplefilter("ignore")
 
     from megarl.cli.display import make_console, make_display, show_warnings
+    from megarl.cli.trace import traced
     from megarl.runtime import launch
 
     console = make_console()
     show_warnings(console)
-    launch.train(
-        checked,
-        display=make_display(console),
-        resume=_resume_choice(resume),
-        allows_data_change=allows_data_change,
-    )
+    with traced(checked.run_folder, timeline) as tasks_file:
+        launch.train(
+            checked,
+            display=make_display(console),
+            resume=_resume_choice(resume),
+            allows_data_change=allows_data_change,
+            tasks_file=tasks_file,
+        )
 
     from megarl.cli.report import print_report
     from megarl.observe.report import make_report

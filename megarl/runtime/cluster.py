@@ -136,8 +136,11 @@ def _joined(address: str, *, log_hint: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def open_cluster(recipe: Recipe, *, address: str | None) -> Iterator[Cluster]:
-    """Ray for one run, joined at `address` or started here; what was placed on it is gone when the block ends."""
+def open_cluster(recipe: Recipe, *, address: str | None, tasks_file: Path | None = None) -> Iterator[Cluster]:
+    """Ray for one run, joined at `address` or started here; what was placed on it is gone when the block ends.
+
+    What Ray knows of its tasks by then goes to `tasks_file`, in Chrome's trace format.
+    """
     with ExitStack() as stack:
         if address is None:
             num_slots = sum(pool.gpus for pool in recipe.pools.values())
@@ -148,4 +151,6 @@ def open_cluster(recipe: Recipe, *, address: str | None) -> Iterator[Cluster]:
             stack.enter_context(_joined(address))
         cluster = Cluster(recipe.run.device)
         stack.callback(cluster.release)
+        if tasks_file is not None:
+            stack.callback(ray.timeline, str(tasks_file))
         yield cluster

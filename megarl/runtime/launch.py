@@ -28,8 +28,18 @@ _DIAGNOSE_FOLDER = "diagnose"
 _MAX_CPU_PROCESSES = 8
 
 
-def train(recipe: Recipe, *, display: Sink, resume: ResumeChoice = "auto", allows_data_change: bool = False) -> None:
-    """Run a recipe to its end. Whatever it started is gone when this returns or raises."""
+def train(
+    recipe: Recipe,
+    *,
+    display: Sink,
+    resume: ResumeChoice = "auto",
+    allows_data_change: bool = False,
+    tasks_file: Path | None = None,
+) -> None:
+    """Run a recipe to its end. Whatever it started is gone when this returns or raises.
+
+    What Ray knows of its tasks goes to `tasks_file`, if there is one.
+    """
     address = recipe.run.ray_address or RAY_ADDRESS.read() or None
     decision = choose(recipe, resume)
     point = decision.point
@@ -47,7 +57,14 @@ def train(recipe: Recipe, *, display: Sink, resume: ResumeChoice = "auto", allow
         # Ray reads its environment when it is imported, and only then.
         from megarl.runtime.run import run_recipe
 
-        run_recipe(recipe, observer, ray_address=address, resume=point, allows_data_change=allows_data_change)
+        run_recipe(
+            recipe,
+            observer,
+            ray_address=address,
+            resume=point,
+            allows_data_change=allows_data_change,
+            tasks_file=tasks_file,
+        )
 
 
 def diagnose(

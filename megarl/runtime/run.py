@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 
 from megarl.algo.algorithm import build_algorithm
 from megarl.algo.greedy import WithGreedyRollout, WithGreedyScore
@@ -44,9 +45,15 @@ def run_recipe(
     ray_address: str | None,
     resume: ResumePoint | None,
     allows_data_change: bool,
+    tasks_file: Path | None,
 ) -> None:
-    """Everything of one run, or what is left of it. Ctrl-C and SIGTERM end it in order, with nothing left running."""
-    asyncio.run(_run(recipe, observer, ray_address, resume, allows_data_change=allows_data_change))
+    """Everything of one run, or what is left of it. Ctrl-C and SIGTERM end it in order, with nothing left running.
+
+    What Ray knows of its tasks goes to `tasks_file`, if there is one.
+    """
+    asyncio.run(
+        _run(recipe, observer, ray_address, resume, allows_data_change=allows_data_change, tasks_file=tasks_file)
+    )
 
 
 async def _run(
@@ -56,6 +63,7 @@ async def _run(
     resume: ResumePoint | None,
     *,
     allows_data_change: bool,
+    tasks_file: Path | None,
 ) -> None:
     with observer.phase("start"):
         inputs = read_inputs(recipe)
@@ -70,7 +78,10 @@ async def _run(
             )
     if inputs.train.num_dropped:
         observer.warned(f"{inputs.train.num_dropped} prompts are too long and were dropped (data.overlong_prompts)")
-    with open_cluster(recipe, address=ray_address) as cluster, preemptible(grace_s=recipe.checkpoint.grace_s) as leave:
+    with (
+        open_cluster(recipe, address=ray_address, tasks_file=tasks_file) as cluster,
+        preemptible(grace_s=recipe.checkpoint.grace_s) as leave,
+    ):
         async with AsyncExitStack() as stack:
             with observer.phase("start"):
                 roles = await start_roles(recipe, inputs.shape, cluster, stack, resume=resume)

@@ -10,10 +10,10 @@ from typing import Literal
 
 import pytest
 
+from megarl.page.browser import Page, open_browser
 from megarl.page.document import report_page
 from megarl.page.run_data import RunFolder
 from megarl.page.server import PageServer
-from tests.page.browser import Page, open_browser
 from tests.page.runs import HOSTILE, make_run
 
 

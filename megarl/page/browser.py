@@ -1,4 +1,4 @@
-"""Debian's Chromium without a window, driven over its own debugging protocol."""
+"""Chromium without a window, driven over its own debugging protocol: for tests and figures of the page."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
+
+from megarl.errors import MachineError
 
 _OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-port=0")
 _ADDRESS = re.compile(rb"DevTools listening on (ws://\S+)")
@@ -71,7 +73,7 @@ class Page:
                 while not (value := await self.evaluate(expression)):
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            raise AssertionError(f"not within {timeout_s:.0f} s: {expression}; {self.complaints}") from None
+            raise MachineError(f"not within {timeout_s:.0f} s: {expression}; {self.complaints}") from None
         return value
 
     async def screenshot(self, path: Path) -> None:
@@ -83,7 +85,8 @@ class Page:
 async def open_browser() -> AsyncIterator[Page]:
     """One tab of a browser of its own; both are gone afterwards."""
     chromium = shutil.which("chromium")
-    assert chromium is not None, "chromium is not installed: run scripts/install_debian_packages.sh"
+    if chromium is None:
+        raise MachineError("chromium is not installed: run scripts/install_debian_packages.sh")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = await asyncio.create_subprocess_exec(
             chromium,
@@ -114,7 +117,7 @@ async def _address(process: asyncio.subprocess.Process) -> str:
         found = _ADDRESS.search(line)
         if found:
             return found.group(1).decode()
-    raise AssertionError("chromium ended before it listened")
+    raise MachineError("chromium ended before it listened")
 
 
 async def _reply(socket: aiohttp.ClientWebSocketResponse, number: int) -> Any:

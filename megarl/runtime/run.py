@@ -73,7 +73,7 @@ async def _run(
     with open_cluster(recipe, address=ray_address) as cluster, preemptible(grace_s=recipe.checkpoint.grace_s) as leave:
         async with AsyncExitStack() as stack:
             with observer.phase("start"):
-                roles = await start_roles(recipe, inputs.shape, cluster, stack, resume=resume)
+                roles = await start_roles(recipe, inputs.shape, cluster, stack, resume=resume, observer=observer)
                 scorer = build_scorer(recipe.reward, log_path=recipe.run_folder / "reward.log")
                 stack.callback(scorer.close)
             loop = _build_loop(recipe, inputs, roles, scorer, observer, leave, resume)

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from megarl.errors import EngineError, FleetError
 from megarl.rollout.client import EngineClient
@@ -80,6 +81,20 @@ StateListener = Callable[[Engine, Life], None]
 """Told of an engine whose state has changed, and the life before that."""
 
 
+class RequestListener(Protocol):
+    """Who counts what becomes of requests."""
+
+    def request_retried(self, cause: str) -> None: ...
+
+    def request_hedged(self, winner: Literal["first", "second"]) -> None: ...
+
+
+class _Uncounted:
+    def request_retried(self, cause: str) -> None: ...
+
+    def request_hedged(self, winner: Literal["first", "second"]) -> None: ...
+
+
 class Fleet:
     """Engines in the order of their index, all starting with the model folder's weights (version 0)."""
 
@@ -111,6 +126,7 @@ class Fleet:
             )
             for client in clients
         )
+        self.requests: RequestListener = _Uncounted()
         self._is_supervised = policy is not None
         self._clock = clock
         self._max_outstanding = max_outstanding

@@ -24,7 +24,7 @@ def observe_fleet(fleet: Fleet, observer: Observer) -> None:
 
     def tell_change(engine: Engine, before: Life) -> None:
         if engine.state is EngineState.RESTARTING:
-            observer.restarted("engine", engine.index, f"restart {_count(engine.life, fleet)}")
+            observer.restarted("rollout", engine.index, f"restart {_count(engine.life, fleet)}")
             tell(engine, "")
         else:
             tell(engine, describe_change(engine, before, fleet))
@@ -33,6 +33,7 @@ def observe_fleet(fleet: Fleet, observer: Observer) -> None:
         observer.watch_requests(engine.index, lambda engine=engine: engine.num_outstanding)  # type: ignore[misc]
         tell(engine, "")
     fleet.listen(tell_change)
+    fleet.requests = observer
 
 
 def describe_change(engine: Engine, before: Life, fleet: Fleet) -> str:

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 Sent = TypeVar("Sent")
 Arrived = TypeVar("Arrived")
 
+_GROUP = "publish"
 _MAX_UNEXPLAINED = 2
 """Failures for which every engine is there afterwards: then each is tried on its own, to find the one at fault."""
 _GIVE_UP_S = 10.0
@@ -50,9 +51,10 @@ class NoPublisher:
 class _Link:
     """Trainer ranks and the engines of a roster, in one transfer group."""
 
-    name: str
     members: tuple[object, ...]
     """The clients of the roster: a restarted engine has another one."""
+    store: StoreServer
+    """Where its peers meet, and nobody else: a group that was given up is remembered there."""
     control: EngineControl
     plan: Plan
 
@@ -76,10 +78,9 @@ class TransferPublisher:
         self._control = control
         self._route = route
         self._timeout_s = timeout_s
-        self._store = StoreServer(host)
+        self._host = host
         self._plans: dict[Route, Plan] = {}
         self._link: _Link | None = None
-        self._num_links = 0
         self._has_published = False
         self._turn = asyncio.Lock()
         """Versions travel one after the other."""
@@ -153,7 +154,7 @@ class TransferPublisher:
         """One transaction with these engines: all of them keep what they have, or those that confirm it have it."""
         try:
             link = await self._linked(roster)
-            sent, arrived = await self._together(link.name, self._ranks.send(version), link.control.stage(version))
+            sent, arrived = await self._together(link.store, self._ranks.send(version), link.control.stage(version))
             check_delivery(sent, arrived)
             num_engines = await link.control.commit(version, is_catching_up=is_catching_up)
         except (WeightSyncError, WorkerError) as error:
@@ -167,31 +168,29 @@ class TransferPublisher:
         return num_engines, sum(link.plan.received_bytes.values())
 
     async def _linked(self, roster: Sequence[Engine]) -> _Link:
-        """The transfer group of a roster: the one there is, or a new one by a new name."""
+        """The transfer group of a roster: the one there is, or a new one."""
         members = tuple(engine.client for engine in roster)
         if self._link is not None and self._link.members == members:
             return self._link
         self._link = None
-        self._num_links += 1
         route = self._route_to(roster)
         if route not in self._plans:
             self._plans[route] = route.plan()
         plan = self._plans[route]
-        link = _Link(name=f"publish {self._num_links}", members=members, control=self._control.among(roster), plan=plan)
+        control = self._control.among(roster)
+        store = StoreServer(self._host)
         meeting = Meeting(
-            address=self._store.address,
-            name=link.name,
+            address=store.address,
+            name=_GROUP,
             timeout_s=self._timeout_s,
             backend=self._backend,
             bucket_bytes=DEFAULT_BUCKET_BYTES,
         )
         await self._together(
-            link.name,
-            self._ranks.join(route, meeting),
-            link.control.join(route, plan_hash=plan.hash, meeting=meeting),
+            store, self._ranks.join(route, meeting), control.join(route, plan_hash=plan.hash, meeting=meeting)
         )
-        self._link = link
-        return link
+        self._link = _Link(members=members, store=store, control=control, plan=plan)
+        return self._link
 
     def _route_to(self, roster: Sequence[Engine]) -> Route:
         if len(roster) == self._route.num_engines:
@@ -205,7 +204,7 @@ class TransferPublisher:
         return "gloo" if self._route.is_cpu_engine or self._route.shares_devices else "nccl"
 
     async def _together(
-        self, name: str, trainers: Coroutine[None, None, Sent], engines: Coroutine[None, None, Arrived]
+        self, store: StoreServer, trainers: Coroutine[None, None, Sent], engines: Coroutine[None, None, Arrived]
     ) -> tuple[Sent, Arrived]:
         """Both ends of one exchange. The first failure is the news, and whoever still waits for the other is told."""
         tasks = asyncio.create_task(trainers), asyncio.create_task(engines)
@@ -213,13 +212,13 @@ class TransferPublisher:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
             # The ranks are about to be ended; an engine would wait for them until its deadline, and hear nobody.
-            await asyncio.to_thread(abandon_group, self._store.address, name=name, reason="the publish was given up")
+            await asyncio.to_thread(abandon_group, store.address, name=_GROUP, reason="the publish was given up")
             tasks[0].cancel()
             await asyncio.wait(tasks, timeout=_GIVE_UP_S)
             raise
         failures = [error for task in done if (error := task.exception()) is not None]
         if failures:
-            await asyncio.to_thread(abandon_group, self._store.address, name=name, reason=str(failures[0]))
+            await asyncio.to_thread(abandon_group, store.address, name=_GROUP, reason=str(failures[0]))
             await asyncio.wait(tasks)
             # Engines lose their connection to a rank that dies before anybody knows that it is dead.
             loss = tasks[0].exception()

@@ -207,4 +207,5 @@ def _generator(recipe: Recipe, inputs: Inputs, fleet: Fleet, sampling: Sampling,
         vocabulary=Vocabulary.of(inputs.shape, inputs.tokenizer),
         seed=seed,
         max_attempts=rollout.max_attempts,
+        hedge_quantile=rollout.hedge_quantile,
     )

@@ -99,7 +99,7 @@ class FakeControl:
     async def join(self, route: Route, *, plan_hash: str, meeting: Meeting) -> None:
         assert route.num_engines == len(self._engines)
         assert plan_hash == route.plan().hash
-        self._calls.append(f"{meeting.name}: {self._names}")
+        self._calls.append(f"join {self._names}")
 
     async def stage(self, version: PolicyVersion) -> dict[int, Mapping[str, int]]:
         self._calls.append(f"stage {self._names}")
@@ -165,7 +165,7 @@ def test_a_version_that_arrived_whole_is_committed_and_the_group_stays() -> None
         assert result.num_bytes == sum(ROUTE.plan().received_bytes.values())
         await scene.publisher.publish(PolicyVersion(5))
         again = ["send", "stage 0 1", "commit 5: 0 1"]
-        assert scene.calls == ["publish 1: 0 1", "send", "stage 0 1", "commit 4: 0 1", *again]
+        assert scene.calls == ["join 0 1", "send", "stage 0 1", "commit 4: 0 1", *again]
 
     asyncio.run(scenario())
 
@@ -182,8 +182,8 @@ def test_an_engine_that_dies_on_the_way_is_left_out_and_the_rest_get_the_version
         result = await scene.publisher.publish(PolicyVersion(4))
         assert result.num_engines == 1
         assert scene.states == [EngineState.HEALTHY, EngineState.DEAD]
-        lost = ["publish 1: 0 1", "send", "stage 0 1", "abort 0 1"]
-        assert scene.calls == [*lost, "publish 2: 0", "send", "stage 0", "commit 4: 0"]
+        lost = ["join 0 1", "send", "stage 0 1", "abort 0 1"]
+        assert scene.calls == [*lost, "join 0", "send", "stage 0", "commit 4: 0"]
 
     asyncio.run(scenario())
 
@@ -220,7 +220,7 @@ def test_a_sender_that_dies_aborts_and_stays_the_trainers_error() -> None:
         scene = Scene(dies=True)
         with pytest.raises(WorkerError, match="actor rank 1: died during send"):
             await scene.publisher.publish(PolicyVersion(4))
-        assert scene.calls == ["publish 1: 0 1", "send", "stage 0 1", "abort 0 1"]
+        assert scene.calls == ["join 0 1", "send", "stage 0 1", "abort 0 1"]
         assert scene.states == [EngineState.HEALTHY, EngineState.HEALTHY]
 
     asyncio.run(scenario())
@@ -234,7 +234,7 @@ def test_a_stale_engine_catches_up_alone_while_the_other_serves() -> None:
         await scene.fleet.mark_stale(stale, "half a commit")
         scene.calls.clear()
         assert await scene.publisher.catch_up(stale)
-        assert scene.calls == ["publish 2: 1", "send", "stage 1", "commit 4: 1"]
+        assert scene.calls == ["join 1", "send", "stage 1", "commit 4: 1"]
         assert scene.states == [EngineState.HEALTHY, EngineState.HEALTHY]
         assert stale.version == 4
         assert not await scene.publisher.catch_up(stale), "it has caught up"

@@ -25,6 +25,7 @@ from megarl.rollout.orders import Route
 from megarl.runtime.cluster import Cluster, Place
 from megarl.runtime.engines import Engines, start_engines
 from megarl.runtime.fleet_events import observe_fleet
+from megarl.runtime.operator import open_to_operator
 from megarl.runtime.phases import SeparatePhases, SharedPhases
 from megarl.runtime.publisher import NoPublisher, TransferPublisher
 from megarl.runtime.ranks import (
@@ -242,6 +243,7 @@ async def _open_fleet(
     observe_fleet(fleet, observer)
     supervisor = Supervisor(fleet, engines, connect=connect)
     await stack.enter_async_context(supervisor.running())
+    await stack.enter_async_context(open_to_operator(recipe.run_folder, fleet, supervisor))
     return fleet, supervisor
 
 

@@ -77,7 +77,10 @@ class Supervisor:
 
     def retire(self, index: int) -> None:
         """Take an engine out: it gets no further request, and ends when those it has are answered."""
-        self._fleet.report(self._engine(index), Retired())
+        engine = self._engine(index)
+        if all(other.life.is_over for other in self._fleet.engines if other is not engine):
+            raise EngineError(f"engine {index} is the last one; stop the run instead")
+        self._fleet.report(engine, Retired())
 
     def add(self, index: int) -> None:
         """Start an engine that was retired or given up; it joins by itself."""

@@ -346,8 +346,8 @@ class Fleet:
         try:
             await call
         except EngineError as error:
-            if await self.examine(engine, str(error)):
-                raise
+            # One that keeps its memory while others need it, or never wakes, is of no use.
+            self.report(engine, Ended(reason=str(error)))
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.client.close() for engine in self.engines))

@@ -43,7 +43,6 @@ class Clocked:
     now: float = 0.0
     life: Life = field(default_factory=lambda: Life.begin(0.0))
 
-    @property
     def wants(self) -> Want:
         return self.life.wants
 
@@ -64,12 +63,12 @@ class Clocked:
 def test_an_engine_that_is_killed_comes_back_through_a_sync() -> None:
     engine = Clocked()
     assert engine.see(Ended(reason="SIGKILL")) is DEAD
-    assert engine.wants == Want.END
+    assert engine.wants() == Want.END
     assert engine.after(0.75) is DEAD
     assert engine.after(0.25) is RESTARTING
-    assert engine.wants == Want.START
+    assert engine.wants() == Want.START
     assert engine.after(40, Started()) is STALE
-    assert engine.wants == Want.SYNC
+    assert engine.wants() == Want.SYNC
     assert engine.see(Answered()) is STALE
     assert engine.see(Confirmed()) is HEALTHY
 

@@ -149,3 +149,26 @@ def test_a_publish_goes_on_without_an_engine_killed_in_it_and_the_last_one_froze
             assert scene.processes.running[0].exit_code is not None
 
     asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_a_publish_does_not_wait_for_an_engine_that_is_frozen_in_it(duo: Duo) -> None:
+    async def scenario() -> None:
+        async with duo.scene(max_restarts=0) as scene:
+            await scene.publish(1)
+
+            async def freeze() -> None:
+                scene.ranks.before_send = None
+                await asyncio.sleep(0.5)
+                scene.processes.signal(1, signal.SIGSTOP)
+
+            scene.ranks.before_send = freeze
+            started = time.monotonic()
+            await scene.publish(2)
+            assert time.monotonic() - started < SILENCE_TIMEOUT_S + 5
+            assert [engine.state for engine in scene.fleet.engines] == [EngineState.HEALTHY, EngineState.DEAD]
+            assert {
+                number for _, _, versions in contents(await generate(scene, PROMPTS[:1])) for number in versions
+            } == {2}
+
+    asyncio.run(scenario())

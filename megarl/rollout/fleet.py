@@ -301,11 +301,11 @@ class Fleet:
         engine.life = after = advance(before, event, now=self._clock(), policy=self.policy)
         if after.state is before.state:
             return
-        level = logging.INFO if after.state is EngineState.HEALTHY else logging.WARNING
-        logger.log(level, "engine=%d state=%s reason=%s", engine.index, after.state, after.reason)
+        logger.info("engine=%d state=%s reason=%s", engine.index, after.state, after.reason)
         if after.state is EngineState.DEAD:
             for scope in engine.leases:
-                scope.reschedule(asyncio.get_running_loop().time())
+                if not scope.expired():
+                    scope.reschedule(asyncio.get_running_loop().time())
         for listener in self._listeners:
             listener(engine, before)
         self._notify()

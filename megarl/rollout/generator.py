@@ -148,13 +148,13 @@ class FleetGenerator:
                     except EngineError as error:
                         tried.add(engine.index)
                         failures.append(str(error))
-                        logger.warning("rollout failed prompt=%s index=%d reason=%s", prompt.uid, index, error)
+                        logger.info("rollout failed prompt=%s index=%d reason=%s", prompt.uid, index, error)
                         self._fleet.requests.request_retried(type(error).__name__)
                         await self._judge(engine, error)
             except EngineLostError as error:
                 # No attempt: it says nothing of the request, and engines are not lost for ever.
                 self._fleet.requests.request_retried(type(error).__name__)
-                logger.warning("rollout lost prompt=%s index=%d reason=%s", prompt.uid, index, error)
+                logger.info("rollout lost prompt=%s index=%d reason=%s", prompt.uid, index, error)
         reasons = "; ".join(failures)
         raise FleetError(f"prompt {prompt.uid}, rollout {index}: {len(failures)} attempts failed: {reasons}")
 

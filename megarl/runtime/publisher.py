@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -71,14 +71,16 @@ class TransferPublisher:
         route: Route,
         timeout_s: float,
         host: str,
+        failed: Callable[[PolicyVersion, str], None] = lambda _version, _reason: None,
     ) -> None:
-        """`route` goes to all engines of the fleet."""
+        """`route` goes to all engines of the fleet; `failed` is told of every attempt that is made again."""
         self._ranks = ranks
         self._fleet = fleet
         self._control = control
         self._route = route
         self._timeout_s = timeout_s
         self._host = host
+        self._failed = failed
         self._plans: dict[Route, Plan] = {}
         self._link: _Link | None = None
         self._has_published = False
@@ -127,7 +129,8 @@ class TransferPublisher:
                 with self._fleet.syncing(roster):
                     return await self._deliver(roster, version)
             except WeightSyncError as error:
-                logger.warning("publish failed version=%d engines=%d reason=%s", version, len(roster), error)
+                logger.info("publish failed version=%d engines=%d reason=%s", version, len(roster), error)
+                self._failed(version, str(error))
                 if await self._are_all_there(roster, str(error)):
                     num_unexplained += 1
                     if num_unexplained > _MAX_UNEXPLAINED:

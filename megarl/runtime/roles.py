@@ -85,7 +85,7 @@ async def start_roles(
     running = engines.result()
     if rollout is not None and running is not None:
         fleet, supervisor = await _open_fleet(recipe, rollout, *running, stack, observer)
-        publisher = await _connect(recipe, rollout, shape, actor.result(), fleet, supervisor)
+        publisher = await _connect(recipe, rollout, shape, actor.result(), fleet, supervisor, observer)
         phases = SharedPhases([fleet]) if pools[rollout.pool].is_shared else SeparatePhases()
     return Roles(
         actor=actor.result(),
@@ -254,6 +254,7 @@ async def _connect(
     ranks: ActorRanks,
     fleet: Fleet,
     supervisor: Supervisor,
+    observer: Observer,
 ) -> TransferPublisher:
     """The weights' way from these ranks to the engines, whatever those serve now."""
     host = ray.util.get_node_ip_address()
@@ -264,6 +265,7 @@ async def _connect(
         route=route_of(recipe, config, shape, num_engines=len(fleet.engines)),
         timeout_s=config.publish_timeout_s,
         host=host,
+        failed=observer.publish_failed,
     )
     await publisher.connect()
     supervisor.attach(publisher)

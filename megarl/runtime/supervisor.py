@@ -93,8 +93,7 @@ class Supervisor:
             yield
         finally:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            await asyncio.wait([task])
 
     async def _run(self) -> None:
         try:
@@ -105,7 +104,6 @@ class Supervisor:
         except Exception as error:
             logger.exception("supervisor failed")
             self._fleet.fail(error)
-            raise
 
     async def _tick(self) -> None:
         last = time.monotonic()
@@ -191,7 +189,7 @@ class Supervisor:
                     self._fleet.report(engine, SyncFailed(reason=str(error)))
                 except WorkerError as error:
                     # Whoever trains with these ranks finds out as well, and knows what to do.
-                    logger.warning("engine=%d cannot catch up: %s", engine.index, error)
+                    logger.info("engine=%d cannot catch up: %s", engine.index, error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RETRY_S):
                     await self._until(engine, {Want.START, Want.END})

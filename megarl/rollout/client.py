@@ -239,10 +239,8 @@ class EngineClient:
     async def _get(self, operation: str, path: str, *, timeout_s: float) -> Mapping[str, JsonValue]:
         try:
             response = await self._http.get(path, headers=_bearer(self.endpoint.keys.api), timeout=timeout_s)
-        except httpx.TimeoutException as error:
-            raise self._error(operation, f"no answer within {timeout_s:.0f} s") from error
         except httpx.HTTPError as error:
-            raise self._error(operation, _reason(error)) from error
+            raise self._error(operation, _reason(error, timeout_s)) from error
         info = _json(self._checked(operation, response))
         if not isinstance(info, dict):
             raise self._error(operation, f"{path} gave a {type(info).__name__}")
@@ -264,10 +262,8 @@ class EngineClient:
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
         try:
             return await self._http.post(path, json=body, headers=_bearer(key), timeout=timeout)
-        except httpx.TimeoutException as error:
-            raise self._error(operation, f"no answer within {timeout_s:.0f} s") from error
         except httpx.HTTPError as error:
-            raise self._error(operation, _reason(error)) from error
+            raise self._error(operation, _reason(error, timeout_s)) from error
 
     def _checked(self, operation: str, response: httpx.Response) -> httpx.Response:
         if response.status_code != HTTPStatus.OK:
@@ -290,8 +286,14 @@ def _bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def _reason(error: httpx.HTTPError) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def _reason(error: httpx.HTTPError, timeout_s: float) -> str:
+    cause = error.__cause__
+    # The transport calls every connection that breaks a timeout.
+    is_broken = isinstance(cause, aiohttp.ClientConnectionError) and not isinstance(cause, aiohttp.ServerTimeoutError)
+    if isinstance(error, httpx.TimeoutException) and not is_broken:
+        return f"no answer within {timeout_s:.0f} s"
+    name = type(cause if is_broken else error).__name__
+    return f"{name}: {error}" if str(error) else name
 
 
 def _json(response: httpx.Response) -> JsonValue:

@@ -159,7 +159,10 @@ class EngineProcess:
 
     def describe_end(self) -> str:
         """Why a server that is no longer there ended, as far as its log tells."""
-        return f"exited with {_describe_exit(self.exit_code)}; {self._log_hint()}"
+        how = _describe_exit(self.exit_code)
+        if how == signal.SIGKILL.name:
+            return f"exited with {how}, by hand or for want of memory; log: {self.spec.log_path}"
+        return f"exited with {how}; {self._log_hint()}"
 
     @property
     def _keys_path(self) -> Path:
@@ -229,13 +232,15 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
 
 
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b.*: \S")
-_NOISE = re.compile(r"Received sigquit|kill_process_tree|^\s*$")
+_NOISE = re.compile(r"Received sigquit|kill_process_tree|(Prefill|Decode) batch|^\s*$")
+_NUM_LAST_LINES = 60
+"""An exception before these was survived."""
 
 
 def last_words(lines: Iterable[str]) -> str:
     """The line of a log that says why: the last exception, else the last line that says anything."""
     meaningful = [line.strip() for line in lines if not _NOISE.search(line)]
-    exceptions = [line for line in meaningful if _EXCEPTION.match(line)]
+    exceptions = [line for line in meaningful[-_NUM_LAST_LINES:] if _EXCEPTION.match(line)]
     chosen = exceptions or meaningful
     return chosen[-1][:500] if chosen else "(nothing)"
 

@@ -130,7 +130,7 @@ class TransferPublisher:
                     return await self._deliver(roster, version)
             except WeightSyncError as error:
                 logger.info("publish failed version=%d engines=%d reason=%s", version, len(roster), error)
-                self._failed(version, str(error))
+                self._failed(version, str(error.__cause__ or error))
                 if await self._are_all_there(roster, str(error)):
                     num_unexplained += 1
                     if num_unexplained > _MAX_UNEXPLAINED:

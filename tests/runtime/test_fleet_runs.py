@@ -57,7 +57,7 @@ def test_a_run_that_loses_one_engine_in_a_publish_and_the_other_while_generating
         "once": str(folder / "killed_in_publish"),
     }
     with started(folder, "disturbed", *TWO_ENGINES, faults=[lost_in_publish]) as process:
-        _await_generating(folder / "runs" / "disturbed", process, after_step=3)
+        _await_phase(folder / "runs" / "disturbed", process, "generate", after_step=3)
         time.sleep(0.3)
         os.killpg(os.getpgid(_engine_of(process, index=0)), signal.SIGKILL)
         processes = descendants(process.pid)
@@ -76,10 +76,28 @@ def test_a_run_that_loses_one_engine_in_a_publish_and_the_other_while_generating
     assert "Traceback" not in done.output
 
 
+def test_in_a_shared_pool_an_engine_killed_while_it_sleeps_comes_back_when_it_may_generate(folder: Path) -> None:
+    shared = ("pools={all: {gpus_per_node: 2}}", "roles={actor: {pool: all}, rollout: {pool: all}}")
+    overrides = (*TWO_ENGINES[3:], *shared)
+    reference = run(folder, "shared_undisturbed", *overrides)
+    assert reference.exit_code == 0, reference.output
+    with started(folder, "shared", *overrides) as process:
+        _await_phase(folder / "runs" / "shared", process, "update", after_step=2)
+        os.killpg(os.getpgid(_engine_of(process, index=0)), signal.SIGKILL)
+        process.wait(timeout=400)
+    done = finished(folder, "shared", process)
+    assert done.exit_code == 0, done.output
+    assert _weights(done) == _weights(reference)
+    events = done.events
+    restart = next(number for number, event in enumerate(events) if isinstance(event, Restarted))
+    phases = [event.phase for event in events[:restart] if isinstance(event, PhaseStarted)]
+    assert phases[-1] == "generate"
+
+
 def test_a_run_whose_engines_cannot_be_had_any_more_ends_with_76_and_a_checkpoint_that_verifies(folder: Path) -> None:
     overrides = (*TWO_ENGINES, "run.steps=500", "roles.rollout.max_restarts=0")
     with started(folder, "exhausted", *overrides) as process:
-        _await_generating(folder / "runs" / "exhausted", process, after_step=2)
+        _await_phase(folder / "runs" / "exhausted", process, "generate", after_step=2)
         processes = descendants(process.pid)
         for index in (0, 1):
             os.killpg(os.getpgid(_engine_of(process, index=index)), signal.SIGKILL)
@@ -101,8 +119,8 @@ def _engine_of(process: subprocess.Popen[bytes], *, index: int) -> int:
     raise AssertionError(f"no engine {index}")
 
 
-def _await_generating(run_folder: Path, process: subprocess.Popen[bytes], *, after_step: int) -> None:
-    """Until the step after `after_step` generates."""
+def _await_phase(run_folder: Path, process: subprocess.Popen[bytes], phase: str, *, after_step: int) -> None:
+    """Until the step after `after_step` is in a phase."""
     deadline = time.monotonic() + 300
     path = run_folder / EVENTS_FILE
     while time.monotonic() < deadline:
@@ -111,7 +129,7 @@ def _await_generating(run_folder: Path, process: subprocess.Popen[bytes], *, aft
         numbers = [number for number, event in enumerate(events) if isinstance(event, StepFinished)]
         if len(numbers) >= after_step:
             later = events[numbers[after_step - 1] :]
-            if any(isinstance(event, PhaseStarted) and event.phase == "generate" for event in later):
+            if any(isinstance(event, PhaseStarted) and event.phase == phase for event in later):
                 return
         time.sleep(0.05)
     raise AssertionError(f"step {after_step + 1} did not begin within the deadline")

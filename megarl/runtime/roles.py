@@ -85,7 +85,7 @@ async def start_roles(
     running = engines.result()
     if rollout is not None and running is not None:
         fleet, supervisor = await _open_fleet(recipe, rollout, *running, stack, observer)
-        publisher = await _connect(recipe, rollout, shape, actor.result(), fleet, supervisor, observer)
+        publisher = await _connect(recipe, rollout, shape, actor.result(), fleet, supervisor, stack, observer)
         phases = SharedPhases([fleet]) if pools[rollout.pool].is_shared else SeparatePhases()
     return Roles(
         actor=actor.result(),
@@ -254,9 +254,10 @@ async def _connect(
     ranks: ActorRanks,
     fleet: Fleet,
     supervisor: Supervisor,
+    stack: AsyncExitStack,
     observer: Observer,
 ) -> TransferPublisher:
-    """The weights' way from these ranks to the engines, whatever those serve now."""
+    """The weights' way from these ranks to the engines, whatever those serve now, as long as `stack` lasts."""
     host = ray.util.get_node_ip_address()
     publisher = TransferPublisher(
         ranks=ranks,
@@ -269,6 +270,7 @@ async def _connect(
     )
     await publisher.connect()
     supervisor.attach(publisher)
+    stack.callback(supervisor.attach, None)
     return publisher
 
 

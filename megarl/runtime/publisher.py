@@ -89,8 +89,14 @@ class TransferPublisher:
 
     async def connect(self) -> None:
         """Check the real parameters of all reachable engines against the layout, whatever version they serve."""
-        roster = await self._fleet.any_reachable()
-        await self._control.among(roster).check_layout(self._route_to(roster))
+        while True:
+            roster = await self._fleet.any_reachable()
+            try:
+                await self._control.among(roster).check_layout(self._route_to(roster))
+                return
+            except WeightSyncError as error:
+                if await self._are_all_there(roster, str(error)):
+                    raise
 
     async def publish(self, version: PolicyVersion) -> PublishResult:
         """To all reachable engines; where there is none, to the first that is restarted."""

@@ -71,7 +71,10 @@ class Trainer(Protocol):
 
 class Publisher(Protocol):
     async def publish(self, version: PolicyVersion) -> PublishResult:
-        """All engines serve `version` when this returns; raises WeightSyncError when it was not committed."""
+        """No engine serves another version than this when it returns, and one at least serves it.
+
+        Raises WeightSyncError when it was not committed, FleetError when no engine is left.
+        """
         ...
 
 

@@ -65,6 +65,7 @@ def _add_other_commands() -> None:
     from megarl.cli.checkpoint import app as checkpoint_app
     from megarl.cli.diagnose import diagnose_app
     from megarl.cli.export import export
+    from megarl.cli.fleet import fleet
     from megarl.cli.samples import samples
     from megarl.cli.trace import timeline
     from megarl.cli.view import report, view
@@ -77,6 +78,7 @@ def _add_other_commands() -> None:
     app.command()(report)
     app.command()(timeline)
     app.command()(export)
+    app.command()(fleet)
 
 
 def main() -> None:

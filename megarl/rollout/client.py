@@ -164,24 +164,26 @@ class EngineClient:
         await self.resume()
         self._is_asleep = False
 
-    async def is_healthy(self) -> bool:
+    async def is_healthy(self, *, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
         """Whether the server answers. A paused or sleeping engine is healthy too."""
         try:
-            response = await self._http.get("/health", timeout=_HEALTH_TIMEOUT_S)
+            response = await self._http.get("/health", timeout=timeout_s)
         except httpx.HTTPError:
             return False
         return response.status_code == HTTPStatus.OK
 
+    async def probe(self, *, timeout_s: float) -> str:
+        """Let the scheduler itself answer; returns what the engine calls the weights it serves.
+
+        By asking for its state: SGLang's own generating check samples greedily, and a greedy request that meets sampled
+        ones in a batch changes what their seeds mean.
+        """
+        await self._get("probe", "/server_info", timeout_s=timeout_s)
+        info = await self._get("probe", "/model_info", timeout_s=timeout_s)
+        return str(info.get("weight_version"))
+
     async def server_info(self) -> Mapping[str, JsonValue]:
-        try:
-            response = await self._http.get(
-                "/server_info", headers=_bearer(self.endpoint.keys.api), timeout=_CONTROL_TIMEOUT_S
-            )
-        except httpx.HTTPError as error:
-            raise self._error("server info", _reason(error)) from error
-        info = _json(self._checked("server info", response))
-        assert isinstance(info, dict), f"/server_info gave a {type(info).__name__}"
-        return info
+        return await self._get("server info", "/server_info", timeout_s=_CONTROL_TIMEOUT_S)
 
     async def load_weights(
         self, payloads: Sequence[str], *, load_format: str, version: PolicyVersion | None = None, timeout_s: float
@@ -234,6 +236,16 @@ class EngineClient:
         if self._has_sessions:
             await self._control("end weight update", "/end_weight_update", {})
 
+    async def _get(self, operation: str, path: str, *, timeout_s: float) -> Mapping[str, JsonValue]:
+        try:
+            response = await self._http.get(path, headers=_bearer(self.endpoint.keys.api), timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise self._error(operation, _reason(error, timeout_s)) from error
+        info = _json(self._checked(operation, response))
+        if not isinstance(info, dict):
+            raise self._error(operation, f"{path} gave a {type(info).__name__}")
+        return info
+
     async def _control(
         self, operation: str, path: str, body: Mapping[str, JsonValue], *, timeout_s: float = _CONTROL_TIMEOUT_S
     ) -> httpx.Response:
@@ -250,10 +262,8 @@ class EngineClient:
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
         try:
             return await self._http.post(path, json=body, headers=_bearer(key), timeout=timeout)
-        except httpx.TimeoutException as error:
-            raise self._error(operation, f"no answer within {timeout_s:.0f} s") from error
         except httpx.HTTPError as error:
-            raise self._error(operation, _reason(error)) from error
+            raise self._error(operation, _reason(error, timeout_s)) from error
 
     def _checked(self, operation: str, response: httpx.Response) -> httpx.Response:
         if response.status_code != HTTPStatus.OK:
@@ -276,8 +286,14 @@ def _bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def _reason(error: httpx.HTTPError) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def _reason(error: httpx.HTTPError, timeout_s: float) -> str:
+    cause = error.__cause__
+    # The transport calls every connection that breaks a timeout.
+    is_broken = isinstance(cause, aiohttp.ClientConnectionError) and not isinstance(cause, aiohttp.ServerTimeoutError)
+    if isinstance(error, httpx.TimeoutException) and not is_broken:
+        return f"no answer within {timeout_s:.0f} s"
+    name = type(cause if is_broken else error).__name__
+    return f"{name}: {error}" if str(error) else name
 
 
 def _json(response: httpx.Response) -> JsonValue:

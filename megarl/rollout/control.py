@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from copy import copy
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeAlias
@@ -17,7 +18,8 @@ from uuid import uuid4
 from torch._C._distributed_c10d import TCPStore
 
 from megarl.errors import EngineError, WeightSyncError
-from megarl.rollout.fleet import Engine, EngineState, Fleet
+from megarl.rollout.client import EngineClient
+from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.orders import (
     Abort,
     Commit,
@@ -54,16 +56,23 @@ _Replies: TypeAlias = tuple[Reply, ...]
 
 
 class EngineControl:
-    """Orders for the engines of a fleet that are reachable when it is made. One publish at a time."""
+    """Orders for some engines of a fleet, by default all that are reachable when it is made. One publish at a time."""
 
     def __init__(self, fleet: Fleet, *, timeout_s: float, host: str = LOOPBACK) -> None:
         """`timeout_s` bounds what an order waits for; `host` is where the engines reach this process."""
         self._fleet = fleet
-        self._engines = [engine for engine in fleet.engines if engine.state is not EngineState.LOST]
+        self._engines: Sequence[Engine] = fleet.reachable
         self._timeout_s = timeout_s
         self._server = StoreServer(host)
         self._mailbox = TCPStore(host, self._server.address.port, timeout=timedelta(seconds=_GRACE_S))
-        self._unfinished: set[asyncio.Task[_Replies]] = set()
+        self._late: dict[EngineClient, asyncio.Task[_Replies]] = {}
+        """Calls that outlived the failure of another engine. Each has a deadline of its own."""
+
+    def among(self, engines: Sequence[Engine]) -> EngineControl:
+        """The same, for these engines."""
+        control = copy(self)
+        control._engines = tuple(engines)
+        return control
 
     @property
     def address(self) -> StoreAddress:
@@ -99,8 +108,11 @@ class EngineControl:
         replies = await self._replies(Stage(version=version))
         return {rank: reply.digests for rank, reply in enumerate(replies)}
 
-    async def commit(self, version: PolicyVersion) -> int:
-        """Serve what is staged, everywhere. An engine that fails is stale from now on; returns how many succeeded."""
+    async def commit(self, version: PolicyVersion, *, is_catching_up: bool = False) -> int:
+        """Serve what is staged, everywhere. An engine that fails is stale from now on; returns how many succeeded.
+
+        So is every engine that was not asked, unless those that were are `is_catching_up` with them.
+        """
 
         async def commit_one(engine: Engine, position: int) -> _Replies:
             replies = await self._ask(engine, position, Commit(version=version), version=version)
@@ -108,7 +120,6 @@ class EngineControl:
             await engine.client.flush_cache()
             return replies
 
-        await self._finish_late()
         outcomes = await asyncio.gather(*self._start(commit_one), return_exceptions=True)
         succeeded, reasons = [], []
         for engine, outcome in zip(self._engines, outcomes, strict=True):
@@ -122,7 +133,12 @@ class EngineControl:
                     raise outcome
         if not succeeded:
             raise WeightSyncError(f"version {version} was committed nowhere: {'; '.join(reasons)}")
-        await self._fleet.committed(version, succeeded)
+        if is_catching_up:
+            assert version == self._fleet.committed_version, f"{version}, not {self._fleet.committed_version}"
+            for engine in succeeded:
+                await self._fleet.joined(engine)
+        else:
+            await self._fleet.committed(version, succeeded)
         return len(succeeded)
 
     async def abort(self) -> None:
@@ -154,9 +170,12 @@ class EngineControl:
         async def ask_one(engine: Engine, position: int) -> _Replies:
             return await self._ask(engine, position, order)
 
-        await self._finish_late()
         tasks = self._start(ask_one)
-        done, self._unfinished = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        done, unfinished = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for engine, task in zip(self._engines, tasks, strict=True):
+            if task in unfinished:
+                self._late[engine.client] = task
+                task.add_done_callback(_hear)
         failures = [error for task in tasks if task in done and (error := task.exception()) is not None]
         for error in failures:
             if not isinstance(error, EngineError | WeightSyncError):
@@ -166,12 +185,13 @@ class EngineControl:
         return [reply for task in tasks for reply in task.result()]
 
     def _start(self, call: Callable[[Engine, int], Coroutine[None, None, _Replies]]) -> list[asyncio.Task[_Replies]]:
-        return [asyncio.create_task(call(engine, position)) for position, engine in enumerate(self._engines)]
+        async def call_in_turn(engine: Engine, position: int) -> _Replies:
+            late = self._late.pop(engine.client, None)
+            if late is not None:
+                await asyncio.wait([late])
+            return await call(engine, position)
 
-    async def _finish_late(self) -> None:
-        """Calls that outlived the failure of another engine; each has a deadline of its own."""
-        late, self._unfinished = self._unfinished, set()
-        await asyncio.gather(*late, return_exceptions=True)
+        return [asyncio.create_task(call_in_turn(engine, position)) for position, engine in enumerate(self._engines)]
 
     async def _ask(
         self,
@@ -210,3 +230,9 @@ class EngineControl:
         if reply.error is not None:
             raise WeightSyncError(f"{where}: {reply.error}")
         return reply
+
+
+def _hear(task: asyncio.Task[_Replies]) -> None:
+    """A late failure is no news, and asyncio complains of those that nobody looked at."""
+    if not task.cancelled():
+        task.exception()

@@ -20,7 +20,8 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.errors import DataError, EngineError, FleetError
 from megarl.faults import reach
 from megarl.rollout.client import GenerateRequest
-from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.fleet import Engine, EngineLostError, Fleet
+from megarl.rollout.hedging import Hedging
 from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.types import Prompt, Rollout, RolloutGroup, TokenArray
 
@@ -91,13 +92,21 @@ class FleetGenerator:
     """The Generator of a run (see `stages`). The fleet bounds how many requests are out at a time."""
 
     def __init__(
-        self, fleet: Fleet, *, sampling: Sampling, vocabulary: Vocabulary, seed: int, max_attempts: int
+        self,
+        fleet: Fleet,
+        *,
+        sampling: Sampling,
+        vocabulary: Vocabulary,
+        seed: int,
+        max_attempts: int,
+        hedge_quantile: float | None = None,
     ) -> None:
         self._fleet = fleet
         self._sampling = sampling
         self._vocabulary = vocabulary
         self._seed = seed
         self._max_attempts = max_attempts
+        self._hedging = Hedging(fleet, quantile=hedge_quantile)
 
     async def generate(self, prompt: Prompt) -> RolloutGroup:
         """All rollouts of one prompt, in the order of their seeds."""
@@ -126,17 +135,26 @@ class FleetGenerator:
             )
 
     async def _rollout(self, prompt: Prompt, index: int) -> Rollout:
+        async def respond(engine: Engine) -> Response:
+            return await self._respond(engine, prompt, index)
+
         failures: list[str] = []
         tried: set[int] = set()
-        for _ in range(self._max_attempts):
-            async with self._fleet.lease(avoid=tried) as engine:
-                try:
-                    return self._finished(await self._respond(engine, prompt, index))
-                except EngineError as error:
-                    tried.add(engine.index)
-                    failures.append(str(error))
-                    logger.warning("rollout failed prompt=%s index=%d reason=%s", prompt.uid, index, error)
-                    await self._judge(engine, error)
+        while len(failures) < self._max_attempts:
+            try:
+                async with self._fleet.lease(avoid=tried, prefix=prompt.uid) as engine:
+                    try:
+                        return self._finished(await self._hedging.first(engine, respond))
+                    except EngineError as error:
+                        tried.add(engine.index)
+                        failures.append(str(error))
+                        logger.info("rollout failed prompt=%s index=%d reason=%s", prompt.uid, index, error)
+                        self._fleet.requests.request_retried(type(error).__name__)
+                        await self._judge(engine, error)
+            except EngineLostError as error:
+                # No attempt: it says nothing of the request, and engines are not lost for ever.
+                self._fleet.requests.request_retried(type(error).__name__)
+                logger.info("rollout lost prompt=%s index=%d reason=%s", prompt.uid, index, error)
         reasons = "; ".join(failures)
         raise FleetError(f"prompt {prompt.uid}, rollout {index}: {len(failures)} attempts failed: {reasons}")
 
@@ -144,8 +162,8 @@ class FleetGenerator:
         """Whether an engine that failed once may be asked again."""
         if isinstance(error, WrongVersionError):
             await self._fleet.mark_stale(engine, str(error))
-        elif not await engine.client.is_healthy():
-            await self._fleet.mark_lost(engine, str(error))
+        elif not isinstance(error, BadReplyError):
+            await self._fleet.doubt(engine, str(error))
 
     async def _respond(self, engine: Engine, prompt: Prompt, index: int) -> Response:
         sampling = self._sampling

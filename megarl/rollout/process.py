@@ -16,6 +16,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -80,6 +81,7 @@ class EngineProcess:
             keys=spec.keys,
         )
         self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
+        self._workers: frozenset[int] = frozenset()
         self._process: subprocess.Popen[bytes] | None = None
         self._log_writer = threading.Thread(target=self._write_log, name=f"engine-{spec.index}-log", daemon=True)
 
@@ -107,6 +109,17 @@ class EngineProcess:
             await self._give_up(str(error))
         finally:
             self._forget_secrets()
+        self._workers = frozenset(_workers_in_group(self.pid))
+
+    async def wait_end(self) -> str:
+        """Until the server, or a process it cannot do without, is gone: why, as far as the log tells."""
+        while True:
+            if self.exit_code is not None:
+                return self.describe_end()
+            lost = self._workers - _workers_in_group(self.pid)
+            if lost:
+                return f"its worker process {min(lost)} is gone; {self._log_hint()}"
+            await asyncio.sleep(_POLL_S)
 
     async def _until_generating(self) -> None:
         client = EngineClient(self.endpoint, request_timeout_s=self.spec.config.start_timeout_s)
@@ -124,13 +137,13 @@ class EngineProcess:
         await asyncio.to_thread(self.stop)
         raise MachineError(f"engine {self.spec.index}: {reason}; {self._log_hint()}")
 
-    def stop(self) -> None:
+    def stop(self, *, grace_s: float = _STOP_GRACE_S) -> None:
         """End it and everything it started. Harmless when it has ended or never began."""
         self._forget_secrets()
         if self._process is None:
             return
         # Only the server itself is asked: it takes a worker that ends before it for a crash and stays to diagnose it.
-        stop_guarded(self._process, grace_s=_STOP_GRACE_S)
+        stop_guarded(self._process, grace_s=grace_s)
         self._log_writer.join(timeout=_STOP_GRACE_S)
 
     @property
@@ -146,17 +159,20 @@ class EngineProcess:
 
     def describe_end(self) -> str:
         """Why a server that is no longer there ended, as far as its log tells."""
-        return f"exited with {_describe_exit(self.exit_code)}; {self._log_hint()}"
+        how = _describe_exit(self.exit_code)
+        if how == signal.SIGKILL.name:
+            return f"exited with {how}, by hand or for want of memory; log: {self.spec.log_path}"
+        return f"exited with {how}; {self._log_hint()}"
 
     @property
     def _keys_path(self) -> Path:
         return self.spec.log_path.with_suffix(".keys.yaml")
 
     def _write_log(self) -> None:
-        """Copy output to the log until the last process that writes it is gone."""
+        """Copy output to the log, behind what earlier lives left there, until the last process that writes is gone."""
         assert self._process is not None
         assert self._process.stdout is not None
-        with self._process.stdout as output, self.spec.log_path.open("w", encoding="utf-8") as log:
+        with self._process.stdout as output, self.spec.log_path.open("a", encoding="utf-8") as log:
             for raw in output:
                 line = raw.decode("utf-8", errors="replace")
                 # SGLang prints all its options when it starts, its keys among them.
@@ -216,13 +232,15 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
 
 
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b.*: \S")
-_NOISE = re.compile(r"Received sigquit|kill_process_tree|^\s*$")
+_NOISE = re.compile(r"Received sigquit|kill_process_tree|(Prefill|Decode) batch|^\s*$")
+_NUM_LAST_LINES = 60
+"""An exception before these was survived."""
 
 
 def last_words(lines: Iterable[str]) -> str:
     """The line of a log that says why: the last exception, else the last line that says anything."""
     meaningful = [line.strip() for line in lines if not _NOISE.search(line)]
-    exceptions = [line for line in meaningful if _EXCEPTION.match(line)]
+    exceptions = [line for line in meaningful[-_NUM_LAST_LINES:] if _EXCEPTION.match(line)]
     chosen = exceptions or meaningful
     return chosen[-1][:500] if chosen else "(nothing)"
 
@@ -251,3 +269,20 @@ def _write_private(path: Path, text: str) -> None:
 def _describe_exit(code: int | None) -> str:
     number = None if code is None else -code if code < 0 else code - SIGNAL_EXIT
     return signal.Signals(number).name if number in set(signal.Signals) else f"code {code}"
+
+
+_WORKER_NAME = "sglang::"
+
+
+def _workers_in_group(group: int) -> set[int]:
+    """The server's own processes: its ranks and what serves them. One that nobody has buried yet is gone."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with suppress(OSError):
+            before, _, after = (folder / "stat").read_text().rpartition(")")
+            state, _, process_group = after.split()[:3]
+            if int(process_group) == group and state not in "ZX" and f"({_WORKER_NAME}" in before:
+                found.add(int(folder.name))
+    return found

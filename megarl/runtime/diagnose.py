@@ -11,6 +11,7 @@ from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import ConfigError, DataError, Problem
+from megarl.observe.observer import Observer
 from megarl.rollout.control import EngineControl
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.runtime.cluster import open_cluster
@@ -43,7 +44,7 @@ async def _diagnose(
     recipe.run_folder.mkdir(parents=True, exist_ok=True)
     with open_cluster(recipe, address=ray_address) as cluster:
         async with AsyncExitStack() as stack:
-            roles = await start_roles(recipe, shape, cluster, stack, resume=None)
+            roles = await start_roles(recipe, shape, cluster, stack, resume=None, observer=Observer(()))
             assert roles.fleet is not None, "roles without an engine"
             await roles.publisher.publish(PolicyVersion(0))
             return await compare(

@@ -10,6 +10,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar, cast
@@ -21,6 +22,7 @@ from megarl.checkpoint.state import TrainerState
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from megarl.config.recipe import CriticConfig, TrainConfig
 from megarl.env import trainer_environment
+from megarl.errors import WeightSyncError
 from megarl.rollout.orders import Meeting, Route
 from megarl.runtime.cluster import Place
 from megarl.runtime.workers import WorkerGroup
@@ -146,7 +148,14 @@ class ActorProcess(TrainedProcess[ActorRank]):
     def send(self, version: int) -> dict[tuple[int, str], int]:
         """Send this rank's share; answers with a digest per (engine rank, tensor) of what it sent."""
         assert self._sender is not None, "join comes first"
+        held = self.version()
+        if held != version:
+            raise WeightSyncError(f"actor rank {self._rank} holds version {held}: it cannot send version {version}")
         return self._sender.send(version)
+
+    def version(self) -> int:
+        """Of the weights this rank holds."""
+        return self.model.state.num_updates
 
     def leave(self) -> None:
         group, self._group, self._sender = self._group, None, None
@@ -231,6 +240,13 @@ class ActorRanks(TrainedRanks):
 
     async def join(self, route: Route, meeting: Meeting) -> None:
         await self._workers.call("join", route, meeting)
+
+    def at_rest(self) -> AbstractAsyncContextManager[None]:
+        """Inside, no rank computes: weights do not change."""
+        return self._turn
+
+    async def version(self) -> int:
+        return cast("int", (await self._workers.call("version"))[0])
 
     async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
         return cast("list[dict[tuple[int, str], int]]", await self._workers.call("send", version))

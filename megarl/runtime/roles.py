@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -15,12 +16,16 @@ from megarl.checkpoint.manifest import CRITIC_FOLDER
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import ModelParallelConfig, Recipe, RolloutRoleConfig
-from megarl.rollout.client import EngineClient
+from megarl.observe.observer import Observer
+from megarl.rollout.client import EngineClient, EngineEndpoint
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
+from megarl.rollout.lifecycle import RestartPolicy
 from megarl.rollout.orders import Route
 from megarl.runtime.cluster import Cluster, Place
 from megarl.runtime.engines import Engines, start_engines
+from megarl.runtime.fleet_events import observe_fleet
+from megarl.runtime.operator import open_to_operator
 from megarl.runtime.phases import SeparatePhases, SharedPhases
 from megarl.runtime.publisher import NoPublisher, TransferPublisher
 from megarl.runtime.ranks import (
@@ -33,6 +38,7 @@ from megarl.runtime.ranks import (
     ReferenceRanks,
     start_processes,
 )
+from megarl.runtime.supervisor import Supervisor
 from megarl.runtime.tasks import task_group
 from megarl.stages import Phases, Publisher
 from megarl.train.rank import RankSpec
@@ -49,12 +55,20 @@ class Roles:
     """None where there is none, and where the actor's ranks keep it."""
     fleet: Fleet | None
     """None where nobody generates."""
+    supervisor: Supervisor | None
+    """Of the fleet."""
     publisher: Publisher
     phases: Phases
 
 
 async def start_roles(
-    recipe: Recipe, shape: ModelShape, cluster: Cluster, stack: AsyncExitStack, *, resume: ResumePoint | None
+    recipe: Recipe,
+    shape: ModelShape,
+    cluster: Cluster,
+    stack: AsyncExitStack,
+    *,
+    resume: ResumePoint | None,
+    observer: Observer,
 ) -> Roles:
     """All roles start side by side: each takes a while. `stack` takes down what was started."""
     rollout = recipe.roles.rollout
@@ -65,19 +79,20 @@ async def start_roles(
         reference = tasks.create_task(_start_reference(recipe, shape, pools))
         engines = tasks.create_task(_start_engines(recipe, pools))
     fleet: Fleet | None = None
+    supervisor: Supervisor | None = None
     publisher: Publisher = NoPublisher()
     phases: Phases = SeparatePhases()
     running = engines.result()
     if rollout is not None and running is not None:
-        stack.push_async_callback(running.stop)
-        fleet = _open_fleet(rollout, running, stack)
-        publisher = await _connect(recipe, rollout, shape, actor.result(), fleet)
+        fleet, supervisor = await _open_fleet(recipe, rollout, *running, stack, observer)
+        publisher = await _connect(recipe, rollout, shape, actor.result(), fleet, supervisor, stack, observer)
         phases = SharedPhases([fleet]) if pools[rollout.pool].is_shared else SeparatePhases()
     return Roles(
         actor=actor.result(),
         critic=critic.result(),
         reference=reference.result(),
         fleet=fleet,
+        supervisor=supervisor,
         publisher=publisher,
         phases=phases,
     )
@@ -167,7 +182,7 @@ async def _start_reference(recipe: Recipe, shape: ModelShape, pools: Mapping[str
     return ReferenceRanks(workers, pool.turn)
 
 
-async def _start_engines(recipe: Recipe, pools: Mapping[str, _Pool]) -> Engines | None:
+async def _start_engines(recipe: Recipe, pools: Mapping[str, _Pool]) -> tuple[Engines, list[EngineEndpoint]] | None:
     config = recipe.roles.rollout
     if config is None:
         return None
@@ -201,23 +216,61 @@ def _rank_spec(recipe: Recipe, split: ModelParallelConfig, shape: ModelShape) ->
     )
 
 
-def _open_fleet(config: RolloutRoleConfig, engines: Engines, stack: AsyncExitStack) -> Fleet:
-    clients = [EngineClient(endpoint, request_timeout_s=config.request_timeout_s) for endpoint in engines.endpoints]
-    fleet = Fleet(clients, max_outstanding=config.max_running_requests, publish_timeout_s=config.request_timeout_s)
+async def _open_fleet(
+    recipe: Recipe,
+    config: RolloutRoleConfig,
+    engines: Engines,
+    endpoints: Sequence[EngineEndpoint],
+    stack: AsyncExitStack,
+    observer: Observer,
+) -> tuple[Fleet, Supervisor]:
+    """Engines that are looked after until `stack` ends, which ends them, too."""
+    stack.push_async_callback(engines.stop)
+    connect = partial(EngineClient, request_timeout_s=config.request_timeout_s)
+    fleet = Fleet(
+        [connect(endpoint) for endpoint in endpoints],
+        max_outstanding=config.max_running_requests,
+        # The longest that nothing happens to an engine which is on its way back.
+        publish_timeout_s=config.start_timeout_s + config.publish_timeout_s + recipe.train.operation_timeout_s,
+        policy=RestartPolicy(
+            max_restarts=config.max_restarts,
+            back_off_s=config.restart_back_off_s,
+            silence_timeout_s=config.silence_timeout_s,
+            start_timeout_s=config.start_timeout_s,
+        ),
+    )
     stack.push_async_callback(fleet.close)
-    return fleet
+    observe_fleet(fleet, observer)
+    supervisor = Supervisor(fleet, engines, connect=connect)
+    await stack.enter_async_context(supervisor.running())
+    await stack.enter_async_context(open_to_operator(recipe.run_folder, fleet, supervisor))
+    return fleet, supervisor
 
 
 async def _connect(
-    recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, ranks: ActorRanks, fleet: Fleet
+    recipe: Recipe,
+    config: RolloutRoleConfig,
+    shape: ModelShape,
+    ranks: ActorRanks,
+    fleet: Fleet,
+    supervisor: Supervisor,
+    stack: AsyncExitStack,
+    observer: Observer,
 ) -> TransferPublisher:
-    route = route_of(recipe, config, shape, num_engines=len(fleet.engines))
+    """The weights' way from these ranks to the engines, whatever those serve now, as long as `stack` lasts."""
     host = ray.util.get_node_ip_address()
-    control = EngineControl(fleet, timeout_s=config.publish_timeout_s, host=host)
     publisher = TransferPublisher(
-        ranks=ranks, control=control, route=route, timeout_s=config.publish_timeout_s, host=host
+        ranks=ranks,
+        fleet=fleet,
+        control=EngineControl(fleet, timeout_s=config.publish_timeout_s, host=host),
+        route=route_of(recipe, config, shape, num_engines=len(fleet.engines)),
+        timeout_s=config.publish_timeout_s,
+        host=host,
+        failed=observer.publish_failed,
     )
     await publisher.connect()
+    supervisor.attach(publisher)
+    stack.callback(supervisor.attach, None)
     return publisher
 
 

@@ -84,7 +84,7 @@ async def _run(
     ):
         async with AsyncExitStack() as stack:
             with observer.phase("start"):
-                roles = await start_roles(recipe, inputs.shape, cluster, stack, resume=resume)
+                roles = await start_roles(recipe, inputs.shape, cluster, stack, resume=resume, observer=observer)
                 scorer = build_scorer(recipe.reward, log_path=recipe.run_folder / "reward.log")
                 stack.callback(scorer.close)
             loop = _build_loop(recipe, inputs, roles, scorer, observer, leave, resume)
@@ -218,4 +218,5 @@ def _generator(recipe: Recipe, inputs: Inputs, fleet: Fleet, sampling: Sampling,
         vocabulary=Vocabulary.of(inputs.shape, inputs.tokenizer),
         seed=seed,
         max_attempts=rollout.max_attempts,
+        hedge_quantile=rollout.hedge_quantile,
     )

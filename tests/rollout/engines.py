@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,9 +122,10 @@ def prompt_of(*token_ids: int, uid: str = "row-0", epoch: int = 0) -> Prompt:
 
 
 Handler = Callable[[httpx.Request], httpx.Response]
+SlowHandler = Callable[[httpx.Request], Coroutine[None, None, httpx.Response]]
 
 
-def scripted_client(handler: Handler, *, index: int = 0, tensor: int = 1) -> EngineClient:
+def scripted_client(handler: Handler | SlowHandler, *, index: int = 0, tensor: int = 1) -> EngineClient:
     """A client whose engine is `handler`."""
     endpoint = EngineEndpoint(
         index=index,

@@ -171,11 +171,28 @@ def test_a_paused_engine_is_healthy_and_goes_on_when_resumed(qwen2_tp1: ServedMo
             await asyncio.sleep(0.5)
             assert not held.done()
             assert await client.is_healthy()
+            assert await client.probe(timeout_s=10) == "0"
             await client.flush_cache()
             await client.wake()
             assert len((await held).rollouts) == 1
 
     asyncio.run(pause())
+
+
+def test_probes_change_nothing_about_what_is_sampled(qwen2_tp1: ServedModel) -> None:
+    async def sample(*, is_probed: bool) -> list[list[int]]:
+        async with qwen2_tp1.fleet() as fleet:
+            generator, client = generator_of(fleet, num_rollouts=16, max_response_tokens=64), fleet.engines[0].client
+            sampling = asyncio.create_task(generator.generate(prompt_of(5, 6)))
+            num_probes = 0
+            while is_probed and not sampling.done():
+                assert await client.probe(timeout_s=10) == "0"
+                num_probes += 1
+            group = await sampling
+            assert not is_probed or num_probes > 3
+            return [rollout.token_ids.tolist() for rollout in group.rollouts]
+
+    assert asyncio.run(sample(is_probed=True)) == asyncio.run(sample(is_probed=False))
 
 
 def test_only_the_right_key_opens_an_engine(qwen2_tp1: ServedModel) -> None:

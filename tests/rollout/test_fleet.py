@@ -7,7 +7,8 @@ import httpx
 import pytest
 
 from megarl.errors import FleetError
-from megarl.rollout.fleet import EngineState, Fleet
+from megarl.rollout.fleet import EngineLostError, EngineState, Fleet
+from megarl.rollout.lifecycle import Ended
 from megarl.types import PolicyVersion
 from tests.rollout.engines import scripted_fleet
 
@@ -48,7 +49,7 @@ def test_an_engine_not_at_the_committed_version_gets_no_request() -> None:
     async def scenario() -> None:
         fleet = scripted_fleet(silent, silent)
         await fleet.committed(PolicyVersion(1), [fleet.engines[1]])
-        assert [engine.state for engine in fleet.engines] == [EngineState.STALE, EngineState.LIVE]
+        assert [engine.state for engine in fleet.engines] == [EngineState.STALE, EngineState.HEALTHY]
         async with AsyncExitStack() as stack:
             assert await lease_many(fleet, stack, 4) == [1, 1, 1, 1]
         await fleet.committed(PolicyVersion(2), fleet.engines)
@@ -111,10 +112,64 @@ def test_no_publish_in_time_is_an_error_that_says_why() -> None:
 def test_no_engine_left_is_an_error_at_once() -> None:
     async def scenario() -> None:
         fleet = scripted_fleet(silent, silent)
-        await fleet.mark_lost(fleet.engines[0], "killed")
-        await fleet.mark_lost(fleet.engines[1], "out of memory")
+        fleet.report(fleet.engines[0], Ended(reason="killed"))
+        fleet.report(fleet.engines[1], Ended(reason="out of memory"))
         async with fleet.lease():
             pass
 
     with pytest.raises(FleetError, match=r"no engine is left: engine 0 .*: killed; engine 1 .*: out of memory"):
         asyncio.run(scenario())
+
+
+def test_a_request_ends_with_the_engine_it_was_given_to_and_the_others_go_on() -> None:
+    async def scenario() -> list[str]:
+        fleet = scripted_fleet(silent, silent)
+        outcomes: list[str] = []
+
+        async def request() -> None:
+            try:
+                async with fleet.lease() as engine:
+                    await asyncio.sleep(0.3)
+                    outcomes.append(f"answered by {engine.index}")
+            except EngineLostError as error:
+                outcomes.append(str(error))
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(2):
+                tasks.create_task(request())
+            await asyncio.sleep(0.05)
+            fleet.report(fleet.engines[0], Ended(reason="killed"))
+        assert [engine.num_outstanding for engine in fleet.engines] == [0, 0]
+        return outcomes
+
+    assert asyncio.run(scenario()) == ["engine 0 (127.0.0.1:30000): lost: killed", "answered by 1"]
+
+
+def test_rollouts_of_one_prompt_share_an_engine_within_bounds() -> None:
+    async def scenario() -> None:
+        fleet = scripted_fleet(silent, silent, max_outstanding=16)
+
+        async def lease(prefix: str) -> int:
+            return (await stack.enter_async_context(fleet.lease(prefix=prefix))).index
+
+        async with AsyncExitStack() as stack:
+            assert [await lease("first") for _ in range(3)] == [0, 0, 0]
+            assert [await lease("second") for _ in range(3)] == [1, 1, 1]
+            # Two more than the other has are worth a cached prompt, three are not.
+            assert [await lease("first") for _ in range(4)] == [0, 0, 0, 1]
+            fleet.report(fleet.engines[1], Ended(reason="killed"))
+            assert await lease("second") == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_engine_is_one_with_less_to_do() -> None:
+    async def scenario() -> None:
+        fleet = scripted_fleet(silent, silent)
+        async with fleet.lease() as first, fleet.lease_idle({first.index}) as other:
+            assert other is fleet.engines[1]
+            async with fleet.lease_idle({first.index}) as none:
+                assert none is None
+        assert [engine.num_outstanding for engine in fleet.engines] == [0, 0]
+
+    asyncio.run(scenario())

@@ -131,7 +131,7 @@ def test_an_engine_that_is_gone_is_lost_and_gets_nothing_more() -> None:
     generate(fleet)
     generate(fleet, num_rollouts=4)
     assert len(gone.requests) == 1
-    assert fleet.engines[0].state is EngineState.LOST
+    assert fleet.engines[0].state is EngineState.DEAD
 
 
 def test_an_engine_with_other_weights_is_stale_and_gets_nothing_more() -> None:

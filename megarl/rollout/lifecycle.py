@@ -1,0 +1,284 @@
+"""The life of one engine as a pure state machine: what was seen goes in, the next state comes out. The clock is given.
+
+    HEALTHY     --silence, a failed request-->  SUSPECT     --an answer-->          HEALTHY or STALE, as before
+    SUSPECT     --silence, too many doubts-->   DEAD        --back-off passed-->    RESTARTING
+    RESTARTING  --it generates-->               STALE       --weights confirmed-->  HEALTHY
+    RESTARTING  --it failed, it is late-->      DEAD        --budget spent-->       DEAD for good
+    any         --its process ended-->          DEAD
+    any         --the operator-->               RETIRED     --the operator-->       RESTARTING
+
+What is to be done follows from the state alone (`Life.wants`), so whoever does it may be late or do it twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum, auto
+from typing import assert_never
+
+FORGIVEN_AFTER_S = 3600.0
+"""An engine that has served for so long has its whole budget of restarts back."""
+MAX_DOUBTS = 10
+"""Between two confirmations of its weights: an engine that fails more requests than this is not what its probes say."""
+MAX_FAILED_SYNCS = 3
+_SUSPECT_AFTER = 1 / 3
+"""Of the time after which a silent engine is dead: it gets no further request while there is doubt."""
+_START_GRACE_S = 60.0
+"""Whoever starts an engine has a deadline of its own, and knows better what was wrong."""
+
+
+class EngineState(StrEnum):
+    HEALTHY = "healthy"
+    """Serves the committed version. No other state gets a request."""
+    SUSPECT = "suspect"
+    """Failed a request or has been silent for a while; it may still answer."""
+    DEAD = "dead"
+    """Its process is gone or useless, and is ended."""
+    RESTARTING = "restarting"
+    STALE = "stale"
+    """Runs, but serves other weights: joins by a publish to it, with its digests compared."""
+    RETIRED = "retired"
+    """Taken out by the operator."""
+
+
+class Want(Enum):
+    """What has to be done for an engine."""
+
+    WATCH = auto()
+    END = auto()
+    START = auto()
+    SYNC = auto()
+    """And watch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    max_restarts: int
+    """In a row; see FORGIVEN_AFTER_S."""
+    back_off_s: float = 1.0
+    """Before the first restart; twice as long before each further one."""
+    max_back_off_s: float = 60.0
+    silence_timeout_s: float = 30.0
+    start_timeout_s: float = 300.0
+
+    def back_off(self, num_restarts: int) -> float:
+        return min(self.max_back_off_s, self.back_off_s * 2.0 ** min(num_restarts, 60))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """Where an engine stands."""
+
+    state: EngineState
+    since: float
+    """When it got there."""
+    reason: str = ""
+    """Why it is not healthy."""
+    last_answer: float
+    num_restarts: int = 0
+    """Begun, of the budget."""
+    restart_at: float | None = None
+    """Of a dead one; None: never again, unless the operator adds it."""
+    confirmed_at: float | None = None
+    """When it first served a committed version after its last start."""
+    suspended: EngineState = EngineState.HEALTHY
+    """What a suspect goes back to."""
+    num_doubts: int = 0
+    num_failed_syncs: int = 0
+
+    @classmethod
+    def begin(cls, now: float) -> Life:
+        """Of an engine that has just started with the weights the run begins with."""
+        return cls(state=EngineState.HEALTHY, since=now, last_answer=now, confirmed_at=now)
+
+    @property
+    def wants(self) -> Want:
+        match self.state:
+            case EngineState.HEALTHY | EngineState.SUSPECT:
+                return Want.WATCH
+            case EngineState.STALE:
+                return Want.SYNC
+            case EngineState.RESTARTING:
+                return Want.START
+            case EngineState.DEAD | EngineState.RETIRED:
+                return Want.END
+            case _:
+                assert_never(self.state)
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether weights can be sent to it."""
+        return self.state in (EngineState.HEALTHY, EngineState.SUSPECT, EngineState.STALE)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it comes back by itself."""
+        return self.state is EngineState.RETIRED or (self.state is EngineState.DEAD and self.restart_at is None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """It answered a probe that had to pass through its scheduler."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubted:
+    """A request failed on the way."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """Its process ended, or did not start."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """It generates, with the weights of the model folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmed:
+    """It serves the committed version: every digest was compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FellBehind:
+    """It serves other weights than the committed ones."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncFailed:
+    """It alone was sent the committed version, and it did not get there."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retired:
+    """The operator does not want it any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Added:
+    """The operator wants it (back), with a fresh budget."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked:
+    """Time has passed."""
+
+    unheard_s: float = 0.0
+    """Time in which nobody listened for answers: it is no silence."""
+    may_start: bool = True
+    """Whether there is room for a start now: in a shared pool only while engines may generate."""
+
+
+Event = Answered | Doubted | Ended | Started | Confirmed | FellBehind | SyncFailed | Retired | Added | Ticked
+
+
+def advance(life: Life, event: Event, *, now: float, policy: RestartPolicy) -> Life:
+    """The life after an event. Events that cannot matter in a state leave it as it is."""
+    match event:
+        case Retired():
+            return _enter(life, EngineState.RETIRED, now, "retired by the operator", restart_at=None)
+        case Added():
+            return _restart(replace(life, num_restarts=0), now) if life.is_over else life
+        case Ticked():
+            return _tick(life, event, now, policy)
+        case Ended(reason=reason):
+            return _die(life, reason, now, policy)
+        case Started():
+            if life.state is not EngineState.RESTARTING:
+                return life
+            fresh = replace(life, last_answer=now, num_doubts=0, num_failed_syncs=0, confirmed_at=None)
+            return _enter(fresh, EngineState.STALE, now, "has the weights of the model folder")
+        case Confirmed():
+            if not life.is_reachable:
+                return life
+            confirmed_at = now if life.confirmed_at is None else life.confirmed_at
+            known = replace(life, last_answer=now, num_doubts=0, num_failed_syncs=0, confirmed_at=confirmed_at)
+            return _enter(known, EngineState.HEALTHY, now, "")
+        case Answered():
+            if not life.is_reachable:
+                return life
+            heard = replace(life, last_answer=now)
+            if heard.state is not EngineState.SUSPECT:
+                return heard
+            return _enter(heard, heard.suspended, now, "" if heard.suspended is EngineState.HEALTHY else heard.reason)
+        case Doubted(reason=reason):
+            return _doubt(life, reason, now, policy)
+        case FellBehind(reason=reason):
+            if life.state is EngineState.SUSPECT:
+                return replace(life, suspended=EngineState.STALE, reason=reason)
+            return _enter(life, EngineState.STALE, now, reason) if life.state is EngineState.HEALTHY else life
+        case SyncFailed(reason=reason):
+            if life.state is not EngineState.STALE:
+                return life
+            failed = replace(life, num_failed_syncs=life.num_failed_syncs + 1, reason=reason)
+            return _die(failed, reason, now, policy) if failed.num_failed_syncs >= MAX_FAILED_SYNCS else failed
+        case _:
+            assert_never(event)
+
+
+def _tick(life: Life, tick: Ticked, now: float, policy: RestartPolicy) -> Life:
+    match life.state:
+        case EngineState.DEAD:
+            is_due = life.restart_at is not None and now >= life.restart_at and tick.may_start
+            return _restart(life, now) if is_due else life
+        case EngineState.RESTARTING:
+            seconds = now - life.since
+            is_late = seconds > policy.start_timeout_s + _START_GRACE_S
+            return _die(life, f"no sign of a start for {seconds:.0f} s", now, policy) if is_late else life
+        case EngineState.HEALTHY | EngineState.SUSPECT | EngineState.STALE:
+            life = replace(life, last_answer=min(now, life.last_answer + tick.unheard_s))
+            silence_s = now - life.last_answer
+            if silence_s > policy.silence_timeout_s:
+                return _die(life, f"has not answered for {silence_s:.0f} s", now, policy)
+            if silence_s > policy.silence_timeout_s * _SUSPECT_AFTER and life.state is not EngineState.SUSPECT:
+                return _suspect(life, f"has not answered for {silence_s:.0f} s", now)
+            return life
+        case EngineState.RETIRED:
+            return life
+        case _:
+            assert_never(life.state)
+
+
+def _doubt(life: Life, reason: str, now: float, policy: RestartPolicy) -> Life:
+    if life.state not in (EngineState.HEALTHY, EngineState.STALE):
+        return life
+    doubted = replace(life, num_doubts=life.num_doubts + 1)
+    if doubted.num_doubts > MAX_DOUBTS:
+        return _die(doubted, f"failed {doubted.num_doubts} times, at last: {reason}", now, policy)
+    return _suspect(doubted, reason, now)
+
+
+def _suspect(life: Life, reason: str, now: float) -> Life:
+    return _enter(replace(life, suspended=life.state), EngineState.SUSPECT, now, reason)
+
+
+def _die(life: Life, reason: str, now: float, policy: RestartPolicy) -> Life:
+    if life.state is EngineState.RETIRED:
+        return life
+    if life.state is EngineState.DEAD:
+        return replace(life, reason=reason)
+    if life.confirmed_at is not None and now - life.confirmed_at >= FORGIVEN_AFTER_S:
+        life = replace(life, num_restarts=0)
+    is_spent = life.num_restarts >= policy.max_restarts
+    restart_at = None if is_spent else now + policy.back_off(life.num_restarts)
+    return _enter(replace(life, confirmed_at=None), EngineState.DEAD, now, reason, restart_at=restart_at)
+
+
+def _restart(life: Life, now: float) -> Life:
+    begun = replace(life, num_restarts=life.num_restarts + 1)
+    return _enter(begun, EngineState.RESTARTING, now, life.reason)
+
+
+def _enter(life: Life, state: EngineState, now: float, reason: str, *, restart_at: float | None = None) -> Life:
+    since = life.since if state is life.state else now
+    return replace(life, state=state, since=since, reason=reason, restart_at=restart_at)

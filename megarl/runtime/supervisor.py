@@ -1,0 +1,210 @@
+"""Looks after the engines: sees them die or fall silent, starts them again, and has them catch up with the others.
+
+What it sees becomes an event of `rollout.lifecycle`; what it does follows from the state that is then reached. It knows
+neither requests nor weights: a dead engine's requests are the fleet's business, catching up the publisher's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Protocol
+
+from megarl.errors import EngineError, MegarlError, WeightSyncError, WorkerError
+from megarl.rollout.client import EngineClient, EngineEndpoint
+from megarl.rollout.fleet import Engine, EngineState, Fleet
+from megarl.rollout.lifecycle import (
+    Added,
+    Answered,
+    Ended,
+    FellBehind,
+    Life,
+    Retired,
+    Started,
+    SyncFailed,
+    Ticked,
+    Want,
+)
+from megarl.runtime.tasks import task_group
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_PROBE_EVERY_S = 1.0
+_UNHEARD_S = 1.0
+"""A tick that comes later than this was held up with everything else in this process, answers among it."""
+_RETRY_S = 1.0
+
+
+class Processes(Protocol):
+    """The engines as processes, by index."""
+
+    async def start(self, index: int) -> EngineEndpoint:
+        """Returns when it generates; raises a MegarlError that says why it does not."""
+        ...
+
+    async def wait_end(self, index: int) -> str: ...
+
+    async def end(self, index: int) -> None: ...
+
+
+class CatchUp(Protocol):
+    async def catch_up(self, engine: Engine) -> bool:
+        """Bring a stale engine to the committed version; False where it is not the time."""
+        ...
+
+
+class Supervisor:
+    """One keeper per engine. Runs from `running` to its end, whatever becomes of the trainer ranks."""
+
+    def __init__(
+        self, fleet: Fleet, processes: Processes, *, connect: Callable[[EngineEndpoint], EngineClient]
+    ) -> None:
+        """`connect` makes the client of an engine that was started again."""
+        self._fleet = fleet
+        self._processes = processes
+        self._connect = connect
+        self._publisher: CatchUp | None = None
+        self._changes = {engine.index: asyncio.Event() for engine in fleet.engines}
+        fleet.listen(self._note_change)
+
+    def attach(self, publisher: CatchUp | None) -> None:
+        """Who helps stale engines from now on; None: nobody, until there is somebody again."""
+        self._publisher = publisher
+
+    def retire(self, index: int) -> None:
+        """Take an engine out: it gets no further request, and ends when those it has are answered."""
+        engine = self._engine(index)
+        if all(other.life.is_over for other in self._fleet.engines if other is not engine):
+            raise EngineError(f"engine {index} is the last one; stop the run instead")
+        self._fleet.report(engine, Retired())
+
+    def add(self, index: int) -> None:
+        """Start an engine that was retired or given up; it joins by itself."""
+        self._fleet.report(self._engine(index), Added())
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _run(self) -> None:
+        try:
+            async with task_group() as tasks:
+                tasks.create_task(self._tick())
+                for engine in self._fleet.engines:
+                    tasks.create_task(self._keep(engine))
+        except Exception as error:
+            logger.exception("supervisor failed")
+            self._fleet.fail(error)
+
+    async def _tick(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = time.monotonic()
+            seconds, last = now - last, now
+            tick = Ticked(unheard_s=seconds if seconds > _UNHEARD_S else 0.0, may_start=self._fleet.is_awake)
+            for engine in self._fleet.engines:
+                self._fleet.report(engine, tick)
+
+    async def _keep(self, engine: Engine) -> None:
+        while True:
+            match engine.life.wants:
+                case Want.WATCH | Want.SYNC:
+                    await self._watch(engine)
+                case Want.START:
+                    await self._start(engine)
+                case Want.END:
+                    await self._end(engine)
+                    await self._until(engine, {Want.START, Want.WATCH, Want.SYNC})
+
+    async def _start(self, engine: Engine) -> None:
+        try:
+            endpoint = await self._processes.start(engine.index)
+        except MegarlError as error:
+            self._fleet.report(engine, Ended(reason=f"did not start: {error}"))
+            return
+        before = self._fleet.replace_client(engine, self._connect(endpoint))
+        self._fleet.report(engine, Started())
+        await before.close()
+
+    async def _watch(self, engine: Engine) -> None:
+        """Until the engine is to be ended or started; it is ended when this returns."""
+        async with task_group() as tasks:
+            watching = [
+                tasks.create_task(self._report_end(engine)),
+                tasks.create_task(self._probe_server(engine)),
+                tasks.create_task(self._probe_scheduler(engine)),
+            ]
+            # Not cancelled: trainer ranks are in it, too. It fails by itself once the engine is gone.
+            tasks.create_task(self._sync(engine))
+            await self._until(engine, {Want.START, Want.END})
+            for task in watching:
+                task.cancel()
+            await self._end(engine)
+
+    async def _end(self, engine: Engine) -> None:
+        while engine.state is EngineState.RETIRED and engine.num_outstanding:
+            await asyncio.sleep(_TICK_S)
+        await self._processes.end(engine.index)
+
+    async def _report_end(self, engine: Engine) -> None:
+        self._fleet.report(engine, Ended(reason=await self._processes.wait_end(engine.index)))
+
+    async def _probe_server(self, engine: Engine) -> None:
+        """While weights are under way only the server's own process can answer."""
+        while True:
+            is_there = await engine.client.is_healthy(timeout_s=self._fleet.policy.silence_timeout_s)
+            if is_there and engine.is_syncing:
+                self._fleet.report(engine, Answered())
+            await asyncio.sleep(_PROBE_EVERY_S)
+
+    async def _probe_scheduler(self, engine: Engine) -> None:
+        while True:
+            expected, was_syncing = engine.version, engine.is_syncing
+            with suppress(EngineError):  # silence is noticed by the clock
+                found = await engine.client.probe(timeout_s=self._fleet.policy.silence_timeout_s)
+                self._fleet.report(engine, Answered())
+                is_certain = not was_syncing and not engine.is_syncing and engine.version == expected
+                if is_certain and engine.is_live and found != str(expected):
+                    reason = f"serves version {found}, not {expected}"
+                    self._fleet.report(engine, FellBehind(reason=reason))
+            await asyncio.sleep(_PROBE_EVERY_S)
+
+    async def _sync(self, engine: Engine) -> None:
+        while engine.life.wants in (Want.WATCH, Want.SYNC):
+            if engine.life.wants is Want.SYNC and self._publisher is not None:
+                try:
+                    if await self._publisher.catch_up(engine):
+                        continue
+                except WeightSyncError as error:
+                    self._fleet.report(engine, SyncFailed(reason=str(error)))
+                except WorkerError as error:
+                    # Whoever trains with these ranks finds out as well, and knows what to do.
+                    logger.info("engine=%d cannot catch up: %s", engine.index, error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RETRY_S):
+                    await self._until(engine, {Want.START, Want.END})
+
+    async def _until(self, engine: Engine, wants: set[Want]) -> None:
+        changed = self._changes[engine.index]
+        while engine.life.wants not in wants:
+            changed.clear()
+            await changed.wait()
+
+    def _note_change(self, engine: Engine, _before: Life) -> None:
+        self._changes[engine.index].set()
+
+    def _engine(self, index: int) -> Engine:
+        for engine in self._fleet.engines:
+            if engine.index == index:
+                return engine
+        raise EngineError(f"there is no engine {index}; there are {len(self._fleet.engines)}, counted from 0")

@@ -131,15 +131,12 @@ REPETITION = _gauge(
     "Share of 4-token windows that occurred before in the same response, of up to 256 responses",
     unit="ratio",
 )
-GENERATED_TOKENS = _counter(
-    "rollout", "generated_tokens", "Tokens that engines generated, evaluations included", unit="tokens"
+GENERATED_ROLLOUTS = _counter("rollout", "generated_rollouts", "Rollouts generated to train on")
+GENERATED_TOKENS = _counter("rollout", "generated_tokens", "Tokens of these rollouts", unit="tokens")
+GROUP_SECONDS = _histogram(
+    "rollout", "group_seconds", "Time to generate the rollouts of one prompt, waiting included", buckets=_LONG_S
 )
-ROLLOUT_SECONDS = _histogram(
-    "rollout", "rollout_seconds", "Time to generate one rollout, waiting and retries included", buckets=_LONG_S
-)
-ROLLOUT_TAIL = _gauge(
-    "rollout", "rollout_tail_ratio", "Slowest rollout since the step before, over the median one", unit="ratio"
-)
+GROUP_TAIL = _gauge("rollout", "group_tail_ratio", "Slowest group since the step before, over the median", unit="ratio")
 RETRIES = _counter("rollout", "rollout_retries", "Requests sent again, by what went wrong", "cause", limit=16)
 HEDGES = _counter("rollout", "rollout_hedges", "Requests sent twice, by which answered first", "winner", limit=2)
 DROPPED_GROUPS = _counter(

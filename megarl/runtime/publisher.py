@@ -79,7 +79,14 @@ class TransferPublisher:
         seconds = time.monotonic() - started
         num_bytes = sum(self._plan.received_bytes.values())
         logger.info("published version=%d bytes=%d engines=%d seconds=%.3f", version, num_bytes, num_engines, seconds)
-        return PublishResult(version=version, num_bytes=num_bytes, seconds=seconds, num_engines=num_engines)
+        return PublishResult(
+            version=version,
+            num_bytes=num_bytes,
+            busiest_bytes=self._plan.busiest_bytes,
+            floor_bytes=self._plan.floor_bytes,
+            seconds=seconds,
+            num_engines=num_engines,
+        )
 
     async def _together(
         self, trainers: Coroutine[None, None, Sent], engines: Coroutine[None, None, Arrived]

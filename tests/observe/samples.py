@@ -26,7 +26,7 @@ from megarl.observe.events import (
     Warned,
 )
 from megarl.observe.generations import Generation
-from megarl.observe.summary import Flow, RewardOutlier, RolloutSummary, StepSummary, TrainingWork
+from megarl.observe.summary import Flow, RewardOutlier, RolloutSummary, StepSummary
 from megarl.types import (
     DEMONSTRATION,
     EvalResult,
@@ -41,6 +41,7 @@ from megarl.types import (
     RolloutGroup,
     Score,
     ScoredGroup,
+    TrainingWork,
     TrainSample,
     UpdateStats,
 )

@@ -45,6 +45,7 @@ from megarl.observe.events import (
 )
 from megarl.observe.facts import state_facts
 from megarl.observe.folder import retire_earlier_run
+from megarl.observe.loggers import LoggerSink, open_loggers
 from megarl.observe.logs import LOG_FILE, logging_to
 from megarl.observe.meter import Meter
 from megarl.observe.metrics import Metrics
@@ -78,7 +79,9 @@ def observing(
         stack.callback(display.close)
         targets = Targets(recipe.run_folder, run=recipe.run.name, exporter=endpoint.address if endpoint else None)
         stack.callback(targets.close)
-        sinks = (log, metrics, targets, display)
+        loggers = LoggerSink(meter, open_loggers(recipe))
+        stack.callback(loggers.close)
+        sinks = (log, metrics, targets, loggers, display)
         with Observer(sinks, meter=meter, first_sequence=log.next_sequence) as observer:
             observer.run_started(recipe, metrics_url=endpoint.url if endpoint else None, resumed_step=resumed_step)
             if retired is not None:

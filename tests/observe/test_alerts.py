@@ -228,6 +228,7 @@ def test_every_alert_has_a_chapter_in_the_runbook() -> None:
     text = (ROOT / RUNBOOK).read_text()
     chapters = [line.removeprefix("## ") for line in text.splitlines() if line.startswith("## ")]
     assert chapters == [alert.full_name for alert in ALERTS]
+    assert [alert.name for alert in ALERTS if f"`{alert.text}`" not in text] == []
 
 
 def test_the_files_in_the_package_are_what_the_code_writes() -> None:

@@ -48,11 +48,13 @@ fmt: setup ## fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: setup ## write what is generated: the libraries' option tables, recipes/schema.json, docs/recipe.md
+docs: setup ## write what is generated: option tables of libraries, recipe schema, metrics, dashboards, alerts
 	$(BIN)/python -m megarl.train.native_fields
 	$(BIN)/python -m megarl.rollout.native_fields
 	$(BIN)/megarl schema > recipes/schema.json
 	$(BIN)/megarl schema --docs > docs/recipe.md
+	$(BIN)/megarl metrics list --docs > docs/metrics.md
+	$(BIN)/python -m megarl.observe.monitoring
 
 clean: ## remove the environment and caches; keeps runs/ and data/
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -239,11 +239,21 @@ class RankUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingWork:
+    """What the actor's updates of one step had to compute."""
+
+    flops: float
+    """Of the model: forward and backward, without what is computed twice to save memory."""
+    peak_flops_per_second: float | None
+    """Of all ranks of the actor together; None where nobody states it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CriticResult:
     stats: CriticStats | None
     """None where no update was applied."""
     num_skipped_updates: int = 0
-    usage: RankUsage | None = None
+    usage: RankUsage | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +264,8 @@ class UpdateResult:
     critic: CriticStats | None = None
     num_skipped_updates: int = 0
     """Of actor and critic: those whose loss or gradient was not finite. They changed no weight."""
-    usage: Mapping[str, RankUsage] = field(default_factory=dict)
+    work: TrainingWork | None = None
+    usage: Mapping[str, RankUsage] = field(default_factory=dict, compare=False)
     """By role, of those that were updated."""
     warnings: tuple[str, ...] = ()
     """What people should know about this step."""

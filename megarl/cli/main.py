@@ -66,6 +66,7 @@ def _add_other_commands() -> None:
     from megarl.cli.diagnose import diagnose_app
     from megarl.cli.export import export
     from megarl.cli.fleet import fleet
+    from megarl.cli.metrics import dashboards, metrics_app
     from megarl.cli.samples import samples
     from megarl.cli.trace import timeline
     from megarl.cli.view import report, view
@@ -73,6 +74,8 @@ def _add_other_commands() -> None:
     app.add_typer(checkpoint_app, name="checkpoint")
     app.add_typer(bench_app, name="bench")
     app.add_typer(diagnose_app, name="diagnose")
+    app.add_typer(metrics_app, name="metrics")
+    app.command()(dashboards)
     app.command()(samples)
     app.command()(view)
     app.command()(report)

@@ -11,6 +11,7 @@ from pathlib import Path
 from megarl.config.check_algorithm import check_algorithm
 from megarl.config.check_evaluation import check_evaluation
 from megarl.config.check_files import check_files, check_model_folder
+from megarl.config.check_loggers import check_loggers
 from megarl.config.check_rewards import check_rewards
 from megarl.config.check_sizes import check_megatron_split, check_split, check_step
 from megarl.config.model import ModelShape, read_model_shape
@@ -21,7 +22,12 @@ from megarl.errors import ConfigError, Problem
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
     """Everything wrong with the recipe that can be seen without starting anything."""
-    problems = [*check_files(recipe), *check_model_folder(recipe.model.path), *_without_shape(recipe)]
+    problems = [
+        *check_files(recipe),
+        *check_loggers(recipe.observe),
+        *check_model_folder(recipe.model.path),
+        *_without_shape(recipe),
+    ]
     try:
         shape = read_model_shape(recipe.model.path)
     except ConfigError as error:

@@ -302,9 +302,37 @@ class KeptRolloutsConfig(Section):
     """Of all files together; the oldest go first."""
 
 
+class TensorboardConfig(Section):
+    folder: Path | None = None
+    """Of the event files; without it `<run>/tensorboard`."""
+
+
+class WandbConfig(Section):
+    project: Annotated[str, Field(min_length=1)]
+    entity: str | None = None
+    """A team; without it that of the API key, which W&B finds in its own places."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes to `<run>/wandb`, for `wandb sync`."""
+    proxy: str | None = None
+    """`http://host:port`, for W&B alone: nothing else of the run uses it."""
+    tags: tuple[str, ...] = ()
+
+
+class MlflowConfig(Section):
+    tracking_uri: Annotated[str, Field(min_length=1)]
+    """Such as `http://host:5000`."""
+    experiment: Annotated[str, Field(min_length=1)] = "megarl"
+
+
 class ObserveConfig(Section):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = 0
     """Prometheus endpoint on loopback; 0 picks a free port, null turns it off."""
+    tensorboard: TensorboardConfig | None = None
+    """Event files as well; needs the extra `megarl[tensorboard]`."""
+    wandb: WandbConfig | None = None
+    """A run of Weights & Biases as well; needs the extra `megarl[wandb]`."""
+    mlflow: MlflowConfig | None = None
+    """A run of MLflow as well; needs the extra `megarl[mlflow]`."""
     rollouts: KeptRolloutsConfig = KeptRolloutsConfig()
     """What is kept in `<run>/rollouts` for `megarl view` and for people to read."""
 

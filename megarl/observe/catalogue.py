@@ -39,6 +39,8 @@ class Metric:
     """Besides `run`."""
     limit: int = 1
     """Sets of label values; what comes after them is counted in `refused_series`, not shown."""
+    known: tuple[str, ...] = ()
+    """Values of the one label that are 0 from the start: Prometheus sees no growth of what was not there before."""
     buckets: tuple[float, ...] = ()
 
     @property
@@ -63,8 +65,20 @@ def _gauge(section: Section, name: str, text: str, *labels: str, unit: Unit = ""
     return Metric(name=name, kind="gauge", section=section, unit=unit, text=text, labels=labels, limit=limit)
 
 
-def _counter(section: Section, name: str, text: str, *labels: str, unit: Unit = "", limit: int = 1) -> Metric:
-    return Metric(name=name, kind="counter", section=section, unit=unit, text=text, labels=labels, limit=limit)
+def _counter(
+    section: Section,
+    name: str,
+    text: str,
+    label: str | None = None,
+    *,
+    unit: Unit = "",
+    limit: int = 1,
+    known: tuple[str, ...] = (),
+) -> Metric:
+    labels = () if label is None else (label,)
+    return Metric(
+        name=name, kind="counter", section=section, unit=unit, text=text, labels=labels, limit=limit, known=known
+    )
 
 
 def _histogram(section: Section, name: str, text: str, *, buckets: tuple[float, ...]) -> Metric:
@@ -82,7 +96,15 @@ STEP = _gauge("run", "step", "Steps finished")
 LAST_STEP = _gauge("run", "last_step_timestamp_seconds", "When the last step finished, since the epoch", unit="seconds")
 STEP_SECONDS = _gauge("run", "step_seconds", "Duration of the last step", unit="seconds")
 REMAINING = _gauge("run", "remaining_seconds", "Until the last step, at the mean pace so far", unit="seconds")
-PHASE_SECONDS = _counter("run", "phase_seconds", "Time spent in each phase", "phase", unit="seconds", limit=12)
+PHASE_SECONDS = _counter(
+    "run",
+    "phase_seconds",
+    "Time spent in each phase",
+    "phase",
+    unit="seconds",
+    limit=12,
+    known=("start", "generate", "assign", "update", "publish", "evaluate", "save"),
+)
 EFFECTIVE_TIME = _gauge(
     "run",
     "effective_time_ratio",
@@ -98,7 +120,7 @@ PRODUCER_WAIT = _gauge(
 TRAINED_TOKENS = _counter("run", "trained_tokens", "Prompt and response tokens trained on", unit="tokens")
 TOKENS_PER_SECOND = _gauge("run", "tokens_per_second", "Tokens of the last step over its duration", unit="per_second")
 WARNINGS = _counter("run", "warnings", "Warnings shown")
-REFUSED_SERIES = _counter("run", "refused_series", "Values that were not exported: too many labels", "metric", limit=32)
+REFUSED_SERIES = _counter("run", "refused_series", "Values that were not exported, for they had too many labels")
 
 EPOCH = _gauge("data", "epoch", "How often the data had been read before the last step's newest prompt")
 DATA_PROMPTS = _gauge("data", "data_prompts", "Prompts in the training data")
@@ -116,7 +138,14 @@ REWARD_COMPONENT = _gauge(
 REWARD_OUTLIERS = _counter("reward", "reward_outliers", "Rewards beyond 6 robust deviations of their step")
 MASKED_ROLLOUTS = _counter("reward", "masked_rollouts", "Rollouts of trained groups that nobody could score")
 REWARD_SECONDS = _histogram("reward", "reward_seconds", "Time to score one rollout, waiting included", buckets=_SHORT_S)
-REWARD_FAILURES = _counter("reward", "reward_failures", "Rollouts that the reward gave no score", "cause", limit=16)
+REWARD_FAILURES = _counter(
+    "reward",
+    "reward_failures",
+    "Rollouts that the reward gave no score",
+    "cause",
+    limit=16,
+    known=("error", "late", "worker_died"),
+)
 ZERO_SIGNAL = _gauge("reward", "zero_signal_group_ratio", "Share of groups from which nothing is learned", unit="ratio")
 ZERO_SIGNAL_STEPS = _counter("reward", "zero_signal_steps", "Steps in which no group has signal", unit="steps")
 SINGLE_GROUPS = _gauge("reward", "single_rollout_groups", "Groups of one rollout in the last step", unit="groups")
@@ -131,19 +160,36 @@ REPETITION = _gauge(
     "Share of 4-token windows that occurred before in the same response, of up to 256 responses",
     unit="ratio",
 )
-GENERATED_TOKENS = _counter(
-    "rollout", "generated_tokens", "Tokens that engines generated, evaluations included", unit="tokens"
+GENERATED_ROLLOUTS = _counter("rollout", "generated_rollouts", "Rollouts generated to train on")
+GENERATED_TOKENS = _counter("rollout", "generated_tokens", "Tokens of these rollouts", unit="tokens")
+GROUP_SECONDS = _histogram(
+    "rollout", "group_seconds", "Time to generate the rollouts of one prompt, waiting included", buckets=_LONG_S
 )
-ROLLOUT_SECONDS = _histogram(
-    "rollout", "rollout_seconds", "Time to generate one rollout, waiting and retries included", buckets=_LONG_S
+GROUP_TAIL = _gauge("rollout", "group_tail_ratio", "Slowest group since the step before, over the median", unit="ratio")
+RETRIES = _counter(
+    "rollout",
+    "rollout_retries",
+    "Requests sent again, by what went wrong",
+    "cause",
+    limit=16,
+    known=("no_reply", "bad_reply", "wrong_version"),
 )
-ROLLOUT_TAIL = _gauge(
-    "rollout", "rollout_tail_ratio", "Slowest rollout since the step before, over the median one", unit="ratio"
+HEDGES = _counter(
+    "rollout",
+    "rollout_hedges",
+    "Requests sent twice, by which answered first",
+    "winner",
+    limit=2,
+    known=("first", "second"),
 )
-RETRIES = _counter("rollout", "rollout_retries", "Requests sent again, by what went wrong", "cause", limit=16)
-HEDGES = _counter("rollout", "rollout_hedges", "Requests sent twice, by which answered first", "winner", limit=2)
 DROPPED_GROUPS = _counter(
-    "rollout", "dropped_groups", "Groups generated and not trained on, by cause", "cause", unit="groups", limit=16
+    "rollout",
+    "dropped_groups",
+    "Groups generated and not trained on, by cause",
+    "cause",
+    unit="groups",
+    limit=16,
+    known=("equal", "masked"),
 )
 QUEUE = _gauge("rollout", "queue_groups", "Scored groups that wait to be trained on", unit="groups")
 QUEUE_CAPACITY = _gauge("rollout", "queue_capacity_groups", "The most that may wait or be under way", unit="groups")
@@ -160,7 +206,14 @@ ENGINE_VERSION = _gauge(
     "fleet", "engine_weight_version", "Version that each engine serves", "engine", limit=_MAX_ENGINES
 )
 ENGINE_REQUESTS = _gauge("fleet", "engine_requests", "Requests that each engine works on", "engine", limit=_MAX_ENGINES)
-RESTARTS = _counter("fleet", "restarts", "Processes that were started again, by role", "role", limit=_MAX_ROLES)
+RESTARTS = _counter(
+    "fleet",
+    "restarts",
+    "Processes that were started again, by role",
+    "role",
+    limit=_MAX_ROLES,
+    known=("rollout", "actor", "critic", "reference", "reward"),
+)
 
 ACTOR_VERSION = _gauge("publish", "actor_weight_version", "Version the trainer holds")
 ROLLOUT_VERSION = _gauge("publish", "rollout_weight_version", "Version committed on the engines")

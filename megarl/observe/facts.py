@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import psutil
 
@@ -17,21 +19,28 @@ _DRIVER = "driver"
 
 
 def state_facts(meter: Meter, recipe: Recipe) -> None:
-    """The run folder must be there."""
     packages = (_version(name) for name in ("torch", "megatron-core", "sglang", "ray"))
     meter.set(names.BUILD_INFO, 1, __version__, platform.python_version(), *packages)
-    meter.set(names.RUN_INFO, 1, recipe.algorithm.kind, recipe.model.path.name, recipe.run.device)
+    meter.set(names.RUN_INFO, 1, recipe.algorithm.kind, str(recipe.model.path), recipe.run.device)
     meter.set(names.RUN_STEPS, recipe.run.steps)
     meter.set(names.RUN_GPUS, sum(pool.gpus for pool in recipe.pools.values()))
     meter.set(names.STALENESS_LIMIT, recipe.train.max_staleness)
     if recipe.checkpoint.save_every_steps is not None:
         meter.set(names.CHECKPOINT_INTERVAL, recipe.checkpoint.save_every_steps)
     folder = recipe.run_folder.absolute()
-    meter.watch(names.CHECKPOINT_FREE, lambda: shutil.disk_usage(folder).free)
+    meter.watch(names.CHECKPOINT_FREE, lambda: _free_bytes(folder))
     process = psutil.Process()
     meter.watch(names.RESIDENT, lambda: process.memory_info().rss, _DRIVER)
     meter.watch(names.HOST_AVAILABLE, lambda: psutil.virtual_memory().available, _DRIVER)
     meter.watch(names.HOST_TOTAL, lambda: psutil.virtual_memory().total, _DRIVER)
+
+
+def _free_bytes(folder: Path) -> float:
+    """Not a number where the folder is gone: one number that cannot be read must not take the others along."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return math.nan
 
 
 def _version(package: str) -> str:

@@ -1,16 +1,19 @@
 """The numbers of one process as they are now, in one Prometheus registry. Knows the catalogue, not what sets what.
 
-A value is there from the first time somebody says it: what a run does not know, it does not show as 0. A counter
-without labels is an exception: that nothing has happened yet is known.
+A value is there from the first time somebody says it: what a run does not know, it does not show as 0. Counters are an
+exception: that nothing has happened yet is known.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from megarl.observe.catalogue import METRICS, REFUSED_SERIES, RUN_LABEL, Kind, Metric, Section
+
+logger = logging.getLogger(__name__)
 
 
 class Meter:
@@ -35,10 +38,11 @@ class Meter:
             )
             for metric in _of_kind("histogram")
         }
+        self._full: set[Metric] = set()
         self._known: dict[Metric, set[tuple[str, ...]]] = {metric: set() for metric in METRICS}
         for metric in self._counters:
-            if not metric.labels:
-                self.add(metric, 0)
+            for labels in [(value,) for value in metric.known] if metric.labels else [()]:
+                self.add(metric, 0, *labels)
 
     def set(self, metric: Metric, value: float, *labels: str) -> None:
         if self._admits(metric, labels):
@@ -52,7 +56,7 @@ class Meter:
         self._histograms[metric].labels(self._run).observe(value)
 
     def watch(self, metric: Metric, read: Callable[[], float], *labels: str) -> None:
-        """A gauge that is read when it is asked for. `read` must be quick: it is called from the endpoint's thread."""
+        """A gauge that is read when it is asked for, in the endpoint's thread: quickly, and without raising."""
         if self._admits(metric, labels):
             self._gauges[metric].labels(self._run, *labels).set_function(read)
 
@@ -82,8 +86,10 @@ class Meter:
         if labels in known:
             return True
         if len(known) >= metric.limit:
-            if metric is not REFUSED_SERIES:
-                self.add(REFUSED_SERIES, 1, metric.full_name)
+            self.add(REFUSED_SERIES, 1)
+            if metric not in self._full:
+                self._full.add(metric)
+                logger.warning("metric %s shows no more than %d values of its labels", metric.name, metric.limit)
             return False
         known.add(labels)
         return True

@@ -23,8 +23,8 @@ from megarl.observe.events import (
 from megarl.observe.meter import Meter
 from megarl.observe.progress import Progress, advance
 from megarl.observe.standing import Standing
-from megarl.observe.summary import Flow, RolloutSummary, StepSummary, TrainingWork
-from megarl.types import EvalResult, PublishResult
+from megarl.observe.summary import Flow, RolloutSummary, StepSummary
+from megarl.types import EvalResult, PublishResult, TrainingWork
 
 OF_UPDATE: Mapping[str, Metric] = {
     "loss": names.LOSS,

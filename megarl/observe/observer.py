@@ -45,6 +45,7 @@ from megarl.observe.events import (
 )
 from megarl.observe.facts import state_facts
 from megarl.observe.folder import retire_earlier_run
+from megarl.observe.loggers import LoggerSink, open_loggers
 from megarl.observe.logs import LOG_FILE, logging_to
 from megarl.observe.meter import Meter
 from megarl.observe.metrics import Metrics
@@ -78,7 +79,9 @@ def observing(
         stack.callback(display.close)
         targets = Targets(recipe.run_folder, run=recipe.run.name, exporter=endpoint.address if endpoint else None)
         stack.callback(targets.close)
-        sinks = (log, metrics, targets, display)
+        loggers = LoggerSink(meter, open_loggers(recipe))
+        stack.callback(loggers.close)
+        sinks = (log, metrics, targets, loggers, display)
         with Observer(sinks, meter=meter, first_sequence=log.next_sequence) as observer:
             observer.run_started(recipe, metrics_url=endpoint.url if endpoint else None, resumed_step=resumed_step)
             if retired is not None:
@@ -90,7 +93,7 @@ class Observer:
     """Used from one thread. As a context it says, on the way out, how the run ended.
 
     What people may want to know afterwards is an event, and every sink is told. What happens too often for that is only
-    counted: the methods from `rollout_finished` on.
+    counted: the methods from `data_read` on.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, meter: Meter | None = None, first_sequence: int = 0) -> None:
@@ -101,7 +104,7 @@ class Observer:
         self._phase_seconds: dict[Phase, float] = {}
         self._has_finished = False
         self._doubts = Doubts()
-        self._rollout_seconds: list[float] = []
+        self._group_seconds: list[float] = []
 
     def run_started(self, recipe: Recipe, *, metrics_url: str | None, resumed_step: int = 0) -> None:
         self._tell(
@@ -192,11 +195,12 @@ class Observer:
         self._meter.set(names.DATA_PROMPTS, num_prompts)
         self._meter.set(names.DATA_DROPPED, num_dropped)
 
-    def rollout_finished(self, *, seconds: float, num_tokens: int) -> None:
-        """One response is complete: how long it took with all waiting and retrying, and what engines generated."""
-        self._meter.observe(names.ROLLOUT_SECONDS, seconds)
+    def group_generated(self, *, seconds: float, num_rollouts: int, num_tokens: int) -> None:
+        """All rollouts of a prompt are there; how long that took, with all waiting and retrying."""
+        self._meter.observe(names.GROUP_SECONDS, seconds)
+        self._meter.add(names.GENERATED_ROLLOUTS, num_rollouts)
         self._meter.add(names.GENERATED_TOKENS, num_tokens)
-        self._rollout_seconds.append(seconds)
+        self._group_seconds.append(seconds)
 
     def request_retried(self, cause: str) -> None:
         """A request is sent again; `cause` is one of a few words, such as an error's class, never a message."""
@@ -244,9 +248,9 @@ class Observer:
             self.run_finished(_status(error), reason="" if error is None else _reason(error))
 
     def _measure_tail(self) -> None:
-        seconds, self._rollout_seconds = self._rollout_seconds, []
+        seconds, self._group_seconds = self._group_seconds, []
         if seconds and (middle := median(seconds)) > 0:
-            self._meter.set(names.ROLLOUT_TAIL, max(seconds) / middle)
+            self._meter.set(names.GROUP_TAIL, max(seconds) / middle)
 
     def _tell(self, event: Event) -> None:
         record = Record(sequence=self._next_sequence, time=datetime.now(UTC), event=event)

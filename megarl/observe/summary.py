@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
 
@@ -20,6 +20,7 @@ from megarl.types import (
     Rollout,
     ScoredGroup,
     TokenArray,
+    TrainingWork,
     TrainSample,
     UpdateResult,
     UpdateStats,
@@ -106,16 +107,6 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingWork:
-    """What the actor's updates of one step had to compute."""
-
-    flops: float
-    """Of the model: forward and backward, without what is computed twice to save memory."""
-    peak_flops_per_second: float | None
-    """Of all ranks of the actor together; None where nobody states it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
     step: int
     """Counts from 1."""
@@ -135,7 +126,7 @@ class StepSummary:
     num_tokens: int
     """Prompt and response tokens of the step's groups."""
     work: TrainingWork | None
-    usage: Mapping[str, RankUsage]
+    usage: Mapping[str, RankUsage] = field(compare=False)
     """By role."""
     flow: Flow | None
     """None where no buffer was between generator and trainer."""
@@ -154,7 +145,6 @@ def summarize_step(
     kl_coef: float | None,
     seconds: float,
     flow: Flow | None = None,
-    work: TrainingWork | None = None,
 ) -> StepSummary:
     """`samples` are those of the groups, in their order; `dropped_groups` counts the ones that were not kept."""
     num_tokens = sum(
@@ -175,7 +165,7 @@ def summarize_step(
         num_prompts=len(groups),
         prompt_tokens_mean=fmean(len(scored.group.prompt.token_ids) for scored in groups),
         num_tokens=num_tokens,
-        work=work,
+        work=update.work,
         usage=update.usage,
         flow=flow,
         seconds=seconds,

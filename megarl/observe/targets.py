@@ -1,6 +1,7 @@
 """Where Prometheus finds a run: `<run>/prometheus_targets.json`, kept in step with the engines that come and go.
 
-The format is that of Prometheus's `file_sd_configs`, which reads the file again when it changes.
+The format is that of Prometheus's `file_sd_configs`, which reads the file again when it changes. Beside the folders of
+the runs, `.prometheus/` has a link to each of their files: Prometheus takes a `*` only in the last part of a path.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from megarl.errors import DataError, MachineError
 from megarl.observe.events import EngineChanged, Record
 
 TARGETS_FILE = "prometheus_targets.json"
+LINKS_FOLDER = ".prometheus"
 EXPORTER_JOB = "megarl"
 ENGINE_JOB = "sglang"
 
@@ -34,6 +36,7 @@ class Targets:
         self._exporter = exporter
         self._engines: dict[int, str] = {}
         self._write()
+        _link(self._path)
 
     def record(self, record: Record) -> None:
         match record.event:
@@ -70,6 +73,20 @@ def write_targets(path: Path, targets: list[Target]) -> None:
         partial.replace(path)
     except OSError as error:
         raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _link(path: Path) -> None:
+    """Relative: what Prometheus sees may be mounted elsewhere."""
+    run_folder = path.parent
+    links = run_folder.parent / LINKS_FOLDER
+    partial = links / f".{run_folder.name}.tmp"
+    try:
+        links.mkdir(exist_ok=True)
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(Path("..") / run_folder.name / TARGETS_FILE)
+        partial.replace(links / f"{run_folder.name}.json")
+    except OSError as error:
+        raise MachineError(f"{links}: cannot be written: {error.strerror}") from error
 
 
 def read_targets(path: Path) -> list[Target]:

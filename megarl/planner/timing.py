@@ -185,7 +185,9 @@ class _Model:
         self.num_micro_batches = max(1, -(-int(per_rank) // recipe.train.tokens_per_micro_batch))
         self.bubble = (parallel.pipeline - 1) / (parallel.virtual_pipeline * self.num_micro_batches)
         rate = len(placement.ranks) * gpu.flops * TRAIN_EFFICIENCY
-        self.forward_s = _forward_flops(shape, workload, sequences) / rate * (1 + self.bubble)
+        tokens = workload.sequence_tokens
+        flops = forward_flops(shape, num_tokens=sequences * tokens, num_squared_tokens=sequences * tokens**2)
+        self.forward_s = flops / rate * (1 + self.bubble)
 
     @property
     def update_s(self) -> float:
@@ -205,11 +207,10 @@ def _mini_batches(recipe: Recipe, role: str) -> int:
     return per_step // (of_critic or recipe.train.prompts_per_update or per_step)
 
 
-def _forward_flops(shape: ModelShape, workload: Workload, sequences: int) -> float:
-    """Two per weight and token, and the causal half of the attention matrix."""
-    tokens = workload.sequence_tokens
-    attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * tokens
-    return float(sequences * tokens * (2 * _num_multiplied(shape) + attention))
+def forward_flops(shape: ModelShape, *, num_tokens: float, num_squared_tokens: float) -> float:
+    """Two per weight and token, and the causal half of the attention matrix: tokens of each sequence, squared."""
+    attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim
+    return float(2 * _num_multiplied(shape) * num_tokens + attention * num_squared_tokens)
 
 
 def _running_requests(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, assert_never
@@ -18,13 +19,14 @@ from megarl.config.reward import (
     WorkerRewardConfig,
 )
 from megarl.errors import RewardError, ScoreError
+from megarl.observe.observer import Observer
 from megarl.reward.judge import HttpJudge
-from megarl.reward.pool import WorkerPool
+from megarl.reward.pool import LateError, WorkerDiedError, WorkerPool
 from megarl.reward.protocol import Request
 from megarl.reward.scorers import exact
 from megarl.reward.workload import workload_of
 from megarl.stages import Scorer
-from megarl.types import FinishReason, Prompt, RolloutGroup, Score, ScoredGroup
+from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -48,31 +50,41 @@ class Asked(Protocol):
     def close(self) -> None: ...
 
 
-def build_scorer(config: RewardConfig, *, log_path: Path | None = None) -> ClosableScorer:
+def build_scorer(
+    config: RewardConfig, *, log_path: Path | None = None, observer: Observer | None = None
+) -> ClosableScorer:
     """The scorer of a recipe; what user code prints goes to `log_path`, else to standard error."""
+    watched = observer or Observer(())
     if isinstance(config, BySourceRewardConfig):
-        return BySourceScorer({name: _single(part, log_path) for name, part in config.sources.items()})
-    return _single(config, log_path)
+        return BySourceScorer({name: _single(part, log_path, watched) for name, part in config.sources.items()})
+    return _single(config, log_path, watched)
 
 
-def _single(config: SingleRewardConfig, log_path: Path | None) -> ClosableScorer:
+def _single(config: SingleRewardConfig, log_path: Path | None, observer: Observer) -> ClosableScorer:
     match config:
         case ExactRewardConfig():
-            return ExactScorer()
+            return ExactScorer(observer)
         case HttpRewardConfig():
-            return AskingScorer(config, HttpJudge(config))
+            return AskingScorer(config, HttpJudge(config), observer)
         case _:
-            return AskingScorer(config, WorkerPool(workload_of(config), log_path=log_path))
+            return AskingScorer(config, WorkerPool(workload_of(config), log_path=log_path), observer)
 
 
 class ExactScorer:
     """1 when the response equals the ground truth, white space around either ignored, else 0. Needs no worker."""
 
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
     async def score(self, group: RolloutGroup) -> ScoredGroup:
         _assert_finished(group)
-        truth = group.prompt.ground_truth
-        values = (exact.compute_score("", rollout.text, truth) for rollout in group.rollouts)
-        return ScoredGroup(group=group, scores=tuple(Score(value=value, components={}) for value in values))
+        return ScoredGroup(group=group, scores=tuple(self._score(group.prompt, rollout) for rollout in group.rollouts))
+
+    def _score(self, prompt: Prompt, rollout: Rollout) -> Score:
+        began = time.monotonic()
+        value = exact.compute_score("", rollout.text, prompt.ground_truth)
+        self._observer.scored(time.monotonic() - began)
+        return Score(value=value, components={})
 
     def close(self) -> None:
         """Nothing to close."""
@@ -101,9 +113,10 @@ class BySourceScorer:
 class AskingScorer:
     """Each rollout on its own. What has no score is an error, or what `on_error` says; never a silent zero."""
 
-    def __init__(self, config: WorkerRewardConfig | HttpRewardConfig, asked: Asked) -> None:
+    def __init__(self, config: WorkerRewardConfig | HttpRewardConfig, asked: Asked, observer: Observer) -> None:
         self._config = config
         self._asked = asked
+        self._observer = observer
         self._num_errors = 0
         """Since the last score."""
 
@@ -122,14 +135,17 @@ class AskingScorer:
         self._asked.close()
 
     async def _score_rollout(self, group: RolloutGroup, index: int) -> Score:
+        began = time.monotonic()
         try:
             score = await self._asked.ask(_request(group.prompt, group.rollouts[index].text))
         except ScoreError as error:
             self._num_errors += 1
+            self._observer.score_failed(_cause(error))
             return self._without_score(self._named(error, group.prompt, index))
         except RewardError as error:
             raise RewardError(self._named(error, group.prompt, index)) from error
         self._num_errors = 0
+        self._observer.scored(time.monotonic() - began)
         return score
 
     def _without_score(self, message: str) -> Score:
@@ -159,6 +175,17 @@ class AskingScorer:
             case _:
                 reward = f"reward {config.kind}"
         return f"{reward}: data_source {prompt.data_source}, prompt {prompt.uid}, rollout {index}: {error}"
+
+
+def _cause(error: ScoreError) -> str:
+    """In one word: `late`, `worker_died`, or `error` where the reward itself said so."""
+    match error:
+        case LateError():
+            return "late"
+        case WorkerDiedError():
+            return "worker_died"
+        case _:
+            return "error"
 
 
 def _request(prompt: Prompt, text: str) -> Request:

@@ -222,7 +222,8 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     if cached_tokens is not None:
         options["--max-total-tokens"] = cached_tokens
     # An engine that waits would otherwise poll: a whole core, on the machine that is training.
-    flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
+    # Its own numbers are under /metrics; that path asks for no key.
+    flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle", "--enable-metrics"]
     if config.is_deterministic:
         flags.append("--enable-deterministic-inference")
     if spec.can_sleep and spec.device == "cuda":

@@ -137,7 +137,10 @@ class Learner:
 
 def _with_critic(update: UpdateResult, critic: CriticResult) -> UpdateResult:
     return replace(
-        update, critic=critic.stats, num_skipped_updates=update.num_skipped_updates + critic.num_skipped_updates
+        update,
+        critic=critic.stats,
+        num_skipped_updates=update.num_skipped_updates + critic.num_skipped_updates,
+        usage=update.usage if critic.usage is None else {**update.usage, "critic": critic.usage},
     )
 
 

@@ -102,11 +102,19 @@ class TransferPublisher:
         """To all reachable engines; where there is none, to the first that is restarted."""
         async with self._turn:
             started = time.monotonic()
-            num_engines, num_bytes = await self._publish_somewhere(version)
+            num_engines, plan = await self._publish_somewhere(version)
             self._has_published = True
             seconds = time.monotonic() - started
+        num_bytes = sum(plan.received_bytes.values())
         logger.info("published version=%d bytes=%d engines=%d seconds=%.3f", version, num_bytes, num_engines, seconds)
-        return PublishResult(version=version, num_bytes=num_bytes, seconds=seconds, num_engines=num_engines)
+        return PublishResult(
+            version=version,
+            num_bytes=num_bytes,
+            busiest_bytes=plan.busiest_bytes,
+            floor_bytes=plan.floor_bytes,
+            seconds=seconds,
+            num_engines=num_engines,
+        )
 
     async def catch_up(self, engine: Engine) -> bool:
         """Bring a stale engine to the committed version while the others go on; False where it is not the time.
@@ -124,8 +132,8 @@ class TransferPublisher:
                 await self._deliver([engine], version, is_catching_up=True)
             return True
 
-    async def _publish_somewhere(self, version: PolicyVersion) -> tuple[int, int]:
-        """How many engines have it, and how many bytes went to them."""
+    async def _publish_somewhere(self, version: PolicyVersion) -> tuple[int, Plan]:
+        """How many engines have it, and by which plan."""
         num_unexplained = 0
         while True:
             roster = await self._fleet.any_reachable()
@@ -142,7 +150,7 @@ class TransferPublisher:
                     if num_unexplained > _MAX_UNEXPLAINED:
                         raise
 
-    async def _publish_to_one(self, roster: Sequence[Engine], version: PolicyVersion) -> tuple[int, int]:
+    async def _publish_to_one(self, roster: Sequence[Engine], version: PolicyVersion) -> tuple[int, Plan]:
         """The first engine that can be published to alone; the others are stale and catch up one by one."""
         reasons = []
         for engine in roster:
@@ -159,7 +167,7 @@ class TransferPublisher:
 
     async def _deliver(
         self, roster: Sequence[Engine], version: PolicyVersion, *, is_catching_up: bool = False
-    ) -> tuple[int, int]:
+    ) -> tuple[int, Plan]:
         """One transaction with these engines: all of them keep what they have, or those that confirm it have it."""
         try:
             link = await self._linked(roster)
@@ -174,7 +182,7 @@ class TransferPublisher:
             # Ranks that are lost are started again; nothing is said of the engines by that.
             kind = WorkerError if isinstance(error, WorkerError) else WeightSyncError
             raise kind(f"version {version} was not published; engines keep the one before: {error}") from error
-        return num_engines, sum(link.plan.received_bytes.values())
+        return num_engines, link.plan
 
     async def _linked(self, roster: Sequence[Engine]) -> _Link:
         """The transfer group of a roster: the one there is, or a new one."""

@@ -34,6 +34,7 @@ from megarl.runtime.loop import Loop, Start
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.resume import fitted
 from megarl.runtime.roles import Roles, critic_folder, critic_shape, start_roles
+from megarl.runtime.timed import TimedGenerator
 from megarl.stages import Generator, Scorer
 from megarl.types import PolicyVersion
 
@@ -76,6 +77,7 @@ async def _run(
                 allows_data_change=allows_data_change,
                 warn=observer.warned,
             )
+    observer.data_read(num_prompts=len(inputs.train.prompts), num_dropped=inputs.train.num_dropped)
     if inputs.train.num_dropped:
         observer.warned(f"{inputs.train.num_dropped} prompts are too long and were dropped (data.overlong_prompts)")
     with (
@@ -85,7 +87,7 @@ async def _run(
         async with AsyncExitStack() as stack:
             with observer.phase("start"):
                 roles = await start_roles(recipe, inputs.shape, cluster, stack, resume=resume, observer=observer)
-                scorer = build_scorer(recipe.reward, log_path=recipe.run_folder / "reward.log")
+                scorer = build_scorer(recipe.reward, log_path=recipe.run_folder / "reward.log", observer=observer)
                 stack.callback(scorer.close)
             loop = _build_loop(recipe, inputs, roles, scorer, observer, leave, resume)
             leave.begin_steps()
@@ -102,7 +104,7 @@ def _build_loop(
     resume: ResumePoint | None,
 ) -> Loop:
     train = recipe.train
-    generator, judge = _producers(recipe, inputs, roles, scorer)
+    generator, judge = _producers(recipe, inputs, roles, scorer, observer)
     prompts = PromptStream(
         inputs.train.prompts,
         seed=recipe.run.seed,
@@ -116,6 +118,11 @@ def _build_loop(
         max_staleness=train.max_staleness,
         oversampling=1.0 if filtering is None else filtering.oversampling,
         carried=() if resume is None else read_carried(resume.folder, resume.state.ledger.num_carried, prompts.at),
+    )
+    observer.watch_queue(
+        num_waiting=lambda: len(buffer.counts.carried),
+        num_under_way=lambda: len(buffer.counts.under_way),
+        capacity=lambda: buffer.capacity,
     )
     algorithm = build_algorithm(
         recipe.algorithm,
@@ -178,7 +185,9 @@ def _start(resume: ResumePoint | None) -> Start:
     return Start(step=resume.step, version=PolicyVersion(resume.state.trainer.num_updates))
 
 
-def _producers(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer) -> tuple[Generator, Scorer]:
+def _producers(
+    recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer, observer: Observer
+) -> tuple[Generator, Scorer]:
     """Who answers the prompts, and who judges the answers."""
     if isinstance(recipe.algorithm, SftConfig) or roles.fleet is None:
         return Demonstrations(inputs.tokenizer), DemonstrationScorer()
@@ -188,8 +197,8 @@ def _producers(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer) -> 
     if isinstance(recipe.algorithm, RemaxConfig):
         sampling = Sampling.nearly_greedy(max_response_tokens=max_tokens)
         greedy = _generator(recipe, inputs, roles.fleet, sampling, seed=seed)
-        return WithGreedyRollout(sampled, greedy), WithGreedyScore(scorer)
-    return sampled, scorer
+        return TimedGenerator(WithGreedyRollout(sampled, greedy), observer), WithGreedyScore(scorer)
+    return TimedGenerator(sampled, observer), scorer
 
 
 def _evaluator(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer) -> Evaluator:

@@ -22,6 +22,7 @@ from megarl.train.passes import accumulate_gradients, forward
 from megarl.train.rank import RankSpec
 from megarl.train.stats import MicroBatchReport, MiniBatchStats, reduce_reports, report, summarise
 from megarl.train.trained import TrainedRank
+from megarl.train.usage import measure_usage, training_work
 from megarl.types import FloatArray, MiniBatch, PolicyVersion, TrainBatch, UpdateResult
 from megarl.weights.census import Census, take_census
 from megarl.weights.recording import Recorder, write_patches
@@ -81,12 +82,17 @@ class ActorRank(TrainedRank):
                 grad_norm = self._apply(stats.loss, rate)
                 if grad_norm is not None:
                     applied.append((mini_batch, stats, grad_norm))
+            usage = measure_usage(self._topology)
         self._num_steps += 1
         summary = summarise(applied, rate, has_reference=self._has_kl_in_loss) if applied else None
         return UpdateResult(
             version=PolicyVersion(self._num_updates),
             stats=summary,
             num_skipped_updates=len(updates) - len(applied),
+            work=training_work(
+                self._spec.shape, batch, epochs=self._epochs, num_ranks=self._topology.world, gpu=usage.gpu_name
+            ),
+            usage={"actor": usage},
             warnings=() if summary is None else self._monitor.observe(summary.mismatch_mean),
         )
 

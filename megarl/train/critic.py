@@ -13,6 +13,7 @@ from megarl.train.passes import accumulate_gradients, forward
 from megarl.train.rank import RankSpec
 from megarl.train.stats import ValueReport, ValueStats, reduce_values, report_values, summarise_values
 from megarl.train.trained import TrainedRank
+from megarl.train.usage import measure_usage
 from megarl.types import CriticResult, FloatArray, MiniBatch, TrainBatch
 
 
@@ -55,10 +56,12 @@ class CriticRank(TrainedRank):
                 grad_norm = self._apply(stats.loss, rate)
                 if grad_norm is not None:
                     applied.append((stats, grad_norm))
+            usage = measure_usage(self._topology)
         self._num_steps += 1
         return CriticResult(
             stats=summarise_values(applied, rate) if applied else None,
             num_skipped_updates=len(updates) - len(applied),
+            usage=usage,
         )
 
     def _accumulate(self, batch: TrainBatch, mini_batch: MiniBatch) -> ValueStats:

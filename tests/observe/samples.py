@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import numpy as np
 
+from megarl.config import Recipe
 from megarl.observe.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -26,7 +28,7 @@ from megarl.observe.events import (
     Warned,
 )
 from megarl.observe.generations import Generation
-from megarl.observe.summary import Flow, RewardOutlier, RolloutSummary, StepSummary, TrainingWork
+from megarl.observe.summary import Flow, RewardOutlier, RolloutSummary, StepSummary
 from megarl.types import (
     DEMONSTRATION,
     EvalResult,
@@ -41,11 +43,26 @@ from megarl.types import (
     RolloutGroup,
     Score,
     ScoredGroup,
+    TrainingWork,
     TrainSample,
     UpdateStats,
 )
 
 BEGAN = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def make_recipe(folder: Path) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "run": {"name": "sample", "steps": 2, "device": "cpu", "folder": folder},
+            "model": {"path": "model"},
+            "data": {"train": ["train.parquet"]},
+            "pools": {"train": {"gpus_per_node": 1}},
+            "roles": {"actor": {"pool": "train"}},
+            "algorithm": {"kind": "sft"},
+            "train": {"prompts_per_step": 8},
+        }
+    )
 
 
 class ListSink:

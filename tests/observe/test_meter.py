@@ -24,7 +24,7 @@ def test_labels_beyond_the_limit_are_refused_and_counted() -> None:
     values = meter.values("reward", "run")
     assert sum(name.startswith("reward/reward_component_mean/") for name in values) == limit
     assert values["reward/reward_component_mean/part0"] == 2.0
-    assert values["run/refused_series/megarl_reward_component_mean"] == 3
+    assert values["run/refused_series"] == 3
 
 
 def test_what_is_watched_is_read_when_it_is_asked_for() -> None:

@@ -19,21 +19,7 @@ from megarl.observe.events import (
     read_events,
 )
 from megarl.observe.observer import Observer, observing
-from tests.observe.samples import ListSink, evaluated, published, step_summary
-
-
-def make_recipe(folder: Path) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "run": {"name": "sample", "steps": 2, "device": "cpu", "folder": folder},
-            "model": {"path": "model"},
-            "data": {"train": ["train.parquet"]},
-            "pools": {"train": {"gpus_per_node": 1}},
-            "roles": {"actor": {"pool": "train"}},
-            "algorithm": {"kind": "sft"},
-            "train": {"prompts_per_step": 8},
-        }
-    )
+from tests.observe.samples import ListSink, evaluated, make_recipe, published, step_summary
 
 
 def test_file_endpoint_and_display_are_told_the_same(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from megarl.config.reward import BySourceRewardConfig, ExactRewardConfig, FunctionRewardConfig, RewardConfig
 from megarl.errors import RewardError
+from megarl.observe.observer import Observer
 from megarl.reward.check import check_reward
 from megarl.reward.scorer import AskingScorer, ExactScorer, build_scorer
 from megarl.types import FinishReason, RolloutGroup, Score
@@ -42,7 +43,7 @@ def test_the_recipe_chooses_the_scorer(make_reward: MakeReward) -> None:
 
 def test_the_exact_scorer_compares_without_the_white_space_around(make_group: MakeGroup) -> None:
     group = make_group("42", " 42\n", "42.", "4 2", "")
-    scored = asyncio.run(ExactScorer().score(group))
+    scored = asyncio.run(ExactScorer(Observer(())).score(group))
     assert [score.value for score in scored.scores] == [1, 1, 0, 0, 0]
     assert scored.group is group
 
@@ -50,7 +51,7 @@ def test_the_exact_scorer_compares_without_the_white_space_around(make_group: Ma
 def test_an_aborted_rollout_is_never_scored(make_group: MakeGroup, make_reward: MakeReward) -> None:
     group = make_group("42", finish_reason=FinishReason.ABORT)
     with pytest.raises(AssertionError, match=r"train.parquet:17, rollout 0 was aborted"):
-        asyncio.run(ExactScorer().score(group))
+        asyncio.run(ExactScorer(Observer(())).score(group))
     with pytest.raises(AssertionError, match=r"was aborted"):
         scores_of(make_reward("def compute_score(**arguments): return 1"), group)
 

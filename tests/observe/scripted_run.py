@@ -1,0 +1,58 @@
+"""An observer that is told everything a run can tell, step by step: every metric has a value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.observe.facts import state_facts
+from megarl.observe.meter import Meter
+from megarl.observe.metrics import Metrics
+from megarl.observe.observer import Observer
+from megarl.types import CriticStats, PolicyVersion
+from tests.observe.samples import evaluated, grades, make_recipe, published, step_summary
+
+CRITIC = CriticStats(
+    loss=0.5,
+    grad_norm=1.0,
+    learning_rate=1e-4,
+    clip_fraction=0.125,
+    value_mean=0.5,
+    return_mean=0.5,
+    explained_variance=0.25,
+)
+
+
+class ScriptedRun:
+    def __init__(self, folder: Path) -> None:
+        recipe = make_recipe(folder)
+        self.meter = Meter("sample")
+        self.observer = Observer([Metrics(self.meter)], meter=self.meter)
+        self._step = 0
+        state_facts(self.meter, recipe)
+        observer = self.observer
+        observer.run_started(recipe, metrics_url=None)
+        observer.data_read(num_prompts=100, num_dropped=1)
+        observer.watch_queue(num_waiting=lambda: 4, num_under_way=lambda: 4, capacity=lambda: 16)
+        observer.watch_requests(0, lambda: 3)
+        observer.engine_changed(
+            0, "live", is_serving=True, is_running=True, version=PolicyVersion(0), address="127.0.0.1:30000"
+        )
+        for phase in ("start", "generate", "evaluate", "update"):
+            with observer.phase(phase):
+                pass
+
+    def step(self) -> None:
+        self._step += 1
+        step, observer = self._step, self.observer
+        for _ in range(4):
+            observer.group_generated(seconds=0.5, num_rollouts=4, num_tokens=32)
+            observer.scored(0.01)
+        with observer.phase("update"):
+            pass
+        with observer.phase("evaluate"):
+            pass
+        observer.published(published(step).result)
+        observer.step_finished(replace(step_summary(step), critic=CRITIC, kl_coef=0.1))
+        observer.evaluated(step, evaluated(step, 0.5, sampled=grades(0.5, rollouts_per_prompt=4)).result)
+        observer.checkpoint_saved(step, Path("x"), num_bytes=4096, blocking_seconds=0.1, seconds=0.5)

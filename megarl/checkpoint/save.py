@@ -22,7 +22,8 @@ from megarl.faults import reach, step_in
 from megarl.weights.fused import whole
 from megarl.weights.group import TransferGroup
 from megarl.weights.hf import INDEX_FILE
-from megarl.weights.plan import plan, same_processes
+from megarl.weights.plan import plan
+from megarl.weights.seats import same_processes
 from megarl.weights.slices import Holding, Layout, TensorSpec
 from megarl.weights.tensors import box_of, bytes_of, header_dtype, specs_of, torch_dtype
 from megarl.weights.transfer import DEFAULT_BUCKET_BYTES, exchange
@@ -147,10 +148,10 @@ def _receive(
     layout: Layout, target: Layout, tensors: Mapping[str, torch.Tensor], group: TransferGroup, bucket_bytes: int
 ) -> dict[str, torch.Tensor]:
     """This rank's whole tensors, in host memory: those that it has already are not copied."""
-    moves = plan(layout, target, locality=same_processes)
+    moves = plan(layout, target, seating=same_processes(layout, target))
     there = {
         move.target_name: box
-        for move in moves.moves_to.get(group.peer, ())
+        for move in moves.moves_to(group.peer)
         if move.source_rank == group.peer
         and (box := box_of(tensors[move.source_name], move.source_offsets, move.slice.shape)).device.type == "cpu"
         and box.is_contiguous()

@@ -12,7 +12,8 @@ from typing import TypeAlias
 import torch
 
 from megarl.checkpoint.save import assign_tensors
-from megarl.weights.plan import Move, plan, same_processes
+from megarl.weights.plan import Move, plan
+from megarl.weights.seats import same_processes
 from megarl.weights.slices import Holding, Index, Layout, Piece, TensorSpec
 
 BoxView: TypeAlias = Callable[[str, Index, Index], torch.Tensor]
@@ -34,11 +35,12 @@ def contribution(layout: Layout, rank: int) -> Contribution:
 
     The writers are the same: each keeps some of every tensor it was assigned, and nobody holds one that did not before.
     """
-    moves = plan(layout, assign_tensors(layout), locality=same_processes).moves_from
-    holdings = [_boxes_of(holding, moves.get(holding.rank, ())) for holding in layout.holdings]
+    target = assign_tensors(layout)
+    moves = plan(layout, target, seating=same_processes(layout, target))
+    holdings = [_boxes_of(holding, moves.moves_from(holding.rank)) for holding in layout.holdings]
     return Contribution(
         layout=Layout(canonical=layout.canonical, holdings=tuple(holdings)),
-        boxes={_name(move): (move.source_name, move.source_offsets) for move in moves.get(rank, ())},
+        boxes={_name(move): (move.source_name, move.source_offsets) for move in moves.moves_from(rank)},
     )
 
 

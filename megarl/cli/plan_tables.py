@@ -172,10 +172,14 @@ def _reshard_table(plan: RunPlan) -> Table:
     table.add_row("all of it", _gb(reshard.total_bytes), "")
     table.add_row("by gathering full models", _gb(reshard.gathered_bytes), "")
     table.add_row("staging of an engine rank", _gb(reshard.staging_bytes), "")
-    is_cpu = plan.sizes.timing is None
-    table.add_row("busiest GPU", _gb(reshard.busiest_bytes), "" if is_cpu else f"{reshard.seconds:.2f}")
-    table.add_row("floor of the busiest GPU", _gb(reshard.floor_bytes), "" if is_cpu else f"{reshard.floor_s:.2f}")
-    table.add_row(f"messages: about {reshard.num_messages:,}", "", "")
+    for link, num_bytes in reshard.busiest_bytes.items():
+        if num_bytes:
+            table.add_row(f"busiest GPU, over {link}", _gb(num_bytes), "")
+    if plan.sizes.timing is not None:
+        table.add_row("model, from the rates of the links", "", f"{reshard.seconds:.2f}")
+        table.add_row("floor of any plan", "", f"{reshard.floor_s:.2f}")
+    table.add_row(f"about {reshard.num_messages:,} messages; hops: {reshard.num_hops}", "", "")
+    table.add_row(f"plan {reshard.hash}", "", "")
     return table
 
 

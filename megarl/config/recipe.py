@@ -169,6 +169,8 @@ class RolloutRoleConfig(Section):
     """Of one request, all its tokens included."""
     publish_timeout_s: PositiveFloat = 600
     """Deadline of each exchange of weights with the trainer ranks."""
+    relays_weights: bool = False
+    """Weights leave the trainers once and pass from one rollout node to the next: for many nodes and few trainers."""
     max_attempts: PositiveInt = 3
     """How often one request is tried, each time on another engine where there is one."""
     max_restarts: NonNegativeInt = 3

@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Annotated, Literal, TypeAlias
 
 import torch
@@ -18,7 +19,8 @@ from pydantic import Field, TypeAdapter
 from megarl.config.model import ModelShape
 from megarl.weights.group import Backend, StoreAddress
 from megarl.weights.megatron import MegatronParallel, megatron_layout
-from megarl.weights.plan import Plan, apart, plan, same_devices
+from megarl.weights.plan import Plan, plan
+from megarl.weights.seats import Gpu, Seating, on_gpus
 from megarl.weights.sglang import sglang_layout
 from megarl.weights.slices import Layout, TensorSpec
 
@@ -40,7 +42,13 @@ class Route:
     expert: int = 1
     """Sets that an engine's experts are divided into."""
     shares_devices: bool = False
-    """Whether both roles are in one pool: trainer rank r and target rank r are then on the same GPU."""
+    """Whether both roles are in one pool: engine ranks then read what a trainer rank on their GPU holds."""
+    trainer_gpus: tuple[Gpu, ...] = ()
+    """Of each rank; empty is a node for each, unless `shares_devices`."""
+    engine_gpus: tuple[Gpu, ...] = ()
+    """Of each target rank; empty is a node for each, or with `shares_devices` the GPU of the same trainer rank."""
+    relays: bool = False
+    """Whether nodes of engines pass weights on to each other."""
 
     @property
     def num_peers(self) -> int:
@@ -64,9 +72,31 @@ class Route:
             is_cpu_engine=self.is_cpu_engine,
         )
 
+    def trainer_layout(self) -> Layout:
+        return megatron_layout(self.shape, self.parallel, dtype=self.trainer_dtype)
+
+    def with_engines(self, positions: Sequence[int]) -> Route:
+        """To some of the engines only, in this order. Each stays where it is."""
+        if [*positions] == [*range(self.num_engines)]:
+            return self
+        gpus = self._gpus_of_engines()
+        chosen = [gpus[position * self.tensor : (position + 1) * self.tensor] for position in positions]
+        return replace(self, num_engines=len(positions), engine_gpus=tuple(gpu for few in chosen for gpu in few))
+
     def plan(self) -> Plan:
-        source = megatron_layout(self.shape, self.parallel, dtype=self.trainer_dtype)
-        return plan(source, self.engine_layout(), locality=same_devices if self.shares_devices else apart)
+        """Kept for the last few routes: engines come and go, and often come back."""
+        return _planned(self)
+
+    def seating(self) -> Seating:
+        num_trainers, num_targets = self.parallel.world_size, self.num_engines * self.tensor
+        trainers = self.trainer_gpus or tuple((rank, 0) for rank in range(num_trainers))
+        engines = self._gpus_of_engines()
+        assert (len(trainers), len(engines)) == (num_trainers, num_targets), f"{len(trainers)} and {len(engines)} GPUs"
+        return on_gpus(trainers, engines)
+
+    def _gpus_of_engines(self) -> tuple[Gpu, ...]:
+        first = 0 if self.shares_devices else self.parallel.world_size
+        return self.engine_gpus or tuple((first + rank, 0) for rank in range(self.num_engines * self.tensor))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +209,11 @@ class Reply:
     parameters: Mapping[str, TensorSpec] = field(default_factory=dict)
     digests: Mapping[str, int] = field(default_factory=dict)
     fingerprints: Mapping[str, str] = field(default_factory=dict)
+
+
+@lru_cache(maxsize=8)
+def _planned(route: Route) -> Plan:
+    return plan(route.trainer_layout(), route.engine_layout(), seating=route.seating(), relays=route.relays)
 
 
 _ENVELOPE: TypeAdapter[Envelope] = TypeAdapter(Envelope)

@@ -12,12 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config.recipe import PoolConfig, Recipe
 from megarl.errors import MachineError
 from megarl.guard import start_guarded, stop_guarded
+from megarl.weights.seats import Gpu
 
 CPU_SLOT = "megarl_slot"
 """On a CPU run a Ray resource stands for the GPU a process would have."""
@@ -37,6 +43,8 @@ class Place:
     resource: str
     gpu: int | None = None
     """Its number on its node; None for a CPU slot."""
+    node: str = ""
+    """Ray's word for it."""
 
     def options(self, environment: Mapping[str, str], *, share: float, is_actor: bool = True) -> dict[str, object]:
         """What Ray's `options` needs to run an actor or a task here, taking `share` of the device."""
@@ -72,7 +80,11 @@ class Cluster:
                     f"pools.{name}: {pool.gpus} gpus not free within {PLACEMENT_TIMEOUT_S:.0f} s; "
                     f"the Ray cluster has {free:g}; make the pool smaller or the cluster larger"
                 )
-            slots = [Place(group=group, bundle=index, resource=self._resource) for index in range(pool.gpus)]
+            nodes = placement_group_table(group)["bundles_to_node_id"]
+            slots = [
+                Place(group=group, bundle=index, resource=self._resource, node=nodes[index])
+                for index in range(pool.gpus)
+            ]
             places[name] = _in_order(slots) if self._resource == "GPU" else slots
         return places
 
@@ -80,6 +92,20 @@ class Cluster:
         for group in self._groups:
             remove_placement_group(group)
         self._groups.clear()
+
+
+def gpu_numbers(*pools: Sequence[Place]) -> list[tuple[Gpu, ...]]:
+    """Places as numbers: of nodes and, within them, of GPUs or slots; equal ones are the same place."""
+    nodes: dict[str, int] = {}
+    slots: dict[tuple[object, int], int] = {}
+
+    def number(place: Place) -> Gpu:
+        node = nodes.setdefault(place.node, len(nodes))
+        if place.gpu is not None:
+            return node, place.gpu
+        return node, slots.setdefault((place.group.id, place.bundle), len(slots))
+
+    return [tuple(number(place) for place in places) for places in pools]
 
 
 def _in_order(places: Sequence[Place]) -> list[Place]:

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from megarl.errors import WeightSyncError, WorkerError
@@ -81,7 +81,6 @@ class TransferPublisher:
         self._timeout_s = timeout_s
         self._host = host
         self._failed = failed
-        self._plans: dict[Route, Plan] = {}
         self._link: _Link | None = None
         self._has_published = False
         self._turn = asyncio.Lock()
@@ -191,9 +190,7 @@ class TransferPublisher:
             return self._link
         self._link = None
         route = self._route_to(roster)
-        if route not in self._plans:
-            self._plans[route] = route.plan()
-        plan = self._plans[route]
+        plan = route.plan()
         control = self._control.among(roster)
         store = StoreServer(self._host)
         meeting = Meeting(
@@ -210,10 +207,7 @@ class TransferPublisher:
         return self._link
 
     def _route_to(self, roster: Sequence[Engine]) -> Route:
-        if len(roster) == self._route.num_engines:
-            return self._route
-        # Who shares a device with whom is counted from the first engine: without all of them, nobody does.
-        return replace(self._route, num_engines=len(roster), shares_devices=False)
+        return self._route.with_engines([engine.client.endpoint.index for engine in roster])
 
     @property
     def _backend(self) -> Backend:

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.lifecycle import RestartPolicy
 from megarl.rollout.orders import Route
-from megarl.runtime.cluster import Cluster, Place
+from megarl.runtime.cluster import Cluster, Place, gpu_numbers
 from megarl.runtime.engines import Engines, start_engines
 from megarl.runtime.fleet_events import observe_fleet
 from megarl.runtime.operator import open_to_operator
@@ -42,6 +42,7 @@ from megarl.runtime.supervisor import Supervisor
 from megarl.runtime.tasks import task_group
 from megarl.stages import Phases, Publisher
 from megarl.train.rank import RankSpec
+from megarl.weights.assignment import nearest_order
 from megarl.weights.megatron import MegatronParallel
 
 
@@ -77,7 +78,8 @@ async def start_roles(
         actor = tasks.create_task(_start_actor(recipe, shape, pools, resume))
         critic = tasks.create_task(_start_critic(recipe, shape, pools, resume))
         reference = tasks.create_task(_start_reference(recipe, shape, pools))
-        engines = tasks.create_task(_start_engines(recipe, pools))
+        seats = _engine_places(recipe, shape, pools)
+        engines = tasks.create_task(_start_engines(recipe, pools, seats))
     fleet: Fleet | None = None
     supervisor: Supervisor | None = None
     publisher: Publisher = NoPublisher()
@@ -85,7 +87,10 @@ async def start_roles(
     running = engines.result()
     if rollout is not None and running is not None:
         fleet, supervisor = await _open_fleet(recipe, rollout, *running, stack, observer)
-        publisher = await _connect(recipe, rollout, shape, actor.result(), fleet, supervisor, stack, observer)
+        trainer_gpus, engine_gpus = gpu_numbers(pools[recipe.roles.actor.pool].places, seats)
+        route = route_of(recipe, rollout, shape, num_engines=len(fleet.engines))
+        route = replace(route, trainer_gpus=trainer_gpus, engine_gpus=engine_gpus)
+        publisher = await _connect(rollout, route, actor.result(), fleet, supervisor, stack, observer)
         phases = SharedPhases([fleet]) if pools[rollout.pool].is_shared else SeparatePhases()
     return Roles(
         actor=actor.result(),
@@ -182,12 +187,29 @@ async def _start_reference(recipe: Recipe, shape: ModelShape, pools: Mapping[str
     return ReferenceRanks(workers, pool.turn)
 
 
-async def _start_engines(recipe: Recipe, pools: Mapping[str, _Pool]) -> tuple[Engines, list[EngineEndpoint]] | None:
+def _engine_places(recipe: Recipe, shape: ModelShape, pools: Mapping[str, _Pool]) -> Sequence[Place]:
+    """In the order engine after engine takes them: beside the trainers, where most of their weights are already."""
+    config, actor = recipe.roles.rollout, recipe.roles.actor
+    if config is None:
+        return ()
+    places = pools[config.pool].places
+    places = places[: len(places) // config.tensor * config.tensor]
+    if config.pool != actor.pool:
+        return places
+    route = route_of(recipe, config, shape, num_engines=1)
+    trainer_gpus, engine_gpus = gpu_numbers(pools[actor.pool].places, places)
+    order = nearest_order(route.trainer_layout(), route.engine_layout(), trainer_gpus, engine_gpus)
+    return [places[index] for index in order]
+
+
+async def _start_engines(
+    recipe: Recipe, pools: Mapping[str, _Pool], seats: Sequence[Place]
+) -> tuple[Engines, list[EngineEndpoint]] | None:
     config = recipe.roles.rollout
     if config is None:
         return None
     pool = pools[config.pool]
-    return await start_engines(recipe, config, pool.places, share=pool.share, is_shared=pool.is_shared)
+    return await start_engines(recipe, config, seats, share=pool.share, is_shared=pool.is_shared)
 
 
 def critic_folder(recipe: Recipe) -> Path:
@@ -248,9 +270,8 @@ async def _open_fleet(
 
 
 async def _connect(
-    recipe: Recipe,
     config: RolloutRoleConfig,
-    shape: ModelShape,
+    route: Route,
     ranks: ActorRanks,
     fleet: Fleet,
     supervisor: Supervisor,
@@ -263,7 +284,7 @@ async def _connect(
         ranks=ranks,
         fleet=fleet,
         control=EngineControl(fleet, timeout_s=config.publish_timeout_s, host=host),
-        route=route_of(recipe, config, shape, num_engines=len(fleet.engines)),
+        route=route,
         timeout_s=config.publish_timeout_s,
         host=host,
         failed=observer.publish_failed,
@@ -286,4 +307,5 @@ def route_of(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, nu
         is_cpu_engine=recipe.run.device == "cpu",
         expert=config.expert,
         shares_devices=recipe.run.device == "cuda" and config.pool == recipe.roles.actor.pool,
+        relays=config.relays_weights,
     )

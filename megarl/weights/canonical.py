@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 from megarl.config.model import Family, ModelShape
@@ -21,18 +22,27 @@ def canonical_tensors(shape: ModelShape) -> dict[str, TensorSpec]:
     """Name and shape of every tensor, in the order of the model. Tied embeddings are one tensor."""
     _refuse_unsupported(shape)
     shapes: dict[str, Index] = {EMBEDDING: (shape.vocab, shape.hidden)}
+    layer = _layer_shapes(shape)
     for index in range(shape.num_layers):
-        shapes |= {f"{layer_prefix(index)}{name}": extent for name, extent in _layer_shapes(shape).items()}
+        prefix = layer_prefix(index)
+        shapes.update({prefix + name: extent for name, extent in layer.items()})
     shapes[FINAL_NORM] = (shape.hidden,)
     if shape.has_value_head:
         shapes[VALUE_HEAD] = (1, shape.hidden)
     elif not shape.has_tied_embeddings:
         shapes[HEAD] = (shape.vocab, shape.hidden)
-    return {name: TensorSpec(shape=extent, dtype=shape.dtype) for name, extent in shapes.items()}
+    specs = {extent: TensorSpec(shape=extent, dtype=shape.dtype) for extent in set(shapes.values())}
+    return {name: specs[extent] for name, extent in shapes.items()}
 
 
 def layer_prefix(index: int) -> str:
     return f"model.layers.{index}."
+
+
+def layer_of(canonical: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The tensors of one layer, named within it; all layers are alike."""
+    prefix = layer_prefix(0)
+    return {name.removeprefix(prefix): spec for name, spec in canonical.items() if name.startswith(prefix)}
 
 
 def expert_block(index: int) -> str:

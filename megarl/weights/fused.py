@@ -5,10 +5,10 @@ Megatron and SGLang differ in what they stack and in which order; both cut a ran
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megarl.weights.slices import Holding, Index, Piece, Slice, TensorSpec, intersect
+from megarl.weights.slices import Holding, Index, Piece, Slice, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +40,9 @@ def row_window(
     pieces = []
     position = 0
     for segment in segments:
-        shared = intersect((start,), (num_rows,), (position,), (segment.num_rows,))
-        if shared is not None and segment.name is not None:
-            (first,), (size,) = shared
+        first = max(start, position)
+        size = min(start + num_rows, position + segment.num_rows) - first
+        if size > 0 and segment.name is not None:
             box = Slice(name=segment.name, offsets=(segment.start + first - position, *zeros), shape=(size, *columns))
             pieces.append(Piece(slice=box, local_name=local_name, local_offsets=(first - start, *zeros)))
         position += segment.num_rows
@@ -69,6 +69,24 @@ def stacked(local_name: str, layers: Sequence[LocalTensor]) -> LocalTensor:
         for piece in layer.pieces
     )
     return LocalTensor(name=local_name, shape=(len(layers), *shape), pieces=pieces)
+
+
+def repeated(template: Sequence[LocalTensor], *, local: str, source: str) -> Iterator[LocalTensor]:
+    """The tensors of a layer like the one that `template` describes without its prefixes: `local` and `source`.
+
+    Layers are alike, and naming what is known is much faster than working it out again.
+    """
+    for tensor in template:
+        name = local + tensor.name
+        pieces = tuple(
+            Piece(
+                slice=Slice(name=source + piece.slice.name, offsets=piece.slice.offsets, shape=piece.slice.shape),
+                local_name=name,
+                local_offsets=piece.local_offsets,
+            )
+            for piece in tensor.pieces
+        )
+        yield LocalTensor(name=name, shape=tensor.shape, pieces=pieces)
 
 
 def whole(local_name: str, name: str, spec: TensorSpec) -> LocalTensor:

@@ -130,6 +130,7 @@ class TransferGroup:
         process_group: _PointToPoint,
         store: Store,
         *,
+        downwards: _PointToPoint | None = None,
         name: str,
         peer: int,
         num_peers: int,
@@ -143,6 +144,9 @@ class TransferGroup:
         """Deadline of one whole transfer, and of every other operation that is given none."""
         self._backend = backend
         self._process_group: _PointToPoint | None = process_group
+        # What NCCL does between two peers it does in one order for both directions: a receive that is waiting would
+        # hold up a send the other way. So what goes to lower peers has a group of its own.
+        self._downwards = downwards
         self._store = store
         self._num_meetings = 0
         self._end = "the group is closed"
@@ -167,11 +171,24 @@ class TransferGroup:
             store = PrefixStore(name, client)
             store.set(f"peer {peer}", "")
             _await_keys(store, [f"peer {i}" for i in range(num_peers)], timeout_s, what)
-            process_group = _process_group(
-                backend, store, peer=peer, num_peers=num_peers, timeout_s=timeout_s, host=host
+            process_group, downwards = (
+                _process_group(
+                    backend, PrefixStore(way, store), peer=peer, num_peers=num_peers, timeout_s=timeout_s, host=host
+                )
+                if way == "up" or backend == "nccl"
+                else None
+                for way in ("up", "down")
             )
+            assert process_group is not None
         return cls(
-            process_group, store, name=name, peer=peer, num_peers=num_peers, timeout_s=timeout_s, backend=backend
+            process_group,
+            store,
+            downwards=downwards,
+            name=name,
+            peer=peer,
+            num_peers=num_peers,
+            timeout_s=timeout_s,
+            backend=backend,
         )
 
     @property
@@ -183,13 +200,13 @@ class TransferGroup:
         """Start sending; the matching `receive` has the same tag."""
         what = f"{self.name}: peer {self.peer} sending {buffer.numel()} bytes to peer {peer}"
         with _failing_as(what):
-            work = self._connected(what).send([buffer], peer, tag % _NUM_TAGS)
+            work = self._connected(what, is_down=peer < self.peer).send([buffer], peer, tag % _NUM_TAGS)
         return self._pending(work, what)
 
     def receive(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Pending:
         what = f"{self.name}: peer {self.peer} receiving {buffer.numel()} bytes from peer {peer}"
         with _failing_as(what):
-            work = self._connected(what).recv([buffer], peer, tag % _NUM_TAGS)
+            work = self._connected(what, is_down=peer > self.peer).recv([buffer], peer, tag % _NUM_TAGS)
         return self._pending(work, what)
 
     @contextmanager
@@ -238,7 +255,7 @@ class TransferGroup:
 
     def close(self, reason: str = "the group is closed") -> None:
         # Dropping the process group closes its connections; gloo's own `shutdown` leaves them open.
-        self._process_group = None
+        self._process_group = self._downwards = None
         self._end = reason
 
     def _pending(self, work: Work, what: str) -> Pending:
@@ -250,10 +267,11 @@ class TransferGroup:
             case _:
                 assert_never(self._backend)
 
-    def _connected(self, what: str) -> _PointToPoint:
+    def _connected(self, what: str, *, is_down: bool) -> _PointToPoint:
+        """The group for one direction between two peers."""
         if self._process_group is None:
             raise WeightSyncError(f"{what}: not possible any more, join a new group: {self._end}")
-        return self._process_group
+        return self._downwards if is_down and self._downwards is not None else self._process_group
 
 
 def abandon_group(address: StoreAddress, *, name: str, reason: str, timeout_s: float = 10) -> None:

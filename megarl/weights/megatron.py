@@ -24,9 +24,10 @@ from megarl.weights.canonical import (
     canonical_tensors,
     expert_block,
     head_name,
+    layer_of,
     layer_prefix,
 )
-from megarl.weights.fused import LocalTensor, Segment, column_window, replicate, row_window, whole
+from megarl.weights.fused import LocalTensor, Segment, column_window, repeated, replicate, row_window, whole
 from megarl.weights.slices import Holding, Layout, TensorSpec
 
 _VOCAB_ROWS = 64
@@ -115,6 +116,7 @@ def megatron_layout(shape: ModelShape, parallel: MegatronParallel, *, dtype: str
     """What every global rank holds, as parameters of `dtype`. A split that Megatron cannot make is a ConfigError."""
     _refuse_impossible(shape, parallel)
     canonical = canonical_tensors(shape)
+    specs = canonical | layer_of(canonical)
     replicas: defaultdict[tuple[int, int, ExpertPlace], list[int]] = defaultdict(list)
     for stage in range(parallel.pipeline):
         for data in range(parallel.data):
@@ -125,7 +127,7 @@ def megatron_layout(shape: ModelShape, parallel: MegatronParallel, *, dtype: str
                 replicas[key].append(parallel.rank(tensor=tensor, data=data, pipeline=stage))
     holdings: list[Holding] = []
     for (stage, tensor, place), ranks in replicas.items():
-        share = _share(shape, canonical, parallel, tensor, place)
+        share = _share(shape, specs, parallel, tensor, place)
         holdings += replicate(ranks, _stage_tensors(share, parallel, stage), dtype=dtype)
     return Layout(canonical=canonical, holdings=tuple(sorted(holdings, key=lambda holding: holding.rank)))
 
@@ -136,6 +138,7 @@ class _Cut:
 
     shape: ModelShape
     canonical: dict[str, TensorSpec]
+    """By name, and those of a layer by their names within it."""
     rank: int
     size: int
 
@@ -176,14 +179,15 @@ def _share(
 def _stage_tensors(share: _Share, parallel: MegatronParallel, stage: int) -> Iterator[LocalTensor]:
     """All parameters of one stage."""
     cut = share.dense
+    layer = tuple(_layer_tensors(share))
     for chunk in range(parallel.virtual_pipeline):
         is_first = chunk == stage == 0
         is_last = chunk == parallel.virtual_pipeline - 1 and stage == parallel.pipeline - 1
         prefix = f"chunk{chunk}."
         if is_first:
             yield _vocab_tensor(cut, f"{prefix}embedding.word_embeddings.weight", EMBEDDING)
-        for index, layer in enumerate(parallel.chunk_layers(cut.shape.num_layers, stage=stage, chunk=chunk)):
-            yield from _layer_tensors(share, f"{prefix}decoder.layers.{index}.", layer_prefix(layer))
+        for index, number in enumerate(parallel.chunk_layers(cut.shape.num_layers, stage=stage, chunk=chunk)):
+            yield from repeated(layer, local=f"{prefix}decoder.layers.{index}.", source=layer_prefix(number))
         if is_last:
             yield cut.whole(f"{prefix}decoder.final_layernorm.weight", FINAL_NORM)
             if cut.shape.has_value_head:
@@ -199,28 +203,27 @@ def _vocab_tensor(cut: _Cut, local: str, name: str) -> LocalTensor:
     return cut.rows(local, segments, total=total, columns=(cut.shape.hidden,))
 
 
-def _layer_tensors(share: _Share, local: str, source: str) -> Iterator[LocalTensor]:
+def _layer_tensors(share: _Share) -> Iterator[LocalTensor]:
+    """Of any layer, named within it."""
     cut, shape = share.dense, share.dense.shape
-    yield cut.whole(f"{local}input_layernorm.weight", f"{source}input_layernorm.weight")
-    yield cut.columns(f"{local}self_attention.linear_proj.weight", f"{source}self_attn.o_proj.weight")
-    yield _qkv(cut, f"{local}self_attention.linear_qkv.weight", source, "weight", columns=(shape.hidden,))
+    yield cut.whole("input_layernorm.weight", "input_layernorm.weight")
+    yield cut.columns("self_attention.linear_proj.weight", "self_attn.o_proj.weight")
+    yield _qkv(cut, "self_attention.linear_qkv.weight", "weight", columns=(shape.hidden,))
     if shape.has_qkv_bias:
-        yield _qkv(cut, f"{local}self_attention.linear_qkv.bias", source, "bias", columns=())
+        yield _qkv(cut, "self_attention.linear_qkv.bias", "bias", columns=())
     if shape.has_qk_norm:
-        yield cut.whole(f"{local}self_attention.q_layernorm.weight", f"{source}self_attn.q_norm.weight")
-        yield cut.whole(f"{local}self_attention.k_layernorm.weight", f"{source}self_attn.k_norm.weight")
-    yield cut.whole(f"{local}pre_mlp_layernorm.weight", f"{source}post_attention_layernorm.weight")
+        yield cut.whole("self_attention.q_layernorm.weight", "self_attn.q_norm.weight")
+        yield cut.whole("self_attention.k_layernorm.weight", "self_attn.k_norm.weight")
+    yield cut.whole("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
     if shape.experts is None:
-        yield from _feed_forward(cut, f"{local}mlp.", f"{source}{DENSE_BLOCK}")
+        yield from _feed_forward(cut, "mlp.", DENSE_BLOCK)
         return
-    yield cut.whole(f"{local}mlp.router.weight", f"{source}{ROUTER}")
+    yield cut.whole("mlp.router.weight", ROUTER)
     for index, expert in enumerate(share.experts):
-        yield from _feed_forward(
-            share.expert, f"{local}mlp.experts.local_experts.{index}.", f"{source}{expert_block(expert)}"
-        )
+        yield from _feed_forward(share.expert, f"mlp.experts.local_experts.{index}.", expert_block(expert))
 
 
-def _qkv(cut: _Cut, local: str, source: str, suffix: str, *, columns: tuple[int, ...]) -> LocalTensor:
+def _qkv(cut: _Cut, local: str, suffix: str, *, columns: tuple[int, ...]) -> LocalTensor:
     """[queries of a group | its key | its value], group after group, cut into equal rows.
 
     With fewer groups than ranks a rank's rows end inside a group: Megatron gathers the activations, not the weights.
@@ -228,7 +231,7 @@ def _qkv(cut: _Cut, local: str, source: str, suffix: str, *, columns: tuple[int,
     shape = cut.shape
     queries = shape.num_heads // shape.num_kv_heads * shape.head_dim
     segments = tuple(
-        Segment(name=f"{source}self_attn.{projection}.{suffix}", start=group * num_rows, num_rows=num_rows)
+        Segment(name=f"self_attn.{projection}.{suffix}", start=group * num_rows, num_rows=num_rows)
         for group in range(shape.num_kv_heads)
         for projection, num_rows in (("q_proj", queries), ("k_proj", shape.head_dim), ("v_proj", shape.head_dim))
     )

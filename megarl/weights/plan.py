@@ -1,60 +1,26 @@
-"""Which bytes of which source holder go to which target holder. Pure: no torch, no transport.
+"""Which bytes of which holder go to which target holder. Pure: no torch, no transport.
 
 Computed once per pair of layouts and replayed every step. Every element of every target piece is written exactly once,
-from a holder that has it; nearer holders come first, and holders of equal boxes share the work. The same layouts always
-give the same plan, so that each process can compute it for itself and compare hashes.
+from a holder that has it; nearer holders come first, holders of equal boxes share the work, and each byte enters a node
+once. The same layouts always give the same plan, so that each process can compute it for itself and compare hashes.
+
+A plan is kept by bundles, a few hundred for any model; moves are listed for one rank at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
-from typing import TypeAlias
 
-from megarl.errors import WeightSyncError
-from megarl.weights.slices import ITEM_BYTES, Index, Layout, Piece, Slice, intersect, shift, subtract
+import numpy as np
 
-
-class Link(IntEnum):
-    """What a move travels over, nearest first."""
-
-    PROCESS = 0
-    DEVICE = 1
-    NODE = 2
-    NETWORK = 3
-
-
-Locality: TypeAlias = Callable[[int, int], Link]
-"""(source rank, target rank) -> the link between them."""
-
-
-def apart(_source_rank: int, _target_rank: int) -> Link:
-    """Sources and targets are different processes, anywhere."""
-    return Link.NETWORK
-
-
-def same_processes(source_rank: int, target_rank: int) -> Link:
-    """Source rank r and target rank r are one process; where the others are is not known."""
-    return Link.PROCESS if source_rank == target_rank else Link.NETWORK
-
-
-def same_devices(source_rank: int, target_rank: int) -> Link:
-    """Source rank r and target rank r are two processes on one device; where the others are is not known."""
-    return Link.DEVICE if source_rank == target_rank else Link.NETWORK
-
-
-def on_nodes(source_nodes: Mapping[int, str], target_nodes: Mapping[int, str]) -> Locality:
-    """Sources and targets are different processes on named nodes."""
-
-    def link(source_rank: int, target_rank: int) -> Link:
-        return Link.NODE if source_nodes[source_rank] == target_nodes[target_rank] else Link.NETWORK
-
-    return link
+from megarl.weights.bundles import Bundle, bundles, pieces_by_name
+from megarl.weights.routing import Numbers, Router, Routing, forwarder
+from megarl.weights.seats import Link, Seating, apart
+from megarl.weights.slices import ITEM_BYTES, Holding, Index, Layout, Piece, Slice, shift
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,51 +28,129 @@ class Move:
     """One box, from a place in one holder's tensor to a place in another's."""
 
     slice: Slice
+    dtype: str
+    """What travels: the target's."""
     source_rank: int
+    """Of a source; after the first hop, of a target that has the box by then."""
     source_name: str
     source_offsets: Index
     target_rank: int
     target_name: str
     target_offsets: Index
+    hop: int = 0
+    """Targets that have passed it on before."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slice.num_elements * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """One box of a source, and every target that it is the origin of, however many hops away."""
+
+    slice: Slice
+    dtype: str
+    source_name: str
+    source_offsets: Index
+    targets: tuple[tuple[int, str], ...]
+    """Rank and tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strand:
+    """A bundle and its routing."""
+
+    bundle: Bundle
+    routing: Routing
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one box."""
+        return int(np.prod(self.bundle.shape, dtype=np.int64)) * ITEM_BYTES[self.bundle.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Moves in the order of target ranks, then of their pieces. Sizes are in bytes of the target's dtype."""
+    """Sizes are in bytes of the targets' dtypes."""
 
     source: Layout
     target: Layout
-    moves: tuple[Move, ...]
-    bytes_by_link: Mapping[Link, int]
-    sent_bytes: Mapping[int, int]
-    """Per source rank, what leaves its process."""
-    received_bytes: Mapping[int, int]
-    """Per target rank, what enters its process."""
+    seating: Seating
+    strands: tuple[Strand, ...]
+    hash: str
+    """Equal in two processes if and only if they will send and expect the same bytes."""
+
+    def moves_from(self, rank: int) -> tuple[Move, ...]:
+        """What source `rank` gives, in the order of the tensors."""
+        return self._given(rank, rank)
+
+    def moves_on_from(self, rank: int) -> tuple[Move, ...]:
+        """What target `rank` passes on."""
+        return self._given(forwarder(rank), rank)
+
+    def moves_to(self, rank: int) -> tuple[Move, ...]:
+        """What target `rank` needs."""
+        found = []
+        for strand in self._strands_to.get(rank, ()):
+            column = strand.bundle.targets.index(rank)
+            found += [self._move(strand, index, column) for index in range(len(strand.bundle.names))]
+        return self._in_order(found)
 
     @cached_property
-    def hash(self) -> str:
-        """Equal in two processes if and only if they will send and expect the same bytes."""
-        digest = hashlib.blake2b(digest_size=16)
-        for move in self.moves:
-            box = move.slice
-            source = (move.source_rank, move.source_name, move.source_offsets)
-            target = (move.target_rank, move.target_name, move.target_offsets)
-            digest.update(repr((box.name, box.offsets, box.shape, self.dtype_of(move), source, target)).encode())
-        return digest.hexdigest()
+    def moves(self) -> tuple[Move, ...]:
+        """All of them, target after target; many for a large plan."""
+        return tuple(move for holding in self.target.holdings for move in self.moves_to(holding.rank))
+
+    def deliveries_from(self, rank: int) -> Iterator[Delivery]:
+        """Every box that source `rank` is the origin of, once."""
+        for strand in self._strands_from.get(rank, ()):
+            bundle = strand.bundle
+            mine = strand.routing.roots == rank
+            for index in np.flatnonzero(mine.any(axis=1)).tolist():
+                box = bundle.slice(index)
+                held = self._piece(self.source, rank, box)
+                targets = [bundle.targets[column] for column in np.flatnonzero(mine[index]).tolist()]
+                yield Delivery(
+                    slice=box,
+                    dtype=bundle.dtype,
+                    source_name=held.local_name,
+                    source_offsets=shift(box.offsets, held.slice.offsets, held.local_offsets),
+                    targets=tuple(
+                        (target, self._piece(self.target, target, box, bundle.copy).local_name) for target in targets
+                    ),
+                )
 
     @cached_property
-    def moves_from(self) -> Mapping[int, tuple[Move, ...]]:
-        """Per source rank; a rank that gives nothing is absent."""
-        return _grouped(self.moves, lambda move: move.source_rank)
+    def traffic(self) -> Traffic:
+        traffic = Traffic()
+        for strand in self.strands:
+            traffic.add(strand, self.seating)
+        return traffic
+
+    @property
+    def bytes_by_link(self) -> Mapping[Link, int]:
+        return {link: num_bytes for link in Link if (num_bytes := sum(self.traffic.received[link].values()))}
 
     @cached_property
-    def moves_to(self) -> Mapping[int, tuple[Move, ...]]:
-        """Per target rank; a rank that needs nothing is absent."""
-        return _grouped(self.moves, lambda move: move.target_rank)
+    def sent_bytes(self) -> Mapping[int, int]:
+        """Per source rank, what leaves its process."""
+        return _besides_own(self.traffic.sent)
 
-    def dtype_of(self, move: Move) -> str:
-        """What travels: the target's dtype."""
-        return self.target.by_rank[move.target_rank].tensors[move.target_name].dtype
+    @cached_property
+    def received_bytes(self) -> Mapping[int, int]:
+        """Per target rank, what enters its process."""
+        return _besides_own(self.traffic.received)
+
+    @cached_property
+    def forwarded_bytes(self) -> Mapping[int, int]:
+        """Per target rank, what it passes on."""
+        return _besides_own(self.traffic.forwarded)
+
+    @property
+    def num_hops(self) -> int:
+        """The longest way of a byte."""
+        return 1 + max((int(strand.routing.hops.max()) for strand in self.strands), default=-1)
 
     @property
     def peak_staging_bytes(self) -> int:
@@ -116,149 +160,160 @@ class Plan:
     @property
     def busiest_bytes(self) -> int:
         """Most that one rank sends or receives."""
-        return max((*self.sent_bytes.values(), *self.received_bytes.values()), default=0)
+        sizes = (*self.sent_bytes.values(), *self.received_bytes.values(), *self.forwarded_bytes.values())
+        return max(sizes, default=0)
 
     @property
     def floor_bytes(self) -> int:
         """What `busiest_bytes` cannot be below: the neediest target's bytes, or an equal share for every source."""
-        moved = sum(self.received_bytes.values())
+        moved = sum(self.sent_bytes.values())
         return max(self.peak_staging_bytes, -(-moved // max(1, len(self.source.holdings))))
 
-
-def plan(source: Layout, target: Layout, *, locality: Locality = apart) -> Plan:
-    """The moves that fill every piece of `target` from `source`."""
-    owners = _Owners(source, target)
-    chooser = _Chooser(locality)
-    moves: list[Move] = []
-    for holding in target.holdings:
-        for piece in holding.pieces:
-            item_bytes = ITEM_BYTES[holding.tensors[piece.local_name].dtype]
-            for box, held in owners.cover(piece.slice):
-                source_rank = chooser.choose(held.ranks, holding.rank, box.num_elements * item_bytes)
-                moves.append(_move(box, source_rank, held.pieces[source_rank], holding.rank, piece))
-    return Plan(
-        source=source,
-        target=target,
-        moves=tuple(moves),
-        bytes_by_link=dict(chooser.bytes_by_link),
-        sent_bytes=dict(chooser.sent_bytes),
-        received_bytes=dict(chooser.received_bytes),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """One box that some source ranks have, and where each of them has it."""
-
-    offsets: Index
-    shape: Index
-    ranks: tuple[int, ...]
-    pieces: Mapping[int, Piece]
-
-
-class _Owners:
-    """Who has which box, by canonical name. Replicas are holders of equal boxes; others may overlap, too."""
-
-    def __init__(self, source: Layout, target: Layout) -> None:
-        self._canonicals = source.canonical, target.canonical
-        self._held = _held_boxes(source)
-        self._covers: dict[Slice, list[tuple[Slice, _Held]]] = {}
-
-    def cover(self, wanted: Slice) -> list[tuple[Slice, _Held]]:
-        """Disjoint boxes that fill `wanted`, each with its holders."""
-        found = self._covers.get(wanted)
-        if found is None:
-            found = self._covers[wanted] = list(self._search(wanted))
+    @cached_property
+    def _strands_from(self) -> Mapping[int, list[Strand]]:
+        found: defaultdict[int, list[Strand]] = defaultdict(list)
+        for strand in self.strands:
+            for rank in np.unique(strand.routing.roots).tolist():
+                found[rank].append(strand)
         return found
 
-    def _search(self, wanted: Slice) -> Iterator[tuple[Slice, _Held]]:
-        name = wanted.name
-        shapes = [canonical[name].shape if name in canonical else None for canonical in self._canonicals]
-        if shapes[0] != shapes[1]:
-            raise WeightSyncError(f"{name} is {shapes[0]} at the source and {shapes[1]} at the target")
-        missing = [(wanted.offsets, wanted.shape)]
-        for held in self._held.get(name, ()):
-            rest = []
-            for offsets, shape in missing:
-                shared = intersect(offsets, shape, held.offsets, held.shape)
-                if shared is None:
-                    rest.append((offsets, shape))
-                    continue
-                yield Slice(name=name, offsets=shared[0], shape=shared[1]), held
-                rest += subtract(offsets, shape, *shared)
-            missing = rest
-        if missing:
-            box = Slice(name=name, offsets=missing[0][0], shape=missing[0][1])
-            raise WeightSyncError(f"no source holds {box}, which {wanted} of the target needs")
+    @cached_property
+    def _strands_to(self) -> Mapping[int, list[Strand]]:
+        found: defaultdict[int, list[Strand]] = defaultdict(list)
+        for strand in self.strands:
+            for rank in strand.bundle.targets:
+                found[rank].append(strand)
+        return found
+
+    @cached_property
+    def _pieces(self) -> dict[int, dict[str, tuple[Piece, ...]]]:
+        """By identity of a table of pieces, which replicas share."""
+        return {}
+
+    @cached_property
+    def _positions(self) -> Mapping[str, int]:
+        return {name: index for index, name in enumerate(self.target.canonical)}
+
+    def _given(self, giver: int, rank: int) -> tuple[Move, ...]:
+        found = []
+        for strand in (self._strands_from if giver >= 0 else self._strands_to).get(rank, ()):
+            rows, columns = np.nonzero(strand.routing.givers == giver)
+            found += [self._move(strand, *place) for place in zip(rows.tolist(), columns.tolist(), strict=True)]
+        return self._in_order(found)
+
+    def _in_order(self, moves: list[Move]) -> tuple[Move, ...]:
+        return tuple(
+            sorted(moves, key=lambda move: (self._positions[move.slice.name], move.slice.offsets, move.target_rank))
+        )
+
+    def _move(self, strand: Strand, index: int, column: int) -> Move:
+        bundle, routing = strand.bundle, strand.routing
+        box = bundle.slice(index)
+        giver, target_rank = int(routing.givers[index, column]), bundle.targets[column]
+        if giver >= 0:
+            source_rank, held = giver, self._piece(self.source, giver, box)
+        else:
+            source_rank = forwarder(giver)
+            held = self._piece(self.target, source_rank, box, bundle.copy)
+        wanted = self._piece(self.target, target_rank, box, bundle.copy)
+        return Move(
+            slice=box,
+            dtype=bundle.dtype,
+            source_rank=source_rank,
+            source_name=held.local_name,
+            source_offsets=shift(box.offsets, held.slice.offsets, held.local_offsets),
+            target_rank=target_rank,
+            target_name=wanted.local_name,
+            target_offsets=shift(box.offsets, wanted.slice.offsets, wanted.local_offsets),
+            hop=int(routing.hops[index, column]),
+        )
+
+    def _piece(self, layout: Layout, rank: int, box: Slice, copy: int = 0) -> Piece:
+        """Where a holder has a box: in its `copy`-th piece around it."""
+        holding = layout.by_rank[rank]
+        around = [piece for piece in self._table(holding)[box.name] if _contains(piece.slice, box)]
+        return around[copy]
+
+    def _table(self, holding: Holding) -> dict[str, tuple[Piece, ...]]:
+        key = id(holding.pieces)
+        if key not in self._pieces:
+            self._pieces[key] = pieces_by_name(holding)
+        return self._pieces[key]
 
 
-def _held_boxes(source: Layout) -> Mapping[str, list[_Held]]:
-    found: defaultdict[str, defaultdict[tuple[Index, Index], dict[int, Piece]]] = defaultdict(lambda: defaultdict(dict))
-    for holding in sorted(source.holdings, key=lambda holding: holding.rank):
-        for piece in holding.pieces:
-            found[piece.slice.name][piece.slice.offsets, piece.slice.shape].setdefault(holding.rank, piece)
-    return {
-        name: [
-            _Held(offsets=offsets, shape=shape, ranks=tuple(pieces), pieces=pieces)
-            for (offsets, shape), pieces in sorted(boxes.items(), key=lambda item: item[0])
-        ]
-        for name, boxes in found.items()
-    }
+class Traffic:
+    """Bytes by link and rank: from sources, from targets that pass on, to targets."""
+
+    def __init__(self) -> None:
+        self.sent = _tables()
+        self.forwarded = _tables()
+        self.received = _tables()
+        self.between: defaultdict[tuple[int, int], int] = defaultdict(int)
+        """By giver, as in a routing, and target."""
+        self._links: dict[tuple[int, int], Link] = {}
+
+    def add(self, strand: Strand, seating: Seating) -> None:
+        num_bytes = strand.num_bytes
+        for column, target in enumerate(strand.bundle.targets):
+            givers, counts = _counted(strand.routing.givers[:, column])
+            for giver, count in zip(givers, counts, strict=True):
+                size = count * num_bytes
+                link = self._link(giver, target, seating)
+                self.received[link][target] += size
+                self.between[giver, target] += size
+                if giver >= 0:
+                    self.sent[link][giver] += size
+                else:
+                    self.forwarded[link][forwarder(giver)] += size
+
+    def _link(self, giver: int, target: int, seating: Seating) -> Link:
+        found = self._links.get((giver, target))
+        if found is None:
+            seat = seating.sources[giver] if giver >= 0 else seating.targets[forwarder(giver)]
+            found = self._links[giver, target] = seat.link(seating.targets[target])
+        return found
 
 
-class _Chooser:
-    """Picks the nearest holder, and of several equally near ones the one that has sent least so far."""
+def plan(source: Layout, target: Layout, *, seating: Seating | None = None, relays: bool = False) -> Plan:
+    """The moves that fill every piece of `target` from `source`.
 
-    def __init__(self, locality: Locality) -> None:
-        self._locality = locality
-        self._nearest: dict[tuple[tuple[int, ...], int], tuple[Link, tuple[int, ...]]] = {}
-        self._queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        self.bytes_by_link: defaultdict[Link, int] = defaultdict(int)
-        self.sent_bytes: defaultdict[int, int] = defaultdict(int)
-        self.received_bytes: defaultdict[int, int] = defaultdict(int)
+    Without a seating everyone is on a node of its own. `relays`: nodes without a source pass boxes on to each other.
+    """
+    seating = apart(source, target) if seating is None else seating
+    router = Router(seating, relays=relays)
+    digest = hashlib.blake2b(digest_size=16)
+    strands = []
+    for bundle in bundles(source, target):
+        strand = Strand(bundle=bundle, routing=router.route(bundle))
+        boxes = (bundle.names, bundle.offsets, bundle.shape, bundle.dtype, bundle.copy, bundle.targets)
+        digest.update(repr(boxes).encode())
+        digest.update(strand.routing.givers.tobytes())
+        strands.append(strand)
+    return Plan(source=source, target=target, seating=seating, strands=tuple(strands), hash=digest.hexdigest())
 
-    def choose(self, holders: tuple[int, ...], target_rank: int, num_bytes: int) -> int:
-        link, nearest = self._nearest_holders(holders, target_rank)
-        source_rank = self._least_busy(nearest)
-        self.bytes_by_link[link] += num_bytes
+
+def _tables() -> dict[Link, defaultdict[int, int]]:
+    return {link: defaultdict(int) for link in Link}
+
+
+def _besides_own(tables: Mapping[Link, Mapping[int, int]]) -> dict[int, int]:
+    totals: defaultdict[int, int] = defaultdict(int)
+    for link, table in tables.items():
         if link is not Link.PROCESS:
-            self.sent_bytes[source_rank] += num_bytes
-            self.received_bytes[target_rank] += num_bytes
-        return source_rank
-
-    def _nearest_holders(self, holders: tuple[int, ...], target_rank: int) -> tuple[Link, tuple[int, ...]]:
-        found = self._nearest.get((holders, target_rank))
-        if found is None:
-            links = [(self._locality(rank, target_rank), rank) for rank in holders]
-            best = min(link for link, _ in links)
-            found = best, tuple(rank for link, rank in links if link is best)
-            self._nearest[holders, target_rank] = found
-        return found
-
-    def _least_busy(self, ranks: tuple[int, ...]) -> int:
-        if len(ranks) == 1:
-            return ranks[0]
-        queue = self._queues.setdefault(ranks, [(0, rank) for rank in ranks])
-        # A rank may have sent more since, for another set of holders; it only ever sends more, so the head settles it.
-        while (now := self.sent_bytes[queue[0][1]]) != queue[0][0]:
-            heapq.heapreplace(queue, (now, queue[0][1]))
-        return queue[0][1]
+            for rank, num_bytes in table.items():
+                totals[rank] += num_bytes
+    return dict(totals)
 
 
-def _move(box: Slice, source_rank: int, held: Piece, target_rank: int, wanted: Piece) -> Move:
-    return Move(
-        slice=box,
-        source_rank=source_rank,
-        source_name=held.local_name,
-        source_offsets=shift(box.offsets, held.slice.offsets, held.local_offsets),
-        target_rank=target_rank,
-        target_name=wanted.local_name,
-        target_offsets=shift(box.offsets, wanted.slice.offsets, wanted.local_offsets),
+def _counted(values: Numbers) -> tuple[list[int], list[int]]:
+    if (values == values[0]).all():
+        return [int(values[0])], [len(values)]
+    found, counts = np.unique(values, return_counts=True)
+    return found.tolist(), counts.tolist()
+
+
+def _contains(outer: Slice, inner: Slice) -> bool:
+    return all(
+        a <= b and b + b_size <= a + a_size
+        for a, a_size, b, b_size in zip(outer.offsets, outer.shape, inner.offsets, inner.shape, strict=True)
     )
-
-
-def _grouped(moves: Iterable[Move], key: Callable[[Move], int]) -> Mapping[int, tuple[Move, ...]]:
-    groups: defaultdict[int, list[Move]] = defaultdict(list)
-    for move in moves:
-        groups[key(move)].append(move)
-    return {rank: tuple(groups[rank]) for rank in sorted(groups)}

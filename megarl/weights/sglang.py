@@ -19,9 +19,10 @@ from megarl.weights.canonical import (
     ROUTER,
     canonical_tensors,
     expert_block,
+    layer_of,
     layer_prefix,
 )
-from megarl.weights.fused import LocalTensor, Segment, column_window, replicate, row_window, stacked, whole
+from megarl.weights.fused import LocalTensor, Segment, column_window, repeated, replicate, row_window, stacked, whole
 from megarl.weights.slices import Layout, TensorSpec
 
 _VOCAB_STEP = 64
@@ -39,10 +40,11 @@ def sglang_layout(
     _refuse_uneven_experts(shape, tensor, expert)
     grid = _cpu_grid(shape, tensor, expert) if is_cpu_engine else _gpu_grid(shape, tensor, expert)
     canonical = canonical_tensors(shape)
+    specs = canonical | layer_of(canonical)
     holdings = []
     for rank in range(tensor):
         ranks = [engine * tensor + rank for engine in range(num_engines)]
-        holdings += replicate(ranks, _rank_tensors(shape, canonical, grid, rank), dtype=dtype)
+        holdings += replicate(ranks, _rank_tensors(shape, specs, grid, rank), dtype=dtype)
     return Layout(canonical=canonical, holdings=tuple(sorted(holdings, key=lambda holding: holding.rank)))
 
 
@@ -113,8 +115,9 @@ def _cpu_grid(shape: ModelShape, tensor: int, expert: int) -> _Grid:
 
 def _rank_tensors(shape: ModelShape, canonical: dict[str, TensorSpec], grid: _Grid, rank: int) -> Iterator[LocalTensor]:
     yield _vocab_tensor(shape, grid, rank, EMBEDDING)
+    layer = tuple(_layer_tensors(shape, canonical, grid, rank))
     for index in range(shape.num_layers):
-        yield from _layer_tensors(shape, canonical, grid, rank, layer_prefix(index))
+        yield from repeated(layer, local=layer_prefix(index), source=layer_prefix(index))
     yield whole(FINAL_NORM, FINAL_NORM, canonical[FINAL_NORM])
     if not shape.has_tied_embeddings:
         yield _vocab_tensor(shape, grid, rank, HEAD)
@@ -126,9 +129,10 @@ def _vocab_tensor(shape: ModelShape, grid: _Grid, rank: int, name: str) -> Local
 
 
 def _layer_tensors(
-    shape: ModelShape, canonical: dict[str, TensorSpec], grid: _Grid, rank: int, prefix: str
+    shape: ModelShape, canonical: dict[str, TensorSpec], grid: _Grid, rank: int
 ) -> Iterator[LocalTensor]:
-    attention = f"{prefix}self_attn."
+    """Of any layer, named within it."""
+    attention = "self_attn."
     yield _qkv(shape, grid, rank, attention, "weight", columns=(shape.hidden,))
     if shape.has_qkv_bias:
         yield _qkv(shape, grid, rank, attention, "bias", columns=())
@@ -136,20 +140,19 @@ def _layer_tensors(
     norms = ["input_layernorm", "post_attention_layernorm"]
     norms += ["self_attn.q_norm", "self_attn.k_norm"] if shape.has_qk_norm else []
     for norm in norms:
-        name = f"{prefix}{norm}.weight"
+        name = f"{norm}.weight"
         yield whole(name, name, canonical[name])
     part, first = rank % grid.ffn_ranks, rank // grid.ffn_ranks * grid.experts
     if shape.experts is None:
-        block = f"{prefix}{DENSE_BLOCK}"
-        yield _gate_up(shape, grid, part, f"{block}gate_up_proj.weight", block)
-        yield _columns(canonical, f"{block}down_proj.weight", part, grid.ffn)
+        yield _gate_up(shape, grid, part, f"{DENSE_BLOCK}gate_up_proj.weight", DENSE_BLOCK)
+        yield _columns(canonical, f"{DENSE_BLOCK}down_proj.weight", part, grid.ffn)
         return
-    yield whole(f"{prefix}{ROUTER}", f"{prefix}{ROUTER}", canonical[f"{prefix}{ROUTER}"])
-    blocks = [f"{prefix}{expert_block(index)}" for index in range(first, first + grid.experts)]
+    yield whole(ROUTER, ROUTER, canonical[ROUTER])
+    blocks = [expert_block(index) for index in range(first, first + grid.experts)]
     gate_up = [_gate_up(shape, grid, part, block, block) for block in blocks]
-    yield stacked(f"{prefix}mlp.experts.w13_weight", gate_up)
+    yield stacked("mlp.experts.w13_weight", gate_up)
     down = [_columns(canonical, f"{block}down_proj.weight", part, grid.ffn) for block in blocks]
-    yield stacked(f"{prefix}mlp.experts.w2_weight", down)
+    yield stacked("mlp.experts.w2_weight", down)
 
 
 def _gate_up(shape: ModelShape, grid: _Grid, part: int, name: str, block: str) -> LocalTensor:

@@ -1,8 +1,12 @@
-"""Carrying out a plan between processes: pack, send, stage, digest, commit. No SGLang, no Megatron.
+"""Carrying out a plan between processes: pack, send, stage, pass on, digest, commit. No SGLang, no Megatron.
 
-A sender packs a bucket while the one before it travels. A receiver keeps what arrives in staging and touches its
-parameters only in `commit`, so that a version is delivered whole or not at all. Between two processes on one device
-nothing travels: the receiver sees the sender's own tensors, which do not change before the version is committed.
+A sender packs a bucket while the one before it travels. A receiver keeps what arrives in staging, passes on what others
+wait for as soon as it is there, and touches its parameters only in `commit`: a version is delivered whole or not at
+all. Between two processes on one device nothing travels: the receiver sees the sender's own tensors, which do not
+change before the version is committed.
+
+Nobody waits in a circle: receivers are ready for everything from the start, and a bucket waits only for buckets of
+earlier hops, which come first in everyone's order.
 
 Source rank s of a plan is peer s of the group; target rank t is peer `first_target_peer + t`.
 """
@@ -11,25 +15,36 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from megarl.errors import WeightSyncError
 from megarl.faults import reach
 from megarl.weights.box_digest import BoxDigest, digest_bytes
-from megarl.weights.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES, Bucket, Parcel, buckets_from, buckets_to
+from megarl.weights.buckets import (
+    DEFAULT_BUCKET_BYTES,
+    NUM_LANES,
+    Bucket,
+    Parcel,
+    buckets_from,
+    buckets_on_from,
+    buckets_to,
+    parts_of,
+)
 from megarl.weights.check import check_delivery
 from megarl.weights.digest import digest_tensor, to_ints
 from megarl.weights.group import Pending, StoreAddress, StoreServer, TransferGroup
 from megarl.weights.mapped import export_tensors, open_tensors
-from megarl.weights.plan import Plan
-from megarl.weights.slices import Slice
+from megarl.weights.plan import Delivery, Plan
+from megarl.weights.seats import Link
+from megarl.weights.slices import shift
 from megarl.weights.tensors import box_of, torch_dtype
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "Receiver", "Sender", "StoreAddress", "StoreServer", "TransferGroup", "exchange"]
 
-_MAX_BUCKETS_PER_PAIR = 1 << 16
+_MAX_BUCKETS_PER_PAIR = 1 << 15
 
 
 class Sender:
@@ -49,84 +64,112 @@ class Sender:
     ) -> None:
         """Without `first_target_peer`, the targets come after all the sources.
 
-        `shares_device`: source rank r and target rank r are two processes on one device, for every r.
+        `shares_device`: targets that the plan says are on this rank's device read its tensors themselves.
         """
         self._plan = plan
         self._rank = rank
         self._tensors = tensors
         self._group = group
         self._digest = digest
-        self._first_target_peer = _first_target_peer(plan, first_target_peer)
+        self._bucket_bytes = bucket_bytes
+        first_peer = _first_target_peer(plan, first_target_peer)
         buckets = buckets_from(plan, rank, bucket_bytes=bucket_bytes)
-        own_device = {rank} if shares_device else set()
-        self._shown = [bucket for bucket in buckets if bucket.target_rank in own_device]
-        self._memory = export_tensors(tensors) if self._shown else None
-        away = [bucket for bucket in buckets if bucket.target_rank not in own_device]
-        self._buckets = [bucket for bucket in away if self._peer_of(bucket) != group.peer]
-        largest = max((bucket.num_bytes for bucket in self._buckets), default=0)
-        self._lanes = [_wire_buffer(group, largest) for _ in range(NUM_LANES)]
-        self._device = device = _device_of(tensors)
-        # Many small copies are made on the tensors' own device; then one copy crosses to where the wire starts.
-        self._packing = self._lanes[0] if device == group.wire_device else _buffer(largest, device)
+        sees_this = {bucket.target_rank for bucket in buckets if shares_device and _is_on_device(plan, bucket)}
+        self._memory = export_tensors(tensors) if sees_this else None
+        self._readers = sorted(sees_this)
+        self._buckets = [
+            bucket
+            for bucket in buckets
+            if bucket.target_rank not in sees_this and first_peer + bucket.target_rank != group.peer
+        ]
+        self._deliveries = tuple(_besides(group.peer - first_peer, plan.deliveries_from(rank)))
+        self._device = _device_of(tensors)
+        self._wire = _Wire(self._buckets, self._device, group, first_peer)
 
     def send(self, version: int) -> dict[tuple[int, str], int]:
-        """Send everything this rank owes. Returns what it sent: a digest per (target rank, target tensor).
+        """Send everything this rank owes. Returns a digest per (target rank, target tensor) that it is the origin of.
 
-        Digests are of the source's own tensors, cast as they travel: an error in packing is found as well.
+        Digests are of the source's own tensors, cast as they travel: an error in packing or on the way is found.
         """
-        digests: dict[tuple[Slice, str], torch.Tensor] = {}
         sums: dict[tuple[int, str], torch.Tensor] = {}
         with self._group.transfer() as deadline:
             if self._memory is not None:
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)  # the other process knows nothing of our streams
-                self._group.report(_memory_key(version, self._rank), self._memory)
-            under_way: deque[Pending] = deque()
-            for number, bucket in enumerate(self._buckets):
-                if len(under_way) == NUM_LANES:
-                    under_way.popleft().wait(deadline)
-                lane = self._pack(bucket, self._lanes[number % NUM_LANES])
+                for reader in self._readers:
+                    self._group.report(_memory_key(version, self._rank, reader), self._memory)
+            digested = self._digest_bit_by_bit(sums)
+            sent_bytes, digested_bytes = 0, 0
+            for bucket in self._buckets:
+                lane = self._wire.pack(bucket, self._source, deadline)
                 if reach("bucket_packed", step=version, rank=self._rank, of=self._group.name) == "corrupt":
                     lane[0] ^= 1
-                under_way.append(self._group.send(lane, peer=self._peer_of(bucket), tag=_tag(version, bucket)))
+                self._wire.send(bucket, lane, version)
                 reach("bucket_sent", step=version, rank=self._rank, of=self._group.name)
-                self._add_digests(bucket, digests, sums)
-            for bucket in self._shown:
-                self._add_digests(bucket, digests, sums)
-            for pending in under_way:
-                pending.wait(deadline)
+                sent_bytes += bucket.num_bytes
+                while digested_bytes < sent_bytes and (num_bytes := next(digested, None)) is not None:
+                    digested_bytes += num_bytes
+            for _ in digested:
+                pass
+            self._wire.finish(deadline)
         return to_ints(sums)
 
-    def _pack(self, bucket: Bucket, lane: torch.Tensor) -> torch.Tensor:
-        is_direct = self._packing.device == lane.device
-        packed = (lane if is_direct else self._packing)[: bucket.num_bytes]
-        for parcel in bucket.parcels:
-            _view(packed, parcel).copy_(self._source(parcel))
-        return packed if is_direct else lane[: bucket.num_bytes].copy_(packed)
-
-    def _add_digests(
-        self,
-        bucket: Bucket,
-        digests: dict[tuple[Slice, str], torch.Tensor],
-        sums: dict[tuple[int, str], torch.Tensor],
-    ) -> None:
-        for parcel in bucket.parcels:
-            box = parcel.move.slice
-            # Engines are replicas: the same box goes to many, and is hashed once.
-            if (box, parcel.dtype) not in digests:
-                values = self._source(parcel).to(torch_dtype(parcel.dtype))
-                shape = self._plan.target.canonical[box.name].shape
-                digests[box, parcel.dtype] = self._digest(values, box, shape)
-            key = (bucket.target_rank, parcel.move.target_name)
-            found = digests[box, parcel.dtype]
-            sums[key] = sums[key] + found if key in sums else found
+    def _digest_bit_by_bit(self, sums: dict[tuple[int, str], torch.Tensor]) -> Iterator[int]:
+        """While buckets travel. A box that goes to many is hashed once. Gives the bytes of each part."""
+        for delivery in self._deliveries:
+            whole = delivery.slice
+            shape = self._plan.target.canonical[whole.name].shape
+            for part in parts_of(delivery, bucket_bytes=self._bucket_bytes):
+                offsets = shift(part.offsets, whole.offsets, delivery.source_offsets)
+                values = box_of(self._tensors[delivery.source_name], offsets, part.shape)
+                values = values.to(torch_dtype(delivery.dtype))
+                found = self._digest(values, part, shape)
+                for key in delivery.targets:
+                    sums[key] = sums[key] + found if key in sums else found
+                yield values.numel() * values.element_size()
 
     def _source(self, parcel: Parcel) -> torch.Tensor:
         move = parcel.move
         return box_of(self._tensors[move.source_name], move.source_offsets, move.slice.shape)
 
-    def _peer_of(self, bucket: Bucket) -> int:
-        return self._first_target_peer + bucket.target_rank
+
+class _Wire:
+    """Packs buckets and sends them, `NUM_LANES` at a time."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], device: torch.device, group: TransferGroup, first_target_peer: int
+    ) -> None:
+        self._group = group
+        self._first_target_peer = first_target_peer
+        largest = max((bucket.num_bytes for bucket in buckets), default=0)
+        self._lanes = [_wire_buffer(group, largest) for _ in range(NUM_LANES)]
+        # Many small copies are made on the tensors' own device; then one copy crosses to where the wire starts.
+        self._packing = None if device == group.wire_device else _buffer(largest, device)
+        self._under_way: deque[Pending] = deque()
+        self._num_sent = 0
+
+    def pack(self, bucket: Bucket, content: Callable[[Parcel], torch.Tensor], deadline: float) -> torch.Tensor:
+        """The bucket, ready to travel."""
+        if len(self._under_way) == NUM_LANES:
+            self._under_way.popleft().wait(deadline)
+        lane = self._lanes[self._num_sent % NUM_LANES][: bucket.num_bytes]
+        packed = lane if self._packing is None else self._packing[: bucket.num_bytes]
+        for parcel in bucket.parcels:
+            _view(packed, parcel).copy_(content(parcel))
+        return lane if packed is lane else lane.copy_(packed)
+
+    def send(self, bucket: Bucket, lane: torch.Tensor, version: int) -> None:
+        peer = self._first_target_peer + bucket.target_rank
+        self._under_way.append(self._group.send(lane, peer=peer, tag=_tag(version, bucket)))
+        self._num_sent += 1
+
+    def finish(self, deadline: float) -> None:
+        while self._under_way:
+            self._under_way.popleft().wait(deadline)
+
+    def forget(self) -> None:
+        """After a failure: what was under way is not waited for again."""
+        self._under_way.clear()
 
 
 class Receiver:
@@ -150,17 +193,25 @@ class Receiver:
         self._tensors = tensors
         self._group = group
         self._digest = digest
-        expected_peer = _first_target_peer(plan, first_target_peer) + rank
+        self._first_peer = _first_target_peer(plan, first_target_peer)
+        expected_peer = self._first_peer + rank
         assert expected_peer == group.peer, f"target rank {rank} is peer {expected_peer}, not {group.peer}"
         buckets = buckets_to(plan, rank, bucket_bytes=bucket_bytes)
-        own_device = {rank} if shares_device else set()
-        self._seen = [bucket for bucket in buckets if bucket.source_rank in own_device]
-        self._memory = b""
-        self._sources: Mapping[str, torch.Tensor] = {}
-        away = [bucket for bucket in buckets if bucket.source_rank not in own_device]
-        self._buckets = [bucket for bucket in away if bucket.source_rank != group.peer]
+        self._seen = [bucket for bucket in buckets if shares_device and _is_on_device(plan, bucket)]
+        self._memories: dict[int, bytes] = {}
+        self._sources: dict[int, Mapping[str, torch.Tensor]] = {}
+        seen = {id(bucket) for bucket in self._seen}
+        away = [bucket for bucket in buckets if id(bucket) not in seen]
+        self._buckets = [bucket for bucket in away if self._giver_of(bucket) != group.peer]
         self._staging = [_wire_buffer(group, bucket.num_bytes) for bucket in self._buckets]
         self._device = _device_of(tensors)
+        self._passed_on = _Passing(
+            self._buckets,
+            self._staging,
+            buckets_on_from(plan, rank, bucket_bytes=bucket_bytes),
+            group,
+            self._first_peer,
+        )
         self._expected: list[Pending] = []
         self._staged_version: int | None = None
 
@@ -168,26 +219,32 @@ class Receiver:
         """Be ready to receive without waiting; `stage` does it too. A peer that also sends calls this first."""
         self._staged_version = None
         self._expected = [
-            self._group.receive(buffer, peer=bucket.source_rank, tag=_tag(version, bucket))
+            self._group.receive(buffer, peer=self._giver_of(bucket), tag=_tag(version, bucket))
             for bucket, buffer in zip(self._buckets, self._staging, strict=True)
         ]
 
     def stage(self, version: int) -> dict[str, int]:
-        """Receive one version into staging. Returns a digest per tensor, of what arrived."""
+        """Receive one version into staging, and pass on what others wait for.
+
+        Returns a digest per tensor, of what arrived.
+        """
         sums: dict[str, torch.Tensor] = {}
         with self._group.transfer() as deadline:
             if not self._expected:
                 self.expect(version)
             expected, self._expected = self._expected, []
+            self._passed_on.begin(version, deadline)
             self._open_memory(version)
             for parcel, values in self._visible():
                 self._add_digest(parcel, values, sums)
-            for bucket, buffer, pending in zip(self._buckets, self._staging, expected, strict=True):
+            for number, (bucket, pending) in enumerate(zip(self._buckets, expected, strict=True)):
                 pending.wait(deadline)
                 if reach("bucket_received", step=version, rank=self._rank, of=self._group.name) == "corrupt":
-                    buffer[0] ^= 1
-                for parcel, values in self._arrived(bucket, buffer):
+                    self._staging[number][0] ^= 1
+                self._passed_on.arrived(number)
+                for parcel, values in self._arrived(bucket, self._staging[number]):
                     self._add_digest(parcel, values, sums)
+            self._passed_on.finish()
         self._staged_version = version
         found = to_ints(sums)
         if reach("staged", step=version, rank=self._rank, of=self._group.name) == "corrupt":
@@ -213,23 +270,27 @@ class Receiver:
         """Forget what is staged; the parameters stay as they are."""
         self._staged_version = None
 
+    def _giver_of(self, bucket: Bucket) -> int:
+        """As a peer."""
+        return bucket.source_rank + (self._first_peer if bucket.is_passed_on else 0)
+
     def _open_memory(self, version: int) -> None:
-        """Once the sender says that its tensors are this version's; they stay open until it shows others."""
-        if not self._seen:
-            return
-        key = _memory_key(version, self._rank)
-        memory = self._group.collect([key], self._group.timeout_s)[key]
-        self._group.forget([key])
-        if memory != self._memory:
-            self._sources, self._memory = open_tensors(memory), memory
+        """Once the senders say that their tensors are this version's; they stay open until they show others."""
+        for source in sorted({bucket.source_rank for bucket in self._seen}):
+            key = _memory_key(version, source, self._rank)
+            memory = self._group.collect([key], self._group.timeout_s)[key]
+            self._group.forget([key])
+            if memory != self._memories.get(source):
+                self._sources[source], self._memories[source] = open_tensors(memory), memory
 
     def _visible(self) -> Iterator[tuple[Parcel, torch.Tensor]]:
         """What need not travel, in the sender's own memory."""
         for bucket in self._seen:
             for parcel in bucket.parcels:
                 move = parcel.move
-                values = box_of(self._sources[move.source_name], move.source_offsets, move.slice.shape)
-                yield parcel, values.to(torch_dtype(parcel.dtype))
+                tensor = self._sources[move.source_rank][move.source_name]
+                values = box_of(tensor, move.source_offsets, move.slice.shape)
+                yield parcel, values.to(torch_dtype(move.dtype))
 
     def _add_digest(self, parcel: Parcel, values: torch.Tensor, sums: dict[str, torch.Tensor]) -> None:
         box, name = parcel.move.slice, parcel.move.target_name
@@ -243,6 +304,48 @@ class Receiver:
     def _arrived(self, bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[Parcel, torch.Tensor]]:
         arrived = buffer.to(self._device)
         return ((parcel, _view(arrived, parcel)) for parcel in bucket.parcels)
+
+
+class _Passing:
+    """What a receiver sends on out of its staging: each bucket as soon as all of it is there, in a fixed order."""
+
+    def __init__(
+        self,
+        received: Sequence[Bucket],
+        staging: Sequence[torch.Tensor],
+        buckets: Sequence[Bucket],
+        group: TransferGroup,
+        first_target_peer: int,
+    ) -> None:
+        self._staged = {
+            parcel.move.slice: (number, _view(staging[number], parcel))
+            for number, bucket in enumerate(received if buckets else ())
+            for parcel in bucket.parcels
+        }
+        self._buckets = [
+            (bucket, max(self._staged[parcel.move.slice][0] for parcel in bucket.parcels)) for bucket in buckets
+        ]
+        self._wire = _Wire(buckets, group.wire_device, group, first_target_peer)
+        self._version, self._deadline = 0, 0.0
+        self._num_sent = 0
+
+    def begin(self, version: int, deadline: float) -> None:
+        self._version, self._deadline = version, deadline
+        self._num_sent = 0
+        self._wire.forget()
+
+    def arrived(self, number: int) -> None:
+        """Buckets up to `number`, in the order in which they are received, are here."""
+        for bucket, last in self._buckets[self._num_sent :]:
+            if last > number:
+                return
+            lane = self._wire.pack(bucket, lambda parcel: self._staged[parcel.move.slice][1], self._deadline)
+            self._wire.send(bucket, lane, self._version)
+            self._num_sent += 1
+
+    def finish(self) -> None:
+        assert self._num_sent == len(self._buckets), f"{self._num_sent} of {len(self._buckets)} buckets passed on"
+        self._wire.finish(self._deadline)
 
 
 def exchange(
@@ -266,8 +369,8 @@ def exchange(
     arrived = receiver.stage(number)
     _check_with_senders(plan, group, number, sent, arrived)
     receiver.commit(number)
-    for move in plan.moves_to.get(group.peer, ()):
-        if move.source_rank == group.peer:
+    for move in plan.moves_to(group.peer):
+        if move.source_rank == group.peer and not move.hop:
             values = box_of(sources[move.source_name], move.source_offsets, move.slice.shape)
             target = box_of(targets[move.target_name], move.target_offsets, move.slice.shape)
             # A target may be the source itself.
@@ -285,7 +388,7 @@ def _check_with_senders(
     for target_rank in sorted({rank for rank, _ in sent}):
         mine = {name: value for (rank, name), value in sent.items() if rank == target_rank}
         group.report(f"digests {number} from {group.peer} to {target_rank}", json.dumps(mine).encode())
-    sources = sorted({move.source_rank for move in plan.moves_to.get(group.peer, ())} - {group.peer})
+    sources = sorted({move.source_rank for move in plan.moves_to(group.peer)} - {group.peer})
     keys = [f"digests {number} from {rank} to {group.peer}" for rank in sources]
     reports = group.collect(keys, group.timeout_s)
     group.forget(keys)
@@ -297,17 +400,34 @@ def _first_target_peer(plan: Plan, given: int | None) -> int:
     return len(plan.source.holdings) if given is None else given
 
 
+def _besides(rank: int, deliveries: Iterable[Delivery]) -> Iterator[Delivery]:
+    """Without what stays in the process of target `rank`."""
+    for delivery in deliveries:
+        targets = tuple(key for key in delivery.targets if key[0] != rank)
+        if targets:
+            yield replace(delivery, targets=targets)
+
+
+def _is_on_device(plan: Plan, bucket: Bucket) -> bool:
+    """Whether giver and taker are two processes on one device."""
+    seats = plan.seating
+    if bucket.is_passed_on:
+        return False
+    return seats.sources[bucket.source_rank].link(seats.targets[bucket.target_rank]) is Link.DEVICE
+
+
 def _tag(version: int, bucket: Bucket) -> int:
     """Buckets of another version never match: they end in a timeout, not in the parameters."""
-    return version * _MAX_BUCKETS_PER_PAIR + bucket.index
+    assert bucket.index < _MAX_BUCKETS_PER_PAIR, f"bucket {bucket.index} of a pair; make buckets larger"
+    return (2 * version + bucket.is_passed_on) * _MAX_BUCKETS_PER_PAIR + bucket.index
 
 
-def _memory_key(version: int, rank: int) -> str:
-    return f"memory of rank {rank} at version {version}"
+def _memory_key(version: int, source_rank: int, target_rank: int) -> str:
+    return f"memory of rank {source_rank} at version {version} for {target_rank}"
 
 
 def _view(buffer: torch.Tensor, parcel: Parcel) -> torch.Tensor:
-    values = buffer[parcel.start : parcel.start + parcel.num_bytes].view(torch_dtype(parcel.dtype))
+    values = buffer[parcel.start : parcel.start + parcel.num_bytes].view(torch_dtype(parcel.move.dtype))
     return values.view(parcel.move.slice.shape)
 
 

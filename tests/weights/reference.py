@@ -138,13 +138,16 @@ def fill_from_canonical(holding: Holding, model: Mapping[str, Array]) -> Arrays:
 
 
 def apply(moves: Iterable[Move], sources: Mapping[int, Arrays], targets: Mapping[int, Arrays]) -> None:
-    """Carry out a plan; an element that is written twice fails."""
-    for move in moves:
+    """Carry out a plan, hop after hop; an element that is written twice fails, and so does one passed on too early."""
+    for move in sorted(moves, key=lambda move: move.hop):
         extent = move.slice.shape
         target = box(targets[move.target_rank][move.target_name], move.target_offsets, extent)
         assert target.shape == extent, f"{move} leaves its target"
         assert (target == PADDING).all(), f"{move} writes what was written"
-        target[...] = box(sources[move.source_rank][move.source_name], move.source_offsets, extent)
+        holders = targets if move.hop else sources
+        given = box(holders[move.source_rank][move.source_name], move.source_offsets, extent)
+        assert (given != PADDING).all(), f"{move} gives what its holder has not"
+        target[...] = given
 
 
 def megatron_rank(

@@ -11,7 +11,8 @@ from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import Family, ModelShape
 from megarl.errors import WeightSyncError
 from megarl.weights.megatron import MegatronParallel, megatron_layout
-from megarl.weights.plan import Link, on_nodes, plan, same_processes
+from megarl.weights.plan import plan
+from megarl.weights.seats import Link, on_gpus, same_processes
 from megarl.weights.sglang import sglang_layout
 from megarl.weights.slices import Holding, Layout, Piece, Slice, TensorSpec
 from tests.weights.reference import (
@@ -60,7 +61,7 @@ def test_resuming_on_another_split_writes_every_element_once_and_right(
     new = megatron_layout(shape, after, dtype="float32")
     targets = {holding.rank: empty(holding) for holding in new.holdings}
     sources = {holding.rank: fill_from_canonical(holding, model) for holding in old.holdings}
-    apply(plan(old, new, locality=same_processes).moves, sources, targets)
+    apply(plan(old, new, seating=same_processes(old, new)).moves, sources, targets)
     last = {"tensor": 0, "data": after.data - 1}
     expected = megatron_rank(shape, after, model, **last, stage=after.pipeline - 1)
     assert_equal(targets[after.rank(**last, pipeline=after.pipeline - 1)], expected)
@@ -109,9 +110,13 @@ def test_replicas_share_the_load(shape: ModelShape, parallel: MegatronParallel, 
 def test_same_node_holders_come_first(shape: ModelShape, parallel: MegatronParallel, num_engines: int) -> None:
     trainer = megatron_layout(shape, parallel, dtype="float32")
     engines = sglang_layout(shape, tensor=2, num_engines=num_engines, dtype="float32")
-    source_nodes = {holding.rank: f"node{holding.rank // 2}" for holding in trainer.holdings}
-    target_nodes = {holding.rank: f"node{holding.rank // 2}" for holding in engines.holdings}
-    result = plan(trainer, engines, locality=on_nodes(source_nodes, target_nodes))
+    source_nodes = [holding.rank // 2 for holding in trainer.holdings]
+    target_nodes = [holding.rank // 2 for holding in engines.holdings]
+    seating = on_gpus(
+        [(node, rank) for rank, node in enumerate(source_nodes)],
+        [(node, -1 - rank) for rank, node in enumerate(target_nodes)],
+    )
+    result = plan(trainer, engines, seating=seating)
     holders = {
         (piece.slice.name, piece.slice.offsets, piece.slice.shape): set[int]()
         for holding in trainer.holdings
@@ -121,6 +126,8 @@ def test_same_node_holders_come_first(shape: ModelShape, parallel: MegatronParal
         for piece in holding.pieces:
             holders[piece.slice.name, piece.slice.offsets, piece.slice.shape].add(holding.rank)
     for move in result.moves:
+        if move.hop:
+            continue
         held_by = next(
             ranks
             for (name, offsets, extent), ranks in holders.items()
@@ -135,7 +142,7 @@ def test_same_node_holders_come_first(shape: ModelShape, parallel: MegatronParal
 
 def test_a_rank_that_has_the_box_itself_moves_nothing_over_a_link() -> None:
     layout = megatron_layout(make_shape(), MegatronParallel(tensor=2, data=2), dtype="float32")
-    result = plan(layout, layout, locality=same_processes)
+    result = plan(layout, layout, seating=same_processes(layout, layout))
     assert set(result.bytes_by_link) == {Link.PROCESS}
     assert result.peak_staging_bytes == result.busiest_bytes == 0
 

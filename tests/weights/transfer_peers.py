@@ -13,7 +13,8 @@ from megarl.config.model import Family
 from megarl.errors import WeightSyncError
 from megarl.weights.group import Pending, StoreAddress, TransferGroup
 from megarl.weights.megatron import MegatronParallel, megatron_layout
-from megarl.weights.plan import Plan, apart, plan, same_devices
+from megarl.weights.plan import Plan, plan
+from megarl.weights.seats import on_gpus
 from megarl.weights.sglang import sglang_layout
 from megarl.weights.slices import Holding
 from megarl.weights.tensors import box_of, torch_dtype
@@ -35,7 +36,9 @@ def make_plan(*, tensor: int = 2, num_engines: int = 1, shares_device: bool = Fa
     shape = make_shape(Family.QWEN2, layers=2)
     trainer = megatron_layout(shape, MegatronParallel(tensor=2), dtype="float32")
     engines = sglang_layout(shape, tensor=tensor, num_engines=num_engines, dtype="bfloat16")
-    return plan(trainer, engines, locality=same_devices if shares_device else apart)
+    first = 0 if shares_device else NUM_TRAINERS
+    seating = on_gpus([(0, rank) for rank in range(2)], [(0, first + rank) for rank in range(tensor * num_engines)])
+    return plan(trainer, engines, seating=seating)
 
 
 def values_of(version: int) -> Tensors:

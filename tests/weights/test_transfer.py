@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from tests.weights.transfer_peers import (
     CORRUPTED_VERSION,
     TIMEOUT_S,
     EngineLog,
+    Placed,
     SenderLog,
     cut,
     make_plan,
+    num_engine_ranks,
     run_and_die,
     run_beside_the_dead,
     run_engine,
@@ -33,13 +36,18 @@ Call = tuple[Callable[..., object], tuple[object, ...]]
 Logs = tuple[list[SenderLog], list[EngineLog]]
 
 
-@pytest.fixture(scope="module", params=["apart", "on shared devices"])
-def logs(request: pytest.FixtureRequest) -> Logs:
-    """Two trainer ranks publish three versions to an engine of two ranks; the third has a flipped bit."""
+@pytest.fixture(scope="module", params=get_args(Placed))
+def placed(request: pytest.FixtureRequest) -> Placed:
+    where: Placed = request.param
+    return where
+
+
+@pytest.fixture(scope="module")
+def logs(placed: Placed) -> Logs:
+    """Two trainer ranks publish three versions to the ranks of one or two engines; the third has a flipped bit."""
     server = StoreServer()
-    shares_device = request.param == "on shared devices"
-    calls: list[Call] = [(run_trainer, (server.address, rank, shares_device)) for rank in range(2)]
-    calls += [(run_engine, (server.address, rank, shares_device)) for rank in range(2)]
+    calls: list[Call] = [(run_trainer, (server.address, rank, placed)) for rank in range(2)]
+    calls += [(run_engine, (server.address, rank, placed)) for rank in range(num_engine_ranks(placed))]
     results = run_processes(calls)
     values = [result.get() for result in results]
     return (
@@ -49,12 +57,22 @@ def logs(request: pytest.FixtureRequest) -> Logs:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_committed_parameters_are_the_trainers_cast_to_the_engines_dtype(logs: Logs, version: int) -> None:
+def test_committed_parameters_are_the_trainers_cast_to_the_engines_dtype(
+    logs: Logs, placed: Placed, version: int
+) -> None:
     for rank, log in enumerate(logs[1]):
-        expected = tensors_of(make_plan().target.by_rank[rank], version)
+        expected = tensors_of(make_plan(placed=placed).target.by_rank[rank], version)
         for name, tensor in expected.items():
             assert tensor.dtype == torch.bfloat16
             assert torch.equal(log.after_commit[version][name], tensor), name
+
+
+def test_ranks_on_other_nodes_pass_on_what_they_receive() -> None:
+    expected: dict[Placed, int] = {"on one node": 1, "on other nodes": 2, "on other nodes, relayed": 3}
+    for placed, num_hops in expected.items():
+        moves = make_plan(placed=placed)
+        assert moves.num_hops == num_hops
+        assert bool(moves.forwarded_bytes) == (num_hops > 1)
 
 
 def test_staging_touches_no_parameter(logs: Logs) -> None:
@@ -63,19 +81,22 @@ def test_staging_touches_no_parameter(logs: Logs) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_senders_digests_add_up_to_the_receivers(logs: Logs, version: int) -> None:
+def test_the_senders_digests_add_up_to_the_receivers(logs: Logs, placed: Placed, version: int) -> None:
     senders, engines = logs
     arrived = {rank: log.digests[version] for rank, log in enumerate(engines)}
-    assert all(set(names) == set(make_plan().target.by_rank[rank].tensors) for rank, names in arrived.items())
+    assert all(
+        set(names) == set(make_plan(placed=placed).target.by_rank[rank].tensors) for rank, names in arrived.items()
+    )
     check_delivery([log[version] for log in senders], arrived)
 
 
-def test_one_flipped_bit_is_found_and_its_tensor_named(logs: Logs) -> None:
+def test_one_flipped_bit_is_found_and_its_tensor_named(logs: Logs, placed: Placed) -> None:
     senders, engines = logs
     arrived = {rank: log.digests[CORRUPTED_VERSION] for rank, log in enumerate(engines)}
     with pytest.raises(WeightSyncError) as caught:
         check_delivery([log[CORRUPTED_VERSION] for log in senders], arrived)
-    assert str(caught.value).count("has digest") == 1
+    # What a receiver passes on is as wrong as what it got.
+    assert 1 <= str(caught.value).count("has digest") <= (2 if "other nodes" in placed else 1)
 
 
 def test_an_aborted_version_leaves_the_last_committed_one(logs: Logs) -> None:

@@ -1,4 +1,4 @@
-"""What the processes of the transfer tests do: two trainer ranks and two engine ranks of a tiny model."""
+"""What the processes of the transfer tests do: two trainer ranks and two or four engine ranks of a tiny model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -23,6 +24,7 @@ from tests.weights.reference import make_shape
 
 NUM_TRAINERS = 2
 NUM_PEERS = 4
+"""Unless the engines are on nodes of their own."""
 BUCKET_BYTES = 1500
 """Small: a tensor takes several buckets, and a bucket several tensors."""
 CORRUPTED_VERSION = 3
@@ -32,13 +34,29 @@ TIMEOUT_S = 60.0
 Tensors = dict[str, torch.Tensor]
 
 
-def make_plan(*, tensor: int = 2, num_engines: int = 1, shares_device: bool = False) -> Plan:
+Placed = Literal["on one node", "on shared devices", "on other nodes", "on other nodes, relayed"]
+
+
+def num_engine_ranks(placed: Placed) -> int:
+    return 4 if "other nodes" in placed else 2
+
+
+def peers_of(placed: Placed) -> int:
+    return NUM_TRAINERS + num_engine_ranks(placed)
+
+
+def make_plan(*, tensor: int = 2, num_engines: int = 1, placed: Placed = "on one node") -> Plan:
+    """Other nodes have two ranks of two engines each: those of one number hold the same."""
     shape = make_shape(Family.QWEN2, layers=2)
     trainer = megatron_layout(shape, MegatronParallel(tensor=2), dtype="float32")
     engines = sglang_layout(shape, tensor=tensor, num_engines=num_engines, dtype="bfloat16")
-    first = 0 if shares_device else NUM_TRAINERS
-    seating = on_gpus([(0, rank) for rank in range(2)], [(0, first + rank) for rank in range(tensor * num_engines)])
-    return plan(trainer, engines, seating=seating)
+    first = 0 if placed == "on shared devices" else NUM_TRAINERS
+    seats = [(0, first + rank) for rank in range(tensor * num_engines)]
+    if "other nodes" in placed:
+        engines = sglang_layout(shape, tensor=2, num_engines=2, dtype="bfloat16")
+        seats = [(1, 0), (2, 0), (1, 1), (2, 1)] if "relayed" not in placed else [(1, 0), (1, 1), (2, 0), (2, 1)]
+    seating = on_gpus([(0, rank) for rank in range(NUM_TRAINERS)], seats)
+    return plan(trainer, engines, seating=seating, relays="relayed" in placed)
 
 
 def values_of(version: int) -> Tensors:
@@ -100,13 +118,13 @@ class EngineLog:
 SenderLog = dict[int, dict[tuple[int, str], int]]
 
 
-def run_trainer(address: StoreAddress, rank: int, shares_device: bool) -> SenderLog:
+def run_trainer(address: StoreAddress, rank: int, placed: Placed) -> SenderLog:
     """Send all versions; rank 1 corrupts the last one."""
     torch.set_num_threads(1)
-    group = CorruptingGroup.join(address, name="publish", peer=rank, num_peers=NUM_PEERS, timeout_s=TIMEOUT_S)
-    moves = make_plan(shares_device=shares_device)
+    group = CorruptingGroup.join(address, name="publish", peer=rank, num_peers=peers_of(placed), timeout_s=TIMEOUT_S)
+    moves = make_plan(placed=placed)
     tensors = tensors_of(moves.source.by_rank[rank], None)
-    sender = Sender(moves, rank, tensors, group, bucket_bytes=BUCKET_BYTES, shares_device=shares_device)
+    sender = Sender(moves, rank, tensors, group, bucket_bytes=BUCKET_BYTES, shares_device=placed == "on shared devices")
     log: SenderLog = {}
     for version in VERSIONS:
         for name, tensor in tensors_of(moves.source.by_rank[rank], version).items():
@@ -118,14 +136,16 @@ def run_trainer(address: StoreAddress, rank: int, shares_device: bool) -> Sender
     return log
 
 
-def run_engine(address: StoreAddress, rank: int, shares_device: bool) -> EngineLog:
+def run_engine(address: StoreAddress, rank: int, placed: Placed) -> EngineLog:
     """Commit every version but the last, which is aborted."""
     torch.set_num_threads(1)
     peer = NUM_TRAINERS + rank
-    group = TransferGroup.join(address, name="publish", peer=peer, num_peers=NUM_PEERS, timeout_s=TIMEOUT_S)
-    moves = make_plan(shares_device=shares_device)
+    group = TransferGroup.join(address, name="publish", peer=peer, num_peers=peers_of(placed), timeout_s=TIMEOUT_S)
+    moves = make_plan(placed=placed)
     tensors = tensors_of(moves.target.by_rank[rank], None)
-    receiver = Receiver(moves, rank, tensors, group, bucket_bytes=BUCKET_BYTES, shares_device=shares_device)
+    receiver = Receiver(
+        moves, rank, tensors, group, bucket_bytes=BUCKET_BYTES, shares_device=placed == "on shared devices"
+    )
     digests: dict[int, dict[str, int]] = {}
     after_commit: dict[int, Tensors] = {}
     before_commit: Tensors = {}

@@ -1,0 +1,77 @@
+"""The executors once more, in numpy and one process: every peer keeps its order, and nobody may wait for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megarl.weights.buckets import Bucket, buckets_from, buckets_on_from, buckets_to
+from megarl.weights.plan import Plan
+from megarl.weights.slices import Slice
+from tests.weights.reference import PADDING, Array, Arrays, box
+
+Key = tuple[bool, int, int, int]
+"""Whether it is passed on, giver, taker, index."""
+
+
+@dataclass(kw_only=True)
+class Peer:
+    """A target: waits for its buckets one after the other, and sends on what it can in between."""
+
+    incoming: Sequence[Bucket]
+    outgoing: Sequence[Bucket]
+    staged: dict[Slice, Array] = field(default_factory=dict)
+    num_arrived: int = 0
+    num_sent: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_arrived == len(self.incoming) and self.num_sent == len(self.outgoing)
+
+
+def execute(plan: Plan, sources: Mapping[int, Arrays], targets: Mapping[int, Arrays], *, bucket_bytes: int) -> None:
+    """Fill `targets`; fails where peers would wait in a circle, or where an element is written twice."""
+    wire: dict[Key, list[Array]] = {}
+    for rank, arrays in sources.items():
+        for bucket in buckets_from(plan, rank, bucket_bytes=bucket_bytes):
+            moves = [parcel.move for parcel in bucket.parcels]
+            wire[_key(bucket)] = [box(arrays[m.source_name], m.source_offsets, m.slice.shape).copy() for m in moves]
+    peers = {
+        rank: Peer(
+            incoming=buckets_to(plan, rank, bucket_bytes=bucket_bytes),
+            outgoing=buckets_on_from(plan, rank, bucket_bytes=bucket_bytes),
+        )
+        for rank in targets
+    }
+    while any(_advance(peer, targets[rank], wire) for rank, peer in peers.items()):
+        pass
+    assert all(peer.is_done for peer in peers.values()), "peers wait for each other"
+    assert not wire, f"{len(wire)} buckets are for nobody"
+
+
+def _advance(peer: Peer, arrays: Arrays, wire: dict[Key, list[Array]]) -> bool:
+    """Whether the peer could do anything."""
+    if peer.num_arrived < len(peer.incoming) and _key(peer.incoming[peer.num_arrived]) in wire:
+        bucket = peer.incoming[peer.num_arrived]
+        for parcel, values in zip(bucket.parcels, wire.pop(_key(bucket)), strict=True):
+            move = parcel.move
+            assert (values != PADDING).all(), f"{move} gives what its holder has not"
+            target = box(arrays[move.target_name], move.target_offsets, move.slice.shape)
+            assert target.shape == move.slice.shape, f"{move} leaves its target"
+            assert (target == PADDING).all(), f"{move} writes what was written"
+            target[...] = values
+            peer.staged[move.slice] = values
+        peer.num_arrived += 1
+        return True
+    if peer.num_sent < len(peer.outgoing):
+        bucket = peer.outgoing[peer.num_sent]
+        boxes = [parcel.move.slice for parcel in bucket.parcels]
+        if all(part in peer.staged for part in boxes):
+            wire[_key(bucket)] = [peer.staged[part] for part in boxes]
+            peer.num_sent += 1
+            return True
+    return False
+
+
+def _key(bucket: Bucket) -> Key:
+    return bucket.is_passed_on, bucket.source_rank, bucket.target_rank, bucket.index

@@ -1,0 +1,192 @@
+"""What holds for every plan: random models, splits, engines and placements."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megarl.config.model import ModelShape
+from megarl.weights.buckets import NUM_LANES, buckets_from, buckets_on_from, buckets_to, staging_bound
+from megarl.weights.megatron import megatron_layout
+from megarl.weights.plan import Plan, plan
+from megarl.weights.seats import Gpu, Link, on_gpus
+from megarl.weights.sglang import sglang_layout
+from megarl.weights.slices import Layout
+from tests.weights.execution import execute
+from tests.weights.reference import (
+    Array,
+    assert_equal,
+    box,
+    empty,
+    fill_from_canonical,
+    numbered,
+    parallels,
+    sglang_rank,
+    shapes,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    shape: ModelShape
+    source: Layout
+    target: Layout
+    tensor: int | None
+    """Of the engines; None where the target is another split of the trainer."""
+    expert: int
+    is_cpu_engine: bool
+    plan: Plan
+    bucket_bytes: int
+
+
+@st.composite
+def gpus(draw: st.DrawFn, num_sources: int, num_targets: int) -> tuple[list[Gpu], list[Gpu]]:
+    """In pools of their own, in one pool, on one machine, or anywhere."""
+    per_node = draw(st.sampled_from([1, 2, 4, 8]))
+    sources = [(rank // per_node, rank % per_node) for rank in range(num_sources)]
+    match draw(st.sampled_from(["separate", "shared", "one machine", "anywhere"])):
+        case "separate":
+            targets = [(1000 + rank // per_node, rank % per_node) for rank in range(num_targets)]
+        case "shared":
+            order = draw(st.permutations(range(max(num_sources, num_targets))))
+            targets = [(order[rank] // per_node, order[rank] % per_node) for rank in range(num_targets)]
+        case "one machine":
+            sources = [(0, rank) for rank in range(num_sources)]
+            targets = [(0, num_sources + rank) for rank in range(num_targets)]
+        case _:
+            nodes = st.integers(0, 4)
+            sources = [(draw(nodes), rank) for rank in range(num_sources)]
+            targets = [(draw(nodes), 1000 + rank) for rank in range(num_targets)]
+    return sources, targets
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    shape = draw(shapes())
+    tensor: int | None = draw(st.sampled_from([1, 2, 4, 8, None]))
+    if tensor is None and draw(st.booleans()):
+        shape = shape.as_critic()
+    source = megatron_layout(shape, draw(parallels()), dtype="float32")
+    expert, is_cpu_engine = 1, False
+    if tensor is None:
+        target = megatron_layout(shape, draw(parallels()), dtype="float32")
+    else:
+        expert = draw(st.sampled_from([1, 2, 4][: tensor.bit_length()])) if shape.experts else 1
+        is_cpu_engine = draw(st.booleans())
+        target = sglang_layout(
+            shape,
+            tensor=tensor,
+            expert=expert,
+            num_engines=draw(st.integers(1, 4)),
+            dtype="float32",
+            is_cpu_engine=is_cpu_engine,
+        )
+    seats = draw(gpus(len(source.holdings), len(target.holdings)))
+    return Case(
+        shape=shape,
+        source=source,
+        target=target,
+        tensor=tensor,
+        expert=expert,
+        is_cpu_engine=is_cpu_engine,
+        plan=plan(source, target, seating=on_gpus(*seats), relays=draw(st.booleans())),
+        bucket_bytes=draw(st.sampled_from([100, 4000, 1 << 20])),
+    )
+
+
+def check(case: Case) -> None:
+    check_values(case)
+    check_nodes(case)
+    check_origins(case)
+    check_buckets(case)
+
+
+def check_values(case: Case) -> None:
+    """Each element once, from a holder, the right one, in an order that ends."""
+    model = numbered(case.shape)
+    sources = {holding.rank: fill_from_canonical(holding, model) for holding in case.source.holdings}
+    targets = {holding.rank: empty(holding) for holding in case.target.holdings}
+    execute(case.plan, sources, targets, bucket_bytes=case.bucket_bytes)
+    for holding in case.target.holdings:
+        assert_equal(targets[holding.rank], fill_from_canonical(holding, model))
+        if case.tensor is not None and not case.is_cpu_engine:
+            rank = holding.rank % case.tensor
+            expected = sglang_rank(case.shape, model, tensor=rank, size=case.tensor, expert=case.expert)
+            assert_equal(targets[holding.rank], expected)
+
+
+def check_nodes(case: Case) -> None:
+    """A byte enters a node at most once, and not at all where a source is; on one GPU it does not travel."""
+    seats = case.plan.seating
+    held: defaultdict[tuple[str, str], Array] = defaultdict(lambda: np.zeros(0, dtype=np.int64))
+    entered: dict[tuple[str, str], Array] = {}
+
+    def counts(table: dict[tuple[str, str], Array], node: str, name: str) -> Array:
+        return table.setdefault((node, name), np.zeros(case.source.canonical[name].shape, dtype=np.int64))
+
+    for holding in case.source.holdings:
+        for piece in holding.pieces:
+            node, part = seats.sources[holding.rank].node, piece.slice
+            box(counts(held, node, part.name), part.offsets, part.shape)[...] = 1
+    for move in case.plan.moves:
+        givers = seats.targets if move.hop else seats.sources
+        seat = seats.targets[move.target_rank]
+        if givers[move.source_rank].link(seat) is Link.NETWORK:
+            box(counts(entered, seat.node, move.slice.name), move.slice.offsets, move.slice.shape)[...] += 1
+    for (node, name), times in entered.items():
+        assert times.max() <= 1, f"{name} enters {node} {times.max()} times"
+        assert not (times * counts(held, node, name)).any(), f"{name} enters {node}, which has it"
+
+
+def check_origins(case: Case) -> None:
+    """The sources vouch for every element of every target's tensors, however far it went."""
+    vouched: Counter[tuple[int, str]] = Counter()
+    for holding in case.source.holdings:
+        for delivery in case.plan.deliveries_from(holding.rank):
+            for key in delivery.targets:
+                vouched[key] += delivery.slice.num_elements
+    needed: Counter[tuple[int, str]] = Counter()
+    for holding in case.target.holdings:
+        for piece in holding.pieces:
+            needed[holding.rank, piece.local_name] += piece.slice.num_elements
+    assert vouched == needed
+
+
+def check_buckets(case: Case) -> None:
+    """Both sides agree on the buckets, and nobody holds more than is stated."""
+    size = case.bucket_bytes
+    sent = [b for holding in case.source.holdings for b in buckets_from(case.plan, holding.rank, bucket_bytes=size)]
+    num_received = 0
+    for holding in case.target.holdings:
+        passed_on = buckets_on_from(case.plan, holding.rank, bucket_bytes=size)
+        received = buckets_to(case.plan, holding.rank, bucket_bytes=size)
+        sent += passed_on
+        num_received += len(received)
+        held = sum(bucket.num_bytes for bucket in received)
+        held += NUM_LANES * max((bucket.num_bytes for bucket in passed_on), default=0)
+        assert held <= staging_bound(case.plan, holding.rank, bucket_bytes=size)
+    assert num_received == len(sent)
+    traffic = case.plan.traffic
+    assert sum(traffic.between.values()) == sum(move.num_bytes for move in case.plan.moves)
+    assert sum(case.plan.bytes_by_link.values()) == sum(traffic.between.values())
+
+
+_SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+
+
+@settings(max_examples=200, **_SETTINGS)
+@given(case=cases())
+def test_every_plan_delivers_each_byte_once_and_once_into_each_node(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, **_SETTINGS)
+@given(case=cases())
+def test_thousands_of_plans_deliver_each_byte_once_and_once_into_each_node(case: Case) -> None:
+    check(case)

@@ -20,6 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megarl.cli.large_plans import PUBLISHES
 from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import ModelShape
 from megarl.data.arithmetic import make_arithmetic
@@ -37,8 +38,13 @@ _TIMEOUT_S = 300.0
 _CHILD = """\
 import os, re, sys, time
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from megarl.cli.main import run
-code = run(sys.argv[1:])
+if sys.argv[1] == "rehearse":
+    from megarl.cli.large_plans import rehearse
+    rehearse(sys.argv[2])
+    code = 0
+else:
+    from megarl.cli.main import run
+    code = run(sys.argv[1:])
 peak_kib = re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]
 print(f"\\n{code} {time.process_time()} {peak_kib}", file=sys.stderr)
 """
@@ -62,7 +68,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Of one command: medians of its runs, and the largest of their peaks."""
+    """Of one command or plan: medians of its runs, and the largest of their peaks."""
 
     command: str
     seconds: float
@@ -78,23 +84,28 @@ class Measurement:
 
 
 GOALS = {"validate": Goal(seconds=1.0, megabytes=500.0), "plan": Goal(seconds=5.0, megabytes=500.0)}
+PUBLISH_GOALS = dict(
+    zip(PUBLISHES, (Goal(seconds=2.0, megabytes=1000.0), Goal(seconds=10.0, megabytes=1000.0)), strict=True)
+)
 
 
 def measure_planning(*, repeats: int) -> list[Measurement]:
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
         recipe = write_large_recipe(Path(folder))
+        jobs = [(f"megarl {command}", [command, str(recipe)], goal) for command, goal in GOALS.items()]
+        jobs += [(name, ["rehearse", name], goal) for name, goal in PUBLISH_GOALS.items()]
         return [
-            measure(command, recipe, goal, repeats=repeats, start=start_in_fresh_process)
-            for command, goal in GOALS.items()
+            measure(what, arguments, goal, repeats=repeats, start=start_in_fresh_process)
+            for what, arguments, goal in jobs
         ]
 
 
 def measure(
-    command: str, recipe: Path, goal: Goal, *, repeats: int, start: Callable[[Sequence[str]], Sample]
+    what: str, arguments: Sequence[str], goal: Goal, *, repeats: int, start: Callable[[Sequence[str]], Sample]
 ) -> Measurement:
-    samples = [start([command, str(recipe)]) for _ in range(repeats)]
+    samples = [start(arguments) for _ in range(repeats)]
     return Measurement(
-        command=command,
+        command=what,
         seconds=round(statistics.median(sample.seconds for sample in samples), 3),
         cpu_seconds=round(statistics.median(sample.cpu_seconds for sample in samples), 3),
         megabytes=round(max(sample.megabytes for sample in samples), 1),
@@ -158,12 +169,16 @@ def _config(shape: ModelShape) -> dict[str, object]:
 
 
 def print_table(measurements: Sequence[Measurement]) -> None:
-    table = Table(title="70B on 512 + 256 GPUs, one core", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title="Recipe of 70B on 512 + 256 GPUs, and plans of large publishes; one core",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
     for title in ("command", "seconds", "goal", "CPU seconds", "peak MB", "goal", ""):
         table.add_column(title, justify="left" if title in ("command", "") else "right")
     for found in measurements:
         table.add_row(
-            f"megarl {found.command}",
+            found.command,
             f"{found.seconds:.2f}",
             f"{found.goal.seconds:g}",
             f"{found.cpu_seconds:.2f}",

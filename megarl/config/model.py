@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -69,12 +70,25 @@ class ModelShape:
         return replace(self, has_value_head=True, has_tied_embeddings=False)
 
 
-_FAMILIES = {
-    "LlamaForCausalLM": Family.LLAMA,
-    "Qwen2ForCausalLM": Family.QWEN2,
-    "Qwen3ForCausalLM": Family.QWEN3,
-    "Qwen3MoeForCausalLM": Family.QWEN3_MOE,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What a family has that others may not; all else follows from `config.json`."""
+
+    architecture: str
+    """As transformers names the language model."""
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    has_experts: bool = False
+
+
+TRAITS: Mapping[Family, Traits] = {
+    Family.LLAMA: Traits(architecture="LlamaForCausalLM"),
+    Family.QWEN2: Traits(architecture="Qwen2ForCausalLM", has_qkv_bias=True),
+    Family.QWEN3: Traits(architecture="Qwen3ForCausalLM", has_qk_norm=True),
+    Family.QWEN3_MOE: Traits(architecture="Qwen3MoeForCausalLM", has_qk_norm=True, has_experts=True),
 }
+
+_FAMILIES = {traits.architecture: family for family, traits in TRAITS.items()}
 
 
 def critic_architecture(language_model: str) -> str:
@@ -100,7 +114,7 @@ def read_model_shape(folder: Path) -> ModelShape:
     if family is None:
         known = ", ".join(_FAMILIES)
         raise _error(f"{path}: architecture {architectures[0]} is not supported; supported are {known}")
-    if family is not Family.QWEN2 and (raw.get("attention_bias") or raw.get("mlp_bias")):
+    if not TRAITS[family].has_qkv_bias and (raw.get("attention_bias") or raw.get("mlp_bias")):
         raise _error(f"{path}: attention_bias and mlp_bias are not supported for {family}; choose a model without")
     if raw.get("use_sliding_window"):
         raise _error(f"{path}: use_sliding_window is not supported; set it to false if the context allows")
@@ -124,7 +138,8 @@ def _shape(raw: dict[str, object], family: Family) -> ModelShape:
 
     num_heads = integer("num_attention_heads")
     hidden = integer("hidden_size")
-    is_mixture = family is Family.QWEN3_MOE
+    traits = TRAITS[family]
+    is_mixture = traits.has_experts
     # transformers 5 writes `rope_parameters`; earlier versions `rope_theta` and `rope_scaling`.
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     assert isinstance(rope, dict)
@@ -142,8 +157,8 @@ def _shape(raw: dict[str, object], family: Family) -> ModelShape:
         rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),  # type: ignore[arg-type]
         rope_scaling=_rope_scaling(rope),
         has_tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        has_qkv_bias=family is Family.QWEN2,
-        has_qk_norm=family in (Family.QWEN3, Family.QWEN3_MOE),
+        has_qkv_bias=traits.has_qkv_bias,
+        has_qk_norm=traits.has_qk_norm,
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         experts=_experts(raw, num=num_experts(), per_token=integer("num_experts_per_tok")) if is_mixture else None,
     )

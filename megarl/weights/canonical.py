@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from megarl.config.model import Family, ModelShape
+from megarl.config.model import TRAITS, ModelShape
 from megarl.errors import ConfigError, Problem
 from megarl.weights.slices import Index, TensorSpec
 
@@ -90,6 +90,6 @@ def _layer_shapes(shape: ModelShape) -> dict[str, Index]:
 
 def _refuse_unsupported(shape: ModelShape) -> None:
     # In transformers, Llama and Qwen3 with `attention_bias` also have a bias on o_proj, which Qwen2 never has.
-    if shape.has_qkv_bias and shape.family is not Family.QWEN2:
+    if shape.has_qkv_bias and not TRAITS[shape.family].has_qkv_bias:
         message = f"attention_bias is not supported for {shape.family}; supported are models without it"
         raise ConfigError("model.path", (Problem(key="model.path", message=message),))

@@ -15,7 +15,7 @@ from megarl.observe.figures import Figure
 
 def pretend(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     goal = Goal(seconds=1.0, megabytes=500.0)
-    found = Measurement(command="plan", seconds=seconds, cpu_seconds=0.5, megabytes=100.0, goal=goal)
+    found = Measurement(command="megarl plan", seconds=seconds, cpu_seconds=0.5, megabytes=100.0, goal=goal)
     monkeypatch.setattr(measure, "measure_planning", lambda *, repeats: [found] * repeats)
 
 

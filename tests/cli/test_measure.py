@@ -21,7 +21,7 @@ def test_the_median_of_the_times_and_the_largest_peak_count() -> None:
         seconds, megabytes = next(samples)
         return Sample(seconds=seconds, cpu_seconds=seconds / 2, megabytes=megabytes)
 
-    found = measure("plan", Path("a.yaml"), GOAL, repeats=3, start=start)
+    found = measure("planning", ["plan", "a.yaml"], GOAL, repeats=3, start=start)
     assert started == [["plan", "a.yaml"]] * 3
     assert (found.seconds, found.cpu_seconds, found.megabytes) == (0.5, 0.25, 300.0)
 

@@ -1,0 +1,91 @@
+"""Every family: Hugging Face folder -> trainer ranks -> engine ranks -> Hugging Face folder, byte for byte.
+
+A new family is tested by being in `Family` and in `tests/tiny_models.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.config.model import Family, ModelShape
+from megarl.weights.canonical import canonical_tensors
+from megarl.weights.fused import replicate, whole
+from megarl.weights.hf import load_hf
+from megarl.weights.megatron import MegatronParallel, megatron_layout
+from megarl.weights.plan import plan
+from megarl.weights.seats import Seating, on_gpus
+from megarl.weights.sglang import sglang_layout
+from megarl.weights.slices import Holding, Layout
+from megarl.weights.tensors import box_of, torch_dtype
+from tests.tiny_models import FAMILIES, write_tiny_model
+
+Tensors = dict[str, torch.Tensor]
+
+SPLITS = [
+    MegatronParallel(tensor=2, pipeline=2, virtual_pipeline=2),
+    MegatronParallel(tensor=4, data=2, expert=4, expert_tensor=1),
+    MegatronParallel(pipeline=2, data=2, expert=2, first_stage_layers=1),
+]
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    assert set(FAMILIES) == {str(family) for family in Family}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_comes_back_as_it_was(tmp_path: Path, family: str, tied: bool) -> None:
+    shape = write_tiny_model(tmp_path, family, tied=tied, layers=4, max_shard_size="100KB")
+    model = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    for index, parallel in enumerate(SPLITS):
+        returned = tmp_path / f"returned {index}"
+        returned.mkdir()
+        travel(tmp_path, shape, parallel, returned)
+        found = load_file(returned / "model.safetensors")
+        assert set(found) == set(model)
+        for name, tensor in model.items():
+            assert raw(found[name]) == raw(tensor), name
+
+
+def travel(folder: Path, shape: ModelShape, parallel: MegatronParallel, returned: Path) -> None:
+    canonical = canonical_tensors(shape)
+    trainer = megatron_layout(shape, parallel, dtype="float32")
+    ranks = {holding.rank: zeros(holding) for holding in trainer.holdings}
+    for holding in trainer.holdings:
+        load_hf(folder, holding, canonical, ranks[holding.rank])
+    engines = sglang_layout(shape, tensor=2, expert=2 if shape.experts else 1, num_engines=2, dtype="float32")
+    seating = on_gpus([(0, rank) for rank in ranks], [(1 + rank // 2, rank) for rank in range(4)])
+    served = {holding.rank: zeros(holding) for holding in engines.holdings}
+    carry(trainer, ranks, engines, served, relays=True, seating=seating)
+    file = [whole(name, name, spec) for name, spec in canonical.items()]
+    target = Layout(canonical=canonical, holdings=tuple(replicate([0], file, dtype="float32")))
+    written = {0: zeros(target.holdings[0])}
+    carry(engines, served, target, written)
+    save_file(written[0], returned / "model.safetensors")
+
+
+def carry(
+    source: Layout,
+    given: dict[int, Tensors],
+    target: Layout,
+    taken: dict[int, Tensors],
+    *,
+    seating: Seating | None = None,
+    relays: bool = False,
+) -> None:
+    for move in sorted(plan(source, target, seating=seating, relays=relays).moves, key=lambda move: move.hop):
+        holders = taken if move.hop else given
+        values = box_of(holders[move.source_rank][move.source_name], move.source_offsets, move.slice.shape)
+        box_of(taken[move.target_rank][move.target_name], move.target_offsets, move.slice.shape).copy_(values)
+
+
+def zeros(holding: Holding) -> Tensors:
+    return {name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in holding.tensors.items()}
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()

@@ -48,9 +48,10 @@ fmt: setup ## fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: setup ## write what is generated: option tables of libraries, recipe schema, metrics, dashboards, alerts
+docs: setup ## write what is generated: option tables of libraries, recipe schema, metrics, dashboards, alerts, a picture
 	$(BIN)/python -m megarl.train.native_fields
 	$(BIN)/python -m megarl.rollout.native_fields
+	$(BIN)/python -m megarl.weights.drawing
 	$(BIN)/megarl schema > recipes/schema.json
 	$(BIN)/megarl schema --docs > docs/recipe.md
 	$(BIN)/megarl metrics list --docs > docs/metrics.md

@@ -1,4 +1,4 @@
-"""One tensor of a small plan as a picture: `python -m megarl.weights.drawing` writes that of docs/resharding.md. Pure."""
+"""One tensor of a small plan as a picture: `python -m megarl.weights.drawing` writes docs/resharding.svg. Pure."""
 
 from __future__ import annotations
 

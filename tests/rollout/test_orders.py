@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megarl.rollout.orders import (
     Inspect,
     Join,
     Leave,
+    Listen,
     Meeting,
     Order,
     Reply,
@@ -106,3 +108,27 @@ def test_engine_ranks_come_after_trainer_ranks() -> None:
     assert route.target_rank(engine=2, tp_rank=1) == 5
     assert route.peer(5) == 13
     assert {holding.rank for holding in route.engine_layout().holdings} == set(range(6))
+
+
+def seated_route() -> Route:
+    """Two engines of two ranks on the first rollout node, one on the second."""
+    return replace(
+        route_of(tensor=2, num_engines=3),
+        trainer_gpus=tuple((0, rank) for rank in range(8)),
+        engine_gpus=((1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1)),
+        relays=True,
+    )
+
+
+def test_a_route_with_places_survives_the_journey() -> None:
+    order = Listen(route=seated_route())
+    assert sent(order).order == order
+    assert seated_route().plan().num_hops == 3
+
+
+def test_a_roster_is_planned_once_and_keeps_the_places_of_its_engines() -> None:
+    route = seated_route()
+    fewer = route.with_engines([2, 0])
+    assert (fewer.num_engines, fewer.engine_gpus) == (2, ((2, 0), (2, 1), (1, 0), (1, 1)))
+    assert fewer.plan().hash != route.plan().hash
+    assert route.with_engines([0, 1, 2]).plan() is route.plan()

@@ -29,20 +29,32 @@ class Peer:
         return self.num_arrived == len(self.incoming) and self.num_sent == len(self.outgoing)
 
 
-def execute(plan: Plan, sources: Mapping[int, Arrays], targets: Mapping[int, Arrays], *, bucket_bytes: int) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """Of all ranks of a plan."""
+
+    sent: Mapping[int, Sequence[Bucket]]
+    received: Mapping[int, Sequence[Bucket]]
+    passed_on: Mapping[int, Sequence[Bucket]]
+
+
+def buckets_of(plan: Plan, *, bucket_bytes: int) -> Buckets:
+    sources, targets = ([holding.rank for holding in layout.holdings] for layout in (plan.source, plan.target))
+    return Buckets(
+        sent={rank: buckets_from(plan, rank, bucket_bytes=bucket_bytes) for rank in sources},
+        received={rank: buckets_to(plan, rank, bucket_bytes=bucket_bytes) for rank in targets},
+        passed_on={rank: buckets_on_from(plan, rank, bucket_bytes=bucket_bytes) for rank in targets},
+    )
+
+
+def execute(buckets: Buckets, sources: Mapping[int, Arrays], targets: Mapping[int, Arrays]) -> None:
     """Fill `targets`; fails where peers would wait in a circle, or where an element is written twice."""
     wire: dict[Key, list[Array]] = {}
     for rank, arrays in sources.items():
-        for bucket in buckets_from(plan, rank, bucket_bytes=bucket_bytes):
+        for bucket in buckets.sent[rank]:
             moves = [parcel.move for parcel in bucket.parcels]
             wire[_key(bucket)] = [box(arrays[m.source_name], m.source_offsets, m.slice.shape).copy() for m in moves]
-    peers = {
-        rank: Peer(
-            incoming=buckets_to(plan, rank, bucket_bytes=bucket_bytes),
-            outgoing=buckets_on_from(plan, rank, bucket_bytes=bucket_bytes),
-        )
-        for rank in targets
-    }
+    peers = {rank: Peer(incoming=buckets.received[rank], outgoing=buckets.passed_on[rank]) for rank in targets}
     while any(_advance(peer, targets[rank], wire) for rank, peer in peers.items()):
         pass
     assert all(peer.is_done for peer in peers.values()), "peers wait for each other"

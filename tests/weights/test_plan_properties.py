@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pytest
@@ -11,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.config.model import ModelShape
-from megarl.weights.buckets import NUM_LANES, buckets_from, buckets_on_from, buckets_to, staging_bound
+from megarl.weights.buckets import NUM_LANES, staging_bound
 from megarl.weights.megatron import megatron_layout
 from megarl.weights.plan import Plan, plan
 from megarl.weights.seats import Gpu, Link, on_gpus
 from megarl.weights.sglang import sglang_layout
 from megarl.weights.slices import Layout
-from tests.weights.execution import execute
+from tests.weights.execution import Buckets, buckets_of, execute
 from tests.weights.reference import (
     Array,
     assert_equal,
@@ -42,6 +43,10 @@ class Case:
     is_cpu_engine: bool
     plan: Plan
     bucket_bytes: int
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        return buckets_of(self.plan, bucket_bytes=self.bucket_bytes)
 
     def __repr__(self) -> str:
         """Short: a plan in full fills pages."""
@@ -116,7 +121,7 @@ def check_values(case: Case) -> None:
     model = numbered(case.shape)
     sources = {holding.rank: fill_from_canonical(holding, model) for holding in case.source.holdings}
     targets = {holding.rank: empty(holding) for holding in case.target.holdings}
-    execute(case.plan, sources, targets, bucket_bytes=case.bucket_bytes)
+    execute(case.buckets, sources, targets)
     for holding in case.target.holdings:
         assert_equal(targets[holding.rank], fill_from_canonical(holding, model))
         if case.tensor is not None and not case.is_cpu_engine:
@@ -164,18 +169,13 @@ def check_origins(case: Case) -> None:
 
 def check_buckets(case: Case) -> None:
     """Both sides agree on the buckets, and nobody holds more than is stated."""
-    size = case.bucket_bytes
-    sent = [b for holding in case.source.holdings for b in buckets_from(case.plan, holding.rank, bucket_bytes=size)]
-    num_received = 0
-    for holding in case.target.holdings:
-        passed_on = buckets_on_from(case.plan, holding.rank, bucket_bytes=size)
-        received = buckets_to(case.plan, holding.rank, bucket_bytes=size)
-        sent += passed_on
-        num_received += len(received)
+    buckets = case.buckets
+    for rank, received in buckets.received.items():
         held = sum(bucket.num_bytes for bucket in received)
-        held += NUM_LANES * max((bucket.num_bytes for bucket in passed_on), default=0)
-        assert held <= staging_bound(case.plan, holding.rank, bucket_bytes=size)
-    assert num_received == len(sent)
+        held += NUM_LANES * max((bucket.num_bytes for bucket in buckets.passed_on[rank]), default=0)
+        assert held <= staging_bound(case.plan, rank, bucket_bytes=case.bucket_bytes)
+    given = {bucket for table in (buckets.sent, buckets.passed_on) for sent in table.values() for bucket in sent}
+    assert given == {bucket for received in buckets.received.values() for bucket in received}
     traffic = case.plan.traffic
     assert sum(traffic.between.values()) == sum(move.num_bytes for move in case.plan.moves)
     assert sum(case.plan.bytes_by_link.values()) == sum(traffic.between.values())
@@ -184,7 +184,7 @@ def check_buckets(case: Case) -> None:
 _SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 
 
-@settings(max_examples=150, **_SETTINGS)
+@settings(max_examples=120, **_SETTINGS)
 @given(case=cases())
 def test_every_plan_delivers_each_byte_once_and_once_into_each_node(case: Case) -> None:
     check(case)

@@ -207,7 +207,7 @@ class TransferPublisher:
         return self._link
 
     def _route_to(self, roster: Sequence[Engine]) -> Route:
-        return self._route.with_engines([engine.client.endpoint.index for engine in roster])
+        return self._route.with_engines([engine.index for engine in roster])
 
     @property
     def _backend(self) -> Backend:

@@ -129,9 +129,9 @@ def _card(card: _Card, shares: list[range]) -> Iterator[str]:
             f'<rect x="{card.left}" y="{y}" width="{_BOX_WIDTH}" height="{_ROW}" fill="{color}" stroke="white"'
             ' stroke-width="0.6"/>'
         )
-    y = card.top + card.height / 2 + 4
+    middle = card.top + card.height / 2 + 4
     yield (
-        f'<text x="{card.left + _BOX_WIDTH / 2}" y="{y:g}" text-anchor="middle" fill="white" stroke="#222"'
+        f'<text x="{card.left + _BOX_WIDTH / 2}" y="{middle:g}" text-anchor="middle" fill="white" stroke="#222"'
         f' stroke-width="2.4" paint-order="stroke">{card.label}</text>'
     )
 

@@ -181,10 +181,10 @@ def check_buckets(case: Case) -> None:
     assert sum(case.plan.bytes_by_link.values()) == sum(traffic.between.values())
 
 
-_SETTINGS = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+_PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-@settings(max_examples=120, **_SETTINGS)
+@settings(_PATIENT, max_examples=120)
 @given(case=cases())
 def test_every_plan_delivers_each_byte_once_and_once_into_each_node(case: Case) -> None:
     check(case)
@@ -192,7 +192,7 @@ def test_every_plan_delivers_each_byte_once_and_once_into_each_node(case: Case) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@settings(max_examples=1500, **_SETTINGS)
+@settings(_PATIENT, max_examples=2000)
 @given(case=cases())
 def test_thousands_of_plans_deliver_each_byte_once_and_once_into_each_node(case: Case) -> None:
     check(case)

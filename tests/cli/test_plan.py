@@ -126,3 +126,12 @@ def test_a_cpu_recipe_is_planned_without_rates(tmp_path: Path, capsys: pytest.Ca
 def test_a_padded_vocabulary_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(RECIPES / "grpo_70b.yaml"), "--shape", "llama-3.1-70b"]) == 0
     assert "the vocabulary of 128,256 is padded to 128,512 rows for tensor 8" in capsys.readouterr().out
+
+
+def test_publishing_is_shown_with_its_links_its_floor_and_its_hash(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(RECIPES / "grpo_70b.yaml")]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for words in ("over same node", "over network", "staging of an engine rank", "model, from", "floor of any plan"):
+        assert any(line.startswith(words) for line in lines), words
+    assert any(line.endswith("hops: 2") for line in lines)
+    assert any(line.startswith("plan ") and len(line) == len("plan ") + 32 for line in lines)

@@ -104,6 +104,25 @@ def bench_page(
         raise typer.Exit(1)
 
 
+@bench_app.command("exporter")
+def bench_exporter(
+    repeats: Annotated[int, typer.Option(min=1, help="Steps; the median counts.")] = 5,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Time what being watched costs a step, and a scrape with as many series as there can be.
+
+    Exit code 1 where a goal is missed.
+    """
+    from megarl.cli.measure_exporter import as_json, measure_exporter, print_figures
+
+    figures = measure_exporter(repeats=repeats)
+    print_figures(figures)
+    if is_json:
+        print(as_json(figures))
+    if any(figure.miss > 1 for figure in figures):
+        raise typer.Exit(1)
+
+
 @bench_app.command("train")
 def bench_train(
     peer: Annotated[list[str] | None, typer.Option(help="`transformers` or `transformers compiled`.")] = None,

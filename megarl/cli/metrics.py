@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megarl.config.load import load_recipe
+from megarl.config.load import read_recipe
 from megarl.errors import DataError
 from megarl.observe.catalogue import METRICS, Metric
 from megarl.observe.monitoring import write_monitoring
@@ -61,7 +61,7 @@ def _run_folder(path: Path) -> Path:
     if path.is_dir():
         return path
     if path.suffix in {".yaml", ".yml"}:
-        return load_recipe(path).run_folder
+        return read_recipe(path).recipe.run_folder
     raise DataError(f"{path} is neither the folder of a run nor a recipe")
 
 

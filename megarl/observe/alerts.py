@@ -183,7 +183,7 @@ ALERTS = (
     Alert(
         name="EngineDown",
         severity="page",
-        text='sum by (run) (megarl_engines{state=~"dead|lost"}) / sum by (run) (megarl_engines) > 0.25',
+        text='sum by (run) (megarl_engines{state=~"dead|restarting"}) / sum by (run) (megarl_engines) > 0.25',
         lasting="5m",
         summary="run {{ $labels.run }}: {{ $value | humanizePercentage }} of the engines are gone",
     ),

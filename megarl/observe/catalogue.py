@@ -169,10 +169,10 @@ GROUP_TAIL = _gauge("rollout", "group_tail_ratio", "Slowest group since the step
 RETRIES = _counter(
     "rollout",
     "rollout_retries",
-    "Requests sent again, by what went wrong",
+    "Requests sent again, by kind of error",
     "cause",
     limit=16,
-    known=("no_reply", "bad_reply", "wrong_version"),
+    known=("EngineError", "EngineLostError", "BadReplyError", "WrongVersionError"),
 )
 HEDGES = _counter(
     "rollout",

@@ -244,13 +244,13 @@ def published(version: int) -> Published:
     )
 
 
-def engine_changed(index: int, state: str = "live", *, version: int = 0) -> EngineChanged:
-    """One that is `live` serves, one that is `lost` has no process."""
+def engine_changed(index: int, state: str = "healthy", *, version: int = 0) -> EngineChanged:
+    """One that is `healthy` serves, one that is `dead` has no process."""
     return EngineChanged(
         index=index,
         state=state,
-        is_serving=state == "live",
-        is_running=state != "lost",
+        is_serving=state == "healthy",
+        is_running=state != "dead",
         version=PolicyVersion(version),
         address=f"127.0.0.1:{30000 + index}",
     )

@@ -36,7 +36,7 @@ class ScriptedRun:
         observer.watch_queue(num_waiting=lambda: 4, num_under_way=lambda: 4, capacity=lambda: 16)
         observer.watch_requests(0, lambda: 3)
         observer.engine_changed(
-            0, "live", is_serving=True, is_running=True, version=PolicyVersion(0), address="127.0.0.1:30000"
+            0, "healthy", is_serving=True, is_running=True, version=PolicyVersion(0), address="127.0.0.1:30000"
         )
         for phase in ("start", "generate", "evaluate", "update"):
             with observer.phase(phase):

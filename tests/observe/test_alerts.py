@@ -45,10 +45,10 @@ HEALTHY: Mapping[str, str] = {
     "explained_variance_ratio": "0.6x360",
     "zero_signal_group_ratio": "0.3x360",
     "response_truncated_ratio": "0.05x360",
-    'engines{state="live"}': "4x360",
-    'engines{state="lost"}': "0x360",
+    'engines{state="healthy"}': "4x360",
+    'engines{state="dead"}': "0x360",
     'restarts_total{role="rollout"}': "0x60 1x300",
-    'rollout_retries_total{cause="no_reply"}': "0+1x360",
+    'rollout_retries_total{cause="EngineError"}': "0+1x360",
     "generated_rollouts_total": "0+512x360",
     'reward_failures_total{cause="late"}': "0+1x360",
     "reward_seconds_count": "0+512x360",
@@ -157,7 +157,7 @@ TROUBLES: Mapping[str, Trouble] = {
         summary="50% of the responses are cut at the length limit",
     ),
     "EngineDown": Trouble(
-        series={'engines{state="live"}': "4x290 2x70", 'engines{state="lost"}': "0x290 2x70"},
+        series={'engines{state="healthy"}': "4x290 2x70", 'engines{state="dead"}': "0x290 2x70"},
         summary="50% of the engines are gone",
     ),
     "RestartLoop": Trouble(
@@ -166,7 +166,7 @@ TROUBLES: Mapping[str, Trouble] = {
         summary="rollout started again 19 times in 30 minutes",
     ),
     "RolloutRetries": Trouble(
-        series={'rollout_retries_total{cause="no_reply"}': "0x270 0+100x90"},
+        series={'rollout_retries_total{cause="EngineError"}': "0x270 0+100x90"},
         summary="more than 5 % of the requests to engines are sent again",
     ),
     "RewardErrors": Trouble(

@@ -153,16 +153,16 @@ def test_engines_are_counted_by_state_and_forgotten_when_they_go(metrics: Metric
     for record in records([*told, published(4)]):
         metrics.record(record)
     values = scrape(endpoint.url)
-    assert (values["megarl_engines{live}"], values["megarl_engines{stale}"]) == (1, 1)
+    assert (values["megarl_engines{healthy}"], values["megarl_engines{stale}"]) == (1, 1)
     assert values["megarl_engine_weight_version{0}"] == 4
     assert values["megarl_engine_weight_version{1}"] == 3
-    for record in records([engine_changed(1, "lost")]):
+    for record in records([engine_changed(1, "dead")]):
         metrics.record(record)
     values = scrape(endpoint.url)
-    assert {state: values[f"megarl_engines{{{state}}}"] for state in ("live", "stale", "lost")} == {
-        "live": 1,
+    assert {state: values[f"megarl_engines{{{state}}}"] for state in ("healthy", "stale", "dead")} == {
+        "healthy": 1,
         "stale": 0,
-        "lost": 1,
+        "dead": 1,
     }
     assert "megarl_engine_weight_version{1}" not in values
 

@@ -133,3 +133,44 @@ def test_rare_successes_and_ordinary_spreads_are_no_outliers(rewards: list[float
 def test_trained_tokens_are_counted_by_the_version_that_chose_them() -> None:
     groups = [scored_group([0.0, 1.0], lengths=[2, 3], version=3), scored_group([0.0], lengths=[4], version=2)]
     assert rollouts_of(groups).tokens_by_version == {2: 4, 3: 5}
+
+
+def with_tokens(tokens: Sequence[Sequence[int]]) -> ScoredGroup:
+    group = scored_group([0.0, 1.0], lengths=[len(row) for row in tokens])
+    rollouts = tuple(
+        replace(rollout, token_ids=np.array(row, dtype=np.int32))
+        for rollout, row in zip(group.group.rollouts, tokens, strict=True)
+    )
+    return replace(group, group=replace(group.group, rollouts=rollouts))
+
+
+def test_repetition_is_the_share_of_windows_seen_before_in_the_same_response() -> None:
+    fresh, looping = list(range(12)), [1, 2, 3] * 4
+    assert rollouts_of([with_tokens([fresh, fresh])]).repetition_ratio == 0
+    # Of nine windows of four tokens three are different.
+    assert rollouts_of([with_tokens([looping, looping])]).repetition_ratio == pytest.approx(6 / 9)
+    assert rollouts_of([with_tokens([fresh, looping])]).repetition_ratio == pytest.approx(3 / 9)
+
+
+def test_a_response_shorter_than_a_window_does_not_repeat_and_one_of_one_token_is_empty() -> None:
+    rollouts = rollouts_of([with_tokens([[5], [5, 5, 5]])])
+    assert rollouts.repetition_ratio == 0
+    assert rollouts.empty_ratio == 0.5
+
+
+def test_repetition_looks_at_a_bounded_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = 0
+
+    def share(token_ids: object) -> float:
+        nonlocal looked_at
+        looked_at += 1
+        return 0.0
+
+    monkeypatch.setattr("megarl.observe.summary._repeated_share", share)
+    rollouts_of([scored_group([0.0, 1.0], lengths=[1, 1], number=number) for number in range(400)])
+    assert 128 <= looked_at <= 256
+
+
+def test_the_prompts_of_a_step_are_described() -> None:
+    summary = summary_of([scored_group([0.0, 1.0], lengths=[2, 4]), scored_group([0.0, 1.0], lengths=[2, 4])])
+    assert (summary.epoch, summary.num_prompts, summary.prompt_tokens_mean) == (0, 2, 4.0)

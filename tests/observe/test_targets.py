@@ -33,7 +33,7 @@ def test_engines_come_and_go_with_their_processes(folder: Path) -> None:
         targets.record(record)
     everybody = {"megarl": "127.0.0.1:9464", "sglang0": "127.0.0.1:30000", "sglang1": "127.0.0.1:30001"}
     assert addresses(folder) == everybody
-    for record in records([engine_changed(0, "lost")]):
+    for record in records([engine_changed(0, "dead")]):
         targets.record(record)
     assert addresses(folder) == {key: value for key, value in everybody.items() if key != "sglang0"}
     for record in records([engine_changed(0)]):

@@ -1,0 +1,201 @@
+"""What being watched costs a run: time per step, series, and the time of a scrape, against what they may.
+
+One process does everything that a step does for its metrics: counts rollouts and scores, summarises, fills the meter,
+and answers Prometheus.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import httpx
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl.env import NO_COLOR
+from megarl.observe.catalogue import MAX_SERIES, METRICS
+from megarl.observe.endpoint import MetricsEndpoint
+from megarl.observe.meter import Meter
+from megarl.observe.metrics import Metrics
+from megarl.observe.observer import Observer
+from megarl.observe.summary import summarize_step
+from megarl.types import (
+    FinishReason,
+    PolicyVersion,
+    Prompt,
+    PublishResult,
+    Rollout,
+    RolloutGroup,
+    Score,
+    ScoredGroup,
+    TrainSample,
+    UpdateResult,
+)
+
+MAX_OVERHEAD = 0.005
+MAX_SCRAPE_S = 0.05
+SCRAPE_EVERY_S = 5.0
+"""As launch/monitoring does."""
+
+_NUM_SCRAPES = 20
+_WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A step that is watched."""
+
+    name: str
+    num_groups: int
+    num_rollouts: int
+    """Of each group."""
+    num_tokens: int
+    """Of each response."""
+    step_seconds: float
+    """How long such a step takes, with everything."""
+
+
+QUICKSTART = Workload(name="quickstart", num_groups=64, num_rollouts=8, num_tokens=5, step_seconds=2.4)
+LARGE = Workload(name="512 x 16 rollouts of 8192", num_groups=512, num_rollouts=16, num_tokens=8192, step_seconds=120.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    name: str
+    value: float
+    unit: str
+    goal: float
+    """The most it may be."""
+
+    @property
+    def miss(self) -> float:
+        """How many times the goal it is."""
+        return self.value / self.goal
+
+
+def measure_exporter(workloads: Sequence[Workload] = (QUICKSTART, LARGE), *, repeats: int = 5) -> list[Figure]:
+    meter = _full_meter()
+    num_series, scrape_s = _measure_scrape(meter)
+    figures = []
+    for workload in workloads:
+        seconds = _measure_step(workload, repeats) + scrape_s * workload.step_seconds / SCRAPE_EVERY_S
+        figures.append(
+            Figure(
+                name=f"overhead, {workload.name} ({1000 * seconds:.1f} ms in {workload.step_seconds:g} s)",
+                value=100 * seconds / workload.step_seconds,
+                unit="% of a step",
+                goal=100 * MAX_OVERHEAD,
+            )
+        )
+    return [
+        *figures,
+        Figure(name="series, every label at its limit", value=num_series, unit="", goal=MAX_SERIES),
+        Figure(name="scrape of all of them", value=1000 * scrape_s, unit="ms", goal=1000 * MAX_SCRAPE_S),
+    ]
+
+
+def _full_meter() -> Meter:
+    """Every metric with as many labels as it may have."""
+    meter = Meter("bench")
+    for metric in METRICS:
+        if metric.kind == "histogram":
+            meter.observe(metric, 1.0)
+            continue
+        tell: Callable[..., None] = meter.set if metric.kind == "gauge" else meter.add
+        for index in range(metric.limit):
+            tell(metric, 1.0, *(f"value{index}" for _ in metric.labels))
+    return meter
+
+
+def _measure_scrape(meter: Meter) -> tuple[int, float]:
+    """Series, and the median time until a scraper has them."""
+    endpoint = MetricsEndpoint(meter.registry, port=0)
+    try:
+        with httpx.Client() as client:
+            text = client.get(endpoint.url).text
+            seconds = []
+            for _ in range(_NUM_SCRAPES):
+                began = time.perf_counter()
+                client.get(endpoint.url)
+                seconds.append(time.perf_counter() - began)
+    finally:
+        endpoint.close()
+    return sum(not line.startswith("#") for line in text.splitlines()), statistics.median(seconds)
+
+
+def _measure_step(workload: Workload, repeats: int) -> float:
+    """Median time of everything that is done for metrics in one step."""
+    groups, samples = _groups(workload)
+    meter = Meter("bench")
+    observer = Observer([Metrics(meter)], meter=meter)
+    update = UpdateResult(version=PolicyVersion(1), stats=None)
+    seconds = []
+    for step in range(1, repeats + 1):
+        began = time.perf_counter()
+        for _ in groups:
+            observer.group_generated(seconds=1.0, num_rollouts=workload.num_rollouts, num_tokens=workload.num_tokens)
+            for _ in range(workload.num_rollouts):
+                observer.scored(0.01)
+        summary = summarize_step(
+            step=step,
+            groups=groups,
+            samples=samples,
+            dropped_groups={},
+            update=update,
+            kl_coef=None,
+            seconds=workload.step_seconds,
+        )
+        observer.published(PublishResult(version=PolicyVersion(step), num_bytes=0, seconds=1.0, num_engines=1))
+        observer.step_finished(summary)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def _groups(workload: Workload) -> tuple[list[ScoredGroup], list[TrainSample]]:
+    """Different rollouts for as many as are looked at closely; the others share their arrays."""
+    random = np.random.default_rng(1)
+    size = workload.num_tokens
+    rollouts = [
+        Rollout(
+            token_ids=random.integers(0, 1000, size, dtype=np.int32),
+            logprobs=np.zeros(size, np.float32),
+            versions=np.zeros(size, np.int32),
+            loss_mask=np.ones(size, np.bool_),
+            finish_reason=FinishReason.STOP,
+            text="",
+        )
+        for _ in range(workload.num_rollouts)
+    ]
+    advantages = np.ones(size, np.float32)
+    prompt = Prompt(
+        uid="bench",
+        position=0,
+        epoch=0,
+        token_ids=np.zeros(8, np.int32),
+        data_source="bench",
+        ground_truth="",
+        extra_info={},
+    )
+    scores = tuple(Score(value=float(value), components={"a": 1.0}) for value in random.random(workload.num_rollouts))
+    group = ScoredGroup(group=RolloutGroup(prompt=prompt, rollouts=tuple(rollouts)), scores=scores)
+    samples = [TrainSample(prompt_ids=prompt.token_ids, rollout=item, advantages=advantages) for item in rollouts]
+    return [group] * workload.num_groups, samples * workload.num_groups
+
+
+def print_figures(figures: Sequence[Figure]) -> None:
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("figure", "measured", "goal"):
+        table.add_column(column, justify="left" if column == "figure" else "right")
+    for figure in figures:
+        table.add_row(figure.name, f"{figure.value:.3g} {figure.unit}", f"<= {figure.goal:g} {figure.unit}")
+    Console(no_color=bool(NO_COLOR.read()), width=_WIDTH, highlight=False).print(table)
+
+
+def as_json(figures: Sequence[Figure]) -> str:
+    return json.dumps([asdict(figure) for figure in figures])

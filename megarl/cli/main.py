@@ -64,6 +64,7 @@ def _add_other_commands() -> None:
     from megarl.cli.bench import bench_app
     from megarl.cli.checkpoint import app as checkpoint_app
     from megarl.cli.diagnose import diagnose_app
+    from megarl.cli.doctor import doctor
     from megarl.cli.export import export
     from megarl.cli.fleet import fleet
     from megarl.cli.metrics import dashboards, metrics_app
@@ -77,6 +78,7 @@ def _add_other_commands() -> None:
     app.add_typer(metrics_app, name="metrics")
     app.command()(dashboards)
     app.command()(samples)
+    app.command()(doctor)
     app.command()(view)
     app.command()(report)
     app.command()(timeline)

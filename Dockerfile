@@ -16,9 +16,9 @@ WORKDIR /build
 COPY requirements.txt requirements-cuda.txt ./
 # The list is complete, so nothing is resolved; torch comes as the CUDA 13 build that PyPI has.
 RUN pip install --no-deps -r requirements.txt
-# What SGLang and torch need besides on a GPU, as their own wheels pin it.
+# What SGLang and torch need besides on a GPU; Transformer Engine is built below.
 RUN grep -v '^transformer-engine' requirements-cuda.txt > wheels.txt \
-    && pip install -c requirements.txt -r wheels.txt torch==2.13.0 sglang==0.5.21
+    && pip install --no-deps -r wheels.txt
 
 # --- What has to be compiled for that torch --------------------------------------------------------------------------
 FROM packages AS kernels
@@ -26,9 +26,11 @@ ARG TORCH_CUDA_ARCH_LIST="8.0 9.0 10.0"
 ARG NVTE_CUDA_ARCHS="80;90;100"
 ARG MAX_JOBS=8
 ENV NVTE_FRAMEWORK=pytorch
-RUN pip install --no-build-isolation -c requirements.txt 'transformer-engine[core_cu13,pytorch]==2.11.0'
+# What it brings along must not change what is there.
+RUN pip freeze > installed.txt \
+    && pip install --no-build-isolation -c installed.txt 'transformer-engine[core_cu13,pytorch]==2.11.0'
 # Apex has no releases: one commit of it.
-ARG APEX_COMMIT=705cba91fc26413d484f5ce2983427d840199a97
+ARG APEX_COMMIT=10417aceddd7d5d05d7cbf7b0fc2daad1105f8b4
 RUN git clone --filter=blob:none https://github.com/NVIDIA/apex apex \
     && git -C apex checkout "$APEX_COMMIT" \
     && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps ./apex \

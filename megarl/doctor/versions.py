@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -29,14 +29,15 @@ def installed(package: str) -> str | None:
         return None
 
 
-def pinned_versions() -> dict[str, str]:
-    """By package, as `pip install` would be told."""
-    pins: dict[str, str] = {}
+def pinned_versions() -> dict[str, tuple[str, ...]]:
+    """By package, as `pip install` would be told; the second, where there is one, is that of CUDA machines."""
+    pins: dict[str, tuple[str, ...]] = {}
     for path in TESTED_FILES:
         for line in path.read_text().splitlines():
             found = re.match(r"^([A-Za-z0-9_.-]+)(?:\[[^\]]*\])?==([^\s;#]+)", line)
             if found:
-                pins[normalized(found[1])] = found[2]
+                name = normalized(found[1])
+                pins[name] = (*pins.get(name, ()), found[2])
     return pins
 
 
@@ -61,19 +62,20 @@ def check_versions(*, has_gpu: bool, installed: Installed = installed) -> Iterat
     )
     tested = pinned_versions()
     for package in REQUIRED:
-        yield _of_package(package, installed(package), tested, missing=Verdict.ERROR)
+        yield _of_package(package, installed(package), tested.get(package, ()), missing=Verdict.ERROR)
+    missing = Verdict.WARNING if has_gpu else Verdict.NOTE
     for package in FOR_CUDA:
-        yield _of_package(package, installed(package), tested, missing=Verdict.WARNING if has_gpu else Verdict.NOTE)
+        yield _of_package(package, installed(package), tested.get(package, ()), missing=missing)
 
 
-def _of_package(package: str, version: str | None, tested: Mapping[str, str], *, missing: Verdict) -> Check:
-    wanted = tested.get(package)
+def _of_package(package: str, version: str | None, tested: Sequence[str], *, missing: Verdict) -> Check:
+    wanted = tested[0] if tested else None
     pin = package if wanted is None else f"{package}=={wanted}"
     if version is None:
         remedy = "" if missing is Verdict.NOTE else f"pip install {pin}"
         return Check(area="versions", name=package, found="not installed", verdict=missing, remedy=remedy)
     # A local version, as in 2.13.0+cpu, names a build of the same release.
-    is_tested = wanted is None or version.partition("+")[0] == wanted.partition("+")[0]
+    is_tested = wanted is None or version.partition("+")[0] in tested
     return Check(
         area="versions",
         name=package,

@@ -72,9 +72,23 @@ start_ray() {
   port=$(python3 -c 'import socket, sys; print(socket.create_server((sys.argv[1], 0)).getsockname()[1])' "$address")
   head="$address:$port"
   say "Ray at $head, nodes ${nodes[*]}, logs in $logs"
-  for node in "${nodes[@]}"; do
+  start_node "${nodes[0]}" "$address" &
+  ray_steps+=("$!")
+  wait_for_head
+  for node in "${nodes[@]:1}"; do
     start_node "$node" "$(address_of "$node")" &
     ray_steps+=("$!")
+  done
+}
+
+# A worker that comes before the head would give up for good.
+wait_for_head() {
+  local deadline=$((SECONDS + ready_timeout_s))
+  until (exec 3<>"/dev/tcp/${head%:*}/$port") 2>/dev/null; do
+    if ((SECONDS > deadline)) || ! kill -0 "${ray_steps[0]}" 2>/dev/null; then
+      fail_to_start "Ray does not come up on ${nodes[0]}: its log there says why"
+    fi
+    sleep 0.2
   done
 }
 
@@ -84,9 +98,6 @@ start_node() {
   if [[ $node == "${nodes[0]}" ]]; then
     # Not /tmp/ray: that belongs to whoever was on this node first.
     place=(--head --port="$port" --include-dashboard=false --temp-dir="/tmp/ray-$SLURM_JOB_ID")
-  else
-    # A worker that comes before the head gives up for good.
-    until (exec 3<>"/dev/tcp/${head%:*}/$port") 2>/dev/null; do sleep 0.2; done
   fi
   # shellcheck disable=SC2016 # expanded on the node
   on_node "$node" "$logs/ray_$node.log" bash -c 'exec ray start --num-cpus="$SLURM_CPUS_ON_NODE" "$@"' ray \
@@ -96,13 +107,21 @@ start_node() {
 wait_for_nodes() {
   export RAY_ADDRESS="$head"
   on_node "${nodes[0]}" "$logs/ready.log" \
-    python3 -m megarl.runtime.ready --nodes "${#nodes[@]}" --timeout-s "$ready_timeout_s" ||
-    fail_to_start
+    python3 -m megarl.runtime.ready --nodes "${#nodes[@]}" --timeout-s "$ready_timeout_s" &
+  local ready_step=$! code=0
+  # Also where Ray ends on a node: then there is nothing to wait for.
+  wait -n "$ready_step" "${ray_steps[@]}" || code=$?
+  if kill -0 "$ready_step" 2>/dev/null; then
+    pkill -TERM -P "$ready_step" || true
+    ((is_asked)) || fail_to_start "Ray ended on a node: its log there says why"
+  elif ((code)); then
+    fail_to_start "not all nodes within $ready_timeout_s s: $(tail -n 1 "$logs/ready.log")"
+  fi
 }
 
 fail_to_start() {
-  ((is_asked)) && return
-  say "Ray did not come up on all nodes within $ready_timeout_s s: $(tail -n 1 "$logs/ready.log")"
+  say "$1"
+  stop_ray
   count_failure 5
 }
 

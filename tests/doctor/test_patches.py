@@ -40,7 +40,7 @@ def released(patch: Patch, folder: Path) -> Path:
 
 @pytest.mark.parametrize("patch", find_patches(), ids=lambda patch: patch.name)
 def test_a_patch_fits_the_released_package_and_says_what_it_is_for(patch: Patch, tmp_path: Path) -> None:
-    assert pinned_versions()[normalized(patch.package)] == patch.version
+    assert patch.version in pinned_versions()[normalized(patch.package)]
     text = patch.path.read_text()
     for heading in ("Needed for:", "Upstream:", "Remove with:"):
         assert f"\n{heading} " in text

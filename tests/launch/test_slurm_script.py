@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,9 +97,7 @@ def test_a_mistake_of_the_recipe_is_not_tried_again(cluster: SlurmCluster, tmp_p
 
 def test_a_failure_is_tried_again_but_not_for_ever(cluster: SlurmCluster, tmp_path: Path) -> None:
     number = cluster.submit(job(tmp_path, "exit 76"))
-    deadline = time.monotonic() + 120
-    while cluster.wait(number, "COMPLETED", "FAILED", timeout_s=60) and attempts(tmp_path) < 2:
-        assert time.monotonic() < deadline, log(tmp_path)
+    cluster.wait_for(number, lambda: "given up" in log(tmp_path), timeout_s=180)
     assert cluster.wait(number, "FAILED", timeout_s=60) == "FAILED"
     assert cluster.field(number, "ExitCode") == "76:0"
     assert attempts(tmp_path) == 2
@@ -108,20 +105,25 @@ def test_a_failure_is_tried_again_but_not_for_ever(cluster: SlurmCluster, tmp_pa
     assert "failure 2, with exit code 76: given up" in log(tmp_path)
 
 
+def test_a_ray_that_does_not_start_is_not_waited_for(cluster: SlurmCluster, tmp_path: Path) -> None:
+    script = job(tmp_path, "exit 0")
+    ray = tmp_path / "bin" / "ray"
+    ray.write_text(ray.read_text().replace("exec sleep 1000", "exit 1"))
+    number = cluster.submit(script)
+    cluster.wait_for(number, lambda: "given up" in log(tmp_path), timeout_s=180)
+    assert cluster.wait(number, "FAILED", timeout_s=60) == "FAILED"
+    assert attempts(tmp_path) == 0
+    assert "Ray ended on a node: its log there says why" in log(tmp_path)
+
+
 def test_a_job_whose_node_is_lost_is_queued_again(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     megarl = "(($(wc -l <attempts) > 1)) && exit 0\nexec sleep 1000"
     with slurm_cluster(tmp_path_factory.mktemp("failing") / "cluster") as cluster:
         number = cluster.submit(job(tmp_path, megarl))
-        deadline = time.monotonic() + 60
-        while attempts(tmp_path) < 1:
-            assert time.monotonic() < deadline, log(tmp_path)
-            time.sleep(0.5)
+        cluster.wait_for(number, lambda: attempts(tmp_path) == 1, timeout_s=60)
         lost = cluster.daemons["n1"]
         lost.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 240
-        while cluster.field(number, "Restarts") != "1":
-            assert time.monotonic() < deadline, cluster.ask("scontrol", "show", "job", number)
-            time.sleep(1)
+        cluster.wait_for(number, lambda: cluster.field(number, "Restarts") == "1", timeout_s=240)
         lost.send_signal(signal.SIGCONT)
         assert cluster.wait(number, "COMPLETED", "FAILED", timeout_s=180) == "COMPLETED", log(tmp_path)
         assert attempts(tmp_path) == 2

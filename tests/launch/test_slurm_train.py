@@ -65,10 +65,7 @@ def test_a_job_over_two_nodes_is_stopped_and_goes_on_to_its_end(cluster: SlurmCl
         time.sleep(0.2)
     # What `--signal=B:USR1@...` sends before the time limit, and to whom.
     cluster.ask("scancel", "--signal=USR1", "--batch", job)
-    deadline = time.monotonic() + 120
-    while cluster.field(job, "Restarts") != "1":
-        assert time.monotonic() < deadline, log(tmp_path)
-        time.sleep(1)
+    cluster.wait_for(job, lambda: cluster.field(job, "Restarts") == "1", timeout_s=180)
     assert cluster.wait(job, "COMPLETED", "FAILED", timeout_s=300) == "COMPLETED", log(tmp_path)
 
     told = events(run)

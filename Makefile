@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 DATA := data/arithmetic
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow test-gpu check fmt docs clean
+.PHONY: help setup patches quickstart test test-slow test-gpu check fmt docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ $(INSTALLED): requirements.txt pyproject.toml
 	$(PIP_INSTALL) -r requirements.txt
 	$(PIP_INSTALL) --no-build-isolation -e .
 	touch $@
+
+patches: setup ## apply the patches of patches/ to the packages in .venv; optional
+	$(BIN)/python -m megarl.doctor.patches
 
 quickstart: setup ## train a small policy on this machine: data, warm start, GRPO
 	$(BIN)/megarl data make arithmetic --out $(DATA)

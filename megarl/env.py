@@ -20,6 +20,10 @@ class EnvVar:
 RAY_ADDRESS = EnvVar(name="RAY_ADDRESS", default="", reason="Join this Ray cluster when the recipe names none.")
 NO_COLOR = EnvVar(name="NO_COLOR", default="", reason="Any value: plain output, as on every other tool.")
 FAULTS = EnvVar(name="MEGARL_FAULTS", default="", reason="Accidents for tests, as JSON; see faults.py. Empty: none.")
+SLURM_JOB_ID = EnvVar(name="SLURM_JOB_ID", default="", reason="Set inside a Slurm job.")
+SLURM_CPUS_ON_NODE = EnvVar(
+    name="SLURM_CPUS_ON_NODE", default="", reason="What Slurm gave the job here; Ray would count every core."
+)
 
 ENGINE_HOST_ENVIRONMENT: Mapping[str, str] = {
     # Ray would kill an actor's children one by one as the actor ends, the engine's guard before the engine.

@@ -7,7 +7,9 @@ packages=(
   prometheus            # with promtool: dashboards' queries and alert rules are tried on a real one
   chromium              # the run page is opened in it
   slurmctld slurmd slurm-client munge # a cluster of two nodes on one host, for the launch templates
-  shellcheck
+  shellcheck            # of the job scripts
+  patch                 # patches/ are tried on the released packages
+  iproute2              # launch/ray/start_node.sh asks it for this machine's address
 )
 
 missing=()

@@ -64,8 +64,10 @@ def _add_other_commands() -> None:
     from megarl.cli.bench import bench_app
     from megarl.cli.checkpoint import app as checkpoint_app
     from megarl.cli.diagnose import diagnose_app
+    from megarl.cli.doctor import doctor
     from megarl.cli.export import export
     from megarl.cli.fleet import fleet
+    from megarl.cli.launch import launch_app
     from megarl.cli.metrics import dashboards, metrics_app
     from megarl.cli.samples import samples
     from megarl.cli.trace import timeline
@@ -76,7 +78,9 @@ def _add_other_commands() -> None:
     app.add_typer(diagnose_app, name="diagnose")
     app.add_typer(metrics_app, name="metrics")
     app.command()(dashboards)
+    app.add_typer(launch_app, name="launch")
     app.command()(samples)
+    app.command()(doctor)
     app.command()(view)
     app.command()(report)
     app.command()(timeline)

@@ -1,0 +1,1 @@
+../../megarl/launch/slurm_job.sh

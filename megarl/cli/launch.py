@@ -1,0 +1,107 @@
+"""`megarl launch`: a recipe as a job of a scheduler."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megarl.cli.recipes import Overrides, RecipePath, load_checked
+from megarl.errors import ConfigError, MachineError, Problem
+
+launch_app = typer.Typer(no_args_is_help=True, help="Jobs for schedulers.")
+
+_SUBMIT_TIMEOUT_S = 60.0
+
+
+@launch_app.callback()
+def _launch() -> None:
+    """A group of commands, though it has one."""
+
+
+@launch_app.command()
+def slurm(
+    recipe: RecipePath,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines of the job.", show_default=False)],
+    overrides: Overrides = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Without it what the largest pool has; on a CPU run, processes.")
+    ] = None,
+    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Without it the job takes whole nodes.")] = None,
+    gpu_request: Annotated[
+        str | None, typer.Option(metavar="OPTION", help="Instead of --gpus-per-node=N, such as --gres=gpu:h100:8.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option()] = None,
+    account: Annotated[str | None, typer.Option()] = None,
+    time: Annotated[str | None, typer.Option(help="As sbatch takes it: 90, 12:00:00, 2-12:00:00.")] = None,
+    container: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="A .sif file for Apptainer, else an image for pyxis.")
+    ] = None,
+    venv: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Without it the environment of this command.")
+    ] = None,
+    mount: Annotated[
+        list[Path] | None, typer.Option(metavar="DIR", help="Besides what the recipe names. May be repeated.")
+    ] = None,
+    max_failures: Annotated[
+        int, typer.Option(min=0, help="How often a job that failed on the machines' side is queued again.")
+    ] = 3,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Without it the script is printed.")] = None,
+    is_submitted: Annotated[bool, typer.Option("--submit", help="Hand it to sbatch.")] = False,
+) -> None:
+    """Write an sbatch script: Ray on every node, megarl on the first; saves before the time limit, and goes on."""
+    if container is not None and venv is not None:
+        problem = Problem(key="", message="name a --container or a --venv, not both")
+        raise ConfigError("megarl launch slurm", (problem,))
+    checked = load_checked(recipe, overrides)
+
+    from megarl.launch.slurm import SlurmJob, render
+
+    job = SlurmJob(
+        recipe_path=recipe.absolute(),
+        overrides=tuple(overrides or ()),
+        folder=Path.cwd(),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node or max(pool.gpus_per_node for pool in checked.pools.values()),
+        cpus_per_node=cpus_per_node,
+        gpu_request=gpu_request,
+        partition=partition,
+        account=account,
+        time_limit=time,
+        container=container,
+        venv=None if venv is None else venv.absolute(),
+        mounts=tuple(path.absolute() for path in mount or ()),
+        max_failures=max_failures,
+    )
+    script = render(job, checked)
+    if out is not None:
+        _write(out, script)
+    if is_submitted:
+        print(_submit(script))
+    elif out is None:
+        print(script, end="")
+    else:
+        print(f"wrote {out}; sbatch {out}")
+
+
+def _write(path: Path, script: str) -> None:
+    try:
+        path.write_text(script)
+        path.chmod(0o755)
+    except OSError as error:
+        raise MachineError(f"--out {path}: cannot be written: {error.strerror}") from error
+
+
+def _submit(script: str) -> str:
+    program = shutil.which("sbatch")
+    if program is None:
+        raise MachineError("sbatch not found; run this where Slurm's commands are, or write the script with --out")
+    done = subprocess.run(  # noqa: S603 - the program was looked up, the script comes by its standard input
+        [program], input=script, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_S, check=False
+    )
+    if done.returncode != 0:
+        raise MachineError(f"sbatch refuses the job: {' '.join(done.stderr.split())}")
+    return done.stdout.strip()

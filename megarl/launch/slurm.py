@@ -1,0 +1,214 @@
+"""A recipe as a Slurm job: what it asks Slurm for, and the settings that `slurm_job.sh` works with.
+
+Values reach the script as quoted assignments above its text, so that nothing in them is ever run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.config import Recipe
+from megarl.errors import ConfigError, Problem
+
+BODY = Path(__file__).parent / "slurm_job.sh"
+CPU_SLOT = "megarl_slot"
+"""What the runtime calls a process's place on a CPU run."""
+READY_TIMEOUT_S = 300
+_SPARE_S = 60
+"""Slurm's clock has this grain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmJob:
+    """What the command line says about a job."""
+
+    recipe_path: Path
+    overrides: tuple[str, ...] = ()
+    folder: Path
+    """Where the job runs: relative paths of the recipe start there."""
+    nodes: int
+    gpus_per_node: int
+    cpus_per_node: int | None = None
+    """None takes whole nodes."""
+    gpu_request: str | None = None
+    """Instead of `--gpus-per-node`, for clusters that want another one, such as `--gres=gpu:h100:8`."""
+    partition: str | None = None
+    account: str | None = None
+    time_limit: str | None = None
+    container: str | None = None
+    venv: Path | None = None
+    """None, and no container: the environment that megarl runs in now."""
+    mounts: tuple[Path, ...] = ()
+    max_failures: int = 3
+
+
+def render(job: SlurmJob, recipe: Recipe) -> str:
+    """The whole script; a ConfigError where the recipe does not fit the job."""
+    problems = [*_check_sizes(job, recipe), *_check_words(job), *_check_time(job, recipe)]
+    if problems:
+        raise ConfigError(str(job.recipe_path), tuple(problems))
+    lines = ["#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in _options(job, recipe)), ""]
+    lines += [*_settings(job, recipe), "", BODY.read_text()]
+    return "\n".join(lines)
+
+
+def _check_sizes(job: SlurmJob, recipe: Recipe) -> Iterator[Problem]:
+    """Ray packs the pools: one that has a node takes all its GPUs there, others take what is left anywhere."""
+    needed, given = (sum(pool.gpus for pool in recipe.pools.values()), job.nodes * job.gpus_per_node)
+    if needed > given:
+        yield Problem(
+            key="pools",
+            message=f"take {needed} gpus, {job.nodes} nodes of {job.gpus_per_node} have {given}; "
+            f"ask for --nodes {-(-needed // job.gpus_per_node)}",
+        )
+        return
+    free = [job.gpus_per_node] * job.nodes
+    whole = sorted(recipe.pools.items(), key=lambda item: -item[1].gpus)
+    for name, pool in whole:
+        if pool.nodes > 1:
+            continue
+        fullest = max(range(job.nodes), key=lambda node: (free[node] >= pool.gpus, -free[node]))
+        if free[fullest] < pool.gpus:
+            yield Problem(
+                key=f"pools.{name}",
+                message=f"its {pool.gpus} gpus must be on one node, which has {job.gpus_per_node}, less what other "
+                f"pools take; set pools.{name}.nodes or ask for more --nodes",
+            )
+            return
+        free[fullest] -= pool.gpus
+
+
+def _check_words(job: SlurmJob) -> Iterator[Problem]:
+    """Slurm reads an option to the end of its line."""
+    words = {
+        "--partition": job.partition,
+        "--account": job.account,
+        "--gpu-request": job.gpu_request,
+        "--container": job.container,
+    }
+    for name, word in words.items():
+        if word is not None and not re.fullmatch(r"[\w.,:=/@+#-]+", word):
+            yield Problem(key=name, message=f"{word!r} has characters that Slurm would not take as one word")
+    if re.search(r"\s", str(job.folder)):
+        yield Problem(key="--chdir", message=f"{job.folder}: Slurm takes no folder with blanks; start elsewhere")
+
+
+def _check_time(job: SlurmJob, recipe: Recipe) -> Iterator[Problem]:
+    if job.time_limit is None:
+        return
+    seconds = parse_time(job.time_limit)
+    if seconds is None:
+        message = f"{job.time_limit!r} is no time of Slurm's; write 90, 12:00:00 or 2-12:00:00"
+        yield Problem(key="--time", message=message)
+    elif seconds <= 2 * lead_s(recipe):
+        yield Problem(
+            key="--time",
+            message=f"{job.time_limit} leaves no time to train: {lead_s(recipe)} s before the end it is asked to save "
+            "(checkpoint.grace_s, and what Slurm's clock is off)",
+        )
+
+
+def parse_time(text: str) -> int | None:
+    """Seconds, from Slurm's minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    if not re.fullmatch(r"(?:\d+-\d+(?::\d+){0,2}|\d+(?::\d+){0,2})", text):
+        return None
+    days, _, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if days:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def lead_s(recipe: Recipe) -> int:
+    """How long before its end a job is asked to leave."""
+    return int(recipe.checkpoint.grace_s) + _SPARE_S
+
+
+def _options(job: SlurmJob, recipe: Recipe) -> Iterator[str]:
+    yield f"--job-name=megarl-{recipe.run.name}"
+    yield f"--chdir={job.folder}"
+    yield f"--output=megarl-{recipe.run.name}-%j.log"
+    yield "--open-mode=append"
+    yield f"--nodes={job.nodes}"
+    yield "--ntasks-per-node=1"
+    if job.cpus_per_node is None:
+        yield "--exclusive"
+        yield "--mem=0"
+    else:
+        yield f"--cpus-per-task={job.cpus_per_node}"
+    if recipe.run.device == "cuda":
+        yield job.gpu_request or f"--gpus-per-node={job.gpus_per_node}"
+    for name, value in (("partition", job.partition), ("account", job.account), ("time", job.time_limit)):
+        if value is not None:
+            yield f"--{name}={value}"
+    yield f"--signal=B:USR1@{lead_s(recipe)}"
+    yield "--requeue"
+
+
+def _settings(job: SlurmJob, recipe: Recipe) -> Iterator[str]:
+    train_words = [str(job.recipe_path)]
+    for assignment in job.overrides:
+        train_words += ["--set", assignment]
+    resources = json.dumps({CPU_SLOT: job.gpus_per_node})
+    devices = f"--num-gpus={job.gpus_per_node}" if recipe.run.device == "cuda" else f"--resources={resources}"
+    srun_options, inside = _container(job, recipe)
+    yield _assign("train_words", train_words)
+    yield _assign("devices", [devices])
+    yield _assign("srun_options", srun_options)
+    yield _assign("inside", inside)
+    yield _assign("log_root", str(_absolute(job, recipe.run.folder) / "slurm"))
+    yield _assign("ready_timeout_s", str(READY_TIMEOUT_S))
+    yield _assign("max_failures", str(job.max_failures))
+    if job.container is None:
+        venv = job.venv or Path(sys.prefix)
+        yield f"export PATH={shlex.quote(str(venv / 'bin'))}:$PATH"
+
+
+def _container(job: SlurmJob, recipe: Recipe) -> tuple[list[str], list[str]]:
+    """Apptainer for its own files, pyxis (`srun --container-image`) for everything else."""
+    if job.container is None:
+        return [], []
+    mounts = _mounts(job, recipe)
+    if job.container.endswith(".sif"):
+        binds = [word for mount in mounts for word in ("--bind", str(mount))]
+        nv = ["--nv"] if recipe.run.device == "cuda" else []
+        return [], ["apptainer", "exec", *nv, *binds, "--pwd", str(job.folder), job.container]
+    mounted = ",".join(f"{mount}:{mount}" for mount in mounts)
+    options = [f"--container-image={job.container}", f"--container-mounts={mounted}"]
+    return [*options, f"--container-workdir={job.folder}"], []
+
+
+def _mounts(job: SlurmJob, recipe: Recipe) -> list[Path]:
+    """Every folder that the run reads or writes, and that is not inside another one of them."""
+    roles = recipe.roles
+    paths = [recipe.run.folder, recipe.model.path, job.recipe_path.parent]
+    paths += [path.parent for path in (*recipe.data.train, *recipe.data.eval)]
+    paths += [role.path for role in (roles.critic, roles.reference) if role is not None and role.path is not None]
+    folders = sorted({job.folder, *(_absolute(job, path) for path in (*paths, *job.mounts))})
+    return [folder for folder in folders if not any(other in folder.parents for other in folders)]
+
+
+def _absolute(job: SlurmJob, path: Path) -> Path:
+    return path if path.is_absolute() else job.folder / path
+
+
+def _assign(name: str, value: str | Sequence[str]) -> str:
+    if isinstance(value, str):
+        return f"{name}={_quoted(value)}"
+    return f"{name}=({' '.join(map(_quoted, value))})"
+
+
+def _quoted(word: str) -> str:
+    """In quotes even where a shell needs none: readers of an array wonder about a bare comma."""
+    quoted = shlex.quote(word)
+    return quoted if quoted != word else f"'{word}'"

@@ -1,0 +1,204 @@
+"""A real Slurm of two nodes on this machine, from Debian's packages: no systemd, no cgroups, nothing left behind.
+
+The nodes are two daemons with loopback addresses of their own. Slurm's timers have a grain of up to a minute, and a
+job that is queued again waits two: `hurry` tells Slurm to start it now.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megarl.env import LOCAL_RAY_ENVIRONMENT
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "sinfo")
+NODES = {"n0": "127.0.0.1", "n1": "127.0.0.2"}
+_START_TIMEOUT_S = 60.0
+
+CONFIG = """\
+ClusterName=test
+SlurmctldHost=localhost(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+SlurmctldPort={port}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SchedulerType=sched/backfill
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+JobCompType=jobcomp/none
+KillWait=10
+SlurmdTimeout=30
+PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmCluster:
+    folder: Path
+    daemons: dict[str, subprocess.Popen[bytes]]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        # A Ray of one machine, as other tests start it, would let no other node join.
+        outer = {name: value for name, value in os.environ.items() if name not in LOCAL_RAY_ENVIRONMENT}
+        return {**outer, "SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def ask(self, *words: str) -> str:
+        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        return done.stdout.strip()
+
+    def submit(self, script: Path, *options: str) -> str:
+        """The job's number."""
+        done = subprocess.run(
+            ["sbatch", "--parsable", *options, str(script)],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def field(self, job: str, name: str) -> str:
+        words = dict(word.partition("=")[::2] for word in self.ask("scontrol", "show", "job", job).split())
+        return words.get(name, "")
+
+    def wait(self, job: str, *states: str, timeout_s: float) -> str:
+        """Until the job is in one of the states."""
+        self.wait_for(job, lambda: self.field(job, "JobState") in states, timeout_s=timeout_s)
+        return self.field(job, "JobState")
+
+    def wait_for(self, job: str, holds: Callable[[], bool], *, timeout_s: float) -> None:
+        """A job that was queued again need not wait for its two minutes."""
+        deadline = time.monotonic() + timeout_s
+        hurried = 0.0
+        while not holds():
+            assert time.monotonic() < deadline, f"after {timeout_s:g} s: {self.ask('scontrol', 'show', 'job', job)}"
+            # Told too often, Slurm puts it off each time.
+            if time.monotonic() - hurried > 5 and self.field(job, "JobState") == "PENDING":
+                self.hurry(job)
+                hurried = time.monotonic()
+            time.sleep(0.5)
+
+    def hurry(self, job: str) -> None:
+        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+
+@contextmanager
+def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
+    missing = [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
+    assert not missing, f"{', '.join(missing)} missing: run scripts/install_debian_packages.sh"
+    folder.mkdir(parents=True)
+    folder.chmod(0o755)
+    (folder / "state").mkdir()
+    ports = _free_ports(1 + len(NODES))
+    with ExitStack() as stack:
+        daemons: dict[str, subprocess.Popen[bytes]] = {}
+        cluster = SlurmCluster(folder=folder, daemons=daemons)
+        _write_config(folder, ports)
+        stack.callback(_end_steps, folder)
+        daemons["munged"] = stack.enter_context(_daemon(cluster, "munged", *_munge_words(folder)))
+        _wait_for(lambda: (folder / "munge.socket").exists(), "munged")
+        daemons["slurmctld"] = stack.enter_context(_daemon(cluster, "slurmctld", "-D", "-c"))
+        for name in NODES:
+            daemons[name] = stack.enter_context(_daemon(cluster, "slurmd", "-D", "-N", name))
+        _wait_for(lambda: cluster.ask("sinfo", "-h", "-t", "idle", "-o", "%D") == str(len(NODES)), "the nodes")
+        yield cluster
+        cluster.ask("scancel", "--full", "--user", str(os.getuid()))
+        _wait_for(lambda: cluster.ask("squeue", "-h") == "", "the end of all jobs")
+
+
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+def _write_config(folder: Path, ports: list[int]) -> None:
+    key = folder / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(1024))
+    user = psutil.Process().username()
+    config = CONFIG.format(folder=folder, user=user, port=ports[0])
+    cpus = os.cpu_count()
+    for port, (name, address) in zip(ports[1:], NODES.items(), strict=True):
+        host = socket.gethostname()
+        config += f"NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs={cpus}\n"
+    (folder / "slurm.conf").write_text(config)
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+
+
+def _munge_words(folder: Path) -> list[str]:
+    options = {
+        "--key-file": "munge.key",
+        "--socket": "munge.socket",
+        "--pid-file": "munged.pid",
+        "--log-file": "munged.log",
+        "--seed-file": "munged.seed",
+    }
+    return ["--foreground", "--force", *(f"{option}={folder / name}" for option, name in options.items())]
+
+
+@contextmanager
+def _daemon(cluster: SlurmCluster, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    program = shutil.which(words[0], path=_PATH)
+    assert program is not None
+    with (cluster.folder / f"{'-'.join(words[:1])}.out").open("ab") as output:
+        process = subprocess.Popen(
+            [program, *words[1:]], env=cluster.environment, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=20)
+
+
+def _end_steps(folder: Path) -> None:
+    """Step daemons outlive a daemon that was killed on purpose; theirs is the environment of this cluster."""
+    for process in psutil.process_iter(["pid"]):
+        try:
+            if process.environ().get("SLURM_CONF") == str(folder / "slurm.conf"):
+                process.kill()
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+
+
+def _wait_for(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while not holds():
+        assert time.monotonic() < deadline, f"{what} did not come within {_START_TIMEOUT_S:g} s"
+        time.sleep(0.2)
+
+
+def _free_ports(number: int) -> list[int]:
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [listener.getsockname()[1] for listener in listeners]

@@ -219,7 +219,12 @@ class TrainConfig(Section):
     """Versions a trained token may be behind; 0 generates and trains in turn."""
     optimizer: OptimizerConfig = OptimizerConfig()
     operation_timeout_s: PositiveFloat = 1800
-    """Deadline of every call to a trainer rank."""
+    """Deadline of every call to a trainer rank: past it the ranks hang, and their stacks are in `<run>/hang_*.txt`."""
+    max_restarts: NonNegativeInt = 3
+    """How often all ranks are started again, from the newest checkpoint, because one died or hung; counted anew with
+    every checkpoint. 0 ends the run at once."""
+    restart_pause_s: NonNegativeFloat = 1.0
+    """Before the first of them; twice as long before each further one, and a minute at most."""
 
     @property
     def updates_per_step(self) -> int:

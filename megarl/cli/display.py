@@ -129,6 +129,8 @@ def describe(record: Record) -> str | None:
             return f"warning: version {version} was not published: {reason}"
         case EngineChanged(index=index, state=state, reason=reason) if reason:
             return f"engine {index} is {state}: {reason}"
+        case Restarted(role="trainers", reason=reason):
+            return f"warning: all trainer ranks start again {reason}"
         case Restarted(role=role, index=index, reason=reason):
             return f"{role} {index} is started again: {reason}"
         case Warned(text=text):

@@ -98,6 +98,10 @@ class EngineChanged:
     reason: str = ""
 
 
+ALL_TRAINERS = "trainers"
+"""As a role: the ranks of all models, which start again together."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarted:
     """A process that had ended was started again."""

@@ -170,7 +170,7 @@ class Observer:
         )
 
     def restarted(self, role: str, index: int, reason: str) -> None:
-        """A process of a role (`rollout`, `actor`, `critic`, `reference`, `reward`) is started again."""
+        """A process of a role (`rollout`, `reward`), or all `trainers` together, is started again."""
         self._tell(Restarted(role=role, index=index, reason=reason))
 
     def evaluated(self, step: int, result: EvalResult) -> None:

@@ -25,7 +25,7 @@ from megarl.config.fixed import CPU_CACHED_TOKENS
 from megarl.config.recipe import RolloutRoleConfig
 from megarl.env import engine_environment
 from megarl.errors import EngineError, MachineError
-from megarl.guard import SIGNAL_EXIT, start_guarded, stop_guarded
+from megarl.guard import SIGNAL_EXIT, remove, segments_of, start_guarded, stop_guarded
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
 from megarl.rollout.native_options import native_words
 
@@ -83,6 +83,7 @@ class EngineProcess:
         self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
         self._workers: frozenset[int] = frozenset()
         self._process: subprocess.Popen[bytes] | None = None
+        self._segments: set[Path] = set()
         self._log_writer = threading.Thread(target=self._write_log, name=f"engine-{spec.index}-log", daemon=True)
 
     def start(self) -> None:
@@ -110,6 +111,8 @@ class EngineProcess:
         finally:
             self._forget_secrets()
         self._workers = frozenset(_workers_in_group(self.pid))
+        # Should it be killed, nobody could say any more which were its own.
+        self._segments = segments_of(self.pid)
 
     async def wait_end(self) -> str:
         """Until the server, or a process it cannot do without, is gone: why, as far as the log tells."""
@@ -144,6 +147,7 @@ class EngineProcess:
             return
         # Only the server itself is asked: it takes a worker that ends before it for a crash and stays to diagnose it.
         stop_guarded(self._process, grace_s=grace_s)
+        remove(self._segments)
         self._log_writer.join(timeout=_STOP_GRACE_S)
 
     @property

@@ -21,6 +21,7 @@ from megarl.config.recipe import Recipe
 from megarl.data.demonstrations import Demonstrations, DemonstrationScorer
 from megarl.data.stream import PromptStream
 from megarl.errors import WorkerError
+from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
 from megarl.reward.scorer import build_scorer
 from megarl.rollout.fleet import Fleet
@@ -136,7 +137,7 @@ class _Run:
                 pause_s = restarts.spend(error, saved_step=max(self.saved_steps, default=0))
                 point = last_good(self.recipe, first=first, saved_steps=self.saved_steps, warn=self.observer.warned)
                 place = "the beginning" if point is None else f"step {point.step}"
-                self.observer.warned(f"{error}; all trainer ranks start again from {place}")
+                self.observer.restarted(ALL_TRAINERS, 0, f"from {place}: {error}")
                 await asyncio.sleep(pause_s)
 
     async def _live(self, point: ResumePoint | None) -> None:

@@ -342,6 +342,15 @@ class ObserveConfig(Section):
     """What is kept in `<run>/rollouts` for `megarl view` and for people to read."""
 
 
+class NetworkConfig(Section):
+    """What listens: engines, the stores at which processes meet, the metrics. Ray has a token, engines have keys."""
+
+    bind: str | None = None
+    """A network in CIDR form, such as 10.1.0.0/16, or one address: each machine listens on its own address in it.
+    null is loopback on one machine, and in a Ray cluster the address by which Ray knows the machine; metrics stay on
+    loopback then."""
+
+
 class Recipe(Section):
     run: RunConfig
     model: ModelConfig
@@ -355,6 +364,7 @@ class Recipe(Section):
     evaluation: EvaluationConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
+    network: NetworkConfig = NetworkConfig()
 
     @property
     def run_folder(self) -> Path:

@@ -26,10 +26,10 @@ from megarl.config.recipe import RolloutRoleConfig
 from megarl.env import engine_environment
 from megarl.errors import EngineError, MachineError
 from megarl.guard import SIGNAL_EXIT, remove, segments_of, start_guarded, stop_guarded
+from megarl.network import LOOPBACK, interface_of
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
 from megarl.rollout.native_options import native_words
 
-LOOPBACK = "127.0.0.1"
 LOADER = "megarl.rollout.loader.load"
 """What SGLang calls with every weight payload."""
 
@@ -53,6 +53,8 @@ class EngineSpec:
     keys: EngineKeys
     can_sleep: bool = False
     """Whether a GPU engine shares its pool and has to give memory back."""
+    bind: str | None = None
+    """As `network.bind`; who starts it finds `host` in it."""
     host: str = LOOPBACK
     port: int | None = None
     """Without it any free one."""
@@ -93,7 +95,9 @@ class EngineProcess:
         server = command_line(self.spec, port=self.endpoint.port, keys_path=self._keys_path)
         self._process = start_guarded(
             server,
-            environment=engine_environment(device=self.spec.device, tensor=self.spec.config.tensor),
+            environment=engine_environment(
+                device=self.spec.device, tensor=self.spec.config.tensor, interface=interface_of(self.spec.host)
+            ),
             output=subprocess.PIPE,
         )
         self._log_writer.start()

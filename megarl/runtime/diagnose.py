@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-import ray
-
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
@@ -14,6 +12,7 @@ from megarl.errors import ConfigError, DataError, Problem
 from megarl.observe.observer import Observer
 from megarl.rollout.control import EngineControl
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.runtime.addresses import own_address
 from megarl.runtime.cluster import open_cluster
 from megarl.runtime.inputs import read_inputs
 from megarl.runtime.mismatch import NUM_SAMPLED_TOKENS, compare
@@ -58,7 +57,7 @@ async def _diagnose(
                 trainer=roles.actor,
                 fleet=roles.fleet,
                 control=EngineControl(
-                    roles.fleet, timeout_s=rollout.publish_timeout_s, host=ray.util.get_node_ip_address()
+                    roles.fleet, timeout_s=rollout.publish_timeout_s, host=own_address(recipe.network.bind)
                 ),
                 generator=FleetGenerator(
                     roles.fleet,

@@ -24,9 +24,11 @@ from megarl.checkpoint.manifest import Contents, FileDigest
 from megarl.checkpoint.state import TrainerState
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from megarl.config.recipe import CriticConfig, TrainConfig
-from megarl.env import trainer_environment
+from megarl.env import GLOO_INTERFACE, trainer_environment
 from megarl.errors import WeightSyncError, WorkerError
+from megarl.network import interface_of
 from megarl.rollout.orders import Meeting, Route
+from megarl.runtime.addresses import own_address
 from megarl.runtime.cluster import Place
 from megarl.runtime.hang import Answer, Silence, judge, write_report
 from megarl.runtime.stacks import RankStacks, capture
@@ -62,15 +64,18 @@ _KILL_S = 30.0
 class ModelProcess(Generic[AnyRank]):
     """One process of a model. Methods are collective: the driver calls them on every rank at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, bind: str | None) -> None:
         self._model: AnyRank | None = None
+        self._host = own_address(bind)
+        # Gloo would listen on the interface the host's name resolves to.
+        if (interface := interface_of(self._host)) is not None:
+            GLOO_INTERFACE.set(interface)
 
     def find_address(self) -> tuple[str, int]:
         """Where the others can meet rank 0: this node's address and a port that is free now."""
-        host = ray.util.get_node_ip_address()
-        with socket.create_server((host, 0)) as listener:
+        with socket.create_server((self._host, 0)) as listener:
             port: int = listener.getsockname()[1]
-        return host, port
+        return self._host, port
 
     @ray.method(concurrency_group=_WATCHED)  # type: ignore[untyped-decorator]
     def whereabouts(self) -> Whereabouts:
@@ -117,8 +122,8 @@ class TrainedProcess(ModelProcess[AnyTrainedRank]):
 
 
 class ActorProcess(TrainedProcess[ActorRank]):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, bind: str | None) -> None:
+        super().__init__(bind)
         self._rank = 0
         self._group: TransferGroup | None = None
         self._sender: Sender | None = None
@@ -164,7 +169,7 @@ class ActorProcess(TrainedProcess[ActorRank]):
             num_peers=route.num_peers,
             timeout_s=meeting.timeout_s,
             backend=meeting.backend,
-            host=ray.util.get_node_ip_address(),
+            host=self._host,
         )
         self._sender = Sender(
             plan,
@@ -371,6 +376,7 @@ async def start_processes(
     spec: RankSpec,
     *arguments: object,
     share: float,
+    bind: str | None,
     report_folder: Path,
 ) -> RankGroup:
     """One process per place; each is started with its own spec, made from rank 0's, and the same arguments.
@@ -382,7 +388,7 @@ async def start_processes(
     environment = trainer_environment(spec.device)
     workers = RankGroup(
         role,
-        [remote.options(**place.options(environment, share=share)).remote() for place in places],
+        [remote.options(**place.options(environment, share=share)).remote(bind) for place in places],
         timeout_s=spec.timeout_s,
         report_folder=report_folder,
     )

@@ -7,8 +7,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
-import ray
-
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe, RolloutRoleConfig
 from megarl.observe.observer import Observer
@@ -17,6 +15,7 @@ from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.lifecycle import RestartPolicy
 from megarl.rollout.orders import Route
+from megarl.runtime.addresses import own_address
 from megarl.runtime.cluster import Cluster, Pool
 from megarl.runtime.engines import Engines, start_engines
 from megarl.runtime.fleet_events import observe_fleet
@@ -150,7 +149,7 @@ async def _connect(
     observer: Observer,
 ) -> TransferPublisher:
     """The weights' way from these ranks to the engines, whatever those serve now, as long as `stack` lasts."""
-    host = ray.util.get_node_ip_address()
+    host = own_address(recipe.network.bind)
     publisher = TransferPublisher(
         ranks=ranks,
         fleet=fleet,

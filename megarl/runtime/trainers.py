@@ -99,6 +99,7 @@ async def _start_actor(
         recipe.run.steps - (critic.warmup_steps if critic else 0),
         kept,
         share=pool.share,
+        bind=recipe.network.bind,
         report_folder=recipe.run_folder.absolute(),
     )
     return ActorRanks(workers, pool.turn)
@@ -127,6 +128,7 @@ async def _start_critic(
         config,
         recipe.run.steps,
         share=pool.share,
+        bind=recipe.network.bind,
         report_folder=recipe.run_folder.absolute(),
     )
     return CriticRanks(workers, pool.turn)
@@ -147,6 +149,7 @@ async def _start_reference(
         _rank_spec(recipe, config, shape),
         (config.path or recipe.model.path).absolute(),
         share=pool.share,
+        bind=recipe.network.bind,
         report_folder=recipe.run_folder.absolute(),
     )
     return ReferenceRanks(workers, pool.turn)

@@ -29,6 +29,7 @@ from megarl.observe.events import (
     Warned,
 )
 from megarl.observe.progress import Progress, advance
+from megarl.secret import masked
 from megarl.types import EvalResult
 
 REFRESHES_PER_SECOND = 4
@@ -112,6 +113,11 @@ class LiveDisplay:
 
 def describe(record: Record) -> str | None:
     """The line for an event that stays on the screen in either display; None for those that only move the view."""
+    line = _line(record)
+    return None if line is None else masked(line)
+
+
+def _line(record: Record) -> str | None:
     match record.event:
         case RunStarted(
             name=name, algorithm=algorithm, steps=steps, folder=folder, metrics_url=url, resumed_step=resumed_step

@@ -21,6 +21,7 @@ from httpx_aiohttp import AiohttpTransport
 
 from megarl.errors import EngineError
 from megarl.rollout.bounded import BoundedTransport
+from megarl.secret import Secret
 from megarl.types import JsonValue, PolicyVersion
 
 MAX_REPLY_BYTES = 256 << 20
@@ -36,6 +37,10 @@ class EngineKeys:
 
     api: str = field(repr=False)
     admin: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        for value in (self.api, self.admin):
+            Secret(value)  # from now on struck out of whatever is written
 
     @classmethod
     def fresh(cls) -> EngineKeys:

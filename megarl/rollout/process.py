@@ -29,6 +29,7 @@ from megarl.guard import SIGNAL_EXIT, remove, segments_of, start_guarded, stop_g
 from megarl.network import LOOPBACK, interface_of
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
 from megarl.rollout.native_options import native_words
+from megarl.secret import masked
 
 LOADER = "megarl.rollout.loader.load"
 """What SGLang calls with every weight payload."""
@@ -184,8 +185,7 @@ class EngineProcess:
             for raw in output:
                 line = raw.decode("utf-8", errors="replace")
                 # SGLang prints all its options when it starts, its keys among them.
-                for secret in (self.spec.keys.api, self.spec.keys.admin):
-                    line = line.replace(secret, "***")
+                line = masked(line)
                 log.write(line)
                 log.flush()
                 self._tail.append(line.rstrip())

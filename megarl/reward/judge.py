@@ -76,8 +76,7 @@ class HttpJudge:
             # Redirects are not followed: the key is for this address alone.
             async with (
                 asyncio.timeout(config.timeout_s),
-                # The line above is the limit.
-                httpx.AsyncClient(timeout=None, trust_env=False, verify=self._tls) as client,  # noqa: S113
+                httpx.AsyncClient(timeout=None, trust_env=False, verify=self._tls) as client,  # noqa: S113 - see above
                 client.stream("POST", config.url, content=content, headers=headers) as response,
             ):
                 _check_status(response.status_code)

@@ -1,6 +1,6 @@
 """What to say of a call that did not end in time: who is missing, where the others wait for it, and all stacks.
 
-`judge` is pure; `report_hang` writes the file that a person reads.
+`judge` is pure; `write_report` writes the file that a person reads. Who asks the ranks is in `ranks`.
 """
 
 from __future__ import annotations

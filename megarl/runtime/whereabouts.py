@@ -84,11 +84,10 @@ def _end(where: Whereabouts, grace_s: float, timeout_s: float) -> bool:
 
 def _is_gone_within(where: Whereabouts, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    while (state := _state(where)) not in (None, _ZOMBIE):
+    while _state(where) not in (None, _ZOMBIE):
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)
-    del state
     return True
 
 

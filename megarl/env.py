@@ -16,6 +16,10 @@ class EnvVar:
     def read(self) -> str:
         return os.environ.get(self.name, self.default)
 
+    def set(self, value: str) -> None:
+        """For the libraries of this process."""
+        os.environ[self.name] = value
+
 
 RAY_ADDRESS = EnvVar(name="RAY_ADDRESS", default="", reason="Join this Ray cluster when the recipe names none.")
 NO_COLOR = EnvVar(name="NO_COLOR", default="", reason="Any value: plain output, as on every other tool.")
@@ -45,15 +49,22 @@ CPU_ENGINE_ENVIRONMENT: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
     # Compiling two helper functions delays the first request by half a minute, and needs a C++ compiler.
     "TORCHDYNAMO_DISABLE": "1",
-    # Gloo would listen on the interface the host's name resolves to.
-    "GLOO_SOCKET_IFNAME": "lo",
 }
 """Besides, where there is no GPU."""
 
 
-def engine_environment(*, device: str, tensor: int) -> dict[str, str]:
-    """All variables of one engine's process: ours over those of this process."""
+GLOO_INTERFACE = EnvVar(
+    name="GLOO_SOCKET_IFNAME",
+    default="",
+    reason="Set for trainer ranks and engines: gloo would listen on the interface the host's name resolves to.",
+)
+
+
+def engine_environment(*, device: str, tensor: int, interface: str | None) -> dict[str, str]:
+    """All variables of one engine's process: ours over those of this process. `interface` has its address."""
     environment = {**os.environ, **ENGINE_ENVIRONMENT}
+    if interface is not None:
+        environment[GLOO_INTERFACE.name] = interface
     if device == "cpu":
         environment |= CPU_ENGINE_ENVIRONMENT
         # SGLang wants a core named for every rank; without its compiled kernels it binds none of them.
@@ -64,7 +75,7 @@ def engine_environment(*, device: str, tensor: int) -> dict[str, str]:
 TRAINER_ENVIRONMENT: Mapping[str, str] = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "HF_HUB_OFFLINE": "1"}
 """What every trainer rank runs with. One connection: Megatron's overlap of communication relies on launch order."""
 
-CPU_TRAINER_ENVIRONMENT: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+CPU_TRAINER_ENVIRONMENT: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
 
 
 def trainer_environment(device: str) -> dict[str, str]:

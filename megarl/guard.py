@@ -5,6 +5,9 @@ closes that end with the parent, even one that was killed. Linux's own parent-de
 child, and the workers of SGLang or Ray would stay behind; it is set besides, for a guard that is killed itself. The
 session keeps the child out of reach of signals meant for us alone: Ctrl-C in a terminal and a scheduler's SIGTERM go
 to whole process groups, and we take our children down in order.
+
+Shared memory has a name in /dev/shm that outlives a process which is killed, and SGLang's are: who ends a session here
+takes away the names that its processes have open.
 """
 
 from __future__ import annotations
@@ -15,14 +18,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 SIGNAL_EXIT = 128
 """What the guard adds to the number of the signal that ended its command, as a shell does."""
 
 _KILL_TIMEOUT_S = 10.0
+_SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - where the system keeps shared memory, not a file of ours
+_REMOVED = " (deleted)"
+"""What the kernel adds to a name that is gone."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -44,6 +51,7 @@ def start_guarded(
 
 def stop_guarded(guard: subprocess.Popen[bytes], *, grace_s: float) -> None:
     """Ask the command itself to end, then end what is left of its process group. Harmless when it has ended."""
+    segments = segments_of(guard.pid)
     guard.terminate()
     with suppress(subprocess.TimeoutExpired):
         guard.wait(timeout=grace_s)
@@ -51,8 +59,32 @@ def stop_guarded(guard: subprocess.Popen[bytes], *, grace_s: float) -> None:
     with suppress(ProcessLookupError):
         os.killpg(guard.pid, signal.SIGKILL)
     guard.wait(timeout=_KILL_TIMEOUT_S)
+    remove(segments)
     assert guard.stdin is not None
     guard.stdin.close()
+
+
+def segments_of(guard_pid: int) -> set[Path]:
+    """Shared memory, by name, of all processes that run under a guard."""
+    found: set[Path] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        # A process may end, or not be ours to look at, at any of these lines.
+        with suppress(OSError):
+            if int((process / "stat").read_text().rpartition(")")[2].split()[3]) != guard_pid:
+                continue
+            mapped = (line[line.find("/") :] for line in (process / "maps").read_text().splitlines())
+            found |= {Path(path) for path in mapped if path.startswith(_SHARED_MEMORY)}
+            for descriptor in (process / "fd").iterdir():
+                path = str(descriptor.readlink())
+                if path.startswith(_SHARED_MEMORY):
+                    found.add(Path(path))
+    return {path for path in found if not path.name.endswith(_REMOVED)}
+
+
+def remove(segments: Iterable[Path]) -> None:
+    for path in segments:
+        with suppress(OSError):
+            path.unlink()
 
 
 def main(command: list[str]) -> int:
@@ -73,6 +105,8 @@ def _die_with_guard() -> None:
 def _end_with_parent() -> None:
     # Not sys.stdin: a thread that waits there holds a lock which the interpreter needs to exit.
     os.read(sys.stdin.fileno(), 1)
+    # Now, since the next line ends this process as well; who has them open keeps them until it ends.
+    remove(segments_of(os.getpid()))
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

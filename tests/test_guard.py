@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from megarl.guard import segments_of, start_guarded, stop_guarded
 from tests.rollout.test_process import group_members, wait_until_gone
 
 FAMILY = "import subprocess, time; subprocess.Popen(['sleep', '600']); print('ready', flush=True); time.sleep(600)"
@@ -48,3 +51,34 @@ def test_a_request_to_end_is_passed_on() -> None:
 def test_the_exit_code_is_the_commands(code: int) -> None:
     with guarded(sys.executable, "-c", f"raise SystemExit({code})") as process:
         assert process.wait(timeout=10) == code
+
+
+SHARER = """
+import time
+from multiprocessing import shared_memory, resource_tracker
+memory = shared_memory.SharedMemory(create=True, size=64)
+resource_tracker.unregister(memory._name, "shared_memory")
+print(memory.name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_shared_memory_goes_with_a_session_whose_parent_has_died() -> None:
+    with guarded(sys.executable, "-c", SHARER) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        segment = Path("/dev/shm") / process.stdout.readline().strip()
+        assert segments_of(process.pid) == {segment}
+        process.stdin.close()
+        assert not wait_until_gone(process.pid, 10)
+    assert not segment.exists()
+
+
+def test_and_with_one_that_is_stopped() -> None:
+    process = start_guarded([sys.executable, "-c", SHARER], environment=os.environ, output=subprocess.PIPE)
+    assert process.stdout is not None
+    segment = Path("/dev/shm") / process.stdout.readline().decode().strip()
+    assert segment.exists()
+    stop_guarded(process, grace_s=5)
+    process.stdout.close()
+    assert not segment.exists()

@@ -43,7 +43,7 @@ def decide(parent: Path, *, recipe_digest: str, num_steps: int) -> Decision:
             obstacle = _obstacle(read_manifest(folder), recipe_digest=recipe_digest, num_steps=num_steps)
             if obstacle is not None:
                 return Decision(point=None, notes=(*notes, f"starting anew: {folder} {obstacle}"))
-            return Decision(point=_open(folder), notes=tuple(notes))
+            return Decision(point=open_verified(folder), notes=tuple(notes))
         except CheckpointError as error:
             notes.append(f"skipped {folder}: {error}")
     if notes:
@@ -62,7 +62,7 @@ def open_named(folder: Path, *, recipe_digest: str, num_steps: int) -> Decision:
         raise CheckpointError(f"{folder}: stands at step {manifest.step}, run.steps is {num_steps}; raise run.steps")
     is_changed = manifest.recipe_digest != recipe_digest
     notes = (f"the recipe is not the one {folder} was made with",) if is_changed else ()
-    return Decision(point=_open(folder), notes=notes)
+    return Decision(point=open_verified(folder), notes=notes)
 
 
 def _obstacle(manifest: Manifest, *, recipe_digest: str, num_steps: int) -> str | None:
@@ -76,6 +76,6 @@ def _obstacle(manifest: Manifest, *, recipe_digest: str, num_steps: int) -> str 
     return None
 
 
-def _open(folder: Path) -> ResumePoint:
+def open_verified(folder: Path) -> ResumePoint:
     manifest = verify(folder)
     return ResumePoint(folder=folder, manifest=manifest, state=read_state(folder))

@@ -29,6 +29,7 @@ from megarl.observe.events import (
     Warned,
 )
 from megarl.observe.progress import Progress, advance
+from megarl.secret import masked
 from megarl.types import EvalResult
 
 REFRESHES_PER_SECOND = 4
@@ -112,6 +113,11 @@ class LiveDisplay:
 
 def describe(record: Record) -> str | None:
     """The line for an event that stays on the screen in either display; None for those that only move the view."""
+    line = _line(record)
+    return None if line is None else masked(line)
+
+
+def _line(record: Record) -> str | None:
     match record.event:
         case RunStarted(
             name=name, algorithm=algorithm, steps=steps, folder=folder, metrics_url=url, resumed_step=resumed_step
@@ -129,6 +135,8 @@ def describe(record: Record) -> str | None:
             return f"warning: version {version} was not published: {reason}"
         case EngineChanged(index=index, state=state, reason=reason) if reason:
             return f"engine {index} is {state}: {reason}"
+        case Restarted(role="trainers", reason=reason):
+            return f"warning: all trainer ranks start again {reason}"
         case Restarted(role=role, index=index, reason=reason):
             return f"{role} {index} is started again: {reason}"
         case Warned(text=text):

@@ -24,6 +24,7 @@ from megarl.cli.verl import import_command
 from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import Family
 from megarl.errors import ConfigError, MachineError, MegarlError, Problem
+from megarl.secret import masked
 
 if TYPE_CHECKING:
     from megarl.data.tiny_model import TinyShape
@@ -222,7 +223,7 @@ def _random_shape(name: str) -> TinyShape:
 
 
 def _complain(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(masked(text), file=sys.stderr)
 
 
 def _keep_traceback(error: Exception) -> str:

@@ -5,6 +5,7 @@ Each check returns its problems; all are reported together. Needs no torch and r
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         *check_files(recipe),
         *check_loggers(recipe.observe),
         *check_model_folder(recipe.model.path),
+        *_network(recipe.network.bind),
         *_without_shape(recipe),
     ]
     try:
@@ -36,6 +38,18 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         message = f"{recipe.model.path} is a critic and has no language head; name it in roles.critic.path"
         return [*problems, Problem(key="model.path", message=message)]
     return [*problems, *check_split(recipe, shape), *_other_models(recipe, shape)]
+
+
+def _network(bind: str | None) -> Iterator[Problem]:
+    if bind is None:
+        return
+    try:
+        network = ipaddress.IPv4Network(bind, strict=False)
+    except ValueError:
+        yield Problem(key="network.bind", message=f"{bind!r} is no IPv4 network or address, such as 10.1.0.0/16")
+        return
+    if network.network_address.is_unspecified:
+        yield Problem(key="network.bind", message=f"{bind} means every network; name the one the machines share")
 
 
 def _other_models(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:

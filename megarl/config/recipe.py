@@ -221,7 +221,12 @@ class TrainConfig(Section):
     """Versions a trained token may be behind; 0 generates and trains in turn."""
     optimizer: OptimizerConfig = OptimizerConfig()
     operation_timeout_s: PositiveFloat = 1800
-    """Deadline of every call to a trainer rank."""
+    """Deadline of every call to a trainer rank: past it the ranks hang, and their stacks are in `<run>/hang_*.txt`."""
+    max_restarts: NonNegativeInt = 3
+    """How often all ranks are started again, from the newest checkpoint, because one died or hung; counted anew with
+    every checkpoint. 0 ends the run at once."""
+    restart_pause_s: NonNegativeFloat = 1.0
+    """Before the first of them; twice as long before each further one, and a minute at most."""
 
     @property
     def updates_per_step(self) -> int:
@@ -339,6 +344,15 @@ class ObserveConfig(Section):
     """What is kept in `<run>/rollouts` for `megarl view` and for people to read."""
 
 
+class NetworkConfig(Section):
+    """What listens: engines, the stores at which processes meet, the metrics. Ray has a token, engines have keys."""
+
+    bind: str | None = None
+    """A network in CIDR form, such as 10.1.0.0/16, or one address: each machine listens on its own address in it.
+    null is loopback on one machine, and in a Ray cluster the address by which Ray knows the machine; metrics stay on
+    loopback then."""
+
+
 class Recipe(Section):
     run: RunConfig
     model: ModelConfig
@@ -352,6 +366,7 @@ class Recipe(Section):
     evaluation: EvaluationConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
+    network: NetworkConfig = NetworkConfig()
 
     @property
     def run_folder(self) -> Path:

@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from jinja2 import TemplateError
 
+from megarl.data.bounds import bounded
 from megarl.errors import ConfigError, DataError, Problem
 from megarl.types import JsonValue, TokenArray
 
@@ -20,6 +21,10 @@ Message: TypeAlias = Mapping[str, JsonValue]
 """`role` and `content`, and whatever else the chat template reads."""
 
 Chat: TypeAlias = Sequence[Message]
+
+
+TEMPLATE_TIMEOUT_S = 10.0
+TEMPLATE_BYTES = 1 << 30
 
 
 class _HuggingFaceTokenizer(Protocol):
@@ -72,11 +77,19 @@ class Tokenizer:
         """Rows of the model's embedding: every valid token id is below it."""
 
     def render_chat(self, chat: Chat) -> str:
-        """The chat through the chat template, up to where the assistant begins to answer."""
+        """The chat through the chat template, up to where the assistant begins to answer.
+
+        The template is a program that came with the model: transformers renders it in Jinja's immutable sandbox, where
+        it reaches nothing but the messages, and here it has a deadline and a limit of memory.
+        """
         try:
-            return self._inner.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
+            with bounded(seconds=TEMPLATE_TIMEOUT_S, num_bytes=TEMPLATE_BYTES):
+                return self._inner.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        except (TemplateError, TypeError) as error:  # TypeError: it wants another file
             raise DataError(f"the model's chat template refuses the messages: {error}") from error
+        except (TimeoutError, MemoryError, OverflowError) as error:
+            limit = f"{TEMPLATE_TIMEOUT_S:g} s and {TEMPLATE_BYTES >> 20} MiB for one chat"
+            raise DataError(f"the model's chat template needs more than {limit}: {type(error).__name__}") from None
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """Rendered chats or plain texts; special tokens are those written in the text, none is added."""

@@ -1,4 +1,4 @@
-"""Where Prometheus reads a run's numbers: one registry over HTTP, on loopback."""
+"""Where Prometheus reads a run's numbers: one registry over HTTP, on loopback unless the recipe says otherwise."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, start_http_server
 
 from megarl.errors import MachineError
-
-LOOPBACK = "127.0.0.1"
+from megarl.network import LOOPBACK
 
 
 class MetricsEndpoint:
-    """`http://127.0.0.1:<port>/metrics` for one registry, from construction to `close`."""
+    """`http://<host>:<port>/metrics` for one registry, from construction to `close`."""
 
-    def __init__(self, registry: CollectorRegistry, *, port: int) -> None:
-        self._server, self._thread = _listen(registry, port)
+    def __init__(self, registry: CollectorRegistry, *, port: int, host: str = LOOPBACK) -> None:
+        self._host = host
+        self._server, self._thread = _listen(registry, host, port)
 
     @property
     def address(self) -> str:
-        return f"{LOOPBACK}:{self._server.server_port}"
+        return f"{self._host}:{self._server.server_port}"
 
     @property
     def url(self) -> str:
@@ -32,11 +32,11 @@ class MetricsEndpoint:
         self._thread.join(timeout=5)
 
 
-def _listen(registry: CollectorRegistry, port: int) -> tuple[WSGIServer, Thread]:
+def _listen(registry: CollectorRegistry, host: str, port: int) -> tuple[WSGIServer, Thread]:
     try:
-        return start_http_server(port, addr=LOOPBACK, registry=registry)
+        return start_http_server(port, addr=host, registry=registry)
     except OSError as error:
         raise MachineError(
-            f"observe.metrics_port: cannot listen on {LOOPBACK}:{port}: {error.strerror}; "
+            f"observe.metrics_port: cannot listen on {host}:{port}: {error.strerror}; "
             "choose another port, 0 for any free one, or null for none"
         ) from error

@@ -17,6 +17,7 @@ from pydantic_core import to_json
 
 from megarl.errors import DataError, MachineError
 from megarl.observe.summary import Phase, StepSummary
+from megarl.secret import masked
 from megarl.types import EvalResult, PolicyVersion, PublishResult
 
 EVENTS_FILE = "events.jsonl"
@@ -96,6 +97,10 @@ class EngineChanged:
     address: str
     """Host and port; its own metrics are there."""
     reason: str = ""
+
+
+ALL_TRAINERS = "trainers"
+"""As a role: the ranks of all models, which start again together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +206,7 @@ class EventLog:
 
     def record(self, record: Record) -> None:
         # JSON has no NaN; as a string it survives the round trip and every strict parser.
-        line = to_json(record, inf_nan_mode="strings") + b"\n"
+        line = masked(to_json(record, inf_nan_mode="strings").decode()).encode() + b"\n"
         try:
             self._file.write(line)
         except OSError as error:

@@ -18,6 +18,7 @@ from typing import Literal
 from megarl import __version__
 from megarl.config import Recipe
 from megarl.errors import PreemptedError
+from megarl.network import LOOPBACK, address_in
 from megarl.observe import catalogue as names
 from megarl.observe.doubts import Doubts
 from megarl.observe.endpoint import MetricsEndpoint
@@ -67,7 +68,9 @@ def observing(
         meter = Meter(recipe.run.name)
         endpoint = None
         if recipe.observe.metrics_port is not None:
-            endpoint = MetricsEndpoint(meter.registry, port=recipe.observe.metrics_port)
+            bind = recipe.network.bind
+            host = LOOPBACK if bind is None else address_in(bind)
+            endpoint = MetricsEndpoint(meter.registry, port=recipe.observe.metrics_port, host=host)
             stack.callback(endpoint.close)
         retired = None if is_continued else retire_earlier_run(recipe.run_folder)
         events = recipe.run_folder / EVENTS_FILE
@@ -170,7 +173,7 @@ class Observer:
         )
 
     def restarted(self, role: str, index: int, reason: str) -> None:
-        """A process of a role (`rollout`, `actor`, `critic`, `reference`, `reward`) is started again."""
+        """A process of a role (`rollout`, `reward`), or all `trainers` together, is started again."""
         self._tell(Restarted(role=role, index=index, reason=reason))
 
     def evaluated(self, step: int, result: EvalResult) -> None:

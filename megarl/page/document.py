@@ -58,7 +58,7 @@ def report_page(run: RunFolder) -> str:
 
 def _chosen_rollouts(run: RunFolder) -> dict[str, JsonValue]:
     rows = _all_rows(run)
-    chosen = sorted(random.Random(0).sample(range(len(rows)), min(MAX_INLINED, len(rows))))  # noqa: S311
+    chosen = sorted(random.Random(0).sample(range(len(rows)), min(MAX_INLINED, len(rows))))  # noqa: S311 - a choice
     kept = [rows[place] for place in chosen]
     details = [run.rollout(row["step"], row["row"]) for row in kept]
     return {"num_rollouts": len(rows), "rows": list(kept), "rollouts": list(details)}

@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import ssl
-from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from megarl.errors import RewardError, ScoreError
 from megarl.reward.pool import score_of
 from megarl.reward.protocol import Request
 from megarl.reward.result import checked
+from megarl.secret import Secret
 from megarl.types import Score
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class HttpJudge:
         self._next_start = 0.0
         # Made once: reading the certificates takes longer than most requests.
         self._tls = ssl.create_default_context()
-        self._headers = {} if config.api_key_file is None else _authorization(config.api_key_file)
+        self._key = None if config.api_key_file is None else read_key(config.api_key_file)
 
     async def ask(self, request: Request) -> Score:
         pause_s = _FIRST_PAUSE_S
@@ -69,13 +69,14 @@ class HttpJudge:
     async def _post(self, request: Request) -> bytes:
         config = self._config
         content = json.dumps(request).encode()
-        headers = {"Content-Type": "application/json", **self._headers}
+        headers = {"Content-Type": "application/json"}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key.reveal()}"
         try:
             # Redirects are not followed: the key is for this address alone.
             async with (
                 asyncio.timeout(config.timeout_s),
-                # The line above is the limit.
-                httpx.AsyncClient(timeout=None, trust_env=False, verify=self._tls) as client,  # noqa: S113
+                httpx.AsyncClient(timeout=None, trust_env=False, verify=self._tls) as client,  # noqa: S113 - see above
                 client.stream("POST", config.url, content=content, headers=headers) as response,
             ):
                 _check_status(response.status_code)
@@ -97,7 +98,7 @@ class _AgainError(Exception):
     """Another attempt may do."""
 
 
-def read_key(path: Path) -> str:
+def read_key(path: Path) -> Secret:
     """The key, or a RewardError that says what is wrong with its file and not what is in it."""
     try:
         key = path.read_text().strip()
@@ -106,11 +107,7 @@ def read_key(path: Path) -> str:
         raise RewardError(f"{path} cannot be read: {reason}") from None
     if not key or not key.isascii() or any(character.isspace() for character in key):
         raise RewardError(f"{path} must hold one key and nothing else")
-    return key
-
-
-def _authorization(path: Path) -> Mapping[str, str]:
-    return {"Authorization": f"Bearer {read_key(path)}"}
+    return Secret(key)
 
 
 def _check_status(status: int) -> None:

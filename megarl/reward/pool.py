@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
 """For the user's imports; scoring has its own deadline in the recipe."""
 
+MAX_ANSWER_BYTES = 16 << 20
 _KILL_TIMEOUT_S = 10.0
 _STDERR = 2
 
@@ -224,6 +225,9 @@ class RewardWorker:
 
     async def _receive(self) -> Answer:
         (size,) = LENGTH.unpack(await self._read(LENGTH.size))
+        if size > MAX_ANSWER_BYTES:
+            # The user's code may have written into the channel; whatever it is, it is no answer.
+            raise ConnectionError
         message: Answer = json.loads(await self._read(size))
         return message
 

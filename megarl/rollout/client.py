@@ -20,8 +20,12 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 
 from megarl.errors import EngineError
+from megarl.rollout.bounded import BoundedTransport
+from megarl.secret import Secret
 from megarl.types import JsonValue, PolicyVersion
 
+MAX_REPLY_BYTES = 256 << 20
+"""Of one reply: a million tokens with their log-probabilities have a quarter of it."""
 _CONNECT_TIMEOUT_S = 10.0
 _CONTROL_TIMEOUT_S = 60.0
 _HEALTH_TIMEOUT_S = 5.0
@@ -33,6 +37,10 @@ class EngineKeys:
 
     api: str = field(repr=False)
     admin: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        for value in (self.api, self.admin):
+            Secret(value)  # from now on struck out of whatever is written
 
     @classmethod
     def fresh(cls) -> EngineKeys:
@@ -113,8 +121,13 @@ class EngineClient:
         self._request_timeout_s = request_timeout_s
         self._has_sessions: bool | None = None
         self._is_asleep = False
+        transport = transport or AiohttpTransport(client=_open_session)
         self._http = httpx.AsyncClient(
-            base_url=endpoint.url, transport=transport or AiohttpTransport(client=_open_session), trust_env=False
+            base_url=endpoint.url,
+            transport=BoundedTransport(transport, max_bytes=MAX_REPLY_BYTES),
+            # A compressed reply could be larger than it looks.
+            headers={"Accept-Encoding": "identity"},
+            trust_env=False,
         )
 
     async def close(self) -> None:

@@ -25,11 +25,12 @@ from megarl.config.fixed import CPU_CACHED_TOKENS
 from megarl.config.recipe import RolloutRoleConfig
 from megarl.env import engine_environment
 from megarl.errors import EngineError, MachineError
-from megarl.guard import SIGNAL_EXIT, start_guarded, stop_guarded
+from megarl.guard import SIGNAL_EXIT, remove, segments_of, start_guarded, stop_guarded
+from megarl.network import LOOPBACK, interface_of
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
 from megarl.rollout.native_options import native_words
+from megarl.secret import masked
 
-LOOPBACK = "127.0.0.1"
 LOADER = "megarl.rollout.loader.load"
 """What SGLang calls with every weight payload."""
 
@@ -53,6 +54,8 @@ class EngineSpec:
     keys: EngineKeys
     can_sleep: bool = False
     """Whether a GPU engine shares its pool and has to give memory back."""
+    bind: str | None = None
+    """As `network.bind`; who starts it finds `host` in it."""
     host: str = LOOPBACK
     port: int | None = None
     """Without it any free one."""
@@ -83,6 +86,7 @@ class EngineProcess:
         self._tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
         self._workers: frozenset[int] = frozenset()
         self._process: subprocess.Popen[bytes] | None = None
+        self._segments: set[Path] = set()
         self._log_writer = threading.Thread(target=self._write_log, name=f"engine-{spec.index}-log", daemon=True)
 
     def start(self) -> None:
@@ -92,7 +96,9 @@ class EngineProcess:
         server = command_line(self.spec, port=self.endpoint.port, keys_path=self._keys_path)
         self._process = start_guarded(
             server,
-            environment=engine_environment(device=self.spec.device, tensor=self.spec.config.tensor),
+            environment=engine_environment(
+                device=self.spec.device, tensor=self.spec.config.tensor, interface=interface_of(self.spec.host)
+            ),
             output=subprocess.PIPE,
         )
         self._log_writer.start()
@@ -110,6 +116,8 @@ class EngineProcess:
         finally:
             self._forget_secrets()
         self._workers = frozenset(_workers_in_group(self.pid))
+        # Should it be killed, nobody could say any more which were its own.
+        self._segments = segments_of(self.pid)
 
     async def wait_end(self) -> str:
         """Until the server, or a process it cannot do without, is gone: why, as far as the log tells."""
@@ -144,6 +152,7 @@ class EngineProcess:
             return
         # Only the server itself is asked: it takes a worker that ends before it for a crash and stays to diagnose it.
         stop_guarded(self._process, grace_s=grace_s)
+        remove(self._segments)
         self._log_writer.join(timeout=_STOP_GRACE_S)
 
     @property
@@ -176,8 +185,7 @@ class EngineProcess:
             for raw in output:
                 line = raw.decode("utf-8", errors="replace")
                 # SGLang prints all its options when it starts, its keys among them.
-                for secret in (self.spec.keys.api, self.spec.keys.admin):
-                    line = line.replace(secret, "***")
+                line = masked(line)
                 log.write(line)
                 log.flush()
                 self._tail.append(line.rstrip())

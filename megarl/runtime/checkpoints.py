@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -33,7 +33,7 @@ from megarl.checkpoint.state import STATE_FILE, Best, Ledger, RunState, TrainerS
 from megarl.config.model import ModelShape
 from megarl.config.recipe import KeepBestConfig, Recipe
 from megarl.data.stream import PromptStream
-from megarl.errors import CheckpointError, ConfigError, PreemptedError, Problem
+from megarl.errors import CheckpointError, ConfigError, PreemptedError, Problem, WorkerError
 from megarl.faults import reach, step_in
 from megarl.observe.observer import Observer
 from megarl.runtime.buffer import Buffer
@@ -44,6 +44,8 @@ from megarl.weights.canonical import canonical_tensors
 
 Result = TypeVar("Result")
 
+_LOST_GRACE_S = 10.0
+"""For a save under way when a rank is lost: it may have nothing left to do but its part in the driver."""
 _SPARE_BYTES = 64 << 20
 """For what is not a tensor, and for a disk that is never quite full."""
 
@@ -137,7 +139,10 @@ class RunSaver:
         preemption: Preemption,
         observer: Observer,
         resumed: RunState | None = None,
+        is_lost: Callable[[], bool] = lambda: False,
+        saved: Callable[[int], None] = lambda _step: None,
     ) -> None:
+        """`is_lost`: whether a rank is known to be gone. `saved` is told of every step that is complete and named."""
         self._recipe = recipe
         self._config = recipe.checkpoint
         self._parent = recipe.run_folder.absolute() / CHECKPOINTS_FOLDER
@@ -153,9 +158,11 @@ class RunSaver:
         self._data_digest = data_digest
         self._preemption = preemption
         self._observer = observer
+        self._is_lost = is_lost
+        self._saved = saved
         self._mark: _Mark | None = None
         self._pending: asyncio.Task[None] | None = None
-        self._saved_step: int | None = None
+        self._saved_steps: set[int] = set()
         self._failure = ""
         self._best = None if resumed is None else _still_best(resumed.best, self._config.keep_best, self._parent)
         self._candidate: Best | None = None
@@ -169,8 +176,12 @@ class RunSaver:
         if self._pending is None:
             return
         # Cancelled is being told to leave at once. After any other error, ranks may be gone that never answer.
-        is_cancelled = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
-        await asyncio.wait([self._pending], timeout=0 if is_cancelled else self._config.grace_s)
+        patience_s = self._config.grace_s
+        if self._is_lost() or isinstance(error, WorkerError):
+            patience_s = min(patience_s, _LOST_GRACE_S)
+        elif isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+            patience_s = 0.0
+        await asyncio.wait([self._pending], timeout=patience_s)
         if not self._pending.done():
             self._pending.cancel()
         await asyncio.gather(self._pending, return_exceptions=True)
@@ -231,7 +242,7 @@ class RunSaver:
         if is_last:
             with self._observer.phase("save"):
                 await self._settle()
-            if self._config.save_at_end and self._saved_step != step:
+            if self._config.save_at_end and step not in self._saved_steps:
                 raise CheckpointError(f"the run is done, but its last step was not saved: {self._failure}")
 
     def _is_due(self, step: int, *, is_last: bool) -> bool:
@@ -245,10 +256,10 @@ class RunSaver:
             raise PreemptedError(f"stopped by {name} before a step was trained; everything it started is gone")
         with self._observer.phase("save"):
             await self._settle()
-            if self._saved_step != mark.step:
+            if mark.step not in self._saved_steps:
                 await self._begin(mark)
                 await self._settle()
-        outcome = "saved" if self._saved_step == mark.step else f"not saved: {self._failure}"
+        outcome = "saved" if mark.step in self._saved_steps else f"not saved: {self._failure}"
         raise PreemptedError(f"stopped by {name} after step {mark.step}: {outcome}; everything it started is gone")
 
     async def _begin(self, mark: _Mark) -> None:
@@ -305,12 +316,11 @@ class RunSaver:
         """The rest, behind the next steps."""
         try:
             files = await self._write_models(save.partial)
-            manifest = await asyncio.to_thread(self._complete, save, files)
+            manifest = await self._complete_whole(save, files)
         except (CheckpointError, OSError) as error:
             self._best = save.best_before
             await self._fail(save.step, save.folder, error)
             return
-        self._saved_step = save.step
         self._observer.checkpoint_saved(
             save.step,
             save.folder,
@@ -337,6 +347,18 @@ class RunSaver:
                 raise outcome
             files |= below(name, outcome) if name else outcome
         return files
+
+    async def _complete_whole(self, save: _Save, files: Mapping[str, FileDigest]) -> Manifest:
+        """Being cancelled does not leave a thread behind that gives the checkpoint its name some time later."""
+        completing = asyncio.ensure_future(asyncio.to_thread(self._complete, save, files))
+        try:
+            manifest = await asyncio.shield(completing)
+        finally:
+            await asyncio.wait([completing])
+            if completing.exception() is None:
+                self._saved_steps.add(save.step)
+                self._saved(save.step)
+        return manifest
 
     def _complete(self, save: _Save, files: Mapping[str, FileDigest]) -> Manifest:
         reach("ranks_done", step=step_in(save.partial))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import os
 import socket
 import sys
@@ -57,6 +59,17 @@ class Place:
         if self.resource == "GPU":
             return options | {"num_gpus": share}
         return options | {"num_gpus": 0, "resources": {self.resource: share}}
+
+
+class Pool:
+    """The places of a pool, and how the roles that have it share it."""
+
+    def __init__(self, places: Sequence[Place], num_roles: int) -> None:
+        self.places = places
+        self.is_shared = num_roles > 1
+        # Ray counts in ten-thousandths of a device.
+        self.share = math.floor(10_000 / num_roles) / 10_000
+        self.turn = asyncio.Lock()
 
 
 class Cluster:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-import ray
-
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
@@ -14,10 +12,13 @@ from megarl.errors import ConfigError, DataError, Problem
 from megarl.observe.observer import Observer
 from megarl.rollout.control import EngineControl
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.runtime.addresses import own_address
 from megarl.runtime.cluster import open_cluster
 from megarl.runtime.inputs import read_inputs
 from megarl.runtime.mismatch import NUM_SAMPLED_TOKENS, compare
-from megarl.runtime.roles import route_of, start_roles
+from megarl.runtime.roles import connect, reserve_pools, route_of, start_rollout
+from megarl.runtime.tasks import task_group
+from megarl.runtime.trainers import start_trainers
 from megarl.runtime.verdict import Diagnosis
 from megarl.types import PolicyVersion, Prompt
 
@@ -44,7 +45,11 @@ async def _diagnose(
     recipe.run_folder.mkdir(parents=True, exist_ok=True)
     with open_cluster(recipe, address=ray_address) as cluster:
         async with AsyncExitStack() as stack:
-            roles = await start_roles(recipe, shape, cluster, stack, resume=None, observer=Observer(()))
+            pools, observer = reserve_pools(recipe, cluster), Observer(())
+            async with task_group() as tasks:
+                starting = tasks.create_task(start_trainers(recipe, shape, pools, stack, resume=None))
+                generating = tasks.create_task(start_rollout(recipe, shape, pools, stack, observer=observer))
+            roles = await connect(recipe, starting.result(), generating.result(), stack, observer=observer)
             assert roles.fleet is not None, "roles without an engine"
             await roles.publisher.publish(PolicyVersion(0))
             return await compare(
@@ -52,7 +57,7 @@ async def _diagnose(
                 trainer=roles.actor,
                 fleet=roles.fleet,
                 control=EngineControl(
-                    roles.fleet, timeout_s=rollout.publish_timeout_s, host=ray.util.get_node_ip_address()
+                    roles.fleet, timeout_s=rollout.publish_timeout_s, host=own_address(recipe.network.bind)
                 ),
                 generator=FleetGenerator(
                     roles.fleet,

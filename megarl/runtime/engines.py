@@ -15,6 +15,7 @@ from megarl.env import ENGINE_HOST_ENVIRONMENT, visible_gpus
 from megarl.errors import EngineError, MegarlError
 from megarl.rollout.client import EngineEndpoint, EngineKeys
 from megarl.rollout.process import EngineProcess, EngineSpec
+from megarl.runtime.addresses import own_address
 from megarl.runtime.cluster import Place
 
 _STOP_TIMEOUT_S = 60.0
@@ -29,8 +30,7 @@ class EngineHost:
     async def start(self, spec: EngineSpec) -> EngineEndpoint:
         """A new engine; returns when it generates."""
         await self.kill()
-        # This node's address as Ray knows it: loopback where the whole cluster is this machine.
-        engine = EngineProcess(replace(spec, host=ray.util.get_node_ip_address()))
+        engine = EngineProcess(replace(spec, host=own_address(spec.bind)))
         self._engine = engine
         engine.start()
         await engine.wait_ready()
@@ -136,6 +136,7 @@ async def start_engines(
             run_folder=recipe.run_folder.absolute(),
             keys=keys,
             can_sleep=is_shared,
+            bind=recipe.network.bind,
         )
         for index in range(num_engines)
     ]

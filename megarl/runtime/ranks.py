@@ -7,24 +7,32 @@ actor, sending their share of the weights to the engines.
 from __future__ import annotations
 
 import asyncio
-import os
+import logging
 import socket
+import threading
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 import ray
+from ray.actor import ActorHandle
 
 from megarl.checkpoint.manifest import Contents, FileDigest
 from megarl.checkpoint.state import TrainerState
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from megarl.config.recipe import CriticConfig, TrainConfig
-from megarl.env import trainer_environment
-from megarl.errors import WeightSyncError
+from megarl.env import GLOO_INTERFACE, trainer_environment
+from megarl.errors import WeightSyncError, WorkerError
+from megarl.network import interface_of
 from megarl.rollout.orders import Meeting, Route
+from megarl.runtime.addresses import own_address
 from megarl.runtime.cluster import Place
+from megarl.runtime.hang import Answer, Silence, judge, write_report
+from megarl.runtime.stacks import RankStacks, capture
+from megarl.runtime.whereabouts import Whereabouts, describe, end, own_whereabouts
 from megarl.runtime.workers import WorkerGroup
 from megarl.train.actor import ActorRank, TrainerRecord
 from megarl.train.critic import CriticRank
@@ -34,25 +42,53 @@ from megarl.train.trained import TrainedRank
 from megarl.types import CriticResult, FloatArray, TrainBatch, UpdateResult
 from megarl.weights.transfer import Sender, TransferGroup
 
+logger = logging.getLogger(__name__)
+
 AnyRank = TypeVar("AnyRank", bound=ModelRank)
 AnyTrainedRank = TypeVar("AnyTrainedRank", bound=TrainedRank)
 
 _BESIDE_TRAINING = "beside_training"
 """Calls that a rank answers in a thread of its own, while it does something else."""
+_WATCHED = "watched"
+"""Those that it answers whatever it does, or does not do any more."""
+
+START_TIMEOUT_S = 300.0
+"""For a process to be there, and for the weights where `train.operation_timeout_s` is shorter: disks are slow."""
+_ANSWER_S = 2.0
+"""For a rank to say where it is."""
+_END_GRACE_S = 1.0
+_KILL_S = 30.0
+"""For the system to take a process apart: one with much memory on a device needs a while."""
 
 
 class ModelProcess(Generic[AnyRank]):
     """One process of a model. Methods are collective: the driver calls them on every rank at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, bind: str | None) -> None:
         self._model: AnyRank | None = None
+        self._host = own_address(bind)
+        # Gloo would listen on the interface the host's name resolves to.
+        if (interface := interface_of(self._host)) is not None:
+            GLOO_INTERFACE.set(interface)
 
     def find_address(self) -> tuple[str, int]:
         """Where the others can meet rank 0: this node's address and a port that is free now."""
-        host = ray.util.get_node_ip_address()
-        with socket.create_server((host, 0)) as listener:
+        with socket.create_server((self._host, 0)) as listener:
             port: int = listener.getsockname()[1]
-        return host, port
+        return self._host, port
+
+    @ray.method(concurrency_group=_WATCHED)  # type: ignore[untyped-decorator]
+    def whereabouts(self) -> Whereabouts:
+        return own_whereabouts()
+
+    @ray.method(concurrency_group=_WATCHED)  # type: ignore[untyped-decorator]
+    def watch(self) -> None:
+        """Does not return: who waits for it learns at once that this process has ended."""
+        threading.Event().wait()
+
+    @ray.method(concurrency_group=_WATCHED)  # type: ignore[untyped-decorator]
+    def stacks(self) -> RankStacks:
+        return capture(__name__)
 
     @property
     def model(self) -> AnyRank:
@@ -86,8 +122,8 @@ class TrainedProcess(ModelProcess[AnyTrainedRank]):
 
 
 class ActorProcess(TrainedProcess[ActorRank]):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, bind: str | None) -> None:
+        super().__init__(bind)
         self._rank = 0
         self._group: TransferGroup | None = None
         self._sender: Sender | None = None
@@ -100,8 +136,8 @@ class ActorProcess(TrainedProcess[ActorRank]):
         train: TrainConfig,
         total_steps: int,
         reference_folder: Path | None,
-    ) -> int:
-        """Build the model and fill it. Answers: the pid."""
+    ) -> None:
+        """Build the model and fill it."""
         self._rank = spec.rank
         self._model = ActorRank(
             spec, algorithm=algorithm, optimizer=train.optimizer, total_steps=total_steps, epochs=train.epochs
@@ -109,7 +145,6 @@ class ActorProcess(TrainedProcess[ActorRank]):
         origin.fill(self._model)
         if reference_folder is not None:
             self._model.keep_reference(reference_folder)
-        return os.getpid()
 
     def update(self, batch: TrainBatch) -> UpdateResult:
         return self.model.update(batch)
@@ -134,7 +169,7 @@ class ActorProcess(TrainedProcess[ActorRank]):
             num_peers=route.num_peers,
             timeout_s=meeting.timeout_s,
             backend=meeting.backend,
-            host=ray.util.get_node_ip_address(),
+            host=self._host,
         )
         self._sender = Sender(
             plan,
@@ -171,7 +206,7 @@ class CriticProcess(TrainedProcess[CriticRank]):
         algorithm: PolicyGradientConfig,
         critic: CriticConfig,
         total_steps: int,
-    ) -> int:
+    ) -> None:
         self._model = CriticRank(
             spec,
             algorithm=algorithm,
@@ -181,7 +216,6 @@ class CriticProcess(TrainedProcess[CriticRank]):
             clip=critic.clip,
         )
         origin.fill(self._model)
-        return os.getpid()
 
     def values(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
         return self.model.values(batch)
@@ -191,22 +225,91 @@ class CriticProcess(TrainedProcess[CriticRank]):
 
 
 class ReferenceProcess(ModelProcess[ReferenceRank]):
-    def start(self, spec: RankSpec, folder: Path) -> int:
+    def start(self, spec: RankSpec, folder: Path) -> None:
         self._model = ReferenceRank(spec)
         self._model.load(folder)
-        return os.getpid()
 
     def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
         return self.model.logprobs(batch)
 
 
+class RankGroup(WorkerGroup):
+    """The processes of one model. They belong together: when one is lost, so are the others."""
+
+    def __init__(self, role: str, workers: Sequence[ActorHandle], *, timeout_s: float, report_folder: Path) -> None:
+        """`report_folder` gets a file about every call that does not end."""
+        super().__init__(role, workers, timeout_s=timeout_s)
+        self.is_lost = False
+        """Whether one of them is known to be dead."""
+        self._report_folder = report_folder
+        self._whereabouts: list[Whereabouts] = []
+
+    async def locate(self) -> None:
+        """Once all of them run; comes first."""
+        self._whereabouts = cast("list[Whereabouts]", await self.call("whereabouts", timeout_s=START_TIMEOUT_S))
+
+    async def watch(self) -> None:
+        """Returns never; raises when one of them has died."""
+        watches = [
+            asyncio.ensure_future(self._await(rank, "the run", worker.watch.remote()))
+            for rank, worker in enumerate(self.workers)
+        ]
+        try:
+            await asyncio.gather(*watches)
+        except WorkerError:
+            self.is_lost = True
+            raise
+        finally:
+            for watch in watches:
+                watch.cancel()
+
+    async def end(self) -> None:
+        """All of them, frozen ones too; they are gone when this returns."""
+        for worker in self.workers:
+            ray.kill(worker, no_restart=True)
+        gone = await asyncio.gather(
+            *(end(where, grace_s=_END_GRACE_S, timeout_s=_KILL_S) for where in self._whereabouts),
+            return_exceptions=True,
+        )
+        for rank, outcome in enumerate(gone):
+            if outcome is not True:
+                logger.warning("role=%s rank=%d may still be there: %s", self.role, rank, outcome or "it does not end")
+
+    async def _explain(self, method: str, late: Sequence[int], timeout_s: float) -> str:
+        answers = await asyncio.gather(*(self._where_is(rank) for rank in range(len(self))))
+        verdict = judge(answers, method=method, late=late)
+        headline = f"{self.role}: {method} did not finish within {timeout_s:g} s (train.operation_timeout_s): {verdict}"
+        write = partial(write_report, self._report_folder, role=self.role, method=method)
+        path = await asyncio.to_thread(write, headline=headline, answers=answers)
+        return f"{headline}; all stacks are in {path}"
+
+    async def _where_is(self, rank: int) -> Answer:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return cast("RankStacks", await self.workers[rank].stacks.remote())
+        except TimeoutError:
+            if not self._whereabouts:
+                return Silence(reason="its process has not started")
+            where = self._whereabouts[rank]
+            return Silence(reason=f"it does not answer; {await describe(where)} (pid {where.pid})")
+        except ray.exceptions.RayActorError:
+            return Silence(reason="it is dead")
+
+
 class Ranks:
     """All ranks of one model."""
 
-    def __init__(self, workers: WorkerGroup, turn: asyncio.Lock) -> None:
+    def __init__(self, workers: RankGroup, turn: asyncio.Lock) -> None:
         self._workers = workers
         self._turn = turn
         """Models of one pool compute one after the other."""
+
+    @property
+    def is_lost(self) -> bool:
+        return self._workers.is_lost
+
+    async def watch(self) -> None:
+        await self._workers.watch()
 
     async def _compute(self, method: str, *arguments: object) -> object:
         """Every rank has the same answer."""
@@ -269,19 +372,33 @@ async def start_processes(
     role: str,
     kind: type[ModelProcess[AnyRank]],
     places: Sequence[Place],
+    stack: AsyncExitStack,
     spec: RankSpec,
     *arguments: object,
     share: float,
-) -> WorkerGroup:
-    """One process per place; each is started with its own spec, made from rank 0's, and the same arguments."""
-    remote = ray.remote(concurrency_groups={_BESIDE_TRAINING: 1})(kind)
+    bind: str | None,
+    report_folder: Path,
+) -> RankGroup:
+    """One process per place; each is started with its own spec, made from rank 0's, and the same arguments.
+
+    `stack` ends them.
+    """
+    # Two threads: one stays in `watch`, the other answers.
+    remote = ray.remote(concurrency_groups={_BESIDE_TRAINING: 1, _WATCHED: 2})(kind)
     environment = trainer_environment(spec.device)
-    workers = WorkerGroup(
+    workers = RankGroup(
         role,
-        [remote.options(**place.options(environment, share=share)).remote() for place in places],
+        [remote.options(**place.options(environment, share=share)).remote(bind) for place in places],
         timeout_s=spec.timeout_s,
+        report_folder=report_folder,
     )
+    stack.push_async_callback(workers.end)
+    await workers.locate()
     host, port = cast("tuple[str, int]", await workers.call_first("find_address"))
     meeting = replace(spec, world=len(places), master_address=host, master_port=port)
-    await workers.call_each("start", [(replace(meeting, rank=rank), *arguments) for rank in range(len(places))])
+    await workers.call_each(
+        "start",
+        [(replace(meeting, rank=rank), *arguments) for rank in range(len(places))],
+        timeout_s=max(spec.timeout_s, START_TIMEOUT_S),
+    )
     return workers

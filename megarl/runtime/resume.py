@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from megarl.checkpoint.folder import CHECKPOINTS_FOLDER
+from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, checkpoint_folder
 from megarl.checkpoint.identity import digest_of
 from megarl.checkpoint.manifest import MODEL_FOLDER, digest_file
-from megarl.checkpoint.resume import Decision, ResumePoint, decide, open_named
+from megarl.checkpoint.resume import Decision, ResumePoint, decide, open_named, open_verified
 from megarl.checkpoint.state import Ledger
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
@@ -38,6 +38,26 @@ def choose(recipe: Recipe, choice: ResumeChoice) -> Decision:
 def is_of_run(point: ResumePoint, recipe: Recipe) -> bool:
     """Whether a checkpoint is one of the run's own, so that its folder is continued."""
     return point.folder.resolve().is_relative_to(recipe.run_folder.resolve())
+
+
+def last_good(
+    recipe: Recipe, *, first: ResumePoint | None, saved_steps: Sequence[int], warn: Callable[[str], None]
+) -> ResumePoint | None:
+    """Where a run goes on whose ranks were lost: at the newest checkpoint of its own, or where it began.
+
+    Others may lie in its folder, of a run that went further from the same point: they are not its own.
+    """
+    parent = recipe.run_folder.absolute() / CHECKPOINTS_FOLDER
+    if recipe.checkpoint.contents == "everything":
+        folders = [checkpoint_folder(parent, step) for step in sorted(set(saved_steps), reverse=True)]
+        for folder in filter(Path.exists, folders):
+            try:
+                return open_verified(folder)
+            except CheckpointError as error:
+                warn(f"skipped {folder}: {error}")
+    if first is not None and not first.folder.exists():
+        raise CheckpointError(f"{first.folder}: the run went on from it, and it is gone; no later checkpoint verifies")
+    return first
 
 
 def fitted(

@@ -1,59 +1,53 @@
-"""Starting the roles and connecting them: trainer ranks, engines, and the weights' way from one to the other."""
+"""The side that generates, and its connection with the trainer ranks, which `trainers` starts."""
 
 from __future__ import annotations
 
-import asyncio
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
-import ray
-
-from megarl.checkpoint.manifest import CRITIC_FOLDER
-from megarl.checkpoint.resume import ResumePoint
-from megarl.config.model import ModelShape, read_model_shape
-from megarl.config.recipe import ModelParallelConfig, Recipe, RolloutRoleConfig
+from megarl.config.model import ModelShape
+from megarl.config.recipe import Recipe, RolloutRoleConfig
 from megarl.observe.observer import Observer
 from megarl.rollout.client import EngineClient, EngineEndpoint
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.lifecycle import RestartPolicy
 from megarl.rollout.orders import Route
-from megarl.runtime.cluster import Cluster, Place, gpu_numbers
+from megarl.runtime.addresses import own_address
+from megarl.runtime.cluster import Cluster, Place, Pool, gpu_numbers
 from megarl.runtime.engines import Engines, start_engines
 from megarl.runtime.fleet_events import observe_fleet
 from megarl.runtime.operator import open_to_operator
 from megarl.runtime.phases import SeparatePhases, SharedPhases
 from megarl.runtime.publisher import NoPublisher, TransferPublisher
-from megarl.runtime.ranks import (
-    ActorProcess,
-    ActorRanks,
-    CriticProcess,
-    CriticRanks,
-    Origin,
-    ReferenceProcess,
-    ReferenceRanks,
-    start_processes,
-)
+from megarl.runtime.ranks import ActorRanks, CriticRanks, ReferenceRanks
 from megarl.runtime.supervisor import Supervisor
-from megarl.runtime.tasks import task_group
+from megarl.runtime.trainers import Trainers
 from megarl.stages import Phases, Publisher
-from megarl.train.rank import RankSpec
 from megarl.weights.assignment import nearest_order
 from megarl.weights.megatron import MegatronParallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roles:
-    """Everything that runs in a process of its own."""
+class Rollout:
+    """The side that generates. It outlives the trainer ranks that it gets its weights from."""
 
-    actor: ActorRanks
-    critic: CriticRanks | None
-    reference: ReferenceRanks | None
-    """None where there is none, and where the actor's ranks keep it."""
+    fleet: Fleet | None
+    """None where nobody generates."""
+    supervisor: Supervisor | None
+    """Of the fleet."""
+    route: Route | None
+    """From trainer ranks to all engines of the fleet."""
+    phases: Phases
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """Everything that runs in a process of its own, for one life of the trainer ranks."""
+
+    trainers: Trainers
     fleet: Fleet | None
     """None where nobody generates."""
     supervisor: Supervisor | None
@@ -61,57 +55,21 @@ class Roles:
     publisher: Publisher
     phases: Phases
 
+    @property
+    def actor(self) -> ActorRanks:
+        return self.trainers.actor
 
-async def start_roles(
-    recipe: Recipe,
-    shape: ModelShape,
-    cluster: Cluster,
-    stack: AsyncExitStack,
-    *,
-    resume: ResumePoint | None,
-    observer: Observer,
-) -> Roles:
-    """All roles start side by side: each takes a while. `stack` takes down what was started."""
-    rollout = recipe.roles.rollout
-    pools = {name: _Pool(places, _users(recipe, name)) for name, places in cluster.reserve(recipe.pools).items()}
-    async with task_group() as tasks:
-        actor = tasks.create_task(_start_actor(recipe, shape, pools, resume))
-        critic = tasks.create_task(_start_critic(recipe, shape, pools, resume))
-        reference = tasks.create_task(_start_reference(recipe, shape, pools))
-        seats = _engine_places(recipe, shape, pools)
-        engines = tasks.create_task(_start_engines(recipe, pools, seats))
-    fleet: Fleet | None = None
-    supervisor: Supervisor | None = None
-    publisher: Publisher = NoPublisher()
-    phases: Phases = SeparatePhases()
-    running = engines.result()
-    if rollout is not None and running is not None:
-        fleet, supervisor = await _open_fleet(recipe, rollout, *running, stack, observer)
-        trainer_gpus, engine_gpus = gpu_numbers(pools[recipe.roles.actor.pool].places, seats)
-        route = route_of(recipe, rollout, shape, num_engines=len(fleet.engines))
-        route = replace(route, trainer_gpus=trainer_gpus, engine_gpus=engine_gpus)
-        publisher = await _connect(rollout, route, actor.result(), fleet, supervisor, stack, observer)
-        phases = SharedPhases([fleet]) if pools[rollout.pool].is_shared else SeparatePhases()
-    return Roles(
-        actor=actor.result(),
-        critic=critic.result(),
-        reference=reference.result(),
-        fleet=fleet,
-        supervisor=supervisor,
-        publisher=publisher,
-        phases=phases,
-    )
+    @property
+    def critic(self) -> CriticRanks | None:
+        return self.trainers.critic
+
+    @property
+    def reference(self) -> ReferenceRanks | None:
+        return self.trainers.reference
 
 
-class _Pool:
-    """The places of a pool, and how the roles that have it share it."""
-
-    def __init__(self, places: Sequence[Place], num_roles: int) -> None:
-        self.places = places
-        self.is_shared = num_roles > 1
-        # Ray counts in ten-thousandths of a device.
-        self.share = math.floor(10_000 / num_roles) / 10_000
-        self.turn = asyncio.Lock()
+def reserve_pools(recipe: Recipe, cluster: Cluster) -> dict[str, Pool]:
+    return {name: Pool(places, _users(recipe, name)) for name, places in cluster.reserve(recipe.pools).items()}
 
 
 def _users(recipe: Recipe, pool: str) -> int:
@@ -121,78 +79,32 @@ def _users(recipe: Recipe, pool: str) -> int:
     return sum(role is not None and role.pool == pool for role in named)
 
 
-async def _start_actor(
-    recipe: Recipe, shape: ModelShape, pools: Mapping[str, _Pool], resume: ResumePoint | None
-) -> ActorRanks:
-    config, reference, critic = recipe.roles.actor, recipe.roles.reference, recipe.roles.critic
-    pool = pools[config.pool]
-    origin = Origin(folder=recipe.model.path.absolute())
-    if resume is not None:
-        origin = Origin(folder=resume.folder, resumed=resume.state.trainer)
-    kept = (reference.path or recipe.model.path).absolute() if reference and reference.pool is None else None
-    workers = await start_processes(
-        "actor",
-        ActorProcess,
-        pool.places,
-        _rank_spec(recipe, config, shape),
-        origin,
-        recipe.algorithm,
-        recipe.train,
-        recipe.run.steps - (critic.warmup_steps if critic else 0),
-        kept,
-        share=pool.share,
-    )
-    return ActorRanks(workers, pool.turn)
-
-
-async def _start_critic(
-    recipe: Recipe, shape: ModelShape, pools: Mapping[str, _Pool], resume: ResumePoint | None
-) -> CriticRanks | None:
-    config = recipe.roles.critic
+async def start_rollout(
+    recipe: Recipe, shape: ModelShape, pools: Mapping[str, Pool], stack: AsyncExitStack, *, observer: Observer
+) -> Rollout:
+    """`stack` takes down what was started."""
+    config = recipe.roles.rollout
     if config is None:
-        return None
+        return Rollout(fleet=None, supervisor=None, route=None, phases=SeparatePhases())
     pool = pools[config.pool]
-    folder = critic_folder(recipe)
-    origin = Origin(folder=folder.absolute())
-    if resume is not None:
-        assert resume.state.critic is not None, f"{resume.folder} has no critic"
-        origin = Origin(folder=resume.folder / CRITIC_FOLDER, resumed=resume.state.critic)
-    workers = await start_processes(
-        "critic",
-        CriticProcess,
-        pool.places,
-        _rank_spec(recipe, config, critic_shape(recipe, shape)),
-        origin,
-        recipe.algorithm,
-        config,
-        recipe.run.steps,
-        share=pool.share,
+    seats = _engine_places(recipe, config, shape, pools)
+    engines, endpoints = await start_engines(recipe, config, seats, share=pool.share, is_shared=pool.is_shared)
+    fleet, supervisor = await _open_fleet(recipe, config, engines, endpoints, stack, observer)
+    trainer_gpus, engine_gpus = gpu_numbers(pools[recipe.roles.actor.pool].places, seats)
+    route = route_of(recipe, config, shape, num_engines=len(fleet.engines))
+    return Rollout(
+        fleet=fleet,
+        supervisor=supervisor,
+        route=replace(route, trainer_gpus=trainer_gpus, engine_gpus=engine_gpus),
+        phases=SharedPhases([fleet]) if pool.is_shared else SeparatePhases(),
     )
-    return CriticRanks(workers, pool.turn)
 
 
-async def _start_reference(recipe: Recipe, shape: ModelShape, pools: Mapping[str, _Pool]) -> ReferenceRanks | None:
-    config = recipe.roles.reference
-    if config is None or config.pool is None:
-        return None
-    pool = pools[config.pool]
-    workers = await start_processes(
-        "reference",
-        ReferenceProcess,
-        pool.places,
-        _rank_spec(recipe, config, shape),
-        (config.path or recipe.model.path).absolute(),
-        share=pool.share,
-    )
-    return ReferenceRanks(workers, pool.turn)
-
-
-def _engine_places(recipe: Recipe, shape: ModelShape, pools: Mapping[str, _Pool]) -> Sequence[Place]:
+def _engine_places(
+    recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, pools: Mapping[str, Pool]
+) -> Sequence[Place]:
     """In the order engine after engine takes them: beside the trainers, where most of their weights are already."""
-    config, actor = recipe.roles.rollout, recipe.roles.actor
-    if config is None:
-        return ()
-    places = pools[config.pool].places
+    actor, places = recipe.roles.actor, pools[config.pool].places
     places = places[: len(places) // config.tensor * config.tensor]
     if config.pool != actor.pool:
         return places
@@ -200,42 +112,6 @@ def _engine_places(recipe: Recipe, shape: ModelShape, pools: Mapping[str, _Pool]
     trainer_gpus, engine_gpus = gpu_numbers(pools[actor.pool].places, places)
     order = nearest_order(route.trainer_layout(), route.engine_layout(), trainer_gpus, engine_gpus)
     return [places[index] for index in order]
-
-
-async def _start_engines(
-    recipe: Recipe, pools: Mapping[str, _Pool], seats: Sequence[Place]
-) -> tuple[Engines, list[EngineEndpoint]] | None:
-    config = recipe.roles.rollout
-    if config is None:
-        return None
-    pool = pools[config.pool]
-    return await start_engines(recipe, config, seats, share=pool.share, is_shared=pool.is_shared)
-
-
-def critic_folder(recipe: Recipe) -> Path:
-    """Where the critic's first weights, its configuration and its tokenizer are."""
-    critic = recipe.roles.critic
-    return recipe.model.path if critic is None or critic.path is None else critic.path
-
-
-def critic_shape(recipe: Recipe, policy: ModelShape) -> ModelShape:
-    critic = recipe.roles.critic
-    body = policy if critic is None or critic.path is None else read_model_shape(critic.path)
-    return body.as_critic()
-
-
-def _rank_spec(recipe: Recipe, split: ModelParallelConfig, shape: ModelShape) -> RankSpec:
-    return RankSpec(
-        rank=0,
-        world=1,
-        master_address="",
-        master_port=0,
-        device=recipe.run.device,
-        split=split,
-        shape=shape,
-        seed=recipe.run.seed,
-        timeout_s=recipe.train.operation_timeout_s,
-    )
 
 
 async def _open_fleet(
@@ -269,6 +145,23 @@ async def _open_fleet(
     return fleet, supervisor
 
 
+async def connect(
+    recipe: Recipe,
+    trainers: Trainers,
+    rollout: Rollout,
+    stack: AsyncExitStack,
+    *,
+    observer: Observer,
+) -> Roles:
+    """Both sides together, with the weights' way from these ranks to the engines, as long as `stack` lasts."""
+    config, fleet, supervisor, route = recipe.roles.rollout, rollout.fleet, rollout.supervisor, rollout.route
+    publisher: Publisher = NoPublisher()
+    if config is not None and fleet is not None and supervisor is not None and route is not None:
+        host = own_address(recipe.network.bind)
+        publisher = await _connect(config, route, trainers.actor, fleet, supervisor, stack, observer, host=host)
+    return Roles(trainers=trainers, fleet=fleet, supervisor=supervisor, publisher=publisher, phases=rollout.phases)
+
+
 async def _connect(
     config: RolloutRoleConfig,
     route: Route,
@@ -277,9 +170,10 @@ async def _connect(
     supervisor: Supervisor,
     stack: AsyncExitStack,
     observer: Observer,
+    *,
+    host: str,
 ) -> TransferPublisher:
     """The weights' way from these ranks to the engines, whatever those serve now, as long as `stack` lasts."""
-    host = ray.util.get_node_ip_address()
     publisher = TransferPublisher(
         ranks=ranks,
         fleet=fleet,

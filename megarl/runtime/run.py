@@ -6,7 +6,9 @@ Data and ports come before Ray, Ray before roles, roles before the first publish
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +20,15 @@ from megarl.config.algorithm import PolicyGradientConfig, RemaxConfig, SftConfig
 from megarl.config.recipe import Recipe
 from megarl.data.demonstrations import Demonstrations, DemonstrationScorer
 from megarl.data.stream import PromptStream
+from megarl.errors import WorkerError
+from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
 from megarl.reward.scorer import build_scorer
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, evaluation_seed
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.checkpoints import RunSaver, SavedModel
-from megarl.runtime.cluster import open_cluster
+from megarl.runtime.cluster import Pool, open_cluster
 from megarl.runtime.evaluate import Evaluator, HeldOutEvaluator, NoEvaluator
 from megarl.runtime.inputs import Inputs, read_inputs
 from megarl.runtime.keeper import Keeper, NoKeeper, RolloutKeeper
@@ -32,9 +36,12 @@ from megarl.runtime.learner import Learner
 from megarl.runtime.learners import build_learner
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.preemption import Preemption, preemptible
-from megarl.runtime.resume import fitted
-from megarl.runtime.roles import Roles, critic_folder, critic_shape, start_roles
+from megarl.runtime.restarts import Restarts
+from megarl.runtime.resume import fitted, last_good
+from megarl.runtime.roles import Roles, Rollout, connect, reserve_pools, start_rollout
+from megarl.runtime.tasks import task_group
 from megarl.runtime.timed import TimedGenerator
+from megarl.runtime.trainers import critic_folder, critic_shape, living_trainers
 from megarl.stages import Generator, Scorer
 from megarl.types import PolicyVersion
 
@@ -84,13 +91,69 @@ async def _run(
         open_cluster(recipe, address=ray_address, tasks_file=tasks_file) as cluster,
         preemptible(grace_s=recipe.checkpoint.grace_s) as leave,
     ):
+        pools = reserve_pools(recipe, cluster)
+        async with AsyncExitStack() as stack, task_group() as tasks:
+            starting = start_rollout(recipe, inputs.shape, pools, stack, observer=observer)
+            generating = tasks.create_task(starting)
+            scorer = build_scorer(recipe.reward, log_path=recipe.run_folder / "reward.log", observer=observer)
+            stack.callback(scorer.close)
+            run = _Run(
+                recipe=recipe,
+                inputs=inputs,
+                pools=pools,
+                generating=generating,
+                scorer=scorer,
+                observer=observer,
+                preemption=leave,
+            )
+            await run.live_on(resume)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What lasts for the whole run. Trainer ranks may be lost; each set of them is a life, with a loop of its own."""
+
+    recipe: Recipe
+    inputs: Inputs
+    pools: Mapping[str, Pool]
+    generating: asyncio.Task[Rollout]
+    scorer: Scorer
+    observer: Observer
+    preemption: Preemption
+    saved_steps: list[int] = field(default_factory=list)
+    """Of all lives."""
+
+    async def live_on(self, first: ResumePoint | None) -> None:
+        """One life after the other, until one reaches the end."""
+        train = self.recipe.train
+        restarts = Restarts(max_restarts=train.max_restarts, pause_s=train.restart_pause_s)
+        point = first
+        while True:
+            try:
+                await self._live(point)
+                return
+            except WorkerError as error:
+                if self.generating.done() and self.generating.exception() is not None:
+                    raise  # the engines did not start
+                pause_s = restarts.spend(error, saved_step=max(self.saved_steps, default=0))
+                point = last_good(self.recipe, first=first, saved_steps=self.saved_steps, warn=self.observer.warned)
+                place = "the beginning" if point is None else f"step {point.step}"
+                self.observer.restarted(ALL_TRAINERS, 0, f"from {place}: {error}")
+                await asyncio.sleep(pause_s)
+
+    async def _live(self, point: ResumePoint | None) -> None:
+        """Trainer ranks from their start to the end of the run, or to the loss of one of them."""
+        recipe, shape = self.recipe, self.inputs.shape
         async with AsyncExitStack() as stack:
-            with observer.phase("start"):
-                roles = await start_roles(recipe, inputs.shape, cluster, stack, resume=resume, observer=observer)
-                scorer = build_scorer(recipe.reward, log_path=recipe.run_folder / "reward.log", observer=observer)
-                stack.callback(scorer.close)
-            loop = _build_loop(recipe, inputs, roles, scorer, observer, leave, resume)
-            leave.begin_steps()
+            with self.observer.phase("start"):
+                starting = living_trainers(recipe, shape, self.pools, resume=point)
+                trainers = await stack.enter_async_context(starting)
+                rollout = await self.generating
+                roles = await connect(recipe, trainers, rollout, stack, observer=self.observer)
+            loop = _build_loop(
+                recipe, self.inputs, roles, self.scorer, self.observer, self.preemption, point, self.saved_steps
+            )
+            self.preemption.begin_steps()
             await loop.run()
 
 
@@ -102,6 +165,7 @@ def _build_loop(
     observer: Observer,
     preemption: Preemption,
     resume: ResumePoint | None,
+    saved_steps: list[int],
 ) -> Loop:
     train = recipe.train
     generator, judge = _producers(recipe, inputs, roles, scorer, observer)
@@ -153,6 +217,8 @@ def _build_loop(
             preemption=preemption,
             observer=observer,
             resumed=None if resume is None else resume.state,
+            is_lost=lambda: roles.trainers.is_lost,
+            saved=saved_steps.append,
         ),
         observer=observer,
         start=start,

@@ -76,7 +76,7 @@ class ModelOptimizer:
     def spoil_gradients(self) -> None:
         """Make all of this rank's NaN, as `faults` asks for."""
         for parameter in self.parameters().values():
-            parameter.main_grad.fill_(torch.nan)
+            parameter.main_grad.fill_(torch.nan)  # type: ignore[attr-defined]  # Megatron's
 
     def step(self, learning_rate: float) -> None:
         """Clip, update, share the new weights."""

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -94,3 +95,54 @@ def test_importing_the_data_package_does_not_import_torch() -> None:
     modules = "megarl.data.tokenizer, megarl.data.prompts, megarl.data.arithmetic, megarl.data.demonstrations"
     script = f"import sys, {modules}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def with_template(folder: Path, template: str) -> Tokenizer:
+    (folder / "chat_template.jinja").write_text(template)
+    return load_tokenizer(folder, vocab=VOCAB)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ raise_exception.__globals__['os'].environ }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ (messages|map(attribute='__class__')|list)[0].__base__ }}",
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'system'}) }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+    ],
+)
+def test_a_chat_template_reaches_nothing_but_the_messages(folder: Path, template: str) -> None:
+    tokenizer = with_template(folder, template)
+    chat = [{"role": "user", "content": "1+1="}]
+    with pytest.raises(DataError, match="chat template refuses the messages"):
+        tokenizer.render_chat(chat)
+    assert chat == [{"role": "user", "content": "1+1="}]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set s = messages[0]['content'] %}" + "{% for a in s %}" * 4 + "{% endfor %}" * 4,
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 10 ** 11 }}",
+        "{% set n = namespace(x='aaaaaaaaaaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{{ 'a'.center(10 ** 11) }}",
+        "{{ range(10 ** 9) }}",
+    ],
+)
+def test_a_chat_template_has_a_deadline_and_a_limit_of_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr("megarl.data.tokenizer.TEMPLATE_TIMEOUT_S", 0.5)
+    tokenizer = with_template(folder, template)
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"chat template (needs more than|refuses)"):
+        tokenizer.render_chat([{"role": "user", "content": "1" * 1000}])
+    assert time.monotonic() - began < 5

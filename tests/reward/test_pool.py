@@ -289,3 +289,26 @@ def test_what_math_cannot_judge_in_time_is_wrong() -> None:
 
     assert asyncio.run(scenario()) == [1, 0, 1]
     pool.close()
+
+
+def test_an_answer_that_claims_to_be_huge_is_none(make_reward: MakeReward) -> None:
+    """The user's code shares a process with the channel, and finds it if it looks for it."""
+    pool = pool_of(
+        make_reward(
+            """
+            import os, stat, struct
+
+            def compute_score(data_source, solution_str, ground_truth, extra_info):
+                for descriptor in range(3, 64):
+                    try:
+                        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                            os.write(descriptor, struct.pack("!I", 0xFFFFFFFF) + b"x" * 1000)
+                    except OSError:
+                        pass
+                return 1.0
+            """
+        )
+    )
+    with pytest.raises(ScoreError, match="ended its worker process"):
+        asyncio.run(pool.ask(request("")))
+    pool.close()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Literal
 
@@ -70,6 +71,22 @@ def test_a_late_answer_names_the_deadline() -> None:
 
     with pytest.raises(EngineError, match="generate: no answer within 5 s"):
         asyncio.run(scripted_client(late).generate(REQUEST))
+
+
+def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.rollout.client.MAX_REPLY_BYTES", 1000)
+    num_sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        while True:
+            num_sent += 1
+            yield b" " * 100
+
+    client = scripted_client(lambda request: httpx.Response(200, content=endless()))
+    with pytest.raises(EngineError, match=r"engine 0 .*: generate: ReadError: the reply has more than 1000 bytes"):
+        asyncio.run(client.generate(REQUEST))
+    assert num_sent == 11
 
 
 def test_an_unreachable_engine_is_not_healthy() -> None:

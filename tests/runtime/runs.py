@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ import psutil
 from megarl.env import FAULTS
 from megarl.observe.events import EVENTS_FILE, Evaluated, Event, StepFinished, read_events
 from megarl.types import EvalResult
+from tests.faults.leftovers import Footprint
 
 RECIPE = """
 run: {name: NAME, folder: FOLDER/runs, steps: 2, device: cpu, seed: 3}
@@ -87,11 +89,13 @@ def started(
     *overrides: str,
     faults: Sequence[Mapping[str, object]] = (),
     options: Sequence[str] = (),
+    footprint: Footprint | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A run under way, in a process group of its own, as in a terminal. Killed if it is still there at the end."""
     command = [str(Path(sys.executable).with_name("megarl")), "train", str(write_recipe(folder, name)), *options]
     for override in overrides:
         command += ["--set", override]
+    marks = {} if footprint is None else footprint.environment
     with (folder / f"{name}.out").open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -99,8 +103,8 @@ def started(
             stderr=output,
             process_group=0,
             cwd=folder,
-            preexec_fn=_as_in_a_terminal,
-            env={**os.environ, FAULTS.name: json.dumps(faults) if faults else ""},
+            preexec_fn=partial(_as_in_a_terminal, footprint),
+            env={**os.environ, **marks, FAULTS.name: json.dumps(faults) if faults else ""},
         )
     try:
         yield process
@@ -111,8 +115,10 @@ def started(
             psutil.wait_procs(children, timeout=30)
 
 
-def _as_in_a_terminal() -> None:
+def _as_in_a_terminal(footprint: Footprint | None) -> None:
     """Who runs the tests in the background has Ctrl-C ignored, and its children inherit that."""
+    if footprint is not None:
+        footprint.enter()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -123,8 +129,9 @@ def run(
     timeout_s: float = 400,
     faults: Sequence[Mapping[str, object]] = (),
     options: Sequence[str] = (),
+    footprint: Footprint | None = None,
 ) -> Run:
-    with started(folder, name, *overrides, faults=faults, options=options) as process:
+    with started(folder, name, *overrides, faults=faults, options=options, footprint=footprint) as process:
         process.wait(timeout=timeout_s)
     return finished(folder, name, process)
 

@@ -9,12 +9,12 @@ import pytest
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER
 from megarl.checkpoint.identity import digest_of
 from megarl.checkpoint.manifest import digest_file, read_manifest
-from megarl.checkpoint.resume import Decision, ResumePoint
+from megarl.checkpoint.resume import Decision, ResumePoint, open_verified
 from megarl.checkpoint.state import Ledger, read_state
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.errors import CheckpointError
-from megarl.runtime.resume import choose, fitted, is_of_run
+from megarl.runtime.resume import choose, fitted, is_of_run, last_good
 from tests.checkpoint.samples import DATA_DIGEST, write_checkpoint
 from tests.checkpoint.test_identity import make_recipe
 from tests.tiny_models import write_tiny_model
@@ -110,3 +110,46 @@ def test_other_prompts_start_with_their_first_where_they_are_allowed(
     assert (found.state.prompt_cursor, found.state.ledger) == (0, Ledger())
     assert found.state.trainer == point.state.trainer
     assert "the new ones start with their first epoch" in warning
+
+
+def go_on(recipe: Recipe, *saved_steps: int, first: ResumePoint | None = None) -> tuple[ResumePoint | None, list[str]]:
+    notes: list[str] = []
+    return last_good(recipe, first=first, saved_steps=saved_steps, warn=notes.append), notes
+
+
+def test_lost_ranks_go_on_from_the_newest_checkpoint_of_this_run(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path)
+    parent = recipe.run_folder / CHECKPOINTS_FOLDER
+    for step in (2, 4, 6):
+        write_checkpoint(parent, step)
+    # Step 6 is of a run that went further from step 2; step 3 was removed when step 4 was there.
+    point, notes = go_on(recipe, 3, 4)
+    assert point is not None
+    assert (point.step, notes) == (4, [])
+
+
+def test_a_checkpoint_that_does_not_verify_is_skipped_and_told(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path)
+    parent = recipe.run_folder / CHECKPOINTS_FOLDER
+    for step in (2, 4):
+        write_checkpoint(parent, step)
+    (parent / "step_000004" / "state.json").unlink()
+    point, (note,) = go_on(recipe, 2, 4)
+    assert point is not None
+    assert point.step == 2
+    assert "step_000004" in note
+
+
+def test_without_one_of_their_own_they_go_on_where_the_run_began(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path)
+    assert go_on(recipe) == (None, [])
+    first = open_verified(write_checkpoint(tmp_path / "elsewhere", 2))
+    assert go_on(recipe, first=first) == (first, [])
+
+
+def test_a_beginning_that_is_gone_is_said(tmp_path: Path) -> None:
+    recipe = recipe_in(tmp_path)
+    first = open_verified(write_checkpoint(tmp_path / "elsewhere", 2))
+    gone = replace(first, folder=tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="the run went on from it, and it is gone"):
+        go_on(recipe, first=gone)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 from megarl.config import load_recipe
 from megarl.data.arithmetic import make_arithmetic
+from megarl.env import RAY_AUTH_TOKEN_PATH
 from megarl.errors import MachineError, NumericsError, WorkerError
 from megarl.runtime.launch import private_ray
 from tests.runtime.runs import write_recipe
@@ -79,7 +82,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture
 def workers(cluster: Cluster) -> Iterator[WorkerGroup]:
     actor = ray.remote(num_cpus=0)(Worker)
-    group = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=10)
+    group = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=60)
     yield group
     kill(group)
 
@@ -121,7 +124,7 @@ def test_a_rank_that_dies_is_named(workers: WorkerGroup) -> None:
 
 def test_a_rank_that_is_late_is_named(cluster: Cluster) -> None:
     actor = ray.remote(num_cpus=0)(Worker)
-    group = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=10)
+    group = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=60)
     asyncio.run(group.call("square", 1))  # both are there
     late = WorkerGroup("actor", group.workers, timeout_s=1)
     with pytest.raises(WorkerError, match=r"actor rank\(s\) 1: sleep_on did not finish within 1 s"):
@@ -133,3 +136,27 @@ def test_a_pool_that_does_not_fit_is_said(cluster: Cluster, monkeypatch: pytest.
     monkeypatch.setattr(cluster_module, "PLACEMENT_TIMEOUT_S", 1.0)
     with pytest.raises(MachineError, match=r"pools.big: 64 gpus not free within 1 s; the Ray cluster has 3"):
         cluster.reserve({"big": PoolConfig(gpus_per_node=64)})
+
+
+STRANGER = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.cluster_resources())"
+
+
+@pytest.mark.parametrize("token", ["", "0123456789abcdef0123456789abcdef"], ids=["none", "another"])
+def test_who_has_not_the_token_of_our_ray_is_refused(cluster: Cluster, tmp_path: Path, token: str) -> None:
+    address = ray.get_runtime_context().gcs_address
+    assert address.startswith("127.0.0.1:")
+    hidden = (RAY_AUTH_TOKEN_PATH.name, "RAY_AUTH_TOKEN", "RAY_AUTH_MODE")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    if token:
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER, address],
+        env={**environment, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "megarl_slot" not in done.stdout
+    assert "auth" in done.stderr.lower()

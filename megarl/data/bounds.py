@@ -1,0 +1,63 @@
+"""Limits on what somebody else's text, such as a chat template, may make this process do: seconds and bytes."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+
+@contextmanager
+def bounded(*, seconds: float, num_bytes: int) -> Iterator[None]:
+    """Inside, taking longer is a TimeoutError, and taking more memory than there was before a MemoryError.
+
+    Time is limited in the main thread alone, where signals arrive. Memory is limited for the whole process meanwhile.
+    """
+    with _limited_memory(num_bytes), _limited_time(seconds):
+        yield
+
+
+@contextmanager
+def _limited_time(seconds: float) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    began = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, _too_long)
+    remaining_s, interval_s = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining_s:
+            # Somebody else's alarm, which goes off when it would have.
+            left_s = max(remaining_s - (time.monotonic() - began), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
+
+
+def _too_long(_number: int, _frame: FrameType | None) -> None:
+    raise TimeoutError
+
+
+@contextmanager
+def _limited_memory(num_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = _address_space() + num_bytes
+    for bound in (soft, hard):
+        limit = limit if bound == resource.RLIM_INFINITY else min(limit, bound)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _address_space() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()

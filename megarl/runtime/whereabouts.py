@@ -1,0 +1,106 @@
+"""Processes that Ray has placed somewhere, as the operating system of their node knows them.
+
+Ray ends an actor by asking it to, which a frozen one does not hear. A number that the system has given to another
+process since is not mistaken for the old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+Result = TypeVar("Result")
+
+_POLL_S = 0.02
+_PLACING_S = 30.0
+"""For Ray to start a process on another node that looks, or kills, there."""
+_ZOMBIE = "Z"
+_STATES = {
+    "R": "it computes, and does not let Python run",
+    "S": "it waits, and does not let Python run",
+    "D": "it waits for a disk or a device that does not answer",
+    "T": "it is stopped (SIGSTOP)",
+    "t": "it is stopped by a debugger",
+    _ZOMBIE: "it is dead",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    node: str
+    """Ray's name for it."""
+    pid: int
+    started: int
+    """In clock ticks since the node was started: with the number, a name that is never given again."""
+
+
+def own_whereabouts() -> Whereabouts:
+    pid = os.getpid()
+    return Whereabouts(node=_own_node(), pid=pid, started=_read(pid)[1])
+
+
+async def describe(where: Whereabouts) -> str:
+    """What the system says of a process that does not answer, as the end of a sentence."""
+    state = await _on_its_node(where, _state)
+    return "it is gone" if state is None else _STATES.get(state, f"its state is {state}")
+
+
+async def end(where: Whereabouts, *, grace_s: float, timeout_s: float) -> bool:
+    """Kill it unless it leaves within `grace_s`; whether it is gone then."""
+    return await _on_its_node(where, _end, grace_s, timeout_s)
+
+
+async def _on_its_node(where: Whereabouts, function: Callable[..., Result], *arguments: object) -> Result:
+    if where.node == _own_node():
+        return await asyncio.to_thread(function, where, *arguments)
+    task = ray.remote(num_cpus=0, max_retries=0)(function)
+    strategy = NodeAffinitySchedulingStrategy(where.node, soft=False)
+    reference = task.options(scheduling_strategy=strategy).remote(where, *arguments)
+    async with asyncio.timeout(_PLACING_S):
+        return cast("Result", await reference)
+
+
+def _own_node() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _end(where: Whereabouts, grace_s: float, timeout_s: float) -> bool:
+    if _is_gone_within(where, grace_s):
+        return True
+    with suppress(ProcessLookupError):
+        os.kill(where.pid, signal.SIGKILL)
+    return _is_gone_within(where, timeout_s)
+
+
+def _is_gone_within(where: Whereabouts, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while _state(where) not in (None, _ZOMBIE):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def _state(where: Whereabouts) -> str | None:
+    """The letter of the process's state; None when there is no such process any more."""
+    try:
+        state, started = _read(where.pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return state if started == where.started else None
+
+
+def _read(pid: int) -> tuple[str, int]:
+    """State and start of a process. Its name comes before them, in parentheses, and may have any character."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])

@@ -1,0 +1,119 @@
+"""What a run leaves on the machine: processes, listening sockets, shared memory.
+
+A run's processes are found by a mark in their environment, which they all inherit, whoever their parent is by now. Its
+shared memory is a folder of its own, mounted as its /dev/shm, so that other runs on the machine do not matter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+
+MARK = "MEGARL_TEST_RUN"
+
+_SHARED_MEMORY = Path("/dev/shm")
+_CLONE_NEWNS = 0x20000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftovers:
+    processes: tuple[str, ...] = ()
+    ports: tuple[int, ...] = ()
+    """On which they listen."""
+    segments: tuple[str, ...] = ()
+    """In /dev/shm."""
+
+
+class Footprint:
+    """Everything that has one mark. Give `environment` and `enter` to the process that starts the rest."""
+
+    def __init__(self, memory: Path) -> None:
+        self._mark = uuid4().hex
+        self._memory = memory
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {MARK: self._mark}
+
+    def enter(self) -> None:
+        """In the new process, before its program begins: from now on it has shared memory of its own."""
+        _check(_libc.unshare(_CLONE_NEWNS), "unshare")
+        _check(_libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
+        _check(_libc.mount(bytes(self._memory), bytes(_SHARED_MEMORY), None, _MS_BIND, None), "mount /dev/shm")
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if _mark_of(process.pid) == self._mark]
+
+    def leftovers(self) -> Leftovers:
+        found = self.processes()
+        return Leftovers(
+            processes=tuple(f"{process.pid} {_name(process)}" for process in found),
+            ports=tuple(port for process in found for port in _ports(process)),
+            segments=tuple(sorted(path.name for path in self._memory.iterdir())),
+        )
+
+    def after(self, timeout_s: float) -> Leftovers:
+        """What is still there when everything should be gone, or after so many seconds."""
+        deadline = time.monotonic() + timeout_s
+        while (found := self.leftovers()) != Leftovers() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return found
+
+
+@contextmanager
+def nothing_left(*, within_s: float = 10.0) -> Iterator[Footprint]:
+    """Whatever is started inside with the footprint is gone soon after the end; ended, where it is not."""
+    memory = Path(tempfile.mkdtemp(prefix="megarl-test-", dir=_SHARED_MEMORY))
+    footprint = Footprint(memory)
+    try:
+        yield footprint
+        found = footprint.after(within_s)
+        assert found == Leftovers(), f"left after {within_s:g} s: {found}"
+    finally:
+        for process in footprint.processes():
+            process.send_signal(signal.SIGKILL)
+        shutil.rmtree(memory, ignore_errors=True)
+
+
+def _check(code: int, what: str) -> None:
+    if code != 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}; these tests need root")
+
+
+def _mark_of(pid: int) -> str | None:
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return None
+    except OSError:
+        return None
+    prefix = f"{MARK}=".encode()
+    return next((entry[len(prefix) :].decode() for entry in entries if entry.startswith(prefix)), None)
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:120] or process.name()
+    except psutil.Error:
+        return "?"
+
+
+def _ports(process: psutil.Process) -> list[int]:
+    try:
+        connections = process.net_connections(kind="tcp")
+    except psutil.Error:
+        return []
+    return sorted({item.laddr.port for item in connections if item.status == psutil.CONN_LISTEN})

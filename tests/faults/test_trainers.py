@@ -1,0 +1,258 @@
+"""Trainer ranks that are killed, frozen or late in real runs: all ranks start again, and the end has the same bits.
+
+The cheapest run that has ranks at all imitates demonstrations; it has no engines. Runs with engines are slow tests.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.checkpoint.state import read_state
+from megarl.data.arithmetic import make_arithmetic
+from megarl.observe.events import ALL_TRAINERS, EVENTS_FILE, Restarted, StepFinished, Warned, read_events
+from tests.faults.leftovers import Footprint, nothing_left
+from tests.runtime.runs import Run, finished, run, started
+
+STEPS = 4
+SFT = (
+    f"run.steps={STEPS}",
+    "checkpoint.save_every_steps=1",
+    "pools={train: {gpus_per_node: 2}}",
+    "roles={actor: {pool: train, tensor: 2}}",
+    "algorithm={kind: sft}",
+    "data.train=[arithmetic/sft.parquet]",
+    "data.eval=[]",
+    "evaluation=null",
+    "reward={kind: exact}",
+    "sampling={max_response_tokens: 6}",
+    "train.operation_timeout_s=10",
+    "train.restart_pause_s=0.1",
+)
+PPO = (
+    f"run.steps={STEPS}",
+    "checkpoint.save_every_steps=1",
+    "pools={train: {gpus_per_node: 2}, rollout: {gpus_per_node: 1}, critic: {gpus_per_node: 1}, "
+    "reference: {gpus_per_node: 1}}",
+    "roles.critic={pool: critic, warmup_steps: 1}",
+    "roles.reference={pool: reference}",
+    "algorithm={kind: gae, kl: {kind: reward, coef: 0.1, adaptive: {target: 0.01, horizon: 100}}, "
+    "filter: {oversampling: 1.5}}",
+    "train.operation_timeout_s=20",
+    "evaluation=null",
+    "data.eval=[]",
+)
+"""Every model that has ranks, and all that a run can remember."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    make_arithmetic(path / "arithmetic", num_train=12, num_sft=64, num_eval=16)
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> Run:
+    with nothing_left() as footprint:
+        done = run(folder, "undisturbed", *SFT, footprint=footprint)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+@pytest.fixture(scope="module")
+def undisturbed_ppo(folder: Path) -> Run:
+    with nothing_left() as footprint:
+        done = run(folder, "undisturbed_ppo", *PPO, footprint=footprint)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+def disturb(folder: Path, name: str, overrides: Sequence[str], *faults: dict[str, object]) -> Run:
+    """Each fault happens once, whoever passes its point again."""
+    planned = [{**fault, "once": str(folder / f"{name}.{index}")} for index, fault in enumerate(faults)]
+    with nothing_left() as footprint:
+        done = run(folder, name, *overrides, faults=planned, footprint=footprint)
+    assert all(Path(str(fault["once"])).exists() for fault in planned), "a fault did not happen"
+    return done
+
+
+def check_same_end(done: Run, undisturbed: Run) -> None:
+    assert done.exit_code == 0, done.output
+    assert "Traceback" not in done.output
+    ends = [each.folder / "checkpoints" / f"step_{STEPS:06d}" for each in (done, undisturbed)]
+    found, expected = (
+        {str(path.relative_to(end)): path.read_bytes() for path in end.rglob("*.safetensors")} for end in ends
+    )
+    assert found == expected
+    assert read_state(ends[0]) == read_state(ends[1])
+    assert list(done.folder.glob("checkpoints/*.tmp")) == []
+
+
+def restarts(done: Run) -> list[str]:
+    return [event.reason for event in done.events if isinstance(event, Restarted) and event.role == ALL_TRAINERS]
+
+
+def steps_lost(done: Run) -> int:
+    """Finished ones that were taken again."""
+    return len(done.steps) - len({event.summary.step for event in done.steps})
+
+
+def test_a_killed_and_a_frozen_rank_are_replaced_and_the_run_ends_with_the_same_bits(
+    folder: Path, undisturbed: Run
+) -> None:
+    killed = {"point": "forward", "of": "actor", "rank": 1, "step": 2, "kind": "kill"}
+    frozen = {"point": "backward", "of": "actor", "rank": 0, "step": 4, "kind": "stop"}
+    done = disturb(folder, "killed_and_frozen", SFT, killed, frozen)
+
+    check_same_end(done, undisturbed)
+    first, second = restarts(done)
+    assert re.match(r"from (step 1|the beginning): actor rank 1: died during ", first)
+    assert re.search(
+        r"from step [23]: actor: update did not finish within 10 s \(train.operation_timeout_s\): rank 0 is missing: "
+        r"it does not answer; it is stopped \(SIGSTOP\) \(pid \d+\); "
+        r"rank 1 waits in all_reduce of ranks 0, 1 \(.*mappings.py:\d+\); "
+        r"all stacks are in .*/hang_\w+_actor_update.txt",
+        second,
+    )
+    assert steps_lost(done) <= 2
+    (report,) = done.folder.glob("hang_*_actor_update.txt")
+    assert "==== actor rank 1 ====" in report.read_text()
+    assert "torch.distributed.all_reduce" in report.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "point", ["forward", "backward", "gradients", "optimizer", "updated", "snapshot_taken", "ranks_met", "file_written"]
+)
+def test_a_rank_killed_at_any_point_of_a_step_or_a_save(folder: Path, undisturbed: Run, point: str) -> None:
+    done = disturb(folder, f"killed_at_{point}", SFT, {"point": point, "rank": 1, "step": 3, "kind": "kill"})
+    check_same_end(done, undisturbed)
+    assert len(restarts(done)) == 1
+    assert steps_lost(done) <= 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_something_else_is_named_with_the_place(folder: Path, undisturbed: Run) -> None:
+    fault = {"point": "optimizer", "rank": 1, "step": 3, "kind": "wait", "seconds": 600}
+    done = disturb(folder, "late", SFT, fault)
+    check_same_end(done, undisturbed)
+    (text,) = restarts(done)
+    assert re.search(r"rank 1 is missing: it is in _happen, megarl/faults.py:\d+; rank 0 waits in all_reduce", text)
+
+
+@pytest.mark.slow
+def test_ranks_without_a_checkpoint_start_from_the_beginning(folder: Path, undisturbed: Run) -> None:
+    fault = {"point": "forward", "rank": 0, "step": 3, "kind": "kill"}
+    done = disturb(folder, "from_the_beginning", (*SFT, "checkpoint.save_every_steps=null"), fault)
+    check_same_end(done, undisturbed)
+    assert restarts(done)[0].startswith("from the beginning: actor rank 0: died")
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_again_and_again_ends_the_run_with_one_line(folder: Path) -> None:
+    fault = {"point": "forward", "rank": 1, "step": 3, "kind": "kill"}
+    with nothing_left() as footprint:
+        done = run(folder, "hopeless", *SFT, "train.max_restarts=1", faults=[fault], footprint=footprint)
+    assert done.exit_code == 70, done.output
+    last = done.output.strip().splitlines()[-1]
+    assert re.fullmatch(
+        r"megarl: actor rank 1: died during .*; the ranks were started again 1 times since step \d .*", last
+    )
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.slow
+def test_one_gradient_that_is_not_finite_skips_an_update_and_starts_nothing_again(folder: Path) -> None:
+    fault = {"point": "gradients", "rank": 1, "step": 3, "kind": "nan"}
+    done = disturb(folder, "nan_gradient", SFT, fault)
+    assert done.exit_code == 0, done.output
+    assert restarts(done) == []
+    assert any("1 updates were skipped" in event.text for event in done.events if isinstance(event, Warned))
+    assert read_state(done.folder / "checkpoints" / "latest").trainer.num_updates == STEPS - 1
+
+
+@pytest.mark.slow
+def test_gradients_that_are_never_finite_end_the_run_as_numerics(folder: Path) -> None:
+    with nothing_left() as footprint:
+        fault = {"point": "gradients", "rank": 1, "kind": "nan"}
+        done = run(folder, "nan_gradients", *SFT, "run.steps=9", faults=[fault], footprint=footprint)
+    assert done.exit_code == 77, done.output
+    assert restarts(done) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("critic_killed", [{"point": "backward", "of": "critic", "step": 3, "kind": "kill"}]),
+        ("reference_killed", [{"point": "asked", "of": "reference", "kind": "kill"}]),
+        ("sender_killed", [{"point": "bucket_sent", "of": "publish", "rank": 1, "step": 2, "kind": "kill"}]),
+        ("sender_frozen", [{"point": "bucket_packed", "of": "publish", "rank": 0, "step": 2, "kind": "stop"}]),
+    ],
+)
+def test_models_are_lost_and_the_engines_stay_up(
+    folder: Path, undisturbed_ppo: Run, name: str, faults: list[dict[str, object]]
+) -> None:
+    done = disturb(folder, name, PPO, *faults)
+    check_same_end(done, undisturbed_ppo)
+    assert len(restarts(done)) == 1
+    assert (done.folder / "engines" / "engine_0.log").read_text().count("The server is fired up") == 1
+
+
+@pytest.mark.slow
+def test_a_killed_driver_takes_everything_along_and_the_next_run_goes_on(folder: Path, undisturbed: Run) -> None:
+    fault = {"point": "step_trained", "step": 3, "kind": "kill", "once": str(folder / "driver_killed")}
+    with (
+        nothing_left() as footprint,
+        started(folder, "driver_killed", *SFT, faults=[fault], footprint=footprint) as process,
+    ):
+        process.wait(timeout=300)
+    assert process.returncode == -9
+    with nothing_left() as footprint:
+        done = run(folder, "driver_killed", *SFT, footprint=footprint)
+    check_same_end(done, undisturbed)
+    assert steps_lost(done) <= 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_nobody_asks_it_is_noticed_within_two_seconds(folder: Path) -> None:
+    with (
+        nothing_left() as footprint,
+        started(
+            folder, "idle", *SFT, "run.steps=2000", "checkpoint.save_every_steps=500", footprint=footprint
+        ) as process,
+    ):
+        events = folder / "runs" / "idle" / EVENTS_FILE
+        _await(lambda: any(isinstance(record.event, StepFinished) for record in read_events(events)), process, events)
+        victim = _ranks(footprint)[0]
+        began = time.monotonic()
+        victim.kill()
+        _await(lambda: _has_restarted(events), process, events)
+        assert time.monotonic() - began < 2 + 1  # a checkpoint under way, and reading the events
+        process.terminate()
+        process.wait(timeout=60)
+    assert finished(folder, "idle", process).exit_code == 75
+
+
+def _has_restarted(events: Path) -> bool:
+    return any(isinstance(record.event, Restarted) for record in read_events(events))
+
+
+def _ranks(footprint: Footprint) -> list[psutil.Process]:
+    return [process for process in footprint.processes() if "ActorProcess" in " ".join(process.cmdline())]
+
+
+def _await(condition: object, process: subprocess.Popen[bytes], events: Path, timeout_s: float = 120) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + timeout_s
+    while not (events.exists() and condition()):
+        assert process.poll() is None, "the run has ended"
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.05)

@@ -1,7 +1,9 @@
 """What a run leaves on the machine: processes, listening sockets, shared memory.
 
-A run's processes are found by a mark in their environment, which they all inherit, whoever their parent is by now. Its
-shared memory is a folder of its own, mounted as its /dev/shm, so that other runs on the machine do not matter.
+A run is given a mount namespace with a /dev/shm of its own: so its shared memory is known from that of other runs on
+the machine, and its processes by their namespace, whoever their parent is by now and whatever they call themselves. Who
+may not make one finds the processes by a mark in their environment, as far as they have not overwritten it, and counts
+everything in /dev/shm.
 """
 
 from __future__ import annotations
@@ -38,31 +40,42 @@ class Leftovers:
 
 
 class Footprint:
-    """Everything that has one mark. Give `environment` and `enter` to the process that starts the rest."""
+    """Everything of one run. Give `environment` and `enter` to the process that starts the rest."""
 
-    def __init__(self, memory: Path) -> None:
+    def __init__(self, memory: Path, notes: Path) -> None:
         self._mark = uuid4().hex
         self._memory = memory
+        self._notes = notes
+        self._before = _names(_SHARED_MEMORY)
+        self._is_private = os.geteuid() == 0
 
     @property
     def environment(self) -> dict[str, str]:
         return {MARK: self._mark}
 
     def enter(self) -> None:
-        """In the new process, before its program begins: from now on it has shared memory of its own."""
-        _check(_libc.unshare(_CLONE_NEWNS), "unshare")
-        _check(_libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
-        _check(_libc.mount(bytes(self._memory), bytes(_SHARED_MEMORY), None, _MS_BIND, None), "mount /dev/shm")
+        """In the new process, before its program begins."""
+        if self._is_private:
+            _check(_libc.unshare(_CLONE_NEWNS), "unshare")
+            _check(_libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
+            _check(_libc.mount(bytes(self._memory), bytes(_SHARED_MEMORY), None, _MS_BIND, None), "mount /dev/shm")
+            (self._notes / str(os.getpid())).write_text(_namespace_of("self") or "")
 
     def processes(self) -> list[psutil.Process]:
-        return [process for process in psutil.process_iter() if _mark_of(process.pid) == self._mark]
+        namespaces = {path.read_text() for path in self._notes.iterdir()}
+        return [
+            process
+            for process in psutil.process_iter()
+            if (_namespace_of(process.pid) in namespaces or _mark_of(process.pid) == self._mark) and _is_alive(process)
+        ]
 
     def leftovers(self) -> Leftovers:
         found = self.processes()
+        segments = _names(self._memory) if self._is_private else _names(_SHARED_MEMORY) - self._before
         return Leftovers(
             processes=tuple(f"{process.pid} {_name(process)}" for process in found),
             ports=tuple(port for process in found for port in _ports(process)),
-            segments=tuple(sorted(path.name for path in self._memory.iterdir())),
+            segments=tuple(sorted(segments)),
         )
 
     def after(self, timeout_s: float) -> Leftovers:
@@ -77,36 +90,53 @@ class Footprint:
 def nothing_left(*, within_s: float = 10.0) -> Iterator[Footprint]:
     """Whatever is started inside with the footprint is gone soon after the end; ended, where it is not."""
     memory = Path(tempfile.mkdtemp(prefix="megarl-test-", dir=_SHARED_MEMORY))
-    footprint = Footprint(memory)
-    try:
-        yield footprint
-        found = footprint.after(within_s)
-        assert found == Leftovers(), f"left after {within_s:g} s: {found}"
-    finally:
-        for process in footprint.processes():
-            process.send_signal(signal.SIGKILL)
-        shutil.rmtree(memory, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as notes:
+        footprint = Footprint(memory, Path(notes))
+        try:
+            yield footprint
+            found = footprint.after(within_s)
+            assert found == Leftovers(), f"left after {within_s:g} s: {found}"
+        finally:
+            for process in footprint.processes():
+                process.send_signal(signal.SIGKILL)
+            shutil.rmtree(memory, ignore_errors=True)
 
 
 def _check(code: int, what: str) -> None:
     if code != 0:
-        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}; these tests need root")
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def _namespace_of(pid: int | str) -> str | None:
+    try:
+        return str(Path(f"/proc/{pid}/ns/mnt").readlink())
+    except OSError:
+        return None
 
 
 def _mark_of(pid: int) -> str | None:
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            return None
     except OSError:
         return None
     prefix = f"{MARK}=".encode()
     return next((entry[len(prefix) :].decode() for entry in entries if entry.startswith(prefix)), None)
 
 
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _name(process: psutil.Process) -> str:
     try:
-        return " ".join(process.cmdline())[:120] or process.name()
+        return " ".join(process.cmdline()).strip()[:120] or process.name()
     except psutil.Error:
         return "?"
 

@@ -310,8 +310,11 @@ class EvalResult:
     """Answers to held-out prompts; at least one of the two ways to answer is there."""
 
     version: PolicyVersion
+    """The first that chose a token."""
     greedy: Grades | None
     sampled: Grades | None
+    newest_version: PolicyVersion | None = None
+    """The last that did, where later ones were published meanwhile."""
 
     @property
     def main(self) -> Grades:

@@ -116,7 +116,7 @@ def versions_of(rollout: Rollout, models: Sequence[PreTrainedModel]) -> np.ndarr
     """Found out from the log-probabilities alone: each token goes on with the KV cache of the versions before."""
     cache = DynamicCache()
     version, inputs = 0, torch.tensor([PROMPT])
-    truth = []
+    truth: list[int] = []
     for token_id, logprob in zip(rollout.token_ids.tolist(), rollout.logprobs.tolist(), strict=True):
         length = cache.get_seq_length()
         while True:
@@ -133,27 +133,34 @@ def versions_of(rollout: Rollout, models: Sequence[PreTrainedModel]) -> np.ndarr
 
 
 class PausedEngine:
-    """Answers a request with what it has when it is paused, and is asked again for the rest."""
+    """Ends its first request when it is paused, with what it has; answers all others when it goes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, retracts: bool = False) -> None:
+        """With `retracts` the first one too is answered only then."""
+        self._retracts = retracts
         self.prompts: list[list[int]] = []
         self.limits: list[int] = []
         self.orders: list[str] = []
         self.has_begun = asyncio.Event()
         self._is_paused = asyncio.Event()
+        self._is_resumed = asyncio.Event()
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
         if path != "/generate":
             self.orders.append(path)
-            if path == "/pause_generation":
-                self._is_paused.set()
+            match path:
+                case "/pause_generation":
+                    self._is_paused.set()
+                case "/continue_generation":
+                    self._is_resumed.set()
             return httpx.Response(200, json={})
         body = json.loads(request.content)
         self.prompts.append(body["input_ids"])
         self.limits.append(body["sampling_params"]["max_new_tokens"])
         self.has_begun.set()
-        if len(self.prompts) > 1:
+        if len(self.prompts) > 1 or self._retracts:
+            await self._is_resumed.wait()
             return reply_of(9, EOS, version="1")
         await self._is_paused.wait()
         return reply_of(7, 8, 8, kind="abort")
@@ -195,17 +202,16 @@ def test_an_aborted_rollout_goes_on_from_where_it_was_with_the_versions_of_both_
 
 def test_what_an_engine_says_after_a_failed_publish_is_not_trusted() -> None:
     async def scenario() -> None:
-        broken, good = PausedEngine(), PausedEngine()
-        good.prompts.append([])  # it answers at once
+        broken, good = PausedEngine(retracts=True), PausedEngine(retracts=True)
         fleet = scripted_fleet(broken, good)
         pauses = Pauses("retract")
         generating = asyncio.create_task(generator_of(fleet, pauses=pauses).generate(prompt_of(5, 6)))
         await broken.has_begun.wait()
         await PausingPublisher(Publisher(fleet, failing=0), fleet, pauses).publish(PolicyVersion(1))
         (rollout,) = (await generating).rollouts
-        assert rollout.token_ids.tolist() == [9, EOS]
         assert rollout.versions.tolist() == [1, 1]
-        assert broken.orders == ["/pause_generation", "/abort_request", "/continue_generation"]
+        assert (len(broken.prompts), len(good.prompts)) == (1, 1)
+        assert broken.orders[:3] == ["/pause_generation", "/abort_request", "/continue_generation"]
 
     asyncio.run(scenario())
 

@@ -141,7 +141,7 @@ def test_a_response_that_a_pause_cut_is_kept_but_for_its_last_token() -> None:
 
 
 def test_a_request_that_a_pause_ended_before_it_began_has_no_tokens() -> None:
-    reply = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "4"}}
+    reply: dict[str, Any] = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "4"}}
     response = read_response(reply, interrupted())
     assert (response.finish_reason, response.token_ids.tolist()) == (FinishReason.ABORT, [])
 

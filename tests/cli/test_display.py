@@ -50,7 +50,7 @@ def test_without_a_terminal_a_run_is_one_line_per_step() -> None:
         "evaluated after step 0: accuracy 0.250 of 64 prompts",
         "step 1/2  reward 0.500  age 0.50 (at most 1)  loss 0.5000  accuracy 0.250  1,200 tokens/s  2.0 s  ETA 10s",
         "warning: 3 prompts [too long] were dropped",
-        "step 2/2  reward 0.750  loss 0.5000  accuracy 0.250  1,200 tokens/s  2.0 s  ETA 0s",
+        "step 2/2  reward 0.750  age 0.50 (at most 1)  loss 0.5000  accuracy 0.250  1,200 tokens/s  2.0 s  ETA 0s",
         "evaluated after step 2: accuracy 0.875 of 64 prompts",
         "run done",
     ]

@@ -43,7 +43,7 @@ run: {{name: staleness_{staleness}, folder: {folder}/runs, steps: {steps}, devic
 model: {{path: {folder}/arithmetic/model}}
 data: {{train: ["{folder}/arithmetic/train.parquet"], max_prompt_tokens: 16}}
 pools: {{train: {{gpus_per_node: 1}}, rollout: {{gpus_per_node: 2}}}}
-roles: {{actor: {{pool: train}}, rollout: {{pool: rollout, max_running_requests: 32}}}}
+roles: {{actor: {{pool: train}}, rollout: {{pool: rollout, max_running_requests: 32{in_flight}}}}}
 algorithm: {{kind: grpo, correction: {{kind: tis}}}}
 sampling: {{rollouts_per_prompt: 8, max_response_tokens: 48}}
 reward: {{kind: exact}}
@@ -99,7 +99,8 @@ def print_async_table(figures: Sequence[AsyncFigures], *, slow_share: float) -> 
 
 def _measure_run(folder: Path, staleness: int, *, steps: int, slow_share: float) -> AsyncFigures:
     recipe = folder / f"staleness_{staleness}.yaml"
-    recipe.write_text(_RECIPE.format(folder=folder, staleness=staleness, steps=steps))
+    in_flight = ", in_flight: retract" if staleness else ""
+    recipe.write_text(_RECIPE.format(folder=folder, staleness=staleness, steps=steps, in_flight=in_flight))
     command = [sys.executable, "-c", "from megarl.cli.main import main; main()", "train", str(recipe)]
     with subprocess.Popen(  # noqa: S603 - ours
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from megarl.cli.display import LiveDisplay, PlainDisplay, format_seconds, make_console, make_display
 from megarl.observe.events import Event, PhaseStarted, RunFinished, RunStatus, Sink, StepFinished, Warned
+from megarl.types import PolicyVersion
 from tests.observe.samples import (
     evaluated,
     grades,
@@ -71,6 +73,14 @@ def test_sampled_answers_and_doubtful_steps_are_in_the_lines() -> None:
         "evaluated after step 1: accuracy 0.250 of 64 prompts  "
         "mean@4 0.500  pass@1 0.500  pass@4 0.750  majority@4 0.500",
     ]
+
+
+def test_an_evaluation_beside_training_names_the_versions_that_answered() -> None:
+    out = StringIO()
+    event = evaluated(1, 0.25)
+    event = replace(event, result=replace(event.result, newest_version=PolicyVersion(3)))
+    show(PlainDisplay(console_to(out, is_terminal=False)), [event])
+    assert out.getvalue() == "evaluated after step 1: accuracy 0.250 of 64 prompts  by versions 1 to 3\n"
 
 
 def test_plain_lines_have_no_escape_codes() -> None:

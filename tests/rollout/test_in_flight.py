@@ -26,7 +26,7 @@ from tests.rollout.engines import (
     prompt_of,
     scripted_fleet,
 )
-from tests.rollout.test_generator import reply_of
+from tests.rollout.test_generator import ScriptedEngine, reply_of
 
 PROMPT = (5, 17, 33, 90, 8)
 MAX_TOKENS = 400
@@ -225,3 +225,11 @@ def test_engines_go_on_though_the_publish_fails() -> None:
         assert engine.orders[-1] == "/continue_generation"
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_prefixes_are_kept_apart_by_version_where_the_cache_outlives_a_publish(mode: InFlight) -> None:
+    engine = ScriptedEngine(reply_of(EOS))
+    generator = generator_of(scripted_fleet(engine), pauses=Pauses(mode))
+    asyncio.run(generator.generate(prompt_of(5, 6)))
+    assert engine.requests[0].get("extra_key") == ("0" if mode == "in_place" else None)

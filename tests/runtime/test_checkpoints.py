@@ -195,6 +195,7 @@ def test_a_checkpoint_verifies_and_says_where_the_run_stood(tmp_path: Path) -> N
     assert (state.trainer.num_updates, state.data_digest) == (6, "of the data")
     assert state.ledger == Ledger(num_trained=24, num_dropped=5)
     assert state.prompt_cursor == state.ledger.num_drawn
+    assert state.versions == (0,)
 
 
 def test_the_ledger_goes_on_where_it_stood(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ async def _connect(
         ranks=ranks,
         fleet=fleet,
         control=EngineControl(
-            fleet, timeout_s=config.publish_timeout_s, host=host, flushes_cache=recipe.in_flight != "in_place"
+            fleet, timeout_s=config.publish_timeout_s, host=host, flushes_cache=config.in_flight != "in_place"
         ),
         route=route,
         timeout_s=config.publish_timeout_s,

@@ -142,6 +142,6 @@ def scripted_client(handler: Handler | SlowHandler, *, index: int = 0, tensor: i
     return EngineClient(endpoint, request_timeout_s=5, transport=httpx.MockTransport(handler))
 
 
-def scripted_fleet(*handlers: Handler, max_outstanding: int = 8) -> Fleet:
+def scripted_fleet(*handlers: Handler | SlowHandler, max_outstanding: int = 8) -> Fleet:
     clients = [scripted_client(handler, index=index) for index, handler in enumerate(handlers)]
     return Fleet(clients, max_outstanding=max_outstanding, publish_timeout_s=0.2)

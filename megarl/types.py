@@ -138,6 +138,7 @@ class MicroBatch:
     returns: FloatArray | None  # [N]
     sample_ids: npt.NDArray[np.int32]  # [S], index into the step's samples, -1 for padding
     response_starts: npt.NDArray[np.int32]  # [S], the position that predicts the first response token; padding: N
+    versions: npt.NDArray[np.int32] | None = None  # [N], which policy chose `targets[n]`; None where all are of one
 
     # What follows from the columns is not kept beside them: a step's tokens are a large part of the driver's memory.
 
@@ -207,6 +208,13 @@ class UpdateStats:
     num_loss_tokens: int
     num_sequences: int
     num_micro_batches: int
+    engine_mismatch: float | None = None
+    """`mismatch_mean` of the tokens that the policy before the step chose: trainer and engine disagree about the same
+    weights. None where there are none."""
+    policy_drift: float | None = None
+    """The same of the tokens that earlier policies chose: besides, the policy has moved since."""
+    behind_fraction: float = 0.0
+    """Share of loss tokens that earlier policies chose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,8 +318,11 @@ class EvalResult:
     """Answers to held-out prompts; at least one of the two ways to answer is there."""
 
     version: PolicyVersion
+    """The first that chose a token."""
     greedy: Grades | None
     sampled: Grades | None
+    newest_version: PolicyVersion | None = None
+    """The last that did, where later ones were published meanwhile."""
 
     @property
     def main(self) -> Grades:

@@ -67,6 +67,8 @@ class RunState:
     critic: TrainerState | None = None
     kl_coef: float | None = None
     """What the next step's distance from the reference will cost."""
+    versions: tuple[int, ...] = ()
+    """Published before the trainer's own, as far back as carried groups may reach; the latest comes last."""
     seed: int
     data_digest: str
     """Of all prompts, in the order of the files."""

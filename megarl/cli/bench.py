@@ -123,6 +123,26 @@ def bench_exporter(
         raise typer.Exit(1)
 
 
+@bench_app.command("async")
+def bench_async(
+    steps: Annotated[int, typer.Option(min=2, help="Of each run that count; the median does.")] = 12,
+    slow_share: Annotated[float, typer.Option(min=0.05, max=1, help="Of the time that the slower engine runs.")] = 0.3,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Time a step with `max_staleness` 0, 1 and 3 and two engines of different speed, on this machine's CPUs.
+
+    Exit code 1 where generating beside training gains nothing.
+    """
+    from megarl.cli.measure_async import measure_async, print_async_table
+
+    figures = measure_async(steps=steps, stalenesses=(0, 1, 3), slow_share=slow_share)
+    print_async_table(figures, slow_share=slow_share)
+    if is_json:
+        print(json.dumps([asdict(item) for item in figures]))
+    if any(item.step_s >= figures[0].step_s for item in figures[1:]):
+        raise typer.Exit(1)
+
+
 @bench_app.command("train")
 def bench_train(
     peer: Annotated[list[str] | None, typer.Option(help="`transformers` or `transformers compiled`.")] = None,

@@ -126,7 +126,7 @@ def _line(record: Record) -> str | None:
             resumed = f", going on after step {resumed_step}" if resumed_step else ""
             return f"run {name}: {algorithm}, {steps} steps{resumed}, in {folder}{metrics}"
         case Evaluated(step=step, result=result):
-            return f"evaluated after step {step}: {_evaluation(result)}"
+            return f"evaluated after step {step}: {_evaluation(result)}{_versions(result)}"
         case CheckpointSaved() as saved:
             return f"saved {saved.path} in {saved.seconds:.1f} s, {saved.blocking_seconds:.2f} s of it blocking"
         case CheckpointFailed(step=step, reason=reason):
@@ -159,6 +159,12 @@ def _evaluation(result: EvalResult) -> str:
     return "  ".join(parts)
 
 
+def _versions(result: EvalResult) -> str:
+    """Where more than one policy answered."""
+    newest = result.newest_version
+    return "" if newest is None else f"  by versions {result.version} to {newest}"
+
+
 def _step(progress: Progress) -> str:
     return f"{progress.step}/{progress.steps}"
 
@@ -179,6 +185,8 @@ def _numbers(progress: Progress) -> str:
                 parts.append("no signal")
             if summary.rollouts.num_dropped_groups:
                 parts.append(f"dropped {summary.rollouts.num_dropped_groups} groups")
+        if summary.flow is not None and summary.flow.age_max:
+            parts.append(f"age {summary.flow.age_mean:.2f} (at most {summary.flow.age_max})")
         if summary.update is not None:
             parts.append(f"loss {summary.update.loss:.4f}")
         if summary.critic is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.algorithm import SftConfig
+from megarl.config.algorithm import PolicyGradientConfig, SftConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.errors import Problem
@@ -15,7 +15,13 @@ _HOT = 1.5
 
 def advise(recipe: Recipe, shape: ModelShape) -> list[Problem]:
     """Warnings, for whoever starts the run or only asks about it."""
-    return [*_sampling(recipe), *_evaluation(recipe), *_ranks(recipe, shape), *_unused(recipe)]
+    return [
+        *_sampling(recipe),
+        *_staleness(recipe),
+        *_evaluation(recipe),
+        *_ranks(recipe, shape),
+        *_unused(recipe),
+    ]
 
 
 def _sampling(recipe: Recipe) -> Iterator[Problem]:
@@ -35,6 +41,16 @@ def _sampling(recipe: Recipe) -> Iterator[Problem]:
                 message="cuts off what the policy may sample, but not what it is trained to say; "
                 "leave it out unless the mismatch is wanted",
             )
+
+
+def _staleness(recipe: Recipe) -> Iterator[Problem]:
+    algorithm, staleness = recipe.algorithm, recipe.train.max_staleness
+    if staleness and isinstance(algorithm, PolicyGradientConfig) and algorithm.correction is None:
+        yield Problem(
+            key="train.max_staleness",
+            message=f"{staleness} trains on what earlier policies chose as if the current one had; "
+            "`algorithm.correction: {kind: tis}` weighs it by how likely it is now",
+        )
 
 
 def _evaluation(recipe: Recipe) -> Iterator[Problem]:

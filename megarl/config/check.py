@@ -15,6 +15,7 @@ from megarl.config.check_files import check_files, check_model_folder
 from megarl.config.check_loggers import check_loggers
 from megarl.config.check_rewards import check_rewards
 from megarl.config.check_sizes import check_megatron_split, check_split, check_step
+from megarl.config.check_staleness import check_staleness
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.native import check_native
 from megarl.config.recipe import CriticConfig, Recipe
@@ -100,6 +101,7 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from check_rewards(recipe.reward)
     yield from check_native(recipe)
     yield from check_evaluation(recipe)
+    yield from check_staleness(recipe)
     yield from _without_effect(recipe)
     yield from _keep_best(recipe)
 

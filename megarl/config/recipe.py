@@ -6,7 +6,7 @@ A function takes the section it needs, never the whole recipe. Nothing here open
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -149,6 +149,9 @@ class ReferenceConfig(ModelParallelConfig):
     """A folder like `model.path`, of a model of the same shape; null is `model.path`."""
 
 
+InFlight: TypeAlias = Literal["abort", "retract", "in_place"]
+
+
 class RolloutRoleConfig(Section):
     pool: str
     tensor: PositiveInt = 1
@@ -171,6 +174,10 @@ class RolloutRoleConfig(Section):
     """Deadline of each exchange of weights with the trainer ranks."""
     relays_weights: bool = False
     """Weights leave the trainers once and pass from one rollout node to the next: for many nodes and few trainers."""
+    in_flight: InFlight | None = None
+    """What a publish does to the requests that are running, with `train.max_staleness` above 0. `abort` (if null): they
+    end, and go on from where they were as new requests; `retract`: they wait in the engine and go on with a KV cache
+    that is computed again; `in_place`: they go on with the one they have, of the weights before."""
     max_attempts: PositiveInt = 3
     """How often one request is tried, each time on another engine where there is one."""
     max_restarts: NonNegativeInt = 3
@@ -217,8 +224,9 @@ class TrainConfig(Section):
     """How often the rollouts of a step are trained on."""
     tokens_per_micro_batch: PositiveInt = 8192
     """Sequences are packed up to this many tokens; must hold the longest prompt + response."""
-    max_staleness: Literal[0] = 0
-    """Versions a trained token may be behind; 0 generates and trains in turn."""
+    max_staleness: NonNegativeInt = 0
+    """Steps a trained token's policy may be behind the one that is trained; 0 generates and trains in turn, 1 generates
+    the next step while this one is trained, more lets engines run further ahead."""
     optimizer: OptimizerConfig = OptimizerConfig()
     operation_timeout_s: PositiveFloat = 1800
     """Deadline of every call to a trainer rank: past it the ranks hang, and their stacks are in `<run>/hang_*.txt`."""
@@ -390,6 +398,12 @@ class Recipe(Section):
         roles = self.roles
         named = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference}
         return {name: role for name, role in named.items() if role is not None and role.pool is not None}
+
+    @property
+    def in_flight(self) -> InFlight | None:
+        """What a publish does to running requests; None where there are none."""
+        rollout = self.roles.rollout
+        return (rollout.in_flight or "abort") if rollout is not None and self.train.max_staleness else None
 
     @property
     def evaluation_response_tokens(self) -> int:

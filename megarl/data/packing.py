@@ -29,11 +29,12 @@ def pack(
     pad_multiple: int,
     micro_batch_multiple: int,
     temperature: float,
+    has_versions: bool = False,
 ) -> TrainBatch:
     """One step's samples as mini-batches of `samples_per_update` (all at once when None), in their order.
 
     Every rank gets equally many micro-batches, a multiple of `micro_batch_multiple`; those of one mini-batch are
-    padded to one length, a multiple of `pad_multiple`.
+    padded to one length, a multiple of `pad_multiple`. `has_versions` tells the ranks which policy chose each token.
     """
     assert samples, "nothing to pack"
     lengths = [_num_positions(sample) for sample in samples]
@@ -46,7 +47,7 @@ def pack(
         sample_ids = list(range(first, min(first + per_update, len(samples))))
         bins = _fill(sample_ids, lengths, tokens_per_micro_batch, data_parallel, micro_batch_multiple)
         num_tokens = _round_up(max(_load(members, lengths) for members in bins), pad_multiple)
-        rows = _rows(len(bins), num_tokens, given)
+        rows = _rows(len(bins), num_tokens, given, has_versions=has_versions)
         num_chosen = [int(np.count_nonzero(samples[i].rollout.loss_mask)) for i in sample_ids]
         mini_batches.append(
             MiniBatch(
@@ -149,20 +150,23 @@ class _Row:
     token_ids: TokenArray
     loss_mask: BoolArray
     rollout_logprobs: FloatArray
+    versions: npt.NDArray[np.int32] | None
     credit: Mapping[str, FloatArray]
 
 
-def _rows(num_rows: int, num_tokens: int, given: tuple[str, ...]) -> Iterator[_Row]:
+def _rows(num_rows: int, num_tokens: int, given: tuple[str, ...], *, has_versions: bool) -> Iterator[_Row]:
     """Zeros for one micro-batch after the other. Whole columns are allocated at once: large ones get large pages."""
     shape = (num_rows, num_tokens)
     token_ids = np.zeros(shape, np.int32)
     loss_mask, rollout_logprobs = np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
+    versions = np.zeros(shape, np.int32) if has_versions else None
     credit = {name: np.zeros(shape, np.float32) for name in given}
     for row in range(num_rows):
         yield _Row(
             token_ids=token_ids[row],
             loss_mask=loss_mask[row],
             rollout_logprobs=rollout_logprobs[row],
+            versions=None if versions is None else versions[row],
             credit={name: column[row] for name, column in credit.items()},
         )
 
@@ -179,6 +183,8 @@ def _micro_batch(samples: Sequence[TrainSample], members: Sequence[int], row: _R
         row.token_ids[first + 1 : end] = rollout.token_ids[:-1]
         row.loss_mask[first:end] = rollout.loss_mask
         row.rollout_logprobs[first:end] = rollout.logprobs
+        if row.versions is not None:
+            row.versions[first:end] = rollout.versions
         for name, column in row.credit.items():
             column[first:end] = getattr(sample, name)
         starts.append(end)
@@ -203,6 +209,7 @@ def _micro_batch(samples: Sequence[TrainSample], members: Sequence[int], row: _R
         returns=row.credit.get("returns"),
         sample_ids=_int32(sample_ids),
         response_starts=_int32(response_starts),
+        versions=row.versions,
     )
 
 

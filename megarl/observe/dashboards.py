@@ -295,7 +295,14 @@ TRAINER = Dashboard(
                         value(names.MISMATCH_MEAN, "mean"),
                         value(names.MISMATCH_MAX, "largest"),
                         value(names.MISMATCH_BASELINE, "mean of the first steps"),
+                        value(names.ENGINE_MISMATCH, "tokens of the trained version"),
+                        value(names.POLICY_DRIFT, "tokens of earlier versions"),
                     ),
+                ),
+                Panel(
+                    title="Tokens of earlier versions",
+                    unit="percentunit",
+                    queries=(value(names.BEHIND, "share of loss tokens"),),
                 ),
                 Panel(
                     title="KL(rollout || train)",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from typing import TypeAlias
@@ -100,25 +100,28 @@ def estimate(
     engine: EngineMemory | None,
     publish_s: float,
 ) -> Timing:
-    """Generating and training take turns (`max_staleness: 0`)."""
+    """Generating and training take turns, or with `max_staleness` above 0 go on side by side but for the publish."""
     is_sft = isinstance(recipe.algorithm, SftConfig)
     sequences = recipe.train.prompts_per_step * (1 if is_sft else recipe.sampling.rollouts_per_prompt)
     models = {
         role: _Model(recipe, shapes, role, model, gpu, workload, sequences) for role, model in placement.models.items()
     }
-    running, rollout = 0, []
+    running, rollout = 0, list[PhaseTime]()
     if engine is not None and not is_sft:
         running = _running_requests(recipe, placement, workload, engine, sequences)
         rollout_s = _rollout_s(recipe, shapes.policy, placement, gpu, workload, engine, sequences, running)
         rollout = [PhaseTime(name=PhaseName.ROLLOUT, seconds=rollout_s, is_waited_for=True)]
     publish = [] if engine is None else [PhaseTime(name=PhaseName.PUBLISH, seconds=publish_s, is_waited_for=True)]
     scoring, learning = _work(recipe, models)
+    training = [*_side_by_side(recipe, scoring), *_side_by_side(recipe, learning)]
+    if recipe.train.max_staleness > 0:
+        rollout, training = _overlapped(rollout, training)
     trained = {role: model for role, model in placement.models.items() if role != "reference"}
     copies = {role: snapshot_bytes(recipe, shapes, role, model) for role, model in trained.items()}
     saved = sum(copies[role][rank.pipeline] for role, model in trained.items() for rank in model.ranks)
     nodes = {rank.place.node for model in trained.values() for rank in model.ranks}
     return Timing(
-        phases=(*rollout, *_side_by_side(recipe, scoring), *_side_by_side(recipe, learning), *publish),
+        phases=(*rollout, *training, *publish),
         copy_s=max(max(sizes) for sizes in copies.values()) / (HOST_GB_PER_S * 1e9),
         save_s=saved / (DISK_GB_PER_S_PER_NODE * 1e9 * len(nodes)),
         bubble=models["actor"].bubble / (1 + models["actor"].bubble),
@@ -163,6 +166,15 @@ def _side_by_side(recipe: Recipe, work: _Work) -> Iterator[PhaseTime]:
     longest = max(by_pool, key=lambda pool: by_pool[pool], default=None)
     for name, (role, seconds) in work.items():
         yield PhaseTime(name=name, seconds=seconds, is_waited_for=pools[role] == longest)
+
+
+def _overlapped(rollout: Sequence[PhaseTime], training: Sequence[PhaseTime]) -> tuple[list[PhaseTime], list[PhaseTime]]:
+    """The step waits for whichever side needs longer."""
+    generating_s = sum(phase.seconds for phase in rollout if phase.is_waited_for)
+    training_s = sum(phase.seconds for phase in training if phase.is_waited_for)
+    shorter = training if generating_s > training_s else rollout
+    meanwhile = [replace(phase, is_waited_for=False) for phase in shorter]
+    return (list(rollout), meanwhile) if shorter is training else (meanwhile, list(training))
 
 
 class _Model:

@@ -92,6 +92,8 @@ class GenerateRequest:
     top_k: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     sampling_seed: int | None = None
+    cache_key: str | None = None
+    """Prefixes are shared only among requests with the same one."""
 
     def to_json(self) -> dict[str, JsonValue]:
         sampling: dict[str, JsonValue] = {
@@ -103,12 +105,13 @@ class GenerateRequest:
         }
         if self.sampling_seed is not None:
             sampling["sampling_seed"] = self.sampling_seed
-        return {
+        request: dict[str, JsonValue] = {
             "rid": self.rid,
             "input_ids": list(self.input_ids),
             "sampling_params": sampling,
             "return_logprob": True,
         }
+        return request if self.cache_key is None else {**request, "extra_key": self.cache_key}
 
 
 class EngineClient:
@@ -144,6 +147,10 @@ class EngineClient:
         """End one request; its `generate` returns what it has, with finish reason abort."""
         assert rid, "SGLang takes an empty rid for all requests"
         await self._control("abort", "/abort_request", {"rid": rid})
+
+    async def abort_all(self) -> None:
+        """The same for every request there is."""
+        await self._control("abort all", "/abort_request", {"abort_all": True})
 
     async def pause(self, mode: PauseMode) -> None:
         await self._control("pause", "/pause_generation", {"mode": mode.value})

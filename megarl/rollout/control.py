@@ -58,9 +58,13 @@ _Replies: TypeAlias = tuple[Reply, ...]
 class EngineControl:
     """Orders for some engines of a fleet, by default all that are reachable when it is made. One publish at a time."""
 
-    def __init__(self, fleet: Fleet, *, timeout_s: float, host: str = LOOPBACK) -> None:
-        """`timeout_s` bounds what an order waits for; `host` is where the engines reach this process."""
+    def __init__(self, fleet: Fleet, *, timeout_s: float, host: str = LOOPBACK, flushes_cache: bool = True) -> None:
+        """`timeout_s` bounds what an order waits for; `host` is where the engines reach this process.
+
+        Without `flushes_cache` prefixes computed with earlier weights stay for requests that go on with them.
+        """
         self._fleet = fleet
+        self._flushes_cache = flushes_cache
         self._engines: Sequence[Engine] = fleet.reachable
         self._timeout_s = timeout_s
         self._server = StoreServer(host)
@@ -116,8 +120,9 @@ class EngineControl:
 
         async def commit_one(engine: Engine, position: int) -> _Replies:
             replies = await self._ask(engine, position, Commit(version=version), version=version)
-            # Cached prefixes were computed with the old weights.
-            await engine.client.flush_cache()
+            if self._flushes_cache:
+                # Cached prefixes were computed with the old weights.
+                await engine.client.flush_cache()
             return replies
 
         outcomes = await asyncio.gather(*self._start(commit_one), return_exceptions=True)

@@ -1,6 +1,8 @@
 """Prompts in, checked rollout groups out, from whichever engines are live. Knows no weights and no processes.
 
 A rollout is a function of (weights, prompt, seed): it does not matter which engine makes it, when, or at which attempt.
+The dice of a token are those of (seed, position). So one that is interrupted by a publish goes on with the same seed:
+no dice are thrown twice for tokens it keeps, and which weights meet which dice is all that depends on timing.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from megarl.faults import reach
 from megarl.rollout.client import GenerateRequest
 from megarl.rollout.fleet import Engine, EngineLostError, Fleet
 from megarl.rollout.hedging import Hedging
+from megarl.rollout.in_flight import Pauses
 from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
-from megarl.types import Prompt, Rollout, RolloutGroup, TokenArray
+from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -100,13 +103,16 @@ class FleetGenerator:
         seed: int,
         max_attempts: int,
         hedge_quantile: float | None = None,
+        pauses: Pauses | None = None,
     ) -> None:
+        """With `pauses`, weights may change under a request."""
         self._fleet = fleet
         self._sampling = sampling
         self._vocabulary = vocabulary
         self._seed = seed
         self._max_attempts = max_attempts
         self._hedging = Hedging(fleet, quantile=hedge_quantile)
+        self._pauses = pauses
 
     async def generate(self, prompt: Prompt) -> RolloutGroup:
         """All rollouts of one prompt, in the order of their seeds."""
@@ -135,8 +141,10 @@ class FleetGenerator:
             )
 
     async def _rollout(self, prompt: Prompt, index: int) -> Rollout:
+        so_far = Response.nothing()
+
         async def respond(engine: Engine) -> Response:
-            return await self._respond(engine, prompt, index)
+            return await self._respond(engine, prompt, index, so_far)
 
         failures: list[str] = []
         tried: set[int] = set()
@@ -144,7 +152,7 @@ class FleetGenerator:
             try:
                 async with self._fleet.lease(avoid=tried, prefix=prompt.uid) as engine:
                     try:
-                        return self._finished(await self._hedging.first(engine, respond))
+                        so_far = so_far.then(await self._hedging.first(engine, respond))
                     except EngineError as error:
                         tried.add(engine.index)
                         failures.append(str(error))
@@ -155,6 +163,8 @@ class FleetGenerator:
                 # No attempt: it says nothing of the request, and engines are not lost for ever.
                 self._fleet.requests.request_retried(type(error).__name__)
                 logger.info("rollout lost prompt=%s index=%d reason=%s", prompt.uid, index, error)
+            if so_far.finish_reason is not FinishReason.ABORT:
+                return self._finished(so_far)
         reasons = "; ".join(failures)
         raise FleetError(f"prompt {prompt.uid}, rollout {index}: {len(failures)} attempts failed: {reasons}")
 
@@ -165,28 +175,40 @@ class FleetGenerator:
         elif not isinstance(error, BadReplyError):
             await self._fleet.doubt(engine, str(error))
 
-    async def _respond(self, engine: Engine, prompt: Prompt, index: int) -> Response:
-        sampling = self._sampling
-        expected = Expectation(
-            vocab=self._vocabulary.size,
-            max_response_tokens=sampling.max_response_tokens,
-            eos_ids=frozenset(self._vocabulary.eos_ids),
-            version=engine.version,
-        )
+    async def _respond(self, engine: Engine, prompt: Prompt, index: int, so_far: Response) -> Response:
+        """What comes after `so_far`."""
+        sampling, pauses, version = self._sampling, self._pauses, engine.version
+        num_pauses = 0 if pauses is None else pauses.count(engine)
+        max_new_tokens = sampling.max_response_tokens - len(so_far.token_ids)
         request = GenerateRequest(
             # Of one length: SGLang takes a rid for a prefix when it aborts.
             rid=uuid4().hex,
-            input_ids=tuple(prompt.token_ids.tolist()),
-            max_new_tokens=sampling.max_response_tokens,
+            input_ids=(*prompt.token_ids.tolist(), *so_far.token_ids.tolist()),
+            max_new_tokens=max_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stop_token_ids=self._vocabulary.eos_ids,
             sampling_seed=sampling_seed(self._seed, prompt.uid, epoch=prompt.epoch, index=index),
+            # Where the cache outlives a publish, a prefix must not outlive its version.
+            cache_key=str(version) if pauses is not None and pauses.mode == "in_place" else None,
+        )
+        reply = await engine.client.generate(request)
+        is_interrupted = pauses is not None and pauses.count(engine) != num_pauses
+        if is_interrupted and not engine.is_live:
+            raise EngineError(f"{engine}: a publish to it failed while it answered: {engine.reason}")
+        expected = Expectation(
+            vocab=self._vocabulary.size,
+            max_response_tokens=max_new_tokens,
+            eos_ids=frozenset(self._vocabulary.eos_ids),
+            version=version,
+            newest_version=engine.version if is_interrupted else version,
+            is_interrupted=is_interrupted,
+            in_flight=None if pauses is None else pauses.mode,
         )
         reach("generating", step=engine.version, engine=engine.index)
         try:
-            return read_response(await engine.client.generate(request), expected)
+            return read_response(reply, expected)
         except BadReplyError as error:
             raise type(error)(f"{engine}: {error}") from error
 

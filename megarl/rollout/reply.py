@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megarl.config.recipe import InFlight
 from megarl.errors import EngineError
 from megarl.types import FinishReason, FloatArray, JsonValue, PolicyVersion, TokenArray
 
@@ -36,16 +37,42 @@ class Expectation:
     max_response_tokens: int
     eos_ids: Set[int]
     version: PolicyVersion
+    """Served when the request was sent."""
+    newest_version: PolicyVersion
+    """The last that may have been served since."""
+    is_interrupted: bool = False
+    """The engine was paused meanwhile: what it had by then is an answer too."""
+    in_flight: InFlight | None = None
+    """How an engine is paused for a publish; None where it never is while it answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """A checked answer: tokens the policy chose, end token included."""
+    """A checked answer: tokens the policy chose, end token included. With finish reason abort there is more to come."""
 
     token_ids: TokenArray  # [T]
     logprobs: FloatArray  # [T]
     versions: npt.NDArray[np.int32]  # [T]
     finish_reason: FinishReason
+
+    @classmethod
+    def nothing(cls) -> Response:
+        """Everything is to come."""
+        return cls(
+            token_ids=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            versions=np.empty(0, np.int32),
+            finish_reason=FinishReason.ABORT,
+        )
+
+    def then(self, rest: Response) -> Response:
+        """This one, which was cut, with what came after it."""
+        return Response(
+            token_ids=np.concatenate([self.token_ids, rest.token_ids]),
+            logprobs=np.concatenate([self.logprobs, rest.logprobs]),
+            versions=np.concatenate([self.versions, rest.versions]),
+            finish_reason=rest.finish_reason,
+        )
 
 
 def read_response(reply: JsonValue, expected: Expectation) -> Response:
@@ -53,31 +80,35 @@ def read_response(reply: JsonValue, expected: Expectation) -> Response:
     fields = _mapping(reply, "the reply")
     meta = _mapping(fields.get("meta_info"), "meta_info")
     finish = _mapping(meta.get("finish_reason"), "finish_reason")
-    finish_reason = _finish_reason(finish)
-    token_ids = _token_ids(fields.get("output_ids"), expected)
-    logprobs = _logprobs(meta.get("output_token_logprobs"), token_ids)
+    finish_reason = _finish_reason(finish, expected)
+    is_cut = finish_reason is FinishReason.ABORT
+    token_ids = _token_ids(fields.get("output_ids"), expected, fewest=0 if is_cut else 1)
+    # Of a request that was aborted before it began there is nothing to say.
+    logprobs = _logprobs(meta.get("output_token_logprobs") if token_ids else [], token_ids)
     _check_end(finish_reason, finish, token_ids, expected)
+    # An abort hides whether the last token was an end. It is chosen again, by the same dice, whatever it was.
+    num_kept = max(len(token_ids) - 1, 0) if is_cut else len(token_ids)
     return Response(
-        token_ids=np.array(token_ids, dtype=np.int32),
-        logprobs=np.array(logprobs, dtype=np.float32),
-        versions=_versions(meta, len(token_ids), expected.version),
+        token_ids=np.array(token_ids[:num_kept], dtype=np.int32),
+        logprobs=np.array(logprobs[:num_kept], dtype=np.float32),
+        versions=_versions(meta, len(token_ids), expected)[:num_kept],
         finish_reason=finish_reason,
     )
 
 
-def _finish_reason(finish: Mapping[str, JsonValue]) -> FinishReason:
+def _finish_reason(finish: Mapping[str, JsonValue], expected: Expectation) -> FinishReason:
     kind = finish.get("type")
-    if kind == FinishReason.ABORT:
+    if kind == FinishReason.ABORT and not expected.is_interrupted:
         raise BadReplyError(f"aborted: {finish.get('message') or 'no reason given'}")
-    if kind not in (FinishReason.STOP, FinishReason.LENGTH):
+    if kind not in tuple(FinishReason):
         raise BadReplyError(f"finish reason is {kind!r}")
     return FinishReason(str(kind))
 
 
-def _token_ids(value: JsonValue, expected: Expectation) -> list[int]:
+def _token_ids(value: JsonValue, expected: Expectation, *, fewest: int) -> list[int]:
     token_ids = [_integer(item, "a token id") for item in _sequence(value, "output_ids")]
-    if not 1 <= len(token_ids) <= expected.max_response_tokens:
-        raise BadReplyError(f"{len(token_ids)} tokens, asked for 1 to {expected.max_response_tokens}")
+    if not fewest <= len(token_ids) <= expected.max_response_tokens:
+        raise BadReplyError(f"{len(token_ids)} tokens, asked for {fewest} to {expected.max_response_tokens}")
     for token_id in token_ids:
         if not 0 <= token_id < expected.vocab:
             raise BadReplyError(f"token id {token_id} is not in the vocabulary of {expected.vocab}")
@@ -108,6 +139,8 @@ def _check_end(
 ) -> None:
     if not expected.eos_ids.isdisjoint(token_ids[:-1]):
         raise BadReplyError("tokens after an end token")
+    if finish_reason is FinishReason.ABORT:
+        return
     last = token_ids[-1]
     # The model's config may name end tokens that the tokenizer does not.
     if finish_reason is FinishReason.STOP and last not in expected.eos_ids and finish.get("matched") != last:
@@ -116,25 +149,52 @@ def _check_end(
         raise BadReplyError(f"cut at {len(token_ids)} tokens, asked for {expected.max_response_tokens}")
 
 
-def _versions(meta: Mapping[str, JsonValue], num_tokens: int, expected: PolicyVersion) -> npt.NDArray[np.int32]:
+def _versions(meta: Mapping[str, JsonValue], num_tokens: int, expected: Expectation) -> npt.NDArray[np.int32]:
     """Per token where the engine says so (SGLang from 0.5.19), else one for all."""
     versions = np.full(num_tokens, _version(meta.get("weight_version")), dtype=np.int32)
     spans = meta.get("weight_versions")
     if spans is not None:
-        covered = 0
-        for item in _sequence(spans, "weight_versions"):
-            span = _mapping(item, "a weight version")
-            start, end = _integer(span.get("start"), "start"), _integer(span.get("end"), "end")
-            if start != covered or not start <= end <= num_tokens:
-                raise BadReplyError(f"weight version of tokens {start} to {end}, after {covered} of {num_tokens}")
-            versions[start:end] = _version(span.get("version"))
-            covered = end
-        if covered != num_tokens:
-            raise BadReplyError(f"weight versions of {covered} tokens, there are {num_tokens}")
-    wrong = versions[versions != expected]
+        versions = _of_spans(_sequence(spans, "weight_versions"), num_tokens)
+    oldest, newest = expected.version, expected.newest_version
+    wrong = versions[(versions < oldest) | (versions > newest)]
     if wrong.size:
-        raise WrongVersionError(f"{wrong.size} tokens of version {wrong[0]}, expected version {expected}")
+        served = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+        raise WrongVersionError(f"{wrong.size} tokens of version {wrong[0]}, expected {served}")
+    if np.any(np.diff(versions) < 0):
+        raise BadReplyError(f"tokens of version {versions.max()} before those of {versions[-1]}")
+    if spans is None and oldest != newest and expected.in_flight != "abort":
+        raise BadReplyError(
+            "the engine does not say which tokens are of which version (SGLang before 0.5.19); "
+            "set roles.rollout.in_flight to abort"
+        )
+    return _late(versions, oldest) if expected.in_flight == "in_place" else versions
+
+
+def _of_spans(spans: Sequence[JsonValue], num_tokens: int) -> npt.NDArray[np.int32]:
+    versions = np.zeros(num_tokens, dtype=np.int32)
+    covered = 0
+    for item in spans:
+        span = _mapping(item, "a weight version")
+        start, end = _integer(span.get("start"), "start"), _integer(span.get("end"), "end")
+        if start != covered or not start <= end <= num_tokens:
+            raise BadReplyError(f"weight version of tokens {start} to {end}, after {covered} of {num_tokens}")
+        versions[start:end] = _version(span.get("version"))
+        covered = end
+    if covered != num_tokens:
+        raise BadReplyError(f"weight versions of {covered} tokens, there are {num_tokens}")
     return versions
+
+
+def _late(versions: npt.NDArray[np.int32], oldest: PolicyVersion) -> npt.NDArray[np.int32]:
+    """Each token by the version of the one before it, the first by the oldest that was served.
+
+    SGLang overlaps scheduling with computing: paused in place, it may hold a token that is computed and not counted
+    yet, and then counts it to the next version. A token may be taken for older than it is, never for younger.
+    """
+    late = np.empty_like(versions)
+    late[:1] = oldest
+    late[1:] = versions[:-1]
+    return late
 
 
 def _version(value: JsonValue) -> int:

@@ -39,7 +39,7 @@ from megarl.observe.observer import Observer
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.preemption import Preemption
 from megarl.stages import Algorithm
-from megarl.types import EvalResult, ScoredGroup
+from megarl.types import EvalResult, PolicyVersion, ScoredGroup
 from megarl.weights.canonical import canonical_tensors
 
 Result = TypeVar("Result")
@@ -64,7 +64,7 @@ class Saver(Protocol):
         ...
 
     def mark(self, step: int) -> None:
-        """A step is trained, and nothing of the next has begun: this is where the run would go on."""
+        """A step is trained and not released: this is where the run would go on."""
         ...
 
     def evaluated(self, step: int, result: EvalResult) -> None: ...
@@ -102,6 +102,7 @@ class _Mark:
     prompt_cursor: int
     ledger: Ledger
     carried: tuple[ScoredGroup, ...]
+    versions: tuple[PolicyVersion, ...]
     kl_coef: float | None
 
 
@@ -202,6 +203,7 @@ class RunSaver:
             prompt_cursor=cursor,
             ledger=ledger,
             carried=counts.carried,
+            versions=self._buffer.versions,
             kl_coef=self._algorithm.kl_coef,
         )
 
@@ -307,6 +309,7 @@ class RunSaver:
             kl_coef=mark.kl_coef,
             prompt_cursor=mark.prompt_cursor,
             ledger=mark.ledger,
+            versions=mark.versions,
             best=self._best,
             seed=self._recipe.run.seed,
             data_digest=self._data_digest,

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from megarl.algo.grade import grade, is_right
 from megarl.config.recipe import EvaluationConfig
 from megarl.observe.generations import Generation, generations_file, write_generations
@@ -20,7 +22,9 @@ class Evaluator(Protocol):
         """After `step`; 0 is before the first."""
         ...
 
-    async def evaluate(self, step: int, version: PolicyVersion) -> EvalResult: ...
+    async def evaluate(self, step: int, version: PolicyVersion) -> EvalResult:
+        """Of what the engines serve meanwhile: `version`, or later ones where they are published to beside it."""
+        ...
 
 
 class NoEvaluator:
@@ -69,10 +73,12 @@ class HeldOutEvaluator:
         greedy = await self._answers(self._greedy)
         sampled = await self._answers(self._sampled)
         await asyncio.to_thread(self._keep, step, greedy, sampled)
+        versions = sorted(_versions([*greedy, *sampled]))
         right_from, sampling = self._config.right_from, self._config.sampled
         pass_at = sampling.pass_at_or_default if sampling is not None else ()
         return EvalResult(
-            version=version,
+            version=versions[0],
+            newest_version=versions[-1] if len(versions) > 1 else None,
             greedy=grade(greedy, right_from=right_from) if greedy else None,
             sampled=grade(sampled, right_from=right_from, pass_at=pass_at) if sampled else None,
         )
@@ -118,3 +124,13 @@ class HeldOutEvaluator:
                 prompt=text,
                 response=rollout.text,
             )
+
+
+def _versions(groups: Sequence[ScoredGroup]) -> set[PolicyVersion]:
+    """All that chose a token."""
+    return {
+        PolicyVersion(version)
+        for scored in groups
+        for rollout in scored.group.rollouts
+        for version in np.unique(rollout.versions).tolist()
+    }

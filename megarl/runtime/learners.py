@@ -75,4 +75,5 @@ def _pack(recipe: Recipe, split: ModelParallelConfig, pool: str, *, prompts_per_
         pad_multiple=PAD_MULTIPLE * split.tensor,
         micro_batch_multiple=split.pipeline if split.virtual_pipeline > 1 else 1,
         temperature=1.0 if is_sft else recipe.sampling.temperature,
+        has_versions=recipe.train.max_staleness > 0,
     )

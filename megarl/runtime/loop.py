@@ -6,6 +6,7 @@ The step consumes scored groups, waits for a step's worth of them, and produces 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from megarl.runtime.keeper import Keeper
 from megarl.runtime.tasks import task_group
 from megarl.stages import Algorithm, Generator, Phases, PromptSource, Publisher, Scorer, Trainer
 from megarl.types import PolicyVersion
+
+_LONG_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,8 @@ class Loop:
         self._start = start
         self._num_steps = num_steps
         self._published: PolicyVersion | None = None
+        self._evaluating: asyncio.Task[None] | None = None
+        """One that goes on beside the steps."""
 
     async def run(self) -> None:
         """Every step that is left; returns when the last one is trained, published, evaluated and saved."""
@@ -76,14 +81,14 @@ class Loop:
                 is_last = step == self._num_steps
                 version = await self._step(step)
                 self._saver.mark(step)
+                if is_last:
+                    for producer in producers:
+                        producer.cancel()
                 if self._evaluator.is_due(step, is_last=is_last):
-                    evaluating = self._evaluate(step=step, version=version)
-                    await (evaluating if is_last else self._saver.unless_leaving(evaluating))
+                    await self._evaluate_after(step, version, tasks, is_last=is_last)
                 await self._saver.after_step(step, is_last=is_last)
                 if not is_last:
-                    await self._buffer.release_step()
-            for producer in producers:
-                producer.cancel()
+                    await self._buffer.release_step(version)
 
     async def _produce(self) -> None:
         while True:
@@ -124,6 +129,7 @@ class Loop:
             dropped_groups=self._algorithm.take_dropped(),
             update=update,
             kl_coef=self._algorithm.kl_coef,
+            flow=self._buffer.flow,
             seconds=seconds,
         )
         self._observer.step_finished(summary)
@@ -135,9 +141,43 @@ class Loop:
         self._published = version
         self._observer.published(published)
 
+    async def _evaluate_after(
+        self, step: int, version: PolicyVersion, tasks: asyncio.TaskGroup, *, is_last: bool
+    ) -> None:
+        """In turn where generating and training are in turn, and after the last step; else beside the next steps."""
+        await self._finish_evaluating(step)
+        if is_last:
+            await self._evaluate(step=step, version=version)
+        elif self._buffer.is_synchronous:
+            await self._saver.unless_leaving(self._evaluate(step=step, version=version))
+        else:
+            self._evaluating = tasks.create_task(self._evaluate_beside(step=step, version=version))
+
+    async def _finish_evaluating(self, step: int) -> None:
+        """One at a time: engines that fall behind would answer nothing else."""
+        evaluating, self._evaluating = self._evaluating, None
+        if evaluating is None:
+            return
+        began = time.monotonic()
+        with self._observer.phase("evaluate"):
+            await self._saver.unless_leaving(_finished(evaluating))
+        waited_s = time.monotonic() - began
+        if waited_s > _LONG_WAIT_S:
+            self._observer.warned(
+                f"step {step}: training waited {waited_s:.1f} s for the evaluation before this one; "
+                "raise evaluation.every_steps or lower evaluation.max_prompts"
+            )
+
     async def _evaluate(self, *, step: int, version: PolicyVersion) -> None:
         async with self._phases.generating():
             with self._observer.phase("evaluate"):
-                result = await self._evaluator.evaluate(step, version)
+                await self._evaluate_beside(step=step, version=version)
+
+    async def _evaluate_beside(self, *, step: int, version: PolicyVersion) -> None:
+        result = await self._evaluator.evaluate(step, version)
         self._observer.evaluated(step, result)
         self._saver.evaluated(step, result)
+
+
+async def _finished(task: asyncio.Task[None]) -> None:
+    await task

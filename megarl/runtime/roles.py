@@ -177,7 +177,9 @@ async def _connect(
     publisher = TransferPublisher(
         ranks=ranks,
         fleet=fleet,
-        control=EngineControl(fleet, timeout_s=config.publish_timeout_s, host=host),
+        control=EngineControl(
+            fleet, timeout_s=config.publish_timeout_s, host=host, flushes_cache=config.in_flight != "in_place"
+        ),
         route=route,
         timeout_s=config.publish_timeout_s,
         host=host,

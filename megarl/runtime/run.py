@@ -26,6 +26,7 @@ from megarl.observe.observer import Observer
 from megarl.reward.scorer import build_scorer
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, evaluation_seed
+from megarl.rollout.in_flight import Pauses, PausingPublisher
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.checkpoints import RunSaver, SavedModel
 from megarl.runtime.cluster import Pool, open_cluster
@@ -42,7 +43,7 @@ from megarl.runtime.roles import Roles, Rollout, connect, reserve_pools, start_r
 from megarl.runtime.tasks import task_group
 from megarl.runtime.timed import TimedGenerator
 from megarl.runtime.trainers import critic_folder, critic_shape, living_trainers
-from megarl.stages import Generator, Scorer
+from megarl.stages import Generator, Publisher, Scorer
 from megarl.types import PolicyVersion
 
 
@@ -167,8 +168,9 @@ def _build_loop(
     resume: ResumePoint | None,
     saved_steps: list[int],
 ) -> Loop:
-    train = recipe.train
-    generator, judge = _producers(recipe, inputs, roles, scorer, observer)
+    train, start = recipe.train, _start(resume)
+    pauses = None if recipe.in_flight is None else Pauses(recipe.in_flight)
+    generator, judge = _producers(recipe, inputs, roles, scorer, observer, pauses)
     prompts = PromptStream(
         inputs.train.prompts,
         seed=recipe.run.seed,
@@ -181,6 +183,7 @@ def _build_loop(
         prompts_per_step=train.prompts_per_step,
         max_staleness=train.max_staleness,
         oversampling=1.0 if filtering is None else filtering.oversampling,
+        versions=(*(() if resume is None else map(PolicyVersion, resume.state.versions)), start.version),
         carried=() if resume is None else read_carried(resume.folder, resume.state.ledger.num_carried, prompts.at),
     )
     observer.watch_queue(
@@ -193,7 +196,6 @@ def _build_loop(
         max_response_tokens=recipe.sampling.max_response_tokens,
         kl_coef=None if resume is None else resume.state.kl_coef,
     )
-    start = _start(resume)
     learner = build_learner(recipe, roles, num_steps=start.step, version=start.version)
     return Loop(
         prompts=prompts,
@@ -201,10 +203,10 @@ def _build_loop(
         scorer=judge,
         algorithm=algorithm,
         trainer=learner,
-        publisher=roles.publisher,
+        publisher=_publisher(roles, pauses),
         phases=roles.phases,
         buffer=buffer,
-        evaluator=_evaluator(recipe, inputs, roles, scorer),
+        evaluator=_evaluator(recipe, inputs, roles, scorer, pauses),
         keeper=_keeper(recipe, inputs, learner, observer),
         saver=RunSaver(
             recipe,
@@ -251,32 +253,40 @@ def _start(resume: ResumePoint | None) -> Start:
     return Start(step=resume.step, version=PolicyVersion(resume.state.trainer.num_updates))
 
 
+def _publisher(roles: Roles, pauses: Pauses | None) -> Publisher:
+    if roles.fleet is None or pauses is None:
+        return roles.publisher
+    return PausingPublisher(roles.publisher, roles.fleet, pauses)
+
+
 def _producers(
-    recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer, observer: Observer
+    recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer, observer: Observer, pauses: Pauses | None
 ) -> tuple[Generator, Scorer]:
     """Who answers the prompts, and who judges the answers."""
     if isinstance(recipe.algorithm, SftConfig) or roles.fleet is None:
         return Demonstrations(inputs.tokenizer), DemonstrationScorer()
     max_tokens, seed = recipe.sampling.max_response_tokens, recipe.run.seed
     sampling = Sampling.of(recipe.sampling, max_response_tokens=max_tokens)
-    sampled = _generator(recipe, inputs, roles.fleet, sampling, seed=seed)
+    sampled = _generator(recipe, inputs, roles.fleet, sampling, seed=seed, pauses=pauses)
     if isinstance(recipe.algorithm, RemaxConfig):
         sampling = Sampling.nearly_greedy(max_response_tokens=max_tokens)
-        greedy = _generator(recipe, inputs, roles.fleet, sampling, seed=seed)
+        greedy = _generator(recipe, inputs, roles.fleet, sampling, seed=seed, pauses=pauses)
         return TimedGenerator(WithGreedyRollout(sampled, greedy), observer), WithGreedyScore(scorer)
     return TimedGenerator(sampled, observer), scorer
 
 
-def _evaluator(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer) -> Evaluator:
+def _evaluator(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer, pauses: Pauses | None) -> Evaluator:
     config = recipe.evaluation
     if config is None or roles.fleet is None:
         return NoEvaluator()
-    generator = partial(_generator, recipe, inputs, roles.fleet, seed=evaluation_seed(recipe.run.seed))
+    generator = partial(_generator, recipe, inputs, roles.fleet, seed=evaluation_seed(recipe.run.seed), pauses=pauses)
     max_tokens = recipe.evaluation_response_tokens
+    # Beside rollouts of the next steps it must not change what their seeds mean.
+    greedy = Sampling.greedy if pauses is None else Sampling.nearly_greedy
     return HeldOutEvaluator(
         config,
         prompts=inputs.eval,
-        greedy=generator(Sampling.greedy(max_response_tokens=max_tokens)) if config.is_greedy else None,
+        greedy=generator(greedy(max_response_tokens=max_tokens)) if config.is_greedy else None,
         sampled=generator(Sampling.of(config.sampled, max_response_tokens=max_tokens)) if config.sampled else None,
         scorer=scorer,
         decode=inputs.tokenizer.decode,
@@ -284,7 +294,9 @@ def _evaluator(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer) -> 
     )
 
 
-def _generator(recipe: Recipe, inputs: Inputs, fleet: Fleet, sampling: Sampling, *, seed: int) -> Generator:
+def _generator(
+    recipe: Recipe, inputs: Inputs, fleet: Fleet, sampling: Sampling, *, seed: int, pauses: Pauses | None
+) -> Generator:
     rollout = recipe.roles.rollout
     assert rollout is not None, "a fleet without a rollout role"
     return FleetGenerator(
@@ -294,4 +306,5 @@ def _generator(recipe: Recipe, inputs: Inputs, fleet: Fleet, sampling: Sampling,
         seed=seed,
         max_attempts=rollout.max_attempts,
         hedge_quantile=rollout.hedge_quantile,
+        pauses=pauses,
     )

@@ -67,7 +67,7 @@ class ActorRank(TrainedRank):
 
     def update(self, batch: TrainBatch) -> UpdateResult:
         """One step: an optimizer update per mini-batch, all with ratios to the policy as it was before the first."""
-        rate = self._learning_rate()
+        rate, version = self._learning_rate(), self._num_updates
         is_single = len(batch.mini_batches) * self._epochs == 1
         applied: list[tuple[MiniBatch, MiniBatchStats, float]] = []
         with self._on_device():
@@ -77,8 +77,9 @@ class ActorRank(TrainedRank):
             befores: list[list[Tensor] | None] = [*old] if old else [None] * len(batch.mini_batches)
             updates = list(zip(batch.mini_batches, befores, strict=True)) * self._epochs
             for mini_batch, before in updates:
-                stats = self._accumulate(batch, mini_batch, before, is_single=is_single)
-                self._monitor.stop_above(stats.mismatch_mean)
+                stats = self._accumulate(batch, mini_batch, before, is_single=is_single, version=version)
+                if stats.engine_mismatch is not None:
+                    self._monitor.stop_above(stats.engine_mismatch)
                 grad_norm = self._apply(stats.loss, rate)
                 if grad_norm is not None:
                     applied.append((mini_batch, stats, grad_norm))
@@ -93,7 +94,9 @@ class ActorRank(TrainedRank):
                 self._spec.shape, batch, epochs=self._epochs, num_ranks=self._topology.world, gpu=usage.gpu_name
             ),
             usage={"actor": usage},
-            warnings=() if summary is None else self._monitor.observe(summary.mismatch_mean),
+            warnings=()
+            if summary is None or summary.engine_mismatch is None
+            else self._monitor.observe(summary.engine_mismatch),
         )
 
     def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
@@ -137,9 +140,15 @@ class ActorRank(TrainedRank):
         return isinstance(self._algorithm, PolicyGradientConfig) and isinstance(self._algorithm.kl, KlLossConfig)
 
     def _accumulate(
-        self, batch: TrainBatch, mini_batch: MiniBatch, recomputed: Sequence[Tensor] | None, *, is_single: bool
+        self,
+        batch: TrainBatch,
+        mini_batch: MiniBatch,
+        recomputed: Sequence[Tensor] | None,
+        *,
+        is_single: bool,
+        version: int,
     ) -> MiniBatchStats:
-        """Gradients of one mini-batch's loss."""
+        """Gradients of one mini-batch's loss; `version` is the policy's before the step."""
         algorithm = self._monitor.algorithm
         micro_batches = self._share(batch, mini_batch)
 
@@ -163,10 +172,15 @@ class ActorRank(TrainedRank):
                 num_loss_tokens=mini_batch.num_loss_tokens,
                 num_sequences=mini_batch.num_sequences,
             )
-            value = actor.value
+            value, versions = actor.value, micro_batch.versions
             if self._reach("backward", step=self._num_steps + 1) == "nan":
                 value = value * torch.nan
-            return value, report(tokens, actor, is_from_engine=not isinstance(algorithm, SftConfig))
+            return value, report(
+                tokens,
+                actor,
+                is_from_engine=not isinstance(algorithm, SftConfig),
+                is_behind=None if versions is None else versions < version,
+            )
 
         self._reach("forward", step=self._num_steps + 1)
         self._optimizer.zero_grad()

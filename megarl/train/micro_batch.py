@@ -26,6 +26,7 @@ class DeviceMicroBatch:
     reference_logprobs: Tensor | None
     values: Tensor | None
     returns: Tensor | None
+    versions: Tensor | None  # [N], int32
     temperature: float
 
 
@@ -49,5 +50,6 @@ def to_device(micro_batch: MicroBatch, device: torch.device, *, temperature: flo
         reference_logprobs=column(micro_batch.reference_logprobs),
         values=column(micro_batch.values),
         returns=column(micro_batch.returns),
+        versions=None if micro_batch.versions is None else tensor(micro_batch.versions, torch.int32),
         temperature=temperature,
     )

@@ -28,6 +28,8 @@ _SUMS = (
     "weight",
     "squared_weight",
     "reference_kl",
+    "behind",
+    "behind_distance",
 )
 """What is added up over loss tokens of the actor, in this order."""
 
@@ -59,12 +61,18 @@ class MiniBatchStats:
     effective_sample_ratio: float
     reference_kl: float
     """0 where the loss has no such term."""
+    engine_mismatch: float | None
+    policy_drift: float | None
+    behind_fraction: float
 
 
 @torch.no_grad()
-def report(tokens: PolicyTokens, loss: ActorLoss, *, is_from_engine: bool) -> MicroBatchReport:
-    """Of one micro-batch. A demonstration has no engine to disagree with."""
+def report(
+    tokens: PolicyTokens, loss: ActorLoss, *, is_from_engine: bool, is_behind: Tensor | None = None
+) -> MicroBatchReport:
+    """Of one micro-batch. A demonstration has no engine to disagree with; `is_behind` where an earlier policy chose."""
     loss_mask = tokens.segments.loss_mask
+    behind = torch.zeros_like(loss_mask) if is_behind is None else is_behind
     apart = mismatch(tokens.old_logprobs, tokens.rollout_logprobs if is_from_engine else tokens.old_logprobs)
     columns = {
         "entropy": tokens.entropy,
@@ -78,6 +86,8 @@ def report(tokens: PolicyTokens, loss: ActorLoss, *, is_from_engine: bool) -> Mi
         "weight": apart.weight,
         "squared_weight": apart.weight.square(),
         "reference_kl": torch.zeros_like(tokens.logprobs) if loss.reference_kl is None else loss.reference_kl,
+        "behind": behind,
+        "behind_distance": torch.where(behind, apart.distance, 0.0),
     }
     return MicroBatchReport(
         loss=loss.value.detach().double(),
@@ -98,6 +108,7 @@ def reduce_reports(reports: Sequence[MicroBatchReport], mini_batch: MiniBatch, t
     for group in (topology.data_group, topology.pipeline_group):
         dist.all_reduce(mismatch_max, dist.ReduceOp.MAX, group=group)
     loss, means = _reduced(_SUMS, reports, mini_batch, topology)
+    behind = means["behind"]
     return MiniBatchStats(
         loss=loss,
         entropy=means["entropy"],
@@ -111,6 +122,9 @@ def reduce_reports(reports: Sequence[MicroBatchReport], mini_batch: MiniBatch, t
         mismatch_chi2=means["chi2"],
         effective_sample_ratio=means["weight"] ** 2 / means["squared_weight"] if mini_batch.num_loss_tokens else 0.0,
         reference_kl=means["reference_kl"],
+        engine_mismatch=(means["distance"] - means["behind_distance"]) / (1 - behind) if behind < 1 else None,
+        policy_drift=means["behind_distance"] / behind if behind > 0 else None,
+        behind_fraction=behind,
     )
 
 
@@ -223,4 +237,13 @@ def summarise(
         num_loss_tokens=sum(mini_batch.num_loss_tokens for mini_batch in mini_batches),
         num_sequences=sum(mini_batch.num_sequences for mini_batch in mini_batches),
         num_micro_batches=sum(len(mini_batch.shares[0]) for mini_batch in mini_batches),
+        engine_mismatch=_mean([item.engine_mismatch for item in stats]),
+        policy_drift=_mean([item.policy_drift for item in stats]),
+        behind_fraction=fmean(item.behind_fraction for item in stats),
     )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Of those that are there."""
+    found = [value for value in values if value is not None]
+    return fmean(found) if found else None

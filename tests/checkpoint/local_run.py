@@ -29,6 +29,7 @@ from megarl.observe.observer import Observer
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.checkpoints import RunSaver, SavedModel
 from megarl.runtime.preemption import Preemption
+from megarl.types import PolicyVersion
 from megarl.weights.group import StoreServer, TransferGroup
 from megarl.weights.hf import load_hf
 from megarl.weights.megatron import MegatronParallel, megatron_layout
@@ -127,9 +128,9 @@ async def _train(recipe: Recipe, steps: Sequence[int], broken_step: int | None, 
         for step in steps:
             ticket = await buffer.reserve()
             prompts.next()
-            await buffer.put(ticket, scored_group([1.0], lengths=[1]))
+            await buffer.put(ticket, scored_group([1.0], lengths=[1], version=0))
             await buffer.take_step()
             rank.num_steps = step
             saver.mark(step)
             await saver.after_step(step, is_last=False)
-            await buffer.release_step()
+            await buffer.release_step(PolicyVersion(0))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from megarl.cli.display import LiveDisplay, PlainDisplay, format_seconds, make_console, make_display
 from megarl.observe.events import Event, PhaseStarted, RunFinished, RunStatus, Sink, StepFinished, Warned
+from megarl.types import PolicyVersion
 from tests.observe.samples import (
     evaluated,
     grades,
@@ -48,9 +50,9 @@ def test_without_a_terminal_a_run_is_one_line_per_step() -> None:
     assert out.getvalue().splitlines() == [
         "run sample: grpo, 2 steps, in runs/sample  metrics http://127.0.0.1:1234/metrics",
         "evaluated after step 0: accuracy 0.250 of 64 prompts",
-        "step 1/2  reward 0.500  loss 0.5000  accuracy 0.250  1,200 tokens/s  2.0 s  ETA 10s",
+        "step 1/2  reward 0.500  age 0.50 (at most 1)  loss 0.5000  accuracy 0.250  1,200 tokens/s  2.0 s  ETA 10s",
         "warning: 3 prompts [too long] were dropped",
-        "step 2/2  reward 0.750  loss 0.5000  accuracy 0.250  1,200 tokens/s  2.0 s  ETA 0s",
+        "step 2/2  reward 0.750  age 0.50 (at most 1)  loss 0.5000  accuracy 0.250  1,200 tokens/s  2.0 s  ETA 0s",
         "evaluated after step 2: accuracy 0.875 of 64 prompts",
         "run done",
     ]
@@ -67,10 +69,18 @@ def test_sampled_answers_and_doubtful_steps_are_in_the_lines() -> None:
     ]
     show(PlainDisplay(console_to(out, is_terminal=False)), events)
     assert out.getvalue().splitlines()[1:] == [
-        "step 1/2  reward 0.500  no signal  dropped 5 groups  loss 0.5000  1,200 tokens/s  2.0 s",
+        "step 1/2  reward 0.500  no signal  dropped 5 groups  age 0.50 (at most 1)  loss 0.5000  1,200 tokens/s  2.0 s",
         "evaluated after step 1: accuracy 0.250 of 64 prompts  "
         "mean@4 0.500  pass@1 0.500  pass@4 0.750  majority@4 0.500",
     ]
+
+
+def test_an_evaluation_beside_training_names_the_versions_that_answered() -> None:
+    out = StringIO()
+    event = evaluated(1, 0.25)
+    event = replace(event, result=replace(event.result, newest_version=PolicyVersion(3)))
+    show(PlainDisplay(console_to(out, is_terminal=False)), [event])
+    assert out.getvalue() == "evaluated after step 1: accuracy 0.250 of 64 prompts  by versions 1 to 3\n"
 
 
 def test_plain_lines_have_no_escape_codes() -> None:

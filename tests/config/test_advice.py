@@ -51,6 +51,7 @@ def test_a_good_recipe_needs_no_advice(scratch: Path) -> None:
             "checkpoint.save_every_steps: 20 is more than run.steps 10: only the last",
         ),
         (["algorithm={kind: sft}", "sampling.top_p=0.9"], "sampling.top_p: has no use in sft"),
+        (["train.max_staleness=1"], "train.max_staleness: 1 trains on what earlier policies chose as if the current"),
     ],
 )
 def test_a_doubtful_recipe_gets_one_line(scratch: Path, assignments: list[str], expected: str) -> None:

@@ -46,6 +46,7 @@ def pack_samples(
     per_update: int | None = None,
     pad_multiple: int = 1,
     micro_batch_multiple: int = 1,
+    has_versions: bool = False,
 ) -> TrainBatch:
     return pack(
         samples,
@@ -55,6 +56,7 @@ def pack_samples(
         pad_multiple=pad_multiple,
         micro_batch_multiple=micro_batch_multiple,
         temperature=1.0,
+        has_versions=has_versions,
     )
 
 
@@ -206,3 +208,19 @@ def test_columns_that_samples_have_are_packed_and_others_are_left_out(sizes: Len
     ]
     for found, sample in zip(unpack(batch, arrays), samples, strict=True):
         np.testing.assert_array_equal(found, sample.values)
+
+
+@given(sizes=lengths)
+def test_versions_are_packed_where_ranks_need_them(sizes: Lengths) -> None:
+    samples = [
+        replace(sample, rollout=replace(sample.rollout, versions=np.arange(len(sample.rollout.token_ids), dtype=np.int32)))
+        for sample in make_samples(sizes)
+    ]
+    assert all(item.versions is None for item in micro_batches(pack_samples(samples)))
+    batch = pack_samples(samples, data_parallel=2, has_versions=True)
+    columns = [
+        np.stack([np.stack([item.versions for item in share if item.versions is not None]) for share in each.shares])
+        for each in batch.mini_batches
+    ]
+    for found, sample in zip(unpack(batch, [column.astype(np.float32) for column in columns]), samples, strict=True):
+        np.testing.assert_array_equal(found, sample.rollout.versions)

@@ -102,6 +102,9 @@ def update_stats(*, loss: float = 0.5) -> UpdateStats:
         num_loss_tokens=96,
         num_sequences=16,
         num_micro_batches=2,
+        engine_mismatch=5e-7,
+        policy_drift=2e-6,
+        behind_fraction=0.25,
     )
 
 

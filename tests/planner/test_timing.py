@@ -133,3 +133,16 @@ def test_a_save_copies_first_and_writes_behind_the_training() -> None:
     assert 0 < weights.copy_s < whole.copy_s < whole.save_s
     # 2 bytes of weights and 12 of optimizer per parameter, over two nodes, up to padding.
     assert whole.save_s == pytest.approx(14 * 7.6156e9 / (2 * 2e9), rel=0.01)
+
+
+@pytest.mark.parametrize("response", [50, 4000])
+def test_with_staleness_a_step_takes_as_long_as_its_longer_side(response: int) -> None:
+    in_turn = time_of(make_recipe(), response=response)
+    beside = time_of(make_recipe("train.max_staleness=1"), response=response)
+    assert [(phase.name, phase.seconds) for phase in beside.phases] == [
+        (phase.name, phase.seconds) for phase in in_turn.phases
+    ]
+    generating, publishing = in_turn.seconds(PhaseName.ROLLOUT), in_turn.seconds(PhaseName.PUBLISH)
+    training = in_turn.step_s - generating - publishing
+    assert beside.step_s == pytest.approx(max(generating, training) + publishing)
+    assert beside.step_s < in_turn.step_s

@@ -17,6 +17,7 @@ from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.rollout.in_flight import Pauses
 from megarl.rollout.process import EngineProcess, EngineSpec
 from megarl.types import PolicyVersion, Prompt, TokenArray
 from tests.tiny_models import write_tiny_model
@@ -93,6 +94,7 @@ def generator_of(
     max_attempts: int = 3,
     vocab: int = 99,
     seed: int = 7,
+    pauses: Pauses | None = None,
 ) -> FleetGenerator:
     sampling = Sampling(
         num_rollouts=num_rollouts,
@@ -102,7 +104,9 @@ def generator_of(
         max_response_tokens=max_response_tokens,
     )
     vocabulary = Vocabulary(size=vocab, eos_ids=(EOS,), max_context_tokens=CONTEXT, decode=spell)
-    return FleetGenerator(fleet, sampling=sampling, vocabulary=vocabulary, seed=seed, max_attempts=max_attempts)
+    return FleetGenerator(
+        fleet, sampling=sampling, vocabulary=vocabulary, seed=seed, max_attempts=max_attempts, pauses=pauses
+    )
 
 
 def spell(token_ids: TokenArray) -> str:
@@ -138,6 +142,6 @@ def scripted_client(handler: Handler | SlowHandler, *, index: int = 0, tensor: i
     return EngineClient(endpoint, request_timeout_s=5, transport=httpx.MockTransport(handler))
 
 
-def scripted_fleet(*handlers: Handler, max_outstanding: int = 8) -> Fleet:
+def scripted_fleet(*handlers: Handler | SlowHandler, max_outstanding: int = 8) -> Fleet:
     clients = [scripted_client(handler, index=index) for index, handler in enumerate(handlers)]
     return Fleet(clients, max_outstanding=max_outstanding, publish_timeout_s=0.2)

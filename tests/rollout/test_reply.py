@@ -1,15 +1,23 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.rollout.reply import BadReplyError, Expectation, WrongVersionError, read_response
+from megarl.config.recipe import InFlight
+from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.types import FinishReason, PolicyVersion
 
-EXPECTED = Expectation(vocab=50, max_response_tokens=3, eos_ids=frozenset({2}), version=PolicyVersion(4))
+EXPECTED = Expectation(
+    vocab=50,
+    max_response_tokens=3,
+    eos_ids=frozenset({2}),
+    version=PolicyVersion(4),
+    newest_version=PolicyVersion(4),
+)
 
 GOOD: dict[str, Any] = {
     "output_ids": [5, 6, 2],
@@ -113,3 +121,77 @@ def test_tokens_of_another_version_are_refused() -> None:
 def test_something_else_than_an_object_is_refused(reply: object) -> None:
     with pytest.raises(BadReplyError, match="the reply is missing or not an object"):
         read_response(reply, EXPECTED)  # type: ignore[arg-type]
+
+
+def interrupted(mode: InFlight = "abort", *, newest: int = 5) -> Expectation:
+    """What is expected of a request that was sent at version 4 and lived through a publish."""
+    return replace(EXPECTED, newest_version=PolicyVersion(newest), is_interrupted=True, in_flight=mode)
+
+
+def aborted(reply: dict[str, Any]) -> dict[str, Any]:
+    reply["meta_info"]["finish_reason"] = {"type": "abort", "message": "paused"}
+    return reply
+
+
+def test_a_response_that_a_pause_cut_is_kept_but_for_its_last_token() -> None:
+    response = read_response(aborted(with_tokens(5, 6)), interrupted())
+    assert response.finish_reason is FinishReason.ABORT
+    assert response.token_ids.tolist() == [5]
+    assert (len(response.logprobs), response.versions.tolist()) == (1, [4])
+
+
+def test_a_request_that_a_pause_ended_before_it_began_has_no_tokens() -> None:
+    reply: dict[str, Any] = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "4"}}
+    response = read_response(reply, interrupted())
+    assert (response.finish_reason, response.token_ids.tolist()) == (FinishReason.ABORT, [])
+
+
+def test_an_end_token_within_a_response_that_was_cut_is_refused() -> None:
+    with pytest.raises(BadReplyError, match="tokens after an end token"):
+        read_response(aborted(with_tokens(5, 2, 6)), interrupted())
+
+
+def test_tokens_are_of_the_versions_that_were_served_since_the_request_was_sent() -> None:
+    spans = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 3}]
+    reply = with_meta(weight_versions=spans, weight_version="5")
+    assert read_response(reply, interrupted("retract")).versions.tolist() == [4, 4, 5]
+    # Paused in place, the engine may have counted one token to the wrong side.
+    assert read_response(reply, interrupted("in_place")).versions.tolist() == [4, 4, 4]
+    with pytest.raises(WrongVersionError, match="1 tokens of version 5, expected version 4"):
+        read_response(reply, EXPECTED)
+
+
+def test_in_place_the_first_token_is_of_the_version_that_was_served_when_it_was_asked_for() -> None:
+    spans = [{"version": "5", "start": 0, "end": 3}]
+    reply = with_meta(weight_versions=spans, weight_version="5")
+    assert read_response(reply, interrupted("retract")).versions.tolist() == [5, 5, 5]
+    assert read_response(reply, interrupted("in_place")).versions.tolist() == [4, 5, 5]
+
+
+@pytest.mark.parametrize("version", ["3", "6"])
+def test_versions_that_were_not_served_meanwhile_are_refused(version: str) -> None:
+    reply = with_meta(weight_versions=None, weight_version=version)
+    with pytest.raises(WrongVersionError, match=f"3 tokens of version {version}, expected versions 4 to 5"):
+        read_response(reply, interrupted())
+
+
+def test_versions_that_go_back_are_refused() -> None:
+    spans = [{"version": "5", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
+    with pytest.raises(BadReplyError, match="tokens of version 5 before those of 4"):
+        read_response(with_meta(weight_versions=spans), interrupted("retract"))
+
+
+def test_an_older_engine_that_does_not_say_which_token_is_of_which_version_must_abort() -> None:
+    reply = with_meta(weight_versions=None, weight_version="5")
+    assert read_response(reply, interrupted("abort")).versions.tolist() == [5, 5, 5]
+    for mode in ("retract", "in_place"):
+        with pytest.raises(BadReplyError, match=r"set roles\.rollout\.in_flight to abort"):
+            read_response(reply, interrupted(mode))  # type: ignore[arg-type]
+
+
+def test_a_response_is_joined_from_its_parts() -> None:
+    first = read_response(aborted(with_tokens(5, 6, 7)), interrupted())
+    whole = Response.nothing().then(first).then(read_response(GOOD, EXPECTED))
+    assert whole.token_ids.tolist() == [5, 6, 5, 6, 2]
+    assert len(whole.logprobs) == len(whole.versions) == 5
+    assert whole.finish_reason is FinishReason.STOP

@@ -25,7 +25,7 @@ from megarl.observe.observer import Observer
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.checkpoints import RunSaver, SavedModel
 from megarl.runtime.preemption import Preemption
-from megarl.types import Prompt
+from megarl.types import PolicyVersion, Prompt
 from tests.checkpoint.test_identity import make_recipe
 from tests.observe.samples import ListSink, evaluated, scored_group
 from tests.weights.reference import make_shape
@@ -125,7 +125,7 @@ class FakeRun:
                     self.preemption.request(signal.SIGTERM)
                 is_last = step == self.recipe.run.steps
                 await saver.after_step(step, is_last=is_last)
-                await self.buffer.release_step()
+                await self.buffer.release_step(PolicyVersion(0))
                 self.saved_at_trained.append((step, self.saved[-1] if self.saved else 0))
 
     async def _generate(self, step: int) -> None:
@@ -139,7 +139,7 @@ class FakeRun:
             if prompt.position % 5 == 4:
                 await self.buffer.give_up(ticket)
             else:
-                await self.buffer.put(ticket, scored_group([1.0], lengths=[1]))
+                await self.buffer.put(ticket, scored_group([1.0], lengths=[1], version=0))
         await self.buffer.take_step()
 
     @property
@@ -195,6 +195,7 @@ def test_a_checkpoint_verifies_and_says_where_the_run_stood(tmp_path: Path) -> N
     assert (state.trainer.num_updates, state.data_digest) == (6, "of the data")
     assert state.ledger == Ledger(num_trained=24, num_dropped=5)
     assert state.prompt_cursor == state.ledger.num_drawn
+    assert state.versions == (0,)
 
 
 def test_the_ledger_goes_on_where_it_stood(tmp_path: Path) -> None:

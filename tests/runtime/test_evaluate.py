@@ -59,7 +59,7 @@ class Guesser:
                 Rollout(
                     token_ids=np.array([1, 2], dtype=np.int32),
                     logprobs=np.zeros(2, dtype=np.float32),
-                    versions=np.zeros(2, dtype=np.int32),
+                    versions=np.full(2, 7, dtype=np.int32),
                     loss_mask=np.ones(2, dtype=np.bool_),
                     finish_reason=FinishReason.STOP,
                     text=str(prompt.position + index + self._offset),

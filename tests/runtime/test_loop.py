@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TypeVar
 
@@ -13,7 +15,7 @@ from megarl.errors import FleetError
 from megarl.observe.events import Sink, StepFinished
 from megarl.observe.observer import Observer
 from megarl.runtime.buffer import Buffer
-from megarl.runtime.evaluate import NoEvaluator
+from megarl.runtime.evaluate import Evaluator, NoEvaluator
 from megarl.runtime.keeper import NoKeeper
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.phases import SeparatePhases, SharedPhases
@@ -33,7 +35,7 @@ from megarl.types import (
     UpdateResult,
     UpdateStats,
 )
-from tests.observe.samples import ListSink
+from tests.observe.samples import ListSink, evaluated
 
 STATS = UpdateStats(
     loss=0.0,
@@ -63,7 +65,15 @@ NEW = Start(step=0, version=PolicyVersion(0))
 class FakeCluster:
     """Every seam in one object, so that it sees the order of all calls."""
 
-    def __init__(self, *, keeps: Callable[[int], bool] = lambda position: True, fails_at: int = -1) -> None:
+    def __init__(
+        self,
+        *,
+        keeps: Callable[[int], bool] = lambda position: True,
+        fails_at: int = -1,
+        seconds: Callable[[int], float] = lambda position: 0.001 * (position % 3),
+        update_seconds: float = 0.005,
+    ) -> None:
+        """`seconds` are those that a prompt takes to be answered, by its position."""
         self.served = PolicyVersion(-1)
         self.trained: list[list[int]] = []
         self.worst_staleness = 0
@@ -76,6 +86,8 @@ class FakeCluster:
         self._num_dropped = 0
         self._keeps = keeps
         self._fails_at = fails_at
+        self._seconds = seconds
+        self._update_seconds = update_seconds
 
     def resume(self, *, version: int, num_drawn: int = 0) -> None:
         self._version = version
@@ -96,7 +108,7 @@ class FakeCluster:
     async def generate(self, prompt: Prompt) -> RolloutGroup:
         version = self.served
         assert version >= 0, "generated before anything was published"
-        await asyncio.sleep(0.001 * (prompt.position % 3))
+        await asyncio.sleep(self._seconds(prompt.position))
         if prompt.position == self._fails_at:
             raise FleetError("no engine left")
         rollout = Rollout(
@@ -143,7 +155,7 @@ class FakeCluster:
 
     async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
         self.calls.append("update")
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(self._update_seconds)
         self._version += 1
         return UpdateResult(version=PolicyVersion(self._version), stats=STATS)
 
@@ -184,6 +196,7 @@ def run(
     phases: Phases | None = None,
     start: Start = NEW,
     sinks: Sequence[Sink] = (),
+    evaluator: Evaluator | None = None,
 ) -> None:
     async def main() -> None:
         loop = Loop(
@@ -194,8 +207,8 @@ def run(
             trainer=cluster,
             publisher=cluster,
             phases=phases or SeparatePhases(),
-            buffer=Buffer(prompts_per_step=4, max_staleness=max_staleness),
-            evaluator=NoEvaluator(),
+            buffer=Buffer(prompts_per_step=4, max_staleness=max_staleness, versions=[start.version]),
+            evaluator=evaluator or NoEvaluator(),
             keeper=NoKeeper(),
             saver=cluster,
             observer=Observer(sinks),
@@ -212,6 +225,90 @@ def test_never_trains_on_older_than_allowed(max_staleness: int) -> None:
     cluster = FakeCluster()
     run(cluster, num_steps=8, max_staleness=max_staleness)
     assert cluster.worst_staleness == max_staleness
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_the_timing_every_prompt_is_trained_once_and_none_too_late(max_staleness: int, seed: int) -> None:
+    rng = random.Random(seed)
+    seconds = [rng.choice([0.0, 0.001, 0.03]) for _ in range(200)]
+    cluster = FakeCluster(
+        keeps=lambda position: position % 5 != 1,
+        seconds=seconds.__getitem__,
+        update_seconds=rng.choice([0.0, 0.002, 0.02]),
+    )
+    run(cluster, num_steps=8, max_staleness=max_staleness)
+    assert cluster.worst_staleness <= max_staleness
+    trained = [position for step in cluster.trained for position in step]
+    assert len(trained) == len(set(trained)) == 8 * 4
+    assert all(position % 5 != 1 for position in trained)
+
+
+def test_generating_and_training_overlap_where_they_may() -> None:
+    def seconds_of(max_staleness: int) -> float:
+        cluster = FakeCluster(seconds=lambda position: 0.05, update_seconds=0.05)
+        began = time.monotonic()
+        run(cluster, num_steps=10, max_staleness=max_staleness)
+        return time.monotonic() - began
+
+    in_turn, beside = seconds_of(0), seconds_of(1)
+    assert in_turn > 10 * 0.1
+    assert beside < 0.75 * in_turn
+
+
+def test_a_step_tells_who_waited_for_whom_and_how_old_its_tokens_are() -> None:
+    sink = ListSink()
+    run(FakeCluster(seconds=lambda position: 0.02, update_seconds=0.0), num_steps=4, max_staleness=1, sinks=[sink])
+    flows = [event.summary.flow for event in sink.events if isinstance(event, StepFinished)]
+    assert all(flow is not None and flow.trainer_wait_s + flow.producer_wait_s > 0 for flow in flows)
+    assert [flow.age_max for flow in flows if flow] == [0, 1, 1, 1]
+    assert [flow.age_mean for flow in flows if flow] == [0, 1, 1, 1]
+
+
+class SlowEvaluator:
+    """Answers only when the third step is trained, if it may."""
+
+    def __init__(self, cluster: FakeCluster, *, waits: bool) -> None:
+        self.finished: list[tuple[int, int]] = []
+        """The step it is about, and how many were trained by then."""
+        self._cluster = cluster
+        self._waits = waits
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        return step == 1 or is_last
+
+    async def evaluate(self, step: int, version: PolicyVersion) -> EvalResult:
+        while self._waits and len(self._cluster.trained) < 3:
+            await asyncio.sleep(0.001)
+        self.finished.append((step, len(self._cluster.trained)))
+        return evaluated(step, 0.5).result
+
+
+def test_an_evaluation_does_not_stop_training_that_goes_on_beside_generating() -> None:
+    cluster = FakeCluster()
+    evaluator = SlowEvaluator(cluster, waits=True)
+    run(cluster, num_steps=6, max_staleness=1, evaluator=evaluator)
+    (first, num_trained), last = evaluator.finished
+    assert first == 1
+    assert num_trained >= 3
+    assert last == (6, 6)
+
+
+def test_an_evaluation_takes_its_turn_where_generating_and_training_do() -> None:
+    cluster = FakeCluster()
+    evaluator = SlowEvaluator(cluster, waits=False)
+    run(cluster, num_steps=6, evaluator=evaluator)
+    assert evaluator.finished == [(1, 1), (6, 6)]
+
+
+def test_an_evaluation_that_fails_beside_training_ends_the_run() -> None:
+    class Broken(SlowEvaluator):
+        async def evaluate(self, step: int, version: PolicyVersion) -> EvalResult:
+            raise FleetError("no engine left")
+
+    cluster = FakeCluster()
+    with pytest.raises(FleetError, match="no engine left"):
+        run(cluster, num_steps=6, max_staleness=1, evaluator=Broken(cluster, waits=False))
 
 
 def test_every_version_is_published_before_the_next_step() -> None:

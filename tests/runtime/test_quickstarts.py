@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.observe.events import EVENTS_FILE, Evaluated, read_events
+from megarl.observe.events import EVENTS_FILE, Evaluated, StepFinished, read_events
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MEGARL = Path(sys.executable).with_name("megarl")
@@ -32,13 +32,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def accuracies_of(run: Path) -> list[float]:
+    events = [record.event for record in read_events(run / EVENTS_FILE)]
+    return [event.result.accuracy for event in events if isinstance(event, Evaluated)]
+
+
 @pytest.mark.parametrize("name", ["quickstart", "quickstart_ppo", "quickstart_dapo", "quickstart_rloo"])
 def test_a_quickstart_learns_to_add(name: str, folder: Path) -> None:
     began = time.monotonic()
     megarl(folder, "train", str(RECIPES / f"{name}.yaml"))
     seconds = time.monotonic() - began
-    events = [record.event for record in read_events(folder / "runs" / name / EVENTS_FILE)]
-    accuracies = [event.result.accuracy for event in events if isinstance(event, Evaluated)]
+    accuracies = accuracies_of(folder / "runs" / name)
     assert accuracies[0] < 0.5
     assert accuracies[-1] >= 0.8
     assert seconds < MAX_SECONDS
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_the_quickstart_learns_to_add_from_what_earlier_policies_chose(max_staleness: int, folder: Path) -> None:
+    name = f"staleness_{max_staleness}"
+    changes = (f"run.name={name}", f"train.max_staleness={max_staleness}")
+    megarl(folder, "train", str(RECIPES / "quickstart_async.yaml"), *(w for c in changes for w in ("--set", c)))
+    run = folder / "runs" / name
+    accuracies = accuracies_of(run)
+    assert accuracies[0] < 0.5
+    assert accuracies[-1] >= 0.8
+    events = [record.event for record in read_events(run / EVENTS_FILE)]
+    flows = [event.summary.flow for event in events if isinstance(event, StepFinished)]
+    assert max(flow.age_max for flow in flows if flow is not None) == max_staleness

@@ -58,7 +58,13 @@ MIXTURE_SPLITS = {
 
 
 def packed(
-    samples: Sequence[TrainSample], *, world: int, actor: ActorConfig, budget: int = 48, per_update: int | None = None
+    samples: Sequence[TrainSample],
+    *,
+    world: int,
+    actor: ActorConfig,
+    budget: int = 48,
+    per_update: int | None = None,
+    has_versions: bool = False,
 ) -> TrainBatch:
     return pack(
         samples,
@@ -68,6 +74,7 @@ def packed(
         pad_multiple=actor.tensor,
         micro_batch_multiple=actor.pipeline if actor.virtual_pipeline > 1 else 1,
         temperature=TEMPERATURE,
+        has_versions=has_versions,
     )
 
 
@@ -276,7 +283,10 @@ def test_a_step_takes_its_learning_rate_from_the_schedule(cluster: Cluster, mode
 
 def test_the_mismatch_compares_probabilities_of_trainer_and_engine(cluster: Cluster, models: Models) -> None:
     model = models.get("llama", tied=False)
-    samples = make_samples(4, vocab=model.shape.vocab, seed=4)
+    samples = [
+        replace(sample, rollout=replace(sample.rollout, versions=np.full_like(sample.rollout.versions, -(place % 2))))
+        for place, sample in enumerate(make_samples(4, vocab=model.shape.vocab, seed=4))
+    ]
     trainer = Reference(model, DESCENT, GRPO, TEMPERATURE).logprobs(samples)
     differences = torch.cat(
         [
@@ -287,10 +297,15 @@ def test_the_mismatch_compares_probabilities_of_trainer_and_engine(cluster: Clus
         ]
     )
     world, actor = SPLITS["DP2"]
-    batch = packed(samples, world=world, actor=actor, budget=20)
+    batch = packed(samples, world=world, actor=actor, budget=20, has_versions=True)
     (stats, _) = [outcome.stats for outcome in cluster.run(world, jobs.train, setup_of(model, actor), [], batch)]
     assert stats.mismatch_mean == pytest.approx(differences.mean().item(), abs=1e-6)
     assert stats.mismatch_max == pytest.approx(differences.max().item(), abs=1e-6)
+    # What an earlier policy chose is told apart: there the policy has moved as well.
+    is_behind = torch.cat([torch.from_numpy(s.rollout.versions[s.rollout.loss_mask] < 0) for s in samples])
+    assert stats.engine_mismatch == pytest.approx(differences[~is_behind].mean().item(), abs=1e-6)
+    assert stats.policy_drift == pytest.approx(differences[is_behind].mean().item(), abs=1e-6)
+    assert stats.behind_fraction == pytest.approx(is_behind.double().mean().item())
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ RESTARTS = _counter(
     "Processes that were started again, by role",
     "role",
     limit=_MAX_ROLES,
-    known=("rollout", "actor", "critic", "reference", "reward"),
+    known=("rollout", "trainers"),
 )
 
 ACTOR_VERSION = _gauge("publish", "actor_weight_version", "Version the trainer holds")

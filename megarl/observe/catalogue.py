@@ -27,8 +27,10 @@ _MAX_ENGINES = 256
 _MAX_ROLES = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Metric:
+    """Each is itself and no other: looking one up must not take as long as comparing all of it."""
+
     name: str
     """Without the prefix and without the `_total` of a counter."""
     kind: Kind
@@ -157,7 +159,7 @@ EMPTY = _gauge("rollout", "response_empty_ratio", "Share of responses of at most
 REPETITION = _gauge(
     "rollout",
     "response_repetition_ratio",
-    "Share of 4-token windows that occurred before in the same response, of up to 256 responses",
+    "Share of 4-token windows that occurred before in the same response, of up to 64 responses",
     unit="ratio",
 )
 GENERATED_ROLLOUTS = _counter("rollout", "generated_rollouts", "Rollouts generated to train on")
@@ -212,7 +214,7 @@ RESTARTS = _counter(
     "Processes that were started again, by role",
     "role",
     limit=_MAX_ROLES,
-    known=("rollout", "actor", "critic", "reference", "reward"),
+    known=("rollout", "trainers"),
 )
 
 ACTOR_VERSION = _gauge("publish", "actor_weight_version", "Version the trainer holds")

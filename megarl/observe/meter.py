@@ -1,7 +1,7 @@
 """The numbers of one process as they are now, in one Prometheus registry. Knows the catalogue, not what sets what.
 
-A value is there from the first time somebody says it: what a run does not know, it does not show as 0. Counters are an
-exception: that nothing has happened yet is known.
+A value is there from the first time somebody says it: what a run does not know, it does not show as 0. What counts is
+an exception: that nothing has happened yet is known.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Meter:
         self._histograms = {
             metric: Histogram(
                 metric.full_name, metric.text, (RUN_LABEL,), registry=self.registry, buckets=metric.buckets
-            )
+            ).labels(run)
             for metric in _of_kind("histogram")
         }
         self._full: set[Metric] = set()
@@ -53,7 +53,7 @@ class Meter:
             self._counters[metric].labels(self._run, *labels).inc(amount)
 
     def observe(self, metric: Metric, value: float) -> None:
-        self._histograms[metric].labels(self._run).observe(value)
+        self._histograms[metric].observe(value)
 
     def watch(self, metric: Metric, read: Callable[[], float], *labels: str) -> None:
         """A gauge that is read when it is asked for, in the endpoint's thread: quickly, and without raising."""

@@ -33,9 +33,9 @@ Phase = Literal["start", "generate", "assign", "update", "publish", "evaluate", 
 _OUTLIER_DEVIATIONS = 6.0
 _NORMAL_PER_MEDIAN = 1.4826
 """Standard deviations of a normal distribution in one median distance from its middle."""
-_WINDOW = 4
 _FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64)
-_MAX_LOOKED_AT = 256
+"""One for each token of a window."""
+_MAX_LOOKED_AT = 64
 _NO_ADVANTAGE = 1e-6
 """Rewards that are equal leave rounding errors of their mean."""
 
@@ -78,7 +78,7 @@ class RolloutSummary:
     empty_ratio: float
     """Share of rollouts of at most one token: the end token, or not even that."""
     repetition_ratio: float
-    """Share of 4-token windows that are in the same response before; mean of up to 256 responses."""
+    """Share of 4-token windows that are in the same response before; mean of up to 64 responses."""
 
     @property
     def has_signal(self) -> bool:
@@ -222,12 +222,13 @@ def _repetition(rollouts: Sequence[Rollout]) -> float:
 
 
 def _repeated_share(token_ids: TokenArray) -> float:
-    num_windows = len(token_ids) - _WINDOW + 1
+    num_windows = len(token_ids) - len(_FACTORS) + 1
     if num_windows < 1:
         return 0.0
-    windows = np.lib.stride_tricks.sliding_window_view(token_ids.astype(np.uint64), _WINDOW)
+    tokens, keys = token_ids.astype(np.uint64), np.zeros(num_windows, np.uint64)
     # A sum with odd factors, modulo 2^64: two windows that differ have the same about once in 2^64 pairs.
-    keys = (windows * _FACTORS).sum(axis=1)
+    for index, factor in enumerate(_FACTORS):
+        keys += tokens[index : index + num_windows] * factor
     return 1 - len(np.unique(keys)) / num_windows
 
 
@@ -268,6 +269,12 @@ def _first_outlier(
 def _tokens_by_version(rollouts: Sequence[Rollout]) -> dict[int, int]:
     counts: Counter[int] = Counter()
     for rollout in rollouts:
-        versions, numbers = np.unique(rollout.versions[rollout.loss_mask], return_counts=True)
+        chosen = rollout.versions[rollout.loss_mask]
+        if not len(chosen):
+            continue
+        if (chosen == chosen[0]).all():  # nearly always, and far quicker than to sort them
+            counts[int(chosen[0])] += len(chosen)
+            continue
+        versions, numbers = np.unique(chosen, return_counts=True)
         counts.update(dict(zip(versions.tolist(), numbers.tolist(), strict=True)))
     return dict(sorted(counts.items()))

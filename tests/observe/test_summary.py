@@ -168,7 +168,7 @@ def test_repetition_looks_at_a_bounded_number_of_responses(monkeypatch: pytest.M
 
     monkeypatch.setattr("megarl.observe.summary._repeated_share", share)
     rollouts_of([scored_group([0.0, 1.0], lengths=[1, 1], number=number) for number in range(400)])
-    assert 128 <= looked_at <= 256
+    assert 32 <= looked_at <= 64
 
 
 def test_the_prompts_of_a_step_are_described() -> None:

@@ -40,6 +40,14 @@ RULES: tuple[Rule, ...] = (
         "the longer deadline helps only where the work is slow",
     ),
     Rule(
+        name="engines end again and again",
+        severity=Severity.ERROR,
+        sign=signs.restart_loop,
+        cause="a node, a driver or an option that an engine does not survive; the budget of restarts runs out",
+        changes=changes.none,
+        advice="read RUN/engines/*.log; `megarl fleet RUN` shows the engines, `megarl doctor RECIPE` their machines",
+    ),
+    Rule(
         name="went silent",
         severity=Severity.ERROR,
         sign=signs.went_silent,
@@ -126,6 +134,14 @@ RULES: tuple[Rule, ...] = (
         cause="answers are longer than the limit, or run on and repeat themselves because length pays",
         changes=changes.all_of(changes.longer_responses, changes.penalize_overlong),
         advice="`megarl samples RUN` tells which: the first change is for long answers, the second for rambling ones",
+    ),
+    Rule(
+        name="responses repeat themselves",
+        severity=Severity.WARNING,
+        sign=signs.repetition,
+        cause="length pays, or the policy has lost its language: it says the same again until it is cut",
+        changes=changes.all_of(changes.hold_to_reference, changes.penalize_overlong),
+        advice="`megarl samples RUN` shows them; go on from a checkpoint before it began",
     ),
     Rule(
         name="entropy collapsed",

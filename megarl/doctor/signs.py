@@ -26,6 +26,7 @@ _NOT_TALKING = re.compile(
 _STEP_PHASES: tuple[Phase, ...] = ("generate", "assign", "update", "publish")
 _MIN_STEPS_TO_TIME = 4
 _SILENCE_S = 600.0
+_MANY_RESTARTS = 3
 
 
 def reward_up_eval_down(story: Story) -> str | None:
@@ -106,15 +107,17 @@ def no_signal(story: Story) -> str | None:
 
 
 def empty_responses(story: Story) -> str | None:
-    found = trend(story.history.of_rollouts(lambda rollouts: rollouts.response_tokens_mean), min_steps=4)
-    if found is None:
+    lengths = trend(story.history.of_rollouts(lambda rollouts: rollouts.response_tokens_mean), min_steps=4)
+    empty = trend(story.history.of_rollouts(lambda rollouts: rollouts.empty_ratio), min_steps=4)
+    if lengths is None or empty is None:
         return None
-    has_shrunk = found.early >= 16 and found.late <= found.early / 4
-    if found.late > 1.5 and not has_shrunk:
+    has_shrunk = lengths.early >= 16 and lengths.late <= lengths.early / 4
+    if empty.late < 0.2 and not has_shrunk:
         return None
     return (
-        f"a response has {found.late:.3g} tokens in steps {found.late_steps[0]} to {found.late_steps[1]}, "
-        f"{found.early:.3g} at the beginning"
+        f"a response has {lengths.late:.3g} tokens, and {empty.late:.0%} are empty, in steps "
+        f"{lengths.late_steps[0]} to {lengths.late_steps[1]}; "
+        f"{lengths.early:.3g} and {empty.early:.0%} at the beginning"
     )
 
 
@@ -126,6 +129,16 @@ def cut_responses(story: Story) -> str | None:
     return (
         f"{found.late:.0%} of the responses are cut at {limit} tokens in steps {found.late_steps[0]} to "
         f"{found.late_steps[1]}, {found.early:.0%} at the beginning"
+    )
+
+
+def repetition(story: Story) -> str | None:
+    found = trend(story.history.of_rollouts(lambda rollouts: rollouts.repetition_ratio), min_steps=4)
+    if found is None or found.late < 0.2 or found.late < 2 * found.early:
+        return None
+    return (
+        f"{found.late:.0%} of a response was said in it before, in steps {found.late_steps[0]} to "
+        f"{found.late_steps[1]}; {found.early:.0%} at the beginning"
     )
 
 
@@ -186,13 +199,23 @@ def eval_always_zero(story: Story) -> str | None:
 
 
 def rollout_out_of_memory(story: Story) -> str | None:
-    is_it = _OUT_OF_MEMORY.search(story.failure) and _OF_ENGINE.search(story.failure)
-    return story.failure if is_it else None
+    """An engine that is started again does not end the run, and will run out of memory again."""
+    if _OUT_OF_MEMORY.search(story.failure) and _OF_ENGINE.search(story.failure):
+        return story.failure
+    lost = [engine for engine in story.lost_engines if _OUT_OF_MEMORY.search(engine.reason)]
+    return f"engines ended {len(lost)} times, the last, engine {lost[-1].index}: {lost[-1].reason}" if lost else None
 
 
 def training_out_of_memory(story: Story) -> str | None:
     is_it = _OUT_OF_MEMORY.search(story.failure) and not _OF_ENGINE.search(story.failure)
     return story.failure if is_it else None
+
+
+def restart_loop(story: Story) -> str | None:
+    lost = [engine for engine in story.lost_engines if not _OUT_OF_MEMORY.search(engine.reason)]
+    if len(lost) < _MANY_RESTARTS:
+        return None
+    return f"engines ended {len(lost)} times, the last, engine {lost[-1].index}: {lost[-1].reason}"
 
 
 def slow_rollout(story: Story) -> str | None:

@@ -14,6 +14,7 @@ from megarl.config import Recipe
 from megarl.errors import DataError
 from megarl.observe.events import (
     CheckpointFailed,
+    EngineChanged,
     PhaseStarted,
     Record,
     RunFinished,
@@ -36,6 +37,8 @@ class Story:
     phase_seconds: Mapping[int, Mapping[Phase, float]]
     """By step."""
     failed_saves: tuple[CheckpointFailed, ...]
+    lost_engines: tuple[EngineChanged, ...]
+    """Engines that ended while the run went on, each time with the reason."""
     last_phase: Phase | None
     end: RunFinished | None
     """None while it runs, and where it was killed."""
@@ -69,6 +72,7 @@ def tell(records: Iterable[Record], *, now: datetime) -> Story:
     recipe: Mapping[str, JsonValue] | None = None
     phase_seconds: dict[int, Mapping[Phase, float]] = {}
     failed_saves: list[CheckpointFailed] = []
+    lost_engines: list[EngineChanged] = []
     last_phase: Phase | None = None
     end: RunFinished | None = None
     for record in kept:
@@ -81,6 +85,8 @@ def tell(records: Iterable[Record], *, now: datetime) -> Story:
                 phase_seconds[summary.step] = seconds
             case CheckpointFailed() as failed:
                 failed_saves.append(failed)
+            case EngineChanged(is_running=False, reason=reason) as lost if reason:
+                lost_engines.append(lost)
             case RunFinished() as finished:
                 end = finished
     if recipe is None:
@@ -90,6 +96,7 @@ def tell(records: Iterable[Record], *, now: datetime) -> Story:
         history=fold_history(kept),
         phase_seconds=phase_seconds,
         failed_saves=tuple(failed_saves),
+        lost_engines=tuple(lost_engines),
         last_phase=last_phase,
         end=end,
         silence=now - kept[-1].time,

@@ -10,6 +10,7 @@ from pathlib import Path
 from megarl.config import Recipe
 from megarl.observe.events import (
     EVENTS_FILE,
+    EngineChanged,
     Evaluated,
     Event,
     EventLog,
@@ -42,6 +43,8 @@ class Step:
     zero_signal: int = 2
     response_tokens: float = 100.0
     truncated: float = 0.05
+    empty: float = 0.0
+    repetition: float = 0.02
     num_skipped: int = 0
     generate_s: float = 1.0
     accuracy: float | None = None
@@ -82,6 +85,8 @@ class Step:
             response_tokens_mean=self.response_tokens,
             response_tokens_max=int(2 * self.response_tokens),
             truncated_ratio=self.truncated,
+            empty_ratio=self.empty,
+            repetition_ratio=self.repetition,
         )
 
 
@@ -96,6 +101,18 @@ def evaluation(step: int, accuracy: float, *, score: float | None = None) -> Eva
     )
     grades = Grades(overall=grade, by_source={"arithmetic": grade})
     return Evaluated(step=step, result=EvalResult(version=PolicyVersion(step), greedy=grades, sampled=None))
+
+
+def lost_engine(index: int, reason: str) -> EngineChanged:
+    return EngineChanged(
+        index=index,
+        state="dead",
+        is_serving=False,
+        is_running=False,
+        version=PolicyVersion(3),
+        address="127.0.0.1:1",
+        reason=reason,
+    )
 
 
 def started(recipe: Recipe, *, resumed_step: int = 0) -> RunStarted:

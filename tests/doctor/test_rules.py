@@ -19,7 +19,7 @@ from megarl.doctor.findings import Finding
 from megarl.doctor.rules import RULES
 from megarl.errors import DataError
 from megarl.observe.events import CheckpointFailed, Event, PhaseStarted
-from tests.doctor.runs import Step, write_run
+from tests.doctor.runs import Step, lost_engine, write_run
 from tests.observe.samples import BEGAN
 
 RECIPE = """\
@@ -86,6 +86,20 @@ CASES = (
         failure="engine 0: exited with SIGKILL; last words: 'Capture cuda graph begin'; log: engine_0.log",
         evidence="engine 0: exited with SIGKILL; last words: 'Capture cuda graph begin'; log: engine_0.log",
         changes=("roles.rollout.memory_fraction: 0.7", "roles.rollout.max_running_requests: 64"),
+    ),
+    Case(
+        rule="out of memory in rollout",
+        steps=FINE,
+        extra=[lost_engine(1, "exited with SIGKILL; it is restarted in 1 s")] * 2,
+        evidence="engines ended 2 times, the last, engine 1: exited with SIGKILL; it is restarted in 1 s",
+        changes=("roles.rollout.memory_fraction: 0.7", "roles.rollout.max_running_requests: 64"),
+    ),
+    Case(
+        rule="engines end again and again",
+        steps=FINE,
+        extra=[lost_engine(2, "exited with code 1; it is given up after 3 restarts")] * 3,
+        evidence="engines ended 3 times, the last, engine 2: exited with code 1; it is given up after 3 restarts",
+        changes=(),
     ),
     Case(
         rule="nodes do not talk",
@@ -162,7 +176,13 @@ CASES = (
     Case(
         rule="empty responses",
         steps=[Step(response_tokens=tokens) for tokens in rising(120, 4)],
-        evidence="a response has 16.6 tokens in steps 19 to 24, 107 at the beginning",
+        evidence="a response has 16.6 tokens, and 0% are empty, in steps 19 to 24; 107 and 0% at the beginning",
+        changes=HELD,
+    ),
+    Case(
+        rule="empty responses",
+        steps=[Step(empty=share) for share in rising(0.0, 0.6)],
+        evidence="a response has 100 tokens, and 53% are empty, in steps 19 to 24; 100 and 7% at the beginning",
         changes=HELD,
     ),
     Case(
@@ -170,6 +190,12 @@ CASES = (
         steps=[Step(truncated=share) for share in rising(0.1, 0.9)],
         evidence="81% of the responses are cut at 192 tokens in steps 19 to 24, 19% at the beginning",
         changes=("sampling.max_response_tokens: 384", "algorithm.overlong: {buffer_tokens: 48}"),
+    ),
+    Case(
+        rule="responses repeat themselves",
+        steps=[Step(repetition=share) for share in rising(0.0, 0.6)],
+        evidence="53% of a response was said in it before, in steps 19 to 24; 7% at the beginning",
+        changes=(*HELD, "algorithm.overlong: {buffer_tokens: 48}"),
     ),
     Case(
         rule="entropy collapsed",

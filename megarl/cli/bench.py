@@ -143,6 +143,31 @@ def bench_async(
         raise typer.Exit(1)
 
 
+@bench_app.command("reshard")
+def bench_reshard(
+    gigabytes: Annotated[float, typer.Option(min=0.05, help="Of the model, in fp32.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Publishes of each kind, in turn; the median counts.")] = 5,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Time publishing from four trainer ranks to a real engine of two, on the CPU.
+
+    Against the plan's floor, a scheme that gathers every tensor on every rank, and SGLang's flattened buckets.
+    Exit code 1 where a promise is broken.
+    """
+    from megarl.cli.measure_reshard import as_json, print_reshard, verdicts
+    from megarl.rollout.measure_reshard import measure_reshard
+
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
+        report = measure_reshard(
+            Path(folder), gigabytes=gigabytes, repeats=repeats, on_news=lambda news: print(news, file=sys.stderr)
+        )
+    print_reshard(report)
+    if is_json:
+        print(as_json(report))
+    if not all(is_kept for _, is_kept in verdicts(report)):
+        raise typer.Exit(1)
+
+
 @bench_app.command("train")
 def bench_train(
     peer: Annotated[list[str] | None, typer.Option(help="`transformers` or `transformers compiled`.")] = None,

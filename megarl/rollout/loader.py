@@ -34,6 +34,7 @@ from megarl.rollout.orders import (
     to_bytes,
 )
 from megarl.rollout.recorder import EngineRecorder
+from megarl.weights.box_digest import fastest_digest
 from megarl.weights.census import Census
 from megarl.weights.check import check_holding
 from megarl.weights.tensors import specs_of
@@ -124,6 +125,7 @@ class _Member:
             parameters,
             self._group,
             bucket_bytes=meeting.bucket_bytes,
+            digest=fastest_digest(is_on_host=route.is_cpu_engine),
             shares_device=route.shares_devices,
         )
 

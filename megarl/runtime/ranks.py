@@ -40,6 +40,7 @@ from megarl.train.rank import ModelRank, RankSpec
 from megarl.train.reference import ReferenceRank
 from megarl.train.trained import TrainedRank
 from megarl.types import CriticResult, FloatArray, TrainBatch, UpdateResult
+from megarl.weights.box_digest import fastest_digest
 from megarl.weights.transfer import Sender, TransferGroup
 
 logger = logging.getLogger(__name__)
@@ -177,6 +178,7 @@ class ActorProcess(TrainedProcess[ActorRank]):
             self.model.tensors(),
             self._group,
             bucket_bytes=meeting.bucket_bytes,
+            digest=fastest_digest(is_on_host=route.is_cpu_engine),
             shares_device=route.shares_devices,
         )
 

@@ -1,6 +1,7 @@
 """A 64-bit digest of a box that sender and receiver cut in the same way: xxh3 of its bytes, seeded with its place.
 
-In host memory it is many times faster than the digest that adds up, which both need where each cuts as it likes.
+In host memory it is many times faster than the digest that adds up, which is for those who cut as each likes, and for
+values on a device.
 """
 
 from __future__ import annotations
@@ -11,11 +12,17 @@ from typing import TypeAlias
 import torch
 import xxhash
 
+from megarl.weights.digest import digest_tensor
 from megarl.weights.slices import Index, Slice
 from megarl.weights.tensors import bytes_of
 
 BoxDigest: TypeAlias = Callable[[torch.Tensor, Slice, Index], torch.Tensor]
 """(values of a box, the box, shape of its canonical tensor) -> int64 scalar; those of a tensor's boxes are summed."""
+
+
+def fastest_digest(*, is_on_host: bool) -> BoxDigest:
+    """Of boxes that both sides cut in the same way; `is_on_host` must be the same on both."""
+    return digest_bytes if is_on_host else digest_tensor
 
 
 def digest_bytes(values: torch.Tensor, box: Slice, canonical_shape: Index) -> torch.Tensor:  # noqa: ARG001 - a BoxDigest

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from megarl.rollout.control import EngineControl
 from megarl.rollout.orders import Meeting, Route
 from megarl.types import PolicyVersion
+from megarl.weights.box_digest import fastest_digest
 from megarl.weights.check import check_delivery
 from megarl.weights.group import Pending, TransferGroup
 from megarl.weights.megatron import MegatronParallel
@@ -93,6 +94,7 @@ class Trainers:
                 fill(self._plan.source.by_rank[rank], tensors),
                 group,
                 bucket_bytes=BUCKET_BYTES,
+                digest=fastest_digest(is_on_host=True),
             )
             for rank, group in enumerate(self._groups)
         ]

@@ -63,6 +63,7 @@ _QUICK = ("validate", "plan", "train", "schema", "import-verl")
 @cache
 def _add_other_commands() -> None:
     from megarl.cli.bench import bench_app
+    from megarl.cli.check_sync import check_sync
     from megarl.cli.checkpoint import app as checkpoint_app
     from megarl.cli.diagnose import diagnose_app
     from megarl.cli.doctor import doctor
@@ -80,6 +81,7 @@ def _add_other_commands() -> None:
     app.add_typer(metrics_app, name="metrics")
     app.command()(dashboards)
     app.add_typer(launch_app, name="launch")
+    app.command("check-sync")(check_sync)
     app.command()(samples)
     app.command()(doctor)
     app.command()(view)

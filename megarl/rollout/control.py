@@ -23,6 +23,7 @@ from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.orders import (
     Abort,
     Commit,
+    Dump,
     Envelope,
     Fingerprint,
     Inspect,
@@ -153,6 +154,10 @@ class EngineControl:
     async def fingerprints(self) -> list[Mapping[str, str]]:
         """A hash of the bytes of every parameter, per target rank, as it is served now."""
         return [reply.fingerprints for reply in await self._replies(Fingerprint())]
+
+    async def dump(self, folder: Path) -> None:
+        """Let every target rank write its parameters, as they are served now, into a file of `folder`."""
+        await self._replies(Dump(folder=str(folder)))
 
     async def listen(self, route: Route) -> None:
         """Let every target rank keep what passes through its modules, until `record`."""

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import assert_never
 
 import torch
+from safetensors.torch import save_file
 from torch._C._distributed_c10d import TCPStore
 
 from megarl.errors import WeightSyncError
 from megarl.rollout.orders import (
     Abort,
     Commit,
+    Dump,
     Envelope,
     Fingerprint,
     Inspect,
@@ -30,6 +32,7 @@ from megarl.rollout.orders import (
     Reply,
     Route,
     Stage,
+    dump_file,
     read_envelope,
     to_bytes,
 )
@@ -90,6 +93,9 @@ class _Member:
                 return Reply()
             case Fingerprint():
                 return Reply(fingerprints={name: _fingerprint(tensor) for name, tensor in model.named_parameters()})
+            case Dump(folder=folder):
+                _dump(model, Path(folder) / dump_file(engine=envelope.engine, tp_rank=envelope.tp_rank))
+                return Reply()
             case Listen(route=route):
                 self._listen(route, envelope, model)
                 return Reply()
@@ -170,6 +176,11 @@ _MEMBER = _Member()
 def _fingerprint(tensor: torch.Tensor) -> str:
     raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
     return hashlib.blake2b(raw.data, digest_size=16).hexdigest()
+
+
+def _dump(model: torch.nn.Module, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in model.named_parameters()}, path)
 
 
 def _one_line(error: BaseException) -> str:

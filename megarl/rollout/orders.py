@@ -159,6 +159,14 @@ class Fingerprint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """Write every parameter as it is served into a file of `folder`; see `dump_file`."""
+
+    folder: str
+    op: Literal["dump"] = "dump"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Listen:
     """From now on, keep what passes through your modules."""
 
@@ -182,7 +190,7 @@ class Leave:
 
 
 Order: TypeAlias = Annotated[
-    Inspect | Join | Stage | Commit | Abort | Fingerprint | Listen | Record | Leave,
+    Inspect | Join | Stage | Commit | Abort | Fingerprint | Dump | Listen | Record | Leave,
     Field(discriminator="op"),
 ]
 
@@ -214,6 +222,11 @@ class Reply:
 @lru_cache(maxsize=8)
 def _planned(route: Route) -> Plan:
     return plan(route.trainer_layout(), route.engine_layout(), seating=route.seating(), relays=route.relays)
+
+
+def dump_file(*, engine: int, tp_rank: int) -> str:
+    """What a TP rank calls the file it dumps its parameters into."""
+    return f"engine_{engine}_rank_{tp_rank}.safetensors"
 
 
 _ENVELOPE: TypeAdapter[Envelope] = TypeAdapter(Envelope)

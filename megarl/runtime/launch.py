@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.checkpoint.manifest import MODEL_FOLDER, verify
+from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ADDRESS, RAY_AUTH_TOKEN_PATH, RAY_ENVIRONMENT
 from megarl.observe.events import Sink
 from megarl.observe.observer import observing
 from megarl.runtime.one_copy import one_copy
 from megarl.runtime.resume import ResumeChoice, choose, is_of_run
+from megarl.runtime.small_sync import SmallSync
 
 if TYPE_CHECKING:
+    from megarl.runtime.check_sync import SyncCheck
     from megarl.runtime.verdict import Diagnosis
 
 _DIAGNOSE_FOLDER = "diagnose"
@@ -87,6 +90,23 @@ def diagnose(
         from megarl.runtime.diagnose import run_diagnosis
 
         return run_diagnosis(recipe, small.recipe, question, ray_address=address)
+
+
+def rehearse_sync(recipe: Recipe, shape: ModelShape) -> SyncCheck:
+    """A recipe's own layouts with a tiny shape, within this process."""
+    with private_ray():
+        from megarl.runtime.check_sync import rehearse_layouts
+
+        return rehearse_layouts(recipe, shape)
+
+
+def check_sync(small: SmallSync) -> SyncCheck:
+    """Start what `small` says on this machine, publish, and compare what the engines then have."""
+    with private_ray():
+        # Ray reads its environment when it is imported, and only then.
+        from megarl.runtime.check_sync import check_for_real
+
+        return check_for_real(small, ray_address=None)
 
 
 def _num_devices(device: str, ray_address: str | None) -> int:

@@ -1,0 +1,110 @@
+"""`megarl check-sync`: whether a recipe's weights reach its engines, tried out with tiny shapes on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl.cli.recipes import Overrides, RecipePath
+from megarl.env import NO_COLOR
+from megarl.errors import ConfigError, WeightSyncError
+
+if TYPE_CHECKING:
+    from megarl.runtime.check_sync import SyncCheck
+
+_WIDTH = 110
+
+
+def check_sync(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    shape: Annotated[str | None, typer.Option(help="A public model's shape, where model.path is not here.")] = None,
+    engines: Annotated[int, typer.Option(min=1, help="At most so many are started; each takes half a minute.")] = 2,
+    is_only_rehearsed: Annotated[
+        bool, typer.Option("--rehearse-only", help="Start no process: only the plan, in memory.")
+    ] = False,
+    is_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON in the last line too.")] = False,
+) -> None:
+    """Load, publish, read back and compare, for a recipe's layouts with a tiny model of the same family.
+
+    First the recipe's own layouts in memory, then real Megatron ranks and SGLang engines with layouts that have every
+    kind of split the recipe's have. Exit code 0 where every byte is equal, 76 where one is not.
+    """
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    from megarl.config.check import check_without_files
+    from megarl.config.load import read_recipe
+    from megarl.planner.shapes import find_shapes
+    from megarl.runtime import launch
+    from megarl.runtime.small_sync import small_sync, told_layout
+
+    read = read_recipe(recipe, overrides or []).recipe
+    shapes = find_shapes(read, name=shape)
+    problems = check_without_files(read, shapes.policy, critic=shapes.critic)
+    if problems:
+        raise ConfigError(str(recipe), tuple(problems))
+    checks: dict[str, SyncCheck] = {}
+    with tempfile.TemporaryDirectory(prefix="megarl-check-sync-") as folder:
+        small = small_sync(
+            read, shapes.policy, folder=Path(folder), model_folder=Path(folder) / "model", max_engines=engines
+        )
+        checks["rehearsal"] = launch.rehearse_sync(read, shapes.policy)
+        _print_check(f"rehearsed in memory: {told_layout(read)}", checks["rehearsal"], [])
+        if not is_only_rehearsed:
+            print(f"starting {told_layout(small.recipe)}", file=sys.stderr)
+            checks["real"] = launch.check_sync(small)
+            _print_check(f"for real: {told_layout(small.recipe)}", checks["real"], small.notes)
+    if is_json:
+        print(json.dumps({name: to_json(check) for name, check in checks.items()}))
+    if not all(check.is_equal for check in checks.values()):
+        print("what the engines serve is NOT what was published")
+        raise typer.Exit(WeightSyncError.exit_code)
+    print("every byte is equal")
+
+
+def _print_check(title: str, check: SyncCheck, notes: Sequence[str]) -> None:
+    shape = check.shape
+    print(title)
+    print(
+        f"  {shape.family} of {shape.num_layers} layers, {shape.num_heads} heads ({shape.num_kv_heads} KV), "
+        f"hidden {shape.hidden}, vocabulary {shape.vocab}, {check.dtype}: "
+        f"{check.moved_bytes / 1e6:.2f} MB from {check.num_sources} to {check.num_targets} ranks"
+    )
+    for note in notes:
+        print(f"  note: {note}")
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("class", "tensors", "bytes", "verdict"):
+        table.add_column(name, justify="right" if name in ("tensors", "bytes") else "left")
+    for verdict in check.verdicts:
+        told = "equal" if verdict.is_equal else f"{verdict.num_differing} elements differ: {verdict.first_difference}"
+        table.add_row(verdict.name, str(len(verdict.tensors)), f"{verdict.num_bytes:,}", told)
+    Console(width=_WIDTH, no_color=bool(NO_COLOR.read()), highlight=False, markup=False).print(table)
+
+
+def to_json(check: SyncCheck) -> dict[str, object]:
+    return {
+        "is_equal": check.is_equal,
+        "num_sources": check.num_sources,
+        "num_targets": check.num_targets,
+        "moved_bytes": check.moved_bytes,
+        "classes": [
+            {
+                "name": verdict.name,
+                "tensors": len(verdict.tensors),
+                "bytes": verdict.num_bytes,
+                "differing_elements": verdict.num_differing,
+                "first_difference": verdict.first_difference,
+            }
+            for verdict in check.verdicts
+        ],
+    }

@@ -1,14 +1,16 @@
 """Tensors of one process in the address space of another that uses the same device: no copy, no staging.
 
 One handle per storage, however many tensors lie in it (Megatron keeps all weights of a model chunk in one). Through
-torch's own interprocess storages: CUDA IPC on a GPU, a shared file on a CPU. The owner keeps the memory alive, and does
-not write while the other reads; who may do what when is not decided here.
+torch's own interprocess storages: CUDA IPC on a GPU; on a CPU memory without a name, gone with the last process that
+has it, however that one ended. The owner does not write while the other reads; who may do what when is decided
+elsewhere.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -51,7 +53,14 @@ def export_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
             dtype=str(tensor.dtype).removeprefix("torch."),
         )
         views[name] = asdict(view)
-    handles = [[_to_json(field) for field in _share(storages[index])] for index in range(len(storages))]
+    try:
+        handles = [[_to_json(field) for field in _share(storages[index])] for index in range(len(storages))]
+    except RuntimeError as error:
+        num_bytes = sum(storage.nbytes() for storage in storages.values())
+        raise WeightSyncError(
+            f"{num_bytes} bytes of weights cannot be shared with an engine: {_first_line(error)}; "
+            "make /dev/shm larger, or give trainer and engines pools of their own"
+        ) from error
     kind = next(iter(tensors.values())).device.type if tensors else "cpu"
     return json.dumps({"kind": kind, "handles": handles, "views": views}).encode()
 
@@ -61,9 +70,8 @@ def open_tensors(exported: bytes) -> dict[str, torch.Tensor]:
     found = json.loads(exported)
     try:
         storages = [_open(found["kind"], [_from_json(field) for field in handle]) for handle in found["handles"]]
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise WeightSyncError(f"the trainer's memory cannot be opened in this process: {reason}") from error
+    except (RuntimeError, OSError) as error:
+        raise WeightSyncError(f"the trainer's memory cannot be opened in this process: {_first_line(error)}") from error
     tensors = {}
     for name, fields in found["views"].items():
         view = _View(**fields)
@@ -74,17 +82,28 @@ def open_tensors(exported: bytes) -> dict[str, torch.Tensor]:
 
 
 def _share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    share = storage._share_cuda_ if storage.is_cuda else storage._share_filename_cpu_
-    handle: tuple[Any, ...] = share()
-    return handle
+    if storage.is_cuda:
+        cuda_handle: tuple[Any, ...] = storage._share_cuda_()
+        return cuda_handle
+    descriptor, num_bytes = storage._share_fd_cpu_()
+    return os.getpid(), descriptor, num_bytes
 
 
 def _open(kind: str, handle: list[Any]) -> torch.UntypedStorage:
-    if kind != "cuda":
-        return torch.UntypedStorage._new_shared_filename_cpu(*handle)
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    handle[_DEVICE_FIELD] = torch.cuda.current_device()
-    return torch.UntypedStorage._new_shared_cuda(*handle)
+    if kind == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        handle[_DEVICE_FIELD] = torch.cuda.current_device()
+        return torch.UntypedStorage._new_shared_cuda(*handle)
+    pid, number, num_bytes = handle
+    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+    try:
+        return torch.UntypedStorage._new_shared_fd_cpu(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def _to_json(field: Any) -> Any:

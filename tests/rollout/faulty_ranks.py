@@ -1,0 +1,91 @@
+"""Trainer ranks in processes of their own, one of which has an accident in the middle of a publish."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from megarl.rollout.orders import Meeting, Route
+from megarl.weights.box_digest import fastest_digest
+from megarl.weights.group import Pending, TransferGroup
+from megarl.weights.rehearsal import hold
+from megarl.weights.transfer import Sender
+
+Digests = dict[tuple[int, str], int]
+
+
+class Accident(StrEnum):
+    KILLED = "killed"
+    """In the middle of its buckets."""
+    FLIPPED = "flipped"
+    """One bit of one bucket."""
+    TRUNCATED = "truncated"
+    """One bucket ends too early."""
+    DUPLICATED = "duplicated"
+    """One bucket is sent twice."""
+    LATE = "late"
+    """Nothing is sent before the deadline."""
+    OLD = "old"
+    """The buckets of another version are sent."""
+
+
+class _AccidentGroup(TransferGroup):
+    accident: Accident | None = None
+    num_sent = 0
+    twins: tuple[Pending, ...] = ()
+
+    def send(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Pending:
+        self.num_sent += 1
+        if self.num_sent == 3:
+            match self.accident:
+                case Accident.KILLED:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case Accident.FLIPPED:
+                    buffer[len(buffer) // 2] ^= 8
+                case Accident.TRUNCATED:
+                    buffer = buffer[: len(buffer) // 2]
+                case Accident.DUPLICATED:
+                    self.twins = (*self.twins, super().send(buffer.clone(), peer=peer, tag=tag))
+                case _:
+                    pass
+        return super().send(buffer, peer=peer, tag=tag)
+
+
+def run_rank(
+    route: Route, meeting: Meeting, folder: Path, rank: int, version: int, accident: Accident | None
+) -> Digests:
+    """Join and send one version of the weights in `folder`."""
+    torch.set_num_threads(1)
+    group = _AccidentGroup.join(
+        meeting.address, name=meeting.name, peer=rank, num_peers=route.num_peers, timeout_s=meeting.timeout_s
+    )
+    assert isinstance(group, _AccidentGroup)
+    group.accident = accident
+    plan = route.plan()
+    tensors = hold(plan.source.by_rank[rank], load_file(folder / "model.safetensors"), padding=float("nan"))
+    sender = Sender(
+        plan, rank, tensors, group, bucket_bytes=meeting.bucket_bytes, digest=fastest_digest(is_on_host=True)
+    )
+    if accident is Accident.LATE:
+        time.sleep(1.5 * meeting.timeout_s)
+    return sender.send(version + 100 if accident is Accident.OLD else version)
+
+
+Call = tuple[Callable[..., Digests], tuple[object, ...]]
+
+
+def rank_calls(
+    route: Route, meeting: Meeting, folder: Path, *, version: int, accidents: Mapping[int, Accident]
+) -> list[Call]:
+    """One per rank, for `run_processes`."""
+    return [
+        (run_rank, (route, meeting, folder, rank, version, accidents.get(rank)))
+        for rank in range(route.parallel.world_size)
+    ]

@@ -1,0 +1,121 @@
+"""Accidents at every point of a publish, with ranks and an engine in processes of their own.
+
+Each ends in a commit or a clean abort: the engine serves the bytes of one version, and the next publish succeeds. What
+happens when the engine itself is killed, and when the plans differ, is in test_control.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from megarl.errors import WeightSyncError
+from megarl.rollout.control import EngineControl
+from megarl.rollout.fleet import EngineState
+from megarl.types import PolicyVersion
+from megarl.weights.check import check_delivery
+from megarl.weights.group import abandon_group
+from megarl.weights.megatron import MegatronParallel
+from tests.processes import Outcome, run_processes
+from tests.rollout.engines import ServedModel, control_of
+from tests.rollout.faulty_ranks import Accident, Digests, rank_calls
+from tests.rollout.test_control import fingerprints_from_disk
+from tests.rollout.trainers import Trainers, meeting_at, route_to
+
+SPLIT = MegatronParallel(tensor=2)
+ENDED_BY_DEADLINE = (Accident.DUPLICATED, Accident.LATE, Accident.OLD)
+"""Nobody can tell these from a slow wire: what nobody waits for blocks its sender."""
+DEADLINE_S = 20.0
+SHORT_DEADLINE_S = 3.0
+
+ACCIDENTS = {
+    Accident.KILLED: "TP rank 0: stage: .*",
+    Accident.FLIPPED: r"target rank 0: .* has digest .*, the senders' is",
+    Accident.TRUNCATED: r"target rank 0: .* has digest .*, the senders' is",
+    Accident.DUPLICATED: "TP rank 0: stage: .*",
+    Accident.LATE: "TP rank 0: stage: .*",
+    Accident.OLD: "TP rank 0: stage: .*",
+}
+"""What the publish is refused with."""
+
+
+async def publish(
+    served: ServedModel, control: EngineControl, *, accidents: Mapping[int, Accident], timeout_s: float
+) -> None:
+    """The transaction, with ranks that live for one publish."""
+    route = route_to(served, SPLIT)
+    meeting = replace(meeting_at(control), timeout_s=timeout_s)
+    calls = rank_calls(route, meeting, served.other_folder, version=1, accidents=accidents)
+    ranks = asyncio.create_task(asyncio.to_thread(run_processes, calls))
+    try:
+        await control.join(route, plan_hash=route.plan().hash, meeting=meeting)
+        arrived = await control.stage(PolicyVersion(1))
+    except WeightSyncError as error:
+        abandon_group(meeting.address, name=meeting.name, reason=str(error))
+        await ranks
+        raise
+    outcomes: list[Outcome[Digests]] = await ranks
+    check_delivery([outcome.get() for outcome in outcomes], arrived)
+    await control.commit(PolicyVersion(1))
+
+
+@pytest.mark.parametrize("accident", ACCIDENTS)
+def test_an_accident_of_a_sender_is_a_clean_abort_and_the_next_publish_succeeds(
+    qwen2_tp1: ServedModel, accident: Accident
+) -> None:
+    timeout_s = SHORT_DEADLINE_S if accident in ENDED_BY_DEADLINE else DEADLINE_S
+
+    async def scenario() -> None:
+        async with qwen2_tp1.fleet() as fleet:
+            control = control_of(fleet)
+            expected = await fingerprints_from_disk(control, fleet, qwen2_tp1.other_folder)
+            before = await fingerprints_from_disk(control, fleet, qwen2_tp1.folder)
+            start = time.monotonic()
+            with pytest.raises(WeightSyncError, match=ACCIDENTS[accident]):
+                await publish(qwen2_tp1, control, accidents={1: accident}, timeout_s=timeout_s)
+            # What is not a matter of the deadline is noticed before it.
+            assert accident in ENDED_BY_DEADLINE or time.monotonic() - start < DEADLINE_S
+            await control.abort()
+            assert await control.fingerprints() == before
+            assert fleet.engines[0].state is EngineState.LIVE
+            assert fleet.committed_version == 0
+
+            with honest(qwen2_tp1, control) as trainers:
+                await trainers.join()
+                await trainers.publish(PolicyVersion(2))
+            assert await control.fingerprints() == expected
+            assert fleet.committed_version == 2
+            await control.leave()
+
+    asyncio.run(scenario())
+
+
+def test_a_version_is_committed_once(qwen2_tp1: ServedModel) -> None:
+    async def scenario() -> None:
+        async with qwen2_tp1.fleet() as fleet:
+            control = control_of(fleet)
+            with honest(qwen2_tp1, control) as trainers:
+                await trainers.join()
+                await trainers.publish(PolicyVersion(1))
+                served = await control.fingerprints()
+                with pytest.raises(WeightSyncError, match="asked to commit version 1, staged is None"):
+                    await control.commit(PolicyVersion(1))
+            assert await control.fingerprints() == served
+            assert fleet.committed_version == 1
+            await control.leave()
+
+    asyncio.run(scenario())
+
+
+@contextmanager
+def honest(served: ServedModel, control: EngineControl) -> Iterator[Trainers]:
+    trainers = Trainers(route_to(served, SPLIT), control, served.other_folder)
+    try:
+        yield trainers
+    finally:
+        trainers.close()

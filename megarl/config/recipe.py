@@ -178,6 +178,8 @@ class RolloutRoleConfig(Section):
     """What a publish does to the requests that are running, with `train.max_staleness` above 0. `abort` (if null): they
     end, and go on from where they were as new requests; `retract`: they wait in the engine and go on with a KV cache
     that is computed again; `in_place`: they go on with the one they have, of the weights before."""
+    canary_every: PositiveInt | None = 10
+    """Publishes from one comparison of an engine's log-probabilities with the trainer's to the next; null: none."""
     max_attempts: PositiveInt = 3
     """How often one request is tried, each time on another engine where there is one."""
     max_restarts: NonNegativeInt = 3

@@ -28,6 +28,7 @@ from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, evaluation_seed
 from megarl.rollout.in_flight import Pauses, PausingPublisher
 from megarl.runtime.buffer import Buffer
+from megarl.runtime.canary import Canary, CanaryPublisher, CanaryQuestion
 from megarl.runtime.checkpoints import RunSaver, SavedModel
 from megarl.runtime.cluster import Pool, open_cluster
 from megarl.runtime.evaluate import Evaluator, HeldOutEvaluator, NoEvaluator
@@ -203,7 +204,7 @@ def _build_loop(
         scorer=judge,
         algorithm=algorithm,
         trainer=learner,
-        publisher=_publisher(roles, pauses),
+        publisher=_checked_publisher(recipe, inputs, roles, pauses, learner, observer),
         phases=roles.phases,
         buffer=buffer,
         evaluator=_evaluator(recipe, inputs, roles, scorer, pauses),
@@ -226,6 +227,26 @@ def _build_loop(
         start=start,
         num_steps=recipe.run.steps,
     )
+
+
+def _checked_publisher(
+    recipe: Recipe, inputs: Inputs, roles: Roles, pauses: Pauses | None, learner: Learner, observer: Observer
+) -> Publisher:
+    """The canary asks after the pause: a paused engine would not answer."""
+    publisher = _publisher(roles, pauses)
+    rollout, fleet = recipe.roles.rollout, roles.fleet
+    if rollout is None or fleet is None or rollout.canary_every is None:
+        return publisher
+    question = CanaryQuestion.of(
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+        max_response_tokens=recipe.sampling.max_response_tokens,
+        temperature=1.0 if isinstance(recipe.algorithm, SftConfig) else recipe.sampling.temperature,
+        vocab=inputs.shape.vocab,
+        eos_ids=inputs.tokenizer.eos_ids,
+        dtype="float32" if recipe.run.device == "cpu" else "bfloat16",
+    )
+    canary = Canary(fleet, question=question, logprobs=learner.logprobs, phases=roles.phases, warn=observer.warned)
+    return CanaryPublisher(publisher, canary, every=rollout.canary_every)
 
 
 def _keeper(recipe: Recipe, inputs: Inputs, learner: Learner, observer: Observer) -> Keeper:

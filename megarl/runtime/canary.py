@@ -1,0 +1,184 @@
+"""A canary: now and then trainer and engines are asked the same thing, and an engine that says another thing is stale.
+
+Digests show that the bytes arrived; this shows that what serves them computes with them. Each engine answers a fixed
+prompt with a few tokens, the trainer is asked for the log-probabilities of these, and the two must agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from megarl.errors import EngineError, WeightSyncError
+from megarl.rollout.client import GenerateRequest
+from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.reply import Expectation, Response, read_response
+from megarl.stages import Phases, Publisher
+from megarl.types import FloatArray, PolicyVersion, PublishResult, Rollout, TokenArray, TrainSample
+
+logger = logging.getLogger(__name__)
+
+LogprobsOf: TypeAlias = Callable[[Sequence[TrainSample]], Awaitable[tuple[FloatArray, ...]]]
+"""The trainer's, for every token of the samples' responses."""
+
+TOLERANCES: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+"""Mean difference of log-probabilities, by the dtype that both compute in: kernels differ, models differ more."""
+
+MAX_PROMPT_TOKENS = 16
+MAX_RESPONSE_TOKENS = 8
+_TOKEN_STEP = 7919
+"""A prime: the prompt walks through the whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryQuestion:
+    """What every engine is asked."""
+
+    prompt_ids: TokenArray  # [P]
+    max_response_tokens: int
+    temperature: float
+    """As the trainer divides its logits by."""
+    vocab: int
+    eos_ids: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        temperature: float,
+        vocab: int,
+        eos_ids: tuple[int, ...],
+        dtype: str,
+    ) -> CanaryQuestion:
+        """As long as is usual, or as the run's own prompts and responses may be."""
+        num_tokens = min(MAX_PROMPT_TOKENS, max_prompt_tokens)
+        return cls(
+            prompt_ids=(np.arange(1, num_tokens + 1, dtype=np.int64) * _TOKEN_STEP % vocab).astype(np.int32),
+            max_response_tokens=min(MAX_RESPONSE_TOKENS, max_response_tokens),
+            temperature=temperature,
+            vocab=vocab,
+            eos_ids=eos_ids,
+            dtype=dtype,
+        )
+
+    def request(self, version: PolicyVersion) -> GenerateRequest:
+        return GenerateRequest(
+            rid=f"canary-{version}",
+            input_ids=tuple(self.prompt_ids.tolist()),
+            max_new_tokens=self.max_response_tokens,
+            temperature=self.temperature,
+            stop_token_ids=self.eos_ids,
+            sampling_seed=int(version),
+        )
+
+    def sample(self, response: Response) -> TrainSample:
+        num_tokens = len(response.token_ids)
+        rollout = Rollout(
+            token_ids=response.token_ids,
+            logprobs=response.logprobs,
+            versions=response.versions,
+            loss_mask=np.ones(num_tokens, np.bool_),
+            finish_reason=response.finish_reason,
+            text="",
+        )
+        return TrainSample(prompt_ids=self.prompt_ids, rollout=rollout, advantages=np.zeros(num_tokens, np.float32))
+
+
+class Canary:
+    """Asks the live engines of a fleet, and the trainer about their answers."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        question: CanaryQuestion,
+        logprobs: LogprobsOf,
+        phases: Phases,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._fleet = fleet
+        self._question = question
+        self._logprobs = logprobs
+        self._phases = phases
+        self._warn = warn
+
+    async def check(self, version: PolicyVersion) -> None:
+        """An engine that does not compute what the trainer computes is stale from now on; none left is an error."""
+        engines = [engine for engine in self._fleet.engines if engine.is_live]
+        async with self._phases.generating():
+            answers = await asyncio.gather(*(self._ask(engine, version) for engine in engines))
+        answered = [
+            (engine, answer) for engine, answer in zip(engines, answers, strict=True) if isinstance(answer, Response)
+        ]
+        async with self._phases.training():
+            trained = await self._logprobs([self._question.sample(answer) for _, answer in answered])
+        reasons = {
+            engine.index: str(answer)
+            for engine, answer in zip(engines, answers, strict=True)
+            if isinstance(answer, EngineError)
+        }
+        for (engine, answer), of_trainer in zip(answered, trained, strict=True):
+            reason = self._compare(answer, of_trainer)
+            if reason is not None:
+                reasons[engine.index] = f"{engine}: {reason}"
+        for engine in engines:
+            if engine.index in reasons:
+                reason = f"canary at version {version}: {reasons[engine.index]}"
+                await self._fleet.mark_stale(engine, reason)
+                self._warn(f"{reason}; it gets no request until it is published to again")
+        if engines and len(reasons) == len(engines):
+            raise WeightSyncError(
+                f"version {version}: no engine computes what the trainer computes: {'; '.join(reasons.values())}; "
+                "megarl diagnose mismatch finds the module, roles.rollout.canary_every: null leaves the check out"
+            )
+
+    async def _ask(self, engine: Engine, version: PolicyVersion) -> Response | EngineError:
+        question = self._question
+        expected = Expectation(
+            vocab=question.vocab,
+            max_response_tokens=question.max_response_tokens,
+            eos_ids=frozenset(question.eos_ids),
+            version=version,
+            newest_version=version,
+        )
+        try:
+            return read_response(await engine.client.generate(question.request(version)), expected)
+        except EngineError as error:
+            return error
+
+    def _compare(self, answer: Response, of_trainer: FloatArray) -> str | None:
+        difference = float(np.abs(answer.logprobs - of_trainer).mean())
+        tolerance = TOLERANCES[self._question.dtype]
+        logger.info("canary difference=%.3g tolerance=%g", difference, tolerance)
+        # Not `>`: what is not a number is a difference too.
+        if difference <= tolerance:
+            return None
+        return (
+            f"log-probabilities of {len(of_trainer)} tokens differ from the trainer's by {difference:.3g} on average, "
+            f"at most {tolerance:g} is usual in {self._question.dtype}"
+        )
+
+
+class CanaryPublisher:
+    """A publisher whose first and every further `every`-th publish is followed by the canary."""
+
+    def __init__(self, publisher: Publisher, canary: Canary, *, every: int) -> None:
+        self._publisher = publisher
+        self._canary = canary
+        self._every = every
+        self._num_published = 0
+
+    async def publish(self, version: PolicyVersion) -> PublishResult:
+        result = await self._publisher.publish(version)
+        if self._num_published % self._every == 0:
+            await self._canary.check(version)
+        self._num_published += 1
+        return result

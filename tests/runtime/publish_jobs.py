@@ -1,0 +1,58 @@
+"""What rank processes of a `Cluster` do in tests of a publish: real Megatron ranks that load a folder and send it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config.model import ModelShape
+from megarl.config.recipe import ModelParallelConfig
+from megarl.rollout.orders import Meeting, Route
+from megarl.train.rank import ModelRank, RankSpec
+from megarl.weights.box_digest import fastest_digest
+from megarl.weights.transfer import Sender, TransferGroup
+
+Digests = dict[tuple[int, str], int]
+
+
+def load_and_send(
+    rank: int,
+    world: int,
+    port: int,
+    split: ModelParallelConfig,
+    shape: ModelShape,
+    folder: Path,
+    route: Route,
+    meeting: Meeting,
+    version: int,
+) -> Digests:
+    spec = RankSpec(
+        rank=rank,
+        world=world,
+        master_address="127.0.0.1",
+        master_port=port,
+        device="cpu",
+        split=split,
+        shape=shape,
+        seed=1,
+        timeout_s=meeting.timeout_s,
+    )
+    model = ModelRank(spec)
+    try:
+        model.load(folder)
+        group = TransferGroup.join(
+            meeting.address, name=meeting.name, peer=rank, num_peers=route.num_peers, timeout_s=meeting.timeout_s
+        )
+        try:
+            sender = Sender(
+                route.plan(),
+                rank,
+                model.tensors(),
+                group,
+                bucket_bytes=meeting.bucket_bytes,
+                digest=fastest_digest(is_on_host=True),
+            )
+            return sender.send(version)
+        finally:
+            group.close()
+    finally:
+        model.close()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config.check_algorithm import check_algorithm
+from megarl.config.check_endpoints import check_endpoints, check_key_files
 from megarl.config.check_evaluation import check_evaluation
 from megarl.config.check_files import check_files, check_model_folder
 from megarl.config.check_loggers import check_loggers
@@ -31,6 +32,8 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         *_network(recipe.network.bind),
         *_without_shape(recipe),
     ]
+    files = [*check_files(recipe), *check_key_files(recipe), *check_model_folder(recipe.model.path)]
+    problems = [*files, *_without_shape(recipe)]
     try:
         shape = read_model_shape(recipe.model.path)
     except ConfigError as error:
@@ -100,6 +103,7 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from check_algorithm(recipe)
     yield from check_rewards(recipe.reward)
     yield from check_native(recipe)
+    yield from check_endpoints(recipe)
     yield from check_evaluation(recipe)
     yield from check_staleness(recipe)
     yield from _without_effect(recipe)

@@ -153,7 +153,12 @@ InFlight: TypeAlias = Literal["abort", "retract", "in_place"]
 
 
 class RolloutRoleConfig(Section):
-    pool: str
+    pool: str | None = None
+    """Where engines are started; null where `endpoints` names engines that run already."""
+    endpoints: tuple[EndpointConfig, ...] = ()
+    """Engines that megarl does not start. They are published to by files, which they read from `publish_folder`."""
+    publish_folder: Path | None = None
+    """Has the newest version for `endpoints`, which see it under the same path; null is `<run>/published`."""
     tensor: PositiveInt = 1
     """GPUs per engine; the pool holds as many engines as fit."""
     expert: PositiveInt = 1
@@ -386,6 +391,14 @@ class Recipe(Section):
     def data_parallel(self) -> int:
         """Of the actor."""
         return self.pools[self.roles.actor.pool].gpus // self.roles.actor.model_parallel
+
+    @property
+    def num_engines(self) -> int:
+        """As many as fit into the pool, or as run already."""
+        rollout = self.roles.rollout
+        if rollout is None or rollout.pool is None:
+            return 0 if rollout is None else len(rollout.endpoints)
+        return self.pools[rollout.pool].gpus // rollout.tensor
 
     @property
     def used_pools(self) -> dict[str, str]:

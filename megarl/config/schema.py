@@ -75,6 +75,7 @@ def _section(root: Schema, section: Schema, path: str, told: set[str]) -> Iterat
                 continue
             told.add(f"{key}{heading}")
             child_path = f"{key}.<name>." if "additionalProperties" in field else f"{key}."
+            child_path = f"{key}.<number>." if field.get("type") == "array" else child_path
             inner = list(_section(root, child, child_path, told))
             about = list(_about(field, child, is_required=name in required))
             has_own_keys = bool(inner) and inner[0].startswith("|")
@@ -96,7 +97,8 @@ def _sections_of(root: Schema, field: Schema) -> Iterator[tuple[str, Schema]]:
     nested = [inner for choice in _list(field, "anyOf") for inner in _list(choice, "oneOf")]
     choices = field.get("oneOf") or nested
     for choice in _list(field, "oneOf") + _list(field, "anyOf") + nested + [field]:
-        reference = choice.get("$ref") or _mapping(choice, "additionalProperties").get("$ref")
+        references = (choice, _mapping(choice, "additionalProperties"), _mapping(choice, "items"))
+        reference = next((found["$ref"] for found in references if "$ref" in found), None)
         if isinstance(reference, str):
             section = _children(root, "$defs")[reference.rpartition("/")[2]]
             kind = _mapping(_mapping(section, "properties"), "kind")

@@ -39,6 +39,13 @@ class Answer:
     """Empty where it fits, or where nothing helps."""
 
 
+def _without_running_engines(recipe: Recipe) -> Recipe:
+    """Engines that run already have places of their own."""
+    if recipe.roles.rollout is None or recipe.roles.rollout.pool is not None:
+        return recipe
+    return recipe.model_copy(update={"roles": recipe.roles.model_copy(update={"rollout": None})})
+
+
 def answer(path: Path, overrides: Sequence[str], question: Question) -> Answer:
     """Reads the recipe and makes all checks that need no file; a ConfigError has every problem."""
     recipe = read_recipe(path, overrides).recipe
@@ -46,6 +53,7 @@ def answer(path: Path, overrides: Sequence[str], question: Question) -> Answer:
     problems = check_without_files(recipe, shapes.policy, critic=shapes.critic)
     if problems:
         raise ConfigError(str(path), tuple(problems))
+    recipe = _without_running_engines(recipe)
     plan = make_plan(recipe, shapes, question.gpu, question.workload(recipe))
     ways_out = [] if plan.sizes.fits else proposals(recipe, shapes, plan.gpu, plan.workload)
     return Answer(recipe=recipe, plan=plan, proposals=tuple(ways_out))

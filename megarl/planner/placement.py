@@ -97,7 +97,7 @@ def place(recipe: Recipe) -> Placement:
     pools = recipe.used_pools
     rollout = recipe.roles.rollout
     engine_ranks: tuple[EnginePlace, ...] = ()
-    if rollout is not None:
+    if rollout is not None and rollout.pool is not None:
         places = _places(recipe, rollout.pool)
         engine_ranks = tuple(
             EnginePlace(engine=index // rollout.tensor, tensor=index % rollout.tensor, place=where)

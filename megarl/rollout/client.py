@@ -59,10 +59,11 @@ class EngineEndpoint:
     """Tensor-parallel ranks: each gets a weight payload of its own."""
     device: Literal["cpu", "cuda"]
     keys: EngineKeys
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"{self.scheme}://{self.host}:{self.port}"
 
     def __str__(self) -> str:
         return f"engine {self.index} ({self.host}:{self.port})"
@@ -203,7 +204,12 @@ class EngineClient:
         return str(info.get("weight_version"))
 
     async def server_info(self) -> Mapping[str, JsonValue]:
+        """How it was started."""
         return await self._get("server info", "/server_info", timeout_s=_CONTROL_TIMEOUT_S)
+
+    async def model_info(self) -> Mapping[str, JsonValue]:
+        """Which model it serves, and which version of its weights."""
+        return await self._get("model info", "/model_info", timeout_s=_CONTROL_TIMEOUT_S)
 
     async def load_weights(
         self, payloads: Sequence[str], *, load_format: str, version: PolicyVersion | None = None, timeout_s: float

@@ -54,8 +54,7 @@ def rehearse_layouts(recipe: Recipe, shape: ModelShape) -> SyncCheck:
     recipe, tiny = rehearsed(recipe, shape)
     rollout = recipe.roles.rollout
     assert rollout is not None, "a rehearsal without engines"
-    num_engines = recipe.pools[rollout.pool].gpus // rollout.tensor
-    route = route_of(recipe, rollout, tiny, num_engines=num_engines)
+    route = route_of(recipe, rollout, tiny, num_engines=recipe.num_engines)
     return _checked(route, rehearse(route.plan(), random_tensors(tiny, seed=_SEED)))
 
 

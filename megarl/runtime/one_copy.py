@@ -49,7 +49,8 @@ def one_copy(recipe: Recipe, *, name: str, num_devices: int) -> OneCopy:
                 _ENGINE: PoolConfig(gpus_per_node=rollout.tensor),
             },
             "roles": RolesConfig(
-                actor=actor.model_copy(update={"pool": _TRAINER}), rollout=rollout.model_copy(update={"pool": _ENGINE})
+                actor=actor.model_copy(update={"pool": _TRAINER}),
+                rollout=rollout.model_copy(update={"pool": _ENGINE, "endpoints": (), "publish_folder": None}),
             ),
             # One that needs no further role.
             "algorithm": GrpoConfig(kind="grpo"),

@@ -159,6 +159,9 @@ class ActorProcess(TrainedProcess[ActorRank]):
     def record(self, batch: TrainBatch, folder: Path) -> TrainerRecord:
         return self.model.record(batch, folder)
 
+    def export(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
+        return self.model.export(folder, source_folder)
+
     def join(self, route: Route, meeting: Meeting) -> None:
         """Meet the engine ranks; they join at the same time."""
         self.leave()
@@ -342,6 +345,13 @@ class ActorRanks(TrainedRanks):
 
     async def record(self, batch: TrainBatch, folder: Path) -> Sequence[TrainerRecord]:
         return cast("list[TrainerRecord]", await self._workers.call("record", batch, folder))
+
+    async def export(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
+        """Write the weights as a Hugging Face folder `model` in `folder`; every file that some rank wrote."""
+        async with self._turn:
+            results = await self._workers.call("export", folder, source_folder, waits_for_all=True)
+        written = cast("list[dict[str, FileDigest]]", results)
+        return {name: digest for files in written for name, digest in files.items()}
 
     async def join(self, route: Route, meeting: Meeting) -> None:
         await self._workers.call("join", route, meeting)

@@ -18,6 +18,7 @@ from megarl.rollout.orders import Route
 from megarl.runtime.addresses import own_address
 from megarl.runtime.cluster import Cluster, Place, Pool, gpu_numbers
 from megarl.runtime.engines import Engines, start_engines
+from megarl.runtime.file_publisher import PUBLISH_FOLDER, FilePublisher, endpoints_of
 from megarl.runtime.fleet_events import observe_fleet
 from megarl.runtime.operator import open_to_operator
 from megarl.runtime.phases import SeparatePhases, SharedPhases
@@ -86,12 +87,18 @@ async def start_rollout(
     config = recipe.roles.rollout
     if config is None:
         return Rollout(fleet=None, supervisor=None, route=None, phases=SeparatePhases())
+    if config.pool is None:
+        fleet = _join_fleet(recipe, config, stack, observer)
+        return Rollout(fleet=fleet, supervisor=None, route=None, phases=SeparatePhases())
     pool = pools[config.pool]
-    seats = _engine_places(recipe, config, shape, pools)
+    seats = _engine_places(recipe, config, config.pool, shape, pools)
     engines, endpoints = await start_engines(recipe, config, seats, share=pool.share, is_shared=pool.is_shared)
     fleet, supervisor = await _open_fleet(recipe, config, engines, endpoints, stack, observer)
     trainer_gpus, engine_gpus = gpu_numbers(pools[recipe.roles.actor.pool].places, seats)
     route = route_of(recipe, config, shape, num_engines=len(fleet.engines))
+    if route.is_cpu_engine and route.shares_devices:
+        # Host memory is one device: every engine rank of a node reads what any trainer rank there holds.
+        trainer_gpus, engine_gpus = (tuple((node, 0) for node, _ in gpus) for gpus in (trainer_gpus, engine_gpus))
     return Rollout(
         fleet=fleet,
         supervisor=supervisor,
@@ -101,12 +108,12 @@ async def start_rollout(
 
 
 def _engine_places(
-    recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, pools: Mapping[str, Pool]
+    recipe: Recipe, config: RolloutRoleConfig, pool: str, shape: ModelShape, pools: Mapping[str, Pool]
 ) -> Sequence[Place]:
     """In the order engine after engine takes them: beside the trainers, where most of their weights are already."""
-    actor, places = recipe.roles.actor, pools[config.pool].places
+    actor, places = recipe.roles.actor, pools[pool].places
     places = places[: len(places) // config.tensor * config.tensor]
-    if config.pool != actor.pool:
+    if pool != actor.pool:
         return places
     route = route_of(recipe, config, shape, num_engines=1)
     trainer_gpus, engine_gpus = gpu_numbers(pools[actor.pool].places, places)
@@ -145,6 +152,19 @@ async def _open_fleet(
     return fleet, supervisor
 
 
+def _join_fleet(recipe: Recipe, config: RolloutRoleConfig, stack: AsyncExitStack, observer: Observer) -> Fleet:
+    """Engines that run already: nobody here can start one again."""
+    endpoints = endpoints_of(config.endpoints, device=recipe.run.device)
+    fleet = Fleet(
+        [EngineClient(endpoint, request_timeout_s=config.request_timeout_s) for endpoint in endpoints],
+        max_outstanding=config.max_running_requests,
+        publish_timeout_s=config.publish_timeout_s + recipe.train.operation_timeout_s,
+    )
+    stack.push_async_callback(fleet.close)
+    observe_fleet(fleet, observer)
+    return fleet
+
+
 async def connect(
     recipe: Recipe,
     trainers: Trainers,
@@ -159,6 +179,8 @@ async def connect(
     if config is not None and fleet is not None and supervisor is not None and route is not None:
         host = own_address(recipe.network.bind)
         publisher = await _connect(config, route, trainers.actor, fleet, supervisor, stack, observer, host=host)
+    elif config is not None and fleet is not None:
+        publisher = await _connect_by_files(recipe, config, trainers.actor, fleet)
     return Roles(trainers=trainers, fleet=fleet, supervisor=supervisor, publisher=publisher, phases=rollout.phases)
 
 
@@ -191,6 +213,21 @@ async def _connect(
     return publisher
 
 
+async def _connect_by_files(
+    recipe: Recipe, config: RolloutRoleConfig, ranks: ActorRanks, fleet: Fleet
+) -> FilePublisher:
+    folder = config.publish_folder or recipe.run_folder / PUBLISH_FOLDER
+    publisher = FilePublisher(
+        ranks=ranks,
+        fleet=fleet,
+        folder=folder.absolute(),
+        source_folder=recipe.model.path.absolute(),
+        timeout_s=config.publish_timeout_s,
+    )
+    await publisher.connect()
+    return publisher
+
+
 def route_of(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, num_engines: int) -> Route:
     dtype = "float32" if recipe.run.device == "cpu" else "bfloat16"
     return Route(
@@ -202,6 +239,6 @@ def route_of(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, nu
         engine_dtype=dtype,
         is_cpu_engine=recipe.run.device == "cpu",
         expert=config.expert,
-        shares_devices=recipe.run.device == "cuda" and config.pool == recipe.roles.actor.pool,
+        shares_devices=config.pool == recipe.roles.actor.pool,
         relays=config.relays_weights,
     )

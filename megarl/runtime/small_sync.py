@@ -38,20 +38,21 @@ def small_sync(recipe: Recipe, shape: ModelShape, *, folder: Path, model_folder:
     if rollout is None:
         problem = Problem(key="roles.rollout", message="missing: there is no engine to publish to")
         raise ConfigError("recipe", (problem,))
+    if rollout.pool is None:
+        message = "engines that run already are published to by files; there are no layouts to check"
+        raise ConfigError("recipe", (Problem(key="roles.rollout.endpoints", message=message),))
     small_actor = _small_actor(actor)
     is_shared = actor.pool == rollout.pool
     data = _small_data(recipe, small_actor, is_least=is_shared)
     num_ranks = small_actor.model_parallel * data
-    small_rollout = _small_rollout(rollout, small_actor.pool, is_shared=is_shared)
+    small_rollout = _small_rollout(rollout)
     pools = {small_actor.pool: PoolConfig(gpus_per_node=num_ranks)}
     if is_shared:
-        num_engines = num_ranks // small_rollout.tensor
         if num_ranks % small_rollout.tensor:
             small_rollout = small_rollout.model_copy(update={"tensor": 1, "expert": 1})
-            num_engines = num_ranks
     else:
-        num_engines = min(max_engines, recipe.pools[rollout.pool].gpus // rollout.tensor)
-        pools[small_rollout.pool] = PoolConfig(gpus_per_node=num_engines * small_rollout.tensor)
+        num_engines = min(max_engines, recipe.num_engines)
+        pools[rollout.pool] = PoolConfig(gpus_per_node=num_engines * small_rollout.tensor)
     small = recipe.model_copy(
         update={
             "run": recipe.run.model_copy(update={"folder": folder, "name": "check-sync", "device": "cpu"}),
@@ -102,10 +103,10 @@ def told_layout(recipe: Recipe) -> str:
         parts += [f"EP{actor.expert}", f"ETP{actor.ranks_per_expert}"]
     parts.append(f"DP{recipe.data_parallel}")
     ranks = recipe.pools[actor.pool].gpus
-    engines = recipe.pools[rollout.pool].gpus // rollout.tensor
     expert = f" EP{rollout.expert}" if rollout.expert > 1 else ""
     where = "one pool" if actor.pool == rollout.pool else "separate pools"
-    return f"trainer {' '.join(parts)} ({ranks} ranks) -> {engines} engine(s) of TP{rollout.tensor}{expert}, {where}"
+    engines = f"{recipe.num_engines} engine(s) of TP{rollout.tensor}{expert}"
+    return f"trainer {' '.join(parts)} ({ranks} ranks) -> {engines}, {where}"
 
 
 def _small_actor(actor: ActorConfig) -> ActorConfig:
@@ -141,11 +142,10 @@ def _small_data(recipe: Recipe, actor: ActorConfig, *, is_least: bool) -> int:
     return wanted
 
 
-def _small_rollout(rollout: RolloutRoleConfig, pool: str, *, is_shared: bool) -> RolloutRoleConfig:
+def _small_rollout(rollout: RolloutRoleConfig) -> RolloutRoleConfig:
     tensor = min(_MOST, rollout.tensor)
     return rollout.model_copy(
         update={
-            "pool": pool if is_shared else rollout.pool,
             "tensor": tensor,
             "expert": min(tensor, rollout.expert),
             "max_running_requests": 8,

@@ -63,13 +63,16 @@ class RankSaver:
         topology: Topology,
         peers: Peers,
         is_critic: bool,
+        purpose: str = "save",
     ) -> None:
+        """`purpose` names the meetings of the ranks: savers of different ones do not get in each other's way."""
         self._layout = layout
         self._tensors = tensors
         self._optimizer = optimizer
         self._topology = topology
         self._peers = peers
         self._is_critic = is_critic
+        self._purpose = purpose
         self._weights: Contribution | None = None
         self._shards: Contribution | None = None
         self._num_snapshots = 0
@@ -144,7 +147,7 @@ class RankSaver:
     def _meet(self, folder: Path) -> TransferGroup:
         try:
             # A new group each time: one that has failed is broken for good.
-            group = self._peers.join(f"save {self._num_snapshots}")
+            group = self._peers.join(f"{self._purpose} {self._num_snapshots}")
         except WeightSyncError as error:
             raise CheckpointError(f"{folder} was not saved: {error}") from error
         reach("ranks_met", step=step_in(folder), rank=self._topology.rank)

@@ -32,13 +32,18 @@ class TrainedRank(ModelRank):
         with self._on_device():
             assert isinstance(spec.split, TrainedModelConfig), "a model that is not trained"
             self._optimizer = ModelOptimizer(self._models, optimizer, spec.split)
-            self._saver = RankSaver(
-                layout=self._layout,
-                tensors=self.tensors,
-                optimizer=self._optimizer,
-                topology=self._topology,
-                peers=Peers(self._topology, spec.master_address, timeout_s=spec.timeout_s),
-                is_critic=spec.shape.has_value_head,
+            peers = Peers(self._topology, spec.master_address, timeout_s=spec.timeout_s)
+            self._saver, self._exporter = (
+                RankSaver(
+                    layout=self._layout,
+                    tensors=self.tensors,
+                    optimizer=self._optimizer,
+                    topology=self._topology,
+                    peers=peers,
+                    is_critic=spec.shape.has_value_head,
+                    purpose=purpose,
+                )
+                for purpose in ("save", "export")
             )
 
     def load(self, folder: Path) -> None:
@@ -80,6 +85,12 @@ class TrainedRank(ModelRank):
         if self._topology.device.type == "cuda":
             torch.cuda.set_device(self._topology.device)
         return self._saver.write(folder, source_folder)
+
+    def export(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
+        """Write the weights as they are now, as `write` does with everything; a checkpoint under way goes on beside."""
+        with self._on_device():
+            self._exporter.snapshot("weights")
+        return self._exporter.write(folder, source_folder)
 
     def _learning_rate(self) -> float:
         return learning_rate(self._num_steps, self._config, self._total_steps)

@@ -83,7 +83,7 @@ def open_tensors(exported: bytes) -> dict[str, torch.Tensor]:
 
 def _share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
     if storage.is_cuda:
-        cuda_handle: tuple[Any, ...] = storage._share_cuda_()
+        cuda_handle: tuple[Any, ...] = storage._share_cuda_()  # type: ignore[no-untyped-call]
         return cuda_handle
     descriptor, num_bytes = storage._share_fd_cpu_()
     return os.getpid(), descriptor, num_bytes
@@ -97,7 +97,8 @@ def _open(kind: str, handle: list[Any]) -> torch.UntypedStorage:
     pid, number, num_bytes = handle
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
     try:
-        return torch.UntypedStorage._new_shared_fd_cpu(descriptor, num_bytes)
+        opened: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, num_bytes)  # type: ignore[attr-defined]
+        return opened
     finally:
         os.close(descriptor)
 

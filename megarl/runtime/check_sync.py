@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.errors import WeightSyncError
+from megarl.observe.observer import Observer
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.orders import Route, dump_file
@@ -74,7 +75,7 @@ async def _check(small: SmallSync, other: Path, ray_address: str | None) -> Sync
     run_folder.mkdir(parents=True, exist_ok=True)
     with open_cluster(recipe, address=ray_address) as cluster:
         async with AsyncExitStack() as stack:
-            roles = await start_roles(recipe, small.shape, cluster, stack, resume=None)
+            roles = await start_roles(recipe, small.shape, cluster, stack, resume=None, observer=Observer(()))
             fleet = roles.fleet
             assert fleet is not None, "roles without engines"
             route = route_of(recipe, rollout, small.shape, num_engines=len(fleet.engines))

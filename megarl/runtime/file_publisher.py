@@ -19,7 +19,7 @@ from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest
 from megarl.config.recipe import EndpointConfig
 from megarl.errors import CheckpointError, EngineError, MachineError, WeightSyncError
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
-from megarl.rollout.fleet import Engine, EngineState, Fleet
+from megarl.rollout.fleet import Engine, Fleet
 from megarl.runtime.ranks import ActorRanks
 from megarl.types import JsonValue, PolicyVersion, PublishResult
 
@@ -51,15 +51,18 @@ class FilePublisher:
         started = time.monotonic()
         folder = self._folder / f"{_PREFIX}{version:08d}"
         files = await self._write(folder)
-        engines = [engine for engine in self._fleet.engines if engine.state is not EngineState.LOST]
-        reasons = await asyncio.gather(*(self._load(engine, folder / MODEL_FOLDER, version) for engine in engines))
+        engines = self._fleet.reachable
+        with self._fleet.syncing(engines):
+            reasons = await asyncio.gather(*(self._load(engine, folder / MODEL_FOLDER, version) for engine in engines))
         succeeded = [engine for engine, reason in zip(engines, reasons, strict=True) if reason is None]
+        if succeeded:
+            await self._fleet.committed(version, succeeded)
         for engine, reason in zip(engines, reasons, strict=True):
             if reason is not None:
                 await self._fleet.mark_stale(engine, reason)
         if not succeeded:
-            raise WeightSyncError(f"version {version} was loaded nowhere: {'; '.join(filter(None, reasons))}")
-        await self._fleet.committed(version, succeeded)
+            told = "; ".join(filter(None, reasons)) or "no engine can be reached"
+            raise WeightSyncError(f"version {version} was loaded nowhere: {told}")
         await asyncio.to_thread(_prune, self._folder, folder)
         num_bytes = len(succeeded) * sum(file.num_bytes for file in files.values())
         seconds = time.monotonic() - started

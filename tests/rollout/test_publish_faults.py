@@ -82,7 +82,7 @@ def test_an_accident_of_a_sender_is_a_clean_abort_and_the_next_publish_succeeds(
             assert accident in ENDED_BY_DEADLINE or time.monotonic() - start < DEADLINE_S
             await control.abort()
             assert await control.fingerprints() == before
-            assert fleet.engines[0].state is EngineState.LIVE
+            assert fleet.engines[0].state is EngineState.HEALTHY
             assert fleet.committed_version == 0
 
             with honest(qwen2_tp1, control) as trainers:

@@ -99,7 +99,7 @@ def test_only_the_engine_that_differs_is_stale_and_the_run_says_so() -> None:
         return [engine.state for engine in fleet.engines], warnings
 
     states, warnings = asyncio.run(scenario())
-    assert states == [EngineState.LIVE, EngineState.STALE, EngineState.STALE, EngineState.STALE]
+    assert states == [EngineState.HEALTHY, EngineState.STALE, EngineState.STALE, EngineState.STALE]
     assert len(warnings) == 3
     assert "engine 1" in warnings[0]
     assert "differ from the trainer's by 0.5 on average" in warnings[0]

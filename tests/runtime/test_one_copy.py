@@ -16,6 +16,7 @@ def test_one_copy_of_the_policy_and_one_engine_with_the_layout_of_the_recipe() -
     assert small.recipe.data_parallel == 1
     assert (roles.actor.tensor, roles.actor.pipeline) == (4, 2)
     assert roles.rollout is not None
+    assert roles.rollout.pool is not None
     assert small.recipe.pools[roles.rollout.pool].gpus == roles.rollout.tensor == 2
     assert small.recipe.run_folder == Path("runs/test/diagnose")
 

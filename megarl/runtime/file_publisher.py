@@ -55,14 +55,13 @@ class FilePublisher:
         with self._fleet.syncing(engines):
             reasons = await asyncio.gather(*(self._load(engine, folder / MODEL_FOLDER, version) for engine in engines))
         succeeded = [engine for engine, reason in zip(engines, reasons, strict=True) if reason is None]
-        if succeeded:
-            await self._fleet.committed(version, succeeded)
         for engine, reason in zip(engines, reasons, strict=True):
             if reason is not None:
                 await self._fleet.mark_stale(engine, reason)
         if not succeeded:
             told = "; ".join(filter(None, reasons)) or "no engine can be reached"
             raise WeightSyncError(f"version {version} was loaded nowhere: {told}")
+        await self._fleet.committed(version, succeeded)
         await asyncio.to_thread(_prune, self._folder, folder)
         num_bytes = len(succeeded) * sum(file.num_bytes for file in files.values())
         seconds = time.monotonic() - started

@@ -27,13 +27,12 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     """Everything wrong with the recipe that can be seen without starting anything."""
     problems = [
         *check_files(recipe),
+        *check_key_files(recipe),
         *check_loggers(recipe.observe),
         *check_model_folder(recipe.model.path),
         *_network(recipe.network.bind),
         *_without_shape(recipe),
     ]
-    files = [*check_files(recipe), *check_key_files(recipe), *check_model_folder(recipe.model.path)]
-    problems = [*files, *_without_shape(recipe)]
     try:
         shape = read_model_shape(recipe.model.path)
     except ConfigError as error:

@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import ray
 from safetensors.torch import load_file
 
 from megarl.config.model import ModelShape
@@ -22,9 +21,12 @@ from megarl.observe.observer import Observer
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.orders import Route, dump_file
+from megarl.runtime.addresses import own_address
 from megarl.runtime.cluster import open_cluster
-from megarl.runtime.roles import Roles, route_of, start_roles
+from megarl.runtime.roles import Roles, connect, reserve_pools, route_of, start_rollout
 from megarl.runtime.small_sync import SmallSync, rehearsed
+from megarl.runtime.tasks import task_group
+from megarl.runtime.trainers import start_trainers
 from megarl.types import PolicyVersion
 from megarl.weights.random_model import random_tensors, write_random_model
 from megarl.weights.rehearsal import rehearse
@@ -75,11 +77,15 @@ async def _check(small: SmallSync, other: Path, ray_address: str | None) -> Sync
     run_folder.mkdir(parents=True, exist_ok=True)
     with open_cluster(recipe, address=ray_address) as cluster:
         async with AsyncExitStack() as stack:
-            roles = await start_roles(recipe, small.shape, cluster, stack, resume=None, observer=Observer(()))
+            pools, observer = reserve_pools(recipe, cluster), Observer(())
+            async with task_group() as tasks:
+                starting = tasks.create_task(start_trainers(recipe, small.shape, pools, stack, resume=None))
+                generating = tasks.create_task(start_rollout(recipe, small.shape, pools, stack, observer=observer))
+            roles = await connect(recipe, starting.result(), generating.result(), stack, observer=observer)
             fleet = roles.fleet
             assert fleet is not None, "roles without engines"
             route = route_of(recipe, rollout, small.shape, num_engines=len(fleet.engines))
-            control = EngineControl(fleet, timeout_s=rollout.publish_timeout_s, host=ray.util.get_node_ip_address())
+            control = EngineControl(fleet, timeout_s=rollout.publish_timeout_s, host=own_address(recipe.network.bind))
             verdicts = await _publish_and_compare(roles, fleet, control, route, recipe.model.path, other, run_folder)
             return _checked(route, summed(verdicts))
 

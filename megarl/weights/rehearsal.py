@@ -32,17 +32,27 @@ def rehearse(plan: Plan, model: Mapping[str, torch.Tensor]) -> list[ClassVerdict
     sources = _Replicas(model, _SOURCE_PADDING)
     targets = _Replicas(model, _TARGET_PADDING)
     by_rank = {holding.rank: sources.bits(holding) for holding in plan.source.holdings}
-    verdicts = []
-    for holding in plan.target.holdings:
-        found = _empty(holding, _TARGET_PADDING)
-        bits = {name: _bits(tensor) for name, tensor in found.items()}
-        for bucket in buckets_to(plan, holding.rank, bucket_bytes=DEFAULT_BUCKET_BYTES):
-            for parcel in bucket.parcels:
-                move = parcel.move
-                source = by_rank[move.source_rank][move.source_name]
-                values = source[_indices(move.source_offsets, move.slice.shape)]
-                bits[move.target_name][_indices(move.target_offsets, move.slice.shape)] = values
-        verdicts += compare_holding(holding, found, targets.tensors(holding), holder=f"target rank {holding.rank}")
+    found = {holding.rank: _empty(holding, _TARGET_PADDING) for holding in plan.target.holdings}
+    arrived = {rank: {name: _bits(tensor) for name, tensor in tensors.items()} for rank, tensors in found.items()}
+    buckets = [
+        bucket
+        for holding in plan.target.holdings
+        for bucket in buckets_to(plan, holding.rank, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    ]
+    for bucket in sorted(buckets, key=lambda bucket: bucket.hop):
+        givers = arrived if bucket.is_passed_on else by_rank
+        for parcel in bucket.parcels:
+            move = parcel.move
+            source = givers[move.source_rank][move.source_name]
+            values = source[_indices(move.source_offsets, move.slice.shape)]
+            arrived[move.target_rank][move.target_name][_indices(move.target_offsets, move.slice.shape)] = values
+    verdicts = [
+        verdict
+        for holding in plan.target.holdings
+        for verdict in compare_holding(
+            holding, found[holding.rank], targets.tensors(holding), holder=f"target rank {holding.rank}"
+        )
+    ]
     return summed(verdicts)
 
 

@@ -97,14 +97,14 @@ ALERTS = (
     Alert(
         name="Mismatch",
         severity="warn",
-        text="avg_over_time(megarl_mismatch_mean[10m]) > clamp_min(3 * megarl_mismatch_baseline, 0.01)",
+        text="avg_over_time(megarl_engine_mismatch_mean[10m]) > clamp_min(3 * megarl_mismatch_baseline, 0.01)",
         lasting="10m",
         summary="run {{ $labels.run }}: trainer and engines differ by {{ $value | humanize }}, three times as at first",
     ),
     Alert(
         name="MismatchSevere",
         severity="page",
-        text="megarl_mismatch_mean > 0.1",
+        text="megarl_engine_mismatch_mean > 0.1",
         lasting="0s",
         summary="run {{ $labels.run }}: engines do not serve what is trained, differing by {{ $value | humanize }}",
     ),

@@ -240,7 +240,7 @@ MISMATCH_MAX = _gauge("trainer", "mismatch_max", "Largest |p_train - p_rollout| 
 ENGINE_MISMATCH = _gauge("trainer", "engine_mismatch_mean", "The same over tokens of the version that was trained")
 POLICY_DRIFT = _gauge("trainer", "policy_drift_mean", "The same over tokens of earlier versions")
 BEHIND = _gauge("trainer", "behind_ratio", "Share of loss tokens that earlier versions chose", unit="ratio")
-MISMATCH_BASELINE = _gauge("trainer", "mismatch_baseline", "Median of mismatch_mean over the run's first 8 steps")
+MISMATCH_BASELINE = _gauge("trainer", "mismatch_baseline", "Median of engine_mismatch_mean over the first 8 steps")
 MISMATCH_KL = _gauge("trainer", "mismatch_kl_nats", "KL(rollout || train) by its plain estimate k1", unit="nats")
 MISMATCH_K3 = _gauge("trainer", "mismatch_k3_nats", "KL(rollout || train) by its estimate k3", unit="nats")
 MISMATCH_CHI2 = _gauge("trainer", "mismatch_chi2", "Mean squared p_train / p_rollout, minus 1")

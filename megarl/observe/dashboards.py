@@ -97,7 +97,7 @@ OVERVIEW = Dashboard(
                     title="Train/rollout mismatch",
                     is_log=True,
                     queries=(
-                        value(names.MISMATCH_MEAN, "mean |p - p|"),
+                        value(names.ENGINE_MISMATCH, "mean |p - p|"),
                         value(names.MISMATCH_BASELINE, "first steps"),
                     ),
                     text="Three times the run's own beginning means that numerics or weights have come apart.",
@@ -296,7 +296,7 @@ TRAINER = Dashboard(
                         value(names.MISMATCH_MAX, "largest"),
                         value(names.MISMATCH_BASELINE, "mean of the first steps"),
                         value(names.ENGINE_MISMATCH, "tokens of the trained version"),
-                        value(names.POLICY_DRIFT, "tokens of earlier versions"),
+                        value(names.POLICY_DRIFT, "tokens of earlier versions").needing("staleness"),
                     ),
                 ),
                 Panel(

@@ -18,7 +18,7 @@ _DATASOURCE: dict[str, JsonValue] = {"type": "prometheus", "uid": "${datasource}
 
 Kind = Literal["timeseries", "stat", "gauge", "table"]
 Unit = Literal["short", "percentunit", "s", "bytes", "none", "ops", "dateTimeFromNow", "sci"]
-Needs = Literal["components", "critic", "gpu", "reference"]
+Needs = Literal["components", "critic", "gpu", "reference", "staleness"]
 """What a run has to have, besides a trainer and engines, before a query has an answer."""
 
 

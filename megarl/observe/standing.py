@@ -29,8 +29,10 @@ class Standing:
                 self._mismatch = {step: m for step, m in self._mismatch.items() if step <= resumed_step}
             case StepFinished(summary=summary):
                 self._seconds[summary.step] = summary.seconds
-                if summary.update is not None and len(self._mismatch) < _NUM_BASELINE_STEPS:
-                    self._mismatch[summary.step] = summary.update.mismatch_mean
+                # How far the policy has moved on since is no matter of engines.
+                mismatch = None if summary.update is None else summary.update.engine_mismatch
+                if mismatch is not None and len(self._mismatch) < _NUM_BASELINE_STEPS:
+                    self._mismatch[summary.step] = mismatch
 
     def effective_time_ratio(self, now: datetime) -> float | None:
         """Time of steps that count, over all time since the run was first started."""

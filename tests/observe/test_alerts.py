@@ -30,7 +30,7 @@ HEALTHY: Mapping[str, str] = {
     'engine_weight_version{engine="0"}': "0+1x360",
     "publish_failures_total": "0x360",
     "publish_seconds": "2x360",
-    "mismatch_mean": "0.004x360",
+    "engine_mismatch_mean": "0.004x360",
     "mismatch_baseline": "0.004x360",
     "update_kl_nats": "0.001x360",
     "reference_kl_nats": "0.2x360",
@@ -113,11 +113,11 @@ TROUBLES: Mapping[str, Trouble] = {
         summary="a publish takes 30s, three times as long as before",
     ),
     "Mismatch": Trouble(
-        series={"mismatch_mean": "0.004x270 0.05x90"},
+        series={"engine_mismatch_mean": "0.004x270 0.05x90"},
         summary="trainer and engines differ by 50m, three times as at first",
     ),
     "MismatchSevere": Trouble(
-        series={"mismatch_mean": "0.004x299 0.2x60"},
+        series={"engine_mismatch_mean": "0.004x299 0.2x60"},
         summary="engines do not serve what is trained, differing by 200m",
     ),
     "KlBlowUp": Trouble(

@@ -190,7 +190,7 @@ def test_the_first_steps_are_what_a_mismatch_is_compared_with(metrics: Metrics, 
     assert "megarl_mismatch_baseline" not in scrape(endpoint.url)
     for record in records([step_finished(8)]):
         metrics.record(record)
-    assert scrape(endpoint.url)["megarl_mismatch_baseline"] == 1e-6
+    assert scrape(endpoint.url)["megarl_mismatch_baseline"] == 5e-7
 
 
 def test_what_is_not_known_is_absent_rather_than_zero(metrics: Metrics, endpoint: MetricsEndpoint) -> None:

@@ -68,8 +68,8 @@ def wait_for_a_step(folder: Path, process: subprocess.Popen[bytes], output: Path
 @pytest.mark.parametrize(
     ("name", "lacks"),
     [
-        ("quickstart", {"components", "critic", "gpu", "reference"}),
-        ("quickstart_ppo", {"components", "gpu", "reference"}),
+        ("quickstart", {"components", "critic", "gpu", "reference", "staleness"}),
+        ("quickstart_ppo", {"components", "gpu", "reference", "staleness"}),
     ],
 )
 def test_every_panel_has_data(name: str, lacks: set[Needs], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 DATA := data/arithmetic
 
 .DEFAULT_GOAL := help
-.PHONY: help setup patches quickstart test test-slow test-gpu check fmt docs clean
+.PHONY: help setup patches quickstart test test-slow faults soak test-gpu check fmt docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,12 @@ test: setup ## all tests that need no GPU and no patience
 
 test-slow: setup ## the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
+
+faults: setup ## every fault on purpose, and the table of what became of them in docs/reliability.md
+	$(BIN)/python -m pytest -m fault --fault-table docs/reliability.md
+
+soak: setup ## 200 steps with a random accident about every five; prints its seed
+	$(BIN)/python -m tests.faults.soak
 
 test-gpu: ## the tests that need a CUDA device, in an environment of your own that has one
 	$(PYTHON) -m pytest -m gpu -rs

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from tests.rollout.engines import ServedModel
     from tests.train.cluster import Cluster
 
+pytest_plugins = ["tests.faults.matrix"]
+
 # Ray reads its environment when it is imported, and collecting the tests imports it before any of them starts one.
 os.environ.update({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT})
 

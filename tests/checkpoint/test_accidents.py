@@ -65,6 +65,7 @@ def newest(recipe: Recipe) -> int:
     return point.step
 
 
+@pytest.mark.fault("kill -9 at every named point of a save", "`latest` verifies, no half checkpoint")
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at_any_point_of_a_save(model: Path, tmp_path: Path, point: str) -> None:
     recipe = recipe_of(model, tmp_path)
@@ -82,6 +83,7 @@ def test_killed_at_any_point_of_a_save(model: Path, tmp_path: Path, point: str) 
     assert steps_in(recipe) == ["latest", "latest_checkpointed_iteration.txt", "step_000003"]
 
 
+@pytest.mark.fault("a disk that is full, read-only or broken", "the save fails loudly, the one before is untouched")
 @pytest.mark.parametrize(
     ("point", "kind", "line"),
     [

@@ -104,6 +104,10 @@ def steps_lost(done: Run) -> int:
     return len(done.steps) - len({event.summary.step for event in done.steps})
 
 
+@pytest.mark.fault(
+    "kill -9 and SIGSTOP of a trainer rank in one run",
+    "all ranks start again; the hang report names rank and collective; the same bits",
+)
 def test_a_killed_and_a_frozen_rank_are_replaced_and_the_run_ends_with_the_same_bits(
     folder: Path, undisturbed: Run
 ) -> None:
@@ -127,6 +131,9 @@ def test_a_killed_and_a_frozen_rank_are_replaced_and_the_run_ends_with_the_same_
     assert "torch.distributed.all_reduce" in report.read_text()
 
 
+@pytest.mark.fault(
+    "kill -9 of a trainer rank in forward, backward, optimizer, save", "at most one step lost; the same bits"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "point", ["forward", "backward", "gradients", "optimizer", "updated", "snapshot_taken", "ranks_met", "file_written"]
@@ -138,6 +145,7 @@ def test_a_rank_killed_at_any_point_of_a_step_or_a_save(folder: Path, undisturbe
     assert steps_lost(done) <= 1
 
 
+@pytest.mark.fault("a trainer rank that is late", "named with the line it is in; the same bits")
 @pytest.mark.slow
 def test_a_rank_that_does_something_else_is_named_with_the_place(folder: Path, undisturbed: Run) -> None:
     fault = {"point": "optimizer", "rank": 1, "step": 3, "kind": "wait", "seconds": 600}
@@ -147,6 +155,7 @@ def test_a_rank_that_does_something_else_is_named_with_the_place(folder: Path, u
     assert re.search(r"rank 1 is missing: it is in _happen, megarl/faults.py:\d+; rank 0 waits in all_reduce", text)
 
 
+@pytest.mark.fault("kill -9 of a trainer rank before the first checkpoint", "from the beginning; the same bits")
 @pytest.mark.slow
 def test_ranks_without_a_checkpoint_start_from_the_beginning(folder: Path, undisturbed: Run) -> None:
     fault = {"point": "forward", "rank": 0, "step": 3, "kind": "kill"}
@@ -155,6 +164,7 @@ def test_ranks_without_a_checkpoint_start_from_the_beginning(folder: Path, undis
     assert restarts(done)[0].startswith("from the beginning: actor rank 0: died")
 
 
+@pytest.mark.fault("a trainer rank that dies again and again", "exit code 70 and one line when the budget is spent")
 @pytest.mark.slow
 def test_a_rank_that_dies_again_and_again_ends_the_run_with_one_line(folder: Path) -> None:
     fault = {"point": "forward", "rank": 1, "step": 3, "kind": "kill"}
@@ -168,6 +178,7 @@ def test_a_rank_that_dies_again_and_again_ends_the_run_with_one_line(folder: Pat
     assert "Traceback" not in done.output
 
 
+@pytest.mark.fault("one gradient that is not finite", "the update is skipped and told; nothing starts again")
 @pytest.mark.slow
 def test_one_gradient_that_is_not_finite_skips_an_update_and_starts_nothing_again(folder: Path) -> None:
     fault = {"point": "gradients", "rank": 1, "step": 3, "kind": "nan"}
@@ -178,6 +189,7 @@ def test_one_gradient_that_is_not_finite_skips_an_update_and_starts_nothing_agai
     assert read_state(done.folder / "checkpoints" / "latest").trainer.num_updates == STEPS - 1
 
 
+@pytest.mark.fault("gradients that are never finite", "exit code 77")
 @pytest.mark.slow
 def test_gradients_that_are_never_finite_end_the_run_as_numerics(folder: Path) -> None:
     with nothing_left() as footprint:
@@ -187,6 +199,10 @@ def test_gradients_that_are_never_finite_end_the_run_as_numerics(folder: Path) -
     assert restarts(done) == []
 
 
+@pytest.mark.fault(
+    "kill -9 of critic, reference, or a sender in a publish; a frozen sender",
+    "ranks start again, engines stay up; the same bits",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "faults"),
@@ -206,6 +222,7 @@ def test_models_are_lost_and_the_engines_stay_up(
     assert (done.folder / "engines" / "engine_0.log").read_text().count("The server is fired up") == 1
 
 
+@pytest.mark.fault("kill -9 of the driver", "everything gone within 10 s; the next run goes on; the same bits")
 @pytest.mark.slow
 def test_a_killed_driver_takes_everything_along_and_the_next_run_goes_on(folder: Path, undisturbed: Run) -> None:
     fault = {"point": "step_trained", "step": 3, "kind": "kill", "once": str(folder / "driver_killed")}
@@ -221,6 +238,7 @@ def test_a_killed_driver_takes_everything_along_and_the_next_run_goes_on(folder:
     assert steps_lost(done) <= 1
 
 
+@pytest.mark.fault("kill -9 of a trainer rank that nobody asks anything", "noticed within 2 s")
 @pytest.mark.slow
 def test_a_rank_that_dies_while_nobody_asks_it_is_noticed_within_two_seconds(folder: Path) -> None:
     with (

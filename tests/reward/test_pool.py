@@ -63,6 +63,7 @@ async def read_pids(path: Path) -> list[int]:
     return [int(word) for word in path.read_text().split()]
 
 
+@pytest.mark.fault("a reward function that hangs", "killed at its deadline with its children, replaced")
 def test_a_late_worker_is_killed_with_its_children_and_replaced(tmp_path: Path, make_reward: MakeReward) -> None:
     pool = pool_of(make_reward(HANGS_ON_REQUEST, deadline_s=3))
 
@@ -128,6 +129,7 @@ def test_closing_ends_a_busy_worker_and_wakes_who_waits(tmp_path: Path, make_rew
     wait_for_end(asyncio.run(scenario()))
 
 
+@pytest.mark.fault("SIGSTOP of a reward worker", "killed at its deadline")
 def test_a_stopped_worker_does_not_outlast_its_deadline(make_reward: MakeReward) -> None:
     pool = pool_of(make_reward(HANGS_ON_REQUEST, deadline_s=1.5))
 
@@ -181,6 +183,7 @@ def test_a_file_that_broke_after_the_check_is_an_error(make_reward: MakeReward) 
     pool.close()
 
 
+@pytest.mark.fault("kill -9 of a reward worker", "replaced, its sample scored, others unharmed")
 def test_a_killed_worker_is_replaced_and_its_sample_scored(tmp_path: Path, make_reward: MakeReward) -> None:
     config = make_reward(
         """
@@ -230,6 +233,7 @@ def test_a_worker_makes_room_for_a_fresh_one(make_reward: MakeReward) -> None:
     pool.close()
 
 
+@pytest.mark.fault("a reward function that eats memory or time", "ends at its limit")
 def test_memory_and_cpu_of_a_worker_are_limited(make_reward: MakeReward) -> None:
     config = make_reward(
         """
@@ -256,6 +260,7 @@ def test_memory_and_cpu_of_a_worker_are_limited(make_reward: MakeReward) -> None
     pool.close()
 
 
+@pytest.mark.fault("a reward file that changes during the run", "an error, not another reward")
 @pytest.mark.parametrize("name", ["my_reward.py", "my_parsing.py"])
 def test_a_file_that_changes_during_the_run_is_an_error(name: str, tmp_path: Path, make_reward: MakeReward) -> None:
     (tmp_path / "my_parsing.py").write_text("SCORE = 1")

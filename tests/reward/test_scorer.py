@@ -120,6 +120,7 @@ def test_a_prediction_is_text_and_no_component(
     assert score == Score(value=1.0, components={}, prediction=expected)
 
 
+@pytest.mark.fault("None, NaN, infinite or wrong rewards", "an error that names file and sample")
 @pytest.mark.parametrize(
     ("result", "complaint"),
     [

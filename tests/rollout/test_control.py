@@ -152,6 +152,7 @@ def test_a_sleeping_engine_can_be_published_to(qwen2_tp1: ServedModel) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.fault("one flipped byte on the way", "not committed; the version before goes on serving")
 def test_a_corrupted_publish_is_not_committed_and_the_old_version_goes_on_serving(served: ServedModel) -> None:
     async def scenario() -> None:
         async with served.fleet() as fleet:
@@ -193,6 +194,7 @@ def test_a_version_staged_but_not_committed_is_not_served(qwen2_tp1: ServedModel
     asyncio.run(scenario())
 
 
+@pytest.mark.fault("trainer and engine with different plans", "refused before a byte is sent")
 def test_another_plan_hash_is_refused(qwen2_tp1: ServedModel) -> None:
     async def scenario() -> None:
         async with qwen2_tp1.fleet() as fleet:
@@ -211,6 +213,7 @@ def llama_tp1(tmp_path: Path) -> Iterator[ServedModel]:
     served.process.stop()
 
 
+@pytest.mark.fault("kill -9 of an engine that receives", "an error long before the deadline")
 def test_an_engine_killed_while_staging_is_an_error_long_before_the_deadline(llama_tp1: ServedModel) -> None:
     async def scenario() -> float:
         async with llama_tp1.fleet() as fleet:

@@ -92,6 +92,7 @@ def test_an_evaluation_throws_other_dice_than_training() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
+@pytest.mark.fault("answers that are no answers", "refused and asked of another engine")
 @pytest.mark.parametrize(
     "bad",
     [
@@ -134,6 +135,7 @@ def test_an_engine_that_is_gone_is_lost_and_gets_nothing_more() -> None:
     assert fleet.engines[0].state is EngineState.DEAD
 
 
+@pytest.mark.fault("an engine that serves other weights", "stale: no request until it has caught up")
 def test_an_engine_with_other_weights_is_stale_and_gets_nothing_more() -> None:
     stale = ScriptedEngine(reply_of(EOS, version="3"))
     fleet = scripted_fleet(stale, ScriptedEngine(reply_of(EOS)))

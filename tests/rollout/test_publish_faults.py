@@ -64,6 +64,10 @@ async def publish(
     await control.commit(PolicyVersion(1))
 
 
+@pytest.mark.fault(
+    "a sender that is killed, late, sends too little, sends twice or sends something else",
+    "a clean abort: the version before is served, the next publish succeeds",
+)
 @pytest.mark.parametrize("accident", ACCIDENTS)
 def test_an_accident_of_a_sender_is_a_clean_abort_and_the_next_publish_succeeds(
     qwen2_tp1: ServedModel, accident: Accident
@@ -95,6 +99,7 @@ def test_an_accident_of_a_sender_is_a_clean_abort_and_the_next_publish_succeeds(
     asyncio.run(scenario())
 
 
+@pytest.mark.fault("a version that is committed twice", "refused; nothing changes")
 def test_a_version_is_committed_once(qwen2_tp1: ServedModel) -> None:
     async def scenario() -> None:
         async with qwen2_tp1.fleet() as fleet:

@@ -69,6 +69,7 @@ def test_an_end_token_that_only_the_model_config_names_is_a_stop() -> None:
     assert read_response(reply, EXPECTED).finish_reason is FinishReason.STOP
 
 
+@pytest.mark.fault("garbage replies", "refused with the reason")
 @pytest.mark.parametrize(
     ("reply", "message"),
     [

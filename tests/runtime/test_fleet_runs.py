@@ -44,6 +44,7 @@ def undisturbed(folder: Path) -> Run:
     return done
 
 
+@pytest.mark.fault("both engines of a run lost, one in a publish", "the run ends with the same bits")
 def test_a_run_that_loses_one_engine_in_a_publish_and_the_other_while_generating_ends_bit_equal(
     folder: Path, undisturbed: Run
 ) -> None:
@@ -76,6 +77,9 @@ def test_a_run_that_loses_one_engine_in_a_publish_and_the_other_while_generating
     assert "Traceback" not in done.output
 
 
+@pytest.mark.fault(
+    "kill -9 of an engine that sleeps in a shared pool", "comes back when engines may generate; the same bits"
+)
 def test_in_a_shared_pool_an_engine_killed_while_it_sleeps_comes_back_when_it_may_generate(folder: Path) -> None:
     shared = ("pools={all: {gpus_per_node: 2}}", "roles={actor: {pool: all}, rollout: {pool: all}}")
     overrides = (*TWO_ENGINES[3:], *shared)
@@ -94,6 +98,7 @@ def test_in_a_shared_pool_an_engine_killed_while_it_sleeps_comes_back_when_it_ma
     assert phases[-1] == "generate"
 
 
+@pytest.mark.fault("all engines gone, restarts spent", "exit code 76, one sentence, a checkpoint that verifies")
 def test_a_run_whose_engines_cannot_be_had_any_more_ends_with_76_and_a_checkpoint_that_verifies(folder: Path) -> None:
     overrides = (*TWO_ENGINES, "run.steps=500", "roles.rollout.max_restarts=0")
     with started(folder, "exhausted", *overrides) as process:

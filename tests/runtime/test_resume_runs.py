@@ -44,6 +44,7 @@ def at_once(folder: Path) -> Run:
     return done
 
 
+@pytest.mark.fault("kill -9 of the driver behind an unfinished save", "goes on from the save before; the same bits")
 @pytest.mark.parametrize(
     ("name", "overrides"), [("ppo", PPO), pytest.param("grpo", (), marks=pytest.mark.slow)], ids=["ppo", "grpo"]
 )
@@ -80,6 +81,7 @@ def test_a_run_that_was_killed_behind_a_save_goes_on_and_ends_with_the_same_bits
     assert not (folder / "runs" / f"{name}.1").exists()
 
 
+@pytest.mark.fault("kill -9 of the driver at a random moment", "the same bits")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_that_was_killed_at_any_moment_goes_on_and_ends_with_the_same_bits(
@@ -121,6 +123,7 @@ def test_a_run_that_was_killed_in_its_save_goes_on_and_ends_with_the_same_bits(
     _goes_on_to_the_same_end(folder, name, at_once)
 
 
+@pytest.mark.fault("a disk that is full for a while", "told; the run goes on")
 @pytest.mark.slow
 def test_a_run_whose_disk_was_full_for_a_while_says_so_and_goes_on(folder: Path, at_once: Run) -> None:
     faults = [{"point": "file_written", "rank": 1, "step": 2, "kind": "ENOSPC"}]
@@ -132,6 +135,7 @@ def test_a_run_whose_disk_was_full_for_a_while_says_so_and_goes_on(folder: Path,
     assert _tensors(done) == _tensors(at_once)
 
 
+@pytest.mark.fault("a last step that cannot be saved", "exit code 4")
 @pytest.mark.slow
 def test_a_run_whose_last_step_cannot_be_saved_ends_with_4(folder: Path) -> None:
     faults = [{"point": "state_written", "step": 4, "kind": "ENOSPC"}]
@@ -176,6 +180,7 @@ def test_a_critic_that_warms_up_goes_on_as_well(folder: Path) -> None:
     assert any(name.startswith("critic/optimizer") for name in _tensors(resumed))
 
 
+@pytest.mark.fault("SIGTERM, SIGUSR1", "the step is saved, exit code 75; the next run goes on; the same bits")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_run_that_is_asked_to_leave_saves_its_step_and_goes_on_from_there(

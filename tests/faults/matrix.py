@@ -1,0 +1,119 @@
+"""The table of faults in docs/reliability.md, made from the results of the tests that cause them.
+
+A test says what it breaks and what is promised with `@pytest.mark.fault("kill -9 of ...", "noticed within 2 s, ...")`,
+and what it saw with `record_property("seen", "0.4 s")`. `make faults` runs them all and writes the table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+OPTION = "--fault-table"
+BEGIN, END = "<!-- faults: made by `make faults` -->", "<!-- end of faults -->"
+
+_SECTIONS = {
+    "tests/runtime/test_fleet": "engines",
+    "tests/rollout": "engines",
+    "tests/weights": "publish",
+    "tests/faults/test_trainers": "trainer ranks",
+    "tests/faults": "the run",
+    "tests/reward": "rewards",
+    "tests/checkpoint": "saves",
+    "tests/runtime": "the run",
+}
+"""By the beginning of a test's file; the first that fits."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """One fault, with every test that causes it."""
+
+    fault: str
+    promise: str
+    section: str
+    tests: list[str] = field(default_factory=list)
+    outcomes: list[str] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+    is_slow: bool = False
+
+
+class Recorder:
+    """Sees every marked test that runs."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: dict[str, Row] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterable[object]:
+        report = yield
+        mark = item.get_closest_marker("fault")
+        if mark is not None and (call.when == "call" or call.excinfo is not None):
+            self._record(item, report, *mark.args)
+        return report
+
+    def _record(self, item: pytest.Item, report: pytest.TestReport, fault: str, promise: str) -> None:
+        row = self._rows.setdefault(fault, Row(fault=fault, promise=promise, section=section_of(item.nodeid)))
+        name = item.nodeid.partition("[")[0].rpartition("::")[2]
+        if name not in row.tests:
+            row.tests.append(name)
+        row.outcomes.append(report.outcome)
+        row.seen += [str(value) for key, value in report.user_properties if key == "seen"]
+        row.is_slow = row.is_slow or item.get_closest_marker("slow") is not None
+
+    def pytest_sessionfinish(self) -> None:
+        write_table(self._path, list(self._rows.values()), made=datetime.now(UTC))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(OPTION, type=Path, default=None, metavar="FILE", help="Write the results of fault tests here.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption(OPTION)
+    if path is not None:
+        config.pluginmanager.register(Recorder(path))
+
+
+def section_of(nodeid: str) -> str:
+    return next(section for prefix, section in _SECTIONS.items() if nodeid.startswith(prefix))
+
+
+def write_table(path: Path, rows: Sequence[Row], *, made: datetime) -> None:
+    text = path.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    path.write_text(f"{before}{BEGIN}\n\n{table(rows, made=made)}\n{END}{after}", encoding="utf-8")
+
+
+def table(rows: Sequence[Row], *, made: datetime) -> str:
+    order = list(dict.fromkeys(_SECTIONS.values()))
+    lines = ["| fault | promise | result | seen | test |", "|---|---|---|---|---|"]
+    for row in sorted(rows, key=lambda row: order.index(row.section)):
+        tests = ", ".join(f"`{name}`" for name in row.tests) + (" (slow)" if row.is_slow else "")
+        cells = (row.fault, row.promise, _result(row.outcomes), "; ".join(dict.fromkeys(row.seen)), tests)
+        lines.append(f"| {' | '.join(cells)} |")
+    num_passed = sum(outcome == "passed" for row in rows for outcome in row.outcomes)
+    total = sum(len(row.outcomes) for row in rows)
+    lines += ["", f"{num_passed} of {total} cases passed, {made:%Y-%m-%d}, on two cores with tiny models."]
+    return "\n".join(lines) + "\n"
+
+
+def _result(outcomes: Sequence[str]) -> str:
+    num_passed = sum(outcome == "passed" for outcome in outcomes)
+    if num_passed < len(outcomes):
+        return f"**{len(outcomes) - num_passed} of {len(outcomes)} failed**"
+    return "passed" if len(outcomes) == 1 else f"{num_passed} passed"
+
+
+def faults_in(text: str) -> set[str]:
+    """The faults that a table has."""
+    _, _, rest = text.partition(BEGIN)
+    found, _, _ = rest.partition(END)
+    return set(re.findall(r"^\| (?!fault |-)(.*?) \|", found, flags=re.MULTILINE)) - {"---"}

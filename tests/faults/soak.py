@@ -1,0 +1,262 @@
+"""A run that something happens to every few steps, for as long as you like: `make soak`.
+
+A two-engine run on arithmetic. Its processes are killed and frozen at random from outside, the driver among them, which
+is then started again as a person or a scheduler would. At the end all steps are taken, the checkpoint verifies and
+nothing is left; how much of the time counted and how much memory grew is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import TypeAlias
+
+import psutil
+
+from megarl.checkpoint.manifest import verify
+from megarl.data.arithmetic import make_arithmetic
+from megarl.observe.events import EVENTS_FILE, EventTail, Record, RunStarted, StepFinished
+from megarl.observe.standing import Standing
+from tests.faults.leftovers import Footprint, nothing_left
+from tests.runtime.runs import started
+
+_STALL_S = 300.0
+"""Without a step the run has failed to recover."""
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Soaked:
+    steps: int
+    seconds: float
+    faults: Mapping[str, int]
+    num_starts: int
+    """Of the driver."""
+    num_steps_again: int
+    effective_time_ratio: float
+    memory_growth: float
+    """Of everything the run holds, from its first fifth to its last; 0.05 is 5 %."""
+
+
+def _overrides(num_steps: int, *, num_engines: int) -> tuple[str, ...]:
+    return (
+        f"run.steps={num_steps}",
+        "pools.train.gpus_per_node=1",
+        "roles.actor={pool: train, tensor: 1}",
+        f"pools.rollout.gpus_per_node={num_engines}",
+        "sampling.max_response_tokens=32",
+        "train.prompts_per_step=16",
+        "train.tokens_per_micro_batch=512",
+        "train.operation_timeout_s=20",
+        "train.max_restarts=10",
+        "roles.rollout.max_restarts=1000",
+        "roles.rollout.silence_timeout_s=10",
+        "checkpoint.save_every_steps=1",
+        "evaluation=null",
+        "data.eval=[]",
+    )
+
+
+class _Victims:
+    """The processes of a run, by what they do."""
+
+    def __init__(self, footprint: Footprint) -> None:
+        self._footprint = footprint
+
+    def engines(self) -> list[psutil.Process]:
+        return self._having(lambda _, words: "megarl.rollout.cpu" in words)
+
+    def ranks(self) -> list[psutil.Process]:
+        return self._having(lambda name, _: name.startswith("ray::ActorProcess"))
+
+    def reward_workers(self) -> list[psutil.Process]:
+        return self._having(lambda _, words: "megarl.reward.worker" in words)
+
+    def memory(self) -> int:
+        """Resident bytes of the driver, the ranks and the reward workers; engines come and go."""
+        total = 0
+        for process in self._footprint.processes():
+            try:
+                total += process.memory_info().rss
+            except psutil.Error:
+                continue
+        return total
+
+    def _having(self, fits: Callable[[str, list[str]], bool]) -> list[psutil.Process]:
+        found = []
+        for process in self._footprint.processes():
+            try:
+                words = process.cmdline()
+                if fits(" ".join(words[:1]), words):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+@dataclass(slots=True, kw_only=True)
+class _Watch:
+    """A run's events as they come."""
+
+    path: Path
+    standing: Standing = field(default_factory=Standing)
+    tail: EventTail | None = None
+    step: int = 0
+    num_finished: int = 0
+    records: list[Record] = field(default_factory=list)
+
+    def look(self) -> None:
+        if self.tail is None:
+            if not self.path.exists():
+                return
+            self.tail = EventTail(self.path)
+        for record in self.tail.read():
+            self.standing.record(record)
+            self.records.append(record)
+            match record.event:
+                case RunStarted(resumed_step=resumed_step):
+                    self.step = resumed_step
+                case StepFinished(summary=summary):
+                    self.step = summary.step
+                    self.num_finished += 1
+
+
+def soak(
+    folder: Path,
+    *,
+    num_steps: int,
+    every: int,
+    seed: int,
+    num_engines: int = 2,
+    kinds: tuple[str, ...] = (),
+    tell: Callable[[str], None],
+) -> Soaked:
+    """Raises AssertionError where a promise is broken."""
+    tell(f"seed {seed}: {num_steps} steps, a fault about every {every} of them")
+    chance = Random(seed)
+    make_arithmetic(folder / "arithmetic", num_train=4 * num_steps, num_sft=16, num_eval=16)
+    watch = _Watch(path=folder / "runs" / "soak" / EVENTS_FILE)
+    faults: Counter[str] = Counter()
+    memory: list[tuple[int, int]] = []
+    began, num_starts, next_fault = time.monotonic(), 0, every
+    with nothing_left() as footprint:
+        victims = _Victims(footprint)
+        while True:
+            num_starts += 1
+            overrides = _overrides(num_steps, num_engines=num_engines)
+            with started(folder, "soak", *overrides, footprint=footprint) as driver:
+                last_step, last_change = watch.step, time.monotonic()
+                while driver.poll() is None:
+                    time.sleep(_POLL_S)
+                    watch.look()
+                    if watch.step != last_step:
+                        last_step, last_change = watch.step, time.monotonic()
+                        memory.append((watch.step, victims.memory()))
+                    assert time.monotonic() - last_change < _STALL_S, f"no step for {_STALL_S:.0f} s; see {folder}"
+                    if next_fault <= watch.step < num_steps - 1:
+                        kind = chance.choice(kinds or tuple(_FAULTS))
+                        if _FAULTS[kind](victims, driver, chance):
+                            faults[kind] += 1
+                            tell(f"step {watch.step}: {kind}")
+                            last_change = time.monotonic()
+                            next_fault = watch.step + max(1, round(chance.uniform(0.6, 1.4) * every))
+            watch.look()
+            if driver.returncode == 0:
+                break
+            assert driver.returncode in (-signal.SIGKILL, 75), f"exit code {driver.returncode}; see {folder}/soak.out"
+    seconds = time.monotonic() - began
+    assert watch.step == num_steps
+    assert verify((folder / "runs" / "soak" / "checkpoints" / "latest").resolve()).step == num_steps
+    return Soaked(
+        steps=num_steps,
+        seconds=seconds,
+        faults=dict(faults),
+        num_starts=num_starts,
+        num_steps_again=watch.num_finished - num_steps,
+        effective_time_ratio=watch.standing.effective_time_ratio(watch.records[-1].time) or 0.0,
+        memory_growth=_growth(memory, num_steps),
+    )
+
+
+def _growth(memory: list[tuple[int, int]], num_steps: int) -> float:
+    first = [held for step, held in memory if num_steps / 10 <= step <= num_steps * 3 / 10]
+    last = [held for step, held in memory if step >= num_steps * 8 / 10]
+    return statistics.median(last) / statistics.median(first) - 1.0 if first and last else 0.0
+
+
+Accident: TypeAlias = Callable[[_Victims, subprocess.Popen[bytes], Random], bool]
+"""Whether it could be had."""
+
+
+def _signal_one(
+    number: signal.Signals, find: Callable[[_Victims], list[psutil.Process]], *, is_group: bool = False
+) -> Accident:
+    def happen(victims: _Victims, _: subprocess.Popen[bytes], chance: Random) -> bool:
+        found = find(victims)
+        if not found:
+            return False
+        victim = chance.choice(found)
+        try:
+            os.killpg(os.getpgid(victim.pid), number) if is_group else victim.send_signal(number)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return False
+        return True
+
+    return happen
+
+
+def _signal_driver(number: signal.Signals) -> Accident:
+    def happen(_: _Victims, driver: subprocess.Popen[bytes], __: Random) -> bool:
+        driver.send_signal(number)
+        return True
+
+    return happen
+
+
+_FAULTS: Mapping[str, Accident] = {
+    "engine killed": _signal_one(signal.SIGKILL, _Victims.engines, is_group=True),
+    "engine frozen": _signal_one(signal.SIGSTOP, _Victims.engines, is_group=True),
+    "trainer rank killed": _signal_one(signal.SIGKILL, _Victims.ranks),
+    "reward worker killed": _signal_one(signal.SIGKILL, _Victims.reward_workers),
+    "driver killed": _signal_driver(signal.SIGKILL),
+    "driver asked to leave": _signal_driver(signal.SIGTERM),
+}
+
+
+def _tell(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A run that something happens to every few steps.")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--folder", type=Path, default=None)
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="megarl-soak-"))
+    found = soak(folder, num_steps=options.steps, every=options.every, seed=options.seed, tell=_tell)
+    lines = (
+        f"{found.steps} steps in {found.seconds:.0f} s, {sum(found.faults.values())} faults, {found.num_starts} starts",
+        f"effective time {found.effective_time_ratio:.0%} (goal 80 %), memory {found.memory_growth:+.1%} (goal 5 %)",
+        json.dumps({"seed": options.seed, **asdict(found)}),
+    )
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -23,7 +23,7 @@ def check_staleness(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(recipe.algorithm, SftConfig):
         yield Problem(key=_KEY, message=f"{staleness} has no use in sft, where nobody generates; remove it")
     if rollout is not None:
-        yield from _shared_pool(recipe, rollout.pool)
+        yield from () if rollout.pool is None else _shared_pool(recipe, rollout.pool)
         if rollout.hedge_quantile is not None:
             yield Problem(
                 key="roles.rollout.hedge_quantile",

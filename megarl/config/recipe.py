@@ -152,6 +152,17 @@ class ReferenceConfig(ModelParallelConfig):
 InFlight: TypeAlias = Literal["abort", "retract", "in_place"]
 
 
+class EndpointConfig(Section):
+    """An SGLang server that runs already; megarl neither starts nor stops it."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^/@:\s]+:[0-9]+$")]
+    """With its port, such as http://10.0.0.7:30000."""
+    api_key_file: Path | None = None
+    """Has the key of `--api-key`; null where it was started without one."""
+    admin_key_file: Path | None = None
+    """Has the key of `--admin-api-key`; null is the one of `api_key_file`."""
+
+
 class RolloutRoleConfig(Section):
     pool: str | None = None
     """Where engines are started; null where `endpoints` names engines that run already."""

@@ -246,7 +246,9 @@ def _checked_publisher(
         dtype="float32" if recipe.run.device == "cpu" else "bfloat16",
     )
     canary = Canary(fleet, question=question, logprobs=learner.logprobs, phases=roles.phases, warn=observer.warned)
-    return CanaryPublisher(publisher, canary, every=rollout.canary_every)
+    # By files nothing but the canary shows that what was written is what an engine computes with.
+    every = 1 if rollout.endpoints else rollout.canary_every
+    return CanaryPublisher(publisher, canary, every=every)
 
 
 def _keeper(recipe: Recipe, inputs: Inputs, learner: Learner, observer: Observer) -> Keeper:

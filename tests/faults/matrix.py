@@ -7,7 +7,7 @@ and what it saw with `record_property("seen", "0.4 s")`. `make faults` runs them
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,7 +51,9 @@ class Recorder:
         self._rows: dict[str, Row] = {}
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterable[object]:
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         mark = item.get_closest_marker("fault")
         if mark is not None and (call.when == "call" or call.excinfo is not None):

@@ -59,4 +59,5 @@ def test_the_quickstart_learns_to_add_from_what_earlier_policies_chose(max_stale
     assert accuracies[-1] >= 0.8
     events = [record.event for record in read_events(run / EVENTS_FILE)]
     flows = [event.summary.flow for event in events if isinstance(event, StepFinished)]
-    assert max(flow.age_max for flow in flows if flow is not None) == max_staleness
+    # How far ahead engines get is a matter of timing.
+    assert 1 <= max(flow.age_max for flow in flows if flow is not None) <= max_staleness

@@ -177,8 +177,8 @@ def _group(group: GroupReport) -> Check:
             name=name,
             found=f"{group.num_ranks} ranks over {group.backend} fail",
             verdict=Verdict.ERROR,
-            remedy=f"{group.error}; open the nodes' ports to each other, or name their interface in "
-            "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME",
+            remedy=f"{group.error}; open the nodes' ports to each other, or name their network in network.bind "
+            "and its interface in NCCL_SOCKET_IFNAME",
         )
     rate = group.bytes_per_second / 1e9
     found = f"{group.num_ranks} ranks over {group.backend}, {rate:.2f} GB/s"

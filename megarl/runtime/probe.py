@@ -17,8 +17,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.config.recipe import Recipe
-from megarl.env import trainer_environment
+from megarl.env import GLOO_INTERFACE, trainer_environment
 from megarl.errors import MegarlError
+from megarl.network import interface_of
+from megarl.runtime.addresses import own_address
 from megarl.runtime.cluster import Cluster, Place, open_cluster
 from megarl.runtime.workers import WorkerGroup
 
@@ -90,16 +92,17 @@ async def _try_groups(recipe: Recipe, cluster: Cluster) -> list[GroupReport]:
     groups = dict(pools)
     if len(pools) > 1:
         groups["all pools"] = [place for places in pools.values() for place in places]
-    return [await _try_group(name, places, device=recipe.run.device) for name, places in groups.items()]
+    return [await _try_group(name, places, recipe) for name, places in groups.items()]
 
 
-async def _try_group(name: str, places: Sequence[Place], *, device: str) -> GroupReport:
+async def _try_group(name: str, places: Sequence[Place], recipe: Recipe) -> GroupReport:
+    device = recipe.run.device
     backend = "gloo" if device == "cpu" else "nccl"
     remote = ray.remote(_Peer)
     environment = trainer_environment(device)
     peers = WorkerGroup(
         name,
-        [remote.options(**place.options(environment, share=1.0)).remote() for place in places],
+        [remote.options(**place.options(environment, share=1.0)).remote(recipe.network.bind) for place in places],
         timeout_s=_REDUCE_TIMEOUT_S,
     )
     rate, error = 0.0, ""
@@ -116,13 +119,17 @@ async def _try_group(name: str, places: Sequence[Place], *, device: str) -> Grou
 
 
 class _Peer:
-    """One process of a group."""
+    """One process of a group, where and as a trainer rank would listen."""
+
+    def __init__(self, bind: str | None) -> None:
+        self._host = own_address(bind)
+        if (interface := interface_of(self._host)) is not None:
+            GLOO_INTERFACE.set(interface)
 
     def find_address(self) -> tuple[str, int]:
-        host = ray.util.get_node_ip_address()
-        with socket.create_server((host, 0)) as listener:
+        with socket.create_server((self._host, 0)) as listener:
             port: int = listener.getsockname()[1]
-        return host, port
+        return self._host, port
 
     def reduce(self, host: str, port: int, rank: int, world: int, backend: str) -> float:
         """Bytes per second; a sum that is wrong is an error."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.env import LOCAL_RAY_ENVIRONMENT
+from megarl.env import GLOO_INTERFACE, LOCAL_RAY_ENVIRONMENT
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "sinfo")
 NODES = {"n0": "127.0.0.1", "n1": "127.0.0.2"}
@@ -66,7 +66,8 @@ class SlurmCluster:
     def environment(self) -> dict[str, str]:
         # A Ray of one machine, as other tests start it, would let no other node join.
         outer = {name: value for name, value in os.environ.items() if name not in LOCAL_RAY_ENVIRONMENT}
-        return {**outer, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        # The second node's address is one of loopback's, though no interface lists it: gloo would look elsewhere.
+        return {**outer, "SLURM_CONF": str(self.folder / "slurm.conf"), GLOO_INTERFACE.name: "lo"}
 
     def ask(self, *words: str) -> str:
         done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60, check=False)

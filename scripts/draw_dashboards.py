@@ -54,8 +54,12 @@ class Source:
         self.num_asked = 0
         self.num_empty = 0
 
+    @property
+    def seconds(self) -> float:
+        return self._end - self._start
+
     def lines(self, query: Query) -> list[Line]:
-        step = (self._end - self._start) / NUM_POINTS
+        step = self.seconds / NUM_POINTS
         answer = httpx.get(
             f"{self._url}/api/v1/query_range",
             params={
@@ -127,6 +131,7 @@ def _draw_panel(figure: Figure, panel: Panel, source: Source, *, left: int, top:
     lines = [line for query in panel.queries for line in source.lines(query)]
     if is_plot and lines:
         _draw_lines(axes, panel, lines)
+        axes.set_xlim(0, source.seconds)
         return
     axes.set_axis_off()
     if not lines:
@@ -156,6 +161,8 @@ def _draw_lines(axes: Axes, panel: Panel, lines: Sequence[Line]) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _formatted(value, panel)))
         if panel.max is not None:
             axes.set_ylim(0, panel.max)
+        elif not any(value for _, _, values_of_line in lines for value in values_of_line):
+            axes.set_ylim(0, 1)
     axes.tick_params(labelsize=7.5)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 60:.2g} min"))
     axes.xaxis.set_major_locator(MaxNLocator(5))

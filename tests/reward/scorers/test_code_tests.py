@@ -45,7 +45,7 @@ def has_bubblewrap() -> None:
     try:
         Sandbox("bubblewrap", LIMITS)
     except SandboxError as error:
-        pytest.skip(str(error))
+        pytest.fail(f"{error}; run scripts/install_debian_packages.sh", pytrace=False)
 
 
 @pytest.mark.parametrize("sandbox", ["bubblewrap", "none"])

@@ -225,6 +225,7 @@ class TransferPublisher:
             # The ranks are about to be ended; an engine would wait for them until its deadline, and hear nobody.
             await asyncio.to_thread(abandon_group, store.address, name=_GROUP, reason="the publish was given up")
             tasks[0].cancel()
+            tasks[1].add_done_callback(_ignore)
             await asyncio.wait(tasks, timeout=_GIVE_UP_S)
             raise
         failures = [error for task in done if (error := task.exception()) is not None]
@@ -235,3 +236,9 @@ class TransferPublisher:
             loss = tasks[0].exception()
             raise loss if isinstance(loss, WorkerError) else failures[0]
         return tasks[0].result(), tasks[1].result()
+
+
+def _ignore(task: asyncio.Task[Arrived]) -> None:
+    """Whatever it ended with: asyncio would print a failure that nobody has asked for."""
+    if not task.cancelled():
+        task.exception()

@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 DATA := data/arithmetic
 
 .DEFAULT_GOAL := help
-.PHONY: help setup patches quickstart test test-slow faults soak test-gpu check fmt docs clean
+.PHONY: help setup patches quickstart test test-slow faults soak test-gpu bench-gpu check fmt docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ soak: setup ## 200 steps with a random accident about every five; prints its see
 
 test-gpu: ## the tests that need a CUDA device, in an environment of your own that has one
 	$(PYTHON) -m pytest -m gpu -rs
+
+bench-gpu: ## all figures of docs/performance.md on this machine's GPU, in an environment of your own that has one
+	$(PYTHON) -c 'from megarl.cli.main import main; main()' bench gpu --out bench-gpu.jsonl
 
 check: setup ## lint, format, types, layers
 	$(BIN)/ruff check

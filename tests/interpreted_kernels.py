@@ -13,7 +13,7 @@ from megarl.train.fused import Rotation, gated, rotated
 from megarl.train.fused_kernels import gate, grad_gate, rotate
 from megarl.train.logprob import _grad_logits, _RowGradients, _summed
 from megarl.train.logprob_kernel import grad_rows, sum_rows
-from megarl.weights.digest import MODULUS, _bits, _seeds, digest
+from megarl.weights.digest import MODULUS, DigestSums, Part, _bits, _bits_of_matrix, _seeds, digest
 from megarl.weights.digest_kernel import digest_rows
 from megarl.weights.slices import Slice
 
@@ -75,6 +75,28 @@ def digests() -> float:
     return 0.0
 
 
+def digests_in_one_launch() -> float:
+    for dtype in (torch.bfloat16, torch.float32):
+        values = torch.randn(70, 1536).to(dtype)
+        boxes = [
+            ("x", values, Slice(name="a", offsets=(3, 16), shape=(70, 1536))),
+            ("y", values[:, 64:128], Slice(name="b", offsets=(0, 1), shape=(70, 64))),
+            ("x", values[5], Slice(name="c", offsets=(7,), shape=(1536,))),
+        ]
+        parts = [
+            Part(key=key, dtype=dtype, box=box, canonical_shape=(4000, 4000)[: part.dim()]) for key, part, box in boxes
+        ]
+        sums = DigestSums(parts)
+        found = sums._prepared(torch.device("cpu")).compute([_bits_of_matrix(part) for _, part, _ in boxes])
+        if {key: int(value) % MODULUS for key, value in zip("xy", found, strict=True)} != sums.compute(
+            [part for _, part, _ in boxes]
+        ):
+            return 1.0
+    return 0.0
+
+
+CHECKS = (activation, rotation, scores, digests, digests_in_one_launch)
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print(json.dumps({check.__name__: check() for check in (activation, rotation, scores, digests)}))  # noqa: T201
+    print(json.dumps({check.__name__: check() for check in CHECKS}))  # noqa: T201

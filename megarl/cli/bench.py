@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import platform
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from megarl.observe.figures import Figure
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure megarl on this machine.")
 
@@ -168,74 +163,42 @@ def bench_reshard(
         raise typer.Exit(1)
 
 
-@bench_app.command("train")
-def bench_train(
-    peer: Annotated[list[str] | None, typer.Option(help="`transformers` or `transformers compiled`.")] = None,
-) -> None:
-    """Time forward and backward of the policy on one GPU, and its log-probabilities and entropies.
-
-    Exit code 1 where a ratio is more than 15 % below its record.
-    """
-    from megarl.train import measure
-
-    measure.need_gpu()
-    figures = measure.measure_scores()
-    for workload in measure.WORKLOADS:
-        figures += measure.step_figures(workload, measure.measure_steps(workload, peers=tuple(peer or ())))
-    figures += measure.step_figures(measure.LONG_WORKLOAD, measure.measure_steps(measure.LONG_WORKLOAD, peers=()))
-    _finish(figures, measure.measure_ceilings())
-
-
-@bench_app.command("engine")
-def bench_engine(
-    model: Annotated[str, typer.Option(help="A Qwen2 model of the catalogue, for its size.")] = "qwen2.5-7b",
-    option: Annotated[
+@bench_app.command("gpu")
+def bench_gpu(
+    piece: Annotated[
+        list[str] | None, typer.Option(help="Only this one; again for more. All of them without it.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Gets each figure as soon as it is known.")] = None,
+    engine_model: Annotated[str, typer.Option(help="A Qwen2 model of the catalogue, for its size.")] = "qwen2.5-7b",
+    engine_option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of SGLang; VALUE is JSON or a word.")
     ] = None,
 ) -> None:
-    """Time publishing to and generating with an engine on the same GPU.
+    """Time training, publishing and generating on one GPU, each against ceilings and peers of the same run.
 
-    Exit code 1 where a ratio is more than 15 % below its record.
+    Exit code 1 where a ratio is more than 15 % below its record, or a figure could not be had.
     """
-    from megarl.rollout.measure import measure_engine
-    from megarl.train import measure
+    from megarl.cli.gpu_figures import print_results
+    from megarl.cli.gpu_pieces import PIECES, PieceOptions, run_pieces
+    from megarl.train.measure import need_gpu
 
-    measure.need_gpu()
-
-    async def measured(folder: Path) -> list[Figure]:
-        figures = []
-        async for figure in measure_engine(model, folder, _options(option or [])):
-            print(f"{figure.name}: {figure.value:.4g} {figure.unit}", file=sys.stderr)
-            figures.append(figure)
-        return figures
-
-    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
-        figures = asyncio.run(measured(Path(folder)))
-    _finish(figures, measure.measure_ceilings())
-
-
-def _finish(figures: Sequence[Figure], ceilings: dict[str, float]) -> None:
-    import torch
-
-    from megarl.cli.gpu_figures import print_figures
-
-    machine = {
-        "device": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        **{name: _version(name) for name in ("megatron-core", "sglang", "transformers")},
-        **{name: round(value) for name, value in ceilings.items()},
-    }
-    print_figures(figures, machine)
-    if any(figure.has_fallen for figure in figures):
+    for name in piece or ():
+        if name not in PIECES:
+            raise typer.BadParameter(f"{name}: no such piece; choose of {', '.join(PIECES)}", param_hint="--piece")
+    options = PieceOptions(engine_model=engine_model, engine_options=_options(engine_option or []))
+    need_gpu()
+    results = run_pieces(piece or list(PIECES), options, out=out)
+    print_results(results)
+    if results.failures or any(figure.has_fallen for figure in results.figures):
         raise typer.Exit(1)
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "(unknown)"
+@bench_app.command("gpu-piece", hidden=True)
+def bench_gpu_piece(name: str, options: str) -> None:
+    """One piece of `bench gpu`, in this process."""
+    from megarl.cli.gpu_pieces import PieceOptions, run_piece
+
+    run_piece(name, PieceOptions(**json.loads(options)))
 
 
 def _options(words: Sequence[str]) -> dict[str, object]:
@@ -243,7 +206,7 @@ def _options(words: Sequence[str]) -> dict[str, object]:
     for word in words:
         name, separator, value = word.partition("=")
         if not separator:
-            raise typer.BadParameter(f"{word}: write NAME=VALUE", param_hint="--option")
+            raise typer.BadParameter(f"{word}: write NAME=VALUE", param_hint="--engine-option")
         try:
             options[name] = json.loads(value)
         except json.JSONDecodeError:

@@ -118,6 +118,19 @@ def _keep_best(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _offload(recipe: Recipe) -> Iterator[Problem]:
+    rollout = recipe.roles.rollout
+    for role in ("actor", "critic"):
+        config = recipe.roles.actor if role == "actor" else recipe.roles.critic
+        if config is None or config.offload == "nothing":
+            continue
+        if rollout is None or rollout.pool != config.pool:
+            yield Problem(
+                key=f"roles.{role}.offload",
+                message=f"{config.offload} makes room for engines, and none are in pool {config.pool}; remove it",
+            )
+
+
 def _without_effect(recipe: Recipe) -> Iterator[Problem]:
     """Keys that somebody set and nobody would read."""
     for role, split in recipe.megatron_roles.items():
@@ -135,6 +148,7 @@ def _without_effect(recipe: Recipe) -> Iterator[Problem]:
             if layers is not None and (split.pipeline == 1 or split.virtual_pipeline > 1):
                 message = "needs pipeline > 1 and virtual_pipeline 1; remove it"
                 yield Problem(key=f"roles.{role}.{name}", message=message)
+    yield from _offload(recipe)
     reference = recipe.roles.reference
     if reference is not None and reference.pool is None:
         for name in sorted(reference.model_fields_set - {"pool", "path"}):

@@ -113,6 +113,9 @@ class ModelParallelConfig(Section):
 
 
 class TrainedModelConfig(ModelParallelConfig):
+    offload: Literal["nothing", "optimizer", "everything"] = "nothing"
+    """What goes to host memory while engines generate in the same pool: the optimizer's states, or the weights as well;
+    with either, gradients are given up meanwhile."""
     megatron_optimizer: dict[str, object] = Field(default={})
     """Further fields of megatron-core's OptimizerConfig, such as `decoupled_weight_decay: false`."""
     megatron_ddp: dict[str, object] = Field(default={})

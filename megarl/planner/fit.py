@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from megarl.config.check import check_without_files
 from megarl.config.document import Document, override
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import Recipe, TrainedModelConfig
 from megarl.planner.hardware import Gpu
 from megarl.planner.placement import place
 from megarl.planner.run_plan import size
@@ -82,6 +82,8 @@ def _changes(recipe: Recipe) -> Iterator[_Change]:
         key = f"roles.{role}"
         if split.tensor > 1 and not split.is_sequence_parallel:
             yield (f"{key}.is_sequence_parallel=true",)
+        if isinstance(split, TrainedModelConfig) and split.offload == "nothing":
+            yield (f"{key}.offload=optimizer",)
         if role != "reference" and "recompute_granularity" not in split.megatron:
             yield tuple(f"{key}.megatron.{option}" for option in _RECOMPUTE)
         for factor in (2, _MAX_GROWTH):

@@ -1,7 +1,7 @@
 """Who holds how much where and when: the fullest GPU of every kind in every phase, and host memory per node.
 
 Roles that share a pool share its GPUs: all of them hold what they always hold, and one at a time computes. An engine
-that sleeps gives back its KV cache and keeps its weights.
+that sleeps gives back its KV cache and keeps its weights; a trainer that offloads is in host memory while it generates.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megarl.config.algorithm import KlRewardConfig, PolicyGradientConfig
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import ModelParallelConfig, Recipe, TrainedModelConfig
 from megarl.planner.activations import ModelWork, activation_bytes, forward_bytes, scoring_bytes
 from megarl.planner.hardware import GIB, Gpu
 from megarl.planner.memory import EngineMemory, StageMemory, bare_weights, engine_memory, stage_memory
@@ -20,10 +20,12 @@ from megarl.planner.placement import ModelPlacement, Placement
 from megarl.planner.shapes import RoleShapes
 from megarl.weights.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES
 
-CONTEXT_BYTES = 2 * GIB
-"""CUDA context, NCCL buffers and fragmentation of one process: an allowance."""
-GRAPH_BYTES = 3 * GIB
-"""CUDA graphs and activations of an engine: an allowance."""
+TRAINER_CONTEXT_BYTES = 7 * GIB // 2
+"""CUDA context, loaded kernels, workspaces and NCCL buffers of one rank: an allowance. One on an H200 had 3.7 GiB."""
+ENGINE_CONTEXT_BYTES = GIB
+"""The same of an engine, without its graphs: an allowance."""
+GRAPH_BYTES = 3 * GIB // 2
+"""CUDA graphs and activations of an engine: an allowance. With the context, one of 0.5B on an H200 had 1.4 GiB."""
 
 
 class Phase(StrEnum):
@@ -97,7 +99,6 @@ class _Pool:
             )
             for role in names
         }
-        self._context = () if gpu is None else (Item(name="context", num_bytes=CONTEXT_BYTES, is_exact=False),)
         rollout = recipe.roles.rollout
         self._engine: EngineMemory | None = None
         if rollout is not None and rollout.pool == pool:
@@ -107,7 +108,8 @@ class _Pool:
         held = [item for model in self._models.values() for item in model.held]
         if self._engine is not None:
             cache = Item(name="KV cache", num_bytes=self._engine.cache_bytes, is_exact=True)
-            yield self._ledger(Phase.GENERATING, [*held, *self._asleep(), cache])
+            resting = [item for model in self._models.values() for item in model.resting]
+            yield self._ledger(Phase.GENERATING, [*resting, *self._asleep(), cache])
         for phase in (Phase.SCORING, Phase.TRAINING):
             busy = {role: model.busy(phase) for role, model in self._models.items()}
             possible = [
@@ -124,16 +126,18 @@ class _Pool:
         engine = self._engine
         if engine is not None:
             yield Item(name="engine weights", num_bytes=engine.weight_bytes, is_exact=True)
-            yield Item(name="staging", num_bytes=engine.staging_bytes, is_exact=True)
+            if not publishes_in_place(self._recipe):
+                yield Item(name="staging", num_bytes=engine.staging_bytes, is_exact=True)
             if self._capacity is not None:
                 yield Item(name="engine graphs", num_bytes=GRAPH_BYTES, is_exact=False)
 
     def _ledger(self, phase: Phase, items: Sequence[Item]) -> Ledger:
-        num_processes = len(self._models) + (self._engine is not None)
+        sizes = [TRAINER_CONTEXT_BYTES] * len(self._models) + [ENGINE_CONTEXT_BYTES] * (self._engine is not None)
+        contexts = [Item(name="context", num_bytes=size, is_exact=False) for size in sizes]
         return Ledger(
             where=self._where,
             phase=phase,
-            items=(*items, *(self._context * num_processes)),
+            items=(*items, *(contexts if self._capacity is not None else ())),
             capacity_bytes=self._capacity,
         )
 
@@ -169,6 +173,12 @@ class _Model:
         """At all times, by a rank of the fullest stage."""
         return max(self._held, key=_total)
 
+    @property
+    def resting(self) -> tuple[Item, ...]:
+        """While engines generate: what it does not offload."""
+        gone = {self._prefix + name for name in _offloaded(self._work.split) if not self._work.is_cpu}
+        return tuple(item for item in self.held if item.name not in gone)
+
     def busy(self, phase: Phase) -> tuple[Item, ...]:
         """While it computes, on the fullest stage; empty where it does not in this phase."""
         stages = range(self._work.split.pipeline)
@@ -190,7 +200,8 @@ class _Model:
         yield self._item("weights", stage.weight_bytes)
         yield self._item("gradients", stage.gradient_bytes)
         yield self._item("optimizer", stage.optimizer_bytes)
-        if self._role == "actor" and self._recipe.roles.rollout is not None:
+        is_sending = self._role == "actor" and self._recipe.roles.rollout is not None
+        if is_sending and not publishes_in_place(self._recipe):
             yield Item(name="send buckets", num_bytes=NUM_LANES * DEFAULT_BUCKET_BYTES, is_exact=True)
 
     def _asked(self, stage: int) -> Iterator[Item]:
@@ -216,6 +227,24 @@ class _Model:
 def keeps_reference(recipe: Recipe) -> bool:
     """Whether the actor's ranks hold it in host memory."""
     return recipe.roles.reference is not None and recipe.roles.reference.pool is None
+
+
+def publishes_in_place(recipe: Recipe) -> bool:
+    """Whether every engine finds the whole model in the memory of the trainer rank on its own GPU."""
+    actor, rollout = recipe.roles.actor, recipe.roles.rollout
+    if rollout is None or recipe.run.device == "cpu" or rollout.pool != actor.pool:
+        return False
+    return actor.model_parallel == actor.expert == rollout.tensor == 1
+
+
+def _offloaded(split: ModelParallelConfig) -> tuple[str, ...]:
+    """Names of what leaves the GPU while engines generate."""
+    offload = split.offload if isinstance(split, TrainedModelConfig) else "nothing"
+    return {
+        "nothing": (),
+        "optimizer": ("gradients", "optimizer"),
+        "everything": ("gradients", "optimizer", "weights"),
+    }[offload]
 
 
 def host_ledgers(recipe: Recipe, shapes: RoleShapes, placement: Placement) -> tuple[HostLedger, ...]:
@@ -262,6 +291,11 @@ def _kept_in_host(
     if role == "actor" and keeps_reference(recipe):
         for stage, weights in enumerate(bare_weights(shapes.policy, model.parallel, is_cpu=is_cpu)):
             stages[stage].append(Item(name="reference weights", num_bytes=weights.num_bytes, is_exact=True))
+    away = _offloaded(recipe.megatron_roles[role])
+    if away and not is_cpu:
+        for number, trained in enumerate(stage_memory(shapes.of(role), model.parallel, is_cpu=False)):
+            num_bytes = trained.optimizer_bytes + (trained.weight_bytes if "weights" in away else 0)
+            stages[number].append(Item(name=f"{role}'s offloaded memory", num_bytes=num_bytes, is_exact=True))
     if role != "reference" and saves(recipe):
         for stage, num_bytes in enumerate(snapshot_bytes(recipe, shapes, role, model)):
             stages[stage].append(Item(name=f"{role}'s snapshot, while saving", num_bytes=num_bytes, is_exact=False))

@@ -125,17 +125,13 @@ class EngineClient:
         self._request_timeout_s = request_timeout_s
         self._has_sessions: bool | None = None
         self._is_asleep = False
+        self._urls: dict[str, httpx.URL] = {}
+        # Without httpx's client around it, which costs the driver as much per request as sending it.
         transport = transport or AiohttpTransport(client=_open_session)
-        self._http = httpx.AsyncClient(
-            base_url=endpoint.url,
-            transport=BoundedTransport(transport, max_bytes=MAX_REPLY_BYTES),
-            # A compressed reply could be larger than it looks.
-            headers={"Accept-Encoding": "identity"},
-            trust_env=False,
-        )
+        self._transport = BoundedTransport(transport, max_bytes=MAX_REPLY_BYTES)
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._transport.aclose()
 
     async def generate(self, request: GenerateRequest) -> JsonValue:
         """The reply as it came; see `reply` for what it must contain. Cancelling this ends the request there too."""
@@ -188,7 +184,7 @@ class EngineClient:
     async def is_healthy(self, *, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
         """Whether the server answers. A paused or sleeping engine is healthy too."""
         try:
-            response = await self._http.get("/health", timeout=timeout_s)
+            response = await self._exchange("GET", "/health", None, None, timeout_s)
         except httpx.HTTPError:
             return False
         return response.status_code == HTTPStatus.OK
@@ -264,7 +260,7 @@ class EngineClient:
 
     async def _get(self, operation: str, path: str, *, timeout_s: float) -> Mapping[str, JsonValue]:
         try:
-            response = await self._http.get(path, headers=_bearer(self.endpoint.keys.api), timeout=timeout_s)
+            response = await self._exchange("GET", path, None, self.endpoint.keys.api, timeout_s)
         except httpx.HTTPError as error:
             raise self._error(operation, _reason(error, timeout_s)) from error
         info = _json(self._checked(operation, response))
@@ -285,11 +281,30 @@ class EngineClient:
     async def _send(
         self, operation: str, path: str, body: Mapping[str, JsonValue], key: str, timeout_s: float
     ) -> httpx.Response:
-        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
         try:
-            return await self._http.post(path, json=body, headers=_bearer(key), timeout=timeout)
+            return await self._exchange("POST", path, body, key, timeout_s)
         except httpx.HTTPError as error:
             raise self._error(operation, _reason(error, timeout_s)) from error
+
+    async def _exchange(
+        self, method: str, path: str, body: Mapping[str, JsonValue] | None, key: str | None, timeout_s: float
+    ) -> httpx.Response:
+        if path not in self._urls:
+            self._urls[path] = httpx.URL(f"{self.endpoint.url}{path}")
+        request = httpx.Request(
+            method,
+            self._urls[path],
+            # A compressed reply could be larger than it looks.
+            headers={"Accept-Encoding": "identity", **({} if key is None else _bearer(key))},
+            json=body,
+            extensions={"timeout": httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S).as_dict()},
+        )
+        response = await self._transport.handle_async_request(request)
+        try:
+            await response.aread()
+        finally:
+            await response.aclose()
+        return response
 
     def _checked(self, operation: str, response: httpx.Response) -> httpx.Response:
         if response.status_code != HTTPStatus.OK:

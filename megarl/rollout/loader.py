@@ -133,6 +133,7 @@ class _Member:
             bucket_bytes=meeting.bucket_bytes,
             digest=fastest_digest(is_on_host=route.is_cpu_engine),
             shares_device=route.shares_devices,
+            keeps_open=route.keeps_open,
         )
 
     def _commit(self, version: int) -> None:

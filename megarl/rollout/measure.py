@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import aiohttp
 import numpy as np
@@ -21,7 +22,8 @@ from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import RolloutRoleConfig
 from megarl.data.tiny_model import TinyShape, write_config
-from megarl.observe.figures import Figure
+from megarl.errors import MegarlError
+from megarl.observe.figures import Failure, Figure
 from megarl.rollout.client import EngineClient, EngineKeys, GenerateRequest
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
@@ -36,7 +38,10 @@ from megarl.weights.slices import TensorSpec
 from megarl.weights.tensors import torch_dtype
 from megarl.weights.transfer import DEFAULT_BUCKET_BYTES, Sender, TransferGroup
 
-_TIMEOUT_S = 120.0
+Result = TypeVar("Result")
+
+_TIMEOUT_S = 60.0
+_PART_TIMEOUT_S = 120.0
 _NUM_WARMUPS = 2
 _NUM_REPEATS = 5
 _ALIGNMENT = 64
@@ -58,14 +63,22 @@ class _Server:
         return self.fleet.engines[0].client
 
 
-async def measure_engine(model: str, folder: Path, options: Mapping[str, object]) -> AsyncIterator[Figure]:
-    """Publishing to and generating with an engine that starts with weights of no meaning; `options` are SGLang's."""
+async def measure_engine(model: str, folder: Path, options: Mapping[str, object]) -> AsyncIterator[Figure | Failure]:
+    """Publishing to and generating with an engine that starts with weights of no meaning; `options` are SGLang's.
+
+    A part that fails or is late says so and takes none of the others with it.
+    """
+    parts = {"publish": _measure_publish, "sleep": _measure_sleep, "rollouts": _measure_generation}
     async with _serving(model, folder, options) as server:
-        yield await _measure_generation(server)
-        for figure in await _measure_sleep(server):
-            yield figure
-        for figure in await _measure_publish(server):
-            yield figure
+        for name, part in parts.items():
+            try:
+                async with asyncio.timeout(_PART_TIMEOUT_S):
+                    async for figure in part(server):
+                        yield figure
+            except TimeoutError:
+                yield Failure(part=name, reason=f"not done within {_PART_TIMEOUT_S:.0f} s")
+            except (MegarlError, RuntimeError, aiohttp.ClientError) as error:
+                yield Failure(part=name, reason=f"{type(error).__name__}: {error}"[:500])
 
 
 @asynccontextmanager
@@ -103,7 +116,7 @@ async def _serving(model: str, folder: Path, options: Mapping[str, object]) -> A
         await asyncio.to_thread(process.stop)
 
 
-async def _measure_publish(server: _Server) -> list[Figure]:
+async def _measure_publish(server: _Server) -> AsyncIterator[Figure]:
     route = Route(
         shape=server.shape,
         parallel=MegatronParallel(),
@@ -133,36 +146,47 @@ async def _measure_publish(server: _Server) -> list[Figure]:
 
     sender, _ = await asyncio.gather(asyncio.to_thread(join), control.join(route, plan_hash=plan.hash, meeting=meeting))
     versions = iter(range(1, 1000))
+    spent: dict[str, list[float]] = {"sent": [], "staged": [], "committed": []}
 
     async def publish() -> None:
         version = PolicyVersion(next(versions))
-        sent, arrived = await asyncio.gather(asyncio.to_thread(sender.send, version), control.stage(version))
+        sent, arrived = await asyncio.gather(
+            _noted(asyncio.to_thread(sender.send, version), spent["sent"]),
+            _noted(control.stage(version), spent["staged"]),
+        )
         check_delivery([sent], arrived)
-        await control.commit(version)
+        await _noted(control.commit(version), spent["committed"])
 
     num_bytes = sum(plan.received_bytes.values())
     ours_s = await _seconds(publish)
     floor_s = _copy_seconds(num_bytes)
-    peers = {size: await _measure_flattened(server, size) for size in _FLATTENED_BYTES}
-    best = min(peers, key=lambda size: peers[size])
+    parts = ", ".join(f"{name} in {1e3 * median(times[_NUM_WARMUPS:]):.1f}" for name, times in spent.items())
     label = f"publish of {num_bytes / 1e9:.1f} GB on one GPU, digests included"
+    yield Figure(
+        key="publish, copy",
+        name=f"{label} ({parts})",
+        value=1e3 * ours_s,
+        unit="ms",
+        against=f"one copy on the device, {1e3 * floor_s:.1f} ms",
+        ratio=floor_s / ours_s,
+    )
+    peers = {size: await _measure_flattened(server, size) for size in _FLATTENED_BYTES}
     told = ", ".join(f"{1e3 * seconds:.1f} ms in buckets of {size >> 20} MiB" for size, seconds in peers.items())
-    return [
-        Figure(
-            name=label,
-            value=1e3 * ours_s,
-            unit="ms",
-            against=f"SGLang's flattened buckets without digests, {told}",
-            ratio=peers[best] / ours_s,
-        ),
-        Figure(
-            name=label,
-            value=1e3 * ours_s,
-            unit="ms",
-            against=f"one copy on the device, {1e3 * floor_s:.1f} ms",
-            ratio=floor_s / ours_s,
-        ),
-    ]
+    yield Figure(
+        key="publish",
+        name=label,
+        value=1e3 * ours_s,
+        unit="ms",
+        against=f"SGLang's flattened buckets without digests, {told}",
+        ratio=min(peers.values()) / ours_s,
+    )
+
+
+async def _noted(call: Awaitable[Result], seconds: list[float]) -> Result:
+    start = time.perf_counter()
+    result = await call
+    seconds.append(time.perf_counter() - start)
+    return result
 
 
 def _random_weights(specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
@@ -207,7 +231,7 @@ async def _measure_flattened(server: _Server, bucket_bytes: int) -> float:
     return await _seconds(send)
 
 
-async def _measure_sleep(server: _Server) -> list[Figure]:
+async def _measure_sleep(server: _Server) -> AsyncIterator[Figure]:
     """How long an engine takes to give its cache back and to take it again."""
     sleeps, wakes = [], []
     for _ in range(_NUM_REPEATS):
@@ -217,13 +241,11 @@ async def _measure_sleep(server: _Server) -> list[Figure]:
         await server.fleet.wake()
         sleeps.append(middle - start)
         wakes.append(time.perf_counter() - middle)
-    return [
-        Figure(name=name, value=1e3 * median(found), unit="ms", against="nothing", ratio=1.0)
-        for name, found in (("engine gives its cache back", sleeps), ("engine takes its cache again", wakes))
-    ]
+    for name, found in (("engine gives its cache back", sleeps), ("engine takes its cache again", wakes)):
+        yield Figure(key=name, name=name, value=1e3 * median(found), unit="ms", against="nothing", ratio=1.0)
 
 
-async def _measure_generation(server: _Server) -> Figure:
+async def _measure_generation(server: _Server) -> AsyncIterator[Figure]:
     """The same requests through the generator and straight to the server; each of them twice, the better counts."""
     random = np.random.default_rng(0)
     prompts = [
@@ -283,7 +305,8 @@ async def _measure_generation(server: _Server) -> Figure:
         start = time.perf_counter()
         num_tokens = await call()
         rates[name] = max(rates.get(name, 0.0), num_tokens / (time.perf_counter() - start))
-    return Figure(
+    yield Figure(
+        key="rollouts",
         name=f"rollouts, {_NUM_PROMPTS * _NUM_ROLLOUTS} requests of {_PROMPT_TOKENS} + {_RESPONSE_TOKENS} tokens",
         value=rates["through"],
         unit="tokens/s",

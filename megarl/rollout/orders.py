@@ -49,6 +49,8 @@ class Route:
     """Of each target rank; empty is a node for each, or with `shares_devices` the GPU of the same trainer rank."""
     relays: bool = False
     """Whether nodes of engines pass weights on to each other."""
+    keeps_open: bool = True
+    """Whether the trainer's memory stays open in the engines between publishes: it cannot be given back meanwhile."""
 
     @property
     def num_peers(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +91,7 @@ def read_response(reply: JsonValue, expected: Expectation) -> Response:
     num_kept = max(len(token_ids) - 1, 0) if is_cut else len(token_ids)
     return Response(
         token_ids=np.array(token_ids[:num_kept], dtype=np.int32),
-        logprobs=np.array(logprobs[:num_kept], dtype=np.float32),
+        logprobs=logprobs[:num_kept].astype(np.float32),
         versions=_versions(meta, len(token_ids), expected)[:num_kept],
         finish_reason=finish_reason,
     )
@@ -106,32 +107,41 @@ def _finish_reason(finish: Mapping[str, JsonValue], expected: Expectation) -> Fi
 
 
 def _token_ids(value: JsonValue, expected: Expectation, *, fewest: int) -> list[int]:
-    token_ids = [_integer(item, "a token id") for item in _sequence(value, "output_ids")]
+    items = _sequence(value, "output_ids")
+    if set(map(type, items)) - {int}:
+        items = [_integer(item, "a token id") for item in items]
+    token_ids = cast("list[int]", items)
     if not fewest <= len(token_ids) <= expected.max_response_tokens:
         raise BadReplyError(f"{len(token_ids)} tokens, asked for {fewest} to {expected.max_response_tokens}")
-    for token_id in token_ids:
+    for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
         if not 0 <= token_id < expected.vocab:
             raise BadReplyError(f"token id {token_id} is not in the vocabulary of {expected.vocab}")
     return token_ids
 
 
-def _logprobs(value: JsonValue, token_ids: Sequence[int]) -> list[float]:
+def _logprobs(value: JsonValue, token_ids: Sequence[int]) -> npt.NDArray[np.float64]:
     entries = _sequence(value, "output_token_logprobs")
     if len(entries) != len(token_ids):
         raise BadReplyError(f"{len(entries)} log-probabilities for {len(token_ids)} tokens")
-    logprobs = []
+    pairs = [entry[:2] for entry in entries if isinstance(entry, list)]
+    values = [pair[0] for pair in pairs if pair]
+    if [pair[-1] for pair in pairs if pair] == token_ids and not set(map(type, values)) - {float, int}:
+        found = np.array(values, dtype=np.float64)
+        if np.isfinite(found).all() and found.max(initial=-np.inf) <= _MAX_LOGPROB:
+            return found
+    raise _wrong_logprob(entries, token_ids)
+
+
+def _wrong_logprob(entries: Sequence[JsonValue], token_ids: Sequence[int]) -> BadReplyError:
+    """Says which one."""
     for entry, token_id in zip(entries, token_ids, strict=True):
         pair = _sequence(entry, "a log-probability")
         if len(pair) < 2 or pair[1] != token_id:
-            raise BadReplyError(f"log-probability {pair[:2]} is not of token {token_id}")
-        logprobs.append(_logprob(pair[0], token_id))
-    return logprobs
-
-
-def _logprob(value: JsonValue, token_id: int) -> float:
-    if isinstance(value, float | int) and math.isfinite(value) and value <= _MAX_LOGPROB:
-        return float(value)
-    raise BadReplyError(f"log-probability {value!r} of token {token_id}")
+            return BadReplyError(f"log-probability {pair[:2]} is not of token {token_id}")
+        value = pair[0]
+        if not isinstance(value, float | int) or not math.isfinite(value) or value > _MAX_LOGPROB:
+            return BadReplyError(f"log-probability {value!r} of token {token_id}")
+    raise AssertionError(f"nothing is wrong with {len(entries)} log-probabilities")
 
 
 def _check_end(

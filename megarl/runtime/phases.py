@@ -16,6 +16,14 @@ class Sleeper(Protocol):
     async def wake(self) -> None: ...
 
 
+class Offloader(Protocol):
+    """A model that can leave its device to others."""
+
+    async def release(self) -> None: ...
+
+    async def reload(self) -> None: ...
+
+
 class SeparatePhases:
     """Everyone has a pool of its own: nobody waits."""
 
@@ -29,14 +37,26 @@ class SeparatePhases:
 
 
 class SharedPhases:
-    """Trainer and engines take turns on one pool: engines sleep except while generating."""
+    """Trainers and engines take turns on one pool: engines sleep except while generating, and trainers that offload are
+    away meanwhile. Between the two, when weights are published, both are there.
+    """
 
     def __init__(self, engines: Sequence[Sleeper]) -> None:
         self._engines = engines
+        self._trainers: Sequence[Offloader] = ()
         self._are_awake = True
+        self._are_away = False
+
+    def take_turns_with(self, trainers: Sequence[Offloader]) -> None:
+        """With these, which have just started, from now on."""
+        self._trainers = trainers
+        self._are_away = False
 
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:
+        if not self._are_away:
+            await asyncio.gather(*(trainer.release() for trainer in self._trainers))
+            self._are_away = True
         if not self._are_awake:
             await asyncio.gather(*(engine.wake() for engine in self._engines))
             self._are_awake = True
@@ -47,4 +67,7 @@ class SharedPhases:
         if self._are_awake:
             await asyncio.gather(*(engine.sleep() for engine in self._engines))
             self._are_awake = False
+        if self._are_away:
+            await asyncio.gather(*(trainer.reload() for trainer in self._trainers))
+            self._are_away = False
         yield

@@ -114,6 +114,12 @@ class Origin:
 
 
 class TrainedProcess(ModelProcess[AnyTrainedRank]):
+    def release(self) -> None:
+        self.model.release()
+
+    def reload(self) -> None:
+        self.model.reload()
+
     def snapshot(self, contents: Contents) -> TrainerState:
         return self.model.snapshot(contents)
 
@@ -183,6 +189,7 @@ class ActorProcess(TrainedProcess[ActorRank]):
             bucket_bytes=meeting.bucket_bytes,
             digest=fastest_digest(is_on_host=route.is_cpu_engine),
             shares_device=route.shares_devices,
+            keeps_open=route.keeps_open,
         )
 
     def send(self, version: int) -> dict[tuple[int, str], int]:
@@ -323,6 +330,13 @@ class Ranks:
 
 
 class TrainedRanks(Ranks):
+    async def release(self) -> None:
+        """Leave the devices to others until `reload`."""
+        await self._compute("release")
+
+    async def reload(self) -> None:
+        await self._compute("reload")
+
     async def snapshot(self, contents: Contents) -> TrainerState:
         return cast("TrainerState", await self._compute("snapshot", contents))
 

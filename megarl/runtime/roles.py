@@ -23,7 +23,7 @@ from megarl.runtime.fleet_events import observe_fleet
 from megarl.runtime.operator import open_to_operator
 from megarl.runtime.phases import SeparatePhases, SharedPhases
 from megarl.runtime.publisher import NoPublisher, TransferPublisher
-from megarl.runtime.ranks import ActorRanks, CriticRanks, ReferenceRanks
+from megarl.runtime.ranks import ActorRanks, CriticRanks, ReferenceRanks, TrainedRanks
 from megarl.runtime.supervisor import Supervisor
 from megarl.runtime.trainers import Trainers
 from megarl.stages import Phases, Publisher
@@ -181,7 +181,17 @@ async def connect(
         publisher = await _connect(config, route, trainers.actor, fleet, supervisor, stack, observer, host=host)
     elif config is not None and fleet is not None:
         publisher = await _connect_by_files(recipe, config, trainers.actor, fleet)
+    if isinstance(rollout.phases, SharedPhases):
+        rollout.phases.take_turns_with(_offloaders(recipe, trainers))
     return Roles(trainers=trainers, fleet=fleet, supervisor=supervisor, publisher=publisher, phases=rollout.phases)
+
+
+def _offloaders(recipe: Recipe, trainers: Trainers) -> list[TrainedRanks]:
+    actor, critic = recipe.roles.actor, recipe.roles.critic
+    found: list[TrainedRanks] = [trainers.actor] if actor.offload != "nothing" else []
+    if trainers.critic is not None and critic is not None and critic.offload != "nothing":
+        found.append(trainers.critic)
+    return found
 
 
 async def _connect(
@@ -241,4 +251,5 @@ def route_of(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, nu
         expert=config.expert,
         shares_devices=config.pool == recipe.roles.actor.pool,
         relays=config.relays_weights,
+        keeps_open=recipe.roles.actor.offload != "everything",
     )

@@ -1,8 +1,8 @@
 """Causal attention over packed sequences: no token sees another sequence. A core attention for Megatron's local spec.
 
 Queries and keys are rotated here, by angles that arrive per position: Megatron would cut them per sequence, layer by
-layer, waiting for the device each time. On CPU all sequences of one length are one call of SDPA; on a GPU all of them
-are one call of the variable-length flash kernel.
+layer, waiting for the device each time. On CPU all sequences of one length are one call of SDPA; on a GPU long ones
+are left to cuDNN, where it can, and packs of short ones to torch's flash kernel.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from megarl.train import cudnn_attention
 from megarl.train.fused import Rotation, rotated
 
 
@@ -41,6 +42,14 @@ class PackedSequences(PackedSeqParams):
     @cached_property
     def by_length(self) -> LengthGroups:
         return _group_by_length(self.lengths)
+
+    @cached_property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @cached_property
+    def rectangles(self) -> cudnn_attention.Rectangles | None:
+        return cudnn_attention.rectangles_of(self.lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +96,12 @@ class PackedAttention(torch.nn.Module):
             query, key = rotated(query, rotation), rotated(key, rotation)
         if query.device.type == "cpu":
             return _attend_by_length(query, key, value, packed_seq_params.by_length, self.scale)
-        longest = max(packed_seq_params.lengths)
-        starts = packed_seq_params.starts
+        rectangles = packed_seq_params.rectangles
+        if rectangles is not None and cudnn_attention.is_usable(
+            query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2]
+        ):
+            return cudnn_attention.attend(query, key, value, rectangles, self.scale)
+        starts, longest = packed_seq_params.starts, packed_seq_params.longest
         output = varlen_attn(query, key, value, starts, starts, longest, longest, scale=self.scale, **_CAUSAL_GROUPED)
         assert isinstance(output, Tensor)
         return output

@@ -86,7 +86,8 @@ class RankSaver:
         self._taken = {}
         if self._weights is None:
             self._weights = contribution(self._layout, rank)
-        parts = {MODEL_FOLDER: _Part.copy(self._weights, rank, partial(_box, self._tensors()))}
+        tensors = {name: self._optimizer.at_hand(tensor) for name, tensor in self._tensors().items()}
+        parts = {MODEL_FOLDER: _Part.copy(self._weights, rank, partial(_box, tensors))}
         if contents == "everything":
             parts |= self._snapshot_optimizer(rank)
         self._taken = parts
@@ -116,10 +117,11 @@ class RankSaver:
             ranges = _share_ranges(shards, self._topology)
             self._shards = contribution(restrict_all(self._layout, ranges, dtype=_DTYPE), rank)
         kinds: dict[str, dict[str, Tensor]] = {
-            kind: {name: shard.moment(kind) for name, shard in shards.items()} for kind in MOMENTS
+            kind: {name: self._optimizer.at_hand(shard.moment(kind)) for name, shard in shards.items()}
+            for kind in MOMENTS
         }
         if has_own_master(self._layout):
-            kinds[_MASTER] = {name: shard.master for name, shard in shards.items()}
+            kinds[_MASTER] = {name: self._optimizer.at_hand(shard.master) for name, shard in shards.items()}
         shapes = {name: spec.shape for name, spec in self._layout.by_rank[rank].tensors.items()}
 
         def box(values: Mapping[str, Tensor], name: str, offsets: Index, shape: Index) -> Tensor:

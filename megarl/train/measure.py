@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 import socket
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,12 +20,13 @@ from torch import Tensor
 
 from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import ModelShape
-from megarl.config.recipe import ActorConfig
+from megarl.config.recipe import ActorConfig, OptimizerConfig
 from megarl.errors import MachineError
 from megarl.observe.figures import Figure
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.train.micro_batch import DeviceMicroBatch, to_device
 from megarl.train.model import PolicyModel, build_chunks
+from megarl.train.optimizer import ModelOptimizer
 from megarl.train.topology import Topology, initialize, shut_down
 from megarl.types import MicroBatch
 from megarl.weights.megatron import MegatronParallel
@@ -35,12 +37,15 @@ PEAK_TFLOPS = 990.0
 _NUM_WARMUPS = 3
 _NUM_REPEATS = 7
 _STD = 0.02
+_PHASE_MODEL = "qwen2.5-1.5b"
+_NUM_PHASE_REPEATS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """Sequences of one length, packed, through a model of a public size cut to some layers."""
 
+    key: str
     name: str
     model: str
     num_layers: int
@@ -66,24 +71,16 @@ class Workload:
         return 6.0 * self.num_tokens * (weights + attention)
 
 
+PEERS = ("transformers", "transformers compiled")
 WORKLOADS = (
-    Workload(name="7B, 14 layers", model="qwen2.5-7b", num_layers=14, num_sequences=2, sequence_tokens=4096),
-    Workload(name="1.5B", model="qwen2.5-1.5b", num_layers=28, num_sequences=4, sequence_tokens=4096),
+    Workload(
+        key="step 7B", name="7B, 14 layers", model="qwen2.5-7b", num_layers=14, num_sequences=2, sequence_tokens=4096
+    ),
+    Workload(key="step 1.5B", name="1.5B", model="qwen2.5-1.5b", num_layers=28, num_sequences=4, sequence_tokens=4096),
 )
-RECORDS: Mapping[str, float] = {
-    "7B, 14 layers": 0.550,
-    "1.5B": 0.473,
-    "1.5B, 16k": 0.410,
-    "7B, 14 layers, transformers": 1.07,
-    "1.5B, transformers": 1.17,
-    "1.5B, transformers compiled": 1.11,
-    "scores": 1.41,
-    "scores, products": 0.91,
-    "scores, memory": 12.3,
-}
-"""Ratios of one H200; docs/performance.md says when and with what."""
-
-LONG_WORKLOAD = Workload(name="1.5B, 16k", model="qwen2.5-1.5b", num_layers=28, num_sequences=1, sequence_tokens=16384)
+LONG_WORKLOAD = Workload(
+    key="step 1.5B 16k", name="1.5B", model="qwen2.5-1.5b", num_layers=28, num_sequences=1, sequence_tokens=16384
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,53 +106,41 @@ def measure_ceilings() -> dict[str, float]:
     return {"copy_gb_s": 2 * 4 * (1 << 29) / copy.seconds / 1e9, "matmul_tflops": 2 * 8192**3 / product.seconds / 1e12}
 
 
-def measure_steps(workload: Workload, *, peers: tuple[str, ...]) -> dict[str, Timed]:
-    """Forward and backward of ours and of each peer: `transformers`, `transformers compiled`."""
-    found = {"megarl": _measure_ours(workload)}
-    for peer in peers:
-        _clear()
-        found[peer] = _measure_transformers(workload, is_compiled=peer.endswith("compiled"))
-    _clear()
-    return found
-
-
-def step_figures(workload: Workload, found: dict[str, Timed]) -> list[Figure]:
-    """Utilisation of the datasheet's peak, and time and memory against each peer."""
-    ours = found["megarl"]
+def measure_step(workload: Workload, *, peers: Sequence[str]) -> Iterator[Figure]:
+    """Utilisation of the datasheet's peak, and time and memory against each peer, as soon as each is known."""
+    ours = _measure_ours(workload)
     tflops = workload.num_flops / ours.seconds / 1e12
     label = f"train step, {workload.name}, {workload.num_sequences} x {workload.sequence_tokens}"
-    figures = [
-        Figure(
-            name=label,
-            value=tflops,
-            unit="TFLOP/s",
-            against=f"{PEAK_TFLOPS:.0f} TFLOP/s",
-            ratio=tflops / PEAK_TFLOPS,
-            record=RECORDS.get(workload.name),
+    yield Figure(
+        key=workload.key,
+        name=f"{label}: {1e3 * ours.seconds:.1f} ms",
+        value=tflops,
+        unit="TFLOP/s",
+        against=f"{PEAK_TFLOPS:.0f} TFLOP/s",
+        ratio=tflops / PEAK_TFLOPS,
+    )
+    for peer in peers:
+        _clear()
+        theirs = _measure_transformers(workload, is_compiled=peer.endswith("compiled"))
+        yield Figure(
+            key=f"{workload.key}, {peer}",
+            name=f"{label}: time",
+            value=1e3 * ours.seconds,
+            unit="ms",
+            against=f"{peer}, {1e3 * theirs.seconds:.1f} ms",
+            ratio=theirs.seconds / ours.seconds,
         )
-    ]
-    for peer, timed in found.items():
-        if peer != "megarl":
-            speed = Figure(
-                name=f"{label}: time",
-                value=1e3 * ours.seconds,
-                unit="ms",
-                against=f"{peer}, {1e3 * timed.seconds:.1f} ms",
-                ratio=timed.seconds / ours.seconds,
-                record=RECORDS.get(f"{workload.name}, {peer}"),
-            )
-            memory = Figure(
-                name=f"{label}: peak memory",
-                value=ours.peak_bytes / 1e9,
-                unit="GB",
-                against=f"{peer}, {timed.peak_bytes / 1e9:.1f} GB",
-                ratio=timed.peak_bytes / ours.peak_bytes,
-            )
-            figures += [speed, memory]
-    return figures
+        yield Figure(
+            key=f"{workload.key}, {peer}, memory",
+            name=f"{label}: peak memory",
+            value=ours.peak_bytes / 1e9,
+            unit="GB",
+            against=f"{peer}, {theirs.peak_bytes / 1e9:.1f} GB",
+            ratio=theirs.peak_bytes / ours.peak_bytes,
+        )
 
 
-def measure_scores(*, num_tokens: int = 16_384, vocab: int = 151_936, hidden: int = 3584) -> list[Figure]:
+def measure_scores(*, num_tokens: int = 16_384, vocab: int = 151_936, hidden: int = 3584) -> Iterator[Figure]:
     """Log-probabilities and entropies from hidden states, forward and backward, ours and with all logits at once."""
     hidden_states = torch.randn(num_tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
     weight = (torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16) * _STD).requires_grad_()
@@ -184,32 +169,77 @@ def measure_scores(*, num_tokens: int = 16_384, vocab: int = 151_936, hidden: in
     label = f"scores, {num_tokens} x {vocab} x {hidden}"
     # Three products of the hidden states and the matrix, and one more because logits are made again.
     floor_s = 8.0 * num_tokens * vocab * hidden / (1e12 * measure_ceilings()["matmul_tflops"])
-    return [
-        Figure(
-            name=f"{label}: time",
-            value=1e3 * fast.seconds,
-            unit="ms",
-            against=f"all logits at once, {1e3 * slow.seconds:.1f} ms",
-            ratio=slow.seconds / fast.seconds,
-            record=RECORDS["scores"],
-        ),
-        Figure(
-            name=f"{label}: time",
-            value=1e3 * fast.seconds,
-            unit="ms",
-            against=f"its four matrix products at the measured ceiling, {1e3 * floor_s:.1f} ms",
-            ratio=floor_s / fast.seconds,
-            record=RECORDS["scores, products"],
-        ),
-        Figure(
-            name=f"{label}: memory",
-            value=fast.peak_bytes / 1e9,
-            unit="GB",
-            against=f"all logits at once, {slow.peak_bytes / 1e9:.1f} GB",
-            ratio=slow.peak_bytes / fast.peak_bytes,
-            record=RECORDS["scores, memory"],
-        ),
-    ]
+    yield Figure(
+        key="scores",
+        name=f"{label}: time",
+        value=1e3 * fast.seconds,
+        unit="ms",
+        against=f"all logits at once, {1e3 * slow.seconds:.1f} ms",
+        ratio=slow.seconds / fast.seconds,
+    )
+    yield Figure(
+        key="scores, products",
+        name=f"{label}: time",
+        value=1e3 * fast.seconds,
+        unit="ms",
+        against=f"its four matrix products at the measured ceiling, {1e3 * floor_s:.1f} ms",
+        ratio=floor_s / fast.seconds,
+    )
+    yield Figure(
+        key="scores, memory",
+        name=f"{label}: memory",
+        value=fast.peak_bytes / 1e9,
+        unit="GB",
+        against=f"all logits at once, {slow.peak_bytes / 1e9:.1f} GB",
+        ratio=slow.peak_bytes / fast.peak_bytes,
+    )
+
+
+def measure_phases() -> Iterator[Figure]:
+    """A rank leaves the device and comes back: weights, master weights and moments, at the rate of pinned copies."""
+    shape = CATALOGUE[_PHASE_MODEL]
+    with _alone() as topology:
+        chunks = build_chunks(shape, topology, MegatronParallel(), is_sequence_parallel=False, device="cuda", native={})
+        optimizer = ModelOptimizer(chunks, OptimizerConfig(), ActorConfig(pool="gpu", offload="everything"))
+        _randomise(chunks[0])
+        optimizer.adopt_weights()
+        optimizer.zero_grad()
+        optimizer.grad_norm()
+        optimizer.step(1e-6)  # moments come with the first update
+        num_bytes = sum(tensor.nbytes for tensor in optimizer.tensors_to_offload())
+        releases, reloads = [], []
+        for _ in range(_NUM_PHASE_REPEATS):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            optimizer.release()
+            middle = time.perf_counter()
+            optimizer.reload()
+            optimizer.shards()  # waits for all of it
+            torch.cuda.synchronize()
+            releases.append(middle - start)
+            reloads.append(time.perf_counter() - middle)
+    # Host memory is pinned in the first turn.
+    to_host, to_device = _pinned_rates()
+    found = (("release", median(releases[1:]), to_host), ("reload", median(reloads[1:]), to_device))
+    for name, seconds, ceiling in found:
+        yield Figure(
+            key=f"phase, {name}",
+            name=f"{name} of {num_bytes / 1e9:.1f} GB, a 1.5B model with its optimizer: {1e3 * seconds:.0f} ms",
+            value=num_bytes / seconds / 1e9,
+            unit="GB/s",
+            against=f"one pinned copy, {ceiling:.1f} GB/s",
+            ratio=num_bytes / seconds / 1e9 / ceiling,
+        )
+
+
+def _pinned_rates() -> tuple[float, float]:
+    """To the host and back, GB/s."""
+    num_bytes = 1 << 30
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    down = _timed(lambda: host.copy_(device, non_blocking=True))
+    up = _timed(lambda: device.copy_(host, non_blocking=True))
+    return num_bytes / down.seconds / 1e9, num_bytes / up.seconds / 1e9
 
 
 def _measure_ours(workload: Workload) -> Timed:

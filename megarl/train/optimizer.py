@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megarl.config.recipe import OptimizerConfig, TrainedModelConfig
 from megarl.train.model import Model
+from megarl.train.offload import Offload
 from megarl.train.shards import Shard, shards_of
 
 
@@ -22,6 +24,8 @@ class ModelOptimizer:
 
     def __init__(self, chunks: Sequence[Model], config: OptimizerConfig, split: TrainedModelConfig) -> None:
         self._config = config
+        self._offloads = split.offload
+        self._offload = Offload(next(chunks[0].parameters()).device)
         model_config = chunks[0].config
         model_config.finalize_model_grads_func = _sum_gradients
         buffers = buffer_config(split.megatron_ddp)
@@ -51,13 +55,40 @@ class ModelOptimizer:
         }
 
     def shards(self) -> dict[str, Shard]:
-        """What this rank's Adam keeps, by the name of the parameter it belongs to."""
+        """What this rank's Adam keeps, by the name of the parameter it belongs to; see `at_hand`."""
+        self._offload.wait()
         names = {parameter: name for name, parameter in self.parameters().items()}
         return {
             names[parameter]: shard
             for optimizer in self._optimizer.chained_optimizers
             for parameter, shard in shards_of(optimizer)
         }
+
+    @property
+    def is_away(self) -> bool:
+        return self._offload.is_away
+
+    def release(self) -> None:
+        """Leave the device to others, as far as the recipe says."""
+        if self._offloads != "nothing":
+            self._offload.release(self.tensors_to_offload(), self._gradients())
+
+    def tensors_to_offload(self) -> list[Tensor]:
+        """All but the gradients, which nobody wants back."""
+        weights = self._weights()
+        kept = {tensor.untyped_storage()._cdata for tensor in weights}
+        # On a CPU the weights are their own master.
+        states = [tensor for tensor in self._states() if tensor.untyped_storage()._cdata not in kept]
+        return [*weights, *states] if self._offloads == "everything" else states
+
+    def reload(self) -> None:
+        """The weights are there for whatever comes next; the optimizer's states arrive meanwhile."""
+        if self._offload.is_away:
+            self._offload.reload(first=self._weights())
+
+    def at_hand(self, tensor: Tensor) -> Tensor:
+        """One of the weights or of the optimizer's states, where its values are now."""
+        return self._offload.at_hand(tensor)
 
     def adopt_weights(self) -> None:
         """Take the model's weights, changed from outside, as the new master weights."""
@@ -82,7 +113,33 @@ class ModelOptimizer:
         """Clip, update, share the new weights."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
+        self._offload.wait()
         self._optimizer.step()
+
+    def _weights(self) -> list[Tensor]:
+        return [buffer.param_data for chunk in self.chunks for buffer in _buffers(chunk)]
+
+    def _gradients(self) -> list[Tensor]:
+        return [buffer.grad_data for chunk in self.chunks for buffer in _buffers(chunk)]
+
+    def _states(self) -> list[Tensor]:
+        """Master weights, and moments where there are some yet."""
+        found: list[Tensor] = []
+        for optimizer in self._optimizer.chained_optimizers:
+            inner = optimizer.optimizer
+            masters = [master for group in inner.param_groups for master in group["params"]]
+            moments = [value for state in inner.state.values() for value in state.values() if _is_moment(value)]
+            found += [*masters, *moments]
+        return found
+
+
+def _buffers(chunk: DistributedDataParallel) -> list[_ParamAndGradBuffer]:
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
+def _is_moment(value: object) -> bool:
+    """Not a count of steps."""
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def buffer_config(native: Mapping[str, object]) -> DistributedDataParallelConfig:

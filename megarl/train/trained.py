@@ -12,10 +12,12 @@ from megarl.checkpoint.state import TrainerState
 from megarl.config.recipe import OptimizerConfig, TrainedModelConfig
 from megarl.errors import NumericsError
 from megarl.train.checkpoint import RankSaver, load_optimizer, weights_of
+from megarl.train.micro_batch import DeviceMicroBatch
 from megarl.train.optimizer import ModelOptimizer
 from megarl.train.peers import Peers
 from megarl.train.rank import ModelRank, RankSpec
 from megarl.train.schedule import learning_rate
+from megarl.types import MiniBatch, TrainBatch
 
 MAX_SKIPPED_UPDATES = 3
 """In a row: one bad batch is survived, a broken model is not trained on."""
@@ -71,6 +73,15 @@ class TrainedRank(ModelRank):
             num_steps=self._num_steps, num_updates=self._num_updates, num_skipped_in_a_row=self._num_skipped
         )
 
+    def release(self) -> None:
+        """Leave the device to others until `reload`; of all there is to do, only saving may come meanwhile."""
+        with self._on_device():
+            self._optimizer.release()
+
+    def reload(self) -> None:
+        with self._on_device():
+            self._optimizer.reload()
+
     def snapshot(self, contents: Contents) -> TrainerState:
         """Copy the weights and, asked for everything, the optimizer to host memory; returns where the model stands.
 
@@ -91,6 +102,10 @@ class TrainedRank(ModelRank):
         with self._on_device():
             self._exporter.snapshot("weights")
         return self._exporter.write(folder, source_folder)
+
+    def _share(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[DeviceMicroBatch]:
+        assert not self._optimizer.is_away, "released; reload comes first"
+        return super()._share(batch, mini_batch)
 
     def _learning_rate(self) -> float:
         return learning_rate(self._num_steps, self._config, self._total_steps)

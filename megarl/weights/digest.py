@@ -9,18 +9,25 @@ about 2^-47. It finds accidents; it is not cryptographic. The rows of a tensor a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
 from megarl.weights.slices import Index, Slice
 
+if TYPE_CHECKING:
+    from megarl.weights.digest_kernel import MatrixKeys, MatrixSums
+
 Key = TypeVar("Key", bound=Hashable)
 
 MODULUS = 1 << 64
+
+_MATRIX = 2
+"""Dimensions; the kernel takes no more."""
 
 _MAX_ELEMENTS: Mapping[str, int] = {"cpu": 1 << 18, "cuda": 1 << 23}
 """Elements hashed at once, by kind of device: intermediates stay in a core's cache, or launches stay few."""
@@ -41,16 +48,64 @@ def digest_tensor(values: torch.Tensor, box: Slice, canonical_shape: Index) -> t
     assert tuple(values.shape) == box.shape, f"{box} has {tuple(values.shape)} values"
     bits, lift = _bits(values.detach())
     seeds = _seeds(box.name)
-    if bits.is_cuda and bits.dim() <= 2:
+    if bits.is_cuda and bits.dim() <= _MATRIX:
         # Not at the top: a machine without a GPU need not have Triton.
         from megarl.weights.digest_kernel import digest_rows
 
-        first_row = box.offsets[0] if bits.dim() == 2 else 0
-        matrix = bits if bits.dim() == 2 else bits[None]
+        first_row = box.offsets[0] if bits.dim() == _MATRIX else 0
+        matrix = bits if bits.dim() == _MATRIX else bits[None]
         return digest_rows(matrix, first_row=first_row, first_column=box.offsets[-1], seeds=seeds, lift=lift)
     rows = _rows(box, canonical_shape, bits.device)
     columns = torch.arange(box.offsets[-1], box.offsets[-1] + box.shape[-1], device=bits.device)
     return _sum(bits.reshape(len(rows), len(columns)), _keys(rows, seeds[0]), _keys(columns, seeds[1]), lift)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(Generic[Key]):
+    """A box whose digest, as `dtype`, is one summand of the sum `key`."""
+
+    key: Key
+    dtype: torch.dtype
+    box: Slice
+    canonical_shape: Index
+
+
+class DigestSums(Generic[Key]):
+    """Digests of the same boxes again and again: on a GPU one launch for all, what it needs prepared by the first."""
+
+    def __init__(self, parts: Sequence[Part[Key]]) -> None:
+        self._parts = parts
+        self._keys = list(dict.fromkeys(part.key for part in parts))
+        self._kernel: MatrixSums | None = None
+
+    def compute(self, values: Sequence[torch.Tensor]) -> dict[Key, int]:
+        """By key; `values` are those of the parts."""
+        if self._suits_kernel(values):
+            found = self._prepared(values[0].device).compute([_bits_of_matrix(tensor) for tensor in values]).tolist()
+            return {key: value % MODULUS for key, value in zip(self._keys, found, strict=True)}
+        sums: dict[Key, torch.Tensor] = {}
+        for part, tensor in zip(self._parts, values, strict=True):
+            found_one = digest_tensor(tensor.to(part.dtype), part.box, part.canonical_shape)
+            sums[part.key] = sums[part.key] + found_one if part.key in sums else found_one
+        return to_ints(sums)
+
+    def _suits_kernel(self, values: Sequence[torch.Tensor]) -> bool:
+        kinds = {(tensor.device.type, tensor.dtype) for tensor in values} | {
+            ("cuda", part.dtype) for part in self._parts
+        }
+        return len(kinds) == 1 and all(tensor.stride(-1) == 1 and tensor.dim() <= _MATRIX for tensor in values)
+
+    def _prepared(self, device: torch.device) -> MatrixSums:
+        if self._kernel is None:
+            from megarl.weights.digest_kernel import MatrixSums
+
+            indices = {key: index for index, key in enumerate(self._keys)}
+            self._kernel = MatrixSums(
+                [_matrix_keys(part, indices[part.key], device) for part in self._parts],
+                num_sums=len(self._keys),
+                lift=1 << (8 * self._parts[0].dtype.itemsize),
+            )
+        return self._kernel
 
 
 def to_ints(sums: Mapping[Key, torch.Tensor]) -> dict[Key, int]:
@@ -58,6 +113,23 @@ def to_ints(sums: Mapping[Key, torch.Tensor]) -> dict[Key, int]:
     if not sums:
         return {}
     return {key: value % MODULUS for key, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)}
+
+
+def _bits_of_matrix(values: torch.Tensor) -> torch.Tensor:
+    bits, _ = _bits(values.detach())
+    return bits if bits.dim() == _MATRIX else bits[None]
+
+
+def _matrix_keys(part: Part[Key], sum_index: int, device: torch.device) -> MatrixKeys:
+    from megarl.weights.digest_kernel import MatrixKeys
+
+    box, seeds = part.box, _seeds(part.box.name)
+    columns = torch.arange(box.offsets[-1], box.offsets[-1] + box.shape[-1], device=device)
+    return MatrixKeys(
+        rows=_keys(_rows(box, part.canonical_shape, device), seeds[0]),
+        columns=_keys(columns, seeds[1]),
+        sum_index=sum_index,
+    )
 
 
 def _sum(bits: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, lift: int) -> torch.Tensor:

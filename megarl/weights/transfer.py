@@ -34,10 +34,10 @@ from megarl.weights.buckets import (
     parts_of,
 )
 from megarl.weights.check import check_delivery
-from megarl.weights.digest import digest_tensor, to_ints
+from megarl.weights.digest import MODULUS, DigestSums, Part, digest_tensor, to_ints
 from megarl.weights.group import Pending, StoreAddress, StoreServer, TransferGroup
-from megarl.weights.mapped import export_tensors, open_tensors
 from megarl.weights.plan import Delivery, Plan
+from megarl.weights.same_device import Seen, Shown
 from megarl.weights.seats import Link
 from megarl.weights.slices import shift
 from megarl.weights.tensors import box_of, torch_dtype
@@ -61,10 +61,12 @@ class Sender:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         digest: BoxDigest = digest_tensor,
         shares_device: bool = False,
+        keeps_open: bool = True,
     ) -> None:
         """Without `first_target_peer`, the targets come after all the sources.
 
-        `shares_device`: targets that the plan says are on this rank's device read its tensors themselves.
+        `shares_device`: targets that the plan says are on this rank's device read its tensors themselves; `keeps_open`:
+        and may keep them open between versions.
         """
         self._plan = plan
         self._rank = rank
@@ -75,7 +77,7 @@ class Sender:
         first_peer = _first_target_peer(plan, first_target_peer)
         buckets = buckets_from(plan, rank, bucket_bytes=bucket_bytes)
         sees_this = {bucket.target_rank for bucket in buckets if shares_device and _is_on_device(plan, bucket)}
-        self._memory = export_tensors(tensors) if sees_this else None
+        self._shown = Shown(tensors, keeps_open=keeps_open)
         self._readers = sorted(sees_this)
         self._buckets = [
             bucket
@@ -85,6 +87,22 @@ class Sender:
         self._deliveries = tuple(_besides(group.peer - first_peer, plan.deliveries_from(rank)))
         self._device = _device_of(tensors)
         self._wire = _Wire(self._buckets, self._device, group, first_peer)
+        self._at_once: DigestSums[int] | None = None
+        if self._device.type == "cuda" and digest is digest_tensor:
+            self._at_once = DigestSums(
+                [
+                    Part(
+                        key=number,
+                        dtype=torch_dtype(each.dtype),
+                        box=each.slice,
+                        canonical_shape=plan.target.canonical[each.slice.name].shape,
+                    )
+                    for number, each in enumerate(self._deliveries)
+                ]
+            )
+            self._boxes = [
+                box_of(tensors[each.source_name], each.source_offsets, each.slice.shape) for each in self._deliveries
+            ]
 
     def send(self, version: int) -> dict[tuple[int, str], int]:
         """Send everything this rank owes. Returns a digest per (target rank, target tensor) that it is the origin of.
@@ -93,12 +111,12 @@ class Sender:
         """
         sums: dict[tuple[int, str], torch.Tensor] = {}
         with self._group.transfer() as deadline:
-            if self._memory is not None:
+            if self._readers:
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)  # the other process knows nothing of our streams
                 for reader in self._readers:
-                    self._group.report(_memory_key(version, self._rank, reader), self._memory)
-            digested = self._digest_bit_by_bit(sums)
+                    self._group.report(_memory_key(version, self._rank, reader), self._shown.memory())
+            digested = iter(()) if self._at_once is not None else self._digest_bit_by_bit(sums)
             sent_bytes, digested_bytes = 0, 0
             for bucket in self._buckets:
                 lane = self._wire.pack(bucket, self._source, deadline)
@@ -111,8 +129,17 @@ class Sender:
                     digested_bytes += num_bytes
             for _ in digested:
                 pass
+            found = to_ints(sums) if self._at_once is None else self._digest_at_once(self._at_once)
             self._wire.finish(deadline)
-        return to_ints(sums)
+        return found
+
+    def _digest_at_once(self, sums: DigestSums[int]) -> dict[tuple[int, str], int]:
+        """As `_digest_bit_by_bit`, on a GPU, which does not need this process to hash while buckets travel."""
+        found: dict[tuple[int, str], int] = {}
+        for number, value in sums.compute(self._boxes).items():
+            for key in self._deliveries[number].targets:
+                found[key] = (found.get(key, 0) + value) % MODULUS
+        return found
 
     def _digest_bit_by_bit(self, sums: dict[tuple[int, str], torch.Tensor]) -> Iterator[int]:
         """While buckets travel. A box that goes to many is hashed once. Gives the bytes of each part."""
@@ -186,6 +213,7 @@ class Receiver:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         digest: BoxDigest = digest_tensor,
         shares_device: bool = False,
+        keeps_open: bool = True,
     ) -> None:
         """Staging is allocated here, once. Other arguments are those of the senders."""
         self._plan = plan
@@ -197,10 +225,9 @@ class Receiver:
         expected_peer = self._first_peer + rank
         assert expected_peer == group.peer, f"target rank {rank} is peer {expected_peer}, not {group.peer}"
         buckets = buckets_to(plan, rank, bucket_bytes=bucket_bytes)
-        self._seen = [bucket for bucket in buckets if shares_device and _is_on_device(plan, bucket)]
-        self._memories: dict[int, bytes] = {}
-        self._sources: dict[int, Mapping[str, torch.Tensor]] = {}
-        seen = {id(bucket) for bucket in self._seen}
+        beside = [bucket for bucket in buckets if shares_device and _is_on_device(plan, bucket)]
+        self._seen = Seen(plan, beside, tensors, digest=digest, keeps_open=keeps_open)
+        seen = {id(bucket) for bucket in beside}
         away = [bucket for bucket in buckets if id(bucket) not in seen]
         self._buckets = [bucket for bucket in away if self._giver_of(bucket) != group.peer]
         self._staging = [_wire_buffer(group, bucket.num_bytes) for bucket in self._buckets]
@@ -234,9 +261,7 @@ class Receiver:
                 self.expect(version)
             expected, self._expected = self._expected, []
             self._passed_on.begin(version, deadline)
-            self._open_memory(version)
-            for parcel, values in self._visible():
-                self._add_digest(parcel, values, sums)
+            beside = self._look(version)
             for number, (bucket, pending) in enumerate(zip(self._buckets, expected, strict=True)):
                 pending.wait(deadline)
                 if reach("bucket_received", step=version, rank=self._rank, of=self._group.name) == "corrupt":
@@ -247,6 +272,8 @@ class Receiver:
             self._passed_on.finish()
         self._staged_version = version
         found = to_ints(sums)
+        for name, value in beside.items():
+            found[name] = (found.get(name, 0) + value) % MODULUS
         if reach("staged", step=version, rank=self._rank, of=self._group.name) == "corrupt":
             name = next(iter(found))
             found[name] ^= 1
@@ -258,8 +285,8 @@ class Receiver:
             who = f"{self._group.name}: peer {self._group.peer}"
             raise WeightSyncError(f"{who}: asked to commit version {version}, staged is {self._staged_version}")
         reach("committing", step=version, rank=self._rank, of=self._group.name)
-        for parcel, values in self._visible():
-            self._put(parcel, values)
+        self._seen.commit()
+        self._seen.finish()
         for bucket, buffer in zip(self._buckets, self._staging, strict=True):
             for parcel, values in self._arrived(bucket, buffer):
                 self._put(parcel, values)
@@ -268,29 +295,21 @@ class Receiver:
 
     def abort(self) -> None:
         """Forget what is staged; the parameters stay as they are."""
+        self._seen.finish()
         self._staged_version = None
 
     def _giver_of(self, bucket: Bucket) -> int:
         """As a peer."""
         return bucket.source_rank + (self._first_peer if bucket.is_passed_on else 0)
 
-    def _open_memory(self, version: int) -> None:
-        """Once the senders say that their tensors are this version's; they stay open until they show others."""
-        for source in sorted({bucket.source_rank for bucket in self._seen}):
+    def _look(self, version: int) -> dict[str, int]:
+        """Digests of what need not travel, once the senders say that their tensors are this version's."""
+        for source in self._seen.source_ranks:
             key = _memory_key(version, source, self._rank)
             memory = self._group.collect([key], self._group.timeout_s)[key]
             self._group.forget([key])
-            if memory != self._memories.get(source):
-                self._sources[source], self._memories[source] = open_tensors(memory), memory
-
-    def _visible(self) -> Iterator[tuple[Parcel, torch.Tensor]]:
-        """What need not travel, in the sender's own memory."""
-        for bucket in self._seen:
-            for parcel in bucket.parcels:
-                move = parcel.move
-                tensor = self._sources[move.source_rank][move.source_name]
-                values = box_of(tensor, move.source_offsets, move.slice.shape)
-                yield parcel, values.to(torch_dtype(move.dtype))
+            self._seen.open(source, memory)
+        return self._seen.digests()
 
     def _add_digest(self, parcel: Parcel, values: torch.Tensor, sums: dict[str, torch.Tensor]) -> None:
         box, name = parcel.move.slice, parcel.move.target_name

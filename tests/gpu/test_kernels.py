@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.train import cudnn_attention
 from megarl.train.attention import PackedAttention, PackedSequences
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.weights.digest import digest
@@ -53,11 +54,15 @@ def test_scores_and_their_gradients(dtype: torch.dtype, tolerance: float) -> Non
     assert not weight.grad[VOCAB:].any()
 
 
-def test_packed_attention_sees_no_other_sequence() -> None:
-    lengths = [5, 130, 1, 64]
-    num_tokens, heads, kv_heads, size = sum(lengths), 8, 2, 64
-    query = torch.randn(num_tokens, heads, size, device="cuda", dtype=torch.bfloat16)
-    key, value = (torch.randn(num_tokens, kv_heads, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+@pytest.mark.parametrize("lengths", [[5, 130, 1, 64], [4096, 3, 4700]])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 64), (12, 2, 128), (4, 4, 128)])
+def test_packed_attention_sees_no_other_sequence(lengths: list[int], heads: int, kv_heads: int, size: int) -> None:
+    num_tokens = sum(lengths)
+    query = torch.randn(num_tokens, heads, size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    key, value = (
+        torch.randn(num_tokens, kv_heads, size, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2)
+    )
+    grad = torch.randn_like(query)
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     attention = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(attention)
@@ -71,10 +76,26 @@ def test_packed_attention_sees_no_other_sequence() -> None:
         attention_bias=None,
         packed_seq_params=PackedSequences(starts=starts, lengths=lengths),
     )
+    inputs = (query, key, value)
+    grads = torch.autograd.grad(found, inputs, grad)
     for start, length in zip(starts.tolist(), lengths, strict=False):
-        q, k, v = (tensor[start : start + length].transpose(0, 1).double() for tensor in (query, key, value))
-        expected = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
-        assert distance(found[start : start + length], expected.transpose(0, 1)) < 1e-2
+        part = slice(start, start + length)
+        exact = [tensor[part].detach().transpose(0, 1)[None].double().requires_grad_() for tensor in inputs]
+        expected = F.scaled_dot_product_attention(exact[0], exact[1], exact[2], is_causal=True, enable_gqa=True)
+        assert distance(found[part], expected[0].transpose(0, 1)) < 1e-2
+        for mine, right in zip(
+            grads, torch.autograd.grad(expected, exact, grad[part].transpose(0, 1)[None].double()), strict=True
+        ):
+            # The gradients of a single token's query and key are nothing but rounding.
+            if length > 1:
+                assert distance(mine[part], right[0].transpose(0, 1)) < 2e-2
+
+
+def test_long_sequences_are_left_to_cudnn_on_hopper() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("an older GPU")
+    for heads, kv_heads, size in ((28, 4, 128), (12, 2, 128), (14, 2, 64)):
+        assert cudnn_attention.is_usable(torch.device("cuda", 0), torch.bfloat16, heads, kv_heads, size)
 
 
 @pytest.mark.parametrize("shape", [(300, 2050), (5000,)])

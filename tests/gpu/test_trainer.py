@@ -15,7 +15,7 @@ from megarl.config.recipe import ActorConfig, OptimizerConfig
 from megarl.data.packing import pack
 from megarl.train.actor import ActorRank
 from megarl.train.rank import RankSpec
-from megarl.types import DEMONSTRATION, FinishReason, Rollout, TrainSample
+from megarl.types import DEMONSTRATION, FinishReason, Rollout, TrainBatch, TrainSample
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -39,12 +39,13 @@ def sample_of(random: np.random.Generator, num_prompt: int, num_response: int) -
     )
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_logprobs_are_those_of_transformers_and_training_raises_them(family: str, tmp_path: Path) -> None:
-    shape = write_tiny_model(tmp_path / "model", family, tied=family == "qwen2")
+def packed_samples() -> TrainBatch:
     random = np.random.default_rng(0)
-    samples = [sample_of(random, *lengths) for lengths in LENGTHS]
-    batch = pack(
+    return packed([sample_of(random, *lengths) for lengths in LENGTHS])
+
+
+def packed(samples: list[TrainSample]) -> TrainBatch:
+    return pack(
         samples,
         data_parallel=1,
         tokens_per_micro_batch=160,
@@ -53,6 +54,14 @@ def test_logprobs_are_those_of_transformers_and_training_raises_them(family: str
         micro_batch_multiple=1,
         temperature=1.0,
     )
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_logprobs_are_those_of_transformers_and_training_raises_them(family: str, tmp_path: Path) -> None:
+    shape = write_tiny_model(tmp_path / "model", family, tied=family == "qwen2")
+    random = np.random.default_rng(0)
+    samples = [sample_of(random, *lengths) for lengths in LENGTHS]
+    batch = packed(samples)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     spec = RankSpec(

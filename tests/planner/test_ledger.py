@@ -9,7 +9,7 @@ import pytest
 from megarl.config.catalogue import CATALOGUE
 from megarl.config.recipe import Recipe
 from megarl.planner.hardware import GPUS
-from megarl.planner.ledger import HostLedger, Ledger, Phase, host_ledgers, ledgers
+from megarl.planner.ledger import TRAINER_CONTEXT_BYTES, HostLedger, Ledger, Phase, host_ledgers, ledgers
 from megarl.planner.memory import bare_weights, stage_memory
 from megarl.planner.placement import place
 from megarl.weights.megatron import MegatronParallel
@@ -41,6 +41,32 @@ def test_a_shared_pool_holds_trainer_and_engine_at_once() -> None:
     assert {"optimizer", "KV cache", "engine weights"} <= names(found[Phase.GENERATING])
     assert "KV cache" not in names(found[Phase.TRAINING])
     assert "activations" in names(found[Phase.TRAINING])
+
+
+def test_what_an_actor_offloads_is_in_host_memory_while_engines_generate() -> None:
+    plain = found_in(make_recipe("roles.rollout.pool=train"))
+    for offload, gone in (
+        ("optimizer", {"gradients", "optimizer"}),
+        ("everything", {"gradients", "optimizer", "weights"}),
+    ):
+        recipe = make_recipe("roles.rollout.pool=train", f"roles.actor.offload={offload}")
+        found = found_in(recipe)
+        assert set(plain["actor + engine", Phase.GENERATING]) - set(found["actor + engine", Phase.GENERATING]) == gone
+        assert found["actor + engine", Phase.TRAINING] == plain["actor + engine", Phase.TRAINING]
+        (host,) = host_ledgers(recipe, SHAPES, place(recipe))
+        (kept,) = (item.num_bytes for item in host.items if item.name == "actor's offloaded memory")
+        stages = stage_memory(SHAPE, SPLIT, is_cpu=False)
+        # A node has the eight ranks of one stage.
+        assert kept == 8 * max(
+            stage.optimizer_bytes + (stage.weight_bytes if offload == "everything" else 0) for stage in stages
+        )
+
+
+def test_nothing_is_staged_where_engines_find_the_whole_model_on_their_own_gpu() -> None:
+    recipe = make_recipe("roles.rollout={pool: train, tensor: 1}", "roles.actor.tensor=1", "roles.actor.pipeline=1")
+    for items in found_in(recipe).values():
+        assert not {"staging", "send buckets"} & set(items)
+    assert "staging" in found_in(make_recipe("roles.rollout.pool=train"))["actor + engine", Phase.PUBLISHING]
 
 
 def test_separate_pools_are_counted_apart() -> None:
@@ -93,7 +119,7 @@ def test_models_of_one_pool_are_all_held_and_compute_in_turn() -> None:
     where = "actor + critic + reference"
     for phase in (Phase.SCORING, Phase.TRAINING, Phase.PUBLISHING):
         assert {"actor weights", "critic optimizer", "reference weights"} <= set(found[where, phase])
-        assert found[where, phase]["context"] == 3 * (2 << 30)
+        assert found[where, phase]["context"] == 3 * TRAINER_CONTEXT_BYTES
     training = found[where, Phase.TRAINING]
     assert sum(name.endswith("activations") for name in training) == 1
 
@@ -119,3 +145,22 @@ def test_host_memory_holds_the_reference_and_what_a_save_copies(contents: str) -
 def test_nothing_is_copied_where_nothing_is_saved() -> None:
     recipe = make_recipe("checkpoint={save_every_steps: null, save_at_end: false}")
     assert host_ledgers(recipe, SHAPES, place(recipe)) == ()
+
+
+def test_one_gpu_for_both_roles_holds_what_was_seen_on_an_h200() -> None:
+    """recipes/gpu_smoke.yaml with `offload: everything`; a step was one micro-batch of 5720 tokens. See docs."""
+    recipe = make_recipe(
+        "pools.train={gpus_per_node: 1}",
+        "roles.actor={pool: train, offload: everything}",
+        "roles.rollout={pool: train, max_cached_tokens: 200000}",
+        "data.max_prompt_tokens=16",
+        "sampling.max_response_tokens=5",
+        "train.tokens_per_micro_batch=5720",
+    )
+    shape = CATALOGUE["qwen2.5-0.5b"]
+    found = {
+        ledger.phase: ledger.total_bytes / 2**20
+        for ledger in ledgers(recipe, shapes_of(shape), place(recipe), GPUS["h200"])
+    }
+    assert found[Phase.GENERATING] == pytest.approx(8573, rel=0.15)
+    assert found[Phase.TRAINING] == pytest.approx(20_781, rel=0.15)

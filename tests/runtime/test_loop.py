@@ -374,6 +374,27 @@ def test_engines_of_a_shared_pool_sleep_while_the_trainer_works() -> None:
     ]
 
 
+def test_a_trainer_that_offloads_is_away_while_engines_generate() -> None:
+    class Trainer:
+        def __init__(self, calls: list[str]) -> None:
+            self._calls = calls
+
+        async def release(self) -> None:
+            self._calls.append("release")
+
+        async def reload(self) -> None:
+            self._calls.append("reload")
+
+    cluster = FakeCluster()
+    phases = SharedPhases([cluster])
+    phases.take_turns_with([Trainer(cluster.calls)])
+    run(cluster, num_steps=2, phases=phases)
+    assert cluster.calls == [
+        *("publish 0", "release", "sleep", "reload", "update", "publish 1"),
+        *("release", "wake", "sleep", "reload", "update", "publish 2", "drain"),
+    ]
+
+
 def test_a_failing_producer_ends_the_run_with_its_own_error() -> None:
     cluster = FakeCluster(fails_at=5)
     with pytest.raises(FleetError, match="no engine left"):

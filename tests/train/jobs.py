@@ -241,6 +241,30 @@ def train_and_save(
     return state, files, tensors
 
 
+def train_in_turns(
+    rank: int, world: int, port: int, setup: Setup, batches: Sequence[TrainBatch], folder: Path
+) -> tuple[dict[str, FileDigest], dict[str, FloatArray], str]:
+    """Release and reload around every update; save while released, and try to compute."""
+    trainer = build(rank, world, port, setup)
+    for batch in batches:
+        trainer.release()
+        trainer.reload()
+        trainer.logprobs(batch)
+        trainer.update(batch)
+    trainer.release()
+    trainer.snapshot("everything")
+    files = trainer.write(folder, setup.folder)
+    try:
+        trainer.logprobs(batches[0])
+        message = "computed"
+    except AssertionError as error:
+        message = str(error)
+    trainer.reload()
+    tensors = {name: tensor.numpy().copy() for name, tensor in trainer.tensors().items()}
+    trainer.close()
+    return files, tensors, message
+
+
 def resume_and_train(
     rank: int,
     world: int,

@@ -34,7 +34,8 @@ TIMEOUT_S = 60.0
 Tensors = dict[str, torch.Tensor]
 
 
-Placed = Literal["on one node", "on shared devices", "on other nodes", "on other nodes, relayed"]
+Placed = Literal["on one node", "on shared devices", "opened each time", "on other nodes", "on other nodes, relayed"]
+SHARED = ("on shared devices", "opened each time")
 
 
 def num_engine_ranks(placed: Placed) -> int:
@@ -50,7 +51,7 @@ def make_plan(*, tensor: int = 2, num_engines: int = 1, placed: Placed = "on one
     shape = make_shape(Family.QWEN2, layers=2)
     trainer = megatron_layout(shape, MegatronParallel(tensor=2), dtype="float32")
     engines = sglang_layout(shape, tensor=tensor, num_engines=num_engines, dtype="bfloat16")
-    first = 0 if placed == "on shared devices" else NUM_TRAINERS
+    first = 0 if placed in SHARED else NUM_TRAINERS
     seats = [(0, first + rank) for rank in range(tensor * num_engines)]
     if "other nodes" in placed:
         engines = sglang_layout(shape, tensor=2, num_engines=2, dtype="bfloat16")
@@ -124,7 +125,15 @@ def run_trainer(address: StoreAddress, rank: int, placed: Placed) -> SenderLog:
     group = CorruptingGroup.join(address, name="publish", peer=rank, num_peers=peers_of(placed), timeout_s=TIMEOUT_S)
     moves = make_plan(placed=placed)
     tensors = tensors_of(moves.source.by_rank[rank], None)
-    sender = Sender(moves, rank, tensors, group, bucket_bytes=BUCKET_BYTES, shares_device=placed == "on shared devices")
+    sender = Sender(
+        moves,
+        rank,
+        tensors,
+        group,
+        bucket_bytes=BUCKET_BYTES,
+        shares_device=placed in SHARED,
+        keeps_open=placed != "opened each time",
+    )
     log: SenderLog = {}
     for version in VERSIONS:
         for name, tensor in tensors_of(moves.source.by_rank[rank], version).items():
@@ -144,7 +153,13 @@ def run_engine(address: StoreAddress, rank: int, placed: Placed) -> EngineLog:
     moves = make_plan(placed=placed)
     tensors = tensors_of(moves.target.by_rank[rank], None)
     receiver = Receiver(
-        moves, rank, tensors, group, bucket_bytes=BUCKET_BYTES, shares_device=placed == "on shared devices"
+        moves,
+        rank,
+        tensors,
+        group,
+        bucket_bytes=BUCKET_BYTES,
+        shares_device=placed in SHARED,
+        keeps_open=placed != "opened each time",
     )
     digests: dict[int, dict[str, int]] = {}
     after_commit: dict[int, Tensors] = {}

@@ -19,6 +19,7 @@ _KERNELS = "megarl chooses this kernel; remove it"
 _ENGINE_LAYERS = "is for layers of Transformer Engine, and megarl builds Megatron's local ones; remove it"
 _SCORES = "megarl makes log-probabilities without Megatron's output layer; remove it"
 _WEIGHTS = "engines get their weights from the trainer, as they are there; remove it"
+_QUANTIZED = "engines get bfloat16 weights from the trainer and cannot quantize what is published; remove it"
 _ENGINE_LAYOUT = "an engine is divided by roles.rollout.tensor and expert only; remove it"
 _EXPERT_ORDER = "experts would lie in another order than megarl delivers; remove it"
 _TOKENS = "engines work on token ids and load no tokenizer; remove it"
@@ -218,9 +219,9 @@ _SGLANG: Mapping[str, str] = {
     "revision": _WEIGHTS,
     "model_impl": _WEIGHTS,
     "json_model_override_args": _WEIGHTS,
-    "quantiz*": _WEIGHTS,
+    "quantiz*": _QUANTIZED,
     "modelopt_*": _WEIGHTS,
-    "rl_quant_profile": _WEIGHTS,
+    "rl_quant_profile": _QUANTIZED,
     "*lora*": _WEIGHTS,
     "remote_instance_weight_*": _WEIGHTS,
     "weight_cache_*": _WEIGHTS,

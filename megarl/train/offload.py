@@ -1,0 +1,140 @@
+"""Memory that a rank leaves to others for a while: what it wants back is copied to host memory, the rest is given up.
+
+Storages are emptied and filled again in place, so that every view of them stays what it was: parameters, Megatron's
+buckets, the optimizer's shards. Knows neither what is in them nor when; `release` and `reload` come in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.errors import MachineError
+
+_ALIGNMENT = 64
+"""Bytes; any dtype can be viewed from there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Absent:
+    storage: torch.UntypedStorage
+    num_bytes: int
+    host: Tensor | None  # [num_bytes], uint8; None where the values are not wanted back
+
+
+class Offload:
+    """Of one rank. Host memory is pinned when it is first needed, and kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        # By storage, which is kept so that no other gets its address. Blocks are what the places are cut from.
+        self._places: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        self._absent: dict[int, _Absent] = {}
+        self._arrival: torch.cuda.Event | None = None
+
+    @property
+    def is_away(self) -> bool:
+        return bool(self._absent)
+
+    def release(self, kept: Iterable[Tensor], given_up: Iterable[Tensor]) -> None:
+        """Give the memory of these tensors to whoever asks next; of `given_up`, without their values."""
+        assert not self._absent, "released already"
+        self.wait()
+        wanted = _storages(kept)
+        self._reserve(wanted)
+        with torch.cuda.stream(self._stream):
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            for key, storage in wanted.items():
+                host = self._places[key][1]
+                host.copy_(_bytes(storage), non_blocking=True)
+                self._absent[key] = _Absent(storage=storage, num_bytes=storage.nbytes(), host=host)
+        for key, storage in _storages(given_up).items():
+            self._absent.setdefault(key, _Absent(storage=storage, num_bytes=storage.nbytes(), host=None))
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+        for absent in self._absent.values():
+            absent.storage.resize_(0)
+        if self._is_cuda:
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
+
+    def reload(self, first: Iterable[Tensor]) -> None:
+        """Take the memory again. Work that is given to the device from now on sees the values of `first`, and zeros
+        where they were given up; all else is under way, and there after `wait`."""
+        keys = list(_storages(first, even_if_empty=True))
+        order = [*(key for key in keys if key in self._absent), *(key for key in self._absent if key not in keys)]
+        absents = [(key, self._absent[key]) for key in order]
+        for _, absent in absents:
+            absent.storage.resize_(absent.num_bytes)
+            if absent.host is None:
+                _bytes(absent.storage).zero_()
+        compute = torch.cuda.current_stream(self._device) if self._is_cuda else None
+        with torch.cuda.stream(self._stream):
+            if self._stream is not None and compute is not None:
+                # Memory that was just taken may still be in use by work given before.
+                self._stream.wait_stream(compute)
+            for number, (_, absent) in enumerate(absents):
+                if absent.host is not None:
+                    _bytes(absent.storage).copy_(absent.host, non_blocking=True)
+                if compute is not None and self._stream is not None and number + 1 == len(set(keys) & set(order)):
+                    compute.wait_event(self._stream.record_event())
+            self._arrival = None if self._stream is None else self._stream.record_event()
+        self._absent = {}
+
+    def wait(self) -> None:
+        """Let work that is given to the device from now on see all that was reloaded."""
+        if self._arrival is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._arrival)
+            self._arrival = None
+
+    def at_hand(self, tensor: Tensor) -> Tensor:
+        """The tensor, or its copy in host memory while it is away."""
+        absent = self._absent.get(tensor.untyped_storage()._cdata)
+        if absent is None:
+            return tensor
+        assert absent.host is not None, "its values were given up"
+        first = absent.host.storage_offset() // tensor.element_size() + tensor.storage_offset()
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(absent.host.untyped_storage(), first, tensor.shape, tensor.stride())
+
+    def _reserve(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        new = {key: storage for key, storage in storages.items() if key not in self._places}
+        if not new:
+            return
+        sizes = [-(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT for storage in new.values()]
+        block = _pinned(sum(sizes)) if self._is_cuda else torch.empty(sum(sizes), dtype=torch.uint8)
+        start = 0
+        for (key, storage), size in zip(new.items(), sizes, strict=True):
+            self._places[key] = storage, block[start : start + storage.nbytes()]
+            start += size
+
+
+def _storages(tensors: Iterable[Tensor], *, even_if_empty: bool = False) -> dict[int, torch.UntypedStorage]:
+    """Each once, in order."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    # Memory that a CPU shares with other processes stays where it is.
+    return {
+        storage._cdata: storage for storage in storages if storage.resizable() and (even_if_empty or storage.nbytes())
+    }
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _pinned(num_bytes: int) -> Tensor:
+    """Of exactly that size: torch's own pinned allocations are rounded up to a power of two."""
+    block = torch.empty(num_bytes, dtype=torch.uint8)
+    code = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
+    if int(code):
+        raise MachineError(
+            f"cannot pin {num_bytes / 1e9:.1f} GB of host memory (CUDA error {int(code)}); "
+            "free some, or set roles.actor.offload to nothing"
+        )
+    return block

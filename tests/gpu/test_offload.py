@@ -1,0 +1,160 @@
+"""Taking turns on a GPU: nothing is lost, nothing leaks, and what is given back can be used by others."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from megarl.config.algorithm import SftConfig
+from megarl.config.catalogue import CATALOGUE
+from megarl.config.recipe import ActorConfig, OptimizerConfig
+from megarl.train.actor import ActorRank
+from megarl.train.offload import Offload
+from megarl.train.rank import RankSpec
+from megarl.weights.check import check_delivery
+from megarl.weights.group import StoreAddress, StoreServer
+from megarl.weights.megatron import MegatronParallel, megatron_layout
+from megarl.weights.plan import Plan, plan
+from megarl.weights.seats import on_gpus
+from megarl.weights.sglang import sglang_layout
+from megarl.weights.tensors import torch_dtype
+from megarl.weights.transfer import Receiver, Sender, TransferGroup
+from tests.gpu.test_trainer import packed_samples
+from tests.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.gpu
+
+NUM_PHASES = 50
+SLACK_BYTES = 96 << 20
+"""Less than any one of the models here: allocators round."""
+SHAPE = CATALOGUE["qwen2.5-0.5b"]
+TIMEOUT_S = 60.0
+
+
+def used_bytes() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "everything"])
+def test_fifty_phases_change_no_bit_and_leak_nothing(
+    offload: Literal["optimizer", "everything"], tmp_path: Path
+) -> None:
+    shape = write_tiny_model(tmp_path / "model", "qwen2", tied=True)
+    batch = packed_samples()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    spec = RankSpec(
+        rank=0,
+        world=1,
+        master_address="127.0.0.1",
+        master_port=port,
+        device="cuda",
+        split=ActorConfig(pool="gpu", offload=offload),
+        shape=shape,
+        seed=1,
+        timeout_s=60,
+    )
+    trainer = ActorRank(spec, algorithm=SftConfig(kind="sft"), optimizer=OptimizerConfig(), total_steps=100)
+    try:
+        trainer.load(tmp_path / "model")
+        trainer.update(batch)
+        before = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+        moments = {name: shard.moment("exp_avg").clone() for name, shard in trainer._optimizer.shards().items()}
+        used = []
+        for _ in range(NUM_PHASES):
+            trainer.release()
+            used.append(used_bytes())
+            trainer.reload()
+            trainer.logprobs(batch)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.tensors().items())
+        shards = trainer._optimizer.shards()
+        assert all(torch.equal(shards[name].moment("exp_avg"), moment) for name, moment in moments.items())
+        assert used[-1] - used[2] < SLACK_BYTES
+        trainer.update(batch)
+    finally:
+        trainer.close()
+
+
+def test_memory_that_is_given_back_is_free_for_others() -> None:
+    buffer = torch.randn(1 << 28, device="cuda")
+    gradient = torch.randn(1 << 28, device="cuda")
+    before, total = used_bytes(), buffer.double().sum()
+    offload = Offload(torch.device("cuda", 0))
+    for _ in range(3):
+        offload.release([buffer], [gradient])
+        assert before - used_bytes() > (2 << 30) - SLACK_BYTES
+        offload.reload(first=[])
+        offload.wait()
+        assert buffer.double().sum() == total
+        assert not gradient.any()
+
+
+def make_plan() -> Plan:
+    source = megatron_layout(SHAPE, MegatronParallel(), dtype="bfloat16")
+    return plan(source, sglang_layout(SHAPE, tensor=1, dtype="bfloat16"), seating=on_gpus([(0, 0)], [(0, 0)]))
+
+
+def receive(address: StoreAddress, versions: range, pipe: Connection) -> None:
+    """An engine's end: take every version, and say what the parameters are then."""
+    moves = make_plan()
+    tensors = {
+        name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device="cuda")
+        for name, spec in moves.target.by_rank[0].tensors.items()
+    }
+    group = TransferGroup.join(address, name="publish", peer=1, num_peers=2, timeout_s=TIMEOUT_S)
+    receiver = Receiver(moves, 0, tensors, group, shares_device=True, keeps_open=False)
+    for version in versions:
+        pipe.send(receiver.stage(version))
+        receiver.commit(version)
+        torch.cuda.synchronize()
+        pipe.send(float(tensors["model.norm.weight"].double().sum()))
+    pipe.recv()
+    group.close()
+
+
+def test_weights_that_leave_after_each_publish_are_free_though_another_process_had_them_open() -> None:
+    moves = make_plan()
+    specs = moves.source.by_rank[0].tensors
+    buffer = torch.empty(sum(spec.num_bytes // 2 for spec in specs.values()), dtype=torch.bfloat16, device="cuda")
+    weights, start = {}, 0
+    for name, spec in specs.items():
+        weights[name] = buffer[start : start + spec.num_bytes // 2].view(spec.shape)
+        start += spec.num_bytes // 2
+    server = StoreServer()
+    versions = range(1, 13)
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=receive, args=(server.address, versions, there), daemon=True)
+    process.start()
+    try:
+        group = TransferGroup.join(server.address, name="publish", peer=0, num_peers=2, timeout_s=TIMEOUT_S)
+        sender = Sender(moves, 0, weights, group, shares_device=True, keeps_open=False)
+        offload = Offload(torch.device("cuda", 0))
+        away = []
+        for version in versions:
+            buffer.normal_(0.0, 0.02)
+            sent = sender.send(version)
+            assert here.poll(TIMEOUT_S)
+            check_delivery([sent], {0: here.recv()})
+            assert here.poll(TIMEOUT_S)
+            norm = next(name for name in weights if "final_layernorm" in name)
+            assert here.recv() == float(weights[norm].double().sum())
+            here_used = used_bytes()
+            offload.release([buffer], [])
+            away.append(used_bytes())
+            assert here_used - away[-1] > buffer.nbytes - SLACK_BYTES, "the other process still has it open"
+            offload.reload(first=[buffer])
+        assert away[-1] - away[2] < SLACK_BYTES
+        here.send(None)
+        process.join(TIMEOUT_S)
+        group.close()
+    finally:
+        process.kill()
+        process.join()

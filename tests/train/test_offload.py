@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.train.offload import Offload
+from tests.train import jobs
+from tests.train.cluster import Cluster
+from tests.train.conftest import Models
+from tests.train.samples import make_samples
+from tests.train.test_rank import SPLITS, packed, setup_of
+
+CPU = torch.device("cpu")
+
+
+def test_every_view_has_its_values_again() -> None:
+    buffer, state, gradient = torch.randn(100), torch.randn(7, 3), torch.randn(5)
+    view = buffer[10:40].view(5, 6).t()
+    before = [tensor.clone() for tensor in (buffer, view, state)]
+    offload = Offload(CPU)
+    for _ in range(3):
+        offload.release([view, buffer, state], [gradient])
+        assert offload.is_away
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (buffer, view, state, gradient))
+        offload.reload(first=[buffer])
+        offload.wait()
+        assert not offload.is_away
+        assert all(torch.equal(*pair) for pair in zip((buffer, view, state), before, strict=True))
+        assert not gradient.any()
+
+
+def test_what_is_away_is_at_hand_in_host_memory() -> None:
+    buffer, other = torch.randn(100), torch.randn(3)
+    view = buffer[10:40].view(5, 6).t()
+    before = view.clone()
+    offload = Offload(CPU)
+    assert offload.at_hand(view) is view
+    offload.release([other, buffer], [])
+    assert torch.equal(offload.at_hand(view), before)
+    offload.reload(first=[])
+    view.zero_()
+    assert offload.at_hand(view) is view
+
+
+def test_new_values_are_taken_along_and_host_memory_is_kept() -> None:
+    buffer = torch.zeros(50)
+    offload = Offload(CPU)
+    offload.release([buffer], [])
+    places = {key: place.data_ptr() for key, (_, place) in offload._places.items()}
+    offload.reload(first=[buffer])
+    buffer.fill_(3.0)
+    later = torch.ones(8)
+    offload.release([buffer, later], [])
+    offload.reload(first=[buffer])
+    assert buffer.eq(3.0).all()
+    assert later.eq(1.0).all()
+    assert places.items() <= {key: place.data_ptr() for key, (_, place) in offload._places.items()}.items()
+
+
+@pytest.mark.parametrize("split", ["TP1", "DP2", "PP2-VPP2"])
+@pytest.mark.parametrize("offload", ["optimizer", "everything"])
+def test_a_rank_that_takes_turns_learns_the_same_to_the_last_bit(
+    split: str, offload: Literal["optimizer", "everything"], cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get("qwen2", tied=True)
+    world, actor = SPLITS[split]
+    samples = make_samples(6, vocab=model.shape.vocab, seed=8)
+    batches = [packed(samples[:3], world=world, actor=actor), packed(samples[3:], world=world, actor=actor)] * 2
+    whole = cluster.run(world, jobs.train_and_save, setup_of(model, actor), batches, tmp_path / "whole")
+    taking_turns = actor.model_copy(update={"offload": offload})
+    found = cluster.run(world, jobs.train_in_turns, setup_of(model, taking_turns), batches, tmp_path / "turns")
+    for (_, expected_files, expected), (files, tensors, message) in zip(whole, found, strict=True):
+        assert all(np.array_equal(tensors[name], expected[name]) for name in expected)
+        # Saved while away.
+        assert files == expected_files
+        assert message == "released; reload comes first"

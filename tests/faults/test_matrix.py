@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.faults.matrix import BEGIN, END, Row, faults_in, section_of, write_table
+from tests.faults.matrix import BEGIN, END, Row, _line, faults_in, section_of, write_table
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "reliability.md"
@@ -32,20 +32,29 @@ def test_every_fault_has_a_section() -> None:
         assert section_of(path), fault
 
 
-def test_a_table_says_what_failed(tmp_path: Path) -> None:
+def test_a_table_says_what_failed_and_keeps_what_was_not_run(tmp_path: Path) -> None:
     path = tmp_path / "table.md"
-    path.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    rows = [
-        Row(fault="an engine dies", promise="replaced", section="engines", tests=["a"], outcomes=["passed", "passed"]),
-        Row(
-            fault="a rank dies", promise="replaced", section="trainer ranks", tests=["b"], outcomes=["passed", "failed"]
-        ),
+    path.write_text(f"before\n{BEGIN}\n{END}\nafter\n")
+    engine = Row(fault="an engine dies", promise="replaced", section="engines", tests=["a"], outcomes=["passed"] * 2)
+    rank = Row(fault="a rank dies", promise="replaced", section="trainer ranks", tests=["b"], outcomes=["failed"])
+    write_table(path, [rank, engine], made=datetime(2026, 1, 1, tzinfo=UTC))
+    rank.outcomes = ["passed"]
+    write_table(path, [rank], made=datetime(2026, 1, 2, tzinfo=UTC))
+    assert path.read_text().splitlines() == [
+        "before",
+        BEGIN,
+        "",
+        "| fault | promise | result | seen | test |",
+        "|---|---|---|---|---|",
+        "| an engine dies | replaced | 2 passed, 2026-01-01 |  | `a` |",
+        "| a rank dies | replaced | passed, 2026-01-02 |  | `b` |",
+        "",
+        END,
+        "after",
     ]
-    write_table(path, rows, made=datetime(2026, 1, 1, tzinfo=UTC))
-    text = path.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "| an engine dies | replaced | 2 passed |" in text
-    assert "| a rank dies | replaced | **1 of 2 failed** |" in text
-    assert "3 of 4 cases passed, 2026-01-01" in text
-    assert faults_in(text) == {"an engine dies", "a rank dies"}
+    assert faults_in(path.read_text()) == {"an engine dies", "a rank dies"}
+
+
+def test_a_failure_is_not_hidden_among_what_passed() -> None:
+    row = Row(fault="f", promise="p", section="engines", tests=["a"], outcomes=["passed", "failed", "passed"])
+    assert "**1 of 3 failed**" in _line(row, datetime(2026, 1, 1, tzinfo=UTC))

@@ -194,6 +194,10 @@ class ActorProcess(TrainedProcess[ActorRank]):
 
     def send(self, version: int) -> dict[tuple[int, str], int]:
         """Send this rank's share; answers with a digest per (engine rank, tensor) of what it sent."""
+        if not self.model.has_weights:
+            raise WeightSyncError(
+                "the weights are in host memory until the next step (roles.actor.offload: everything)"
+            )
         assert self._sender is not None, "join comes first"
         held = self.version()
         if held != version:

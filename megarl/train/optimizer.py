@@ -68,6 +68,11 @@ class ModelOptimizer:
     def is_away(self) -> bool:
         return self._offload.is_away
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether they are on the device."""
+        return not (self._offload.is_away and self._offloads == "everything")
+
     def release(self) -> None:
         """Leave the device to others, as far as the recipe says."""
         if self._offloads != "nothing":

@@ -78,6 +78,11 @@ class TrainedRank(ModelRank):
         with self._on_device():
             self._optimizer.release()
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether they are on the device, and can be published from there."""
+        return self._optimizer.has_weights
+
     def reload(self) -> None:
         with self._on_device():
             self._optimizer.reload()

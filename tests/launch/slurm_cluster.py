@@ -24,6 +24,7 @@ from megarl.env import GLOO_INTERFACE, LOCAL_RAY_ENVIRONMENT
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "sinfo")
 NODES = {"n0": "127.0.0.1", "n1": "127.0.0.2"}
 _START_TIMEOUT_S = 60.0
+_PENDING_S = 10.0
 
 CONFIG = """\
 ClusterName=test
@@ -98,13 +99,15 @@ class SlurmCluster:
     def wait_for(self, job: str, holds: Callable[[], bool], *, timeout_s: float) -> None:
         """A job that was queued again need not wait for its two minutes."""
         deadline = time.monotonic() + timeout_s
-        hurried = 0.0
+        last = time.monotonic()
         while not holds():
             assert time.monotonic() < deadline, f"after {timeout_s:g} s: {self.ask('scontrol', 'show', 'job', job)}"
-            # Told too often, Slurm puts it off each time.
-            if time.monotonic() - hurried > 5 and self.field(job, "JobState") == "PENDING":
+            if self.field(job, "JobState") != "PENDING":
+                last = time.monotonic()
+            # Not at once: a node that still ends the attempt before refuses the next one.
+            elif time.monotonic() - last > _PENDING_S:
                 self.hurry(job)
-                hurried = time.monotonic()
+                last = time.monotonic()
             time.sleep(0.5)
 
     def hurry(self, job: str) -> None:

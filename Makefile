@@ -39,7 +39,7 @@ test-slow: setup ## the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
 
 faults: setup ## every fault on purpose, and the table of what became of them in docs/reliability.md
-	$(BIN)/python -m pytest -m fault --fault-table docs/reliability.md
+	$(BIN)/python -m pytest -m fault --fault-table=docs/reliability.md
 
 soak: setup ## 200 steps with a random accident about every five; prints its seed
 	$(BIN)/python -m tests.faults.soak

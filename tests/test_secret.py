@@ -3,12 +3,15 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 from megarl.observe.events import EVENTS_FILE, EventLog
 from megarl.observe.logs import logging_to
 from megarl.observe.observer import Observer
 from megarl.reward.judge import read_key
+from megarl.rollout.client import EngineKeys
 from megarl.secret import Secret, masked
 
 CANARY = "canary-0c57f1b2"
@@ -40,3 +43,13 @@ def test_logs_and_events_do_not_have_it(tmp_path: Path) -> None:
         text = (tmp_path / name).read_text()
         assert "***" in text
         assert CANARY not in text
+
+
+def test_a_process_that_is_sent_an_engines_keys_strikes_them_out() -> None:
+    keys = EngineKeys.fresh()
+    program = (
+        "import pickle, sys; from megarl.secret import masked; "
+        "keys = pickle.load(sys.stdin.buffer); print(masked(f'{keys.api} {keys.admin}'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], input=pickle.dumps(keys), capture_output=True, check=True)
+    assert done.stdout.decode().strip() == "*** ***"

@@ -6,10 +6,11 @@ unkind (a bad token id or tensor ends the whole server), so callers check what t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from secrets import token_hex
@@ -41,6 +42,10 @@ class EngineKeys:
     def __post_init__(self) -> None:
         for value in (self.api, self.admin):
             Secret(value)  # from now on struck out of whatever is written
+
+    def __reduce__(self) -> tuple[Callable[[], EngineKeys], tuple[()]]:
+        # Made anew where it arrives: that process writes logs as well.
+        return partial(EngineKeys, api=self.api, admin=self.admin), ()
 
     @classmethod
     def fresh(cls) -> EngineKeys:

@@ -25,6 +25,7 @@ from megarl.runtime.publisher import TransferPublisher
 from megarl.runtime.ranks import ActorRanks
 from megarl.runtime.supervisor import Supervisor
 from megarl.types import PolicyVersion
+from megarl.weights.box_digest import fastest_digest
 from megarl.weights.group import LOOPBACK, TransferGroup
 from megarl.weights.megatron import MegatronParallel
 from megarl.weights.transfer import Sender
@@ -106,7 +107,14 @@ class ThreadRanks:
         world = route.parallel.world_size
         self._groups = list(await asyncio.gather(*(asyncio.to_thread(join_rank, rank) for rank in range(world))))
         self._senders = [
-            Sender(plan, rank, fill(plan.source.by_rank[rank], tensors), group, bucket_bytes=meeting.bucket_bytes)
+            Sender(
+                plan,
+                rank,
+                fill(plan.source.by_rank[rank], tensors),
+                group,
+                bucket_bytes=meeting.bucket_bytes,
+                digest=fastest_digest(is_on_host=True),
+            )
             for rank, group in enumerate(self._groups)
         ]
 

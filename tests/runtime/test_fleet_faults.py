@@ -94,8 +94,9 @@ def test_an_engine_killed_while_idle_is_noticed_and_comes_back_with_the_right_we
             assert seconds < DETECTED_S
             assert not lost.is_live
             while not lost.is_live:
-                # It joins while the other one generates.
-                assert contents(await generate(scene, PROMPTS)) == expected
+                # It joins while the other one generates, now and then: a start wants the cores, too.
+                assert contents(await generate(scene, PROMPTS[:2])) == expected[:8]
+                await asyncio.sleep(1)
             await check_joined(scene, lost, 1)
 
     asyncio.run(scenario())

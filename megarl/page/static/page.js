@@ -20,7 +20,8 @@
   }
 
   function switchTheme() {
-    const isDark = getComputedStyle(document.documentElement).colorScheme === "dark";
+    const chosen = document.documentElement.dataset.theme;
+    const isDark = chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     theme(isDark ? "light" : "dark");
     try {
       localStorage.setItem("megarl-theme", isDark ? "light" : "dark");

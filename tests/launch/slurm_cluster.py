@@ -187,12 +187,22 @@ def _daemon(cluster: SlurmCluster, *words: str) -> Iterator[subprocess.Popen[byt
 
 def _end_steps(folder: Path) -> None:
     """Step daemons outlive a daemon that was killed on purpose; theirs is the environment of this cluster."""
-    for process in psutil.process_iter(["pid"]):
-        try:
-            if process.environ().get("SLURM_CONF") == str(folder / "slurm.conf"):
-                process.kill()
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
+    for _ in range(3):
+        left = [process for process in psutil.process_iter() if _is_of(process, folder)]
+        for process in left:
+            process.kill()
+        if not left:
+            return
+        psutil.wait_procs(left, timeout=5)
+
+
+def _is_of(process: psutil.Process, folder: Path) -> bool:
+    """By the bytes: a step daemon has written its title over the first variables, and psutil reads no further."""
+    try:
+        environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+        return f"SLURM_CONF={folder}/slurm.conf\0".encode() in environment and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, OSError):
+        return False
 
 
 def _wait_for(holds: Callable[[], bool], what: str) -> None:

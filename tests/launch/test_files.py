@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -92,7 +93,9 @@ def test_what_is_wrong_is_said_before_ray_starts(
 
 @pytest.mark.slow
 def test_two_plain_machines_become_a_cluster(tmp_path: Path) -> None:
-    """Both on this one; who has no token is not let in."""
+    """Both on this one."""
+    # Ray's sockets are in there, and their names must not be long.
+    ray_folder = tempfile.mkdtemp(prefix="ray-")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     environment = {
@@ -104,7 +107,7 @@ def test_two_plain_machines_become_a_cluster(tmp_path: Path) -> None:
     processes = []
     try:
         for role in ("head", "worker"):
-            words = [str(START_NODE), role, f"127.0.0.1:{port}", "--num-cpus=1", f"--temp-dir={tmp_path}/ray"]
+            words = [str(START_NODE), role, f"127.0.0.1:{port}", "--num-cpus=1", f"--temp-dir={ray_folder}"]
             with (tmp_path / f"{role}.log").open("wb") as output:
                 process = subprocess.Popen(
                     words[:4] if role == "worker" else words,
@@ -115,7 +118,7 @@ def test_two_plain_machines_become_a_cluster(tmp_path: Path) -> None:
                 )
             processes.append(process)
             if role == "head":
-                while not (tmp_path / "token").exists():
+                while not (tmp_path / "token").exists() or not (tmp_path / "token").stat().st_size:
                     assert process.poll() is None
         assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
         ready = [sys.executable, "-m", "megarl.runtime.ready", "--nodes", "2", "--timeout-s", "120"]
@@ -130,3 +133,4 @@ def test_two_plain_machines_become_a_cluster(tmp_path: Path) -> None:
             for child in children:
                 if child.is_running():
                     child.kill()
+        shutil.rmtree(ray_folder, ignore_errors=True)

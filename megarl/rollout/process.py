@@ -69,6 +69,10 @@ class EngineSpec:
         return self.run_folder / "engines" / f"engine_{self.index}.log"
 
 
+class PortTakenError(MachineError):
+    """Somebody else took a port between SGLang's choosing it and listening on it."""
+
+
 class EngineProcess:
     """From `start` to `stop`. `endpoint` is where it listens once `wait_ready` has returned."""
 
@@ -143,7 +147,8 @@ class EngineProcess:
 
     async def _give_up(self, reason: str) -> NoReturn:
         await asyncio.to_thread(self.stop)
-        raise MachineError(f"engine {self.spec.index}: {reason}; {self._log_hint()}")
+        kind = PortTakenError if _PORT_TAKEN.search("\n".join(self._tail)) else MachineError
+        raise kind(f"engine {self.spec.index}: {reason}; {self._log_hint()}")
 
     def stop(self, *, grace_s: float = _STOP_GRACE_S) -> None:
         """End it and everything it started. Harmless when it has ended or never began."""
@@ -241,6 +246,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
 
 
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b.*: \S")
+_PORT_TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
 _NOISE = re.compile(r"Received sigquit|kill_process_tree|(Prefill|Decode) batch|^\s*$")
 _NUM_LAST_LINES = 60
 """An exception before these was survived."""

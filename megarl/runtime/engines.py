@@ -14,11 +14,13 @@ from megarl.config.recipe import Recipe, RolloutRoleConfig
 from megarl.env import ENGINE_HOST_ENVIRONMENT, visible_gpus
 from megarl.errors import EngineError, MegarlError
 from megarl.rollout.client import EngineEndpoint, EngineKeys
-from megarl.rollout.process import EngineProcess, EngineSpec
+from megarl.rollout.process import EngineProcess, EngineSpec, PortTakenError
 from megarl.runtime.addresses import own_address
 from megarl.runtime.cluster import Place
 
 _STOP_TIMEOUT_S = 60.0
+_MAX_STARTS = 3
+"""Of one engine, as far as ports are concerned."""
 
 
 class EngineHost:
@@ -28,13 +30,20 @@ class EngineHost:
         self._engine: EngineProcess | None = None
 
     async def start(self, spec: EngineSpec) -> EngineEndpoint:
-        """A new engine; returns when it generates."""
-        await self.kill()
-        engine = EngineProcess(replace(spec, host=own_address(spec.bind)))
-        self._engine = engine
-        engine.start()
-        await engine.wait_ready()
-        return engine.endpoint
+        """A new engine; returns when it generates. Tried again, with other ports, where somebody took one of them."""
+        for attempt in range(1, _MAX_STARTS + 1):
+            await self.kill()
+            engine = EngineProcess(replace(spec, host=own_address(spec.bind)))
+            self._engine = engine
+            engine.start()
+            try:
+                await engine.wait_ready()
+            except PortTakenError:
+                if attempt == _MAX_STARTS or spec.port is not None:
+                    raise
+            else:
+                return engine.endpoint
+        raise AssertionError("the last attempt returns or raises")
 
     async def wait_end(self) -> str:
         """Until the engine is no more: why."""

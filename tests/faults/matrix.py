@@ -61,14 +61,23 @@ class Recorder:
             self._record(item, report, *mark.args)
         return report
 
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Also those that will not run."""
+        mark = item.get_closest_marker("fault")
+        if mark is not None:
+            row = self._row(item, *mark.args)
+            name = item.nodeid.partition("[")[0].rpartition("::")[2]
+            if name not in row.tests:
+                row.tests.append(name)
+            row.is_slow = row.is_slow or item.get_closest_marker("slow") is not None
+
     def _record(self, item: pytest.Item, report: pytest.TestReport, fault: str, promise: str) -> None:
-        row = self._rows.setdefault(fault, Row(fault=fault, promise=promise, section=section_of(item.nodeid)))
-        name = item.nodeid.partition("[")[0].rpartition("::")[2]
-        if name not in row.tests:
-            row.tests.append(name)
+        row = self._row(item, fault, promise)
         row.outcomes.append(report.outcome)
         row.seen += [str(value) for key, value in report.user_properties if key == "seen"]
-        row.is_slow = row.is_slow or item.get_closest_marker("slow") is not None
+
+    def _row(self, item: pytest.Item, fault: str, promise: str) -> Row:
+        return self._rows.setdefault(fault, Row(fault=fault, promise=promise, section=section_of(item.nodeid)))
 
     def pytest_sessionfinish(self) -> None:
         write_table(self._path, list(self._rows.values()), made=datetime.now(UTC))
@@ -93,7 +102,7 @@ def write_table(path: Path, rows: Sequence[Row], *, made: datetime) -> None:
     before, _, rest = text.partition(BEGIN)
     old, _, after = rest.partition(END)
     known = {match.group(1): match.group(0) for match in _ROW.finditer(old)}
-    lines = known | {row.fault: _line(row, made) for row in rows}
+    lines = known | {row.fault: _line(row, made) for row in rows if row.outcomes or row.fault not in known}
     order = {row.fault: list(_SECTIONS.values()).index(row.section) for row in rows}
     # Rows of other sessions keep their place.
     faults = [*known, *(fault for fault in sorted(order, key=lambda fault: order[fault]) if fault not in known)]
@@ -107,7 +116,7 @@ _ROW = re.compile(r"^\| (?!fault \|)([^|\n]*?) \|.*$", flags=re.MULTILINE)
 
 def _line(row: Row, made: datetime) -> str:
     tests = ", ".join(f"`{name}`" for name in row.tests) + (" (slow)" if row.is_slow else "")
-    result = f"{_result(row.outcomes)}, {made:%Y-%m-%d}"
+    result = f"{_result(row.outcomes)}, {made:%Y-%m-%d}" if row.outcomes else "not run yet"
     return f"| {' | '.join((row.fault, row.promise, result, '; '.join(dict.fromkeys(row.seen)), tests))} |"
 
 

@@ -55,6 +55,11 @@ def test_a_table_says_what_failed_and_keeps_what_was_not_run(tmp_path: Path) -> 
     assert faults_in(path.read_text()) == {"an engine dies", "a rank dies"}
 
 
+def test_what_never_ran_is_said_to_be_so() -> None:
+    row = Row(fault="f", promise="p", section="engines", tests=["a"])
+    assert _line(row, datetime(2026, 1, 1, tzinfo=UTC)) == "| f | p | not run yet |  | `a` |"
+
+
 def test_a_failure_is_not_hidden_among_what_passed() -> None:
     row = Row(fault="f", promise="p", section="engines", tests=["a"], outcomes=["passed", "failed", "passed"])
     assert "**1 of 3 failed**" in _line(row, datetime(2026, 1, 1, tzinfo=UTC))

@@ -213,6 +213,7 @@ _SGLANG: Mapping[str, str] = {
     "skip_server_warmup": _ALWAYS,
     "sleep_on_idle": _ALWAYS,
     "log_level_http": _ALWAYS,
+    "enable_metrics": _ALWAYS,
     "weight_version": _WEIGHTS,
     "custom_weight_loader": _WEIGHTS,
     "load_format": _WEIGHTS,

@@ -1,4 +1,4 @@
-"""A small soak: the same tool as `make soak`, with two accidents."""
+"""A small soak: the same tool as `make soak`, with an accident."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.faults.soak import soak
 @pytest.mark.parametrize(
     ("kinds", "num_steps"),
     [
-        (("trainer rank killed", "reward worker killed"), 12),
+        (("trainer rank killed",), 8),
         pytest.param((), 24, marks=pytest.mark.slow),
     ],
     ids=["short", "long"],
 )
 def test_a_run_outlives_accidents(kinds: tuple[str, ...], num_steps: int, tmp_path: Path) -> None:
     told: list[str] = []
-    found = soak(tmp_path, num_steps=num_steps, every=5, seed=4, num_engines=1, kinds=kinds, tell=told.append)
-    assert sum(found.faults.values()) >= 2
+    found = soak(tmp_path, num_steps=num_steps, every=4, seed=4, num_engines=1, kinds=kinds, tell=told.append)
+    assert sum(found.faults.values()) >= 1
     assert told[0].startswith("seed 4: ")

@@ -85,7 +85,7 @@ class _Victims:
         return self._having(lambda _, words: "megarl.reward.worker" in words)
 
     def memory(self) -> int:
-        """Resident bytes of the driver, the ranks and the reward workers; engines come and go."""
+        """Resident bytes of everything that runs."""
         total = 0
         for process in self._footprint.processes():
             try:

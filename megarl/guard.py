@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ SIGNAL_EXIT = 128
 """What the guard adds to the number of the signal that ended its command, as a shell does."""
 
 _KILL_TIMEOUT_S = 10.0
+_LOOK_S = 0.05
 _SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - where the system keeps shared memory, not a file of ours
 _REMOVED = " (deleted)"
 """What the kernel adds to a name that is gone."""
@@ -53,8 +55,11 @@ def stop_guarded(guard: subprocess.Popen[bytes], *, grace_s: float) -> None:
     """Ask the command itself to end, then end what is left of its process group. Harmless when it has ended."""
     segments = segments_of(guard.pid)
     guard.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        guard.wait(timeout=grace_s)
+    deadline = time.monotonic() + grace_s
+    while guard.poll() is None and time.monotonic() < deadline:
+        # Some is made only on the way out, and whoever would remove it is ended below.
+        segments |= segments_of(guard.pid)
+        time.sleep(_LOOK_S)
     # Children may outlive it, whether it left in order or not.
     with suppress(ProcessLookupError):
         os.killpg(guard.pid, signal.SIGKILL)

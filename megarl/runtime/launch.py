@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,13 +130,19 @@ def joined_ray() -> Iterator[None]:
 
 @contextmanager
 def private_ray() -> Iterator[None]:
-    """Settings of a Ray for this run alone, with a token of its own in a file only this user can read."""
+    """Settings of a Ray for this process alone, with a token of its own in a file only this user can read."""
     folder = Path(tempfile.mkdtemp(prefix="megarl-ray-"))
     token = folder / "token"
     token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
+    token.write_text(_token())
     os.environ.update({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT, RAY_AUTH_TOKEN_PATH.name: str(token)})
     try:
         yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@cache
+def _token() -> str:
+    """One for all that this process starts: Ray reads its token once, and a second Ray with another would refuse us."""
+    return secrets.token_hex(32)

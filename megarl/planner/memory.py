@@ -174,37 +174,54 @@ def engine_memory(shape: ModelShape, rollout: RolloutRoleConfig, capacity_bytes:
     """Of the fullest TP rank. The KV cache has as many tokens as asked for, or what the fraction leaves."""
     is_cpu = capacity_bytes is None
     item_bytes = 4 if is_cpu else 2
-    layout = sglang_layout(
-        replace(shape, num_layers=1),
-        tensor=rollout.tensor,
-        expert=rollout.expert,
-        dtype="float32" if is_cpu else "bfloat16",
-        is_cpu_engine=is_cpu,
-    )
-    layers = shape.num_layers
-    weight_bytes = max(
-        sum(repeats(name, layers) * spec.num_bytes for name, spec in holding.tensors.items())
-        for holding in layout.holdings
-    )
-    expert_bytes = layers * sum(spec.num_bytes for name, spec in layout.holdings[0].tensors.items() if _is_expert(name))
-    staging_bytes = item_bytes * max(
-        sum(repeats(piece.slice.name, layers) * piece.slice.num_elements for piece in holding.pieces)
-        for holding in layout.holdings
-    )
-    per_token = 2 * layers * -(-shape.num_kv_heads // rollout.tensor) * shape.head_dim * item_bytes
+    weights = _engine_weights(shape, rollout.tensor, rollout.expert, is_cpu)
+    per_token = 2 * shape.num_layers * -(-shape.num_kv_heads // rollout.tensor) * shape.head_dim * item_bytes
     if rollout.max_cached_tokens is not None:
         cached_tokens = rollout.max_cached_tokens
     elif capacity_bytes is None:
         cached_tokens = CPU_CACHED_TOKENS
     else:
-        cached_tokens = max(0, int(capacity_bytes * rollout.memory_fraction) - weight_bytes) // per_token
+        cached_tokens = max(0, int(capacity_bytes * rollout.memory_fraction) - weights.held_bytes) // per_token
     return EngineMemory(
-        weight_bytes=weight_bytes,
-        expert_bytes=expert_bytes,
-        staging_bytes=staging_bytes,
+        weight_bytes=weights.held_bytes,
+        expert_bytes=weights.expert_bytes,
+        staging_bytes=weights.staging_bytes,
         cache_bytes=cached_tokens * per_token,
         cache_bytes_per_token=per_token,
         cached_tokens=cached_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EngineWeights:
+    held_bytes: int
+    expert_bytes: int
+    staging_bytes: int
+
+
+@cache
+def _engine_weights(shape: ModelShape, tensor: int, expert: int, is_cpu: bool) -> _EngineWeights:
+    """Of the fullest TP rank. Remembered: a search for a recipe that fits asks for the same engine again and again."""
+    layout = sglang_layout(
+        replace(shape, num_layers=1),
+        tensor=tensor,
+        expert=expert,
+        dtype="float32" if is_cpu else "bfloat16",
+        is_cpu_engine=is_cpu,
+    )
+    layers = shape.num_layers
+    return _EngineWeights(
+        held_bytes=max(
+            sum(repeats(name, layers) * spec.num_bytes for name, spec in holding.tensors.items())
+            for holding in layout.holdings
+        ),
+        expert_bytes=layers
+        * sum(spec.num_bytes for name, spec in layout.holdings[0].tensors.items() if _is_expert(name)),
+        staging_bytes=(4 if is_cpu else 2)
+        * max(
+            sum(repeats(piece.slice.name, layers) * piece.slice.num_elements for piece in holding.pieces)
+            for holding in layout.holdings
+        ),
     )
 
 

@@ -18,22 +18,21 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeAlias
 
 SIGNAL_EXIT = 128
 """What the guard adds to the number of the signal that ended its command, as a shell does."""
 
 _KILL_TIMEOUT_S = 10.0
-_LOOK_S = 0.05
-_SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - where the system keeps shared memory, not a file of ours
-_REMOVED = " (deleted)"
-"""What the kernel adds to a name that is gone."""
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the system keeps shared memory, not a file of ours
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
+
+_Identity: TypeAlias = tuple[int, int]
+"""Of a file, whatever it is called: device and inode."""
 
 
 def start_guarded(
@@ -55,11 +54,8 @@ def stop_guarded(guard: subprocess.Popen[bytes], *, grace_s: float) -> None:
     """Ask the command itself to end, then end what is left of its process group. Harmless when it has ended."""
     segments = segments_of(guard.pid)
     guard.terminate()
-    deadline = time.monotonic() + grace_s
-    while guard.poll() is None and time.monotonic() < deadline:
-        # Some is made only on the way out, and whoever would remove it is ended below.
-        segments |= segments_of(guard.pid)
-        time.sleep(_LOOK_S)
+    with suppress(subprocess.TimeoutExpired):
+        guard.wait(timeout=grace_s)
     # Children may outlive it, whether it left in order or not.
     with suppress(ProcessLookupError):
         os.killpg(guard.pid, signal.SIGKILL)
@@ -71,19 +67,33 @@ def stop_guarded(guard: subprocess.Popen[bytes], *, grace_s: float) -> None:
 
 def segments_of(guard_pid: int) -> set[Path]:
     """Shared memory, by name, of all processes that run under a guard."""
-    found: set[Path] = set()
+    held: set[_Identity] = set()
     for process in Path("/proc").glob("[0-9]*"):
         # A process may end, or not be ours to look at, at any of these lines.
         with suppress(OSError):
-            if int((process / "stat").read_text().rpartition(")")[2].split()[3]) != guard_pid:
-                continue
-            mapped = (line[line.find("/") :] for line in (process / "maps").read_text().splitlines())
-            found |= {Path(path) for path in mapped if path.startswith(_SHARED_MEMORY)}
-            for descriptor in (process / "fd").iterdir():
-                path = str(descriptor.readlink())
-                if path.startswith(_SHARED_MEMORY):
-                    found.add(Path(path))
-    return {path for path in found if not path.name.endswith(_REMOVED)}
+            if int((process / "stat").read_text().rpartition(")")[2].split()[3]) == guard_pid:
+                held.update(_held_by(process))
+    found = set()
+    for path in _SHARED_MEMORY.iterdir():
+        with suppress(OSError):
+            status = path.stat()
+            if (status.st_dev, status.st_ino) in held:
+                found.add(path)
+    return found
+
+
+def _held_by(process: Path) -> Iterator[_Identity]:
+    """What a process has mapped or open there. By identity: a semaphore is mapped under a name that is gone, as the C
+    library makes it under one name and links it to another."""
+    for line in (process / "maps").read_text().splitlines():
+        _, _, _, device, inode, *path = line.split(maxsplit=5)
+        if path and path[0].startswith(f"{_SHARED_MEMORY}/"):
+            major, minor = (int(number, base=16) for number in device.split(":"))
+            yield os.makedev(major, minor), int(inode)
+    for descriptor in (process / "fd").iterdir():
+        if str(descriptor.readlink()).startswith(f"{_SHARED_MEMORY}/"):
+            status = descriptor.stat()
+            yield status.st_dev, status.st_ino
 
 
 def remove(segments: Iterable[Path]) -> None:

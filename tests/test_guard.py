@@ -53,7 +53,7 @@ def test_the_exit_code_is_the_commands(code: int) -> None:
         assert process.wait(timeout=10) == code
 
 
-SHARER = """
+SEGMENT = """
 import time
 from multiprocessing import shared_memory, resource_tracker
 memory = shared_memory.SharedMemory(create=True, size=64)
@@ -62,9 +62,21 @@ print(memory.name, flush=True)
 time.sleep(600)
 """
 
+SEMAPHORE = """
+import multiprocessing, time
+from multiprocessing import resource_tracker
+lock = multiprocessing.get_context("spawn").RLock()
+resource_tracker.unregister(lock._semlock.name, "semaphore")
+print("sem." + lock._semlock.name.removeprefix("/"), flush=True)
+time.sleep(600)
+"""
 
-def test_shared_memory_goes_with_a_session_whose_parent_has_died() -> None:
-    with guarded(sys.executable, "-c", SHARER) as process:
+sharing = pytest.mark.parametrize("program", [SEGMENT, SEMAPHORE], ids=["segment", "semaphore"])
+
+
+@sharing
+def test_shared_memory_goes_with_a_session_whose_parent_has_died(program: str) -> None:
+    with guarded(sys.executable, "-c", program) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         segment = Path("/dev/shm") / process.stdout.readline().strip()
@@ -74,8 +86,9 @@ def test_shared_memory_goes_with_a_session_whose_parent_has_died() -> None:
     assert not segment.exists()
 
 
-def test_and_with_one_that_is_stopped() -> None:
-    process = start_guarded([sys.executable, "-c", SHARER], environment=os.environ, output=subprocess.PIPE)
+@sharing
+def test_and_with_one_that_is_stopped(program: str) -> None:
+    process = start_guarded([sys.executable, "-c", program], environment=os.environ, output=subprocess.PIPE)
     assert process.stdout is not None
     segment = Path("/dev/shm") / process.stdout.readline().decode().strip()
     assert segment.exists()

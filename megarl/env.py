@@ -88,6 +88,8 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Workers that hold no GPU keep the variables they were given.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # A paragraph on the screen about what a sentence of our own says there.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "^A worker died or was killed while executing a task",
 }
 """Every Ray megarl talks to: token auth, no phoning home. Ray reads these when it is imported."""
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.rollout.control import EngineControl
@@ -219,13 +219,14 @@ class TransferPublisher:
     ) -> tuple[Sent, Arrived]:
         """Both ends of one exchange. The first failure is the news, and whoever still waits for the other is told."""
         tasks = asyncio.create_task(trainers), asyncio.create_task(engines)
+        for task in tasks:
+            task.add_done_callback(_ignore)
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
             # The ranks are about to be ended; an engine would wait for them until its deadline, and hear nobody.
             await asyncio.to_thread(abandon_group, store.address, name=_GROUP, reason="the publish was given up")
             tasks[0].cancel()
-            tasks[1].add_done_callback(_ignore)
             await asyncio.wait(tasks, timeout=_GIVE_UP_S)
             raise
         failures = [error for task in done if (error := task.exception()) is not None]
@@ -238,7 +239,7 @@ class TransferPublisher:
         return tasks[0].result(), tasks[1].result()
 
 
-def _ignore(task: asyncio.Task[Arrived]) -> None:
-    """Whatever it ended with: asyncio would print a failure that nobody has asked for."""
+def _ignore(task: asyncio.Task[Any]) -> None:
+    """Whatever it ended with: asyncio would print the second of two failures, which nobody asks for."""
     if not task.cancelled():
         task.exception()

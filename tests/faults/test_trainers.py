@@ -86,6 +86,7 @@ def disturb(folder: Path, name: str, overrides: Sequence[str], *faults: dict[str
 def check_same_end(done: Run, undisturbed: Run) -> None:
     assert done.exit_code == 0, done.output
     assert "Traceback" not in done.output
+    assert "(raylet)" not in done.output
     ends = [each.folder / "checkpoints" / f"step_{STEPS:06d}" for each in (done, undisturbed)]
     found, expected = (
         {str(path.relative_to(end)): path.read_bytes() for path in end.rglob("*.safetensors")} for end in ends
@@ -176,6 +177,7 @@ def test_a_rank_that_dies_again_and_again_ends_the_run_with_one_line(folder: Pat
         r"megarl: actor rank 1: died during .*; the ranks were started again 1 times since step \d .*", last
     )
     assert "Traceback" not in done.output
+    assert "(raylet)" not in done.output
 
 
 @pytest.mark.fault("one gradient that is not finite", "the update is skipped and told; nothing starts again")

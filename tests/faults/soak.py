@@ -48,17 +48,21 @@ class Soaked:
     effective_time_ratio: float
     memory_growth: float
     """Of everything the run holds, from its first fifth to its last; 0.05 is 5 %."""
+    step_s: float
+    """Median."""
+    next_step_s: Mapping[str, float]
+    """From a fault to the next step that is done, by kind; medians."""
 
 
-def _overrides(num_steps: int, *, num_engines: int) -> tuple[str, ...]:
+def _overrides(num_steps: int, *, num_engines: int, num_prompts: int, num_tokens: int) -> tuple[str, ...]:
     return (
         f"run.steps={num_steps}",
         "pools.train.gpus_per_node=1",
         "roles.actor={pool: train, tensor: 1}",
         f"pools.rollout.gpus_per_node={num_engines}",
-        "sampling.max_response_tokens=32",
-        "train.prompts_per_step=16",
-        "train.tokens_per_micro_batch=512",
+        f"sampling.max_response_tokens={num_tokens}",
+        f"train.prompts_per_step={num_prompts}",
+        "train.tokens_per_micro_batch=2048",
         "train.operation_timeout_s=20",
         "train.max_restarts=10",
         "roles.rollout.max_restarts=1000",
@@ -114,7 +118,8 @@ class _Watch:
     standing: Standing = field(default_factory=Standing)
     tail: EventTail | None = None
     step: int = 0
-    num_finished: int = 0
+    seconds: list[float] = field(default_factory=list)
+    """Of each step that was done, those that were done again among them."""
     records: list[Record] = field(default_factory=list)
 
     def look(self) -> None:
@@ -130,7 +135,49 @@ class _Watch:
                     self.step = resumed_step
                 case StepFinished(summary=summary):
                     self.step = summary.step
-                    self.num_finished += 1
+                    self.seconds.append(summary.seconds)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Accidents:
+    """One about every few steps, somewhere in a step; and how long each kept the run from its next one."""
+
+    every: int
+    last_step: int
+    """None after it: the run has to be seen to end."""
+    kinds: tuple[str, ...]
+    chance: Random
+    counts: Counter[str] = field(default_factory=Counter)
+    delays: dict[str, list[float]] = field(default_factory=dict)
+    _next_step: int = 0
+    _due: float | None = None
+    _unanswered: list[tuple[str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._next_step = self.every
+
+    def step_done(self) -> None:
+        for kind, happened in self._unanswered:
+            self.delays.setdefault(kind, []).append(time.monotonic() - happened)
+        self._unanswered.clear()
+
+    def happen(self, watch: _Watch, victims: _Victims, driver: subprocess.Popen[bytes]) -> str | None:
+        """What happened just now."""
+        now = time.monotonic()
+        if self._due is None:
+            if watch.seconds and self._next_step <= watch.step <= self.last_step:
+                self._due = now + self.chance.uniform(0, watch.seconds[-1])
+            return None
+        if now < self._due:
+            return None
+        kind = self.chance.choice(self.kinds)
+        if not _FAULTS[kind](victims, driver, self.chance):
+            return None
+        self.counts[kind] += 1
+        self._unanswered.append((kind, now))
+        self._next_step = watch.step + max(1, round(self.chance.uniform(0.6, 1.4) * self.every))
+        self._due = None
+        return kind
 
 
 def soak(
@@ -140,38 +187,35 @@ def soak(
     every: int,
     seed: int,
     num_engines: int = 2,
+    num_prompts: int = 16,
+    num_tokens: int = 32,
     kinds: tuple[str, ...] = (),
     tell: Callable[[str], None],
 ) -> Soaked:
     """Raises AssertionError where a promise is broken."""
-    tell(f"seed {seed}: {num_steps} steps, a fault about every {every} of them")
-    chance = Random(seed)
-    make_arithmetic(folder / "arithmetic", num_train=4 * num_steps, num_sft=16, num_eval=16)
+    tell(f"seed {seed}: {num_steps} steps, a fault about every {every} of them; in {folder}")
+    make_arithmetic(folder / "arithmetic", num_train=num_prompts * num_steps // 4, num_sft=16, num_eval=16)
     watch = _Watch(path=folder / "runs" / "soak" / EVENTS_FILE)
-    faults: Counter[str] = Counter()
+    accidents = _Accidents(every=every, last_step=num_steps - 2, kinds=kinds or tuple(_FAULTS), chance=Random(seed))
+    overrides = _overrides(num_steps, num_engines=num_engines, num_prompts=num_prompts, num_tokens=num_tokens)
     memory: list[tuple[int, int]] = []
-    began, num_starts, next_fault = time.monotonic(), 0, every
+    began, num_starts = time.monotonic(), 0
     with nothing_left() as footprint:
         victims = _Victims(footprint)
         while True:
             num_starts += 1
-            overrides = _overrides(num_steps, num_engines=num_engines)
             with started(folder, "soak", *overrides, footprint=footprint) as driver:
-                last_step, last_change = watch.step, time.monotonic()
+                num_done, last_change = len(watch.seconds), time.monotonic()
                 while driver.poll() is None:
                     time.sleep(_POLL_S)
                     watch.look()
-                    if watch.step != last_step:
-                        last_step, last_change = watch.step, time.monotonic()
+                    if len(watch.seconds) > num_done:
+                        num_done, last_change = len(watch.seconds), time.monotonic()
                         memory.append((watch.step, victims.memory()))
+                        accidents.step_done()
                     assert time.monotonic() - last_change < _STALL_S, f"no step for {_STALL_S:.0f} s; see {folder}"
-                    if next_fault <= watch.step < num_steps - 1:
-                        kind = chance.choice(kinds or tuple(_FAULTS))
-                        if _FAULTS[kind](victims, driver, chance):
-                            faults[kind] += 1
-                            tell(f"step {watch.step}: {kind}")
-                            last_change = time.monotonic()
-                            next_fault = watch.step + max(1, round(chance.uniform(0.6, 1.4) * every))
+                    if kind := accidents.happen(watch, victims, driver):
+                        tell(f"{time.monotonic() - began:.0f} s, step {watch.step}: {kind}")
             watch.look()
             if driver.returncode == 0:
                 break
@@ -182,11 +226,13 @@ def soak(
     return Soaked(
         steps=num_steps,
         seconds=seconds,
-        faults=dict(faults),
+        faults=dict(accidents.counts),
         num_starts=num_starts,
-        num_steps_again=watch.num_finished - num_steps,
+        num_steps_again=len(watch.seconds) - num_steps,
         effective_time_ratio=watch.standing.effective_time_ratio(watch.records[-1].time) or 0.0,
         memory_growth=_growth(memory, num_steps),
+        step_s=statistics.median(watch.seconds),
+        next_step_s={kind: round(statistics.median(delays), 1) for kind, delays in accidents.delays.items()},
     )
 
 
@@ -244,11 +290,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="A run that something happens to every few steps.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=64, help="of a step")
+    parser.add_argument("--tokens", type=int, default=128, help="of a response, at most")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="megarl-soak-"))
-    found = soak(folder, num_steps=options.steps, every=options.every, seed=options.seed, tell=_tell)
+    found = soak(
+        folder,
+        num_steps=options.steps,
+        every=options.every,
+        seed=options.seed,
+        num_prompts=options.prompts,
+        num_tokens=options.tokens,
+        tell=_tell,
+    )
     lines = (
         f"{found.steps} steps in {found.seconds:.0f} s, {sum(found.faults.values())} faults, {found.num_starts} starts",
         f"effective time {found.effective_time_ratio:.0%} (goal 80 %), memory {found.memory_growth:+.1%} (goal 5 %)",

@@ -96,6 +96,8 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
 LOCAL_RAY_ENVIRONMENT: Mapping[str, str] = {
     # Named for other systems, but on Linux too it makes Ray take 127.0.0.1 as its address and listen on nothing else.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Seconds. Its head does not come back once it is gone.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
 }
 """Besides, for a Ray that megarl starts on this machine alone."""
 

@@ -19,6 +19,7 @@ from megarl.config.recipe import Recipe
 from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ADDRESS, RAY_AUTH_TOKEN_PATH, RAY_ENVIRONMENT
 from megarl.observe.events import Sink
 from megarl.observe.observer import observing
+from megarl.runtime.epitaph import epitaph
 from megarl.runtime.one_copy import one_copy
 from megarl.runtime.resume import ResumeChoice, choose, is_of_run
 from megarl.runtime.small_sync import SmallSync
@@ -48,6 +49,7 @@ def train(
     decision = choose(recipe, resume)
     point = decision.point
     with (
+        epitaph(recipe.run_folder),
         observing(
             recipe,
             display=display,

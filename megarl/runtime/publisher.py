@@ -175,9 +175,9 @@ class TransferPublisher:
             num_engines = await link.control.commit(version, is_catching_up=is_catching_up)
         except (WeightSyncError, WorkerError) as error:
             self._link = None
-            there = [engine for engine in roster if engine.life.is_reachable]
-            with suppress(WeightSyncError):  # an engine that cannot abort is not serving the new version either
-                await self._control.among(there).abort()
+            if there := [engine for engine in roster if engine.life.is_reachable]:
+                with suppress(WeightSyncError):  # an engine that cannot abort is not serving the new version either
+                    await self._control.among(there).abort()
             # Ranks that are lost are started again; nothing is said of the engines by that.
             kind = WorkerError if isinstance(error, WorkerError) else WeightSyncError
             raise kind(f"version {version} was not published; engines keep the one before: {error}") from error

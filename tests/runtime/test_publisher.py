@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from megarl.config.model import Family, ModelShape
-from megarl.errors import WeightSyncError, WorkerError
+from megarl.errors import FleetError, WeightSyncError, WorkerError
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Engine, EngineState, Fleet
 from megarl.rollout.lifecycle import Ended, RestartPolicy, Started, Ticked
@@ -116,6 +116,7 @@ class FakeControl:
         return len(self._engines)
 
     async def abort(self) -> None:
+        assert self._engines, "nobody to ask"
         self._calls.append(f"abort {self._names}")
 
 
@@ -184,6 +185,22 @@ def test_an_engine_that_dies_on_the_way_is_left_out_and_the_rest_get_the_version
         assert scene.states == [EngineState.HEALTHY, EngineState.DEAD]
         lost = ["join 0 1", "send", "stage 0 1", "abort 0 1"]
         assert scene.calls == [*lost, "join 0", "send", "stage 0", "commit 4: 0"]
+
+    asyncio.run(scenario())
+
+
+def test_when_all_engines_die_on_the_way_nobody_is_asked_to_abort() -> None:
+    async def scenario() -> None:
+        def die(engines: Sequence[Engine]) -> int:
+            for engine in engines:
+                scene.fleet.report(engine, Ended(reason="killed"))
+            raise WeightSyncError("engines 0, 1: load weights: disconnected")
+
+        scene = Scene(die)
+        scene.fleet.policy = RestartPolicy(max_restarts=0)
+        with pytest.raises(FleetError, match="no engine"):
+            await scene.publisher.publish(PolicyVersion(4))
+        assert scene.calls == ["join 0 1", "send", "stage 0 1"]
 
     asyncio.run(scenario())
 

@@ -68,11 +68,9 @@ def stop_guarded(guard: subprocess.Popen[bytes], *, grace_s: float) -> None:
 def segments_of(guard_pid: int) -> set[Path]:
     """Shared memory, by name, of all processes that run under a guard."""
     held: set[_Identity] = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        # A process may end, or not be ours to look at, at any of these lines.
+    for process in _session(guard_pid):
         with suppress(OSError):
-            if int((process / "stat").read_text().rpartition(")")[2].split()[3]) == guard_pid:
-                held.update(_held_by(process))
+            held.update(_held_by(process))
     found = set()
     for path in _SHARED_MEMORY.iterdir():
         with suppress(OSError):
@@ -80,6 +78,15 @@ def segments_of(guard_pid: int) -> set[Path]:
             if (status.st_dev, status.st_ino) in held:
                 found.add(path)
     return found
+
+
+def _session(guard_pid: int) -> Iterator[Path]:
+    """The processes that run under a guard, in /proc; the guard is one of them."""
+    for process in Path("/proc").glob("[0-9]*"):
+        # A process may end, or not be ours to look at, at any moment.
+        with suppress(OSError):
+            if int((process / "stat").read_text().rpartition(")")[2].split()[3]) == guard_pid:
+                yield process
 
 
 def _held_by(process: Path) -> Iterator[_Identity]:
@@ -110,11 +117,22 @@ def main(command: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda _number, _frame: child.terminate())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     code = child.wait()
+    _end_others()
     return code if code >= 0 else SIGNAL_EXIT - code
 
 
 def _die_with_guard() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_others() -> None:
+    """What the command has left behind: the parent may be gone by now, and would end it otherwise."""
+    segments = segments_of(os.getpid())
+    for process in _session(os.getpid()):
+        if process.name != str(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.kill(int(process.name), signal.SIGKILL)
+    remove(segments)
 
 
 def _end_with_parent() -> None:

@@ -53,6 +53,12 @@ def test_the_exit_code_is_the_commands(code: int) -> None:
         assert process.wait(timeout=10) == code
 
 
+def test_what_a_command_leaves_behind_is_ended_with_it() -> None:
+    with guarded(sys.executable, "-c", "import subprocess; subprocess.Popen(['sleep', '600'])") as process:
+        assert process.wait(timeout=10) == 0
+        assert not wait_until_gone(process.pid, 10)
+
+
 SEGMENT = """
 import time
 from multiprocessing import shared_memory, resource_tracker

@@ -240,6 +240,32 @@ def test_a_killed_driver_takes_everything_along_and_the_next_run_goes_on(folder:
     assert steps_lost(done) <= 1
 
 
+@pytest.mark.fault(
+    "kill -9 of a process of Ray's own", "a sentence; everything gone within 10 s; the next run goes on; the same bits"
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["raylet/raylet", "gcs/gcs_server", "log_monitor.py"])
+def test_a_run_that_loses_ray_ends_with_a_sentence_and_the_next_one_goes_on(
+    folder: Path, undisturbed: Run, program: str
+) -> None:
+    name = f"no_{Path(program).stem}"
+    once = folder / f"{name}.once"
+    fault = {"point": "step_trained", "step": 3, "kind": "wait", "seconds": 60, "once": str(once)}
+    with (
+        nothing_left() as footprint,
+        started(folder, name, *SFT, faults=[fault], footprint=footprint) as process,
+    ):
+        _await(once.exists, process, once)
+        _running(footprint, program)[0].kill()
+        process.wait(timeout=30)
+    ended = finished(folder, name, process)
+    assert ended.exit_code == 1
+    assert "the same command goes on from its last checkpoint" in ended.output.splitlines()[-1]
+    with nothing_left() as footprint:
+        done = run(folder, name, *SFT, footprint=footprint)
+    check_same_end(done, undisturbed)
+
+
 @pytest.mark.fault("kill -9 of a trainer rank that nobody asks anything", "noticed within 2 s")
 @pytest.mark.slow
 def test_a_rank_that_dies_while_nobody_asks_it_is_noticed_within_two_seconds(folder: Path) -> None:
@@ -251,7 +277,7 @@ def test_a_rank_that_dies_while_nobody_asks_it_is_noticed_within_two_seconds(fol
     ):
         events = folder / "runs" / "idle" / EVENTS_FILE
         _await(lambda: any(isinstance(record.event, StepFinished) for record in read_events(events)), process, events)
-        victim = _ranks(footprint)[0]
+        victim = _running(footprint, "ActorProcess")[0]
         began = time.monotonic()
         victim.kill()
         _await(lambda: _has_restarted(events), process, events)
@@ -265,8 +291,8 @@ def _has_restarted(events: Path) -> bool:
     return any(isinstance(record.event, Restarted) for record in read_events(events))
 
 
-def _ranks(footprint: Footprint) -> list[psutil.Process]:
-    return [process for process in footprint.processes() if "ActorProcess" in " ".join(process.cmdline())]
+def _running(footprint: Footprint, program: str) -> list[psutil.Process]:
+    return [process for process in footprint.processes() if program in " ".join(process.cmdline())]
 
 
 def _await(condition: object, process: subprocess.Popen[bytes], events: Path, timeout_s: float = 120) -> None:

@@ -182,10 +182,12 @@ class RunSaver:
             patience_s = min(patience_s, _LOST_GRACE_S)
         elif isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
             patience_s = 0.0
-        await asyncio.wait([self._pending], timeout=patience_s)
-        if not self._pending.done():
+        try:
+            await asyncio.wait([self._pending], timeout=patience_s)
+        finally:
+            # Also when we are told meanwhile to leave at once.
             self._pending.cancel()
-        await asyncio.gather(self._pending, return_exceptions=True)
+            await asyncio.gather(self._pending, return_exceptions=True)
 
     def mark(self, step: int) -> None:
         counts, before = self._buffer.counts, self._ledger_before

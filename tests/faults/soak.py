@@ -290,7 +290,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="A run that something happens to every few steps.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=64, help="of a step")
+    parser.add_argument("--prompts", type=int, default=128, help="of a step")
     parser.add_argument("--tokens", type=int, default=128, help="of a response, at most")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--folder", type=Path, default=None)

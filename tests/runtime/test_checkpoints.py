@@ -359,3 +359,21 @@ def test_a_rank_that_dies_while_it_writes_ends_the_run(tmp_path: Path) -> None:
     fake = FakeRun(recipe_in(tmp_path, save_every_steps=2), failures={2: WorkerError("actor rank 1: died")})
     with pytest.raises(WorkerError):
         fake.run()
+
+
+def test_one_that_fails_and_is_then_told_to_leave_at_once_leaves_no_save_behind(tmp_path: Path) -> None:
+    fake = FakeRun(recipe_in(tmp_path, save_every_steps=2), save_seconds=30.0)
+    fake.fails_in = 3
+
+    async def scenario() -> None:
+        running = asyncio.create_task(fake._run())
+        while fake.ranks.num_writing == 0:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+    assert fake.saved == []

@@ -225,7 +225,6 @@ def test_models_are_lost_and_the_engines_stay_up(
 
 
 @pytest.mark.fault("kill -9 of the driver", "everything gone within 10 s; the next run goes on; the same bits")
-@pytest.mark.slow
 def test_a_killed_driver_takes_everything_along_and_the_next_run_goes_on(folder: Path, undisturbed: Run) -> None:
     fault = {"point": "step_trained", "step": 3, "kind": "kill", "once": str(folder / "driver_killed")}
     with (

@@ -38,6 +38,7 @@ def write_checkpoint(parent: Path, model: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_healthy_checkpoint_has_no_mismatch(tmp_path: Path) -> None:
     files = make_arithmetic(tmp_path / "arithmetic", num_sft=1)
     checkpoint = write_checkpoint(tmp_path / "checkpoints", files.model)

@@ -45,9 +45,8 @@ def at_once(folder: Path) -> Run:
 
 
 @pytest.mark.fault("kill -9 of the driver behind an unfinished save", "goes on from the save before; the same bits")
-@pytest.mark.parametrize(
-    ("name", "overrides"), [("ppo", PPO), pytest.param("grpo", (), marks=pytest.mark.slow)], ids=["ppo", "grpo"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "overrides"), [("ppo", PPO), ("grpo", ())], ids=["ppo", "grpo"])
 def test_a_run_that_was_killed_behind_a_save_goes_on_and_ends_with_the_same_bits(
     folder: Path, name: str, overrides: tuple[str, ...]
 ) -> None:

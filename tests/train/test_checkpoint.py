@@ -215,7 +215,15 @@ def test_no_rank_saves_weights_that_are_not_finite(cluster: Cluster, models: Mod
     assert all("NaN or infinite" in message for message in messages)
 
 
-@pytest.mark.parametrize("point", ["snapshot_taken", "ranks_met", "file_written"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        # Each costs a new set of ranks.
+        pytest.param("snapshot_taken", marks=pytest.mark.slow),
+        pytest.param("ranks_met", marks=pytest.mark.slow),
+        "file_written",
+    ],
+)
 def test_a_rank_that_dies_while_it_saves_is_not_waited_for(
     point: str, cluster: Cluster, models: Models, tmp_path: Path
 ) -> None:

@@ -63,6 +63,8 @@ def _overrides(num_steps: int, *, num_engines: int, num_prompts: int, num_tokens
         f"sampling.max_response_tokens={num_tokens}",
         f"train.prompts_per_step={num_prompts}",
         "train.tokens_per_micro_batch=2048",
+        # One that learns to be brief has less and less to do.
+        "train.optimizer.learning_rate=1e-6",
         "train.operation_timeout_s=20",
         "train.max_restarts=10",
         "roles.rollout.max_restarts=1000",

@@ -46,6 +46,8 @@ class Footprint:
         self._mark = uuid4().hex
         self._memory = memory
         self._notes = notes
+        self._held: dict[str, int] = {}
+        """Open descriptors of namespaces: the number of one that is gone is given to the next, of whatever run."""
         self._before = _names(_SHARED_MEMORY)
         self._is_private = os.geteuid() == 0
 
@@ -61,12 +63,22 @@ class Footprint:
             _check(_libc.mount(bytes(self._memory), bytes(_SHARED_MEMORY), None, _MS_BIND, None), "mount /dev/shm")
             (self._notes / str(os.getpid())).write_text(_namespace_of("self") or "")
 
+    def hold(self) -> None:
+        """After a process has entered, while it is there."""
+        for path in self._notes.iterdir():
+            if (namespace := path.read_text()) not in self._held:
+                self._held[namespace] = os.open(f"/proc/{path.name}/ns/mnt", os.O_RDONLY)
+
+    def let_go(self) -> None:
+        for descriptor in self._held.values():
+            os.close(descriptor)
+        self._held.clear()
+
     def processes(self) -> list[psutil.Process]:
-        namespaces = {path.read_text() for path in self._notes.iterdir()}
         return [
             process
             for process in psutil.process_iter()
-            if (_namespace_of(process.pid) in namespaces or _mark_of(process.pid) == self._mark) and _is_alive(process)
+            if (_namespace_of(process.pid) in self._held or _mark_of(process.pid) == self._mark) and _is_alive(process)
         ]
 
     def leftovers(self) -> Leftovers:
@@ -99,6 +111,7 @@ def nothing_left(*, within_s: float = 10.0) -> Iterator[Footprint]:
         finally:
             for process in footprint.processes():
                 process.send_signal(signal.SIGKILL)
+            footprint.let_go()
             shutil.rmtree(memory, ignore_errors=True)
 
 

@@ -33,6 +33,7 @@ def leave_something(found: list[str]) -> None:
             stdout=subprocess.PIPE,
             text=True,
         )
+        footprint.hold()
         assert process.stdout is not None
         found += [str(process.pid), *process.stdout.readline().split()]
         process.stdout.close()

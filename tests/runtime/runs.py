@@ -106,6 +106,8 @@ def started(
             preexec_fn=partial(_as_in_a_terminal, footprint),
             env={**os.environ, **marks, FAULTS.name: json.dumps(faults) if faults else ""},
         )
+    if footprint is not None:
+        footprint.hold()
     try:
         yield process
     finally:

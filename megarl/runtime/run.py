@@ -150,7 +150,8 @@ class _Run:
             with self.observer.phase("start"):
                 starting = living_trainers(recipe, shape, self.pools, resume=point)
                 trainers = await stack.enter_async_context(starting)
-                rollout = await self.generating
+                # Shielded: ranks that are lost meanwhile are no reason to begin with the engines again.
+                rollout = await asyncio.shield(self.generating)
                 roles = await connect(recipe, trainers, rollout, stack, observer=self.observer)
             loop = _build_loop(
                 recipe, self.inputs, roles, self.scorer, self.observer, self.preemption, point, self.saved_steps

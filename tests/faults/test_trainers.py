@@ -224,6 +224,27 @@ def test_models_are_lost_and_the_engines_stay_up(
     assert (done.folder / "engines" / "engine_0.log").read_text().count("The server is fired up") == 1
 
 
+@pytest.mark.fault("kill -9 of a trainer rank while engines start", "ranks start again, engines go on starting")
+@pytest.mark.slow
+def test_a_rank_that_dies_while_engines_start_does_not_end_them(folder: Path) -> None:
+    overrides = ("run.steps=1", "evaluation=null", "data.eval=[]", "train.restart_pause_s=0.1")
+    with (
+        nothing_left() as footprint,
+        started(folder, "early", *overrides, footprint=footprint) as process,
+    ):
+        log = folder / "runs" / "early" / "engines" / "engine_0.log"
+        _await(lambda: len(_running(footprint, "ActorProcess")) == 2, process, log)
+        time.sleep(2)  # the ranks are there and wait for the engine
+        assert "fired up" not in log.read_text()
+        _running(footprint, "ActorProcess")[0].kill()
+        process.wait(timeout=300)
+    done = finished(folder, "early", process)
+    assert done.exit_code == 0, done.output
+    assert "Traceback" not in done.output
+    assert len(restarts(done)) == 1
+    assert log.read_text().count("The server is fired up") == 1
+
+
 @pytest.mark.fault("kill -9 of the driver", "everything gone within 10 s; the next run goes on; the same bits")
 def test_a_killed_driver_takes_everything_along_and_the_next_run_goes_on(folder: Path, undisturbed: Run) -> None:
     fault = {"point": "step_trained", "step": 3, "kind": "kill", "once": str(folder / "driver_killed")}

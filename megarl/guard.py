@@ -98,9 +98,10 @@ def _held_by(process: Path) -> Iterator[_Identity]:
             major, minor = (int(number, base=16) for number in device.split(":"))
             yield os.makedev(major, minor), int(inode)
     for descriptor in (process / "fd").iterdir():
-        if str(descriptor.readlink()).startswith(f"{_SHARED_MEMORY}/"):
-            status = descriptor.stat()
-            yield status.st_dev, status.st_ino
+        with suppress(FileNotFoundError):  # closed meanwhile; the others still count
+            if str(descriptor.readlink()).startswith(f"{_SHARED_MEMORY}/"):
+                status = descriptor.stat()
+                yield status.st_dev, status.st_ino
 
 
 def remove(segments: Iterable[Path]) -> None:

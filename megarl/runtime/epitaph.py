@@ -38,9 +38,12 @@ def epitaph(run_folder: Path) -> Iterator[None]:
 def sentence(run_folder: Path) -> str:
     is_saved = (run_folder / "checkpoints" / "latest").exists()
     next_time = "goes on from its last checkpoint" if is_saved else "begins anew: it had no checkpoint yet"
+    log = run_folder / "ray.log"
+    # A Ray that was joined has its log elsewhere.
+    where = f"Ray's log: {log}; " if log.exists() else ""
     return (
         "megarl: the run ended without a word: its process was killed, or one of Ray's own was, which ends it; "
-        f"Ray's log: {run_folder / 'ray.log'}; everything it started is gone, and the same command {next_time}"
+        f"{where}everything it started is gone, and the same command {next_time}"
     )
 
 

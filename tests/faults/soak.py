@@ -47,7 +47,7 @@ class Soaked:
     num_steps_again: int
     effective_time_ratio: float
     memory_growth: float
-    """Of everything the run holds, from its first fifth to its last; 0.05 is 5 %."""
+    """Of everything the run holds, from the steps behind its first tenth to its last fifth; 0.05 is 5 %."""
     step_s: float
     """Median."""
     next_step_s: Mapping[str, float]

@@ -25,7 +25,7 @@ $(INSTALLED): requirements.txt pyproject.toml
 	touch $@
 
 patches: setup ## apply the patches of patches/ to the packages in .venv; optional
-	$(BIN)/python -m megarl.doctor.patches
+	$(BIN)/python -m megarl.tools.doctor.patches
 
 quickstart: setup ## train a small policy on this machine: data, warm start, GRPO
 	$(BIN)/megarl data make arithmetic --out $(DATA)
@@ -48,7 +48,7 @@ test-gpu: ## the tests that need a CUDA device, in an environment of your own th
 	$(PYTHON) -m pytest -m gpu -rs
 
 bench-gpu: ## all figures of docs/performance.md on this machine's GPU, in an environment of your own that has one
-	$(PYTHON) -c 'from megarl.cli.main import main; main()' bench gpu --out bench-gpu.jsonl
+	$(PYTHON) -m bench gpu --out bench-gpu.jsonl
 
 check: setup ## lint, format, types, layers
 	$(BIN)/ruff check
@@ -61,13 +61,13 @@ fmt: setup ## fix what ruff can fix
 	$(BIN)/ruff format
 
 docs: setup ## write what is generated: option tables of libraries, recipe schema, metrics, dashboards, alerts, a picture
-	$(BIN)/python -m megarl.train.native_fields
-	$(BIN)/python -m megarl.rollout.native_fields
-	$(BIN)/python -m megarl.weights.drawing
+	$(BIN)/python -m scripts.megatron_fields
+	$(BIN)/python -m scripts.sglang_fields
+	$(BIN)/python -m scripts.draw_plan
 	$(BIN)/megarl schema > recipes/schema.json
 	$(BIN)/megarl schema --docs > docs/recipe.md
 	$(BIN)/megarl metrics list --docs > docs/metrics.md
-	$(BIN)/python -m megarl.observe.monitoring
+	$(BIN)/python -m megarl.tools.dashboards.monitoring
 
 clean: ## remove the environment and caches; keeps runs/ and data/
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from PIL import Image
 
-from megarl.observe.dashboards import DASHBOARDS
-from megarl.observe.panels import COLUMNS, Dashboard, Panel, Query, Row
+from megarl.tools.dashboards.boards import DASHBOARDS
+from megarl.tools.dashboards.panels import COLUMNS, Dashboard, Panel, Query, Row
 
 NUM_POINTS = 150
 CELL_INCHES = 0.62
@@ -44,7 +44,7 @@ def main() -> None:
         path = arguments.out / f"{board.uid}.png"
         source = Source(arguments.prometheus, start=end - 60 * arguments.minutes, end=end)
         draw(board, source, path)
-        print(f"{path}: {source.num_empty} of {source.num_asked} queries have no data")  # noqa: T201
+        print(f"{path}: {source.num_empty} of {source.num_asked} queries have no data")
 
 
 class Source:
@@ -189,9 +189,9 @@ def _formatted(value: float, panel: Panel) -> str:
         case "s":
             return f"{value * 1000:.3g} ms" if 0 < abs(value) < 1 else f"{value:.3g} s"
         case _:
-            for suffix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-                if abs(value) >= size:
-                    return f"{value / size:.3g} {suffix}"
+            for suffix, unit_size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+                if abs(value) >= unit_size:
+                    return f"{value / unit_size:.3g} {suffix}"
             return f"{value:.3g}"
 
 

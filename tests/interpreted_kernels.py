@@ -13,9 +13,9 @@ from megarl.train.fused import Rotation, gated, rotated
 from megarl.train.fused_kernels import gate, grad_gate, rotate
 from megarl.train.logprob import _grad_logits, _RowGradients, _summed
 from megarl.train.logprob_kernel import grad_rows, sum_rows
-from megarl.weights.digest import MODULUS, DigestSums, Part, _bits, _bits_of_matrix, _seeds, digest
-from megarl.weights.digest_kernel import digest_rows
-from megarl.weights.slices import Slice
+from megarl.weights.algebra.slices import Slice
+from megarl.weights.executors.digest import MODULUS, DigestSums, Part, _bits, _bits_of_matrix, _seeds, digest
+from megarl.weights.executors.digest_kernel import digest_rows
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

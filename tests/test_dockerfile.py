@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megarl import __version__
-from megarl.doctor.patches import find_patches
-from megarl.doctor.versions import normalized, pinned_versions
+from megarl.tools.doctor.patches import find_patches
+from megarl.tools.doctor.versions import normalized, pinned_versions
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "Dockerfile").read_text()
@@ -97,7 +97,7 @@ def test_its_health_is_what_the_doctor_says_and_signals_arrive() -> None:
 
 def test_patches_are_applied_in_it() -> None:
     assert find_patches()
-    assert "python -m megarl.doctor.patches" in TEXT
+    assert "python -m megarl.tools.doctor.patches" in TEXT
     assert re.search(r"apt-get install [^&]*\bpatch\b", " ".join(of("RUN")))
 
 

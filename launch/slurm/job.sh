@@ -1,1 +1,1 @@
-../../megarl/launch/slurm_job.sh
+../../megarl/tools/launch/slurm_job.sh

@@ -21,7 +21,7 @@ from megarl.checkpoint.manifest import MODEL_FOLDER, Manifest, digest_file, read
 from megarl.checkpoint.tensor_folder import PlacedTensor, read_tensor_folder
 from megarl.checkpoint.tensor_header import TENSOR_SUFFIX
 from megarl.errors import CheckpointError
-from megarl.weights.hf import INDEX_FILE
+from megarl.weights.executors.hf import INDEX_FILE
 
 _CHUNK_ITEMS = 1 << 20
 _NUMPY_DTYPES: Mapping[str, str] = {

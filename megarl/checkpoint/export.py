@@ -23,7 +23,7 @@ from megarl.checkpoint.tensor_file import write_tensor_file
 from megarl.checkpoint.tensor_folder import PlacedTensor, read_tensor_folder
 from megarl.checkpoint.tensor_header import TensorEntry
 from megarl.errors import CheckpointError
-from megarl.weights.tensors import HEADER_DTYPES, bytes_of, header_dtype, torch_dtype
+from megarl.weights.executors.tensors import HEADER_DTYPES, bytes_of, header_dtype, torch_dtype
 
 MAX_SHARD_BYTES = 5_000_000_000
 

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from megarl.checkpoint.manifest import FileDigest, Manifest, sync, write_manifest
 from megarl.errors import CheckpointError
-from megarl.faults import reach, step_in
+from megarl.system.faults import reach, step_in
 
 CHECKPOINTS_FOLDER = "checkpoints"
 LATEST = "latest"

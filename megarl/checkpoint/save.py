@@ -18,15 +18,15 @@ from megarl.checkpoint.manifest import FileDigest, digest_file, sync
 from megarl.checkpoint.tensor_file import write_tensor_file
 from megarl.config.model import critic_architecture
 from megarl.errors import CheckpointError, WeightSyncError
-from megarl.faults import reach, step_in
-from megarl.weights.fused import whole
-from megarl.weights.group import TransferGroup
-from megarl.weights.hf import INDEX_FILE
-from megarl.weights.plan import plan
-from megarl.weights.seats import same_processes
-from megarl.weights.slices import Holding, Layout, TensorSpec
-from megarl.weights.tensors import box_of, bytes_of, header_dtype, specs_of, torch_dtype
-from megarl.weights.transfer import DEFAULT_BUCKET_BYTES, exchange
+from megarl.system.faults import reach, step_in
+from megarl.weights.algebra.locality import same_processes
+from megarl.weights.algebra.plan import plan
+from megarl.weights.algebra.slices import Holding, Layout, TensorSpec
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.hf import INDEX_FILE
+from megarl.weights.executors.tensors import box_of, bytes_of, header_dtype, specs_of, torch_dtype
+from megarl.weights.executors.transfer import DEFAULT_BUCKET_BYTES, exchange
+from megarl.weights.layouts.pieces import whole
 
 _COPIED = (
     "config.json",

@@ -12,9 +12,9 @@ from typing import TypeAlias
 import torch
 
 from megarl.checkpoint.save import assign_tensors
-from megarl.weights.plan import Move, plan
-from megarl.weights.seats import same_processes
-from megarl.weights.slices import Holding, Index, Layout, Piece, TensorSpec
+from megarl.weights.algebra.locality import same_processes
+from megarl.weights.algebra.plan import Move, plan
+from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, TensorSpec
 
 BoxView: TypeAlias = Callable[[str, Index, Index], torch.Tensor]
 """(name of a rank's own tensor, offsets, shape) -> that box of it."""

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.manifest import sync
 from megarl.errors import CheckpointError
-from megarl.faults import reach, step_in
+from megarl.system.faults import reach, step_in
 
 STATE_FILE = "state.json"
 

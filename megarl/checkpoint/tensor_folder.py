@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl.checkpoint.tensor_header import TensorEntry, read_header
 from megarl.errors import CheckpointError
-from megarl.weights.hf import INDEX_FILE, tensor_files
+from megarl.weights.executors.hf import INDEX_FILE, tensor_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

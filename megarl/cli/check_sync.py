@@ -20,7 +20,7 @@ from megarl.env import NO_COLOR
 from megarl.errors import ConfigError, WeightSyncError
 
 if TYPE_CHECKING:
-    from megarl.runtime.check_sync import SyncCheck
+    from megarl.tools.check_sync.check import SyncCheck
 
 _WIDTH = 110
 
@@ -42,11 +42,11 @@ def check_sync(
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    from megarl.config.check import check_without_files
+    from megarl.config.checks.recipe import check_without_files
     from megarl.config.load import read_recipe
     from megarl.planner.shapes import find_shapes
-    from megarl.runtime import launch
-    from megarl.runtime.small_sync import small_sync, told_layout
+    from megarl.tools.check_sync import launch
+    from megarl.tools.check_sync.small_sync import small_sync, told_layout
 
     read = read_recipe(recipe, overrides or []).recipe
     shapes = find_shapes(read, name=shape)

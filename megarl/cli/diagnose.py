@@ -21,7 +21,7 @@ from megarl.env import NO_COLOR
 from megarl.errors import NumericsError
 
 if TYPE_CHECKING:
-    from megarl.runtime.verdict import Diagnosis, SiteError
+    from megarl.tools.diagnose.diagnosis import Diagnosis, SiteError
 
 diagnose_app = typer.Typer(no_args_is_help=True, help="Find out why.")
 
@@ -59,7 +59,7 @@ def mismatch(
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
 
-    from megarl.runtime import launch
+    from megarl.tools.diagnose import launch
 
     found = launch.diagnose(
         checked, question=prompt if prompt is not None else row or 0, checkpoint=checkpoint, on_start=_say_what_starts

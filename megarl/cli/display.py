@@ -29,7 +29,7 @@ from megarl.observe.events import (
     Warned,
 )
 from megarl.observe.progress import Progress, advance
-from megarl.secret import masked
+from megarl.system.secret import masked
 from megarl.types import EvalResult
 
 REFRESHES_PER_SECOND = 4

@@ -20,9 +20,9 @@ from megarl.errors import ConfigError, MachineError, Problem
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
-    from megarl.doctor.checks import Check
-    from megarl.doctor.diagnosis import RunDiagnosis
-    from megarl.doctor.findings import Finding
+    from megarl.tools.doctor.checks import Check
+    from megarl.tools.doctor.diagnosis import RunDiagnosis
+    from megarl.tools.doctor.findings import Finding
 
 _WIDTH = 120
 _STYLES = {"ok": "green", "note": "dim", "warning": "yellow", "error": "bold red"}
@@ -56,7 +56,7 @@ def doctor(
         checks = _examine(recipe_path, overrides or [], ray_address, tries_groups=tries_groups)
     diagnosis = None
     if run is not None:
-        from megarl.doctor.diagnosis import diagnose_run
+        from megarl.tools.doctor.diagnosis import diagnose_run
 
         diagnosis = diagnose_run(run, now=datetime.now(UTC))
     if is_json:
@@ -81,7 +81,7 @@ def _sort_out(paths: Sequence[Path]) -> tuple[Path | None, Path | None]:
 
 def _examine(path: Path | None, overrides: Sequence[str], address: str | None, *, tries_groups: bool) -> list[Check]:
     from megarl.config.load import read_recipe
-    from megarl.doctor.examination import examine_machine, examine_recipe
+    from megarl.tools.doctor.examination import examine_machine, examine_recipe
 
     recipe: Recipe | None = None
     if path is not None:
@@ -91,7 +91,7 @@ def _examine(path: Path | None, overrides: Sequence[str], address: str | None, *
     if recipe is not None:
         checks += examine_recipe(recipe)
         if address is not None or tries_groups:
-            from megarl.doctor.cluster import check_cluster
+            from megarl.tools.doctor.cluster import check_cluster
 
             checks += check_cluster(recipe, address=address)
     return checks

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from megarl.cli.display import make_console
-from megarl.runtime.operator import Request, ask
+from megarl.runtime.engines.operator import Request, ask
 
 
 class Action(StrEnum):

@@ -58,7 +58,7 @@ def slurm(
         raise ConfigError("megarl launch slurm", (problem,))
     checked = load_checked(recipe, overrides)
 
-    from megarl.launch.slurm import SlurmJob, render
+    from megarl.tools.launch.slurm import SlurmJob, render
 
     job = SlurmJob(
         recipe_path=recipe.absolute(),

@@ -11,7 +11,7 @@ import torch
 from megarl.checkpoint.locate import CONFIG_FILE, ModelSource
 from megarl.errors import CheckpointError, MachineError
 from megarl.rollout.torchvision_ops import declare_torchvision_ops
-from megarl.weights.tensors import torch_dtype
+from megarl.weights.executors.tensors import torch_dtype
 
 NUM_TOKENS = 64
 

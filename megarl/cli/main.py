@@ -24,10 +24,10 @@ from megarl.cli.verl import import_command
 from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import Family
 from megarl.errors import ConfigError, MachineError, MegarlError, Problem
-from megarl.secret import masked
+from megarl.system.secret import masked
 
 if TYPE_CHECKING:
-    from megarl.data.tiny_model import TinyShape
+    from megarl.tools.quickstart.tiny_model import TinyShape
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
@@ -62,7 +62,6 @@ _QUICK = ("validate", "plan", "train", "schema", "import-verl")
 
 @cache
 def _add_other_commands() -> None:
-    from megarl.cli.bench import bench_app
     from megarl.cli.check_sync import check_sync
     from megarl.cli.checkpoint import app as checkpoint_app
     from megarl.cli.diagnose import diagnose_app
@@ -76,7 +75,6 @@ def _add_other_commands() -> None:
     from megarl.cli.view import report, view
 
     app.add_typer(checkpoint_app, name="checkpoint")
-    app.add_typer(bench_app, name="bench")
     app.add_typer(diagnose_app, name="diagnose")
     app.add_typer(metrics_app, name="metrics")
     app.command()(dashboards)
@@ -97,11 +95,16 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """One command; returns its exit code. No exception leaves it as a traceback on the screen."""
+    """Run one command and return its exit code."""
+    if not arguments or arguments[0] not in _QUICK:
+        _add_other_commands()
+    return run_app(app, arguments, prog_name="megarl")
+
+
+def run_app(app: typer.Typer, arguments: Sequence[str], *, prog_name: str) -> int:
+    """Run one command of `app` and return its exit code. An exception is reported in one line, never as a traceback."""
     try:
-        if not arguments or arguments[0] not in _QUICK:
-            _add_other_commands()
-        app(arguments, prog_name="megarl")
+        app(arguments, prog_name=prog_name)
     except SystemExit as end:
         # Typer turns Ctrl-C into a silent 130.
         if end.code == EXIT_INTERRUPTED:
@@ -194,7 +197,7 @@ def arithmetic(
     ] = None,
 ) -> None:
     """Two-digit sums: problems to train on and held-out ones, and a tiny random model that learns them."""
-    from megarl.data.arithmetic import SHAPE, make_arithmetic
+    from megarl.tools.quickstart.arithmetic import SHAPE, make_arithmetic
 
     shape = SHAPE if like is None else _random_shape(like)
     try:
@@ -215,7 +218,7 @@ def _root(
 
 
 def _random_shape(name: str) -> TinyShape:
-    from megarl.data.tiny_model import TinyShape
+    from megarl.tools.quickstart.tiny_model import TinyShape
 
     known = {known: shape for known, shape in CATALOGUE.items() if shape.family is Family.QWEN2}
     if name not in known:

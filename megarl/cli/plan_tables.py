@@ -16,7 +16,7 @@ from megarl.planner.ledger import Ledger, saves
 from megarl.planner.placement import Placement, RankPlace
 from megarl.planner.run_plan import RunPlan
 from megarl.planner.timing import PhaseName, PhaseTime, Timing
-from megarl.weights.megatron import padded_vocab
+from megarl.weights.layouts.megatron import padded_vocab
 
 _MAX_NODES = 12
 _WIDTH = 100

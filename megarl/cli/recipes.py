@@ -10,7 +10,7 @@ import typer
 
 from megarl.config import Recipe, load_recipe, read_model_shape
 from megarl.config.advice import advise
-from megarl.config.check import check_recipe
+from megarl.config.checks.recipe import check_recipe
 from megarl.errors import Problem
 from megarl.reward.check import check_reward
 

@@ -14,8 +14,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from megarl.cli.display import make_console
+from megarl.data.generations import Generation, list_generations, read_generations
 from megarl.errors import DataError
-from megarl.observe.generations import Generation, list_generations, read_generations
 
 _MAX_WIDTH = 100
 

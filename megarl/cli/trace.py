@@ -13,7 +13,7 @@ import typer
 
 from megarl.errors import DataError, MachineError
 from megarl.observe.events import EVENTS_FILE, read_events
-from megarl.page.timeline import fold_spans, to_trace
+from megarl.tools.page.timeline import fold_spans, to_trace
 from megarl.types import JsonValue
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", show_default=False)]

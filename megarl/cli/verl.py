@@ -11,13 +11,13 @@ import yaml
 from pydantic import ValidationError
 
 from megarl.config.catalogue import CATALOGUE, catalogue_name
-from megarl.config.check import check_without_files
+from megarl.config.checks.recipe import check_without_files
 from megarl.config.complaints import complaints
 from megarl.config.document import Tree
 from megarl.config.recipe import Recipe
-from megarl.config.verl import Entry, Imported, import_verl
-from megarl.config.verl.rules import Verdict
 from megarl.errors import ConfigError, MachineError, Problem
+from megarl.tools.import_verl import Entry, Imported, import_verl
+from megarl.tools.import_verl.rules import Verdict
 
 _MAX_VALUE = 32
 

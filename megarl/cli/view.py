@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from megarl.cli.trace import RunArgument, write_text
-from megarl.page.document import MAX_INLINED, report_page
-from megarl.page.run_data import RunFolder
-from megarl.page.server import serve
+from megarl.tools.page.document import MAX_INLINED, report_page
+from megarl.tools.page.run_data import RunFolder
+from megarl.tools.page.server import serve
 
 
 def view(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from megarl.config.check import check_recipe
+from megarl.config.checks.recipe import check_recipe
 from megarl.config.complaints import complaints, misplaced_truths
 from megarl.config.document import Document, Key, Origin, override, read_document
 from megarl.config.recipe import Recipe

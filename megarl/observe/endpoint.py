@@ -8,7 +8,7 @@ from wsgiref.simple_server import WSGIServer
 from prometheus_client import CollectorRegistry, start_http_server
 
 from megarl.errors import MachineError
-from megarl.network import LOOPBACK
+from megarl.system.network import LOOPBACK
 
 
 class MetricsEndpoint:

@@ -17,7 +17,7 @@ from pydantic_core import to_json
 
 from megarl.errors import DataError, MachineError
 from megarl.observe.summary import Phase, StepSummary
-from megarl.secret import masked
+from megarl.system.secret import masked
 from megarl.types import EvalResult, PolicyVersion, PublishResult
 
 EVENTS_FILE = "events.jsonl"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megarl.secret import masked
+from megarl.system.secret import masked
 
 LOG_FILE = "megarl.log"
 

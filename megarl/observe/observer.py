@@ -18,9 +18,7 @@ from typing import Literal
 from megarl import __version__
 from megarl.config import Recipe
 from megarl.errors import PreemptedError
-from megarl.network import LOOPBACK, address_in
 from megarl.observe import catalogue as names
-from megarl.observe.doubts import Doubts
 from megarl.observe.endpoint import MetricsEndpoint
 from megarl.observe.events import (
     EVENTS_FILE,
@@ -50,8 +48,10 @@ from megarl.observe.loggers import LoggerSink, open_loggers
 from megarl.observe.logs import LOG_FILE, logging_to
 from megarl.observe.meter import Meter
 from megarl.observe.metrics import Metrics
+from megarl.observe.step_warnings import Doubts
 from megarl.observe.summary import Phase, StepSummary
 from megarl.observe.targets import Targets
+from megarl.system.network import LOOPBACK, address_in
 from megarl.types import EvalResult, PolicyVersion, PublishResult
 
 

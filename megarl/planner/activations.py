@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megarl.config.fixed import LOGIT_CHUNK_BYTES, PAD_MULTIPLE
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ModelParallelConfig, Recipe
-from megarl.weights.megatron import MegatronParallel, padded_vocab
+from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
 
 NUM_CPU_LOGIT_CHUNKS = 4
 """On a CPU logits, their exponentials and gradients of one chunk of tokens exist together; on a GPU gradients take the

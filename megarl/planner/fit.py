@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from pydantic import ValidationError
 
-from megarl.config.check import check_without_files
+from megarl.config.checks.recipe import check_without_files
 from megarl.config.document import Document, override
 from megarl.config.recipe import Recipe, TrainedModelConfig
 from megarl.planner.hardware import Gpu

@@ -18,7 +18,7 @@ from megarl.planner.hardware import GIB, Gpu
 from megarl.planner.memory import EngineMemory, StageMemory, bare_weights, engine_memory, stage_memory
 from megarl.planner.placement import ModelPlacement, Placement
 from megarl.planner.shapes import RoleShapes
-from megarl.weights.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES
+from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES
 
 TRAINER_CONTEXT_BYTES = 7 * GIB // 2
 """CUDA context, loaded kernels, workspaces and NCCL buffers of one rank: an allowance. One on an H200 had 3.7 GiB."""

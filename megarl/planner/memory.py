@@ -10,9 +10,9 @@ from math import prod
 from megarl.config.fixed import CPU_CACHED_TOKENS
 from megarl.config.model import ModelShape
 from megarl.config.recipe import RolloutRoleConfig
-from megarl.weights.megatron import MegatronParallel, megatron_layout
-from megarl.weights.sglang import sglang_layout
-from megarl.weights.slices import Holding
+from megarl.weights.algebra.slices import Holding
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from megarl.weights.layouts.sglang import sglang_layout
 
 PARAM_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128

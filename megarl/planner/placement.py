@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megarl.config.recipe import ModelParallelConfig, Recipe
-from megarl.weights.megatron import MegatronParallel
+from megarl.weights.layouts.megatron import MegatronParallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,16 +16,16 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.planner.hardware import LINK_EFFICIENCY, Gpu
 from megarl.planner.placement import Place, Placement
-from megarl.weights.assignment import nearest_order
-from megarl.weights.buckets import DEFAULT_BUCKET_BYTES, staging_bound
-from megarl.weights.canonical import canonical_tensors
-from megarl.weights.megatron import megatron_layout
-from megarl.weights.plan import Plan, plan
-from megarl.weights.routing import forwarder
-from megarl.weights.seats import Gpu as GpuNumber
-from megarl.weights.seats import Link, on_gpus
-from megarl.weights.sglang import sglang_layout
-from megarl.weights.slices import Layout
+from megarl.weights.algebra.assignment import nearest_order
+from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, staging_bound
+from megarl.weights.algebra.locality import Gpu as GpuNumber
+from megarl.weights.algebra.locality import Link, on_gpus
+from megarl.weights.algebra.plan import Plan, plan
+from megarl.weights.algebra.routing import forwarder
+from megarl.weights.algebra.slices import Layout
+from megarl.weights.layouts.canonical import canonical_tensors
+from megarl.weights.layouts.megatron import megatron_layout
+from megarl.weights.layouts.sglang import sglang_layout
 
 
 class LinkClass(StrEnum):

@@ -25,7 +25,7 @@ from megarl.planner.ledger import keeps_reference, snapshot_bytes
 from megarl.planner.memory import EngineMemory, bare_weights
 from megarl.planner.placement import ModelPlacement, Placement
 from megarl.planner.shapes import RoleShapes
-from megarl.weights.canonical import num_active_parameters
+from megarl.weights.layouts.canonical import num_active_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

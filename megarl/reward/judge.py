@@ -19,7 +19,7 @@ from megarl.errors import RewardError, ScoreError
 from megarl.reward.pool import score_of
 from megarl.reward.protocol import Request
 from megarl.reward.result import checked
-from megarl.secret import Secret
+from megarl.system.secret import Secret
 from megarl.types import Score
 
 logger = logging.getLogger(__name__)

@@ -28,9 +28,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
 
-from megarl.faults import reach
 from megarl.reward.protocol import LENGTH, Answer, Request, Task
 from megarl.reward.result import checked, type_name
+from megarl.system.faults import reach
 
 _MODULE = "megarl_user_reward"
 _REQUIRED = ("data_source", "solution_str", "ground_truth")

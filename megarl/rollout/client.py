@@ -22,7 +22,7 @@ from httpx_aiohttp import AiohttpTransport
 
 from megarl.errors import EngineError
 from megarl.rollout.bounded import BoundedTransport
-from megarl.secret import Secret
+from megarl.system.secret import Secret
 from megarl.types import JsonValue, PolicyVersion
 
 MAX_REPLY_BYTES = 256 << 20

@@ -17,10 +17,10 @@ from uuid import uuid4
 
 from torch._C._distributed_c10d import TCPStore
 
+from megarl.compare.weight_digests import Census
 from megarl.errors import EngineError, WeightSyncError
 from megarl.rollout.client import EngineClient
-from megarl.rollout.fleet import Engine, Fleet
-from megarl.rollout.orders import (
+from megarl.rollout.commands import (
     Abort,
     Commit,
     Dump,
@@ -39,12 +39,12 @@ from megarl.rollout.orders import (
     read_reply,
     to_payload,
 )
+from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.process import LOADER
 from megarl.types import PolicyVersion
-from megarl.weights.census import Census
-from megarl.weights.check import check_holding
-from megarl.weights.group import LOOPBACK, StoreAddress, StoreServer
-from megarl.weights.slices import TensorSpec
+from megarl.weights.algebra.check import check_holding
+from megarl.weights.algebra.slices import TensorSpec
+from megarl.weights.executors.group import LOOPBACK, StoreAddress, StoreServer
 
 logger = logging.getLogger(__name__)
 

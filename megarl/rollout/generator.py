@@ -20,12 +20,12 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import SampledEvaluationConfig, SamplingConfig
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import DataError, EngineError, FleetError
-from megarl.faults import reach
 from megarl.rollout.client import GenerateRequest
 from megarl.rollout.fleet import Engine, EngineLostError, Fleet
 from megarl.rollout.hedging import Hedging
 from megarl.rollout.in_flight import Pauses
 from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
+from megarl.system.faults import reach
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, TokenArray
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch._C._distributed_c10d import TCPStore
 
+from megarl.compare.weight_digests import Census
 from megarl.errors import WeightSyncError
-from megarl.rollout.orders import (
+from megarl.rollout.commands import (
     Abort,
     Commit,
     Dump,
@@ -37,11 +38,10 @@ from megarl.rollout.orders import (
     to_bytes,
 )
 from megarl.rollout.recorder import EngineRecorder
-from megarl.weights.box_digest import fastest_digest
-from megarl.weights.census import Census
-from megarl.weights.check import check_holding
-from megarl.weights.tensors import specs_of
-from megarl.weights.transfer import Receiver, TransferGroup
+from megarl.weights.algebra.check import check_holding
+from megarl.weights.executors.box_digest import fastest_digest
+from megarl.weights.executors.tensors import specs_of
+from megarl.weights.executors.transfer import Receiver, TransferGroup
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from megarl.config.fixed import CPU_CACHED_TOKENS
 from megarl.config.recipe import RolloutRoleConfig
 from megarl.env import engine_environment
 from megarl.errors import EngineError, MachineError
-from megarl.guard import SIGNAL_EXIT, remove, segments_of, start_guarded, stop_guarded
-from megarl.network import LOOPBACK, interface_of
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
 from megarl.rollout.native_options import native_words
-from megarl.secret import masked
+from megarl.system.guard import SIGNAL_EXIT, remove, segments_of, start_guarded, stop_guarded
+from megarl.system.network import LOOPBACK, interface_of
+from megarl.system.secret import masked
 
 LOADER = "megarl.rollout.loader.load"
 """What SGLang calls with every weight payload."""

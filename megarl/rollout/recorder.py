@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.weights.census import Census, take_census
-from megarl.weights.recording import Patch, Place, Recorder, write_patches
-from megarl.weights.sites import LM_HEAD, watches
-from megarl.weights.slices import Layout
+from megarl.compare.hook_points import LM_HEAD, watches
+from megarl.compare.recordings import Patch, Place, Recorder, write_patches
+from megarl.compare.weight_digests import Census, take_census
+from megarl.weights.algebra.slices import Layout
 
 FILE_PREFIX = "engine_"
 _LOGITS = "logits_processor"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ray
 
-from megarl.network import address_in
+from megarl.system.network import address_in
 
 
 def own_address(bind: str | None) -> str:

@@ -24,8 +24,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config.recipe import PoolConfig, Recipe
 from megarl.errors import MachineError
-from megarl.guard import start_guarded, stop_guarded
-from megarl.weights.seats import Gpu
+from megarl.system.guard import start_guarded, stop_guarded
+from megarl.weights.algebra.locality import Gpu
 
 CPU_SLOT = "megarl_slot"
 """On a CPU run a Ray resource stands for the GPU a process would have."""

@@ -5,32 +5,18 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megarl.checkpoint.manifest import MODEL_FOLDER, verify
-from megarl.config.model import ModelShape
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import Recipe, RunConfig
 from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ADDRESS, RAY_AUTH_TOKEN_PATH, RAY_ENVIRONMENT
 from megarl.observe.events import Sink
 from megarl.observe.observer import observing
-from megarl.runtime.epitaph import epitaph
-from megarl.runtime.one_copy import one_copy
+from megarl.runtime.exit_notice import epitaph
 from megarl.runtime.resume import ResumeChoice, choose, is_of_run
-from megarl.runtime.small_sync import SmallSync
-
-if TYPE_CHECKING:
-    from megarl.runtime.check_sync import SyncCheck
-    from megarl.runtime.verdict import Diagnosis
-
-_DIAGNOSE_FOLDER = "diagnose"
-"""Inside the folder of the run."""
-_MAX_CPU_PROCESSES = 8
 
 
 def train(
@@ -45,7 +31,7 @@ def train(
 
     What Ray knows of its tasks goes to `tasks_file`, if there is one.
     """
-    address = recipe.run.ray_address or RAY_ADDRESS.read() or None
+    address = ray_address_of(recipe.run)
     decision = choose(recipe, resume)
     point = decision.point
     with (
@@ -56,7 +42,7 @@ def train(
             resumed_step=0 if point is None else point.step,
             is_continued=point is not None and is_of_run(point, recipe),
         ) as observer,
-        private_ray() if address is None else joined_ray(),
+        ray_environment(address),
     ):
         for note in decision.notes:
             observer.warned(note)
@@ -73,54 +59,14 @@ def train(
         )
 
 
-def diagnose(
-    recipe: Recipe, *, question: str | int, checkpoint: Path | None, on_start: Callable[[Recipe, Sequence[str]], None]
-) -> Diagnosis:
-    """Compare trainer and engine of a recipe on a text or on a row of its data, with its model or a checkpoint's.
-
-    `on_start` is told what is really started, and what about it is not as the recipe says.
-    """
-    address = recipe.run.ray_address or RAY_ADDRESS.read() or None
-    if checkpoint is not None:
-        verify(checkpoint)
-        recipe = recipe.model_copy(
-            update={"model": recipe.model.model_copy(update={"path": checkpoint / MODEL_FOLDER})}
-        )
-    small = one_copy(recipe, name=_DIAGNOSE_FOLDER, num_devices=_num_devices(recipe.run.device, address))
-    on_start(small.recipe, small.notes)
-    with private_ray() if address is None else joined_ray():
-        # Ray reads its environment when it is imported, and only then.
-        from megarl.runtime.diagnose import run_diagnosis
-
-        return run_diagnosis(recipe, small.recipe, question, ray_address=address)
+def ray_address_of(run: RunConfig) -> str | None:
+    """The Ray cluster to join; None starts a private one."""
+    return run.ray_address or RAY_ADDRESS.read() or None
 
 
-def rehearse_sync(recipe: Recipe, shape: ModelShape) -> SyncCheck:
-    """A recipe's own layouts with a tiny shape, within this process."""
-    with private_ray():
-        from megarl.runtime.check_sync import rehearse_layouts
-
-        return rehearse_layouts(recipe, shape)
-
-
-def check_sync(small: SmallSync) -> SyncCheck:
-    """Start what `small` says on this machine, publish, and compare what the engines then have."""
-    with private_ray():
-        # Ray reads its environment when it is imported, and only then.
-        from megarl.runtime.check_sync import check_for_real
-
-        return check_for_real(small, ray_address=None)
-
-
-def _num_devices(device: str, ray_address: str | None) -> int:
-    """GPUs that can be had; on a CPU, processes that are no burden. Of a cluster, what it has is its own answer."""
-    if ray_address is not None:
-        return sys.maxsize
-    if device == "cpu":
-        return _MAX_CPU_PROCESSES
-    from torch import cuda
-
-    return cuda.device_count()
+def ray_environment(address: str | None) -> AbstractContextManager[None]:
+    """Settings for the Ray at `address`, or for a private one. Ray reads them when it is first imported."""
+    return private_ray() if address is None else joined_ray()
 
 
 @contextmanager

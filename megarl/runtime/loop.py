@@ -10,15 +10,15 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from megarl.faults import reach
 from megarl.observe.observer import Observer
 from megarl.observe.summary import summarize_step
 from megarl.runtime.buffer import Buffer
-from megarl.runtime.checkpoints import Saver
 from megarl.runtime.evaluate import Evaluator
-from megarl.runtime.keeper import Keeper
+from megarl.runtime.rollout_samples import Keeper
+from megarl.runtime.saver import Saver
 from megarl.runtime.tasks import task_group
 from megarl.stages import Algorithm, Generator, Phases, PromptSource, Publisher, Scorer, Trainer
+from megarl.system.faults import reach
 from megarl.types import PolicyVersion
 
 _LONG_WAIT_S = 1.0

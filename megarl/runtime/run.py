@@ -28,22 +28,22 @@ from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, evaluation_seed
 from megarl.rollout.in_flight import Pauses, PausingPublisher
 from megarl.runtime.buffer import Buffer
-from megarl.runtime.canary import Canary, CanaryPublisher, CanaryQuestion
-from megarl.runtime.checkpoints import RunSaver, SavedModel
 from megarl.runtime.cluster import Pool, open_cluster
+from megarl.runtime.engines.canary import Canary, CanaryPublisher, CanaryQuestion
+from megarl.runtime.engines.serving import Roles, Rollout, connect, reserve_pools, start_rollout
 from megarl.runtime.evaluate import Evaluator, HeldOutEvaluator, NoEvaluator
 from megarl.runtime.inputs import Inputs, read_inputs
-from megarl.runtime.keeper import Keeper, NoKeeper, RolloutKeeper
-from megarl.runtime.learner import Learner
-from megarl.runtime.learners import build_learner
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.restarts import Restarts
 from megarl.runtime.resume import fitted, last_good
-from megarl.runtime.roles import Roles, Rollout, connect, reserve_pools, start_rollout
+from megarl.runtime.rollout_samples import Keeper, NoKeeper, RolloutKeeper
+from megarl.runtime.saver import RunSaver, SavedModel
 from megarl.runtime.tasks import task_group
 from megarl.runtime.timed import TimedGenerator
-from megarl.runtime.trainers import critic_folder, critic_shape, living_trainers
+from megarl.runtime.trainers.build import build_learner
+from megarl.runtime.trainers.start import critic_folder, critic_shape, living_trainers
+from megarl.runtime.trainers.trainer import Learner
 from megarl.stages import Generator, Publisher, Scorer
 from megarl.types import PolicyVersion
 
@@ -198,7 +198,7 @@ def _build_loop(
         max_response_tokens=recipe.sampling.max_response_tokens,
         kl_coef=None if resume is None else resume.state.kl_coef,
     )
-    learner = build_learner(recipe, roles, num_steps=start.step, version=start.version)
+    learner = build_learner(recipe, inputs.shape, roles, num_steps=start.step, version=start.version)
     return Loop(
         prompts=prompts,
         generator=generator,

@@ -15,6 +15,9 @@ from megarl.algo.monitor import MismatchMonitor
 from megarl.algo.objective import actor_loss
 from megarl.algo.segments import Segments
 from megarl.checkpoint.state import TrainerState
+from megarl.compare.hook_points import watches
+from megarl.compare.recordings import Recorder, write_patches
+from megarl.compare.weight_digests import Census, take_census
 from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradientConfig, SftConfig
 from megarl.config.recipe import OptimizerConfig
 from megarl.train.logprob import TokenScores
@@ -22,11 +25,8 @@ from megarl.train.passes import accumulate_gradients, forward
 from megarl.train.rank import RankSpec
 from megarl.train.stats import MicroBatchReport, MiniBatchStats, reduce_reports, report, summarise
 from megarl.train.trained import TrainedRank
-from megarl.train.usage import measure_usage, training_work
+from megarl.train.usage import measure_usage
 from megarl.types import FloatArray, MiniBatch, PolicyVersion, TrainBatch, UpdateResult
-from megarl.weights.census import Census, take_census
-from megarl.weights.recording import Recorder, write_patches
-from megarl.weights.sites import watches
 
 RECORD_PREFIX = "trainer_"
 
@@ -90,9 +90,6 @@ class ActorRank(TrainedRank):
             version=PolicyVersion(self._num_updates),
             stats=summary,
             num_skipped_updates=len(updates) - len(applied),
-            work=training_work(
-                self._spec.shape, batch, epochs=self._epochs, num_ranks=self._topology.world, gpu=usage.gpu_name
-            ),
             usage={"actor": usage},
             warnings=()
             if summary is None or summary.engine_mismatch is None

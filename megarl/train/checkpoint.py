@@ -20,16 +20,16 @@ from megarl.checkpoint.manifest import MODEL_FOLDER, OPTIMIZER_FOLDER, Contents,
 from megarl.checkpoint.save import save_hf, save_tensors
 from megarl.checkpoint.snapshot import BoxView, Contribution, contribution, copy_to_host
 from megarl.errors import CheckpointError, WeightSyncError
-from megarl.faults import reach, step_in
+from megarl.system.faults import reach, step_in
 from megarl.train.optimizer import ModelOptimizer
 from megarl.train.peers import Peers
 from megarl.train.shards import MOMENTS, Shard, box_of_range, cut
 from megarl.train.topology import Topology
-from megarl.weights.flat import FlatRange, restrict, restrict_all
-from megarl.weights.group import TransferGroup
-from megarl.weights.hf import load_hf
-from megarl.weights.slices import Holding, Index, Layout, TensorSpec
-from megarl.weights.tensors import box_of
+from megarl.weights.algebra.slices import Holding, Index, Layout, TensorSpec
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.hf import load_hf
+from megarl.weights.executors.tensors import box_of
+from megarl.weights.layouts.optimizer import FlatRange, restrict, restrict_all
 
 _MASTER = "master"
 _DTYPE = "float32"

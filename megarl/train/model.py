@@ -33,7 +33,7 @@ from megarl.train.micro_batch import DeviceMicroBatch
 from megarl.train.norm import RMSNorm
 from megarl.train.router import Router
 from megarl.train.topology import Device, Topology
-from megarl.weights.megatron import MegatronParallel, padded_vocab
+from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
 
 
 class Model(GPTModel):

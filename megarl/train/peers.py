@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.train.topology import Topology
-from megarl.weights.group import StoreAddress, StoreServer, TransferGroup
+from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
 
 _ANY_PORT = 9
 

@@ -18,18 +18,18 @@ from torch import Tensor
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ModelParallelConfig
 from megarl.data.packing import unpack
-from megarl.faults import Spoil, StepPoint, reach
+from megarl.system.faults import Spoil, StepPoint, reach
 from megarl.train import cpu
 from megarl.train.micro_batch import DeviceMicroBatch, to_device
 from megarl.train.model import Model, build_chunks
 from megarl.train.stats import gather_tokens
 from megarl.train.topology import Device, initialize, shut_down
 from megarl.types import FloatArray, MiniBatch, TrainBatch
-from megarl.weights.canonical import VALUE_HEAD
-from megarl.weights.check import check_holding
-from megarl.weights.hf import load_hf
-from megarl.weights.megatron import MegatronParallel, megatron_layout
-from megarl.weights.tensors import specs_of
+from megarl.weights.algebra.check import check_holding
+from megarl.weights.executors.hf import load_hf
+from megarl.weights.executors.tensors import specs_of
+from megarl.weights.layouts.canonical import VALUE_HEAD
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

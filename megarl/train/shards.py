@@ -14,8 +14,8 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from megarl.weights.flat import FlatRange
-from megarl.weights.slices import Index
+from megarl.weights.algebra.slices import Index
+from megarl.weights.layouts.optimizer import FlatRange
 
 Moment: TypeAlias = Literal["exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)

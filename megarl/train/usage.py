@@ -1,20 +1,13 @@
-"""What an update needed: memory of the ranks' machines, and how much there was to compute. All ranks ask together."""
+"""The memory that an update needed on the ranks' machines. All ranks measure together."""
 
 from __future__ import annotations
 
-import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 
-from megarl.config.model import ModelShape
-from megarl.planner.hardware import GPUS
-from megarl.planner.timing import forward_flops
 from megarl.train.topology import Topology
-from megarl.types import RankUsage, TrainBatch, TrainingWork
-
-_PASSES = 3
-"""In units of the forward one: the backward pass multiplies with weights and with activations."""
+from megarl.types import RankUsage
 
 
 def measure_usage(topology: Topology) -> RankUsage:
@@ -44,26 +37,3 @@ def measure_usage(topology: Topology) -> RankUsage:
         gpu_total_bytes=gpu_total,
         gpu_name=gpu_name,
     )
-
-
-def training_work(
-    shape: ModelShape, batch: TrainBatch, *, epochs: int, num_ranks: int, gpu: str | None
-) -> TrainingWork:
-    """Of all sequences of a step, whoever computes them; padding is nobody's work."""
-    lengths = [
-        np.diff(micro_batch.sequence_starts)[micro_batch.sample_ids >= 0]
-        for mini_batch in batch.mini_batches
-        for share in mini_batch.shares
-        for micro_batch in share
-    ]
-    tokens = np.concatenate(lengths).astype(np.float64)
-    forward = forward_flops(shape, num_tokens=float(tokens.sum()), num_squared_tokens=float(np.square(tokens).sum()))
-    peak = None if gpu is None else peak_flops(gpu)
-    return TrainingWork(
-        flops=_PASSES * epochs * forward, peak_flops_per_second=None if peak is None else num_ranks * peak
-    )
-
-
-def peak_flops(gpu_name: str) -> float | None:
-    """Dense bfloat16, as stated for the GPU that the driver calls so; None for one that is not in the table."""
-    return next((gpu.flops for name, gpu in GPUS.items() if name in gpu_name.lower()), None)

@@ -27,16 +27,16 @@ from megarl.env import FAULTS
 from megarl.observe.events import CheckpointFailed, CheckpointSaved
 from megarl.observe.observer import Observer
 from megarl.runtime.buffer import Buffer
-from megarl.runtime.checkpoints import RunSaver, SavedModel
 from megarl.runtime.preemption import Preemption
+from megarl.runtime.saver import RunSaver, SavedModel
 from megarl.types import PolicyVersion
-from megarl.weights.group import StoreServer, TransferGroup
-from megarl.weights.hf import load_hf
-from megarl.weights.megatron import MegatronParallel, megatron_layout
-from megarl.weights.slices import Index
-from megarl.weights.tensors import box_of
+from megarl.weights.algebra.slices import Index
+from megarl.weights.executors.group import StoreServer, TransferGroup
+from megarl.weights.executors.hf import load_hf
+from megarl.weights.executors.tensors import box_of
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.observe.samples import ListSink, scored_group
-from tests.runtime.test_checkpoints import PROMPT
+from tests.runtime.test_saver import PROMPT
 
 
 class LocalRank:

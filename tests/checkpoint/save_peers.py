@@ -8,10 +8,10 @@ import torch
 
 from megarl.checkpoint.save import save_hf
 from megarl.config.model import read_model_shape
-from megarl.weights.group import StoreAddress, TransferGroup
-from megarl.weights.hf import load_hf
-from megarl.weights.megatron import MegatronParallel, megatron_layout
-from megarl.weights.tensors import torch_dtype
+from megarl.weights.executors.group import StoreAddress, TransferGroup
+from megarl.weights.executors.hf import load_hf
+from megarl.weights.executors.tensors import torch_dtype
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 
 TIMEOUT_S = 60.0
 

@@ -15,7 +15,7 @@ from megarl.checkpoint.identity import digest_of
 from megarl.checkpoint.manifest import verify
 from megarl.checkpoint.resume import decide
 from megarl.config.recipe import Recipe
-from megarl.faults import SavePoint
+from megarl.system.faults import SavePoint
 from tests.checkpoint.local_run import train, train_with_accidents
 from tests.checkpoint.test_identity import make_recipe
 from tests.processes import Outcome, run_processes

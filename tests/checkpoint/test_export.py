@@ -18,8 +18,8 @@ from megarl.checkpoint.manifest import FORMAT, Manifest, digest_file
 from megarl.checkpoint.tensor_header import TensorEntry
 from megarl.config.model import read_model_shape
 from megarl.errors import CheckpointError
-from megarl.weights.group import StoreServer
-from megarl.weights.megatron import MegatronParallel
+from megarl.weights.executors.group import StoreServer
+from megarl.weights.layouts.megatron import MegatronParallel
 from tests.checkpoint.save_peers import load_and_save
 from tests.tiny_models import write_tiny_model
 

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from megarl.checkpoint.save import assign_tensors, save_hf
 from megarl.config.model import read_model_shape
 from megarl.errors import CheckpointError
-from megarl.weights.group import StoreServer, TransferGroup
-from megarl.weights.megatron import MegatronParallel, megatron_layout
+from megarl.weights.executors.group import StoreServer, TransferGroup
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.checkpoint.save_peers import load_and_save
 from tests.processes import run_processes
 from tests.tiny_models import write_tiny_model

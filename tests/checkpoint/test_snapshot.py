@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from megarl.checkpoint.save import assign_tensors, save_tensors
 from megarl.checkpoint.snapshot import contribution, copy_to_host
 from megarl.config.model import ModelShape
-from megarl.weights.flat import FlatRange, restrict_all
-from megarl.weights.group import StoreServer, TransferGroup
-from megarl.weights.hf import load_hf
-from megarl.weights.megatron import MegatronParallel, megatron_layout
-from megarl.weights.slices import Index, Layout, Slice
-from megarl.weights.tensors import box_of
+from megarl.weights.algebra.slices import Index, Layout, Slice
+from megarl.weights.executors.group import StoreServer, TransferGroup
+from megarl.weights.executors.hf import load_hf
+from megarl.weights.executors.tensors import box_of
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from megarl.weights.layouts.optimizer import FlatRange, restrict_all
 from tests.weights.reference import parallels, shapes
 
 FEW = st.sampled_from([(1, 1), (2, 1), (2, 2)]).flatmap(

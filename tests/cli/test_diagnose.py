@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from megarl.cli.main import run
+from megarl.compare.hook_points import sites
 from megarl.config.recipe import Recipe
-from megarl.runtime import launch
-from megarl.runtime.verdict import Conversation, Diagnosis, SiteError, judge
-from megarl.weights.sites import sites
+from megarl.tools.diagnose import launch
+from megarl.tools.diagnose.diagnosis import Conversation, Diagnosis, SiteError, judge
 from tests.runtime.runs import write_recipe
 from tests.weights.reference import make_shape
 

@@ -9,10 +9,10 @@ import pytest
 
 from megarl.cli import main as cli
 from megarl.config import load_recipe
-from megarl.doctor import examination
-from megarl.doctor.checks import Check, Verdict
-from tests.doctor.runs import Step, write_run
-from tests.doctor.test_rules import RECIPE
+from megarl.tools.doctor import examination
+from megarl.tools.doctor.checks import Check, Verdict
+from tests.tools.doctor.runs import Step, write_run
+from tests.tools.doctor.test_rules import RECIPE
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 from megarl.cli.main import run
 from megarl.cli.metrics import metrics_page
 from megarl.observe.catalogue import METRICS
-from megarl.observe.monitoring import monitoring_files
 from megarl.observe.targets import Targets
+from megarl.tools.dashboards.monitoring import monitoring_files
 
 DOCS = Path(__file__).parents[2] / "docs"
 

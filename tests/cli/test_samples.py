@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.main import run
-from megarl.observe.generations import generations_file, write_generations
+from megarl.data.generations import generations_file, write_generations
 from tests.observe.samples import generation
 
 

@@ -8,7 +8,7 @@ import pytest
 from megarl.cli.main import run
 from megarl.cli.trace import traced
 from megarl.errors import MachineError
-from tests.page.runs import make_run
+from tests.tools.page.runs import make_run
 
 
 def test_a_runs_phases_become_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.catalogue import CATALOGUE, catalogue_name
-from megarl.weights.canonical import num_active_parameters, num_parameters
+from megarl.weights.layouts.canonical import num_active_parameters, num_parameters
 
 PARAMETERS = {
     "qwen2.5-0.5b": 494_032_768,

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.data.tiny_model import TinyShape, write_tiny_model
+from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 
 

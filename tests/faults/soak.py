@@ -26,9 +26,9 @@ from typing import TypeAlias
 import psutil
 
 from megarl.checkpoint.manifest import verify
-from megarl.data.arithmetic import make_arithmetic
 from megarl.observe.events import EVENTS_FILE, EventTail, Record, RunStarted, StepFinished
 from megarl.observe.standing import Standing
+from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
 from tests.runtime.runs import started
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.data.arithmetic import make_arithmetic
+from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
 from tests.runtime.runs import finished, started
 

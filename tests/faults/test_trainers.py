@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from megarl.checkpoint.state import read_state
-from megarl.data.arithmetic import make_arithmetic
 from megarl.observe.events import ALL_TRAINERS, EVENTS_FILE, Restarted, StepFinished, Warned, read_events
+from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
 from tests.runtime.runs import Run, finished, run, started
 
@@ -153,7 +153,8 @@ def test_a_rank_that_does_something_else_is_named_with_the_place(folder: Path, u
     done = disturb(folder, "late", SFT, fault)
     check_same_end(done, undisturbed)
     (text,) = restarts(done)
-    assert re.search(r"rank 1 is missing: it is in _happen, megarl/faults.py:\d+; rank 0 waits in all_reduce", text)
+    place = r"megarl/system/faults.py:\d+"
+    assert re.search(rf"rank 1 is missing: it is in _happen, {place}; rank 0 waits in all_reduce", text)
 
 
 @pytest.mark.fault("kill -9 of a trainer rank before the first checkpoint", "from the beginning; the same bits")

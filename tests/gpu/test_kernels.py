@@ -13,9 +13,9 @@ from torch import Tensor
 from megarl.train import cudnn_attention
 from megarl.train.attention import PackedAttention, PackedSequences
 from megarl.train.logprob import token_scores, vocab_shard
-from megarl.weights.digest import digest
-from megarl.weights.mapped import export_tensors, open_tensors
-from megarl.weights.slices import Slice
+from megarl.weights.algebra.slices import Slice
+from megarl.weights.executors.digest import digest
+from megarl.weights.executors.shared_memory import export_tensors, open_tensors
 
 pytestmark = pytest.mark.gpu
 

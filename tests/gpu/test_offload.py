@@ -17,14 +17,14 @@ from megarl.config.recipe import ActorConfig, OptimizerConfig
 from megarl.train.actor import ActorRank
 from megarl.train.offload import Offload
 from megarl.train.rank import RankSpec
-from megarl.weights.check import check_delivery
-from megarl.weights.group import StoreAddress, StoreServer
-from megarl.weights.megatron import MegatronParallel, megatron_layout
-from megarl.weights.plan import Plan, plan
-from megarl.weights.seats import on_gpus
-from megarl.weights.sglang import sglang_layout
-from megarl.weights.tensors import torch_dtype
-from megarl.weights.transfer import Receiver, Sender, TransferGroup
+from megarl.weights.algebra.check import check_delivery
+from megarl.weights.algebra.locality import on_gpus
+from megarl.weights.algebra.plan import Plan, plan
+from megarl.weights.executors.group import StoreAddress, StoreServer
+from megarl.weights.executors.tensors import torch_dtype
+from megarl.weights.executors.transfer import Receiver, Sender, TransferGroup
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from megarl.weights.layouts.sglang import sglang_layout
 from tests.gpu.test_trainer import packed_samples
 from tests.tiny_models import write_tiny_model
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import yaml
 
-from megarl.observe.panels import Query
+from megarl.tools.dashboards.panels import Query
 
 _START_TIMEOUT_S = 30.0
 

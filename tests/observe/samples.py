@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.config import Recipe
+from megarl.data.generations import Generation
 from megarl.observe.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -27,7 +28,6 @@ from megarl.observe.events import (
     StepFinished,
     Warned,
 )
-from megarl.observe.generations import Generation
 from megarl.observe.summary import Flow, RewardOutlier, RolloutSummary, StepSummary
 from megarl.types import (
     DEMONSTRATION,

@@ -19,7 +19,7 @@ from megarl.planner.activations import (
     recomputed_share,
     scoring_bytes,
 )
-from megarl.weights.canonical import canonical_tensors
+from megarl.weights.layouts.canonical import canonical_tensors
 from tests.planner.recipes import make_recipe
 
 SHAPE = replace(CATALOGUE["qwen2.5-7b"], num_layers=8)

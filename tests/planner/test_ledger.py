@@ -12,7 +12,7 @@ from megarl.planner.hardware import GPUS
 from megarl.planner.ledger import TRAINER_CONTEXT_BYTES, HostLedger, Ledger, Phase, host_ledgers, ledgers
 from megarl.planner.memory import bare_weights, stage_memory
 from megarl.planner.placement import place
-from megarl.weights.megatron import MegatronParallel
+from megarl.weights.layouts.megatron import MegatronParallel
 from tests.planner.recipes import PPO, make_recipe, shapes_of
 
 SHAPE = replace(CATALOGUE["qwen2.5-7b"], num_layers=8)

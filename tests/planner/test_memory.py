@@ -10,8 +10,8 @@ import pytest
 from megarl.config.catalogue import CATALOGUE
 from megarl.planner.hardware import GPUS
 from megarl.planner.memory import bare_weights, engine_memory, stage_memory
-from megarl.weights.megatron import MegatronParallel, megatron_layout
-from megarl.weights.sglang import sglang_layout
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from megarl.weights.layouts.sglang import sglang_layout
 from tests.planner.recipes import make_recipe
 
 SHAPE = replace(CATALOGUE["qwen2.5-7b"], num_layers=8)

@@ -11,8 +11,8 @@ import pytest
 from megarl.config.algorithm import GaeConfig, SftConfig
 from megarl.config.recipe import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.planner.memory import bare_weights, stage_memory
-from megarl.weights.canonical import canonical_tensors
-from megarl.weights.megatron import MegatronParallel
+from megarl.weights.layouts.canonical import canonical_tensors
+from megarl.weights.layouts.megatron import MegatronParallel
 from tests.planner.jobs import buffers, critic_buffers, reference_elements
 from tests.tiny_models import write_tiny_model
 from tests.train.cluster import Cluster

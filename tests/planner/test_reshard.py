@@ -10,8 +10,8 @@ from megarl.config.recipe import Recipe
 from megarl.planner.hardware import GPUS
 from megarl.planner.placement import place
 from megarl.planner.reshard import LinkClass, Reshard, publish_plan, reshard
-from megarl.weights.buckets import DEFAULT_BUCKET_BYTES, buckets_to
-from megarl.weights.canonical import canonical_tensors
+from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, buckets_to
+from megarl.weights.layouts.canonical import canonical_tensors
 from tests.planner.recipes import make_recipe
 
 H100 = GPUS["h100"]

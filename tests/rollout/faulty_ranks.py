@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from megarl.rollout.orders import Meeting, Route
-from megarl.weights.box_digest import fastest_digest
-from megarl.weights.group import Pending, TransferGroup
-from megarl.weights.rehearsal import hold
-from megarl.weights.transfer import Sender
+from megarl.rollout.commands import Meeting, Route
+from megarl.tools.check_sync.rehearsal import hold
+from megarl.weights.executors.box_digest import fastest_digest
+from megarl.weights.executors.group import Pending, TransferGroup
+from megarl.weights.executors.transfer import Sender
 
 Digests = dict[tuple[int, str], int]
 

@@ -18,7 +18,7 @@ from megarl.rollout.client import EngineClient
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import EngineState, Fleet
 from megarl.types import PolicyVersion
-from megarl.weights.megatron import MegatronParallel
+from megarl.weights.layouts.megatron import MegatronParallel
 from tests.rollout.engines import REQUEST_TIMEOUT_S, ServedModel, control_of, generator_of, prompt_of, serve
 from tests.rollout.trainers import GROUP_TIMEOUT_S, SPLIT, FlippingGroup, Trainers, meeting_at, route_to
 from tests.tiny_models import FAMILIES

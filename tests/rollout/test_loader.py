@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from megarl.rollout.loader import load
-from megarl.rollout.orders import (
+from megarl.rollout.commands import (
     Abort,
     Commit,
     Envelope,
@@ -29,9 +28,10 @@ from megarl.rollout.orders import (
     read_reply,
     to_payload,
 )
-from megarl.weights.group import StoreAddress, StoreServer
-from megarl.weights.slices import TensorSpec
-from tests.rollout.test_orders import route_of
+from megarl.rollout.loader import load
+from megarl.weights.algebra.slices import TensorSpec
+from megarl.weights.executors.group import StoreAddress, StoreServer
+from tests.rollout.test_commands import route_of
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from megarl.errors import WeightSyncError
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import EngineState
 from megarl.types import PolicyVersion
-from megarl.weights.check import check_delivery
-from megarl.weights.group import abandon_group
-from megarl.weights.megatron import MegatronParallel
+from megarl.weights.algebra.check import check_delivery
+from megarl.weights.executors.group import abandon_group
+from megarl.weights.layouts.megatron import MegatronParallel
 from tests.processes import Outcome, run_processes
 from tests.rollout.engines import ServedModel, control_of
 from tests.rollout.faulty_ranks import Accident, Digests, rank_calls

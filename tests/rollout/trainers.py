@@ -10,16 +10,16 @@ from uuid import uuid4
 import torch
 from safetensors.torch import load_file
 
+from megarl.rollout.commands import Meeting, Route
 from megarl.rollout.control import EngineControl
-from megarl.rollout.orders import Meeting, Route
 from megarl.types import PolicyVersion
-from megarl.weights.box_digest import fastest_digest
-from megarl.weights.check import check_delivery
-from megarl.weights.group import Pending, TransferGroup
-from megarl.weights.megatron import MegatronParallel
-from megarl.weights.slices import Holding
-from megarl.weights.tensors import box_of, torch_dtype
-from megarl.weights.transfer import Sender
+from megarl.weights.algebra.check import check_delivery
+from megarl.weights.algebra.slices import Holding
+from megarl.weights.executors.box_digest import fastest_digest
+from megarl.weights.executors.group import Pending, TransferGroup
+from megarl.weights.executors.tensors import box_of, torch_dtype
+from megarl.weights.executors.transfer import Sender
+from megarl.weights.layouts.megatron import MegatronParallel
 from tests.rollout.engines import ServedModel
 
 GROUP_TIMEOUT_S = 20.0

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ModelParallelConfig
-from megarl.rollout.orders import Meeting, Route
+from megarl.rollout.commands import Meeting, Route
 from megarl.train.rank import ModelRank, RankSpec
-from megarl.weights.box_digest import fastest_digest
-from megarl.weights.transfer import Sender, TransferGroup
+from megarl.weights.executors.box_digest import fastest_digest
+from megarl.weights.executors.transfer import Sender, TransferGroup
 
 Digests = dict[tuple[int, str], int]
 

@@ -10,8 +10,8 @@ import pytest
 
 from megarl.checkpoint.state import RunState, read_state
 from megarl.config.recipe import InFlight
-from megarl.data.arithmetic import make_arithmetic
 from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
+from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.runtime.runs import Run, finished, run, started
 
 pytestmark = pytest.mark.slow

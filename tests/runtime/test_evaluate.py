@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megarl.config.recipe import EvaluationConfig, SampledEvaluationConfig
+from megarl.data.generations import generations_file, read_generations
 from megarl.errors import FleetError
-from megarl.observe.generations import generations_file, read_generations
 from megarl.runtime.evaluate import HeldOutEvaluator
 from megarl.stages import Generator
 from megarl.types import (

@@ -15,7 +15,7 @@ from megarl.errors import FleetError
 from megarl.rollout.fleet import Engine, EngineState, Fleet
 from megarl.types import PolicyVersion, Prompt, RolloutGroup
 from tests.rollout.engines import generator_of, prompt_of
-from tests.runtime.fleet_scene import SILENCE_TIMEOUT_S, Duo, Scene, open_duo
+from tests.runtime.engines.fleet_scene import SILENCE_TIMEOUT_S, Duo, Scene, open_duo
 
 DETECTED_S = 2.0
 PROMPTS = [prompt_of(5, 17, 33, 90, 8 + number, uid=f"row-{number}") for number in range(8)]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoint.manifest import verify
-from megarl.data.arithmetic import make_arithmetic
 from megarl.observe.events import EVENTS_FILE, EngineChanged, PhaseStarted, Restarted, StepFinished, read_events
+from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.runtime.runs import Run, descendants, finished, run, started, survivors
 
 pytestmark = pytest.mark.slow

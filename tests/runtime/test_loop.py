@@ -16,9 +16,9 @@ from megarl.observe.events import Sink, StepFinished
 from megarl.observe.observer import Observer
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.evaluate import Evaluator, NoEvaluator
-from megarl.runtime.keeper import NoKeeper
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.phases import SeparatePhases, SharedPhases
+from megarl.runtime.rollout_samples import NoKeeper
 from megarl.stages import Phases
 from megarl.types import (
     Estimates,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoint.state import read_state
-from megarl.data.arithmetic import make_arithmetic
 from megarl.observe.events import EVENTS_FILE, CheckpointSaved, Event, RunStarted, StepFinished, read_events
+from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.runtime.runs import Run, descendants, finished, run, started, survivors
 
 STEPS = ("run.steps=4", "checkpoint.save_every_steps=2", "train.optimizer={learning_rate: 1e-3, decay: cosine}")

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.data.arithmetic import make_arithmetic
+from megarl.data.generations import generations_file, read_generations
 from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
-from megarl.observe.generations import generations_file, read_generations
+from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.runtime.runs import Run, descendants, finished, listening, run, started, survivors
 
 TP1 = ("roles.actor={pool: train, tensor: 1}", "pools.train.gpus_per_node=1")

@@ -15,13 +15,13 @@ import pytest
 
 from megarl.config.recipe import ModelParallelConfig
 from megarl.rollout.client import EngineClient
+from megarl.rollout.commands import Route
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
-from megarl.rollout.orders import Route
 from megarl.rollout.process import EngineProcess
 from megarl.types import PolicyVersion
-from megarl.weights.check import check_delivery
-from megarl.weights.megatron import MegatronParallel
+from megarl.weights.algebra.check import check_delivery
+from megarl.weights.layouts.megatron import MegatronParallel
 from tests.rollout.engines import REQUEST_TIMEOUT_S, control_of, engine_spec
 from tests.rollout.trainers import BUCKET_BYTES, meeting_at
 from tests.runtime.publish_jobs import load_and_send

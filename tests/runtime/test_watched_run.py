@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.observe.dashboards import DASHBOARDS
 from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
-from megarl.observe.panels import Needs
 from megarl.observe.targets import LINKS_FOLDER, TARGETS_FILE, read_targets
+from megarl.tools.dashboards.boards import DASHBOARDS
+from megarl.tools.dashboards.panels import Needs
 from tests.observe.prometheus import prometheus
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -117,7 +117,6 @@ def test_epochs_train_on_the_same_samples_again(cluster: Cluster, models: Models
     usages = [outcome.result.usage["actor"] for outcome in outcomes]
     assert usages[0] == usages[1], "all ranks tell the worst of all"
     assert 0 < usages[0].resident_bytes < usages[0].host_total_bytes
-    assert outcomes[0].result.work == outcomes[1].result.work
 
 
 def test_log_probabilities_that_somebody_asked_for_already_are_not_asked_for_again(

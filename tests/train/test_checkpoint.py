@@ -16,7 +16,7 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import ActorConfig, OptimizerConfig
 from megarl.train.checkpoint import has_own_master
 from megarl.types import TrainBatch
-from megarl.weights.megatron import MegatronParallel, megatron_layout
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.train import jobs, save_jobs
 from tests.train.cluster import Cluster
 from tests.train.conftest import Models

@@ -16,8 +16,8 @@ from megarl.config.algorithm import GaeConfig
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import ActorConfig, CriticConfig
 from megarl.types import FloatArray, TrainSample
-from megarl.weights.canonical import VALUE_HEAD
-from megarl.weights.megatron import MegatronParallel, megatron_layout
+from megarl.weights.layouts.canonical import VALUE_HEAD
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.train import jobs
 from tests.train.cluster import Cluster
 from tests.train.conftest import Models

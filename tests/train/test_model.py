@@ -13,7 +13,7 @@ from megarl.config.model import read_model_shape
 from megarl.config.native.owned import owned
 from megarl.train import model as model_module
 from megarl.train.model import rotary_frequencies, transformer_config
-from megarl.weights.megatron import MegatronParallel
+from megarl.weights.layouts.megatron import MegatronParallel
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -15,7 +15,7 @@ from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
 from megarl.config.recipe import ActorConfig, OptimizerConfig
 from megarl.data.packing import pack
 from megarl.types import TrainBatch, TrainSample
-from megarl.weights.megatron import MegatronParallel, megatron_layout
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.tiny_models import write_tiny_model
 from tests.train import jobs
 from tests.train.cluster import Cluster

@@ -3,7 +3,7 @@ from __future__ import annotations
 import time
 
 from megarl.config.recipe import ActorConfig
-from megarl.weights.megatron import MegatronParallel
+from megarl.weights.layouts.megatron import MegatronParallel
 from tests.train import jobs
 from tests.train.cluster import Cluster
 

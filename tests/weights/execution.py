@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megarl.weights.buckets import Bucket, buckets_from, buckets_on_from, buckets_to
-from megarl.weights.plan import Plan
-from megarl.weights.slices import Slice
+from megarl.weights.algebra.buckets import Bucket, buckets_from, buckets_on_from, buckets_to
+from megarl.weights.algebra.plan import Plan
+from megarl.weights.algebra.slices import Slice
 from tests.weights.reference import PADDING, Array, Arrays, box
 
 Key = tuple[bool, int, int, int]

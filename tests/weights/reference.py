@@ -13,10 +13,10 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from megarl.config.model import Experts, Family, ModelShape
-from megarl.weights.canonical import canonical_tensors
-from megarl.weights.megatron import MegatronParallel, padded_vocab
-from megarl.weights.plan import Move
-from megarl.weights.slices import Holding, Index
+from megarl.weights.algebra.plan import Move
+from megarl.weights.algebra.slices import Holding, Index
+from megarl.weights.layouts.canonical import canonical_tensors
+from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
 
 Array = npt.NDArray[np.int64]
 Arrays = dict[str, Array]

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.config.model import Family, ModelShape
-from megarl.weights.canonical import canonical_tensors
-from megarl.weights.fused import replicate, whole
-from megarl.weights.hf import load_hf
-from megarl.weights.megatron import MegatronParallel, megatron_layout
-from megarl.weights.plan import plan
-from megarl.weights.seats import Seating, on_gpus
-from megarl.weights.sglang import sglang_layout
-from megarl.weights.slices import Holding, Layout
-from megarl.weights.tensors import box_of, torch_dtype
+from megarl.weights.algebra.locality import Seating, on_gpus
+from megarl.weights.algebra.plan import plan
+from megarl.weights.algebra.slices import Holding, Layout
+from megarl.weights.executors.hf import load_hf
+from megarl.weights.executors.tensors import box_of, torch_dtype
+from megarl.weights.layouts.canonical import canonical_tensors
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from megarl.weights.layouts.pieces import replicate, whole
+from megarl.weights.layouts.sglang import sglang_layout
 from tests.tiny_models import FAMILIES, write_tiny_model
 
 Tensors = dict[str, torch.Tensor]

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.config.model import ModelShape
-from megarl.weights.buckets import NUM_LANES, staging_bound
-from megarl.weights.megatron import megatron_layout
-from megarl.weights.plan import Plan, plan
-from megarl.weights.seats import Gpu, Link, on_gpus
-from megarl.weights.sglang import sglang_layout
-from megarl.weights.slices import Layout
+from megarl.weights.algebra.buckets import NUM_LANES, staging_bound
+from megarl.weights.algebra.locality import Gpu, Link, on_gpus
+from megarl.weights.algebra.plan import Plan, plan
+from megarl.weights.algebra.slices import Layout
+from megarl.weights.layouts.megatron import megatron_layout
+from megarl.weights.layouts.sglang import sglang_layout
 from tests.weights.execution import Buckets, buckets_of, execute
 from tests.weights.reference import (
     Array,

@@ -12,14 +12,14 @@ import torch
 
 from megarl.config.model import Family
 from megarl.errors import WeightSyncError
-from megarl.weights.group import Pending, StoreAddress, TransferGroup
-from megarl.weights.megatron import MegatronParallel, megatron_layout
-from megarl.weights.plan import Plan, plan
-from megarl.weights.seats import on_gpus
-from megarl.weights.sglang import sglang_layout
-from megarl.weights.slices import Holding
-from megarl.weights.tensors import box_of, torch_dtype
-from megarl.weights.transfer import Receiver, Sender
+from megarl.weights.algebra.locality import on_gpus
+from megarl.weights.algebra.plan import Plan, plan
+from megarl.weights.algebra.slices import Holding
+from megarl.weights.executors.group import Pending, StoreAddress, TransferGroup
+from megarl.weights.executors.tensors import box_of, torch_dtype
+from megarl.weights.executors.transfer import Receiver, Sender
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from megarl.weights.layouts.sglang import sglang_layout
 from tests.weights.reference import make_shape
 
 NUM_TRAINERS = 2

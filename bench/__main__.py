@@ -1,0 +1,231 @@
+"""`python -m bench`: figures that megarl promises about itself, measured on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megarl.cli.main import run_app
+
+bench_app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Measure megarl on this machine.",
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one benchmark and return its exit code."""
+    return run_app(bench_app, arguments, prog_name="python -m bench")
+
+
+@bench_app.command("plan")
+def bench_plan(
+    repeats: Annotated[int, typer.Option(min=1, help="Processes per command; the median counts.")] = 3,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Time `validate` and `plan` of a 70B recipe on 512 + 256 GPUs, and the plans of two large publishes; one core.
+
+    Exit code 1 where a goal is missed by more than a factor of 2.
+    """
+    from bench.planning import TOLERANCE, measure_planning, print_table
+
+    measurements = measure_planning(repeats=repeats)
+    print_table(measurements)
+    if is_json:
+        print(json.dumps([asdict(measurement) for measurement in measurements]))
+    if any(measurement.worst_ratio > TOLERANCE for measurement in measurements):
+        raise typer.Exit(1)
+
+
+@bench_app.command("checkpoint")
+def bench_checkpoint(
+    folder: Annotated[
+        Path, typer.Option(metavar="DIR", exists=True, file_okay=False, help="On the disk to measure.")
+    ] = Path(),
+    gigabytes: Annotated[float, typer.Option(min=0.1, help="Of the model.")] = 2.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Saves; the median counts.")] = 3,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Time saving against `dd`, verifying, and exporting, with random weights; needs 4 times the model on the disk.
+
+    Exit code 1 where a goal is missed by more than a factor of 2.
+    """
+    from bench.checkpoint import as_json, measure_checkpoint, print_figures
+    from bench.planning import TOLERANCE
+
+    figures = measure_checkpoint(folder, gigabytes=gigabytes, repeats=repeats)
+    print_figures(figures)
+    if is_json:
+        print(as_json(figures))
+    if any(figure.miss > TOLERANCE for figure in figures):
+        raise typer.Exit(1)
+
+
+@bench_app.command("algo")
+def bench_algo(
+    rollouts: Annotated[int, typer.Option(min=16, help="Of the step, in groups of 16.")] = 8192,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each response.")] = 8192,
+    repeats: Annotated[int, typer.Option(min=1, help="Processes per estimator; the fastest counts.")] = 3,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Time credit and packing of one large step, and how much memory they need, on two cores.
+
+    Exit code 1 where a goal is missed by more than a factor of 2.
+    """
+    from bench.algo import measure_steps, print_step_table
+    from bench.planning import TOLERANCE
+
+    measurements = measure_steps(num_rollouts=rollouts, num_tokens=tokens, repeats=repeats)
+    print_step_table(measurements)
+    if is_json:
+        print(json.dumps([asdict(measurement) for measurement in measurements]))
+    if any(measurement.worst_ratio > TOLERANCE for measurement in measurements):
+        raise typer.Exit(1)
+
+
+@bench_app.command("page")
+def bench_page(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run whose rollouts were kept.", show_default=False)],
+    rollouts: Annotated[int, typer.Option(min=1, help="At least so many are shown.")] = 10_000,
+) -> None:
+    """Time the run page in Chromium. Exit code 1 where the goal of its first paint is missed by more than twice."""
+    from bench.page import measure_page
+    from bench.planning import TOLERANCE
+
+    goal_s = 1.0
+    found = asyncio.run(measure_page(run, num_rollouts=rollouts))
+    print(f"{found.num_rollouts} rollouts, {found.num_elements} elements in the list")
+    print(f"first paint {found.first_paint_s:.2f} s (goal {goal_s:.0f} s), first rollouts {found.list_s:.2f} s")
+    print(f"slowest of the jumps through the list {found.jump_s:.2f} s")
+    if found.first_paint_s > TOLERANCE * goal_s:
+        raise typer.Exit(1)
+
+
+@bench_app.command("exporter")
+def bench_exporter(
+    repeats: Annotated[int, typer.Option(min=1, help="Steps; the median counts.")] = 5,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Time what being watched costs a step, and a scrape with as many series as there can be.
+
+    Exit code 1 where a goal is missed.
+    """
+    from bench.exporter import as_json, measure_exporter, print_figures
+
+    figures = measure_exporter(repeats=repeats)
+    print_figures(figures)
+    if is_json:
+        print(as_json(figures))
+    if any(figure.miss > 1 for figure in figures):
+        raise typer.Exit(1)
+
+
+@bench_app.command("async")
+def bench_async(
+    steps: Annotated[int, typer.Option(min=2, help="Of each run that count; the median does.")] = 12,
+    slow_share: Annotated[float, typer.Option(min=0.05, max=1, help="Of the time that the slower engine runs.")] = 0.3,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Time a step with `max_staleness` 0, 1 and 3 and two engines of different speed, on this machine's CPUs.
+
+    Exit code 1 where generating beside training gains nothing.
+    """
+    from bench.asynchronous import measure_async, print_async_table
+
+    figures = measure_async(steps=steps, stalenesses=(0, 1, 3), slow_share=slow_share)
+    print_async_table(figures, slow_share=slow_share)
+    if is_json:
+        print(json.dumps([asdict(item) for item in figures]))
+    if any(item.step_s >= figures[0].step_s for item in figures[1:]):
+        raise typer.Exit(1)
+
+
+@bench_app.command("reshard")
+def bench_reshard(
+    gigabytes: Annotated[float, typer.Option(min=0.05, help="Of the model, in fp32.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Publishes of each kind, in turn; the median counts.")] = 5,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Time publishing from four trainer ranks to a real engine of two, on the CPU.
+
+    Against the plan's floor, a scheme that gathers every tensor on every rank, and SGLang's flattened buckets.
+    Exit code 1 where a promise is broken.
+    """
+    from bench.reshard import measure_reshard
+    from bench.reshard_report import as_json, print_reshard, verdicts
+
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
+        report = measure_reshard(
+            Path(folder), gigabytes=gigabytes, repeats=repeats, on_news=lambda news: print(news, file=sys.stderr)
+        )
+    print_reshard(report)
+    if is_json:
+        print(as_json(report))
+    if not all(is_kept for _, is_kept in verdicts(report)):
+        raise typer.Exit(1)
+
+
+@bench_app.command("gpu")
+def bench_gpu(
+    piece: Annotated[
+        list[str] | None, typer.Option(help="Only this one; again for more. All of them without it.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Gets each figure as soon as it is known.")] = None,
+    engine_model: Annotated[str, typer.Option(help="A Qwen2 model of the catalogue, for its size.")] = "qwen2.5-7b",
+    engine_option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of SGLang; VALUE is JSON or a word.")
+    ] = None,
+) -> None:
+    """Time training, publishing and generating on one GPU, each against ceilings and peers of the same run.
+
+    Exit code 1 where a ratio is more than 15 % below its record, or a figure could not be had.
+    """
+    from bench.gpu_figures import print_results
+    from bench.gpu_pieces import PIECES, PieceOptions, run_pieces
+    from bench.training import need_gpu
+
+    for name in piece or ():
+        if name not in PIECES:
+            raise typer.BadParameter(f"{name}: no such piece; choose of {', '.join(PIECES)}", param_hint="--piece")
+    options = PieceOptions(engine_model=engine_model, engine_options=_options(engine_option or []))
+    need_gpu()
+    results = run_pieces(piece or list(PIECES), options, out=out)
+    print_results(results)
+    if results.failures or any(figure.has_fallen for figure in results.figures):
+        raise typer.Exit(1)
+
+
+@bench_app.command("gpu-piece", hidden=True)
+def bench_gpu_piece(name: str, options: str) -> None:
+    """One piece of `bench gpu`, in this process."""
+    from bench.gpu_pieces import PieceOptions, run_piece
+
+    run_piece(name, PieceOptions(**json.loads(options)))
+
+
+def _options(words: Sequence[str]) -> dict[str, object]:
+    options: dict[str, object] = {}
+    for word in words:
+        name, separator, value = word.partition("=")
+        if not separator:
+            raise typer.BadParameter(f"{word}: write NAME=VALUE", param_hint="--engine-option")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

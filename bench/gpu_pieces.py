@@ -1,0 +1,213 @@
+"""The pieces of `megarl bench gpu`: each runs in a process of its own with a deadline, and tells what it finds at once.
+
+One that fails, hangs or takes the device with it costs its own figures and no others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from bench.figures import Failure, Figure
+from megarl.system.guard import start_guarded, stop_guarded
+
+Machine = dict[str, object]
+Found = Figure | Failure | Machine
+Tell = Callable[[Found], None]
+
+_STOP_GRACE_S = 5.0
+_MARK = "megarl-bench "
+"""Before the lines that are meant for the parent: libraries print too."""
+_COMMAND = (sys.executable, "-W", "ignore", "-m", "bench", "gpu-piece")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceOptions:
+    engine_model: str
+    """Of the catalogue, for its size."""
+    engine_options: Mapping[str, object]
+    """SGLang's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    timeout_s: float
+    measure: Callable[[PieceOptions, Tell], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Results:
+    machine: Machine = field(default_factory=dict)
+    figures: list[Figure] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+
+    def add(self, found: Found) -> None:
+        match found:
+            case Figure():
+                self.figures.append(found)
+            case Failure():
+                self.failures.append(found)
+            case _:
+                self.machine |= found
+
+
+def run_pieces(names: Sequence[str], options: PieceOptions, *, out: Path | None) -> Results:
+    """One after the other; each line that comes is in `out` before the next one."""
+    results = Results()
+    if out is not None:
+        out.write_text("")
+    for name in names:
+        for line in _lines_of(name, options):
+            if out is not None:
+                with out.open("a") as file:
+                    file.write(line + "\n")
+            results.add(_read(line))
+    return results
+
+
+def run_piece(name: str, options: PieceOptions) -> None:
+    """In the piece's own process."""
+    PIECES[name].measure(options, lambda found: print(f"{_MARK}{_to_line(found)}", flush=True))
+
+
+def _lines_of(name: str, options: PieceOptions) -> Iterator[str]:
+    guard = start_guarded(
+        [*_COMMAND, name, json.dumps(asdict(options))], environment=os.environ, output=subprocess.PIPE
+    )
+    timeout_s = PIECES[name].timeout_s
+    is_late = threading.Event()
+
+    def end() -> None:
+        is_late.set()
+        stop_guarded(guard, grace_s=_STOP_GRACE_S)
+
+    timer = threading.Timer(timeout_s, end)
+    timer.start()
+    last = ""
+    try:
+        assert guard.stdout is not None
+        for raw in guard.stdout:
+            line = raw.decode("utf-8", errors="replace").rstrip()
+            if line.startswith(_MARK):
+                yield line.removeprefix(_MARK)
+            else:
+                print(f"{name}: {line}", file=sys.stderr, flush=True)
+                last = line or last
+        code = guard.wait()
+    finally:
+        timer.cancel()
+        stop_guarded(guard, grace_s=_STOP_GRACE_S)
+    if is_late.is_set():
+        yield _to_line(Failure(part=name, reason=f"not done within {timeout_s:.0f} s"))
+    elif code != 0:
+        yield _to_line(Failure(part=name, reason=f"ended with {code}: {last[:300]}"))
+
+
+def _to_line(found: Found) -> str:
+    match found:
+        case Figure():
+            return json.dumps({"figure": asdict(found)})
+        case Failure():
+            return json.dumps({"failure": asdict(found)})
+        case _:
+            return json.dumps({"machine": found})
+
+
+def _read(line: str) -> Found:
+    ((kind, fields),) = json.loads(line).items()
+    match kind:
+        case "figure":
+            return Figure(**fields)
+        case "failure":
+            return Failure(**fields)
+        case _:
+            machine: Machine = fields
+            return machine
+
+
+# --- what the pieces measure --------------------------------------------------------------------------------------
+
+
+def _machine(_: PieceOptions, tell: Tell) -> None:
+    import torch
+
+    from bench.training import measure_ceilings
+
+    tell(
+        {
+            "device": torch.cuda.get_device_name(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+            **{name: _version(name) for name in ("megatron-core", "sglang", "transformers", "triton")},
+        }
+    )
+    tell({name: round(value) for name, value in measure_ceilings().items()})
+
+
+def _scores(_: PieceOptions, tell: Tell) -> None:
+    from bench.training import measure_scores
+
+    for figure in measure_scores():
+        tell(figure)
+
+
+def _step(_: PieceOptions, tell: Tell, *, index: int) -> None:
+    from bench.training import PEERS, WORKLOADS, measure_step
+
+    for figure in measure_step(WORKLOADS[index], peers=PEERS):
+        tell(figure)
+
+
+def _long_step(_: PieceOptions, tell: Tell) -> None:
+    from bench.training import LONG_WORKLOAD, measure_step
+
+    for figure in measure_step(LONG_WORKLOAD, peers=()):
+        tell(figure)
+
+
+def _phases(_: PieceOptions, tell: Tell) -> None:
+    from bench.training import measure_phases
+
+    for figure in measure_phases():
+        tell(figure)
+
+
+def _engine(options: PieceOptions, tell: Tell) -> None:
+    from bench.engine import measure_engine
+
+    async def measure(folder: Path) -> None:
+        async for found in measure_engine(options.engine_model, folder, options.engine_options):
+            tell(found)
+
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
+        asyncio.run(measure(Path(folder)))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(unknown)"
+
+
+PIECES: Mapping[str, Piece] = {
+    "machine": Piece(timeout_s=60, measure=_machine),
+    "scores": Piece(timeout_s=90, measure=_scores),
+    "step-7b": Piece(timeout_s=240, measure=partial(_step, index=0)),
+    "step-1.5b": Piece(timeout_s=240, measure=partial(_step, index=1)),
+    "step-16k": Piece(timeout_s=90, measure=_long_step),
+    "phases": Piece(timeout_s=120, measure=_phases),
+    "engine": Piece(timeout_s=420, measure=_engine),
+}

@@ -1,0 +1,189 @@
+"""How long a command of megarl takes and how much memory it needs, against what it may.
+
+Each command runs in fresh processes on one core, as a person would start it. The large recipe and the files it names
+are written for the occasion: nothing has to be at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.large_plans import PUBLISHES
+from megarl.config.catalogue import CATALOGUE
+from megarl.config.model import ModelShape
+from megarl.env import NO_COLOR
+from megarl.errors import MachineError
+from megarl.tools.quickstart.arithmetic import make_arithmetic
+
+TOLERANCE = 2.0
+"""A goal that is missed by more than this factor fails the benchmark: machines differ, but not that much."""
+
+_SHAPE = "llama-3.1-70b"
+_WIDTH = 100
+_TIMEOUT_S = 300.0
+
+# Not `ru_maxrss`: on Linux a child starts with the peak of its parent.
+_CHILD = """\
+import os, re, sys, time
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+if sys.argv[1] == "rehearse":
+    from bench.large_plans import rehearse
+    rehearse(sys.argv[2])
+    code = 0
+else:
+    from megarl.cli.main import run
+    code = run(sys.argv[1:])
+peak_kib = re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]
+print(f"\\n{code} {time.process_time()} {peak_kib}", file=sys.stderr)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    seconds: float
+    megabytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Of one process, from its start to its end."""
+
+    seconds: float
+    cpu_seconds: float
+    megabytes: float
+    """The most it held at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Of one command or plan: medians of its runs, and the largest of their peaks."""
+
+    command: str
+    seconds: float
+    cpu_seconds: float
+    """Beside `seconds` it shows whether the machine had other things to do."""
+    megabytes: float
+    goal: Goal
+
+    @property
+    def worst_ratio(self) -> float:
+        """How much of a goal is used up; above 1 it is missed."""
+        return max(self.seconds / self.goal.seconds, self.megabytes / self.goal.megabytes)
+
+
+GOALS = {"validate": Goal(seconds=1.0, megabytes=500.0), "plan": Goal(seconds=5.0, megabytes=500.0)}
+PUBLISH_GOALS = dict(
+    zip(PUBLISHES, (Goal(seconds=2.0, megabytes=1000.0), Goal(seconds=10.0, megabytes=1000.0)), strict=True)
+)
+
+
+def measure_planning(*, repeats: int) -> list[Measurement]:
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
+        recipe = write_large_recipe(Path(folder))
+        jobs = [(f"megarl {command}", [command, str(recipe)], goal) for command, goal in GOALS.items()]
+        jobs += [(name, ["rehearse", name], goal) for name, goal in PUBLISH_GOALS.items()]
+        return [
+            measure(what, arguments, goal, repeats=repeats, start=start_in_fresh_process)
+            for what, arguments, goal in jobs
+        ]
+
+
+def measure(
+    what: str, arguments: Sequence[str], goal: Goal, *, repeats: int, start: Callable[[Sequence[str]], Sample]
+) -> Measurement:
+    samples = [start(arguments) for _ in range(repeats)]
+    return Measurement(
+        command=what,
+        seconds=round(statistics.median(sample.seconds for sample in samples), 3),
+        cpu_seconds=round(statistics.median(sample.cpu_seconds for sample in samples), 3),
+        megabytes=round(max(sample.megabytes for sample in samples), 1),
+        goal=goal,
+    )
+
+
+def start_in_fresh_process(arguments: Sequence[str]) -> Sample:
+    """One command of megarl from the start of its interpreter to its end; a MachineError where it fails."""
+    command = [sys.executable, "-c", _CHILD, *arguments]
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603 - ours
+    seconds = time.monotonic() - began
+    *complaints, last = done.stderr.splitlines() or [""]
+    if done.returncode != 0 or not last.startswith("0 "):
+        raise MachineError(f"megarl {' '.join(arguments)} failed: {' '.join(' '.join(complaints).split()) or last}")
+    _, cpu_seconds, peak_kib = last.split()
+    return Sample(seconds=seconds, cpu_seconds=float(cpu_seconds), megabytes=int(peak_kib) * 1024 / 1e6)
+
+
+def write_large_recipe(folder: Path) -> Path:
+    """A recipe with everything that `validate` opens: data, and a model's folder with all but its weights."""
+    files = make_arithmetic(folder, num_sft=1)
+    (files.model / "config.json").write_text(json.dumps(_config(CATALOGUE[_SHAPE])))
+    recipe = {
+        "run": {"name": "bench", "folder": str(folder / "runs"), "steps": 100, "ray_address": "auto"},
+        "model": {"path": str(files.model)},
+        "data": {"train": [str(files.train)]},
+        "pools": {
+            "train": {"nodes": 64, "gpus_per_node": 8},
+            "rollout": {"nodes": 32, "gpus_per_node": 8},
+        },
+        "roles": {
+            "actor": {"pool": "train", "tensor": 8, "pipeline": 4, "is_sequence_parallel": True},
+            "rollout": {"pool": "rollout", "tensor": 8},
+        },
+        "algorithm": {"kind": "grpo"},
+        "train": {"prompts_per_step": 256, "prompts_per_update": 128},
+    }
+    path = folder / "bench.yaml"
+    # JSON is YAML.
+    path.write_text(json.dumps(recipe, indent=2))
+    return path
+
+
+def _config(shape: ModelShape) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn_hidden,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.max_context_tokens,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "dtype": shape.dtype,
+    }
+
+
+def print_table(measurements: Sequence[Measurement]) -> None:
+    table = Table(
+        title="Recipe of 70B on 512 + 256 GPUs, and plans of large publishes; one core",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for title in ("command", "seconds", "goal", "CPU seconds", "peak MB", "goal", ""):
+        table.add_column(title, justify="left" if title in ("command", "") else "right")
+    for found in measurements:
+        table.add_row(
+            found.command,
+            f"{found.seconds:.2f}",
+            f"{found.goal.seconds:g}",
+            f"{found.cpu_seconds:.2f}",
+            f"{found.megabytes:.0f}",
+            f"{found.goal.megabytes:g}",
+            "met" if found.worst_ratio <= 1 else f"missed, {found.worst_ratio:.1f} times the goal",
+        )
+    Console(width=_WIDTH, no_color=bool(NO_COLOR.read()), highlight=False).print(table)

@@ -1,0 +1,144 @@
+"""How a person has a say in a running fleet: a socket in the run's folder that only its owner can open.
+
+One JSON line each way. The driver serves it; `megarl fleet` asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from megarl.errors import FleetError, MachineError
+from megarl.rollout.fleet import Fleet
+from megarl.runtime.engines.supervisor import Supervisor
+
+SOCKET_FILE = "fleet.sock"
+_TIMEOUT_S = 10.0
+_MAX_LINE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    action: Literal["list", "retire", "add"]
+    engine: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    index: int
+    state: str
+    version: int
+    num_outstanding: int
+    num_restarts: int
+    address: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    error: str | None = None
+    engines: tuple[EngineReport, ...] = ()
+
+
+_REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
+_RESPONSE: TypeAdapter[Response] = TypeAdapter(Response)
+
+
+@asynccontextmanager
+async def open_to_operator(folder: Path, fleet: Fleet, supervisor: Supervisor) -> AsyncIterator[None]:
+    """Listen in `folder` as long as the block lasts."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, ValueError, TimeoutError):
+            async with asyncio.timeout(_TIMEOUT_S):
+                response = _obey(await reader.readline(), fleet, supervisor)
+                writer.write(_RESPONSE.dump_json(response) + b"\n")
+                await writer.drain()
+        writer.close()
+
+    path = folder / SOCKET_FILE
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with _short(folder) as short:
+        listener.bind(str(short / SOCKET_FILE))
+    # Before anybody can connect: that takes a listener.
+    path.chmod(0o600)
+    server = await asyncio.start_unix_server(answer, sock=listener, limit=_MAX_LINE_BYTES)
+    try:
+        async with server:
+            yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def ask(folder: Path, request: Request) -> tuple[EngineReport, ...]:
+    """Let the run in `folder` do something, and say how its engines are."""
+    with _short(folder) as short, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_TIMEOUT_S)
+        try:
+            connection.connect(str(short / SOCKET_FILE))
+            connection.sendall(_REQUEST.dump_json(request) + b"\n")
+            line = connection.makefile("rb").readline(_MAX_LINE_BYTES)
+            response = _RESPONSE.validate_json(line)
+        except FileNotFoundError:
+            raise MachineError(f"{folder}: no run with engines is under way here; name its folder") from None
+        except (OSError, ValidationError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no answer"
+            raise MachineError(f"{folder}: the run cannot be asked: {reason}; is it still running?") from None
+    if response.error is not None:
+        raise FleetError(response.error)
+    return response.engines
+
+
+def _obey(line: bytes, fleet: Fleet, supervisor: Supervisor) -> Response:
+    try:
+        request = _REQUEST.validate_json(line)
+    except ValidationError:
+        return Response(error="not a request of this version of megarl")
+    try:
+        match request:
+            case Request(action="retire", engine=int(index)):
+                supervisor.retire(index)
+            case Request(action="add", engine=int(index)):
+                supervisor.add(index)
+            case Request(action="list"):
+                pass
+            case _:
+                return Response(error=f"{request.action} which engine? Name its number")
+    except FleetError as error:
+        return Response(error=str(error))
+    return Response(
+        engines=tuple(
+            EngineReport(
+                index=engine.index,
+                state=engine.state,
+                version=engine.version,
+                num_outstanding=engine.num_outstanding,
+                num_restarts=engine.life.num_restarts,
+                address=f"{engine.client.endpoint.host}:{engine.client.endpoint.port}",
+                reason=engine.reason,
+            )
+            for engine in fleet.engines
+        )
+    )
+
+
+@contextmanager
+def _short(folder: Path) -> Iterator[Path]:
+    """Another name of a folder: that of a socket may not be longer than 107 bytes."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise MachineError(f"{folder}: cannot be opened: {error.strerror}") from error
+    try:
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)

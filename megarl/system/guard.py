@@ -1,0 +1,148 @@
+"""Child processes that never outlive their parent: one command, in a session of its own, ended with its parent.
+
+`python -m megarl.system.guard COMMAND...` reads a pipe whose other end the parent keeps. The kernel closes that end
+with the parent, even a killed one. Linux's own parent-death signal would reach only the direct child, and the workers
+of SGLang or Ray would stay behind; it is set as well, for a guard that is killed itself. The
+session keeps the child out of reach of signals meant for us alone: Ctrl-C in a terminal and a scheduler's SIGTERM go
+to whole process groups, and we take our children down in order.
+
+Shared memory has a name in /dev/shm that outlives a process which is killed, and SGLang's are: who ends a session here
+takes away the names that its processes have open.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TypeAlias
+
+SIGNAL_EXIT = 128
+"""What the guard adds to the number of the signal that ended its command, as a shell does."""
+
+_KILL_TIMEOUT_S = 10.0
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the system keeps shared memory, not a file of ours
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+_Identity: TypeAlias = tuple[int, int]
+"""Of a file, whatever it is called: device and inode."""
+
+
+def start_guarded(
+    command: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes] | int
+) -> subprocess.Popen[bytes]:
+    """Start `command` under a guard; what it prints goes to `output`. The process returned is the guard."""
+    return subprocess.Popen(  # noqa: S603 - callers build their own command lines
+        [sys.executable, "-m", "megarl.system.guard", *command],
+        env=dict(environment),
+        # Nothing is ever written: the guard ends everything when this end is closed, by us or by our death.
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def stop_guarded(guard: subprocess.Popen[bytes], *, grace_s: float) -> None:
+    """Ask the command itself to end, then end what is left of its process group. Harmless when it has ended."""
+    segments = segments_of(guard.pid)
+    guard.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        guard.wait(timeout=grace_s)
+    # Children may outlive it, whether it left in order or not.
+    with suppress(ProcessLookupError):
+        os.killpg(guard.pid, signal.SIGKILL)
+    guard.wait(timeout=_KILL_TIMEOUT_S)
+    remove(segments)
+    assert guard.stdin is not None
+    guard.stdin.close()
+
+
+def segments_of(guard_pid: int) -> set[Path]:
+    """Shared memory, by name, of all processes that run under a guard."""
+    held: set[_Identity] = set()
+    for process in _session(guard_pid):
+        with suppress(OSError):
+            held.update(_held_by(process))
+    found = set()
+    for path in _SHARED_MEMORY.iterdir():
+        with suppress(OSError):
+            status = path.stat()
+            if (status.st_dev, status.st_ino) in held:
+                found.add(path)
+    return found
+
+
+def _session(guard_pid: int) -> Iterator[Path]:
+    """The processes that run under a guard, in /proc; the guard is one of them."""
+    for process in Path("/proc").glob("[0-9]*"):
+        # A process may end, or not be ours to look at, at any moment.
+        with suppress(OSError):
+            if int((process / "stat").read_text().rpartition(")")[2].split()[3]) == guard_pid:
+                yield process
+
+
+def _held_by(process: Path) -> Iterator[_Identity]:
+    """What a process has mapped or open there. By identity: a semaphore is mapped under a name that is gone, as the C
+    library makes it under one name and links it to another."""
+    for line in (process / "maps").read_text().splitlines():
+        _, _, _, device, inode, *path = line.split(maxsplit=5)
+        if path and path[0].startswith(f"{_SHARED_MEMORY}/"):
+            major, minor = (int(number, base=16) for number in device.split(":"))
+            yield os.makedev(major, minor), int(inode)
+    for descriptor in (process / "fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile; the others still count
+            if str(descriptor.readlink()).startswith(f"{_SHARED_MEMORY}/"):
+                status = descriptor.stat()
+                yield status.st_dev, status.st_ino
+
+
+def remove(segments: Iterable[Path]) -> None:
+    for path in segments:
+        with suppress(OSError):
+            path.unlink()
+
+
+def main(command: list[str]) -> int:
+    """The command's exit code; 128 + n where signal n ended it."""
+    child = subprocess.Popen(  # noqa: S603 - the command is our own
+        command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard
+    )
+    signal.signal(signal.SIGTERM, lambda _number, _frame: child.terminate())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    code = child.wait()
+    _end_others()
+    return code if code >= 0 else SIGNAL_EXIT - code
+
+
+def _die_with_guard() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_others() -> None:
+    """What the command has left behind: the parent may be gone by now, and would end it otherwise."""
+    segments = segments_of(os.getpid())
+    for process in _session(os.getpid()):
+        if process.name != str(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.kill(int(process.name), signal.SIGKILL)
+    remove(segments)
+
+
+def _end_with_parent() -> None:
+    # Not sys.stdin: a thread that waits there holds a lock which the interpreter needs to exit.
+    os.read(sys.stdin.fileno(), 1)
+    # Now, since the next line ends this process as well; who has them open keeps them until it ends.
+    remove(segments_of(os.getpid()))
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

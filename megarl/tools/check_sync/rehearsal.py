@@ -1,0 +1,102 @@
+"""A plan carried out within this process, bucket by bucket, and its outcome compared with the target's layout.
+
+For layouts that this machine has no room for: with a tiny shape a thousand ranks fit into one process. It shows that
+the plan fills every target box with the right elements; whether the layouts are the engines' own is seen elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megarl.tools.check_sync.comparison import ClassVerdict, compare_holding, summed
+from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, buckets_to
+from megarl.weights.algebra.plan import Plan
+from megarl.weights.algebra.slices import Holding, Index
+from megarl.weights.executors.tensors import box_of, torch_dtype
+
+_Bits: TypeAlias = npt.NDArray[np.signedinteger[npt.NBitBase]]
+"""The elements as integers: numpy cuts boxes many times faster than torch, and knows no bfloat16."""
+
+_SOURCE_PADDING = float("nan")
+"""Must never travel."""
+_TARGET_PADDING = 0.0
+
+
+def rehearse(plan: Plan, model: Mapping[str, torch.Tensor]) -> list[ClassVerdict]:
+    """`model` has all canonical tensors; every target rank is compared. Both sides must have one dtype."""
+    sources = _Replicas(model, _SOURCE_PADDING)
+    targets = _Replicas(model, _TARGET_PADDING)
+    by_rank = {holding.rank: sources.bits(holding) for holding in plan.source.holdings}
+    found = {holding.rank: _empty(holding, _TARGET_PADDING) for holding in plan.target.holdings}
+    arrived = {rank: {name: _bits(tensor) for name, tensor in tensors.items()} for rank, tensors in found.items()}
+    buckets = [
+        bucket
+        for holding in plan.target.holdings
+        for bucket in buckets_to(plan, holding.rank, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    ]
+    for bucket in sorted(buckets, key=lambda bucket: bucket.hop):
+        givers = arrived if bucket.is_passed_on else by_rank
+        for parcel in bucket.parcels:
+            move = parcel.move
+            source = givers[move.source_rank][move.source_name]
+            values = source[_indices(move.source_offsets, move.slice.shape)]
+            arrived[move.target_rank][move.target_name][_indices(move.target_offsets, move.slice.shape)] = values
+    verdicts = [
+        verdict
+        for holding in plan.target.holdings
+        for verdict in compare_holding(
+            holding, found[holding.rank], targets.tensors(holding), holder=f"target rank {holding.rank}"
+        )
+    ]
+    return summed(verdicts)
+
+
+class _Replicas:
+    """What holders should have; those of equal pieces have the same tensors."""
+
+    def __init__(self, model: Mapping[str, torch.Tensor], padding: float) -> None:
+        self._model = model
+        self._padding = padding
+        self._by_identity: dict[int, dict[str, torch.Tensor]] = {}
+
+    def tensors(self, holding: Holding) -> dict[str, torch.Tensor]:
+        found = self._by_identity.get(id(holding.pieces))
+        if found is None:
+            found = self._by_identity[id(holding.pieces)] = hold(holding, self._model, padding=self._padding)
+        return found
+
+    def bits(self, holding: Holding) -> dict[str, _Bits]:
+        return {name: _bits(tensor) for name, tensor in self.tensors(holding).items()}
+
+
+def hold(holding: Holding, model: Mapping[str, torch.Tensor], *, padding: float) -> dict[str, torch.Tensor]:
+    """A holder's tensors, with the boxes its layout says it has."""
+    tensors = _empty(holding, padding)
+    for piece in holding.pieces:
+        values = box_of(model[piece.slice.name], piece.slice.offsets, piece.slice.shape)
+        box_of(tensors[piece.local_name], piece.local_offsets, piece.slice.shape).copy_(values)
+    return tensors
+
+
+def _empty(holding: Holding, padding: float) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.full(spec.shape, padding, dtype=torch_dtype(spec.dtype)) for name, spec in holding.tensors.items()
+    }
+
+
+def _bits(tensor: torch.Tensor) -> _Bits:
+    """A view."""
+    bits: _Bits = tensor.view({4: torch.int32, 2: torch.int16}[tensor.element_size()]).numpy()
+    return bits
+
+
+def _indices(offsets: Index, shape: Index) -> tuple[int | slice, ...]:
+    """Of a box in an array; dimensions that the box lacks come first, as indices."""
+    lead = len(offsets) - len(shape)
+    inner = (slice(start, start + size) for start, size in zip(offsets[lead:], shape, strict=True))
+    return (*offsets[:lead], *inner)

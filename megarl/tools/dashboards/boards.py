@@ -1,0 +1,540 @@
+"""The four dashboards: Overview, Rollout, Trainer, Operations. Every metric of the catalogue is on one of them."""
+
+from __future__ import annotations
+
+from megarl.observe import catalogue as names
+from megarl.tools.dashboards.panels import (
+    Dashboard,
+    Panel,
+    Row,
+    formula,
+    increase,
+    mean,
+    of_engine,
+    quantile,
+    rate,
+    value,
+)
+
+OVERVIEW = Dashboard(
+    uid="megarl-overview",
+    title="megarl / Overview",
+    text="Is it learning, is it fast, is it healthy?",
+    rows=(
+        Row(
+            title="Now",
+            panels=(
+                Panel(title="Step", kind="stat", width=4, height=4, unit="none", queries=(value(names.STEP),)),
+                Panel(
+                    title="Steps asked for",
+                    kind="stat",
+                    width=4,
+                    height=4,
+                    unit="none",
+                    queries=(value(names.RUN_STEPS),),
+                ),
+                Panel(title="Time left", kind="stat", width=4, height=4, unit="s", queries=(value(names.REMAINING),)),
+                Panel(
+                    title="Accuracy, held out",
+                    kind="stat",
+                    width=4,
+                    height=4,
+                    unit="percentunit",
+                    queries=(value(names.EVAL, where='number="accuracy"'),),
+                ),
+                Panel(
+                    title="Tokens per second and GPU",
+                    kind="stat",
+                    width=4,
+                    height=4,
+                    queries=(formula("megarl_tokens_per_second{run} / megarl_run_gpus{run}", ""),),
+                ),
+                Panel(
+                    title="Effective time (ETTR)",
+                    kind="gauge",
+                    width=4,
+                    height=4,
+                    unit="percentunit",
+                    max=1,
+                    queries=(value(names.EFFECTIVE_TIME),),
+                    text="Time of steps that count over all time since the run was first started.",
+                ),
+            ),
+        ),
+        Row(
+            title="Learning",
+            panels=(
+                Panel(
+                    title="Reward",
+                    queries=(
+                        value(names.REWARD_MEAN, "mean"),
+                        value(names.REWARD_MIN, "min"),
+                        value(names.REWARD_MAX, "max"),
+                    ),
+                ),
+                Panel(title="Spread of rewards", queries=(value(names.REWARD_STD, "standard deviation"),)),
+                Panel(
+                    title="Reward by component",
+                    queries=(value(names.REWARD_COMPONENT).needing("components"),),
+                    text="One component that rises while the others fall is often one that is being gamed.",
+                ),
+                Panel(
+                    title="Evaluation",
+                    queries=(value(names.EVAL),),
+                    text="pass@k far above accuracy: the policy can, but does not choose to.",
+                ),
+                Panel(title="Evaluation by data source", queries=(value(names.EVAL_SOURCE),)),
+                Panel(
+                    title="Groups without signal",
+                    unit="percentunit",
+                    max=1,
+                    queries=(value(names.ZERO_SIGNAL, "share"),),
+                    text="All rewards of a group are equal. Above 80 % little is learned.",
+                ),
+                Panel(
+                    title="Entropy",
+                    queries=(value(names.ENTROPY),),
+                    text="In nats. It falls slowly; towards 0 the policy has stopped exploring.",
+                ),
+                Panel(
+                    title="KL",
+                    is_log=True,
+                    queries=(
+                        value(names.UPDATE_KL, "of the update"),
+                        value(names.REFERENCE_KL, "to the reference").needing("reference"),
+                    ),
+                ),
+                Panel(
+                    title="Train/rollout mismatch",
+                    is_log=True,
+                    queries=(
+                        value(names.ENGINE_MISMATCH, "mean |p - p|"),
+                        value(names.MISMATCH_BASELINE, "first steps"),
+                    ),
+                    text="Three times the run's own beginning means that numerics or weights have come apart.",
+                ),
+            ),
+        ),
+        Row(
+            title="Speed",
+            panels=(
+                Panel(title="Seconds per step", unit="s", queries=(value(names.STEP_SECONDS),)),
+                Panel(
+                    title="Where the time goes",
+                    unit="percentunit",
+                    is_stacked=True,
+                    queries=(rate(names.PHASE_SECONDS, where='phase!="start"'),),
+                    text="Seconds of each phase per second.",
+                ),
+                Panel(title="Tokens per second", queries=(value(names.TOKENS_PER_SECOND, "trained"),)),
+            ),
+        ),
+        Row(
+            title="What is run",
+            panels=(
+                Panel(title="Run", kind="table", width=10, height=5, queries=(value(names.RUN_INFO),)),
+                Panel(title="Versions", kind="table", width=14, height=5, queries=(value(names.BUILD_INFO),)),
+            ),
+        ),
+    ),
+)
+
+ROLLOUT = Dashboard(
+    uid="megarl-rollout",
+    title="megarl / Rollout",
+    text="What the policy writes, who scores it, and how long it takes.",
+    rows=(
+        Row(
+            title="Responses",
+            panels=(
+                Panel(
+                    title="Length",
+                    queries=(
+                        value(names.RESPONSE_MEAN, "response, mean"),
+                        value(names.RESPONSE_MAX, "response, longest"),
+                        value(names.PROMPT_TOKENS, "prompt, mean"),
+                    ),
+                ),
+                Panel(
+                    title="Cut off or empty",
+                    unit="percentunit",
+                    queries=(value(names.TRUNCATED, "cut off"), value(names.EMPTY, "at most one token")),
+                ),
+                Panel(
+                    title="Repetition",
+                    unit="percentunit",
+                    queries=(value(names.REPETITION),),
+                    text="Share of 4-token windows seen before in the same response.",
+                ),
+            ),
+        ),
+        Row(
+            title="Generating",
+            panels=(
+                Panel(
+                    title="Generated per second",
+                    queries=(rate(names.GENERATED_TOKENS, "tokens"), rate(names.GENERATED_ROLLOUTS, "rollouts")),
+                    is_log=True,
+                ),
+                Panel(
+                    title="Time of a group",
+                    unit="s",
+                    queries=(
+                        quantile(names.GROUP_SECONDS, 0.5),
+                        quantile(names.GROUP_SECONDS, 0.99),
+                        mean(names.GROUP_SECONDS),
+                    ),
+                ),
+                Panel(
+                    title="Slowest over median group",
+                    queries=(value(names.GROUP_TAIL),),
+                    text="The tail that a synchronous step waits for.",
+                ),
+                Panel(title="Requests sent again, last hour", queries=(increase(names.RETRIES),)),
+                Panel(title="Requests sent twice, last hour", queries=(increase(names.HEDGES),)),
+                Panel(title="Groups dropped, last hour", queries=(increase(names.DROPPED_GROUPS),)),
+            ),
+        ),
+        Row(
+            title="Between generator and trainer",
+            panels=(
+                Panel(
+                    title="Groups",
+                    queries=(
+                        value(names.QUEUE, "waiting"),
+                        value(names.UNDER_WAY, "under way"),
+                        value(names.QUEUE_CAPACITY, "at most"),
+                    ),
+                ),
+                Panel(
+                    title="Who waits for whom",
+                    unit="percentunit",
+                    max=1,
+                    queries=(value(names.TRAINER_WAIT, "trainer"), value(names.PRODUCER_WAIT, "producers")),
+                    text="Share of a step. In a synchronous run the trainer waits while rollouts are made.",
+                ),
+                Panel(
+                    title="Age of trained tokens",
+                    unit="none",
+                    queries=(
+                        value(names.STALENESS_MEAN, "mean"),
+                        value(names.STALENESS_MAX, "oldest"),
+                        value(names.STALENESS_LIMIT, "allowed"),
+                    ),
+                    text="In steps.",
+                ),
+            ),
+        ),
+        Row(
+            title="Reward",
+            panels=(
+                Panel(
+                    title="Time to score a rollout",
+                    unit="s",
+                    queries=(
+                        quantile(names.REWARD_SECONDS, 0.5),
+                        quantile(names.REWARD_SECONDS, 0.99),
+                        mean(names.REWARD_SECONDS),
+                    ),
+                ),
+                Panel(title="Rollouts without a score, last hour", queries=(increase(names.REWARD_FAILURES),)),
+                Panel(
+                    title="Masked rollouts and outliers, last hour",
+                    queries=(increase(names.MASKED_ROLLOUTS, "masked"), increase(names.REWARD_OUTLIERS, "outliers")),
+                ),
+                Panel(
+                    title="Steps without any signal, last hour",
+                    queries=(increase(names.ZERO_SIGNAL_STEPS),),
+                ),
+                Panel(title="Groups of one rollout", queries=(value(names.SINGLE_GROUPS),)),
+            ),
+        ),
+        Row(
+            title="Engines, as SGLang tells",
+            panels=(
+                Panel(title="Requests running", queries=(of_engine("num_running_reqs"),)),
+                Panel(title="Requests waiting", queries=(of_engine("num_queue_reqs"),)),
+                Panel(title="Tokens per second", queries=(of_engine("gen_throughput"),)),
+                Panel(title="KV cache in use", unit="percentunit", max=1, queries=(of_engine("token_usage"),)),
+                Panel(
+                    title="Prompt tokens found in the cache",
+                    unit="percentunit",
+                    max=1,
+                    queries=(of_engine("cache_hit_rate"),),
+                ),
+            ),
+        ),
+    ),
+)
+
+TRAINER = Dashboard(
+    uid="megarl-trainer",
+    title="megarl / Trainer",
+    text="Loss, gradients, the policy's distance from others, the critic, and how well the hardware is used.",
+    rows=(
+        Row(
+            title="Update",
+            panels=(
+                Panel(title="Loss", queries=(value(names.LOSS),), text="Of policy gradients its size says little."),
+                Panel(title="Gradient norm", is_log=True, queries=(value(names.GRAD_NORM),), text="Before clipping."),
+                Panel(title="Learning rate", unit="sci", queries=(value(names.LEARNING_RATE),)),
+                Panel(
+                    title="Clipped and rejected tokens",
+                    unit="percentunit",
+                    queries=(value(names.CLIP, "clipped"), value(names.REJECTED, "rejected by the correction")),
+                ),
+                Panel(
+                    title="KL of the update",
+                    is_log=True,
+                    queries=(value(names.UPDATE_KL),),
+                    text="In nats. Above 0.1 a step has gone too far.",
+                ),
+                Panel(
+                    title="Updates skipped, last hour",
+                    queries=(increase(names.SKIPPED_UPDATES),),
+                    text="Loss or gradient was not finite. After three in a row the run ends.",
+                ),
+            ),
+        ),
+        Row(
+            title="Trainer against engines",
+            panels=(
+                Panel(
+                    title="|p_train - p_rollout|",
+                    is_log=True,
+                    queries=(
+                        value(names.MISMATCH_MEAN, "mean"),
+                        value(names.MISMATCH_MAX, "largest"),
+                        value(names.MISMATCH_BASELINE, "mean of the first steps"),
+                        value(names.ENGINE_MISMATCH, "tokens of the trained version"),
+                        value(names.POLICY_DRIFT, "tokens of earlier versions").needing("staleness"),
+                    ),
+                ),
+                Panel(
+                    title="Tokens of earlier versions",
+                    unit="percentunit",
+                    queries=(value(names.BEHIND, "share of loss tokens"),),
+                ),
+                Panel(
+                    title="KL(rollout || train)",
+                    queries=(value(names.MISMATCH_KL, "k1"), value(names.MISMATCH_K3, "k3")),
+                ),
+                Panel(
+                    title="chi2 and effective samples",
+                    queries=(
+                        value(names.MISMATCH_CHI2, "chi2"),
+                        value(names.EFFECTIVE_SAMPLES, "effective share"),
+                    ),
+                ),
+            ),
+        ),
+        Row(
+            title="Reference and critic",
+            panels=(
+                Panel(
+                    title="Distance from the reference",
+                    queries=(
+                        value(names.REFERENCE_KL, "KL").needing("reference"),
+                        value(names.KL_COEFFICIENT, "cost").needing("reference"),
+                    ),
+                ),
+                Panel(
+                    title="Critic: loss and gradient norm",
+                    queries=(
+                        value(names.VALUE_LOSS, "loss").needing("critic"),
+                        value(names.VALUE_GRAD_NORM, "gradient norm").needing("critic"),
+                        value(names.VALUE_LEARNING_RATE, "learning rate").needing("critic"),
+                    ),
+                ),
+                Panel(
+                    title="Critic: values and returns",
+                    queries=(
+                        value(names.VALUE_MEAN, "value").needing("critic"),
+                        value(names.RETURN_MEAN, "return").needing("critic"),
+                        value(names.EXPLAINED_VARIANCE, "explained variance").needing("critic"),
+                        value(names.VALUE_CLIP, "clipped share").needing("critic"),
+                    ),
+                    text="Explained variance near 1: the critic knows. At 0 or below it is no use.",
+                ),
+            ),
+        ),
+        Row(
+            title="Work",
+            panels=(
+                Panel(
+                    title="Model FLOP per second",
+                    queries=(value(names.TRAIN_FLOPS),),
+                    text="Forward and backward of the model; what is computed twice to save memory does not count.",
+                ),
+                Panel(title="MFU", unit="percentunit", max=1, queries=(value(names.MFU).needing("gpu"),)),
+                Panel(
+                    title="Size of a step",
+                    queries=(
+                        value(names.LOSS_TOKENS, "loss tokens"),
+                        value(names.MICRO_BATCHES, "micro-batches per rank"),
+                    ),
+                ),
+                Panel(title="Tokens trained on", queries=(value(names.TRAINED_TOKENS),)),
+                Panel(title="Prompts trained on", queries=(value(names.TRAINED_PROMPTS),)),
+                Panel(
+                    title="Data",
+                    unit="none",
+                    queries=(
+                        value(names.EPOCH, "epochs read"),
+                        value(names.DATA_PROMPTS, "prompts"),
+                        value(names.DATA_DROPPED, "prompts too long"),
+                    ),
+                ),
+            ),
+        ),
+    ),
+)
+
+OPERATIONS = Dashboard(
+    uid="megarl-operations",
+    title="megarl / Operations",
+    text="What may stop a run: engines, publishing, checkpoints, memory, disk.",
+    rows=(
+        Row(
+            title="Progress",
+            panels=(
+                Panel(
+                    title="Since the last step",
+                    unit="s",
+                    kind="stat",
+                    width=6,
+                    height=4,
+                    queries=(formula("time() - megarl_last_step_timestamp_seconds{run}", ""),),
+                ),
+                Panel(
+                    title="Since this process began",
+                    unit="s",
+                    kind="stat",
+                    width=6,
+                    height=4,
+                    queries=(formula("time() - megarl_run_start_timestamp_seconds{run}", ""),),
+                ),
+                Panel(
+                    title="Steps since the newest checkpoint",
+                    unit="none",
+                    kind="stat",
+                    width=6,
+                    height=4,
+                    queries=(formula("megarl_step{run} - megarl_checkpoint_step{run}", ""),),
+                ),
+                Panel(
+                    title="Evaluated after step",
+                    unit="none",
+                    kind="stat",
+                    width=6,
+                    height=4,
+                    queries=(value(names.EVAL_STEP),),
+                ),
+                Panel(
+                    title="Warnings, last hour",
+                    queries=(increase(names.WARNINGS, "shown"), increase(names.REFUSED_SERIES, "values not exported")),
+                ),
+                Panel(title="Seconds of an evaluation", unit="s", queries=(value(names.EVAL_SECONDS),)),
+                Panel(
+                    title="Scrape targets that answer",
+                    unit="none",
+                    queries=(formula("up{run}", "{{job}} {{instance}}"),),
+                ),
+            ),
+        ),
+        Row(
+            title="Engines",
+            panels=(
+                Panel(title="Engines by state", unit="none", is_stacked=True, queries=(value(names.ENGINES),)),
+                Panel(title="Requests by engine", queries=(value(names.ENGINE_REQUESTS, "engine"),)),
+                Panel(title="Processes started again, last hour", queries=(increase(names.RESTARTS),)),
+            ),
+        ),
+        Row(
+            title="Weights",
+            panels=(
+                Panel(
+                    title="Versions",
+                    unit="none",
+                    queries=(
+                        value(names.ACTOR_VERSION, "trainer"),
+                        value(names.ROLLOUT_VERSION, "published"),
+                        value(names.OLDEST_VERSION, "oldest trained"),
+                        value(names.ENGINE_VERSION, "engine"),
+                    ),
+                ),
+                Panel(title="Seconds of a publish", unit="s", queries=(value(names.PUBLISH_SECONDS),)),
+                Panel(
+                    title="Bytes of a publish",
+                    unit="bytes",
+                    queries=(
+                        value(names.PUBLISH_BYTES, "busiest rank"),
+                        value(names.PUBLISH_FLOOR, "floor"),
+                        value(names.PUBLISH_TOTAL, "all engines"),
+                    ),
+                ),
+                Panel(
+                    title="Publishes, last hour",
+                    queries=(increase(names.PUBLISHES, "done"), increase(names.PUBLISH_FAILURES, "failed")),
+                ),
+                Panel(
+                    title="Engines that took the last publish", unit="none", queries=(value(names.PUBLISHED_ENGINES),)
+                ),
+            ),
+        ),
+        Row(
+            title="Checkpoints",
+            panels=(
+                Panel(
+                    title="Age of the newest",
+                    unit="s",
+                    queries=(formula("time() - megarl_checkpoint_timestamp_seconds{run}", ""),),
+                ),
+                Panel(
+                    title="Seconds of a save",
+                    unit="s",
+                    queries=(
+                        value(names.CHECKPOINT_SECONDS, "whole"),
+                        value(names.CHECKPOINT_BLOCKING, "training stood still"),
+                    ),
+                ),
+                Panel(
+                    title="Size and space",
+                    unit="bytes",
+                    is_log=True,
+                    queries=(value(names.CHECKPOINT_BYTES, "last one"), value(names.CHECKPOINT_FREE, "free on disk")),
+                ),
+                Panel(title="Saves that failed, last hour", queries=(increase(names.CHECKPOINT_FAILURES),)),
+                Panel(title="Steps between saves", unit="none", queries=(value(names.CHECKPOINT_INTERVAL),)),
+            ),
+        ),
+        Row(
+            title="Memory",
+            panels=(
+                Panel(
+                    title="Host memory in use",
+                    unit="percentunit",
+                    max=1,
+                    queries=(
+                        formula(
+                            "1 - megarl_host_memory_available_bytes{run} / megarl_host_memory_total_bytes{run}",
+                            "{{role}}",
+                        ),
+                    ),
+                ),
+                Panel(title="Largest process by role", unit="bytes", queries=(value(names.RESIDENT),)),
+                Panel(
+                    title="GPU memory, fullest rank",
+                    unit="bytes",
+                    queries=(
+                        value(names.GPU_ALLOCATED, "tensors").needing("gpu"),
+                        value(names.GPU_RESERVED, "reserved").needing("gpu"),
+                        value(names.GPU_TOTAL, "of").needing("gpu"),
+                    ),
+                ),
+            ),
+        ),
+    ),
+)
+
+DASHBOARDS = (OVERVIEW, ROLLOUT, TRAINER, OPERATIONS)

@@ -1,0 +1,103 @@
+"""One prompt through trainer and engine, both recorded module by module. Starts no process and moves no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megarl.compare.hook_points import sites
+from megarl.compare.recordings import Recording
+from megarl.compare.weight_digests import Side, differing_tensors
+from megarl.config.fixed import PAD_MULTIPLE
+from megarl.data.packing import pack
+from megarl.rollout.commands import Route
+from megarl.rollout.control import EngineControl
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.recorder import FILE_PREFIX
+from megarl.stages import Generator
+from megarl.tools.diagnose.diagnosis import TOLERANCES, Conversation, Diagnosis, diagnose
+from megarl.train.actor import RECORD_PREFIX, TrainerRecord
+from megarl.types import Prompt, RolloutGroup, TrainBatch, TrainSample
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+
+NUM_SAMPLED_TOKENS = 8
+"""Enough to see the engine decode, beside reading the prompt at once."""
+
+
+class RecordingTrainer(Protocol):
+    async def record(self, batch: TrainBatch, folder: Path) -> Sequence[TrainerRecord]:
+        """Of every rank, in order; each has written its file into `folder`."""
+        ...
+
+
+async def compare(
+    prompt: Prompt,
+    *,
+    trainer: RecordingTrainer,
+    fleet: Fleet,
+    control: EngineControl,
+    generator: Generator,
+    route: Route,
+    temperature: float,
+    folder: Path,
+) -> Diagnosis:
+    """Let the engine answer the prompt, the trainer read both, and say what differs. `folder` gets the recordings.
+
+    The fleet is the one engine of the route, and the generator gives one rollout.
+    """
+    _clear(folder)
+    # A prompt whose prefix is cached would not be computed.
+    await fleet.engines[0].client.flush_cache()
+    await control.listen(route)
+    group = await generator.generate(prompt)
+    engine_censuses = await control.record(folder)
+    batch = _batch(group, route.parallel, temperature)
+    records = await trainer.record(batch, folder)
+    (rollout,) = group.rollouts
+    conversation = Conversation(
+        prompt_ids=prompt.token_ids,
+        response_ids=rollout.token_ids,
+        engine_logprobs=rollout.logprobs,
+        trainer_logprobs=records[0].logprobs,
+        temperature=temperature,
+    )
+    trainer_layout = megatron_layout(route.shape, route.parallel, dtype=route.trainer_dtype)
+    num_tokens = conversation.num_positions
+    return diagnose(
+        sites(route.shape),
+        Recording(sorted(folder.glob(f"{RECORD_PREFIX}*")), num_tokens=num_tokens),
+        Recording(sorted(folder.glob(f"{FILE_PREFIX}*")), num_tokens=num_tokens),
+        conversation,
+        differing_tensors=differing_tensors(
+            Side(layout=trainer_layout, censuses=[record.census for record in records]),
+            Side(layout=route.engine_layout(), censuses=engine_censuses),
+        ),
+        tolerance=TOLERANCES[route.engine_dtype],
+    )
+
+
+def _clear(folder: Path) -> None:
+    """Files of an earlier diagnosis, perhaps of more ranks, must not be taken for ours."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for prefix in (RECORD_PREFIX, FILE_PREFIX):
+        for path in folder.glob(f"{prefix}*.safetensors"):
+            path.unlink()
+
+
+def _batch(group: RolloutGroup, parallel: MegatronParallel, temperature: float) -> TrainBatch:
+    (rollout,) = group.rollouts
+    sample = TrainSample(
+        prompt_ids=group.prompt.token_ids, rollout=rollout, advantages=np.zeros(len(rollout.token_ids), np.float32)
+    )
+    return pack(
+        [sample],
+        data_parallel=1,
+        tokens_per_micro_batch=len(sample.prompt_ids) + len(rollout.token_ids),
+        samples_per_update=None,
+        pad_multiple=PAD_MULTIPLE * parallel.tensor,
+        micro_batch_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+        temperature=temperature,
+    )

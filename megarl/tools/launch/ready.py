@@ -1,0 +1,65 @@
+"""`python -m megarl.tools.launch.ready --nodes N`: until the Ray cluster of RAY_ADDRESS has so many nodes, or too late.
+
+For job scripts, instead of sleeping and hoping. Exit code 0, or 5 with one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+import time
+
+from megarl.env import RAY_ADDRESS
+from megarl.runtime.launch import joined_ray
+
+_POLL_S = 0.5
+_CONNECT_TIMEOUT_S = 5.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--timeout-s", type=float, default=300.0)
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + arguments.timeout_s
+    address = RAY_ADDRESS.read()
+    if not _waits_for_listener(address, deadline):
+        sys.stderr.write(f"nobody listens at {address} within {arguments.timeout_s:g} s\n")
+        return 5
+    with joined_ray():
+        return _wait_for_nodes(address, arguments.nodes, deadline)
+
+
+def _waits_for_listener(address: str, deadline: float) -> bool:
+    host, _, port = address.rpartition(":")
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S):
+                return True
+        except OSError:
+            time.sleep(_POLL_S)
+    return False
+
+
+def _wait_for_nodes(address: str, num_nodes: int, deadline: float) -> int:
+    # Ray reads its environment when it is imported, and only then.
+    import ray
+
+    ray.init(address=address, log_to_driver=False, configure_logging=False)
+    try:
+        while True:
+            alive = [node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]]
+            if len(alive) >= num_nodes:
+                sys.stdout.write(f"{len(alive)} nodes: {', '.join(alive)}\n")
+                return 0
+            if time.monotonic() > deadline:
+                sys.stderr.write(f"{len(alive)} of {num_nodes} nodes have come: {', '.join(alive)}\n")
+                return 5
+            time.sleep(_POLL_S)
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

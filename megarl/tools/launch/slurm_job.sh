@@ -1,0 +1,198 @@
+# Everything above is rendered from the recipe; from here on the text is the same for every job.
+#
+# One step per node runs Ray, one step on the first node runs megarl. Slurm's warning before the time limit becomes
+# SIGUSR1 for megarl alone: it saves and exits with 75, and the job is queued again and goes on from there.
+set -euo pipefail
+
+main() {
+  job_folder="$log_root/$SLURM_JOB_ID"
+  logs="$job_folder/attempt_${SLURM_RESTART_COUNT:-0}"
+  pid_file="$logs/train.pid"
+  is_asked=0
+  train_step=""
+  ray_steps=()
+  mkdir -p "$logs"
+  # Every request and every Ray worker takes a few.
+  ulimit -n "$(ulimit -Hn)"
+  trap 'ask_to_leave' USR1
+  trap 'stop_ray; forget_token' EXIT
+
+  make_token
+  start_ray
+  wait_for_nodes
+  code=0
+  if ((!is_asked)); then
+    train || code=$?
+  else
+    code=75
+  fi
+  say "megarl ended with $code"
+  stop_ray
+  clean_up
+  leave "$code"
+}
+
+say() {
+  echo "$(date -u +%FT%TZ) $*"
+}
+
+# In a container or not: what follows `--` runs on one node, with its output in a file of its own.
+on_node() {
+  local node=$1 log=$2
+  shift 2
+  srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --unbuffered --output="$log" --open-mode=append \
+    "${srun_options[@]}" -- "${inside[@]}" "$@"
+}
+
+# In a file that only the user can read, never in an argument.
+make_token() {
+  token_file="$job_folder/token"
+  rm -f "$token_file"
+  (umask 077 && head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$token_file")
+  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$token_file" RAY_USAGE_STATS_ENABLED=0
+}
+
+# shellcheck disable=SC2317 # called by a trap
+forget_token() {
+  rm -f "$token_file"
+}
+
+# Where Slurm itself reaches a node.
+address_of() {
+  local given
+  given=$(scontrol show node "$1" --oneliner | grep -oE '\bNodeAddr=[^ ]+' | cut -d= -f2)
+  getent ahostsv4 "$given" | awk 'NR == 1 {print $1}'
+}
+
+start_ray() {
+  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  local address node
+  address=$(address_of "${nodes[0]}")
+  # This script runs on the first node.
+  port=$(python3 -c 'import socket, sys; print(socket.create_server((sys.argv[1], 0)).getsockname()[1])' "$address")
+  head="$address:$port"
+  say "Ray at $head, nodes ${nodes[*]}, logs in $logs"
+  start_node "${nodes[0]}" "$address" &
+  ray_steps+=("$!")
+  wait_for_head
+  for node in "${nodes[@]:1}"; do
+    start_node "$node" "$(address_of "$node")" &
+    ray_steps+=("$!")
+  done
+}
+
+# A worker that comes before the head would give up for good.
+wait_for_head() {
+  local deadline=$((SECONDS + ready_timeout_s))
+  until (exec 3<>"/dev/tcp/${head%:*}/$port") 2>/dev/null; do
+    if ((SECONDS > deadline)) || ! kill -0 "${ray_steps[0]}" 2>/dev/null; then
+      fail_to_start "Ray does not come up on ${nodes[0]}: its log there says why"
+    fi
+    sleep 0.2
+  done
+}
+
+# Ray counts every core of the machine; the job may have fewer, so Slurm's number is given, as it is on that node.
+start_node() {
+  local node=$1 address=$2 place=(--address="$head")
+  if [[ $node == "${nodes[0]}" ]]; then
+    # Not /tmp/ray: that belongs to whoever was on this node first.
+    place=(--head --port="$port" --include-dashboard=false --temp-dir="/tmp/ray-$SLURM_JOB_ID")
+  fi
+  # shellcheck disable=SC2016 # expanded on the node
+  on_node "$node" "$logs/ray_$node.log" bash -c 'exec ray start --num-cpus="$SLURM_CPUS_ON_NODE" "$@"' ray \
+    --block --node-ip-address="$address" "${devices[@]}" "${place[@]}"
+}
+
+wait_for_nodes() {
+  export RAY_ADDRESS="$head"
+  on_node "${nodes[0]}" "$logs/ready.log" \
+    python3 -m megarl.tools.launch.ready --nodes "${#nodes[@]}" --timeout-s "$ready_timeout_s" &
+  local ready_step=$! code=0
+  # Also where Ray ends on a node: then there is nothing to wait for.
+  wait -n "$ready_step" "${ray_steps[@]}" || code=$?
+  if kill -0 "$ready_step" 2>/dev/null; then
+    pkill -TERM -P "$ready_step" || true
+    ((is_asked)) || fail_to_start "Ray ended on a node: its log there says why"
+  elif ((code)); then
+    fail_to_start "not all nodes within $ready_timeout_s s: $(tail -n 1 "$logs/ready.log")"
+  fi
+}
+
+fail_to_start() {
+  say "$1"
+  stop_ray
+  count_failure 5
+}
+
+train() {
+  # shellcheck disable=SC2016 # expanded on the node
+  on_node "${nodes[0]}" "$logs/train.log" bash -c 'echo $$ >"$0"; exec megarl train "$@"' "$pid_file" "${train_words[@]}" &
+  train_step=$!
+  local code
+  while true; do
+    code=0
+    wait "$train_step" || code=$?
+    # A signal that this script handles ends `wait`, not what it waits for.
+    if ((code <= 128)) || ! kill -0 "$train_step" 2>/dev/null; then
+      return "$code"
+    fi
+  done
+}
+
+# Slurm's warning. Only megarl itself is told: a signal to its step would reach Ray's processes too.
+# shellcheck disable=SC2317 # called by a trap
+ask_to_leave() {
+  is_asked=1
+  say "asked to leave"
+  if [[ -s $pid_file ]]; then
+    kill -USR1 "$(<"$pid_file")" || true
+  fi
+}
+
+stop_ray() {
+  ((${#ray_steps[@]})) || return 0
+  local step
+  for step in "${ray_steps[@]}"; do
+    # The step's srun is the child of a subshell; it passes SIGTERM on to what it started.
+    pkill -TERM -P "$step" 2>/dev/null || true
+  done
+  wait "${ray_steps[@]}" 2>/dev/null || true
+  ray_steps=()
+}
+
+# What Ray keeps on every node; a node that is lost keeps it.
+clean_up() {
+  timeout 60 srun --overlap --ntasks-per-node=1 rm -rf "/tmp/ray-$SLURM_JOB_ID" || true
+}
+
+leave() {
+  case $1 in
+  0) exit 0 ;;
+  75) requeue 75 ;;
+  # The recipe, the data, a checkpoint, numbers, Ctrl-C: the next attempt would end the same way.
+  2 | 3 | 4 | 77 | 130) exit "$1" ;;
+  *) count_failure "$1" ;;
+  esac
+}
+
+# A node that was lost, an engine that died: another attempt may do, but not for ever.
+count_failure() {
+  echo "$(date -u +%FT%TZ) $1" >>"$job_folder/failures"
+  local num_failures
+  num_failures=$(wc -l <"$job_folder/failures")
+  if ((num_failures > max_failures)); then
+    say "failure $num_failures, with exit code $1: given up"
+    exit "$1"
+  fi
+  say "failure $num_failures of at most $max_failures, with exit code $1"
+  requeue "$1"
+}
+
+requeue() {
+  say "queued again"
+  scontrol requeue "$SLURM_JOB_ID"
+  exit "$1"
+}
+
+main

@@ -1,0 +1,123 @@
+"""The quickstart's task: two-digit addition, learned from a careless teacher and then from its own mistakes.
+
+The teacher of the warm start often forgets every carry, so imitation alone answers most problems wrong; the reward
+knows the right answer, so reinforcement lifts it. Held-out problems share no pair of numbers, in either order, with
+the problems that are trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.errors import DataError
+from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
+
+OPERANDS = range(10, 100)
+HELD_OUT_FRACTION = 0.12
+CARELESS_PROBABILITY = 0.65
+"""How often the teacher forgets the carries. More often than not: a faithful pupil answers carelessly too."""
+
+SHAPE = TinyShape()
+
+Addends: TypeAlias = tuple[int, int]
+
+_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+_SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(_MESSAGE)),
+        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+        ("extra_info", pa.struct([("index", pa.int64()), ("split", pa.string()), ("has_carry", pa.bool_())])),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArithmeticFiles:
+    train: Path
+    sft: Path
+    eval: Path
+    model: Path
+
+
+def make_arithmetic(
+    folder: Path,
+    *,
+    num_train: int = 4096,
+    num_sft: int = 24_000,
+    num_eval: int = 512,
+    seed: int = 1,
+    shape: TinyShape = SHAPE,
+) -> ArithmeticFiles:
+    """Write the problems and the model that learns them. The same seed writes the same bytes."""
+    files = ArithmeticFiles(
+        train=folder / "train.parquet",
+        sft=folder / "sft.parquet",
+        eval=folder / "eval.parquet",
+        model=folder / "model",
+    )
+    if num_sft < 1:
+        raise DataError(f"num_sft is {num_sft}; it must be at least 1")
+    generator = np.random.default_rng(seed)
+    trained, held_out = _split(generator)
+    # The warm start may meet a problem twice and see it answered differently: such is its teacher.
+    lessons = [trained[place] for place in generator.integers(len(trained), size=num_sft)]
+    responses = [_teach(problem, generator) for problem in lessons]
+    tables = {
+        files.train: _table(_first(trained, num_train, "num_train"), "train"),
+        files.sft: _table(lessons, "sft").append_column("response", pa.array(responses, pa.string())),
+        files.eval: _table(_first(held_out, num_eval, "num_eval"), "eval"),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, table in tables.items():
+        pq.write_table(table, path)
+    write_tiny_model(files.model, shape, seed=seed)
+    return files
+
+
+def _teach(problem: Addends, generator: np.random.Generator) -> str:
+    is_careless = generator.random() < CARELESS_PROBABILITY
+    return careless_sum(*problem) if is_careless else str(sum(problem))
+
+
+def careless_sum(a: int, b: int) -> str:
+    """Column by column, every carry forgotten: 67+58 gives 15."""
+    tens, ones = (a // 10 + b // 10) % 10, (a + b) % 10
+    return f"{tens}{ones}"
+
+
+def _split(generator: np.random.Generator) -> tuple[list[Addends], list[Addends]]:
+    """All problems, shuffled: those to train on and those held out. a+b and b+a are on the same side."""
+    pairs = [(a, b) for a in OPERANDS for b in OPERANDS if a <= b]
+    is_held_out = dict(zip(pairs, generator.random(len(pairs)) < HELD_OUT_FRACTION, strict=True))
+    problems = [(a, b) for a in OPERANDS for b in OPERANDS]
+    shuffled = [problems[place] for place in generator.permutation(len(problems))]
+    trained = [(a, b) for a, b in shuffled if not is_held_out[min(a, b), max(a, b)]]
+    held_out = [(a, b) for a, b in shuffled if is_held_out[min(a, b), max(a, b)]]
+    return trained, held_out
+
+
+def _first(problems: Sequence[Addends], count: int, name: str) -> Sequence[Addends]:
+    if not 1 <= count <= len(problems):
+        raise DataError(f"{name} is {count}; it must be between 1 and {len(problems)}")
+    return problems[:count]
+
+
+def _table(problems: Sequence[Addends], split: str) -> pa.Table:
+    rows = [
+        {
+            "data_source": "arithmetic",
+            "prompt": [{"role": "user", "content": f"{a}+{b}="}],
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {"index": index, "split": split, "has_carry": careless_sum(a, b) != str(a + b)},
+        }
+        for index, (a, b) in enumerate(problems)
+    ]
+    return pa.Table.from_pylist(rows, schema=_SCHEMA)

@@ -1,0 +1,130 @@
+"""Hugging Face folders as holders of weights: what their safetensors files hold, and filling a rank from them.
+
+Only headers and the boxes a rank needs are read. Knows no transport and no engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megarl.errors import CheckpointError
+from megarl.weights.algebra.plan import Move, plan
+from megarl.weights.algebra.slices import Holding, Layout, TensorSpec
+from megarl.weights.executors.tensors import HEADER_DTYPES, box_of
+from megarl.weights.layouts.pieces import whole
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfFolder:
+    """The safetensors files of a folder as holders: rank i is `files[i]`."""
+
+    files: tuple[Path, ...]
+    layout: Layout
+
+
+def read_hf_folder(folder: Path, canonical: Mapping[str, TensorSpec]) -> HfFolder:
+    """Which file holds which canonical tensor; one that is missing or misshapen is a CheckpointError.
+
+    Tensors of other names are left alone: some checkpoints of tied models repeat the embedding as the head.
+    """
+    files = tensor_files(folder)
+    headers = [_header(path) for path in files]
+    found = {name: spec for header in headers for name, spec in header.items()}
+    for name, spec in canonical.items():
+        if name not in found:
+            raise CheckpointError(f"{folder}: tensor {name} is in no safetensors file")
+        if found[name].shape != spec.shape:
+            shapes = f"{list(found[name].shape)}, config.json says {list(spec.shape)}"
+            raise CheckpointError(f"{folder}: tensor {name} has shape {shapes}")
+    holdings = tuple(_holding(rank, header, canonical) for rank, header in enumerate(headers))
+    return HfFolder(files=files, layout=Layout(canonical=canonical, holdings=holdings))
+
+
+def load_hf(
+    folder: Path,
+    holding: Holding,
+    canonical: Mapping[str, TensorSpec],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    may_lack: Collection[str] = (),
+) -> None:
+    """Fill one rank's tensors in place, in their own dtype; what no piece covers (padding) becomes zero.
+
+    So does what is in `may_lack` and not in the folder.
+    """
+    if may_lack:
+        lacking = set(may_lack) - {name for path in tensor_files(folder) for name in _header(path)}
+        canonical = {name: spec for name, spec in canonical.items() if name not in lacking}
+        holding = replace(holding, pieces=tuple(piece for piece in holding.pieces if piece.slice.name in canonical))
+    source = read_hf_folder(folder, canonical)
+    moves = plan(source.layout, Layout(canonical=canonical, holdings=(holding,))).moves
+    _zero_padding(holding, tensors)
+    by_file: defaultdict[int, list[Move]] = defaultdict(list)
+    for move in moves:
+        by_file[move.source_rank].append(move)
+    for rank, wanted in by_file.items():
+        _read(source.files[rank], wanted, tensors)
+
+
+def tensor_files(folder: Path) -> tuple[Path, ...]:
+    """The files the index names or, without one, all there are."""
+    index = folder / INDEX_FILE
+    if not index.exists():
+        files = tuple(sorted(folder.glob("*.safetensors")))
+        if not files:
+            raise CheckpointError(f"{folder}: there is no safetensors file; convert the model to safetensors first")
+        return files
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not an index of safetensors files: {type(error).__name__}") from error
+    return tuple(folder / name for name in names)
+
+
+def _header(path: Path) -> dict[str, TensorSpec]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            return {
+                name: TensorSpec(shape=tuple(view.get_shape()), dtype=HEADER_DTYPES[view.get_dtype()])
+                for name, view in slices.items()
+                if view.get_dtype() in HEADER_DTYPES
+            }
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error
+
+
+def _holding(rank: int, header: Mapping[str, TensorSpec], canonical: Mapping[str, TensorSpec]) -> Holding:
+    pieces = tuple(piece for name in header if name in canonical for piece in whole(name, name, header[name]).pieces)
+    return Holding(rank=rank, tensors=header, pieces=pieces)
+
+
+def _zero_padding(holding: Holding, tensors: Mapping[str, torch.Tensor]) -> None:
+    covered: defaultdict[str, int] = defaultdict(int)
+    for piece in holding.pieces:
+        covered[piece.local_name] += piece.slice.num_elements
+    for name, spec in holding.tensors.items():
+        if covered[name] < prod(spec.shape):
+            tensors[name].detach().zero_()
+
+
+def _read(path: Path, moves: list[Move], tensors: Mapping[str, torch.Tensor]) -> None:
+    try:
+        with safe_open(path, framework="pt") as file:
+            for move in moves:
+                box = move.slice
+                ranges = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.shape, strict=True))
+                values = file.get_slice(box.name)[ranges]
+                box_of(tensors[move.target_name], move.target_offsets, box.shape).copy_(values)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from error

@@ -1,0 +1,115 @@
+"""Tensors of one process in the address space of another that uses the same device: no copy, no staging.
+
+One handle per storage, however many tensors lie in it (Megatron keeps all weights of a model chunk in one). Through
+torch's own interprocess storages: CUDA IPC on a GPU; on a CPU memory without a name, gone with the last process that
+has it, however that one ended. The owner does not write while the other reads; who may do what when is decided
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.weights.algebra.slices import Index
+from megarl.weights.executors.tensors import torch_dtype
+
+_DEVICE_FIELD = 0
+"""Of a CUDA handle: the number of the GPU, which another process may see under another number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    storage: int
+    """Index of its handle."""
+    offset: int
+    """In elements."""
+    shape: Index
+    strides: Index
+    dtype: str
+
+
+def export_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """What another process needs to see them; on a CPU they move to shared memory, in place."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    indices: dict[int, int] = {}
+    views = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        index = indices.setdefault(storage._cdata, len(indices))
+        storages[index] = storage
+        view = _View(
+            storage=index,
+            offset=int(tensor.storage_offset()),
+            shape=tuple(tensor.shape),
+            strides=tuple(tensor.stride()),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+        )
+        views[name] = asdict(view)
+    try:
+        handles = [[_to_json(field) for field in _share(storages[index])] for index in range(len(storages))]
+    except RuntimeError as error:
+        num_bytes = sum(storage.nbytes() for storage in storages.values())
+        raise WeightSyncError(
+            f"{num_bytes} bytes of weights cannot be shared with an engine: {_first_line(error)}; "
+            "make /dev/shm larger, or give trainer and engines pools of their own"
+        ) from error
+    kind = next(iter(tensors.values())).device.type if tensors else "cpu"
+    return json.dumps({"kind": kind, "handles": handles, "views": views}).encode()
+
+
+def open_tensors(exported: bytes) -> dict[str, torch.Tensor]:
+    """The tensors of `export_tensors`, in memory that the other process owns, for as long as they are kept."""
+    found = json.loads(exported)
+    try:
+        storages = [_open(found["kind"], [_from_json(field) for field in handle]) for handle in found["handles"]]
+    except (RuntimeError, OSError) as error:
+        raise WeightSyncError(f"the trainer's memory cannot be opened in this process: {_first_line(error)}") from error
+    tensors = {}
+    for name, fields in found["views"].items():
+        view = _View(**fields)
+        storage = storages[view.storage]
+        empty = torch.empty(0, dtype=torch_dtype(view.dtype), device=storage.device)
+        tensors[name] = empty.set_(storage, view.offset, view.shape, view.strides)
+    return tensors
+
+
+def _share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
+    if storage.is_cuda:
+        cuda_handle: tuple[Any, ...] = storage._share_cuda_()  # type: ignore[no-untyped-call]
+        return cuda_handle
+    descriptor, num_bytes = storage._share_fd_cpu_()
+    return os.getpid(), descriptor, num_bytes
+
+
+def _open(kind: str, handle: list[Any]) -> torch.UntypedStorage:
+    if kind == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        handle[_DEVICE_FIELD] = torch.cuda.current_device()
+        return torch.UntypedStorage._new_shared_cuda(*handle)
+    pid, number, num_bytes = handle
+    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+    try:
+        opened: torch.UntypedStorage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, num_bytes)  # type: ignore[attr-defined]
+        return opened
+    finally:
+        os.close(descriptor)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _to_json(field: Any) -> Any:
+    return {"base64": base64.b64encode(field).decode()} if isinstance(field, bytes) else field
+
+
+def _from_json(field: Any) -> Any:
+    return base64.b64decode(field["base64"]) if isinstance(field, dict) else field

@@ -1,0 +1,95 @@
+"""The tensors of a Hugging Face checkpoint, from the model's shape alone. Pure: no torch, no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from megarl.config.model import TRAITS, ModelShape
+from megarl.errors import ConfigError, Problem
+from megarl.weights.algebra.slices import Index, TensorSpec
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+VALUE_HEAD = "score.weight"
+ROUTER = "mlp.gate.weight"
+DENSE_BLOCK = "mlp."
+"""Within a layer, as ROUTER: what the names of a feed-forward block's matrices begin with."""
+
+
+def canonical_tensors(shape: ModelShape) -> dict[str, TensorSpec]:
+    """Name and shape of every tensor, in the order of the model. Tied embeddings are one tensor."""
+    _refuse_unsupported(shape)
+    shapes: dict[str, Index] = {EMBEDDING: (shape.vocab, shape.hidden)}
+    layer = _layer_shapes(shape)
+    for index in range(shape.num_layers):
+        prefix = layer_prefix(index)
+        shapes.update({prefix + name: extent for name, extent in layer.items()})
+    shapes[FINAL_NORM] = (shape.hidden,)
+    if shape.has_value_head:
+        shapes[VALUE_HEAD] = (1, shape.hidden)
+    elif not shape.has_tied_embeddings:
+        shapes[HEAD] = (shape.vocab, shape.hidden)
+    specs = {extent: TensorSpec(shape=extent, dtype=shape.dtype) for extent in set(shapes.values())}
+    return {name: specs[extent] for name, extent in shapes.items()}
+
+
+def layer_prefix(index: int) -> str:
+    return f"model.layers.{index}."
+
+
+def layer_of(canonical: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The tensors of one layer, named within it; all layers are alike."""
+    prefix = layer_prefix(0)
+    return {name.removeprefix(prefix): spec for name, spec in canonical.items() if name.startswith(prefix)}
+
+
+def expert_block(index: int) -> str:
+    return f"mlp.experts.{index}."
+
+
+def num_parameters(shape: ModelShape) -> int:
+    return sum(prod(spec.shape) for spec in canonical_tensors(shape).values())
+
+
+def num_active_parameters(shape: ModelShape) -> int:
+    """Those that one token meets: of the experts only as many as it is sent to."""
+    idle = 0 if shape.experts is None else shape.experts.num - shape.experts.per_token
+    return num_parameters(shape) - idle * shape.num_layers * 3 * shape.ffn_hidden * shape.hidden
+
+
+def head_name(shape: ModelShape) -> str:
+    """The canonical tensor that makes logits."""
+    return EMBEDDING if shape.has_tied_embeddings else HEAD
+
+
+def _layer_shapes(shape: ModelShape) -> dict[str, Index]:
+    query_rows = shape.num_heads * shape.head_dim
+    kv_rows = shape.num_kv_heads * shape.head_dim
+    shapes: dict[str, Index] = {"input_layernorm.weight": (shape.hidden,)}
+    for projection, rows in (("q_proj", query_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)):
+        shapes[f"self_attn.{projection}.weight"] = (rows, shape.hidden)
+        if shape.has_qkv_bias:
+            shapes[f"self_attn.{projection}.bias"] = (rows,)
+    if shape.has_qk_norm:
+        shapes["self_attn.q_norm.weight"] = (shape.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (shape.head_dim,)
+    shapes["self_attn.o_proj.weight"] = (shape.hidden, query_rows)
+    shapes["post_attention_layernorm.weight"] = (shape.hidden,)
+    blocks = [DENSE_BLOCK]
+    if shape.experts is not None:
+        shapes[ROUTER] = (shape.experts.num, shape.hidden)
+        blocks = [expert_block(index) for index in range(shape.experts.num)]
+    for block in blocks:
+        shapes[f"{block}gate_proj.weight"] = (shape.ffn_hidden, shape.hidden)
+        shapes[f"{block}up_proj.weight"] = (shape.ffn_hidden, shape.hidden)
+        shapes[f"{block}down_proj.weight"] = (shape.hidden, shape.ffn_hidden)
+    return shapes
+
+
+def _refuse_unsupported(shape: ModelShape) -> None:
+    # In transformers, Llama and Qwen3 with `attention_bias` also have a bias on o_proj, which Qwen2 never has.
+    if shape.has_qkv_bias and not TRAITS[shape.family].has_qkv_bias:
+        message = f"attention_bias is not supported for {shape.family}; supported are models without it"
+        raise ConfigError("model.path", (Problem(key="model.path", message=message),))

@@ -1,0 +1,298 @@
+"""What each Megatron rank holds: GPTModel with the local layer spec, under any TP, PP, VPP, EP, ETP and DP. Pure: no
+Megatron.
+
+Local names are `chunk{i}.{parameter name}`, i the virtual-pipeline chunk (0 without VPP). Ranks follow Megatron's
+default order: tensor fastest, then data, pipeline slowest. For experts the ranks of a stage are numbered again, as
+Megatron does: expert-tensor fastest, then expert, then the replicas.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megarl.config.model import Experts, ModelShape
+from megarl.config.recipe import ModelParallelConfig
+from megarl.errors import ConfigError, Problem
+from megarl.weights.algebra.slices import Holding, Layout, TensorSpec
+from megarl.weights.layouts.canonical import (
+    DENSE_BLOCK,
+    EMBEDDING,
+    FINAL_NORM,
+    ROUTER,
+    VALUE_HEAD,
+    canonical_tensors,
+    expert_block,
+    head_name,
+    layer_of,
+    layer_prefix,
+)
+from megarl.weights.layouts.pieces import LocalTensor, Segment, column_window, repeated, replicate, row_window, whole
+
+_VOCAB_ROWS = 64
+"""Rows of a rank's vocabulary shard come in multiples of this: a good size for matrix kernels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronParallel:
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    """Chunks of layers per pipeline stage; 1 is no interleaving."""
+    data: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    """None is `tensor`."""
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    """None: as many as the other stages."""
+
+    @classmethod
+    def of(cls, split: ModelParallelConfig, *, data: int) -> MegatronParallel:
+        return cls(
+            tensor=split.tensor,
+            pipeline=split.pipeline,
+            virtual_pipeline=split.virtual_pipeline,
+            data=data,
+            expert=split.expert,
+            expert_tensor=split.expert_tensor,
+            first_stage_layers=split.first_stage_layers,
+            last_stage_layers=split.last_stage_layers,
+        )
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def ranks_per_expert(self) -> int:
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
+
+    @property
+    def expert_data(self) -> int:
+        """Replicas of each expert."""
+        return self.tensor * self.data // (self.expert * self.ranks_per_expert)
+
+    def rank(self, *, tensor: int, data: int, pipeline: int) -> int:
+        """The global rank at these coordinates."""
+        return tensor + self.tensor * (data + self.data * pipeline)
+
+    def expert_place(self, *, tensor: int, data: int) -> ExpertPlace:
+        """Which part of which experts the rank at these coordinates has, in any stage."""
+        rest, part = divmod(tensor + self.tensor * data, self.ranks_per_expert)
+        return ExpertPlace(expert=rest % self.expert, part=part)
+
+    def chunk_layers(self, num_layers: int, *, stage: int, chunk: int) -> range:
+        """The layers of a stage's chunk: chunk c of stage s is number c * pipeline + s in the order of the layers."""
+        sizes = self._stage_layers(num_layers)
+        before = chunk * sum(sizes) + sum(sizes[:stage])
+        return range(before, before + sizes[stage])
+
+    def _stage_layers(self, num_layers: int) -> list[int]:
+        """Of one chunk of each stage."""
+        num_chunks = self.pipeline * self.virtual_pipeline
+        ends = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
+        fixed = {stage: layers for stage, layers in ends.items() if layers is not None}
+        equal = (num_layers - sum(fixed.values())) // max(1, num_chunks - len(fixed))
+        return [fixed.get(stage, equal) for stage in range(self.pipeline)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlace:
+    expert: int
+    """The set of experts, of `expert` such sets."""
+    part: int
+    """Of each of them."""
+
+
+def padded_vocab(vocab: int, tensor: int) -> int:
+    """Rows of the embedding and output matrices over all tensor-parallel ranks."""
+    step = _VOCAB_ROWS * tensor
+    return -(-vocab // step) * step
+
+
+def megatron_layout(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -> Layout:
+    """What every global rank holds, as parameters of `dtype`. A split that Megatron cannot make is a ConfigError."""
+    _refuse_impossible(shape, parallel)
+    canonical = canonical_tensors(shape)
+    specs = canonical | layer_of(canonical)
+    replicas: defaultdict[tuple[int, int, ExpertPlace], list[int]] = defaultdict(list)
+    for stage in range(parallel.pipeline):
+        for data in range(parallel.data):
+            for tensor in range(parallel.tensor):
+                place = parallel.expert_place(tensor=tensor, data=data)
+                # Ranks of a dense model that differ in their experts only are replicas.
+                key = (stage, tensor, place if shape.experts else ExpertPlace(expert=0, part=tensor))
+                replicas[key].append(parallel.rank(tensor=tensor, data=data, pipeline=stage))
+    holdings: list[Holding] = []
+    for (stage, tensor, place), ranks in replicas.items():
+        share = _share(shape, specs, parallel, tensor, place)
+        holdings += replicate(ranks, _stage_tensors(share, parallel, stage), dtype=dtype)
+    return Layout(canonical=canonical, holdings=tuple(sorted(holdings, key=lambda holding: holding.rank)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """One of `size` equal shares of the matrices that are divided together."""
+
+    shape: ModelShape
+    canonical: dict[str, TensorSpec]
+    """By name, and those of a layer by their names within it."""
+    rank: int
+    size: int
+
+    def rows(self, local: str, segments: tuple[Segment, ...], *, total: int, columns: tuple[int, ...]) -> LocalTensor:
+        share = total // self.size
+        return row_window(local, segments, start=self.rank * share, num_rows=share, columns=columns)
+
+    def columns(self, local: str, name: str) -> LocalTensor:
+        spec = self.canonical[name]
+        share = spec.shape[1] // self.size
+        return column_window(local, name, spec, start=self.rank * share, num_columns=share)
+
+    def whole(self, local: str, name: str) -> LocalTensor:
+        return whole(local, name, self.canonical[name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """One rank's share of every layer."""
+
+    dense: _Cut
+    """Of all that is not in an expert."""
+    expert: _Cut
+    experts: range
+
+
+def _share(
+    shape: ModelShape, canonical: dict[str, TensorSpec], parallel: MegatronParallel, tensor: int, place: ExpertPlace
+) -> _Share:
+    num_experts = shape.experts.num // parallel.expert if shape.experts else 0
+    return _Share(
+        dense=_Cut(shape=shape, canonical=canonical, rank=tensor, size=parallel.tensor),
+        expert=_Cut(shape=shape, canonical=canonical, rank=place.part, size=parallel.ranks_per_expert),
+        experts=range(place.expert * num_experts, (place.expert + 1) * num_experts),
+    )
+
+
+def _stage_tensors(share: _Share, parallel: MegatronParallel, stage: int) -> Iterator[LocalTensor]:
+    """All parameters of one stage."""
+    cut = share.dense
+    layer = tuple(_layer_tensors(share))
+    for chunk in range(parallel.virtual_pipeline):
+        is_first = chunk == stage == 0
+        is_last = chunk == parallel.virtual_pipeline - 1 and stage == parallel.pipeline - 1
+        prefix = f"chunk{chunk}."
+        if is_first:
+            yield _vocab_tensor(cut, f"{prefix}embedding.word_embeddings.weight", EMBEDDING)
+        for index, number in enumerate(parallel.chunk_layers(cut.shape.num_layers, stage=stage, chunk=chunk)):
+            yield from repeated(layer, local=f"{prefix}decoder.layers.{index}.", source=layer_prefix(number))
+        if is_last:
+            yield cut.whole(f"{prefix}decoder.final_layernorm.weight", FINAL_NORM)
+            if cut.shape.has_value_head:
+                yield cut.whole(f"{prefix}value_head.weight", VALUE_HEAD)
+            # A last stage that is not also the first keeps its own copy of tied embeddings.
+            elif not (is_first and cut.shape.has_tied_embeddings):
+                yield _vocab_tensor(cut, f"{prefix}output_layer.weight", head_name(cut.shape))
+
+
+def _vocab_tensor(cut: _Cut, local: str, name: str) -> LocalTensor:
+    segments = (Segment(name=name, start=0, num_rows=cut.shape.vocab),)
+    total = padded_vocab(cut.shape.vocab, cut.size)
+    return cut.rows(local, segments, total=total, columns=(cut.shape.hidden,))
+
+
+def _layer_tensors(share: _Share) -> Iterator[LocalTensor]:
+    """Of any layer, named within it."""
+    cut, shape = share.dense, share.dense.shape
+    yield cut.whole("input_layernorm.weight", "input_layernorm.weight")
+    yield cut.columns("self_attention.linear_proj.weight", "self_attn.o_proj.weight")
+    yield _qkv(cut, "self_attention.linear_qkv.weight", "weight", columns=(shape.hidden,))
+    if shape.has_qkv_bias:
+        yield _qkv(cut, "self_attention.linear_qkv.bias", "bias", columns=())
+    if shape.has_qk_norm:
+        yield cut.whole("self_attention.q_layernorm.weight", "self_attn.q_norm.weight")
+        yield cut.whole("self_attention.k_layernorm.weight", "self_attn.k_norm.weight")
+    yield cut.whole("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
+    if shape.experts is None:
+        yield from _feed_forward(cut, "mlp.", DENSE_BLOCK)
+        return
+    yield cut.whole("mlp.router.weight", ROUTER)
+    for index, expert in enumerate(share.experts):
+        yield from _feed_forward(share.expert, f"mlp.experts.local_experts.{index}.", expert_block(expert))
+
+
+def _qkv(cut: _Cut, local: str, suffix: str, *, columns: tuple[int, ...]) -> LocalTensor:
+    """[queries of a group | its key | its value], group after group, cut into equal rows.
+
+    With fewer groups than ranks a rank's rows end inside a group: Megatron gathers the activations, not the weights.
+    """
+    shape = cut.shape
+    queries = shape.num_heads // shape.num_kv_heads * shape.head_dim
+    segments = tuple(
+        Segment(name=f"self_attn.{projection}.{suffix}", start=group * num_rows, num_rows=num_rows)
+        for group in range(shape.num_kv_heads)
+        for projection, num_rows in (("q_proj", queries), ("k_proj", shape.head_dim), ("v_proj", shape.head_dim))
+    )
+    total = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    return cut.rows(local, segments, total=total, columns=columns)
+
+
+def _feed_forward(cut: _Cut, local: str, block: str) -> Iterator[LocalTensor]:
+    """[gate of the rank; up of the rank], and the columns of down that go with them."""
+    share = cut.shape.ffn_hidden // cut.size
+    segments = tuple(
+        Segment(name=f"{block}{projection}.weight", start=cut.rank * share, num_rows=share)
+        for projection in ("gate_proj", "up_proj")
+    )
+    yield row_window(f"{local}linear_fc1.weight", segments, start=0, num_rows=2 * share, columns=(cut.shape.hidden,))
+    yield cut.columns(f"{local}linear_fc2.weight", f"{block}down_proj.weight")
+
+
+def _refuse_impossible(shape: ModelShape, parallel: MegatronParallel) -> None:
+    problems = [*_tensor_problems(shape, parallel), *_layer_problems(shape, parallel)]
+    if shape.experts is not None:
+        problems += _expert_problems(shape.experts, parallel)
+    if problems:
+        raise ConfigError("Megatron layout", tuple(problems))
+
+
+def _tensor_problems(shape: ModelShape, parallel: MegatronParallel) -> Iterator[Problem]:
+    tensor = parallel.tensor
+    of_block = ("expert_tensor", parallel.ranks_per_expert) if shape.experts else ("tensor", tensor)
+    for what, count, (key, size) in (
+        ("attention heads", shape.num_heads, ("tensor", tensor)),
+        ("ffn_hidden", shape.ffn_hidden, of_block),
+    ):
+        if count % size:
+            yield Problem(key=key, message=f"{size} does not divide {what} {count}")
+    if shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
+        message = f"{tensor} is neither a divisor nor a multiple of the {shape.num_kv_heads} KV heads"
+        yield Problem(key="tensor", message=message)
+
+
+def _layer_problems(shape: ModelShape, parallel: MegatronParallel) -> Iterator[Problem]:
+    stages, chunks = range(parallel.pipeline), range(parallel.virtual_pipeline)
+    placed = sum(len(parallel.chunk_layers(shape.num_layers, stage=s, chunk=c)) for s in stages for c in chunks)
+    uneven = [layers for layers in (parallel.first_stage_layers, parallel.last_stage_layers) if layers is not None]
+    if placed != shape.num_layers:
+        besides = f" of which {' and '.join(map(str, uneven))} are given" if uneven else ""
+        message = (
+            f"{parallel.pipeline} stages * {parallel.virtual_pipeline} chunks do not divide "
+            f"{shape.num_layers} layers{besides}"
+        )
+        yield Problem(key="pipeline", message=message)
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield Problem(key="virtual_pipeline", message="needs pipeline of at least 2")
+    if uneven and (parallel.virtual_pipeline > 1 or parallel.pipeline == 1):
+        yield Problem(key="pipeline", message="uneven stages need pipeline of at least 2 and virtual_pipeline 1")
+
+
+def _expert_problems(experts: Experts, parallel: MegatronParallel) -> Iterator[Problem]:
+    if experts.num % parallel.expert:
+        yield Problem(key="expert", message=f"{parallel.expert} does not divide the {experts.num} experts")
+    of_stage, of_experts = parallel.tensor * parallel.data, parallel.expert * parallel.ranks_per_expert
+    if of_stage % of_experts:
+        message = f"{of_experts} ranks for all experts do not divide the {of_stage} ranks of a stage"
+        yield Problem(key="expert", message=message)

@@ -1,0 +1,204 @@
+"""What each SGLang tensor-parallel rank holds. Pure: no SGLang.
+
+The rank of TP rank t of engine e is `e * tensor + t`. Tied embeddings are one parameter: `lm_head` is `embed_tokens`.
+The experts of a layer are two parameters, stacked. With expert parallelism neighbours share a set of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megarl.config.model import ModelShape
+from megarl.errors import ConfigError, Problem
+from megarl.weights.algebra.slices import Layout, TensorSpec
+from megarl.weights.layouts.canonical import (
+    DENSE_BLOCK,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    ROUTER,
+    canonical_tensors,
+    expert_block,
+    layer_of,
+    layer_prefix,
+)
+from megarl.weights.layouts.pieces import (
+    LocalTensor,
+    Segment,
+    column_window,
+    repeated,
+    replicate,
+    row_window,
+    stacked,
+    whole,
+)
+
+_VOCAB_STEP = 64
+_CPU_FFN_STEP = 32
+
+
+def sglang_layout(
+    shape: ModelShape, *, tensor: int, expert: int = 1, num_engines: int = 1, dtype: str, is_cpu_engine: bool = False
+) -> Layout:
+    """What every TP rank of every engine holds, as parameters of `dtype`.
+
+    Where the ranks do not divide heads or feed-forward rows, an engine on CPU pads them; one on GPU replicates KV heads
+    and refuses the rest.
+    """
+    _refuse_uneven_experts(shape, tensor, expert)
+    grid = _cpu_grid(shape, tensor, expert) if is_cpu_engine else _gpu_grid(shape, tensor, expert)
+    canonical = canonical_tensors(shape)
+    specs = canonical | layer_of(canonical)
+    holdings = []
+    for rank in range(tensor):
+        ranks = [engine * tensor + rank for engine in range(num_engines)]
+        holdings += replicate(ranks, _rank_tensors(shape, specs, grid, rank), dtype=dtype)
+    return Layout(canonical=canonical, holdings=tuple(sorted(holdings, key=lambda holding: holding.rank)))
+
+
+def _refuse_uneven_experts(shape: ModelShape, tensor: int, expert: int) -> None:
+    num_experts = shape.experts.num if shape.experts else 0
+    for what, count in ((f"tensor {tensor}", tensor), (f"the {num_experts} experts", num_experts)):
+        if count % expert:
+            raise ConfigError("SGLang layout", (Problem(key="expert", message=f"{expert} does not divide {what}"),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grid:
+    """How many heads, rows and columns every rank has, padding included."""
+
+    heads: int
+    kv_heads: int
+    kv_replicas: int
+    """Ranks that share one KV head."""
+    ffn: int
+    ffn_ranks: int
+    """Ranks that share a feed-forward block; the next ones have other experts."""
+    experts: int
+    """Of every rank; 0 in a dense model."""
+    vocab: int
+
+
+def _gpu_grid(shape: ModelShape, tensor: int, expert: int) -> _Grid:
+    vocab = _round_up(shape.vocab, _VOCAB_STEP)
+    ffn_ranks = tensor // expert
+    problems = [
+        Problem(key="tensor", message=f"{size} does not divide {what} {count}")
+        for what, count, size in (
+            ("attention heads", shape.num_heads, tensor),
+            ("ffn_hidden", shape.ffn_hidden, ffn_ranks),
+            ("padded vocabulary", vocab, tensor),
+        )
+        if count % size
+    ]
+    if shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
+        message = f"{tensor} is neither a divisor nor a multiple of the {shape.num_kv_heads} KV heads"
+        problems.append(Problem(key="tensor", message=message))
+    if problems:
+        raise ConfigError("SGLang layout", tuple(problems))
+    return _Grid(
+        heads=shape.num_heads // tensor,
+        kv_heads=max(1, shape.num_kv_heads // tensor),
+        kv_replicas=max(1, tensor // shape.num_kv_heads),
+        ffn=shape.ffn_hidden // ffn_ranks,
+        ffn_ranks=ffn_ranks,
+        experts=shape.experts.num // expert if shape.experts else 0,
+        vocab=vocab // tensor,
+    )
+
+
+def _cpu_grid(shape: ModelShape, tensor: int, expert: int) -> _Grid:
+    vocab_step = _VOCAB_STEP if _round_up(shape.vocab, _VOCAB_STEP) % tensor == 0 else _VOCAB_STEP * tensor
+    kv_heads = _round_up(shape.num_kv_heads, tensor)
+    return _Grid(
+        heads=kv_heads * (shape.num_heads // shape.num_kv_heads) // tensor,
+        kv_heads=kv_heads // tensor,
+        kv_replicas=1,
+        ffn=_round_up(shape.ffn_hidden, _CPU_FFN_STEP * tensor) // (tensor // expert),
+        ffn_ranks=tensor // expert,
+        experts=shape.experts.num // expert if shape.experts else 0,
+        vocab=_round_up(shape.vocab, vocab_step) // tensor,
+    )
+
+
+def _rank_tensors(shape: ModelShape, canonical: dict[str, TensorSpec], grid: _Grid, rank: int) -> Iterator[LocalTensor]:
+    yield _vocab_tensor(shape, grid, rank, EMBEDDING)
+    layer = tuple(_layer_tensors(shape, canonical, grid, rank))
+    for index in range(shape.num_layers):
+        yield from repeated(layer, local=layer_prefix(index), source=layer_prefix(index))
+    yield whole(FINAL_NORM, FINAL_NORM, canonical[FINAL_NORM])
+    if not shape.has_tied_embeddings:
+        yield _vocab_tensor(shape, grid, rank, HEAD)
+
+
+def _vocab_tensor(shape: ModelShape, grid: _Grid, rank: int, name: str) -> LocalTensor:
+    segments = (Segment(name=name, start=0, num_rows=shape.vocab),)
+    return row_window(name, segments, start=rank * grid.vocab, num_rows=grid.vocab, columns=(shape.hidden,))
+
+
+def _layer_tensors(
+    shape: ModelShape, canonical: dict[str, TensorSpec], grid: _Grid, rank: int
+) -> Iterator[LocalTensor]:
+    """Of any layer, named within it."""
+    attention = "self_attn."
+    yield _qkv(shape, grid, rank, attention, "weight", columns=(shape.hidden,))
+    if shape.has_qkv_bias:
+        yield _qkv(shape, grid, rank, attention, "bias", columns=())
+    yield _columns(canonical, f"{attention}o_proj.weight", rank, grid.heads * shape.head_dim)
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    norms += ["self_attn.q_norm", "self_attn.k_norm"] if shape.has_qk_norm else []
+    for norm in norms:
+        name = f"{norm}.weight"
+        yield whole(name, name, canonical[name])
+    part, first = rank % grid.ffn_ranks, rank // grid.ffn_ranks * grid.experts
+    if shape.experts is None:
+        yield _gate_up(shape, grid, part, f"{DENSE_BLOCK}gate_up_proj.weight", DENSE_BLOCK)
+        yield _columns(canonical, f"{DENSE_BLOCK}down_proj.weight", part, grid.ffn)
+        return
+    yield whole(ROUTER, ROUTER, canonical[ROUTER])
+    blocks = [expert_block(index) for index in range(first, first + grid.experts)]
+    gate_up = [_gate_up(shape, grid, part, block, block) for block in blocks]
+    yield stacked("mlp.experts.w13_weight", gate_up)
+    down = [_columns(canonical, f"{block}down_proj.weight", part, grid.ffn) for block in blocks]
+    yield stacked("mlp.experts.w2_weight", down)
+
+
+def _gate_up(shape: ModelShape, grid: _Grid, part: int, name: str, block: str) -> LocalTensor:
+    """[gate of the rank; up of the rank]."""
+    segments = (
+        *_share(f"{block}gate_proj.weight", part, grid.ffn, shape.ffn_hidden),
+        *_share(f"{block}up_proj.weight", part, grid.ffn, shape.ffn_hidden),
+    )
+    return row_window(name, segments, start=0, num_rows=2 * grid.ffn, columns=(shape.hidden,))
+
+
+def _qkv(
+    shape: ModelShape, grid: _Grid, rank: int, attention: str, suffix: str, *, columns: tuple[int, ...]
+) -> LocalTensor:
+    """[queries | keys | values] of the rank's heads."""
+    queries, kv_rows = grid.heads * shape.head_dim, grid.kv_heads * shape.head_dim
+    all_queries, all_kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    kv_rank = rank // grid.kv_replicas
+    segments = (
+        *_share(f"{attention}q_proj.{suffix}", rank, queries, all_queries),
+        *_share(f"{attention}k_proj.{suffix}", kv_rank, kv_rows, all_kv_rows),
+        *_share(f"{attention}v_proj.{suffix}", kv_rank, kv_rows, all_kv_rows),
+    )
+    name = f"{attention}qkv_proj.{suffix}"
+    return row_window(name, segments, start=0, num_rows=queries + 2 * kv_rows, columns=columns)
+
+
+def _share(name: str, rank: int, share: int, total: int) -> tuple[Segment, Segment]:
+    """The rank's rows of a canonical tensor with `total` rows, padded to `share`."""
+    start = min(rank * share, total)
+    size = min(start + share, total) - start
+    return Segment(name=name, start=start, num_rows=size), Segment(name=None, start=0, num_rows=share - size)
+
+
+def _columns(canonical: dict[str, TensorSpec], name: str, rank: int, share: int) -> LocalTensor:
+    return column_window(name, name, canonical[name], start=rank * share, num_columns=share)
+
+
+def _round_up(count: int, step: int) -> int:
+    return -(-count // step) * step

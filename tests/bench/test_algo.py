@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import algo as measure_algo
+from bench.__main__ import run
+from bench.algo import KINDS, StepMeasurement, measure_steps
+from megarl.errors import MachineError
+
+
+def measurement(*, seconds: float = 1.0, peak_megabytes: float = 20.0) -> StepMeasurement:
+    return StepMeasurement(
+        kind="gae",
+        num_rollouts=32,
+        num_tokens=64,
+        assign_seconds=seconds / 2,
+        pack_seconds=seconds / 2,
+        cpu_seconds=0.5,
+        input_megabytes=10.0,
+        peak_megabytes=peak_megabytes,
+    )
+
+
+def test_a_small_step_is_measured_in_processes_of_its_own() -> None:
+    found = measure_steps(num_rollouts=64, num_tokens=100, repeats=1)
+    assert [item.kind for item in found] == list(KINDS)
+    for item in found:
+        assert (item.num_rollouts, item.num_tokens) == (64, 100)
+        assert 0 < item.seconds < 10
+        assert item.peak_megabytes > item.input_megabytes
+    grpo, gae = found
+    # 13 bytes a token (ids, log-probabilities, versions, mask), and 4 of values; a prompt per group of 16 besides.
+    assert 0.083 < grpo.input_megabytes < 0.1
+    assert gae.input_megabytes - grpo.input_megabytes == pytest.approx(64 * 100 * 4 / 1e6, abs=1e-3)
+
+
+def test_what_fails_is_said() -> None:
+    with pytest.raises(MachineError, match=r"^bench algo: grpo failed: .*; choose fewer --rollouts or --tokens"):
+        measure_steps(num_rollouts=16, num_tokens=-1, repeats=1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "peak_megabytes", "ratio"), [(1.0, 20.0, 2 / 3), (3.0, 20.0, 1.5), (1.0, 60.0, 2.0)]
+)
+def test_the_worst_of_time_and_memory_decides(seconds: float, peak_megabytes: float, ratio: float) -> None:
+    assert measurement(seconds=seconds, peak_megabytes=peak_megabytes).worst_ratio == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(("seconds", "code", "verdict"), [(1.9, 0, "met"), (4.2, 1, "missed, 2.1 times")])
+def test_the_command_prints_a_table_and_json(
+    seconds: float, code: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def pretend(*, num_rollouts: int, num_tokens: int, repeats: int) -> list[StepMeasurement]:
+        asked.append((num_rollouts, num_tokens, repeats))
+        return [measurement(seconds=seconds)]
+
+    monkeypatch.setattr(measure_algo, "measure_steps", pretend)
+    assert run(["algo", "--json", "--rollouts", "32"]) == code
+    *table, last = capsys.readouterr().out.splitlines()
+    assert asked == [(32, 8192, 3)]
+    assert any(verdict in line for line in table)
+    (found,) = json.loads(last)
+    assert found["assign_seconds"] == seconds / 2

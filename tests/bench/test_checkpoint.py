@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import checkpoint as module
+from bench.__main__ import run
+from bench.checkpoint import Figure, measure_checkpoint, shape_of
+from megarl.errors import MachineError
+from megarl.weights.layouts.canonical import canonical_tensors
+
+
+def test_everything_is_measured_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(module._SHAPE, hidden=64, ffn_hidden=128, num_heads=4, num_kv_heads=2, head_dim=16, vocab=99)
+    monkeypatch.setattr(module, "_SHAPE", small)
+    found = measure_checkpoint(tmp_path, gigabytes=0.001, repeats=1)
+    assert all(figure.value > 0 for figure in found)
+    figures = {figure.name: figure for figure in found}
+    assert figures["model"].value == pytest.approx(0.001, rel=0.2)
+    assert figures["  against dd"].value == pytest.approx(
+        figures["save, tensor parallel 2"].value / figures["dd with fsync"].value
+    )
+    assert 0.05 < figures["export, peak memory"].value < 1.5
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("gigabytes", [0.5, 2.0, 8.0])
+def test_the_model_has_the_size_it_should_have(gigabytes: float) -> None:
+    num_bytes = sum(spec.num_bytes for spec in canonical_tensors(shape_of(gigabytes)).values())
+    assert num_bytes / 1e9 == pytest.approx(gigabytes, abs=0.1)
+
+
+def test_a_disk_without_room_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    with pytest.raises(MachineError, match=r"needs 7\.7 GB and 0\.0 GB are free; lower --gigabytes"):
+        measure_checkpoint(tmp_path, gigabytes=2.0, repeats=1)
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "verdict"), [(0.8, 0, "met"), (0.5, 0, "missed, by 1.4 times"), (0.3, 1, "missed, by 2.3 times")]
+)
+def test_only_a_goal_that_is_missed_widely_fails(
+    value: float, code: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = [
+        Figure(name="save against dd", value=value, unit="times", goal=0.7),
+        Figure(name="memory", value=1.0, unit="GB", goal=1.5, is_cost=True),
+        Figure(name="dd", value=1.0, unit="GB/s"),
+    ]
+    monkeypatch.setattr(module, "measure_checkpoint", lambda folder, **options: figures)
+    assert run(["checkpoint", "--json"]) == code
+    *table, last = capsys.readouterr().out.splitlines()
+    assert any("save against dd" in line and verdict in line for line in table)
+    assert [figure["value"] for figure in json.loads(last)] == [value, 1.0, 1.0]

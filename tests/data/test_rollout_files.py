@@ -1,0 +1,124 @@
+"""Rollouts for people: what is written is what is read, in a list and one at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.data.rollout_files import (
+    KeptRollout,
+    list_rollouts,
+    prune_rollouts,
+    read_list,
+    read_rollout,
+    rollouts_file,
+    write_rollouts,
+)
+from megarl.errors import DataError
+from megarl.types import (
+    FinishReason,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Score,
+    ScoredGroup,
+    TokenArray,
+    TrainSample,
+)
+
+
+def decode(token_ids: TokenArray) -> str:
+    """One byte a token."""
+    return bytes(token_ids.tolist()).decode("utf-8", errors="replace")
+
+
+def kept(text: str, *, position: int = 0, reward: float = 1.0, gap: float = 0.0) -> KeptRollout:
+    token_ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    size = len(token_ids)
+    rollout = Rollout(
+        token_ids=token_ids,
+        logprobs=np.full(size, -1.0, np.float32),
+        versions=np.arange(size, dtype=np.int32),
+        loss_mask=np.ones(size, np.bool_),
+        finish_reason=FinishReason.STOP,
+        text=text,
+    )
+    prompt = Prompt(
+        uid=f"train.parquet:{position}",
+        position=position,
+        epoch=0,
+        token_ids=np.frombuffer(b"1+1=", np.uint8).astype(np.int32),
+        data_source="arithmetic",
+        ground_truth="2",
+        extra_info={},
+    )
+    score = Score(value=reward, components={"format": 0.5, "answer": reward}, prediction=text)
+    trainer_logprobs = rollout.logprobs.copy()
+    trainer_logprobs[-1] += gap
+    sample = TrainSample(prompt_ids=prompt.token_ids, rollout=rollout, advantages=np.zeros(size, np.float32))
+    scored = ScoredGroup(group=RolloutGroup(prompt=prompt, rollouts=(rollout,)), scores=(score,))
+    return KeptRollout(group=scored, index=0, sample=sample, trainer_logprobs=trainer_logprobs)
+
+
+def test_a_list_shows_the_small_columns_of_every_rollout(tmp_path: Path) -> None:
+    path = rollouts_file(tmp_path, 3)
+    write_rollouts(path, [kept("2"), kept("three\nlines", position=1, reward=0.0, gap=0.25)], decode=decode)
+    assert list_rollouts(tmp_path) == {3: path}
+    first, second = read_list(path)
+    assert first["score"] == 1.0
+    assert first["largest_gap"] == 0.0
+    assert second == {
+        "prompt_uid": "train.parquet:1",
+        "data_source": "arithmetic",
+        "index": 0,
+        "score": 0.0,
+        "is_masked": False,
+        "num_tokens": 11,
+        "finish_reason": "stop",
+        "largest_gap": pytest.approx(0.25),
+        "first_version": 0,
+        "last_version": 10,
+        "line": "three lines",
+    }
+
+
+def test_one_rollout_has_every_token_whatever_its_row_group(tmp_path: Path) -> None:
+    path = rollouts_file(tmp_path, 1)
+    write_rollouts(path, [kept(str(number), position=number) for number in range(200)], decode=decode)
+    found = read_rollout(path, 150)
+    assert found["prompt"] == "1+1="
+    assert found["pieces"] == ["1", "5", "0"]
+    assert found["components"] == {"format": 0.5, "answer": 1.0}
+    assert found["versions"] == [0, 1, 2]
+    for row in (200, 10_000):
+        with pytest.raises(DataError, match=f"has no row {row}"):
+            read_rollout(path, row)
+
+
+def test_a_character_of_several_tokens_appears_once_with_the_last(tmp_path: Path) -> None:
+    path = rollouts_file(tmp_path, 1)
+    write_rollouts(path, [kept("aé∑😀b")], decode=decode)
+    pieces = read_rollout(path, 0)["pieces"]
+    assert "".join(pieces) == "aé∑😀b"
+    assert pieces == ["a", "", "é", "", "", "∑", "", "", "", "😀", "b"]
+
+
+def test_the_oldest_files_go_first_and_the_newest_stays(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        write_rollouts(rollouts_file(tmp_path, step), [kept("2")], decode=decode)
+    size = rollouts_file(tmp_path, 1).stat().st_size
+    prune_rollouts(tmp_path, max_bytes=2 * size)
+    assert list(list_rollouts(tmp_path)) == [3, 4]
+    prune_rollouts(tmp_path, max_bytes=1)
+    assert list(list_rollouts(tmp_path)) == [4]
+
+
+def test_a_file_that_is_no_parquet_is_an_error_of_one_line(tmp_path: Path) -> None:
+    path = rollouts_file(tmp_path, 1)
+    path.parent.mkdir()
+    path.write_text("nonsense")
+    with pytest.raises(DataError, match=r"step_000001\.parquet: cannot be read") as caught:
+        read_list(path)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import asyncio
+import stat
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import FleetError, MachineError
+from megarl.runtime.engines.operator import SOCKET_FILE, EngineReport, Request, ask, open_to_operator
+from tests.runtime.engines.test_supervisor import supervised, until
+
+
+def test_an_operator_sees_the_engines_and_takes_one_out_and_back(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 40)
+    folder.mkdir()
+
+    async def scenario() -> None:
+        async def say(request: Request) -> tuple[EngineReport, ...]:
+            return await asyncio.to_thread(ask, folder, request)
+
+        async with supervised() as (_, fleet, supervisor), open_to_operator(folder, fleet, supervisor):
+            assert stat.S_IMODE((folder / SOCKET_FILE).stat().st_mode) == 0o600
+            assert [report.state for report in await say(Request(action="list"))] == ["healthy", "healthy"]
+            first, _ = await say(Request(action="retire", engine=0))
+            assert (first.state, first.reason) == ("retired", "retired by the operator")
+            for request, reason in (
+                (Request(action="retire", engine=1), "engine 1 is the last one; stop the run instead"),
+                (Request(action="add", engine=7), "there is no engine 7"),
+                (Request(action="add"), "add which engine"),
+            ):
+                with pytest.raises(FleetError, match=reason):
+                    await say(request)
+            await say(Request(action="add", engine=0))
+            await until(lambda: fleet.engines[0].is_live)
+        assert not (folder / SOCKET_FILE).exists()
+
+    asyncio.run(scenario())
+
+
+def test_asking_where_no_run_is_says_so(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="no run with engines is under way here"):
+        ask(tmp_path, Request(action="list"))

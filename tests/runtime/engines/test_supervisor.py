@@ -1,0 +1,195 @@
+"""Engines that are looked after: their processes and their wire are scripted here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from megarl.errors import FleetError, MachineError, WeightSyncError
+from megarl.rollout.client import EngineClient, EngineEndpoint
+from megarl.rollout.fleet import Engine, EngineState, Fleet
+from megarl.rollout.lifecycle import MAX_FAILED_SYNCS, RestartPolicy
+from megarl.runtime.engines.supervisor import Supervisor
+from megarl.types import PolicyVersion
+from tests.rollout.engines import scripted_client
+
+POLICY = RestartPolicy(max_restarts=2, back_off_s=0.05, silence_timeout_s=3, start_timeout_s=5)
+
+
+class Scripted:
+    """Engines as processes and servers: each can be killed, frozen, or kept from starting."""
+
+    def __init__(self, num_engines: int) -> None:
+        self.calls: list[str] = []
+        self.frozen: set[int] = set()
+        self.cannot_start: set[int] = set()
+        self.served = dict.fromkeys(range(num_engines), PolicyVersion(0))
+        self._ends = {index: asyncio.get_running_loop().create_future() for index in range(num_engines)}
+
+    def kill(self, index: int) -> None:
+        self._ends[index].set_result("exited with SIGKILL")
+
+    async def start(self, index: int) -> EngineEndpoint:
+        self.calls.append(f"start {index}")
+        if index in self.cannot_start:
+            raise MachineError(f"engine {index}: out of memory")
+        self._ends[index] = asyncio.get_running_loop().create_future()
+        self.frozen.discard(index)
+        self.served[index] = PolicyVersion(0)
+        return self.client(index).endpoint
+
+    async def wait_end(self, index: int) -> str:
+        return str(await asyncio.shield(self._ends[index]))
+
+    async def end(self, index: int) -> None:
+        self.calls.append(f"end {index}")
+
+    def client(self, index: int) -> EngineClient:
+        async def answer(request: httpx.Request) -> httpx.Response:
+            if index in self.frozen:
+                await asyncio.sleep(60)
+            return httpx.Response(200, json={"weight_version": str(self.served[index])})
+
+        return scripted_client(answer, index=index)
+
+    async def catch_up(self, engine: Engine) -> bool:
+        self.calls.append(f"sync {engine.index}")
+        self.served[engine.index] = PolicyVersion(7)
+        await self.fleet.joined(engine)
+        return True
+
+    fleet: Fleet
+
+
+@asynccontextmanager
+async def supervised(num_engines: int = 2) -> AsyncIterator[tuple[Scripted, Fleet, Supervisor]]:
+    """A fleet at version 7."""
+    scripted = Scripted(num_engines)
+    fleet = Fleet(
+        [scripted.client(index) for index in range(num_engines)],
+        max_outstanding=8,
+        publish_timeout_s=20,
+        policy=POLICY,
+    )
+    scripted.fleet = fleet
+    scripted.served = dict.fromkeys(scripted.served, PolicyVersion(7))
+    await fleet.committed(PolicyVersion(7), fleet.engines)
+    supervisor = Supervisor(fleet, scripted, connect=lambda endpoint: scripted.client(endpoint.index))
+    supervisor.attach(scripted)
+    async with supervisor.running():
+        yield scripted, fleet, supervisor
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_an_engine_that_is_killed_is_started_again_and_synced_before_it_serves() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, _):
+            seen: list[EngineState] = []
+            fleet.listen(lambda engine, _before: seen.append(engine.state))
+            scripted.kill(1)
+            await until(lambda: bool(seen) and seen[-1] is EngineState.HEALTHY)
+            states = ["dead", "restarting", "stale", "healthy"]
+            assert seen == states
+            assert [call for call in scripted.calls if not call.startswith("end")] == ["start 1", "sync 1"]
+            assert fleet.engines[1].version == 7
+            assert fleet.engines[0].is_live
+
+    asyncio.run(scenario())
+
+
+def test_a_frozen_engine_is_ended_and_its_requests_come_back() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, _):
+            scripted.frozen.add(0)
+            with pytest.raises(FleetError, match=r"engine 0 .*lost: has not answered for 3 s"):
+                async with fleet.lease():
+                    await asyncio.sleep(30)
+            await until(lambda: fleet.engines[0].is_live)
+            assert "end 0" in scripted.calls
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_serves_another_version_than_it_should_catches_up() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, _):
+            scripted.served[0] = PolicyVersion(0)
+            await until(lambda: "sync 0" in scripted.calls)
+            assert fleet.engines[0].is_live
+
+    asyncio.run(scenario())
+
+
+def test_when_the_budget_is_spent_whoever_waits_is_told_why() -> None:
+    async def scenario() -> None:
+        async with supervised(num_engines=1) as (scripted, fleet, _):
+            scripted.cannot_start.add(0)
+            scripted.kill(0)
+            await until(lambda: not fleet.engines[0].is_live)
+            async with fleet.lease():
+                pass
+
+    with pytest.raises(FleetError, match=r"no engine is left and 2 restarts each are spent: .*did not start: .*memory"):
+        asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_an_engine_that_cannot_be_synced_is_started_again() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, supervisor):
+            num_failures = 0
+
+            class Failing:
+                async def catch_up(self, engine: Engine) -> bool:
+                    nonlocal num_failures
+                    num_failures += 1
+                    if num_failures > MAX_FAILED_SYNCS:
+                        return await scripted.catch_up(engine)
+                    raise WeightSyncError("digests differ")
+
+            supervisor.attach(Failing())
+            await fleet.mark_stale(fleet.engines[1], "half a commit")
+            await until(lambda: fleet.engines[1].is_live)
+            assert scripted.calls.count("start 1") == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_retired_engine_answers_what_it_has_and_ends_and_can_be_added_again() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, supervisor):
+            async with fleet.lease() as engine:
+                supervisor.retire(engine.index)
+                await asyncio.sleep(0.5)
+                assert "end 0" not in scripted.calls
+                async with fleet.lease() as other:
+                    assert other.index == 1
+            await until(lambda: "end 0" in scripted.calls)
+            supervisor.add(0)
+            await until(lambda: fleet.engines[0].is_live)
+            with pytest.raises(FleetError, match="there is no engine 5; there are 2, counted from 0"):
+                supervisor.retire(5)
+
+    asyncio.run(scenario())
+
+
+def test_in_a_shared_pool_an_engine_is_started_only_while_engines_may_generate() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, _):
+            await fleet.sleep()
+            scripted.kill(1)
+            await asyncio.sleep(1)
+            assert fleet.engines[1].state is EngineState.DEAD
+            assert fleet.engines[0].is_live, "an engine that sleeps is not dead"
+            await fleet.wake()
+            await until(lambda: fleet.engines[1].is_live)
+
+    asyncio.run(scenario())

@@ -1,0 +1,41 @@
+"""Runs in processes of their own: who can still speak says it, and of who cannot it is said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from megarl.runtime.exit_notice import epitaph
+with epitaph(Path(sys.argv[1])):
+    {}
+"""
+
+
+def last_words(folder: Path, end: str) -> str:
+    command = [sys.executable, "-c", PROGRAM.format(end), str(folder)]
+    # The end of the pipe is also the end of the process that speaks.
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stderr
+
+
+@pytest.mark.parametrize("end", ["pass", "raise SystemExit(3)"])
+def test_nothing_is_said_of_a_run_that_ends_by_itself(end: str, tmp_path: Path) -> None:
+    assert last_words(tmp_path, end) == ""
+
+
+@pytest.mark.parametrize("end", ["os._exit(1)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_of_one_that_cannot_speak_any_more_it_is_said_how_to_go_on(end: str, tmp_path: Path) -> None:
+    said = last_words(tmp_path, end)
+    assert said.count("\n") == 1
+    assert "Ray's log" not in said
+    assert said.endswith("the same command begins anew: it had no checkpoint yet\n")
+    (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
+    (tmp_path / "ray.log").touch()
+    said = last_words(tmp_path, end)
+    assert f"Ray's log: {tmp_path / 'ray.log'}; " in said
+    assert said.endswith("the same command goes on from its last checkpoint\n")

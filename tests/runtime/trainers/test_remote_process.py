@@ -1,0 +1,49 @@
+"""Processes as their system knows them: frozen ones are killed, others with the same number are not."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from megarl.runtime.trainers.remote_process import Whereabouts, _end, _read, _state
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    # A name with spaces and parentheses, as the file that is read has it.
+    program = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) S (b'); print(1, flush=True); time.sleep(600)"
+    started = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert started.stdout is not None
+    started.stdout.readline()
+    yield started
+    started.kill()
+    started.wait()
+    started.stdout.close()
+
+
+def where(process: subprocess.Popen[bytes]) -> Whereabouts:
+    return Whereabouts(node="", pid=process.pid, started=_read(process.pid)[1])
+
+
+def test_a_frozen_process_is_known_as_frozen_and_ended(process: subprocess.Popen[bytes]) -> None:
+    found = where(process)
+    assert _state(found) == "S"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+    assert _state(found) == "T"
+    assert _end(found, 0.1, 5.0)
+    assert process.wait(timeout=5) == -signal.SIGKILL
+    assert _state(found) is None
+
+
+def test_another_process_with_the_same_number_is_left_alone(process: subprocess.Popen[bytes]) -> None:
+    earlier = replace(where(process), started=1)
+    assert _state(earlier) is None
+    assert _end(earlier, 0.0, 1.0)
+    assert process.poll() is None

@@ -1,0 +1,158 @@
+"""Who is asked what, who learns when, and what is kept of a step that could not be trained on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.errors import NumericsError
+from megarl.runtime.trainers.ranks import ActorRanks, CriticRanks
+from megarl.runtime.trainers.trainer import CriticLearner, Learner, Question, Questions
+from megarl.types import (
+    CriticResult,
+    CriticStats,
+    Estimates,
+    FloatArray,
+    PolicyVersion,
+    RankUsage,
+    TrainBatch,
+    TrainingWork,
+    TrainSample,
+    UpdateResult,
+)
+from tests.algo.groups import scored_group
+from tests.train.samples import make_samples
+
+VALUE_STATS = CriticStats(
+    loss=0.1,
+    grad_norm=1.0,
+    learning_rate=1e-5,
+    clip_fraction=0.0,
+    value_mean=0.0,
+    return_mean=0.5,
+    explained_variance=0.0,
+)
+BATCH = TrainBatch(mini_batches=(), temperature=1.0)
+
+
+USAGE = RankUsage(resident_bytes=1, host_available_bytes=1, host_total_bytes=2)
+
+
+def pack(samples: Sequence[TrainSample]) -> TrainBatch:
+    assert samples
+    return BATCH
+
+
+class FakeActor:
+    def __init__(self, *, num_skipped: int = 0, error: NumericsError | None = None) -> None:
+        self.num_updates = 0
+        self._num_skipped = num_skipped
+        self._error = error
+
+    async def update(self, batch: TrainBatch) -> UpdateResult:
+        if self._error is not None:
+            raise self._error
+        self.num_updates += 1
+        return UpdateResult(
+            version=PolicyVersion(self.num_updates),
+            stats=None,
+            num_skipped_updates=self._num_skipped,
+            usage={"actor": USAGE},
+        )
+
+    async def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
+        return (np.full(2, -0.5, np.float32),)
+
+
+class FakeCritic:
+    def __init__(self) -> None:
+        self.num_updates = 0
+
+    async def update(self, batch: TrainBatch) -> CriticResult:
+        self.num_updates += 1
+        return CriticResult(stats=VALUE_STATS)
+
+
+def learner(
+    folder: Path,
+    actor: FakeActor,
+    *,
+    critic: FakeCritic | None = None,
+    warmup_steps: int = 0,
+    questions: Questions | None = None,
+    num_steps: int = 0,
+    version: int = 0,
+) -> Learner:
+    learning = None
+    if critic is not None:
+        learning = CriticLearner(ranks=cast("CriticRanks", critic), pack=pack, warmup_steps=warmup_steps)
+    return Learner(
+        actor=cast("ActorRanks", actor),
+        pack=pack,
+        ask_actor=Question(ask=actor.logprobs, pack=pack),
+        critic=learning,
+        questions=questions or Questions(),
+        measure_work=lambda _, usage: TrainingWork(flops=1.0, peak_flops_per_second=None),
+        num_steps=num_steps,
+        version=PolicyVersion(version),
+        kept_folder=folder,
+    )
+
+
+def test_nothing_is_asked_that_nobody_needs(tmp_path: Path) -> None:
+    assert asyncio.run(learner(tmp_path, FakeActor()).estimate([scored_group(0, [1, 0])])) == Estimates()
+
+
+def test_only_what_is_needed_is_asked(tmp_path: Path) -> None:
+    answer = (np.zeros(2, np.float32), np.ones(3, np.float32))
+
+    async def ask(batch: TrainBatch) -> tuple[FloatArray, ...]:
+        assert batch is BATCH
+        return answer
+
+    asked = Questions(values=Question(ask=ask, pack=pack))
+    estimates = asyncio.run(learner(tmp_path, FakeActor(), questions=asked).estimate([scored_group(0, [1, 0])]))
+    assert estimates == Estimates(values=answer)
+
+
+@pytest.mark.parametrize(("num_steps", "expected"), [(0, [0, 0, 1]), (2, [3, 4, 5])], ids=["new", "resumed"])
+def test_only_the_critic_learns_while_it_warms_up(tmp_path: Path, num_steps: int, expected: list[int]) -> None:
+    actor, critic = FakeActor(), FakeCritic()
+    actor.num_updates = 2 if num_steps else 0
+    version = actor.num_updates
+    training = learner(tmp_path, actor, critic=critic, warmup_steps=2, num_steps=num_steps, version=version)
+
+    async def steps() -> list[UpdateResult]:
+        return [await training.update(make_samples(2, vocab=9)) for _ in range(3)]
+
+    results = asyncio.run(steps())
+    assert [result.version for result in results] == expected
+    assert all(result.critic == VALUE_STATS for result in results)
+    assert critic.num_updates == 3
+    assert actor.num_updates == expected[-1]
+
+
+def test_rollouts_of_skipped_updates_are_kept_for_people(tmp_path: Path) -> None:
+    samples = make_samples(3, vocab=9)
+    result = asyncio.run(learner(tmp_path, FakeActor(num_skipped=1)).update(samples))
+    (warning,) = result.warnings
+    path = tmp_path / "step_000001.parquet"
+    assert warning == (
+        f"step 1: 1 updates were skipped, their loss or gradient was not finite; the rollouts are in {path}"
+    )
+    table = pq.read_table(path).to_pylist()
+    assert [row["token_ids"] for row in table] == [sample.rollout.token_ids.tolist() for sample in samples]
+    assert [row["advantages"] for row in table] == [sample.advantages.tolist() for sample in samples]
+
+
+def test_rollouts_that_end_a_run_are_kept_too(tmp_path: Path) -> None:
+    broken = FakeActor(error=NumericsError("step 8: the loss is nan"))
+    with pytest.raises(NumericsError, match=r"the loss is nan; its rollouts are in .*step_000008\.parquet"):
+        asyncio.run(learner(tmp_path, broken, num_steps=7).update(make_samples(3, vocab=9)))
+    assert (tmp_path / "step_000008.parquet").exists()

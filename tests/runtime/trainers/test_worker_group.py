@@ -1,0 +1,165 @@
+"""A group of workers on a real Ray: one call, every rank, one result or one error that names the rank."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.config import load_recipe
+from megarl.env import RAY_AUTH_TOKEN_PATH
+from megarl.errors import MachineError, NumericsError, WorkerError
+from megarl.runtime.launch import private_ray
+from megarl.tools.quickstart.arithmetic import make_arithmetic
+from tests.runtime.runs import write_recipe
+
+with private_ray():
+    # Ray reads its environment when it is imported, here as in a run.
+    import ray
+
+    from megarl.config.recipe import PoolConfig
+    from megarl.runtime import cluster as cluster_module
+    from megarl.runtime.cluster import Cluster, open_cluster
+    from megarl.runtime.trainers.worker_group import WorkerGroup
+
+
+class Worker:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def square(self, number: int) -> int:
+        return (self._rank + 1) * number**2
+
+    def fail_on(self, rank: int) -> None:
+        if rank == self._rank:
+            raise ValueError("broken on purpose")
+
+    def diverge_on(self, rank: int) -> None:
+        if rank == self._rank:
+            raise NumericsError("the loss is nan")
+
+    def diverge_first_or_sleep(self, seconds: float) -> float:
+        if self._rank == 0:
+            raise NumericsError("the loss is nan")
+        time.sleep(seconds)
+        return seconds
+
+    def die_on(self, rank: int) -> None:
+        if rank == self._rank:
+            os._exit(1)
+
+    def die_first_or_sleep(self, seconds: float) -> None:
+        if self._rank == 0:
+            os._exit(1)
+        time.sleep(seconds)
+
+    def sleep_on(self, rank: int) -> None:
+        if rank == self._rank:
+            time.sleep(60)
+
+
+def kill(group: WorkerGroup) -> None:
+    for worker in group.workers:
+        ray.kill(worker, no_restart=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("ray")
+    make_arithmetic(folder / "arithmetic", num_train=8, num_sft=8, num_eval=8)
+    recipe = load_recipe(write_recipe(folder, "workers"))
+    Path(recipe.run_folder).mkdir(parents=True)
+    with private_ray(), open_cluster(recipe, address=None) as opened:
+        yield opened
+
+
+@pytest.fixture
+def workers(cluster: Cluster) -> Iterator[WorkerGroup]:
+    actor = ray.remote(num_cpus=0)(Worker)
+    group = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=60)
+    yield group
+    kill(group)
+
+
+def test_a_failure_can_wait_until_the_other_ranks_are_done(workers: WorkerGroup) -> None:
+    asyncio.run(workers.call("square", 1))
+    began = time.monotonic()
+    with pytest.raises(NumericsError):
+        asyncio.run(workers.call("diverge_first_or_sleep", 1.5, waits_for_all=True))
+    assert time.monotonic() - began >= 1.5
+
+
+def test_but_not_for_those_who_wait_for_a_dead_one(workers: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="rank 0: died"):
+        asyncio.run(workers.call("die_first_or_sleep", 60.0, waits_for_all=True))
+
+
+def test_every_rank_is_called_and_answers_in_order(workers: WorkerGroup) -> None:
+    assert asyncio.run(workers.call("square", 3)) == [9, 18]
+    assert asyncio.run(workers.call_each("square", [(2,), (5,)])) == [4, 50]
+    assert asyncio.run(workers.call_first("square", 4)) == 16
+
+
+def test_an_error_names_role_rank_operation_and_reason(workers: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match=r"actor rank 1: fail_on failed: ValueError: broken on purpose"):
+        asyncio.run(workers.call("fail_on", 1))
+    assert asyncio.run(workers.call("square", 1)) == [1, 2]
+
+
+def test_an_error_of_our_own_keeps_its_kind_and_its_exit_code(workers: WorkerGroup) -> None:
+    with pytest.raises(NumericsError, match="the loss is nan"):
+        asyncio.run(workers.call("diverge_on", 0))
+
+
+def test_a_rank_that_dies_is_named(workers: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="actor rank 1: died during die_on"):
+        asyncio.run(workers.call("die_on", 1))
+
+
+def test_a_rank_that_is_late_is_named(cluster: Cluster) -> None:
+    actor = ray.remote(num_cpus=0)(Worker)
+    group = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=60)
+    asyncio.run(group.call("square", 1))  # both are there
+    late = WorkerGroup("actor", group.workers, timeout_s=1)
+    with pytest.raises(WorkerError, match=r"actor rank\(s\) 1: sleep_on did not finish within 1 s"):
+        asyncio.run(late.call("sleep_on", 1))
+    kill(group)
+
+
+def test_a_pool_that_does_not_fit_is_said(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "PLACEMENT_TIMEOUT_S", 1.0)
+    with pytest.raises(MachineError, match=r"pools.big: 64 gpus not free within 1 s; the Ray cluster has 3"):
+        cluster.reserve({"big": PoolConfig(gpus_per_node=64)})
+
+
+STRANGER = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.cluster_resources())"
+
+
+def test_who_has_not_the_token_of_our_ray_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    address = ray.get_runtime_context().gcs_address
+    assert address.startswith("127.0.0.1:")
+    hidden = (RAY_AUTH_TOKEN_PATH.name, "RAY_AUTH_TOKEN", "RAY_AUTH_MODE")
+    without = {name: value for name, value in os.environ.items() if name not in hidden} | {"HOME": str(tmp_path)}
+    with_another = {**without, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef"}
+    # Both at once: each tries for twenty seconds.
+    strangers = [
+        subprocess.Popen(
+            [sys.executable, "-c", STRANGER, address],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for environment in (without, with_another)
+    ]
+    for stranger in strangers:
+        output, errors = stranger.communicate(timeout=90)
+        assert stranger.returncode != 0
+        assert "megarl_slot" not in output
+        assert "auth" in errors.lower()

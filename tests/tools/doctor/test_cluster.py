@@ -1,0 +1,85 @@
+"""Clusters as their nodes describe them; one of them real, on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import read_recipe
+from megarl.tools.doctor.checks import Check, Verdict
+from megarl.tools.doctor.cluster import NodeReport, check_cluster, describe_node, judge
+from megarl.tools.doctor.probe import ClusterReport, GroupReport, NodeAnswer
+
+REPORT = NodeReport(versions={"torch": "2.13.0"}, missing_files=(), can_write=True, clock_s=100.5)
+NODE = NodeAnswer(node="n0 (10.0.0.1)", answer=REPORT, asked_at=100.0, answered_at=101.0)
+GROUP = GroupReport(name="train", num_ranks=16, backend="nccl", bytes_per_second=2e11)
+
+RECIPE = """\
+run: {name: sample, steps: 2, device: cpu, folder: FOLDER/runs}
+model: {path: FOLDER/model}
+data: {train: [train.parquet]}
+pools: {shared: {gpus_per_node: 2}}
+roles: {actor: {pool: shared, tensor: 2}, rollout: {pool: shared}}
+algorithm: {kind: grpo}
+train: {prompts_per_step: 8}
+"""
+
+
+def problems(*nodes: NodeAnswer[NodeReport], groups: tuple[GroupReport, ...] = (GROUP,)) -> list[Check]:
+    report = ClusterReport(nodes=nodes, groups=groups)
+    return [check for check in judge(report) if check.verdict is not Verdict.OK]
+
+
+def test_nodes_that_agree_are_fine() -> None:
+    assert problems(NODE, replace(NODE, node="n1 (10.0.0.2)")) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (replace(REPORT, versions={"torch": "2.11.0"}), "2.11.0 on n1, 2.13.0 on n0 (10.0.0.1)"),
+        (replace(REPORT, missing_files=("/m/config.json",)), "/m/config.json cannot be read on n1"),
+        (replace(REPORT, can_write=False), "the run's folder cannot be written on n1"),
+        (replace(REPORT, clock_s=107.5), "n1 is 6.5 s off"),
+    ],
+)
+def test_what_a_node_has_otherwise_is_said(answer: NodeReport, found: str) -> None:
+    (check,) = problems(NODE, replace(NODE, node="n1", answer=answer))
+    assert check.found == found
+    assert check.remedy
+
+
+def test_a_node_that_does_not_answer_and_a_group_that_cannot_reduce_are_errors() -> None:
+    silent = replace(NODE, node="n1", answer=None, error="No module named 'megarl'")
+    stuck = replace(GROUP, error="train rank(s) 8: reduce did not finish within 120 s")
+    node, group = problems(NODE, silent, groups=(stuck,))
+    assert (node.found, node.verdict) == ("n1 does not answer", Verdict.ERROR)
+    assert (group.found, group.verdict) == ("16 ranks over nccl fail", Verdict.ERROR)
+    assert "rank(s) 8" in group.remedy
+
+
+def test_a_node_describes_itself(tmp_path: Path) -> None:
+    report = describe_node([tmp_path, tmp_path / "not_there"], tmp_path / "runs" / "new")
+    assert report.missing_files == (str(tmp_path / "not_there"),)
+    assert report.can_write
+    assert report.versions["python"].startswith("3.")
+
+
+def test_the_pool_of_a_real_cluster_reduces_and_missing_files_are_found_on_its_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.replace("FOLDER", str(tmp_path)))
+    found = {check.name: check for check in check_cluster(read_recipe(path).recipe, address=None)}
+    assert found["files"].found.startswith(f"{tmp_path}/model/config.json cannot be read on ")
+    assert found["files"].verdict is Verdict.ERROR
+    assert found["all-reduce, shared"].verdict is Verdict.OK, found["all-reduce, shared"].remedy
+    assert found["all-reduce, shared"].found.startswith("2 ranks over gloo, ")
+
+
+def test_a_cluster_that_cannot_be_joined_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.replace("FOLDER", str(tmp_path)))
+    (found,) = check_cluster(read_recipe(path).recipe, address="127.0.0.1:1")
+    assert (found.found, found.verdict) == ("127.0.0.1:1 is not there", Verdict.ERROR)
+    assert found.remedy.startswith("Connection refused; ")

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import resource
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from megarl.config import Recipe, load_recipe, read_model_shape
+from megarl.tools.doctor.checks import Verdict
+from megarl.tools.doctor.machine import (
+    Cpus,
+    check_cpus,
+    check_disk,
+    check_machine,
+    check_metrics_port,
+    check_open_files,
+    check_processes,
+    check_sandbox,
+    check_shared_memory,
+    checkpoint_bytes,
+)
+from megarl.tools.quickstart.arithmetic import make_arithmetic
+
+RECIPE = """\
+run: {name: sample, steps: 2, device: cpu, folder: FOLDER/runs}
+model: {path: FOLDER/arithmetic/model}
+data: {train: [FOLDER/arithmetic/train.parquet], max_prompt_tokens: 16}
+pools: {train: {gpus_per_node: 2}, rollout: {gpus_per_node: 1}}
+roles: {actor: {pool: train, tensor: 2}, rollout: {pool: rollout}}
+algorithm: {kind: grpo}
+sampling: {max_response_tokens: 5}
+train: {prompts_per_step: 8, tokens_per_micro_batch: 256}
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    folder = tmp_path_factory.mktemp("machine")
+    make_arithmetic(folder / "arithmetic", seed=1)
+    path = folder / "recipe.yaml"
+    path.write_text(RECIPE.replace("FOLDER", str(folder)))
+    return load_recipe(path)
+
+
+def test_this_machine_has_no_error() -> None:
+    assert [check for check in check_machine() if check.verdict is Verdict.ERROR] == []
+
+
+def test_limits_that_are_too_low_are_said_with_the_command_that_raises_them() -> None:
+    assert check_shared_memory(64 << 20).verdict is Verdict.ERROR
+    assert "--shm-size" in check_shared_memory(64 << 20).remedy
+    assert check_shared_memory(2 << 30).verdict is Verdict.OK
+    assert "ulimit -n 65536` (at most 4096 here)" in check_open_files((1024, 4096)).remedy
+    assert check_open_files((resource.RLIM_INFINITY, resource.RLIM_INFINITY)).verdict is Verdict.OK
+    assert check_processes(512).verdict is Verdict.ERROR
+    assert check_processes(resource.RLIM_INFINITY).verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(
+    ("cpus", "verdict", "remedy"),
+    [
+        (Cpus(visible=64, allowed=64, slurm=None), Verdict.OK, ""),
+        (Cpus(visible=64, allowed=64, slurm=64), Verdict.OK, ""),
+        (Cpus(visible=64, allowed=16, slurm=16), Verdict.WARNING, "--num-cpus 16"),
+        (Cpus(visible=64, allowed=64, slurm=16), Verdict.WARNING, "--num-cpus 16"),
+        (Cpus(visible=64, allowed=1, slurm=1), Verdict.ERROR, "--cpus-per-task 32"),
+        (Cpus(visible=2, allowed=2, slurm=2), Verdict.OK, ""),
+    ],
+)
+def test_fewer_cores_than_ray_would_count_are_said(cpus: Cpus, verdict: Verdict, remedy: str) -> None:
+    found = check_cpus(cpus)
+    assert found.verdict is verdict
+    assert remedy in found.remedy
+
+
+def test_a_metrics_port_in_use_is_an_error(recipe: Recipe) -> None:
+    assert list(check_metrics_port(recipe)) == []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        observed = recipe.observe.model_copy(update={"metrics_port": port})
+        (found,) = check_metrics_port(recipe.model_copy(update={"observe": observed}))
+    assert found.verdict is Verdict.ERROR
+    assert found.remedy == "observe.metrics_port: 0 takes any free one"
+
+
+def test_a_sandbox_that_does_not_work_matters_where_code_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert check_sandbox(is_needed=True).verdict is Verdict.ERROR
+    assert check_sandbox(is_needed=False).verdict is Verdict.NOTE
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints_is_an_error(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = read_model_shape(recipe.model.path)
+    assert check_disk(recipe, shape, None).verdict is Verdict.OK
+    each = checkpoint_bytes(recipe, shape, None)
+
+    class Usage:
+        free = 3 * each - 1
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage)
+    found = check_disk(recipe, shape, None)
+    assert found.verdict is Verdict.ERROR
+    assert found.found.endswith(f"3 checkpoints of {each / (1 << 20):.1f} MiB")
+
+
+def test_the_size_of_a_checkpoint_is_that_of_its_tensors(recipe: Recipe) -> None:
+    """On a CPU all of it is float32: weights and two moments."""
+    shape = read_model_shape(recipe.model.path)
+    weights = (Path(recipe.model.path) / "model.safetensors").stat().st_size
+    assert checkpoint_bytes(recipe, shape, None) == pytest.approx(3 * weights, rel=0.02)
+    contents = recipe.checkpoint.model_copy(update={"contents": "weights"})
+    lean = recipe.model_copy(update={"checkpoint": contents})
+    assert checkpoint_bytes(lean, shape, None) * 3 == checkpoint_bytes(recipe, shape, None)
+    assert checkpoint_bytes(lean, shape, shape) == 2 * checkpoint_bytes(lean, shape, None)

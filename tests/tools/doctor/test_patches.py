@@ -1,0 +1,91 @@
+"""The patches, tried on copies of the released packages; the installed ones are left alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megarl.tools.doctor.checks import Verdict
+from megarl.tools.doctor.patches import Patch, PatchState, apply, check_patches, find_patches, site_of, state_of
+from megarl.tools.doctor.versions import normalized, pinned_versions
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def program() -> None:
+    assert shutil.which("patch"), "`patch` is missing: run scripts/install_debian_packages.sh"
+
+
+def released(patch: Patch, folder: Path) -> Path:
+    """A copy of the files that a patch changes, as they were released."""
+    found = site_of(patch.package)
+    assert found is not None
+    for name in re.findall(r"^--- a/(\S+)", patch.path.read_text(), flags=re.MULTILINE):
+        target = folder / name
+        target.parent.mkdir(parents=True)
+        shutil.copyfile(found[1] / name, target)
+    if state_of(patch, version=found[0], site=folder) is PatchState.APPLIED:
+        with patch.path.open() as text:
+            subprocess.run(["patch", "-p1", "--reverse", "-d", str(folder)], stdin=text, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("patch", find_patches(), ids=lambda patch: patch.name)
+def test_a_patch_fits_the_released_package_and_says_what_it_is_for(patch: Patch, tmp_path: Path) -> None:
+    assert patch.version in pinned_versions()[normalized(patch.package)]
+    text = patch.path.read_text()
+    for heading in ("Needed for:", "Upstream:", "Remove with:"):
+        assert f"\n{heading} " in text
+    assert f"{patch.name}" in (ROOT / "patches" / "README.md").read_text()
+
+    site = released(patch, tmp_path)
+    assert state_of(patch, version=patch.version, site=site) is PatchState.NOT_APPLIED
+    assert apply(patch, site=site)
+    assert state_of(patch, version=patch.version, site=site) is PatchState.APPLIED
+    assert not apply(patch, site=site)
+
+
+def test_a_patch_is_for_one_version_and_for_what_was_released(tmp_path: Path) -> None:
+    patch = find_patches()[0]
+    site = released(patch, tmp_path)
+    assert state_of(patch, version="0.0.1", site=site) is PatchState.OTHER_VERSION
+    for path in site.rglob("*.py"):
+        path.write_text("# something else\n")
+    assert state_of(patch, version=patch.version, site=site) is PatchState.DOES_NOT_FIT
+
+
+def test_the_doctor_reports_every_patch() -> None:
+    found = {check.name: check for check in check_patches()}
+    assert set(found) == {patch.name for patch in find_patches()}
+    assert {check.verdict for check in found.values()} <= {Verdict.OK, Verdict.NOTE}
+
+
+def test_the_router_of_a_mixture_needs_its_patch_without_transformer_engine(tmp_path: Path) -> None:
+    import torch
+
+    (patch,) = [patch for patch in find_patches() if patch.path.stem == "define-te-general-gemm"]
+    site = released(patch, tmp_path)
+    name = "megatron/core/transformer/moe/moe_utils.py"
+    tokens, weight = torch.randn(3, 4), torch.randn(2, 4)
+    with pytest.raises(NameError, match="te_general_gemm"):
+        _load(site / name).RouterGatingLinearFunction.apply(tokens, weight, None, torch.float32)
+    assert apply(patch, site=site)
+    routed = _load(site / name).RouterGatingLinearFunction.apply(tokens, weight, None, torch.float32)
+    torch.testing.assert_close(routed, tokens @ weight.t())
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"patched_{path.stem}_{len(sys.modules)}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,272 @@
+"""Every key of verl has a verdict, and the keys that mean something arrive in the recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.algorithm import AdaptiveKlConfig, GaeConfig, GrpoConfig, KlLossConfig, KlRewardConfig
+from megarl.config.catalogue import CATALOGUE
+from megarl.config.checks.recipe import check_without_files
+from megarl.config.document import Tree
+from megarl.config.native import check_native
+from megarl.config.recipe import OptimizerConfig, Recipe, ReferenceConfig
+from megarl.errors import ConfigError
+from megarl.tools.import_verl import Entry, Imported, import_verl
+from megarl.tools.import_verl.rules import Treatment, Verdict, known_keys, rule_for
+
+VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
+HERE = Path(__file__).parent / "verl"
+BASE = """\
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=train.parquet \\
+  actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct actor_rollout_ref.rollout.n=8 trainer.total_training_steps=50 \\
+"""
+
+
+def imported(tmp_path: Path, *words: str) -> Imported:
+    script = tmp_path / "run.sh"
+    script.write_text(BASE + " ".join(words) + "\n")
+    return import_verl(script)
+
+
+def value_at(tree: Tree, key: str) -> Tree:
+    for name in key.split("."):
+        assert isinstance(tree, dict), key
+        tree = tree.get(name)
+    return tree
+
+
+def entry(result: Imported, key: str) -> Entry:
+    return next(item for item in result.entries if item.key == key)
+
+
+@pytest.mark.parametrize(("name", "model"), [("grpo.yaml", "qwen2.5-7b"), ("ppo.sh", "qwen2.5-72b")])
+def test_the_documented_examples_become_valid_recipes(name: str, model: str) -> None:
+    recipe = Recipe.model_validate(import_verl(HERE / name).tree)
+    assert check_without_files(recipe, CATALOGUE[model], critic=CATALOGUE[model]) == []
+
+
+def test_the_yaml_example_is_translated() -> None:
+    recipe = Recipe.model_validate(import_verl(HERE / "grpo.yaml").tree)
+    assert recipe.algorithm.kind == "grpo"
+    assert (recipe.train.prompts_per_step, recipe.train.prompts_per_update) == (128, 64)
+    assert recipe.train.tokens_per_micro_batch == 2 * (512 + 1024)
+    assert (recipe.sampling.rollouts_per_prompt, recipe.sampling.max_response_tokens) == (8, 1024)
+    assert recipe.roles.actor.pool == "shared"
+    assert recipe.roles.rollout is not None
+    assert recipe.roles.rollout.memory_fraction == 0.5
+    assert recipe.train.optimizer.beta2 == 0.999, "verl's default, not megarl's"
+
+
+def test_ppo_with_critic_reference_and_kl_is_translated() -> None:
+    result = import_verl(HERE / "ppo_kl.yaml")
+    recipe = Recipe.model_validate(result.tree)
+    assert check_without_files(recipe, CATALOGUE["qwen2.5-7b"], critic=CATALOGUE["qwen2.5-14b"]) == []
+    assert isinstance(recipe.algorithm, GaeConfig)
+    assert (recipe.algorithm.gamma, recipe.algorithm.lam) == (0.99, 0.95)
+    assert recipe.algorithm.kl == KlRewardConfig(
+        kind="reward", estimate="k3", coef=0.002, adaptive=AdaptiveKlConfig(target=0.05, horizon=5000)
+    )
+    assert recipe.train.epochs == 2
+    assert recipe.roles.actor.megatron_ddp == {"overlap_grad_reduce": True}
+    assert recipe.roles.reference == ReferenceConfig(pool="shared", tensor=2, is_sequence_parallel=True)
+    critic = recipe.roles.critic
+    assert critic is not None
+    assert (critic.path, critic.tensor, critic.pipeline) == (Path("models/Qwen2.5-14B"), 2, 2)
+    assert (critic.epochs, critic.prompts_per_update, critic.clip, critic.warmup_steps) == (3, 128, 0.2, 10)
+    assert critic.optimizer == OptimizerConfig(
+        learning_rate=2e-5, min_learning_rate=1e-6, warmup_steps=5, decay="cosine", beta2=0.95
+    )
+    assert critic.megatron["recompute_granularity"] == "full"
+    left = [item.key for item in result.entries if item.verdict in (Verdict.NOT_SUPPORTED, Verdict.UNKNOWN)]
+    assert left == ["critic.model.enable_gradient_checkpointing"]
+
+
+def test_a_critic_starts_from_the_policy_unless_it_has_a_model_of_its_own() -> None:
+    recipe = Recipe.model_validate(import_verl(HERE / "ppo.sh").tree)
+    assert recipe.algorithm.kind == "gae"
+    assert recipe.roles.critic is not None
+    assert recipe.roles.critic.path is None
+    assert recipe.roles.critic.optimizer.learning_rate == 1e-5
+    assert recipe.roles.reference is None, "verl has the KL off"
+
+
+@pytest.mark.parametrize(
+    ("kl_type", "estimate"),
+    [("kl", "k1"), ("abs", "abs"), ("mse", "k2"), ("low_var_kl", "k3"), ("k3+", "k3+"), ("k1+", "k1+")],
+)
+def test_kl_in_the_loss_is_taken_over_by_meaning(tmp_path: Path, kl_type: str, estimate: str) -> None:
+    words = ("actor_rollout_ref.actor.use_kl_loss=True", f"actor_rollout_ref.actor.kl_loss_type={kl_type}")
+    result = imported(tmp_path, *words, "algorithm.use_kl_in_reward=True")
+    recipe = Recipe.model_validate(result.tree)
+    assert isinstance(recipe.algorithm, GrpoConfig)
+    assert recipe.algorithm.kl == KlLossConfig.model_validate({"kind": "loss", "estimate": estimate})
+    assert recipe.roles.reference == ReferenceConfig()
+    assert entry(result, "algorithm.use_kl_in_reward").verdict is Verdict.NOT_SUPPORTED
+
+
+def test_every_key_of_verl_has_a_verdict() -> None:
+    assert len(known_keys()) == 870
+    assert [key for key in known_keys() if rule_for(key) is None] == []
+
+
+def test_there_is_one_entry_per_key_of_the_file() -> None:
+    result = import_verl(HERE / "grpo.yaml")
+    assert len(result.entries) == len({item.key for item in result.entries}) == 25
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("data.filter_overlong_prompts=True", "data.overlong_prompts", "drop"),
+        ("data.val_files=[a.parquet,b.parquet]", "data.eval", ["a.parquet", "b.parquet"]),
+        ("data.seed=7", "run.seed", 7),
+        ("actor_rollout_ref.actor.clip_ratio_high=0.28", "algorithm.loss.clip_high", 0.28),
+        ("actor_rollout_ref.actor.clip_ratio_c=10.0", "algorithm.loss.clip_dual", 10.0),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "algorithm.loss.kind", "gspo"),
+        ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "algorithm.aggregation", "seq_mean_token_mean"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "train.optimizer.warmup_steps", 5),
+        ("actor_rollout_ref.actor.optim.lr_decay_style=cosine", "train.optimizer.decay", "cosine"),
+        ("actor_rollout_ref.actor.grad_clip=0.5", "train.optimizer.clip_grad_norm", 0.5),
+        ("actor_rollout_ref.rollout.top_k=20", "sampling.top_k", 20),
+        ("actor_rollout_ref.rollout.top_k=-1", "sampling.top_k", None),
+        ("algorithm.adv_estimator=rloo_vectorized", "algorithm.kind", "rloo"),
+        ("algorithm.norm_adv_by_std_in_grpo=False", "algorithm.normalize_std", False),
+        ("algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc", "algorithm.filter.component", "acc"),
+        (
+            "algorithm.filter_groups.enable=True data.train_batch_size=512 data.gen_batch_size=1536",
+            "algorithm.filter.oversampling",
+            3.0,
+        ),
+        ("algorithm.rollout_correction.rollout_is=token", "algorithm.correction.kind", "tis"),
+        (
+            "+reward.reward_kwargs.overlong_buffer_cfg.enable=True +reward.reward_kwargs.overlong_buffer_cfg.len=4096",
+            "algorithm.overlong.buffer_tokens",
+            4096,
+        ),
+        ("custom_reward_function.path=r.py custom_reward_function.name=f", "reward.name", "f"),
+        ("reward_model.reward_fn.path=r.py", "reward.path", "r.py"),
+        ("trainer.nnodes=4", "pools.shared.nodes", 4),
+        (
+            "+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3",
+            "roles.rollout.sglang.attention_backend",
+            "fa3",
+        ),
+        (
+            "+actor_rollout_ref.actor.megatron.override_transformer_config.deterministic_mode=True",
+            "roles.actor.megatron.deterministic_mode",
+            True,
+        ),
+        (
+            "+actor_rollout_ref.actor.megatron.override_ddp_config.bucket_size=5",
+            "roles.actor.megatron_ddp.bucket_size",
+            5,
+        ),
+        ("actor_rollout_ref.actor.ppo_epochs=3", "train.epochs", 3),
+        ("trainer.experiment_name='my run'", "run.name", "my_run"),
+        ("trainer.test_freq=5 data.val_files=v.parquet", "evaluation.every_steps", 5),
+        ("trainer.val_before_train=False data.val_files=v.parquet", "evaluation.runs_before_training", False),
+        ("data.val_max_samples=64 data.val_files=v.parquet", "evaluation.max_prompts", 64),
+        (
+            f"data.val_files=v.parquet {VALIDATION}do_sample=True {VALIDATION}n=4 {VALIDATION}temperature=0.6",
+            "evaluation",
+            {
+                "is_greedy": False,
+                "sampled": {"rollouts_per_prompt": 4, "temperature": 0.6, "top_p": 1.0},
+            },
+        ),
+        (f"data.val_files=v.parquet {VALIDATION}do_sample=True {VALIDATION}n=4", "evaluation", {}),
+    ],
+)
+def test_a_key_arrives_in_the_recipe(tmp_path: Path, word: str, key: str, value: Tree) -> None:
+    result = imported(tmp_path, word)
+    assert value_at(result.tree, key) == value
+    Recipe.model_validate(result.tree)
+
+
+@pytest.mark.parametrize(
+    ("word", "verdict", "text"),
+    [
+        ("actor_rollout_ref.actor.clip_ratio=0.3", Verdict.NO_EFFECT, "changes nothing in verl either"),
+        ("actor_rollout_ref.actor.kl_loss_coef=0.1", Verdict.NO_EFFECT, "no use with the other keys"),
+        ("critic.optim.lr=1e-5", Verdict.NO_EFFECT, "no use with the other keys"),
+        ("critic.megatron.context_parallel_size=2", Verdict.NOT_SUPPORTED, "context parallelism"),
+        ("actor_rollout_ref.ref.megatron.param_offload=True", Verdict.NO_EFFECT, "host memory of the actor's ranks"),
+        ("actor_rollout_ref.actor.use_kl_loss=False", Verdict.NO_EFFECT, "off, as in megarl"),
+        ("actor_rollout_ref.actor.megatron.context_parallel_size=2", Verdict.NOT_SUPPORTED, "context parallelism"),
+        ("actor_rollout_ref.actor.megatron.context_parallel_size=1", Verdict.NO_EFFECT, "off, as in megarl"),
+        ("actor_rollout_ref.actor.peft.lora_rank=8", Verdict.NOT_SUPPORTED, "no LoRA"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", Verdict.NOT_SUPPORTED, "nothing is offloaded"),
+        ("actor_rollout_ref.rollout.dtype=fp8", Verdict.NOT_SUPPORTED, "bfloat16"),
+        ("actor_rollout_ref.rollout.multi_turn.max_turns=3", Verdict.NOT_SUPPORTED, "one turn"),
+        ("trainer.save_freq=20", Verdict.MAPPED, "checkpoint.save_every_steps"),
+        ("trainer.max_actor_ckpt_to_keep=3", Verdict.MAPPED, "checkpoint.keep_last"),
+        ("trainer.resume_mode=disable", Verdict.NO_EFFECT, "--resume"),
+        ("trainer.prometheus.port=9090", Verdict.NO_EFFECT, "observe.metrics_port"),
+        ("ray_init.num_cpus=8", Verdict.NO_EFFECT, "run.ray_address"),
+        ("trainer.nodes=8", Verdict.UNKNOWN, "did you mean trainer.nnodes?"),
+        ("data.truncation=left", Verdict.NOT_SUPPORTED, "never cut"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.sglang.tp_size=2", Verdict.NOT_SUPPORTED, "roles.rollout.tensor"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.sglang.page_size=x", Verdict.NOT_SUPPORTED, "sglang takes int"),
+        ("actor_rollout_ref.rollout.engine_kwargs.sglang.page_size=null", Verdict.NO_EFFECT, "off, as in megarl"),
+        (
+            "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_modules=[core_attn]",
+            Verdict.NO_EFFECT,
+            "without recompute_granularity",
+        ),
+        (
+            "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=flash",
+            Verdict.NO_EFFECT,
+            "kernels",
+        ),
+        ("actor_rollout_ref.rollout.n='${oc.env:N}'", Verdict.NOT_SUPPORTED, "write the value out"),
+    ],
+)
+def test_a_key_that_does_not_arrive_is_explained(tmp_path: Path, word: str, verdict: Verdict, text: str) -> None:
+    found = entry(imported(tmp_path, word), word.partition("=")[0].lstrip("+"))
+    assert found.verdict is verdict
+    assert text in found.text
+
+
+def test_recomputation_is_taken_over_whole(tmp_path: Path) -> None:
+    prefix = "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_"
+    words = (f"{prefix}granularity=full", f"{prefix}method=uniform", f"{prefix}num_layers=1")
+    recipe = Recipe.model_validate(imported(tmp_path, *words).tree)
+    assert recipe.roles.actor.megatron == {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    assert not list(check_native(recipe))
+
+
+def test_variables_of_a_script_are_expanded(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("set -x\nN=16\nexport MODEL=Qwen/Qwen2.5-7B\n" + BASE.replace("n=8", "n=$N"))
+    assert value_at(import_verl(script).tree, "sampling.rollouts_per_prompt") == 16
+
+
+def test_an_sft_configuration_becomes_sft(tmp_path: Path) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text("data: {train_files: t.parquet, response_key: answer}\nmodel: {path: m}\noptim: {lr: 1.0e-5}\n")
+    recipe = Recipe.model_validate(import_verl(path).tree)
+    assert recipe.algorithm.kind == "sft"
+    assert recipe.data.response_key == "answer"
+    assert recipe.train.optimizer.learning_rate == 1e-5
+    assert recipe.roles.rollout is None
+
+
+def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.sh"
+    path.write_text("echo hello\n")
+    with pytest.raises(ConfigError, match="no key=value words"):
+        import_verl(path)
+
+
+def test_renames_name_real_keys() -> None:
+    for key in known_keys():
+        rule = rule_for(key)
+        if rule is not None and rule.treatment is Treatment.RENAME:
+            fields = Recipe.model_fields
+            assert rule.text.split(".")[0] in fields, rule

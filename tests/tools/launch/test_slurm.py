@@ -1,0 +1,225 @@
+"""The rendered job: what it asks Slurm for, what it is careful about, and what is refused before it is written."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main as cli
+from megarl.config import Recipe
+from megarl.config.load import read_recipe
+from megarl.errors import ConfigError
+from megarl.runtime import cluster
+from megarl.tools.launch.slurm import CPU_SLOT, SlurmJob, parse_time, render
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path("/shared/project")
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+LARGE = ROOT / "recipes" / "grpo_70b.yaml"
+
+
+def recipe(path: Path = QUICKSTART, *overrides: str) -> Recipe:
+    return read_recipe(path, overrides).recipe
+
+
+JOB = SlurmJob(recipe_path=QUICKSTART, folder=FOLDER, nodes=2, gpus_per_node=2, venv=Path("/shared/venv"))
+
+
+def options(script: str) -> list[str]:
+    return re.findall(r"^#SBATCH (.*)$", script, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        JOB,
+        replace(
+            JOB, time_limit="12:00:00", partition="gpu", account="lab", cpus_per_node=32, overrides=("run.steps=3",)
+        ),
+        replace(JOB, container="megarl.sif", venv=None),
+        replace(JOB, container="team/megarl:0.1", venv=None, mounts=(Path("/models"),)),
+    ],
+    ids=["plain", "everything", "apptainer", "pyxis"],
+)
+def test_the_script_is_clean_for_shellcheck(job: SlurmJob, tmp_path: Path) -> None:
+    program = shutil.which("shellcheck")
+    assert program, "shellcheck is missing: run scripts/install_debian_packages.sh"
+    path = tmp_path / "job.sh"
+    path.write_text(render(job, recipe()))
+    done = subprocess.run([program, "--severity=style", str(path)], capture_output=True, text=True, check=False)
+    assert done.stdout == ""
+
+
+def test_the_job_saves_before_its_time_is_up_and_is_queued_again() -> None:
+    script = render(replace(JOB, time_limit="12:00:00"), recipe(QUICKSTART, "checkpoint.grace_s=240"))
+    asked = options(script)
+    assert "--signal=B:USR1@300" in asked
+    assert "--requeue" in asked
+    assert "--open-mode=append" in asked
+    assert re.search(r"^  75\) requeue 75 ;;$", script, flags=re.MULTILINE)
+    assert 'scontrol requeue "$SLURM_JOB_ID"' in script
+
+
+def test_whole_nodes_unless_told_how_many_cores() -> None:
+    assert {"--exclusive", "--mem=0", "--nodes=2"} <= set(options(render(JOB, recipe())))
+    partly = options(render(replace(JOB, cpus_per_node=48), recipe()))
+    assert "--cpus-per-task=48" in partly
+    assert "--exclusive" not in partly
+
+
+def test_gpus_are_asked_for_only_where_there_are_some() -> None:
+    large = replace(JOB, recipe_path=LARGE, nodes=64, gpus_per_node=8)
+    script = render(large, recipe(LARGE))
+    assert "--gpus-per-node=8" in options(script)
+    assert "devices=('--num-gpus=8')" in script
+    assert "--gres=gpu:h100:8" in options(render(replace(large, gpu_request="--gres=gpu:h100:8"), recipe(LARGE)))
+    on_cpus = render(JOB, recipe())
+    assert not [option for option in options(on_cpus) if "gpu" in option]
+    assert f"""devices=('--resources={{"{CPU_SLOT}": 2}}')""" in on_cpus
+    assert CPU_SLOT == cluster.CPU_SLOT
+
+
+def test_the_token_is_in_a_private_file_and_in_no_argument() -> None:
+    script = render(JOB, recipe())
+    assert "(umask 077 && " in script
+    assert 'RAY_AUTH_TOKEN_PATH="$token_file"' in script
+    for line in script.splitlines():
+        assert not re.search(r"(srun|ray start|megarl train).*token", line)
+
+
+def test_nothing_sleeps_and_hopes() -> None:
+    script = render(JOB, recipe())
+    assert "megarl.tools.launch.ready --nodes" in script
+    assert re.findall(r"\bsleep [^;\n]+", script) == ["sleep 0.2"]
+    assert '--num-cpus="$SLURM_CPUS_ON_NODE"' in script
+
+
+def test_what_a_value_contains_is_never_run(tmp_path: Path) -> None:
+    evil = f"run.name=$(touch {tmp_path}/ran); `touch {tmp_path}/ran` ' \" \\"
+    script = render(replace(JOB, overrides=(evil,)), recipe())
+    head = script.partition("# Everything above")[0]
+    shown = subprocess.run(
+        ["bash", "-c", head + '\nprintf "%s\\n" "${train_words[@]}"'], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == f"{QUICKSTART}\n--set\n{evil}\n"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_container_sees_every_folder_of_the_recipe() -> None:
+    outside = recipe(QUICKSTART, "model.path=/models/base", "data.train=[/data/a/train.parquet]", "run.folder=/scratch")
+    image = replace(JOB, recipe_path=FOLDER / "recipe.yaml", container="team/megarl:0.1", mounts=(Path("/data"),))
+    mounted = "/data:/data,/models/base:/models/base,/scratch:/scratch,/shared/project:/shared/project"
+    assert f"--container-mounts={mounted}" in render(image, outside)
+    sif = render(replace(image, container="megarl.sif"), outside)
+    assert "inside=('apptainer' 'exec' '--bind' '/data' '--bind' '/models/base' " in sif
+    assert "srun_options=()" in sif
+    assert "export PATH" not in sif
+
+
+@pytest.mark.parametrize(
+    ("job", "overrides", "problem"),
+    [
+        (
+            replace(JOB, nodes=1),
+            (),
+            "pools: take 3 gpus, 1 nodes of 2 have 2; ask for --nodes 2",
+        ),
+        (
+            replace(JOB, nodes=3, gpus_per_node=1),
+            (),
+            "pools.train: its 2 gpus must be on one node, which has 1, less what other pools take; "
+            "set pools.train.nodes or ask for more --nodes",
+        ),
+        (
+            replace(JOB, gpus_per_node=3),
+            ("pools={a: {gpus_per_node: 2}, b: {gpus_per_node: 2}, c: {gpus_per_node: 2}}",),
+            "pools.c: its 2 gpus must be on one node, which has 3, less what other pools take; "
+            "set pools.c.nodes or ask for more --nodes",
+        ),
+        (
+            replace(JOB, time_limit="tomorrow"),
+            (),
+            "--time: 'tomorrow' is no time of Slurm's; write 90, 12:00:00 or 2-12:00:00",
+        ),
+        (
+            replace(JOB, time_limit="5"),
+            (),
+            "--time: 5 leaves no time to train: 180 s before the end it is asked to save "
+            "(checkpoint.grace_s, and what Slurm's clock is off)",
+        ),
+        (
+            replace(JOB, partition="gpu\n#SBATCH --uid=0"),
+            (),
+            "--partition: 'gpu\\n#SBATCH --uid=0' has characters that Slurm would not take as one word",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(job: SlurmJob, overrides: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        render(job, recipe(QUICKSTART, *overrides))
+    assert [str(found) for found in caught.value.problems] == [problem]
+
+
+def test_a_pool_of_several_nodes_takes_what_is_left() -> None:
+    spread = recipe(QUICKSTART, "pools={train: {nodes: 2, gpus_per_node: 1}, rollout: {gpus_per_node: 2}}")
+    render(replace(JOB, nodes=2), spread)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("10:30", 630), ("12:00:00", 43200), ("2-12", 216000), ("1-00:30:05", 88205), ("1h", None)],
+)
+def test_times_are_read_as_slurm_reads_them(text: str, seconds: int | None) -> None:
+    assert parse_time(text) == seconds
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    assert cli.run(["data", "make", "arithmetic", "--out", str(folder / "data" / "arithmetic")]) == 0
+    return folder
+
+
+def launch(project: Path, *words: str) -> int:
+    model = f"model.path={project}/data/arithmetic/model"
+    return cli.run(["launch", "slurm", str(QUICKSTART), "--set", model, *words])
+
+
+def test_the_command_writes_prints_or_submits(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    capsys.readouterr()
+    assert launch(project, "--nodes", "2", "--out", "job.sh") == 0
+    assert capsys.readouterr().out == "wrote job.sh; sbatch job.sh\n"
+    assert launch(project, "--nodes", "2") == 0
+    printed = capsys.readouterr().out
+    assert printed == (project / "job.sh").read_text()
+    assert f"--chdir={project}" in options(printed)
+
+    (project / "bin").mkdir()
+    sbatch = project / "bin" / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\ncat > {project}/submitted\necho Submitted batch job 7\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{project}/bin:/usr/bin:/bin")
+    assert launch(project, "--nodes", "2", "--submit") == 0
+    assert capsys.readouterr().out == "Submitted batch job 7\n"
+    assert (project / "submitted").read_text() == printed
+
+
+def test_mistakes_of_the_command_are_a_sentence(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    assert launch(project, "--nodes", "1") == 2
+    assert "pools: take 3 gpus, 1 nodes of 2 have 2; ask for --nodes 2" in capsys.readouterr().err
+    assert launch(project, "--nodes", "2", "--venv", "a", "--container", "b") == 2
+    assert "name a --container or a --venv, not both" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(project))
+    assert launch(project, "--nodes", "2", "--submit") == 5
+    assert capsys.readouterr().err.startswith("megarl: sbatch not found; ")

@@ -1,0 +1,112 @@
+"""The page in a real browser: it draws, in light and dark, scrolls through very many rollouts, and obeys no model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from bench.browser import Page, open_browser
+from megarl.tools.page.document import report_page
+from megarl.tools.page.run_data import RunFolder
+from megarl.tools.page.server import PageServer
+from tests.tools.page.runs import HOSTILE, make_run
+
+
+@asynccontextmanager
+async def shown(
+    folder: Path, *, view: str, colours: Literal["light", "dark"] = "light", width: int = 1280
+) -> AsyncIterator[Page]:
+    server = PageServer(folder, port=0)
+    await server.start()
+    try:
+        async with open_browser() as page:
+            await page.open(f"{server.url}#{view}", colours=colours, width=width)
+            await page.until("document.getElementById('name')?.textContent === 'sample'")
+            yield page
+            assert not page.complaints
+    finally:
+        await server.close()
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_curves_are_drawn_in_both_colours(tmp_path: Path, colours: Literal["light", "dark"]) -> None:
+    async def main() -> None:
+        async with shown(make_run(tmp_path / "run"), view="curves", colours=colours) as page:
+            num_cards = await page.until("document.querySelectorAll('.card svg path').length")
+            assert num_cards >= 15
+            ground = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+            is_dark = sum(map(int, ground.removeprefix("rgb(").removesuffix(")").split(","))) < 3 * 64
+            assert is_dark == (colours == "dark")
+            await page.evaluate("document.getElementById('tab-timeline').click()")
+            assert await page.until("document.querySelectorAll('rect.bar').length") >= 12
+
+    asyncio.run(main())
+
+
+def test_nothing_is_wider_than_a_telephone(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with shown(make_run(tmp_path / "run"), view="curves", width=390) as page:
+            for view in ("curves", "timeline", "rollouts"):
+                await page.evaluate(f"document.getElementById('tab-{view}').click()")
+                await page.until(f"!document.getElementById('{view}').hidden")
+                assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+
+    asyncio.run(main())
+
+
+def test_ten_thousand_rollouts_scroll_and_only_what_is_seen_exists(tmp_path: Path) -> None:
+    async def main() -> None:
+        folder = make_run(tmp_path / "run", num_steps=4, rollouts_per_step=2500)
+        async with shown(folder, view="rollouts") as page:
+            await page.until("document.querySelector('#rollouts output').textContent === '10,000 rollouts'")
+            await page.until("document.querySelectorAll('.item .line').length > 5")
+            await page.evaluate("document.querySelector('.list').scrollTop = 1e9")
+            # Newest first: the last line is of the first step.
+            await page.until("document.querySelector('.item:last-child .meta')?.textContent.startsWith('step 1 ')")
+            assert await page.evaluate("document.querySelectorAll('.item').length") < 60
+            await page.evaluate(
+                "const s = document.querySelector('input'); s.value = '3 77 w'; s.dispatchEvent(new Event('input'))"
+            )
+            await page.until("document.querySelector('#rollouts output').textContent === '1 rollouts'")
+
+    asyncio.run(main())
+
+
+def test_the_keyboard_chooses_and_what_a_model_wrote_is_only_text(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with shown(make_run(tmp_path / "run", num_steps=1), view="rollouts") as page:
+            await page.until("document.querySelectorAll('.item .line').length === 8")
+            press = "document.querySelector('.list').dispatchEvent(new KeyboardEvent('keydown', {key: 'j'}))"
+            await page.evaluate(press)
+            text = await page.until("document.querySelector('.response')?.textContent")
+            assert text == f"1 0 {HOSTILE}"
+            assert await page.evaluate("document.querySelectorAll('.response img, .list img').length") == 0
+            assert "owned" not in await page.evaluate("document.title")
+            await page.evaluate(press)
+            await page.until("document.querySelector('.detail h2').textContent === 'train.parquet:1, rollout 0'")
+            # The gap of 0.1 is at the last token.
+            assert (
+                await page.evaluate("document.querySelector('.response .token:last-child').className") == "token gap-2"
+            )
+
+    asyncio.run(main())
+
+
+def test_a_report_needs_no_server(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = tmp_path / "report.html"
+        path.write_text(report_page(RunFolder(make_run(tmp_path / "run"))))
+        async with open_browser() as page:
+            await page.open(f"{path.as_uri()}#rollouts")
+            await page.until("document.getElementById('name')?.textContent === 'sample'")
+            await page.until("document.querySelector('#rollouts output').textContent === '32 rollouts'")
+            await page.evaluate("document.getElementById('tab-curves').click()")
+            assert await page.until("document.querySelectorAll('.card').length") >= 15
+            assert not page.complaints
+
+    asyncio.run(main())

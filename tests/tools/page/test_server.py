@@ -1,0 +1,94 @@
+"""The page over HTTP: what it answers, and whom it does not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from megarl.errors import MachineError
+from megarl.tools.page.server import PageServer
+from tests.tools.page.runs import make_run
+
+
+def with_server(folder: Path, act: Callable[[PageServer, aiohttp.ClientSession], Awaitable[None]]) -> None:
+    async def main() -> None:
+        server = PageServer(folder, port=0)
+        await server.start()
+        try:
+            async with aiohttp.ClientSession(base_url=server.url) as session:
+                await act(server, session)
+        finally:
+            await server.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run")
+
+
+def test_page_scripts_and_data_are_there(folder: Path) -> None:
+    async def act(_: PageServer, session: aiohttp.ClientSession) -> None:
+        for path, kind in (("", "text/html"), ("static/page.css", "text/css"), ("static/page.js", "text/javascript")):
+            async with session.get(path) as response:
+                assert (response.status, response.content_type) == (200, kind)
+                assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+        async with session.get("api/run") as response:
+            assert (await response.json())["name"] == "sample"
+            tag = response.headers["ETag"]
+        async with session.get("api/run", headers={"If-None-Match": tag}) as response:
+            assert response.status == 304
+        async with session.get("api/rollouts", params={"sort": "score", "order": "descending"}) as response:
+            assert (await response.json())["rows"][0]["score"] == 1.0
+        async with session.get("api/rollout", params={"step": 1, "row": 2}) as response:
+            assert (await response.json())["prompt"] == "1+1="
+
+    with_server(folder, act)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "sentence"),
+    [
+        ("static/../run_data.py", 404, ""),
+        ("static/..%2frun_data.py", 404, "there is no"),
+        ("static/%2fetc%2fpasswd", 404, "there is no"),
+        ("api/rollout?step=../../etc&row=0", 400, "step is a number"),
+        ("api/rollout?step=1", 400, "step and row are needed"),
+        ("api/rollout?step=1&row=999", 404, "has no row 999"),
+        ("api/rollouts?sort=__class__", 400, "sort is one of"),
+        ("api/rollouts?offset=-1", 400, "offset is a number"),
+        ("events.jsonl", 404, ""),
+    ],
+)
+def test_bad_questions_get_a_sentence(folder: Path, path: str, status: int, sentence: str) -> None:
+    async def act(server: PageServer, session: aiohttp.ClientSession) -> None:
+        from yarl import URL
+
+        async with session.get(URL(server.url + path, encoded=True)) as response:
+            text = await response.text()
+            assert response.status == status, text
+            assert sentence in text
+
+    with_server(folder, act)
+
+
+def test_somebody_elses_name_for_this_machine_is_refused(folder: Path) -> None:
+    async def act(_: PageServer, session: aiohttp.ClientSession) -> None:
+        async with session.get("api/run", headers={"Host": "example.org"}) as response:
+            assert response.status == 403
+
+    with_server(folder, act)
+
+
+def test_a_port_that_is_taken_is_one_sentence(folder: Path) -> None:
+    async def act(server: PageServer, _: aiohttp.ClientSession) -> None:
+        port = int(server.url.rstrip("/").rpartition(":")[2])
+        with pytest.raises(MachineError, match="choose another --port"):
+            await PageServer(folder, port=port).start()
+
+    with_server(folder, act)

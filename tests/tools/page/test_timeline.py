@@ -1,0 +1,82 @@
+"""Phases to spans to a trace: nothing overlaps on a track, and a run that died leaves no bar without end."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megarl.observe.events import Event, PhaseEnded, PhaseStarted, Record, read_events
+from megarl.tools.page.timeline import Span, fold_spans, to_trace
+from megarl.types import JsonValue
+from tests.observe.samples import BEGAN, run_started, step_finished
+from tests.tools.page.runs import make_run
+
+
+def spans_of(events: list[Event]) -> list[Span]:
+    """One event a second."""
+    return fold_spans(
+        Record(sequence=number, time=BEGAN + timedelta(seconds=number), event=event)
+        for number, event in enumerate(events)
+    )
+
+
+def test_a_phase_knows_its_step_and_its_seconds() -> None:
+    spans = spans_of(
+        [
+            run_started(),
+            PhaseStarted(phase="start"),
+            PhaseEnded(phase="start", seconds=0.5),
+            PhaseStarted(phase="generate"),
+            PhaseEnded(phase="generate", seconds=0.75),
+            step_finished(1),
+            PhaseStarted(phase="generate"),
+        ]
+    )
+    assert [(span.phase, span.step, span.seconds, span.is_open) for span in spans] == [
+        ("start", 0, 0.5, False),
+        ("generate", 1, 0.75, False),
+        ("generate", 2, 0.0, True),
+    ]
+
+
+def test_phases_may_run_side_by_side() -> None:
+    spans = spans_of(
+        [
+            run_started(),
+            PhaseStarted(phase="generate"),
+            PhaseStarted(phase="evaluate"),
+            PhaseEnded(phase="generate", seconds=2.0),
+            PhaseEnded(phase="evaluate", seconds=2.0),
+        ]
+    )
+    assert [(span.phase, span.seconds) for span in spans] == [("generate", 2.0), ("evaluate", 2.0)]
+
+
+def test_what_a_run_died_in_ends_with_its_last_word() -> None:
+    dead: list[Event] = [run_started(), PhaseStarted(phase="update"), step_finished(1)]
+    (update, start) = spans_of([*dead, run_started(resumed_step=1), PhaseStarted(phase="start")])
+    assert (update.seconds, update.is_open) == (2.0, True)
+    assert start.step == 2
+
+
+def test_a_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    other: dict[str, JsonValue] = {"ph": "X", "name": "task", "pid": "node", "tid": "worker", "ts": 1.0, "dur": 2.0}
+    trace: dict[str, Any] = json.loads(
+        json.dumps(to_trace(fold_spans(read_events(run / "events.jsonl")), run="run", others=[other]))
+    )
+    events = trace["traceEvents"]
+    assert other in events
+    names = {
+        event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "thread_name"
+    }
+    assert set(names.values()) == {"driver", "rollout", "trainer"}
+    bars = [event for event in events if event["ph"] == "X" and event.get("cat") == "phase"]
+    assert {event["name"] for event in bars} == {"start", "generate", "update", "publish"}
+    assert all(event["dur"] >= 0 and event["pid"] == "megarl" and event["tid"] in names for event in bars)
+    for track in names:
+        of_track = sorted((event["ts"], event["ts"] + event["dur"]) for event in bars if event["tid"] == track)
+        assert all(end <= begin + 1 for (_, end), (begin, _) in pairwise(of_track))

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.weights.executors.shared_memory import export_tensors, open_tensors
+
+SHARED_MEMORY = Path("/dev/shm")
+NUM_ELEMENTS = 1 << 18
+
+
+def show_tensors(pipe: Connection) -> None:
+    """A trainer: shows views of one buffer, then does what it is told."""
+    buffer = torch.arange(NUM_ELEMENTS, dtype=torch.float32)
+    tensors = {"a": buffer[64:128].view(8, 8).t(), "b": buffer[1000:5000]}
+    pipe.send(export_tensors(tensors))
+    pipe.recv()
+    buffer.fill_(2.0)
+    pipe.send(export_tensors(tensors))
+    pipe.recv()
+
+
+def segments() -> set[str]:
+    """Of torch; others come and go."""
+    return {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith("torch_")}
+
+
+def test_an_engine_sees_a_trainers_tensors_as_they_change_and_nothing_is_left_when_it_is_killed() -> None:
+    before = segments()
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    trainer = context.Process(target=show_tensors, args=(there,), daemon=True)
+    trainer.start()
+    try:
+        memory = here.recv()
+        tensors = open_tensors(memory)
+        expected = torch.arange(NUM_ELEMENTS, dtype=torch.float32)
+        assert torch.equal(tensors["a"], expected[64:128].view(8, 8).t())
+        assert torch.equal(tensors["b"], expected[1000:5000])
+        here.send(None)
+        # The same memory: one that has it open need not open it again.
+        assert here.recv() == memory
+        assert torch.equal(tensors["b"], torch.full((4000,), 2.0))
+        assert segments() == before
+
+        assert trainer.pid is not None
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.join()
+        assert torch.equal(tensors["b"], torch.full((4000,), 2.0))
+        assert segments() == before
+        with pytest.raises(WeightSyncError, match="the trainer's memory cannot be opened in this process: "):
+            open_tensors(memory)
+    finally:
+        trainer.kill()
+        trainer.join()

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
+
+import pytest
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.weights.algebra.check import check_delivery
+from megarl.weights.algebra.plan import plan
+from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup, abandon_group
+from megarl.weights.executors.transfer import Receiver, Sender
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from megarl.weights.layouts.sglang import sglang_layout
+from tests.processes import run_processes
+from tests.weights.reference import make_shape
+from tests.weights.transfer_peers import (
+    CORRUPTED_VERSION,
+    TIMEOUT_S,
+    EngineLog,
+    Placed,
+    SenderLog,
+    cut,
+    make_plan,
+    num_engine_ranks,
+    run_and_die,
+    run_beside_the_dead,
+    run_engine,
+    run_trainer,
+    tensors_of,
+)
+
+Call = tuple[Callable[..., object], tuple[object, ...]]
+Logs = tuple[list[SenderLog], list[EngineLog]]
+
+
+@pytest.fixture(scope="module", params=get_args(Placed))
+def placed(request: pytest.FixtureRequest) -> Placed:
+    where: Placed = request.param
+    return where
+
+
+@pytest.fixture(scope="module")
+def logs(placed: Placed) -> Logs:
+    """Two trainer ranks publish three versions to the ranks of one or two engines; the third has a flipped bit."""
+    server = StoreServer()
+    calls: list[Call] = [(run_trainer, (server.address, rank, placed)) for rank in range(2)]
+    calls += [(run_engine, (server.address, rank, placed)) for rank in range(num_engine_ranks(placed))]
+    results = run_processes(calls)
+    values = [result.get() for result in results]
+    return (
+        [value for value in values if isinstance(value, dict)],
+        [value for value in values if isinstance(value, EngineLog)],
+    )
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_committed_parameters_are_the_trainers_cast_to_the_engines_dtype(
+    logs: Logs, placed: Placed, version: int
+) -> None:
+    for rank, log in enumerate(logs[1]):
+        expected = tensors_of(make_plan(placed=placed).target.by_rank[rank], version)
+        for name, tensor in expected.items():
+            assert tensor.dtype == torch.bfloat16
+            assert torch.equal(log.after_commit[version][name], tensor), name
+
+
+def test_ranks_on_other_nodes_pass_on_what_they_receive() -> None:
+    expected: dict[Placed, int] = {"on one node": 1, "on other nodes": 2, "on other nodes, relayed": 3}
+    for placed, num_hops in expected.items():
+        moves = make_plan(placed=placed)
+        assert moves.num_hops == num_hops
+        assert bool(moves.forwarded_bytes) == (num_hops > 1)
+
+
+def test_staging_touches_no_parameter(logs: Logs) -> None:
+    for log in logs[1]:
+        assert all(not tensor.any() for tensor in log.before_commit.values())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_senders_digests_add_up_to_the_receivers(logs: Logs, placed: Placed, version: int) -> None:
+    senders, engines = logs
+    arrived = {rank: log.digests[version] for rank, log in enumerate(engines)}
+    assert all(
+        set(names) == set(make_plan(placed=placed).target.by_rank[rank].tensors) for rank, names in arrived.items()
+    )
+    check_delivery([log[version] for log in senders], arrived)
+
+
+def test_one_flipped_bit_is_found_and_its_tensor_named(logs: Logs, placed: Placed) -> None:
+    senders, engines = logs
+    arrived = {rank: log.digests[CORRUPTED_VERSION] for rank, log in enumerate(engines)}
+    with pytest.raises(WeightSyncError) as caught:
+        check_delivery([log[CORRUPTED_VERSION] for log in senders], arrived)
+    # What a receiver passes on is as wrong as what it got.
+    assert 1 <= str(caught.value).count("has digest") <= (2 if "other nodes" in placed else 1)
+
+
+def test_an_aborted_version_leaves_the_last_committed_one(logs: Logs) -> None:
+    for log in logs[1]:
+        for name, tensor in log.after_commit[2].items():
+            assert torch.equal(log.after_abort[name], tensor)
+
+
+def test_a_dead_peer_is_an_error_long_before_the_deadline() -> None:
+    server = StoreServer()
+    calls: list[Call] = [(run_and_die, (server.address, 0))]
+    calls += [(run_beside_the_dead, (server.address, peer)) for peer in (1, 2, 3)]
+    dead, *others = run_processes(calls)
+    assert dead.value is None
+    for outcome in others:
+        seconds = outcome.get()
+        assert isinstance(seconds, float)
+        assert seconds < TIMEOUT_S / 4
+
+
+def test_a_peer_that_never_joins_is_named() -> None:
+    server = StoreServer()
+    with pytest.raises(WeightSyncError, match=r"peer 0 of 2 joining alone: after 0.2 s still no peer 1"):
+        TransferGroup.join(server.address, name="alone", peer=0, num_peers=2, timeout_s=0.2)
+
+
+def test_a_store_that_is_gone_is_an_error() -> None:
+    with pytest.raises(WeightSyncError, match="peer 0 of 1 joining nowhere failed"):
+        TransferGroup.join(StoreAddress(host="127.0.0.1", port=9), name="nowhere", peer=0, num_peers=1, timeout_s=0.5)
+
+
+def test_reports_are_collected_and_missing_ones_named() -> None:
+    server = StoreServer()
+    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=10)
+    group.report("digests of engine 0", b"\x00\xff")
+    assert group.collect(["digests of engine 0"], 1) == {"digests of engine 0": b"\x00\xff"}
+    with pytest.raises(WeightSyncError, match="still no digests of engine 1"):
+        group.collect(["digests of engine 0", "digests of engine 1"], 0.1)
+    group.forget(["digests of engine 0"])
+    with pytest.raises(WeightSyncError, match="still no digests of engine 0"):
+        group.collect(["digests of engine 0"], 0.1)
+
+
+def test_a_wait_ends_when_another_peer_gives_up() -> None:
+    server = StoreServer()
+    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=10)
+    group.abandon("the disk is full")
+    with pytest.raises(WeightSyncError, match="peer 0 gave up: the disk is full"):
+        group.collect(["never"], 10)
+    with pytest.raises(WeightSyncError, match="join a new group: the disk is full"):
+        group.send(torch.zeros(1, dtype=torch.uint8), peer=0, tag=0)
+
+
+def test_a_group_can_be_ended_from_outside() -> None:
+    server = StoreServer()
+    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=10)
+    abandon_group(server.address, name="one", reason="engine 1 is dead")
+    with pytest.raises(WeightSyncError, match="engine 1 is dead"):
+        group.collect(["never"], 10)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_parameters_on_any_device_travel_through_host_memory(device: str) -> None:
+    """One trainer rank, one engine rank, as two threads."""
+    shape = make_shape()
+    trainer = megatron_layout(shape, MegatronParallel(), dtype="float32")
+    moves = plan(trainer, sglang_layout(shape, tensor=1, dtype="bfloat16"))
+    model = {name: torch.randn(spec.shape, device=device) for name, spec in trainer.canonical.items()}
+    sources = cut(moves.source.holdings[0], model)
+    targets = {name: torch.zeros_like(tensor) for name, tensor in cut(moves.target.holdings[0], model).items()}
+    server = StoreServer()
+
+    def join(peer: int) -> TransferGroup:
+        return TransferGroup.join(server.address, name="threads", peer=peer, num_peers=2, timeout_s=30)
+
+    with ThreadPoolExecutor(2) as pool:
+        trainer_group, engine_group = pool.map(join, range(2))
+        receiver = Receiver(moves, 0, targets, engine_group, bucket_bytes=3000)
+        sending = pool.submit(Sender(moves, 0, sources, trainer_group, bucket_bytes=3000).send, 7)
+        arrived = receiver.stage(7)
+        check_delivery([sending.result()], {0: arrived})
+    receiver.commit(7)
+    for name, expected in cut(moves.target.holdings[0], model).items():
+        assert torch.equal(targets[name], expected), name
+
+
+def test_nothing_is_committed_that_was_not_staged() -> None:
+    shape = make_shape()
+    layout = sglang_layout(shape, tensor=1, dtype="float32")
+    server = StoreServer()
+    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=10)
+    receiver = Receiver(plan(layout, layout), 0, {}, group, first_target_peer=0)
+    with pytest.raises(WeightSyncError, match="asked to commit version 1, staged is None"):
+        receiver.commit(1)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from megarl import __version__
 from megarl.tools.doctor.patches import find_patches
 from megarl.tools.doctor.versions import normalized, pinned_versions
+from tests.repository import ROOT
 
-ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "Dockerfile").read_text()
 
 

@@ -10,8 +10,9 @@ from megarl.cli.main import run
 from megarl.tools.check_sync.comparison import ClassVerdict
 from megarl.tools.check_sync.rehearsal import rehearse
 from megarl.weights.algebra.plan import Plan
+from tests.repository import ROOT
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = ROOT / "recipes"
 
 
 def test_a_rehearsal_says_for_every_class_that_it_is_equal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.explain import print_explanation
+from tests.repository import ROOT
 
-GOOD = Path(__file__).parent.parent / "config" / "good.yaml"
+GOOD = ROOT / "tests" / "config" / "good.yaml"
 
 
 def test_every_value_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,9 @@ from megarl.cli.metrics import metrics_page
 from megarl.observe.catalogue import METRICS
 from megarl.observe.targets import Targets
 from megarl.tools.dashboards.monitoring import monitoring_files
+from tests.repository import ROOT
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 
 
 def test_the_table_in_the_docs_is_that_of_the_code() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from megarl.cli.main import run
 from megarl.cli.plan import WIDTH
+from tests.repository import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 RECIPES = ROOT / "recipes"
 GPU_OF = {"dapo_32b": "h200", "grpo_235b": "h200"}
 PUBLIC = ["grpo_7b", "grpo_70b", "ppo_70b", "grpo_235b", "dapo_32b"]

@@ -6,8 +6,9 @@ import pytest
 
 from megarl.cli.main import run
 from megarl.config.load import read_recipe
+from tests.repository import ROOT
 
-EXAMPLES = Path(__file__).parent.parent / "config" / "verl"
+EXAMPLES = ROOT / "tests" / "tools" / "import_verl" / "configs"
 
 
 @pytest.mark.parametrize("name", ["grpo.yaml", "ppo_kl.yaml"])

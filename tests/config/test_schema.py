@@ -12,8 +12,8 @@ from megarl.cli.main import run
 from megarl.config.document import read_document
 from megarl.config.recipe import Recipe
 from megarl.config.schema import json_schema, reference
+from tests.repository import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 WRITE = "write it with"
 

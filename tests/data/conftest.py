@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -193,7 +193,9 @@ def test_a_sample_larger_than_the_budget_is_refused() -> None:
 
 @given(sizes=lengths)
 def test_columns_that_samples_have_are_packed_and_others_are_left_out(sizes: Lengths) -> None:
-    samples = [replace(sample, values=sample.advantages + 1, returns=sample.advantages) for sample in make_samples(sizes)]
+    samples = [
+        replace(sample, values=sample.advantages + 1, returns=sample.advantages) for sample in make_samples(sizes)
+    ]
     batch = pack_samples(samples, data_parallel=1)
     micro_batches = [item for mini_batch in batch.mini_batches for item in mini_batch.shares[0]]
     for item in micro_batches:
@@ -213,7 +215,9 @@ def test_columns_that_samples_have_are_packed_and_others_are_left_out(sizes: Len
 @given(sizes=lengths)
 def test_versions_are_packed_where_ranks_need_them(sizes: Lengths) -> None:
     samples = [
-        replace(sample, rollout=replace(sample.rollout, versions=np.arange(len(sample.rollout.token_ids), dtype=np.int32)))
+        replace(
+            sample, rollout=replace(sample.rollout, versions=np.arange(len(sample.rollout.token_ids), dtype=np.int32))
+        )
         for sample in make_samples(sizes)
     ]
     assert all(item.versions is None for item in micro_batches(pack_samples(samples)))

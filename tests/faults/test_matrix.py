@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tests.faults.matrix import BEGIN, END, Row, _line, faults_in, section_of, write_table
+from tests.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "reliability.md"
 
 

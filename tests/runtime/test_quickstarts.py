@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from megarl.observe.events import EVENTS_FILE, Evaluated, StepFinished, read_events
+from tests.repository import ROOT
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = ROOT / "recipes"
 MEGARL = Path(sys.executable).with_name("megarl")
 MAX_SECONDS = 8 * 60.0
 

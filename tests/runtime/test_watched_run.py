@@ -17,8 +17,9 @@ from megarl.observe.targets import LINKS_FOLDER, TARGETS_FILE, read_targets
 from megarl.tools.dashboards.boards import DASHBOARDS
 from megarl.tools.dashboards.panels import Needs
 from tests.observe.prometheus import prometheus
+from tests.repository import ROOT
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = ROOT / "recipes"
 MEGARL = str(Path(sys.executable).with_name("megarl"))
 START_TIMEOUT_S = 300.0
 MAX_SECONDS_OF_STEPS = 90.0

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-from pathlib import Path
 from xml.etree import ElementTree
 
 from scripts.draw_plan import PICTURE, draw, example
-
-ROOT = Path(__file__).parents[2]
+from tests.repository import ROOT
 
 
 def test_the_picture_of_the_documentation_is_that_of_the_plan() -> None:

@@ -12,8 +12,9 @@ from megarl.errors import ConfigError
 from megarl.planner.shapes import find_shapes
 from megarl.runtime.engines.serving import route_of
 from megarl.tools.check_sync.small_sync import SmallSync, rehearsed, small_sync, told_layout
+from tests.repository import ROOT
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPES = ROOT / "recipes"
 LARGE = ("grpo_7b", "grpo_70b", "ppo_70b", "grpo_235b", "dapo_32b")
 
 

@@ -14,8 +14,8 @@ from megarl.tools.dashboards.alerts import ALERTS, RUNBOOK, Alert
 from megarl.tools.dashboards.monitoring import RULES_FILE, monitoring_files, write_monitoring
 from megarl.tools.dashboards.panels import names_in
 from tests.observe.prometheus import binary
+from tests.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 EVALUATED_AT = "5h"
 
 # A sample a minute for six hours; `a+bxn` begins with a and adds b n times.
@@ -232,7 +232,7 @@ def test_every_alert_has_a_chapter_in_the_runbook() -> None:
 
 
 def test_the_files_in_the_package_are_what_the_code_writes() -> None:
-    folder = ROOT / "megarl" / "observe" / "files"
+    folder = ROOT / "megarl" / "tools" / "dashboards" / "files"
     assert {path.name: path.read_text() for path in folder.iterdir()} == monitoring_files()
 
 

@@ -11,8 +11,9 @@ import yaml
 from megarl.observe.targets import LINKS_FOLDER
 from megarl.tools.dashboards.monitoring import FOLDER, RULES_FILE
 from tests.observe.prometheus import binary
+from tests.repository import ROOT
 
-MONITORING = Path(__file__).parents[2] / "launch" / "monitoring"
+MONITORING = ROOT / "launch" / "monitoring"
 
 
 def test_everything_that_is_mounted_is_in_the_repository() -> None:

@@ -15,8 +15,7 @@ import pytest
 from megarl.tools.doctor.checks import Verdict
 from megarl.tools.doctor.patches import Patch, PatchState, apply, check_patches, find_patches, site_of, state_of
 from megarl.tools.doctor.versions import normalized, pinned_versions
-
-ROOT = Path(__file__).parents[2]
+from tests.repository import ROOT
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from megarl.tools.doctor.checks import Verdict
 from megarl.tools.doctor.versions import FOR_CUDA, REQUIRED, check_versions, local_versions, pinned_versions
-
-ROOT = Path(__file__).parents[2]
+from tests.repository import ROOT
 
 
 def test_the_pinned_versions_are_those_of_the_requirements() -> None:

@@ -17,7 +17,7 @@ from megarl.tools.import_verl import Entry, Imported, import_verl
 from megarl.tools.import_verl.rules import Treatment, Verdict, known_keys, rule_for
 
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
-HERE = Path(__file__).parent / "verl"
+HERE = Path(__file__).parent / "configs"
 BASE = """\
 python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=train.parquet \\
   actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct actor_rollout_ref.rollout.n=8 trainer.total_training_steps=50 \\

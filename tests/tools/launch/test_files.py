@@ -19,8 +19,9 @@ from megarl.config import Recipe
 from megarl.env import LOCAL_RAY_ENVIRONMENT
 from megarl.tools.doctor.versions import pinned_versions
 from megarl.tools.launch.slurm import BODY
+from tests.repository import ROOT
 
-LAUNCH = Path(__file__).parents[2] / "launch"
+LAUNCH = ROOT / "launch"
 START_NODE = LAUNCH / "ray" / "start_node.sh"
 
 

@@ -16,8 +16,8 @@ from megarl.config.load import read_recipe
 from megarl.errors import ConfigError
 from megarl.runtime import cluster
 from megarl.tools.launch.slurm import CPU_SLOT, SlurmJob, parse_time, render
+from tests.repository import ROOT
 
-ROOT = Path(__file__).parents[2]
 FOLDER = Path("/shared/project")
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 LARGE = ROOT / "recipes" / "grpo_70b.yaml"

@@ -12,9 +12,10 @@ import pytest
 
 from megarl.config.load import read_recipe
 from megarl.tools.launch.slurm import SlurmJob, render
+from tests.repository import ROOT
 from tests.tools.launch.slurm_cluster import SlurmCluster, slurm_cluster
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from megarl.observe.events import EVENTS_FILE, Event, RunFinished, RunStarted, RunStatus, StepFinished, read_events
+from tests.repository import ROOT
 from tests.tools.launch.slurm_cluster import SlurmCluster, slurm_cluster
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 MEGARL = Path(sys.executable).with_name("megarl")
 NUM_STEPS = 8
 

@@ -12,9 +12,15 @@ from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import DataConfig
 from megarl.data.prompts import load_demonstrations, load_prompts
-from megarl.data.tokenizer import Tokenizer
+from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import DataError
-from megarl.tools.quickstart.arithmetic import CARELESS_PROBABILITY, ArithmeticFiles, careless_sum, make_arithmetic
+from megarl.tools.quickstart.arithmetic import (
+    CARELESS_PROBABILITY,
+    SHAPE,
+    ArithmeticFiles,
+    careless_sum,
+    make_arithmetic,
+)
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 
 
@@ -87,7 +93,8 @@ def test_a_number_of_problems_that_cannot_be_is_an_error(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_the_files_load_as_a_data_set(files: ArithmeticFiles, tokenizer: Tokenizer) -> None:
+def test_the_files_load_as_a_data_set(files: ArithmeticFiles) -> None:
+    tokenizer = load_tokenizer(files.model, vocab=SHAPE.vocab)
     config = DataConfig(train=(files.train,), max_prompt_tokens=8)
     assert len(load_prompts((files.eval,), config, tokenizer).prompts) == 500
     prompts = load_demonstrations((files.sft,), config, tokenizer, max_response_tokens=4).prompts

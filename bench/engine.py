@@ -24,7 +24,7 @@ from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import RolloutRoleConfig
 from megarl.errors import MegarlError
 from megarl.rollout.client import EngineClient, EngineKeys, GenerateRequest
-from megarl.rollout.commands import Meeting, Route
+from megarl.rollout.commands import Rendezvous, TransferSpec
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, sampling_seed
@@ -117,7 +117,7 @@ async def _serving(model: str, folder: Path, options: Mapping[str, object]) -> A
 
 
 async def _measure_publish(server: _Server) -> AsyncIterator[Figure]:
-    route = Route(
+    route = TransferSpec(
         shape=server.shape,
         parallel=MegatronParallel(),
         trainer_dtype="bfloat16",
@@ -129,7 +129,7 @@ async def _measure_publish(server: _Server) -> AsyncIterator[Figure]:
     )
     plan = route.plan()
     control = EngineControl(server.fleet, timeout_s=_TIMEOUT_S)
-    meeting = Meeting(
+    meeting = Rendezvous(
         address=control.address,
         name="publish",
         timeout_s=_TIMEOUT_S,

@@ -26,7 +26,7 @@ from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import RolloutRoleConfig
 from megarl.errors import WeightSyncError
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
-from megarl.rollout.commands import Meeting, Route
+from megarl.rollout.commands import Rendezvous, TransferSpec
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineProcess, EngineSpec
@@ -99,7 +99,7 @@ def measure_reshard(folder: Path, *, gigabytes: float, repeats: int, on_news: Ca
 
 async def _measure(folder: Path, *, gigabytes: float, repeats: int, on_news: Callable[[str], None]) -> ReshardReport:
     shape = _write_model(folder / "model", gigabytes)
-    route = Route(
+    route = TransferSpec(
         shape=shape,
         parallel=_SPLIT,
         trainer_dtype="float32",
@@ -137,7 +137,7 @@ async def _measure(folder: Path, *, gigabytes: float, repeats: int, on_news: Cal
 class _Bench:
     """One engine, all ranks, and the three ways to bring weights from these to that."""
 
-    def __init__(self, route: Route, fleet: Fleet, endpoint: EngineEndpoint) -> None:
+    def __init__(self, route: TransferSpec, fleet: Fleet, endpoint: EngineEndpoint) -> None:
         self.plan: Plan = route.plan()
         self.sent_bytes = 0
         self.buckets = _buckets(parameters_of(self.plan.source, route))
@@ -149,7 +149,7 @@ class _Bench:
 
     async def connect(self) -> None:
         await asyncio.to_thread(self._ranks.wait_ready)
-        meeting = Meeting(
+        meeting = Rendezvous(
             address=self._control.address,
             name="publish",
             timeout_s=_TIMEOUT_S,

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl.errors import WeightSyncError
-from megarl.rollout.commands import Meeting, Route
+from megarl.rollout.commands import Rendezvous, TransferSpec
 from megarl.rollout.torchvision_ops import declare_torchvision_ops
 from megarl.weights.algebra.slices import Holding, Layout, Slice
 from megarl.weights.executors.box_digest import fastest_digest
@@ -61,7 +61,7 @@ class _CountingGroup(TransferGroup):
 class BenchRank:
     """What one process does when it is asked to. `route` has tensor and pipeline parallelism only."""
 
-    def __init__(self, route: Route, rank: int, address: StoreAddress, timeout_s: float) -> None:
+    def __init__(self, route: TransferSpec, rank: int, address: StoreAddress, timeout_s: float) -> None:
         torch.set_num_threads(1)
         self._route = route
         self._rank = rank
@@ -75,7 +75,7 @@ class BenchRank:
         self._engines: dist.ProcessGroup | None = None
         self._meet(address)
 
-    def join(self, meeting: Meeting) -> None:
+    def join(self, meeting: Rendezvous) -> None:
         group = _CountingGroup.join(
             meeting.address,
             name=meeting.name,
@@ -185,7 +185,7 @@ class BenchRank:
         dist.broadcast(flat, src=0, group=self._engines)
 
 
-def parameters_of(layout: Layout, route: Route) -> list[Parameter]:
+def parameters_of(layout: Layout, route: TransferSpec) -> list[Parameter]:
     """Of all stages, in the order in which they are gathered."""
     found = []
     for stage in range(route.parallel.pipeline):
@@ -198,7 +198,7 @@ def parameters_of(layout: Layout, route: Route) -> list[Parameter]:
     return found
 
 
-def canonical_names(layout: Layout, route: Route, parameter: Parameter) -> list[str]:
+def canonical_names(layout: Layout, route: TransferSpec, parameter: Parameter) -> list[str]:
     """The canonical tensors that a parameter has a share of."""
     parallel = route.parallel
     ranks = [parallel.rank(tensor=part, data=0, pipeline=parameter.stage) for part in range(parallel.tensor)]
@@ -209,7 +209,7 @@ def canonical_names(layout: Layout, route: Route, parameter: Parameter) -> list[
 class BenchRanks:
     """All rank processes of a route. A call is made on every one of them at once; the first error is raised."""
 
-    def __init__(self, route: Route, address: StoreAddress, *, timeout_s: float) -> None:
+    def __init__(self, route: TransferSpec, address: StoreAddress, *, timeout_s: float) -> None:
         context = multiprocessing.get_context("spawn")
         self._timeout_s = timeout_s
         self._pipes: list[Connection] = []
@@ -250,7 +250,7 @@ class BenchRanks:
         return answers
 
 
-def _serve(pipe: Connection, route: Route, rank: int, address: StoreAddress, timeout_s: float) -> None:
+def _serve(pipe: Connection, route: TransferSpec, rank: int, address: StoreAddress, timeout_s: float) -> None:
     served: BenchRank | None = None
 
     def start() -> None:

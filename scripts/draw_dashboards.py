@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from PIL import Image
 
 from megarl.tools.dashboards.boards import DASHBOARDS
-from megarl.tools.dashboards.panels import COLUMNS, Dashboard, Panel, Query, Row
+from megarl.tools.dashboards.panels import COLUMNS, Dashboard, Panel, PanelRow, Query
 
 NUM_POINTS = 150
 CELL_INCHES = 0.62
@@ -108,7 +108,7 @@ def draw(board: Dashboard, source: Source, path: Path) -> None:
     Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
 
 
-def _height(row: Row) -> int:
+def _height(row: PanelRow) -> int:
     height, left, row_height = 1, 0, 0
     for panel in row.panels:
         if left + panel.width > COLUMNS:

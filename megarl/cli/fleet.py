@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from megarl.cli.display import make_console
-from megarl.runtime.engines.operator import Request, ask
+from megarl.runtime.engines.operator import OperatorRequest, ask
 
 
 class Action(StrEnum):
@@ -28,7 +28,7 @@ def fleet(
     table = Table(box=None, header_style="bold")
     for title in ("engine", "state", "version", "requests", "restarts", "address", "because"):
         table.add_column(title)
-    for report in ask(run, Request(action=action.value, engine=engine)):
+    for report in ask(run, OperatorRequest(action=action.value, engine=engine)):
         cells = (report.index, report.state, report.version, report.num_outstanding, report.num_restarts)
         table.add_row(*map(str, cells), report.address, report.reason)
     make_console().print(table)

@@ -30,10 +30,10 @@ def plan(
     from rich.console import Console
 
     from megarl.cli.plan_tables import as_json, comparison, tables
-    from megarl.planner.answer import Question, answer
+    from megarl.planner.answer import PlanQuestion, answer
     from megarl.planner.hardware import parse_gpu
 
-    question = Question(gpu=parse_gpu(gpu), shape_name=shape, mean_response_tokens=mean_response_tokens)
+    question = PlanQuestion(gpu=parse_gpu(gpu), shape_name=shape, mean_response_tokens=mean_response_tokens)
     first = answer(recipe, overrides or [], question)
     changed = answer(recipe, [*(overrides or []), *what_if], question) if what_if else None
     if is_json:

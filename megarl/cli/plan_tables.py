@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from megarl.config.advice import advise
-from megarl.planner.answer import Answer
+from megarl.planner.answer import PlanAnswer
 from megarl.planner.fit import Proposal
-from megarl.planner.ledger import Ledger, saves
+from megarl.planner.ledger import MemoryLedger, saves
 from megarl.planner.placement import Placement, RankPlace
 from megarl.planner.run_plan import RunPlan
 from megarl.planner.timing import PhaseName, PhaseTime, Timing
@@ -22,12 +22,12 @@ _MAX_NODES = 12
 _WIDTH = 100
 
 
-def as_json(answer: Answer) -> dict[str, object]:
+def as_json(answer: PlanAnswer) -> dict[str, object]:
     fits = {"fits": answer.plan.sizes.fits, "proposals": [asdict(proposal) for proposal in answer.proposals]}
     return {"run": answer.recipe.run.name, **fits, **asdict(answer.plan)}
 
 
-def tables(answer: Answer) -> Group:
+def tables(answer: PlanAnswer) -> Group:
     plan = answer.plan
     parts: list[RenderableType] = [_title(answer), "", _placement_table(plan.placement), ""]
     for where in dict.fromkeys(ledger.where for ledger in plan.sizes.ledgers):
@@ -44,7 +44,7 @@ def tables(answer: Answer) -> Group:
     return Group(*parts)
 
 
-def _title(answer: Answer) -> str:
+def _title(answer: PlanAnswer) -> str:
     plan = answer.plan
     device = "cpu" if answer.recipe.run.device == "cpu" else plan.gpu.name
     return (
@@ -105,7 +105,7 @@ def _coordinates(ranks: Sequence[RankPlace]) -> str:
     return f"{_span(rank.rank for rank in ranks)}: {' x '.join(parts)} x {_span(rank.pipeline for rank in ranks)}"
 
 
-def _memory_table(where: str, ledgers: Sequence[Ledger]) -> Table:
+def _memory_table(where: str, ledgers: Sequence[MemoryLedger]) -> Table:
     """Of one kind of GPU; one column per phase."""
     title = f"Memory of the fullest GPU, GiB: {where}"
     table = _table(title, "", *(ledger.phase for ledger in ledgers))
@@ -134,7 +134,7 @@ def _host_table(plan: RunPlan) -> Table:
     return table
 
 
-def _verdict(answer: Answer) -> list[str]:
+def _verdict(answer: PlanAnswer) -> list[str]:
     sizes = answer.plan.sizes
     worst = sizes.worst
     if worst is None or worst.margin_bytes is None:
@@ -193,7 +193,7 @@ def _time_table(timing: Timing) -> Table:
     return table
 
 
-def _padding_notes(answer: Answer) -> list[str]:
+def _padding_notes(answer: PlanAnswer) -> list[str]:
     """Rows of the vocabulary that exist only to divide it."""
     vocab = answer.plan.shapes.policy.vocab
     sizes = sorted({split.tensor for split in answer.recipe.megatron_roles.values()})
@@ -204,7 +204,7 @@ def _padding_notes(answer: Answer) -> list[str]:
     ]
 
 
-def _time_notes(answer: Answer) -> list[str]:
+def _time_notes(answer: PlanAnswer) -> list[str]:
     plan = answer.plan
     timing, gpu, workload = plan.sizes.timing, plan.gpu, plan.workload
     assert timing is not None
@@ -251,7 +251,7 @@ def _lever(phase: PhaseTime, timing: Timing) -> str:
             return "engines nearer to the trainer"
 
 
-def comparison(first: Answer, second: Answer, changes: list[str]) -> Table:
+def comparison(first: PlanAnswer, second: PlanAnswer, changes: list[str]) -> Table:
     table = _table(first.recipe.run.name, "", "as it is", "\n".join(changes))
 
     def row(label: str, *values: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from megarl.observe.report import Report, Row
+from megarl.observe.report import Report, ReportRow
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -18,7 +18,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"curves: {report.curves}")
 
 
-def _best(row: Row) -> tuple[str, str]:
+def _best(row: ReportRow) -> tuple[str, str]:
     if row.best is None:
         return "", ""
     return _number(row.best), str(row.best_step)

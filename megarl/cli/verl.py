@@ -17,7 +17,7 @@ from megarl.config.document import Tree
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, MachineError, Problem
 from megarl.tools.import_verl import Entry, Imported, import_verl
-from megarl.tools.import_verl.rules import Verdict
+from megarl.tools.import_verl.rules import KeyVerdict
 
 _MAX_VALUE = 32
 
@@ -62,7 +62,7 @@ def _problems(tree: dict[str, Tree]) -> tuple[Problem, ...]:
 
 
 def _print_report(imported: Imported, stream: TextIO) -> None:
-    for verdict in (Verdict.UNKNOWN, Verdict.NOT_SUPPORTED, Verdict.NO_EFFECT, Verdict.MAPPED):
+    for verdict in (KeyVerdict.UNKNOWN, KeyVerdict.NOT_SUPPORTED, KeyVerdict.NO_EFFECT, KeyVerdict.MAPPED):
         entries = [entry for entry in imported.entries if entry.verdict is verdict]
         if entries:
             print(f"{verdict} ({len(entries)})", file=stream)
@@ -75,5 +75,5 @@ def _print_report(imported: Imported, stream: TextIO) -> None:
 def _line(entry: Entry) -> str:
     value = str(entry.value)
     shown = value if len(value) <= _MAX_VALUE else f"{value[: _MAX_VALUE - 3]}..."
-    arrow = "->" if entry.verdict is Verdict.MAPPED else ":"
+    arrow = "->" if entry.verdict is KeyVerdict.MAPPED else ":"
     return f"{entry.key}={shown} {arrow} {entry.text}".replace(" : ", ": ")

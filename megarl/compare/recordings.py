@@ -25,7 +25,7 @@ _SAME = 1e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PatchPlace:
     """The corner of a patch in the output of its site."""
 
     site: str
@@ -34,8 +34,8 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patch:
-    place: Place
+class ActivationPatch:
+    place: PatchPlace
     values: Tensor  # [tokens, columns], float32, on the host
 
 
@@ -61,12 +61,12 @@ class Recorder:
             handle.remove()
         self._handles = []
 
-    def patches(self, *, part: int = 0) -> Iterator[Patch]:
+    def patches(self, *, part: int = 0) -> Iterator[ActivationPatch]:
         """What was heard. Where the tokens of whole-width outputs are split over ranks, `part` is this rank's."""
         for columns, calls in self._heard.items():
             values = torch.cat(calls)
             token = part * len(values) if columns.size is None else 0
-            yield Patch(place=Place(site=columns.site, token=token, column=columns.first), values=values)
+            yield ActivationPatch(place=PatchPlace(site=columns.site, token=token, column=columns.first), values=values)
 
     def _listen(self, module: torch.nn.Module, watch: Watch) -> list[torch.utils.hooks.RemovableHandle]:
         def before(_: torch.nn.Module, arguments: tuple[object, ...], named: Mapping[str, object]) -> None:
@@ -91,7 +91,7 @@ class Recorder:
                 calls.append(cut.to(device="cpu", dtype=torch.float32, copy=True))
 
 
-def write_patches(path: Path, patches: Iterable[Patch]) -> None:
+def write_patches(path: Path, patches: Iterable[ActivationPatch]) -> None:
     tensors, places = {}, {}
     for index, patch in enumerate(patches):
         tensors[str(index)] = patch.values.contiguous()
@@ -105,21 +105,21 @@ class Recording:
     def __init__(self, files: Iterable[Path], *, num_tokens: int) -> None:
         """Of each site the first `num_tokens` rows count: what follows is padding, or was run ahead of time."""
         self._num_tokens = num_tokens
-        self._by_site: defaultdict[str, list[tuple[Place, Path, str]]] = defaultdict(list)
+        self._by_site: defaultdict[str, list[tuple[PatchPlace, Path, str]]] = defaultdict(list)
         for path in files:
             with safe_open(path, framework="pt") as file:
                 for key, place in json.loads(file.metadata()[_PLACES]).items():
-                    self._by_site[place["site"]].append((Place(**place), path, key))
+                    self._by_site[place["site"]].append((PatchPlace(**place), path, key))
 
     def __contains__(self, site: str) -> bool:
         return site in self._by_site
 
-    def patches(self, site: str) -> list[Patch]:
-        return [Patch(place=place, values=_read(path, key)) for place, path, key in self._by_site[site]]
+    def patches(self, site: str) -> list[ActivationPatch]:
+        return [ActivationPatch(place=place, values=_read(path, key)) for place, path, key in self._by_site[site]]
 
     def whole(self, site: str) -> Tensor:
         """[tokens, columns] of a site, from the parts of all ranks."""
-        by_place: defaultdict[Place, list[Tensor]] = defaultdict(list)
+        by_place: defaultdict[PatchPlace, list[Tensor]] = defaultdict(list)
         for patch in self.patches(site):
             by_place[patch.place].append(patch.values)
         assert by_place, f"nobody recorded {site}"

@@ -19,7 +19,7 @@ Census: TypeAlias = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class WeightSide:
     """Everyone who holds one copy of a model, in the order of the layout's holdings."""
 
     layout: Layout
@@ -35,13 +35,13 @@ def take_census(holding: Holding, canonical: Mapping[str, TensorSpec], tensors: 
     return to_ints(sums)
 
 
-def differing_tensors(one: Side, other: Side) -> tuple[str, ...]:
+def differing_tensors(one: WeightSide, other: WeightSide) -> tuple[str, ...]:
     """Canonical tensors whose bits are not the same on both sides, or not in all copies within one of them."""
     mine, theirs = _totals(one), _totals(other)
     return tuple(name for name in one.layout.canonical if mine[name] is None or mine[name] != theirs[name])
 
 
-def _totals(side: Side) -> dict[str, int | None]:
+def _totals(side: WeightSide) -> dict[str, int | None]:
     """Per canonical tensor the digest of the whole: the sum over its parts. None where copies of a part differ."""
     digests: defaultdict[Slice, set[int]] = defaultdict(set)
     for holding, census in zip(side.layout.holdings, side.censuses, strict=True):

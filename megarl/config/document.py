@@ -26,7 +26,7 @@ Key: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class ValueOrigin:
     """Where a value was written."""
 
     source: str
@@ -42,9 +42,9 @@ class Document:
     """Values as written. Lists and empty sections count as one value."""
 
     tree: dict[str, Tree]
-    origins: Mapping[Key, Origin]
+    origins: Mapping[Key, ValueOrigin]
 
-    def origin(self, key: Key) -> Origin | None:
+    def origin(self, key: Key) -> ValueOrigin | None:
         """Of a value or of the list or section it is a part of; None where nobody wrote it."""
         for length in range(len(key), 0, -1):
             if key[:length] in self.origins:
@@ -76,7 +76,7 @@ def override_value(document: Document, key: Key, value: Tree) -> Document:
         if not isinstance(_at(document.tree, key[:length]), dict | None):
             raise _override_error(".".join(key), f"{key[length - 1]} is a value, not a section")
     kept = {known: origin for known, origin in document.origins.items() if known[: len(key)] != key}
-    origins = {leaf: Origin(source=OVERRIDE) for leaf in _leaves(value, key)}
+    origins = {leaf: ValueOrigin(source=OVERRIDE) for leaf in _leaves(value, key)}
     return Document(tree=_with(document.tree, key, value), origins={**kept, **origins})
 
 
@@ -228,7 +228,7 @@ def _read(path: Path) -> Document:
         raise _error(path, f"not valid YAML: {_yaml_sentence(error)}") from None
     if not isinstance(parsed.value, dict):
         raise _error(path, "not a mapping of sections (run:, model:, data: ...)")
-    origins = {key: Origin(source=str(path), line=line) for key, line in parsed.lines.items()}
+    origins = {key: ValueOrigin(source=str(path), line=line) for key, line in parsed.lines.items()}
     return Document(tree=parsed.value, origins=origins)
 
 

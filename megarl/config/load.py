@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from megarl.config.checks.recipe import check_recipe
 from megarl.config.complaints import complaints, misplaced_truths
-from megarl.config.document import Document, Key, Origin, override, read_document
+from megarl.config.document import Document, Key, ValueOrigin, override, read_document
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, Problem
 
@@ -29,7 +29,7 @@ class Explained:
 
     key: str
     value: str
-    origin: Origin | None
+    origin: ValueOrigin | None
 
 
 def load_recipe(

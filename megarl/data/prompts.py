@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megarl.config.recipe import DataConfig
-from megarl.data.rows import Row, read_rows
+from megarl.data.rows import DataRow, read_rows
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import DataError
 from megarl.types import Prompt
@@ -60,7 +60,7 @@ def load_demonstrations(
     return _without_overlong(prompts, [_prompt_limit(config), response_limit], config)
 
 
-def _tokenise(rows: Sequence[Row], tokenizer: Tokenizer) -> list[Prompt]:
+def _tokenise(rows: Sequence[DataRow], tokenizer: Tokenizer) -> list[Prompt]:
     prompts: list[Prompt] = []
     for start in range(0, len(rows), _ROWS_PER_ENCODING):
         some = rows[start : start + _ROWS_PER_ENCODING]
@@ -82,7 +82,7 @@ def _tokenise(rows: Sequence[Row], tokenizer: Tokenizer) -> list[Prompt]:
     return prompts
 
 
-def _render(row: Row, tokenizer: Tokenizer) -> str:
+def _render(row: DataRow, tokenizer: Tokenizer) -> str:
     try:
         return tokenizer.render_chat(row.chat)
     except DataError as error:

@@ -27,7 +27,7 @@ _ROWS_PER_READ = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class DataRow:
     """One row, checked: the chat ends where the assistant is to answer."""
 
     uid: str
@@ -39,10 +39,10 @@ class Row:
     """What to imitate, where rows are read as demonstrations."""
 
 
-def read_rows(files: Sequence[Path], config: DataConfig, *, as_demonstrations: bool) -> list[Row]:
+def read_rows(files: Sequence[Path], config: DataConfig, *, as_demonstrations: bool) -> list[DataRow]:
     """All rows of all files, in order. A DataError names the first bad row of a file and counts its others."""
     check_files(files, config, as_demonstrations=as_demonstrations)
-    rows: list[Row] = []
+    rows: list[DataRow] = []
     for path, name in zip(files, _file_names(files), strict=True):
         errors: list[_RowError] = []
         for number, raw in enumerate(_raw_rows(path, config)):
@@ -144,7 +144,7 @@ class _RowError(DataError):
     """What is wrong with a row; the caller knows which."""
 
 
-def _row(raw: Mapping[str, JsonValue], uid: str, config: DataConfig, *, as_demonstrations: bool) -> Row:
+def _row(raw: Mapping[str, JsonValue], uid: str, config: DataConfig, *, as_demonstrations: bool) -> DataRow:
     chat = _chat(raw[config.prompt_key], config.prompt_key)
     response = None
     if as_demonstrations and config.response_key in raw:
@@ -156,7 +156,7 @@ def _row(raw: Mapping[str, JsonValue], uid: str, config: DataConfig, *, as_demon
     # A demonstration is imitated whatever its score, so it may come without what only a reward needs.
     reward, extra_info = raw.get(_REWARD), raw.get(_EXTRA)
     truth = reward if isinstance(reward, dict) else {}
-    return Row(
+    return DataRow(
         uid=uid,
         chat=chat,
         data_source=_text(raw, _SOURCE, default=uid.rpartition(":")[0] if as_demonstrations else None),

@@ -30,7 +30,7 @@ GREEN = "#009E73"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ReportRow:
     """One number of the table."""
 
     name: str
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    rows: tuple[Row, ...]
+    rows: tuple[ReportRow, ...]
     curves: Path
 
 
@@ -55,7 +55,7 @@ def make_report(run_folder: Path) -> Report:
     return Report(rows=tabulate(history), curves=curves)
 
 
-def tabulate(history: History) -> tuple[Row, ...]:
+def tabulate(history: History) -> tuple[ReportRow, ...]:
     sampled = list(history.evaluations[-1][1].numbers)[2:] if history.evaluations else []
     rows = (
         _row("accuracy", history.accuracy, best=max),
@@ -70,11 +70,11 @@ def tabulate(history: History) -> tuple[Row, ...]:
     return tuple(row for row in rows if row is not None)
 
 
-def _row(name: str, series: Series, *, best: Callable[[Sequence[float]], float] | None) -> Row | None:
+def _row(name: str, series: Series, *, best: Callable[[Sequence[float]], float] | None) -> ReportRow | None:
     if not series:
         return None
     value = None if best is None else best(series.values)
-    return Row(
+    return ReportRow(
         name=name,
         first=series.values[0],
         last=series.values[-1],

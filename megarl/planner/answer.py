@@ -11,28 +11,28 @@ from megarl.config.load import read_recipe
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError
 from megarl.planner.fit import Proposal, proposals
-from megarl.planner.hardware import Gpu
+from megarl.planner.hardware import GpuModel
 from megarl.planner.run_plan import RunPlan, make_plan
 from megarl.planner.shapes import find_shapes
-from megarl.planner.timing import Workload
+from megarl.planner.timing import StepWorkload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    gpu: Gpu
+class PlanQuestion:
+    gpu: GpuModel
     shape_name: str | None = None
     """An entry of the catalogue, instead of what `model.path` says."""
     mean_response_tokens: int | None = None
 
-    def workload(self, recipe: Recipe) -> Workload:
-        half = Workload.half(recipe)
+    def workload(self, recipe: Recipe) -> StepWorkload:
+        half = StepWorkload.half(recipe)
         if self.mean_response_tokens is None:
             return half
         return replace(half, mean_response_tokens=self.mean_response_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PlanAnswer:
     recipe: Recipe
     plan: RunPlan
     proposals: tuple[Proposal, ...]
@@ -46,7 +46,7 @@ def _without_running_engines(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"roles": recipe.roles.model_copy(update={"rollout": None})})
 
 
-def answer(path: Path, overrides: Sequence[str], question: Question) -> Answer:
+def answer(path: Path, overrides: Sequence[str], question: PlanQuestion) -> PlanAnswer:
     """Reads the recipe and makes all checks that need no file; a ConfigError has every problem."""
     recipe = read_recipe(path, overrides).recipe
     shapes = find_shapes(recipe, name=question.shape_name)
@@ -56,4 +56,4 @@ def answer(path: Path, overrides: Sequence[str], question: Question) -> Answer:
     recipe = _without_running_engines(recipe)
     plan = make_plan(recipe, shapes, question.gpu, question.workload(recipe))
     ways_out = [] if plan.sizes.fits else proposals(recipe, shapes, plan.gpu, plan.workload)
-    return Answer(recipe=recipe, plan=plan, proposals=tuple(ways_out))
+    return PlanAnswer(recipe=recipe, plan=plan, proposals=tuple(ways_out))

@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from megarl.config.checks.recipe import check_without_files
 from megarl.config.document import Document, override
 from megarl.config.recipe import Recipe, TrainedModelConfig
-from megarl.planner.hardware import Gpu
+from megarl.planner.hardware import GpuModel
 from megarl.planner.placement import place
 from megarl.planner.run_plan import size
 from megarl.planner.shapes import RoleShapes
-from megarl.planner.timing import Workload
+from megarl.planner.timing import StepWorkload
 
 NUM_PROPOSALS = 3
 _MAX_GROWTH = 4
@@ -36,7 +36,7 @@ class Proposal:
     step_s: float
 
 
-def proposals(recipe: Recipe, shapes: RoleShapes, gpu: Gpu, workload: Workload) -> list[Proposal]:
+def proposals(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload) -> list[Proposal]:
     """At most three, each enough by itself; pairs of changes where no single one is."""
     singles = list(_changes(recipe))
     found = list(_fitting(recipe, shapes, gpu, workload, singles))
@@ -56,7 +56,7 @@ def _best_per_keys(found: list[Proposal]) -> list[Proposal]:
 
 
 def _fitting(
-    recipe: Recipe, shapes: RoleShapes, gpu: Gpu, workload: Workload, candidates: Sequence[_Change]
+    recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload, candidates: Sequence[_Change]
 ) -> Iterator[Proposal]:
     for assignments in candidates:
         changed = _changed(recipe, assignments)

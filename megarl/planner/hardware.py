@@ -11,7 +11,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class GpuModel:
     name: str
     memory_gib: float
     """What the driver leaves to programs."""
@@ -32,10 +32,14 @@ class Gpu:
         return self.tflops * 1e12
 
 
-GPUS: Mapping[str, Gpu] = {
-    "a100": Gpu(name="a100", memory_gib=79.1, tflops=312, memory_gb_per_s=2039, node_gb_per_s=300, network_gb_per_s=25),
-    "h100": Gpu(name="h100", memory_gib=79.1, tflops=989, memory_gb_per_s=3350, node_gb_per_s=450, network_gb_per_s=50),
-    "h200": Gpu(
+GPUS: Mapping[str, GpuModel] = {
+    "a100": GpuModel(
+        name="a100", memory_gib=79.1, tflops=312, memory_gb_per_s=2039, node_gb_per_s=300, network_gb_per_s=25
+    ),
+    "h100": GpuModel(
+        name="h100", memory_gib=79.1, tflops=989, memory_gb_per_s=3350, node_gb_per_s=450, network_gb_per_s=50
+    ),
+    "h200": GpuModel(
         name="h200", memory_gib=139.8, tflops=989, memory_gb_per_s=4800, node_gb_per_s=450, network_gb_per_s=50
     ),
 }
@@ -53,7 +57,7 @@ DISK_GB_PER_S_PER_NODE = 2.0
 _CUSTOM = ("memory_gib", "tflops", "memory_gb_per_s", "node_gb_per_s", "network_gb_per_s")
 
 
-def parse_gpu(text: str) -> Gpu:
+def parse_gpu(text: str) -> GpuModel:
     """`h100`, or one with other figures: `h100,memory_gib=94,network_gb_per_s=25`."""
     name, *changes = text.split(",")
     if name not in GPUS:

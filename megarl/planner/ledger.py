@@ -14,7 +14,7 @@ from enum import StrEnum
 from megarl.config.algorithm import KlRewardConfig, PolicyGradientConfig
 from megarl.config.recipe import ModelParallelConfig, Recipe, TrainedModelConfig
 from megarl.planner.activations import ModelWork, activation_bytes, forward_bytes, scoring_bytes
-from megarl.planner.hardware import GIB, Gpu
+from megarl.planner.hardware import GIB, GpuModel
 from megarl.planner.memory import EngineMemory, StageMemory, bare_weights, engine_memory, stage_memory
 from megarl.planner.placement import ModelPlacement, Placement
 from megarl.planner.shapes import RoleShapes
@@ -44,7 +44,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
+class MemoryLedger:
     """One GPU (the fullest of its kind) in one phase."""
 
     where: str
@@ -75,7 +75,7 @@ class HostLedger:
         return _total(self.items)
 
 
-def ledgers(recipe: Recipe, shapes: RoleShapes, placement: Placement, gpu: Gpu) -> tuple[Ledger, ...]:
+def ledgers(recipe: Recipe, shapes: RoleShapes, placement: Placement, gpu: GpuModel) -> tuple[MemoryLedger, ...]:
     """Pool after pool."""
     return tuple(
         ledger
@@ -87,7 +87,9 @@ def ledgers(recipe: Recipe, shapes: RoleShapes, placement: Placement, gpu: Gpu) 
 class _Pool:
     """The GPUs of one pool, without a `gpu` on a CPU run."""
 
-    def __init__(self, recipe: Recipe, shapes: RoleShapes, placement: Placement, pool: str, gpu: Gpu | None) -> None:
+    def __init__(
+        self, recipe: Recipe, shapes: RoleShapes, placement: Placement, pool: str, gpu: GpuModel | None
+    ) -> None:
         self._recipe = recipe
         self._capacity = None if gpu is None else gpu.memory_bytes
         roles = [role for role, where in recipe.used_pools.items() if where == pool]
@@ -104,7 +106,7 @@ class _Pool:
         if rollout is not None and rollout.pool == pool:
             self._engine = engine_memory(shapes.policy, rollout, self._capacity)
 
-    def ledgers(self) -> Iterator[Ledger]:
+    def ledgers(self) -> Iterator[MemoryLedger]:
         held = [item for model in self._models.values() for item in model.held]
         if self._engine is not None:
             cache = Item(name="KV cache", num_bytes=self._engine.cache_bytes, is_exact=True)
@@ -131,10 +133,10 @@ class _Pool:
             if self._capacity is not None:
                 yield Item(name="engine graphs", num_bytes=GRAPH_BYTES, is_exact=False)
 
-    def _ledger(self, phase: Phase, items: Sequence[Item]) -> Ledger:
+    def _ledger(self, phase: Phase, items: Sequence[Item]) -> MemoryLedger:
         sizes = [TRAINER_CONTEXT_BYTES] * len(self._models) + [ENGINE_CONTEXT_BYTES] * (self._engine is not None)
         contexts = [Item(name="context", num_bytes=size, is_exact=False) for size in sizes]
-        return Ledger(
+        return MemoryLedger(
             where=self._where,
             phase=phase,
             items=(*items, *(contexts if self._capacity is not None else ())),
@@ -153,7 +155,7 @@ class _Model:
         placement: ModelPlacement,
         *,
         prefix: str,
-        gpu: Gpu | None,
+        gpu: GpuModel | None,
     ) -> None:
         self._recipe = recipe
         self._role = role

@@ -11,7 +11,7 @@ from megarl.weights.layouts.megatron import MegatronParallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PlannedPlace:
     """One GPU. Two roles in a shared pool have equal places."""
 
     pool: str
@@ -25,7 +25,7 @@ class RankPlace:
     tensor: int
     data: int
     pipeline: int
-    place: Place
+    place: PlannedPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class EnginePlace:
 
     engine: int
     tensor: int
-    place: Place
+    place: PlannedPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +79,11 @@ class Placement:
         return len({place.node for place in self.places})
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[PlannedPlace, ...]:
         """Of every process, role after role."""
         return tuple(self._places())
 
-    def _places(self) -> Iterator[Place]:
+    def _places(self) -> Iterator[PlannedPlace]:
         for model in self.models.values():
             yield from (rank.place for rank in model.ranks)
         yield from (rank.place for rank in self.engine_ranks)
@@ -109,25 +109,25 @@ def place(recipe: Recipe) -> Placement:
     )
 
 
-def _model(split: ModelParallelConfig, places: list[Place]) -> ModelPlacement:
+def _model(split: ModelParallelConfig, places: list[PlannedPlace]) -> ModelPlacement:
     parallel = MegatronParallel.of(split, data=len(places) // split.model_parallel)
     ranks = tuple(_rank_place(parallel, rank, places[rank]) for rank in range(parallel.world_size))
     return ModelPlacement(parallel=parallel, ranks=ranks)
 
 
-def _rank_place(parallel: MegatronParallel, rank: int, where: Place) -> RankPlace:
+def _rank_place(parallel: MegatronParallel, rank: int, where: PlannedPlace) -> RankPlace:
     """The inverse of `MegatronParallel.rank`."""
     rest, tensor = divmod(rank, parallel.tensor)
     pipeline, data = divmod(rest, parallel.data)
     return RankPlace(rank=rank, tensor=tensor, data=data, pipeline=pipeline, place=where)
 
 
-def _places(recipe: Recipe, pool_name: str) -> list[Place]:
+def _places(recipe: Recipe, pool_name: str) -> list[PlannedPlace]:
     pool = recipe.pools[pool_name]
     is_one_machine = recipe.run.ray_address is None and all(other.nodes == 1 for other in recipe.pools.values())
     first_gpu = _gpus_before(recipe, pool_name) if is_one_machine else 0
     return [
-        Place(
+        PlannedPlace(
             pool=pool_name,
             node="this machine" if is_one_machine else f"{pool_name}-{node}",
             gpu=first_gpu + gpu,

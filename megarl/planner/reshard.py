@@ -14,8 +14,8 @@ from enum import StrEnum
 
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
-from megarl.planner.hardware import LINK_EFFICIENCY, Gpu
-from megarl.planner.placement import Place, Placement
+from megarl.planner.hardware import LINK_EFFICIENCY, GpuModel
+from megarl.planner.placement import Placement, PlannedPlace
 from megarl.weights.algebra.assignment import nearest_order
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, staging_bound
 from megarl.weights.algebra.locality import Gpu as GpuNumber
@@ -64,7 +64,7 @@ class Reshard:
         return sum(self.bytes_by_link.values())
 
 
-def reshard(recipe: Recipe, shape: ModelShape, placement: Placement, gpu: Gpu) -> Reshard:
+def reshard(recipe: Recipe, shape: ModelShape, placement: Placement, gpu: GpuModel) -> Reshard:
     """Of one version, from all trainer ranks to all engine ranks."""
     whole = publish_plan(recipe, shape, placement)
     load = _Load(whole, placement)
@@ -174,7 +174,7 @@ def _node_numbers(placement: Placement) -> dict[str, int]:
     return {node: number for number, node in enumerate(dict.fromkeys(place.node for place in placement.places))}
 
 
-def _number(place: Place, numbers: Mapping[str, int]) -> GpuNumber:
+def _number(place: PlannedPlace, numbers: Mapping[str, int]) -> GpuNumber:
     return numbers[place.node], place.gpu
 
 
@@ -186,7 +186,7 @@ def _model_bytes(recipe: Recipe, shape: ModelShape) -> int:
     return sum(spec.num_bytes for spec in canonical_tensors(replace(shape, dtype=_dtype(recipe))).values())
 
 
-def _rate(gpu: Gpu, link: LinkClass) -> float:
+def _rate(gpu: GpuModel, link: LinkClass) -> float:
     """Bytes per second."""
     rates = {
         LinkClass.SAME_GPU: gpu.memory_gb_per_s / 2,  # each byte is read and written

@@ -6,27 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.config.recipe import Recipe
-from megarl.planner.hardware import Gpu
-from megarl.planner.ledger import HostLedger, Ledger, host_ledgers, ledgers
+from megarl.planner.hardware import GpuModel
+from megarl.planner.ledger import HostLedger, MemoryLedger, host_ledgers, ledgers
 from megarl.planner.memory import EngineMemory, StageMemory, engine_memory, stage_memory
 from megarl.planner.placement import Placement, place
 from megarl.planner.reshard import Reshard, reshard
 from megarl.planner.shapes import RoleShapes
-from megarl.planner.timing import Timing, Workload, estimate
+from megarl.planner.timing import StepWorkload, Timing, estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """Memory and time: what changes when a key is changed."""
 
-    ledgers: tuple[Ledger, ...]
+    ledgers: tuple[MemoryLedger, ...]
     hosts: tuple[HostLedger, ...]
     engine: EngineMemory | None
     timing: Timing | None
     """None on a CPU run: no rates are stated for it."""
 
     @property
-    def worst(self) -> Ledger | None:
+    def worst(self) -> MemoryLedger | None:
         """The fullest; None where there is no limit."""
         limited = [(ledger.margin_bytes, ledger) for ledger in self.ledgers if ledger.margin_bytes is not None]
         return min(limited, key=lambda pair: pair[0])[1] if limited else None
@@ -41,8 +41,8 @@ class Sizes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     shapes: RoleShapes
-    gpu: Gpu
-    workload: Workload
+    gpu: GpuModel
+    workload: StepWorkload
     placement: Placement
     stages: Mapping[str, tuple[StageMemory, ...]]
     """By trained role, stage after stage."""
@@ -51,7 +51,7 @@ class RunPlan:
     """None where nobody generates."""
 
 
-def make_plan(recipe: Recipe, shapes: RoleShapes, gpu: Gpu, workload: Workload) -> RunPlan:
+def make_plan(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload) -> RunPlan:
     """For a recipe that passed its checks."""
     placement = place(recipe)
     published = None if recipe.roles.rollout is None else reshard(recipe, shapes.policy, placement, gpu)
@@ -71,7 +71,7 @@ def make_plan(recipe: Recipe, shapes: RoleShapes, gpu: Gpu, workload: Workload) 
     )
 
 
-def size(recipe: Recipe, shapes: RoleShapes, gpu: Gpu, workload: Workload, *, publish_s: float) -> Sizes:
+def size(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload, *, publish_s: float) -> Sizes:
     """Without the traffic of a publish, which takes longest to plan and matters least for memory."""
     placement = place(recipe)
     rollout = recipe.roles.rollout

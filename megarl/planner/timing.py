@@ -19,7 +19,7 @@ from megarl.planner.hardware import (
     HOST_GB_PER_S,
     PREFILL_EFFICIENCY,
     TRAIN_EFFICIENCY,
-    Gpu,
+    GpuModel,
 )
 from megarl.planner.ledger import keeps_reference, snapshot_bytes
 from megarl.planner.memory import EngineMemory, bare_weights
@@ -29,14 +29,14 @@ from megarl.weights.layouts.canonical import num_active_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class StepWorkload:
     """What the recipe bounds but does not say."""
 
     mean_prompt_tokens: int
     mean_response_tokens: int
 
     @classmethod
-    def half(cls, recipe: Recipe) -> Workload:
+    def half(cls, recipe: Recipe) -> StepWorkload:
         """Half of what is allowed, until measured."""
         return cls(
             mean_prompt_tokens=max(1, recipe.data.max_prompt_tokens // 2),
@@ -94,8 +94,8 @@ def estimate(
     recipe: Recipe,
     shapes: RoleShapes,
     placement: Placement,
-    gpu: Gpu,
-    workload: Workload,
+    gpu: GpuModel,
+    workload: StepWorkload,
     *,
     engine: EngineMemory | None,
     publish_s: float,
@@ -104,7 +104,8 @@ def estimate(
     is_sft = isinstance(recipe.algorithm, SftConfig)
     sequences = recipe.train.prompts_per_step * (1 if is_sft else recipe.sampling.rollouts_per_prompt)
     models = {
-        role: _Model(recipe, shapes, role, model, gpu, workload, sequences) for role, model in placement.models.items()
+        role: _TimedModel(recipe, shapes, role, model, gpu, workload, sequences)
+        for role, model in placement.models.items()
     }
     running, rollout = 0, list[PhaseTime]()
     if engine is not None and not is_sft:
@@ -135,7 +136,7 @@ _Work: TypeAlias = dict[PhaseName, tuple[str, float]]
 """The role whose pool does it, and how long."""
 
 
-def _work(recipe: Recipe, models: Mapping[str, _Model]) -> tuple[_Work, _Work]:
+def _work(recipe: Recipe, models: Mapping[str, _TimedModel]) -> tuple[_Work, _Work]:
     """What is asked before credit is assigned, and what is learned after."""
     algorithm, actor = recipe.algorithm, models["actor"]
     kl = algorithm.kl if isinstance(algorithm, PolicyGradientConfig) else None
@@ -177,7 +178,7 @@ def _overlapped(rollout: Sequence[PhaseTime], training: Sequence[PhaseTime]) -> 
     return (list(rollout), meanwhile) if shorter is training else (meanwhile, list(training))
 
 
-class _Model:
+class _TimedModel:
     """How long the ranks of one model take for all sequences of a step."""
 
     def __init__(
@@ -186,8 +187,8 @@ class _Model:
         shapes: RoleShapes,
         role: str,
         placement: ModelPlacement,
-        gpu: Gpu,
-        workload: Workload,
+        gpu: GpuModel,
+        workload: StepWorkload,
         sequences: int,
     ) -> None:
         shape, parallel = shapes.of(role), placement.parallel
@@ -226,7 +227,7 @@ def forward_flops(shape: ModelShape, *, num_tokens: float, num_squared_tokens: f
 
 
 def _running_requests(
-    recipe: Recipe, placement: Placement, workload: Workload, engine: EngineMemory, sequences: int
+    recipe: Recipe, placement: Placement, workload: StepWorkload, engine: EngineMemory, sequences: int
 ) -> int:
     rollout = recipe.roles.rollout
     assert rollout is not None, "an engine without a role"
@@ -239,8 +240,8 @@ def _rollout_s(
     recipe: Recipe,
     shape: ModelShape,
     placement: Placement,
-    gpu: Gpu,
-    workload: Workload,
+    gpu: GpuModel,
+    workload: StepWorkload,
     engine: EngineMemory,
     sequences: int,
     running: int,

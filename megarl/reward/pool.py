@@ -33,7 +33,7 @@ _STDERR = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class ScoringTask:
     """One function and what its workers may use."""
 
     task: Task
@@ -51,7 +51,7 @@ class _Source:
     """Changes whenever the content does, and is quicker to have."""
 
 
-class WorkerDiedError(ScoreError):
+class RewardWorkerDiedError(ScoreError):
     """The process ended without an answer."""
 
 
@@ -62,7 +62,7 @@ class LateError(ScoreError):
 class WorkerPool:
     """At most `workload.workers` processes, started when they are first needed."""
 
-    def __init__(self, workload: Workload, *, log_path: Path | None = None) -> None:
+    def __init__(self, workload: ScoringTask, *, log_path: Path | None = None) -> None:
         self._workload = workload
         self._log_path = log_path
         self._slots = asyncio.Semaphore(workload.workers)
@@ -88,7 +88,7 @@ class WorkerPool:
         """A worker's death may have had nothing to do with its sample, so that another is asked, once."""
         try:
             return await self._ask_worker(request)
-        except WorkerDiedError as error:
+        except RewardWorkerDiedError as error:
             if self._is_closed:
                 raise
             logger.warning("a sample %s; another worker is asked", error)
@@ -142,7 +142,7 @@ class WorkerPool:
 class RewardWorker:
     """One process. Its handshake comes first and tells whether it has found the function."""
 
-    def __init__(self, workload: Workload, *, log_path: Path | None = None) -> None:
+    def __init__(self, workload: ScoringTask, *, log_path: Path | None = None) -> None:
         self.is_ready = False
         self.sources: dict[str, str] = {}
         """By file, the digest of what it has imported."""
@@ -197,7 +197,7 @@ class RewardWorker:
             if self._process.returncode == -signal.SIGXCPU:
                 cpu_s = self._workload.task["cpu_s"]
                 raise LateError(f"used more than {cpu_s} s of CPU (reward.cpu_s)") from None
-            raise WorkerDiedError(f"ended its worker process: it {words}") from None
+            raise RewardWorkerDiedError(f"ended its worker process: it {words}") from None
 
     def discard(self) -> None:
         """Kill it and forget it. Only when nobody waits on its channel."""

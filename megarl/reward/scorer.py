@@ -21,7 +21,7 @@ from megarl.config.reward import (
 from megarl.errors import RewardError, ScoreError
 from megarl.observe.observer import Observer
 from megarl.reward.judge import HttpJudge
-from megarl.reward.pool import LateError, WorkerDiedError, WorkerPool
+from megarl.reward.pool import LateError, RewardWorkerDiedError, WorkerPool
 from megarl.reward.protocol import Request
 from megarl.reward.scorers import exact
 from megarl.reward.workload import workload_of
@@ -182,7 +182,7 @@ def _cause(error: ScoreError) -> str:
     match error:
         case LateError():
             return "late"
-        case WorkerDiedError():
+        case RewardWorkerDiedError():
             return "worker_died"
         case _:
             return "error"

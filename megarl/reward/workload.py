@@ -16,7 +16,7 @@ from megarl.config.reward import (
     RegexRewardConfig,
     WorkerRewardConfig,
 )
-from megarl.reward.pool import Workload
+from megarl.reward.pool import ScoringTask
 from megarl.reward.protocol import Task
 from megarl.reward.sandbox import Limits
 
@@ -28,7 +28,7 @@ _SANDBOX_GRACE_S = 20.0
 """The sandbox keeps the deadline itself; what is later than this is no longer the program's fault."""
 
 
-def workload_of(config: WorkerRewardConfig) -> Workload:
+def workload_of(config: WorkerRewardConfig) -> ScoringTask:
     match config:
         case FunctionRewardConfig():
             return _workload(config, path=config.path.resolve(), name=config.name, weights=config.weights)
@@ -61,7 +61,7 @@ def _workload(
     name: str = _FUNCTION,
     options: dict[str, object] | None = None,
     weights: dict[str, float] | None = None,
-) -> Workload:
+) -> ScoringTask:
     task = Task(
         path=str(path or _SCORERS / f"{config.kind}.py"),
         name=name,
@@ -70,7 +70,7 @@ def _workload(
         memory_bytes=None if config.memory_gib is None else int(config.memory_gib * _GIB),
         cpu_s=config.cpu_s,
     )
-    return Workload(
+    return ScoringTask(
         task=task,
         workers=config.workers,
         deadline_s=config.deadline_s,
@@ -78,7 +78,7 @@ def _workload(
     )
 
 
-def _code_tests(config: CodeTestsRewardConfig) -> Workload:
+def _code_tests(config: CodeTestsRewardConfig) -> ScoringTask:
     """The limits are the sandbox's: the worker itself runs no code of the model."""
     options = {
         "sandbox": config.sandbox,
@@ -87,7 +87,7 @@ def _code_tests(config: CodeTestsRewardConfig) -> Workload:
         "deadline_s": config.deadline_s,
         **asdict(limits_of(config)),
     }
-    return Workload(
+    return ScoringTask(
         task=Task(
             path=str(_SCORERS / "code_tests.py"),
             name=_FUNCTION,

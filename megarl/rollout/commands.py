@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, TypeAdapter
 
 from megarl.config.model import ModelShape
-from megarl.weights.algebra.locality import Gpu, Seating, on_gpus
+from megarl.weights.algebra.locality import Gpu, Locations, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Layout, TensorSpec
 from megarl.weights.executors.group import Backend, StoreAddress
@@ -28,7 +28,7 @@ _TENSOR_NAME = "megarl.order"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
+class TransferSpec:
     """From which trainer layout to which engines: enough for every process to compute the same plan by itself."""
 
     shape: ModelShape
@@ -77,7 +77,7 @@ class Route:
     def trainer_layout(self) -> Layout:
         return megatron_layout(self.shape, self.parallel, dtype=self.trainer_dtype)
 
-    def with_engines(self, positions: Sequence[int]) -> Route:
+    def with_engines(self, positions: Sequence[int]) -> TransferSpec:
         """To some of the engines only, in this order. Each stays where it is."""
         if [*positions] == [*range(self.num_engines)]:
             return self
@@ -89,7 +89,7 @@ class Route:
         """Kept for the last few routes: engines come and go, and often come back."""
         return _planned(self)
 
-    def seating(self) -> Seating:
+    def seating(self) -> Locations:
         num_trainers, num_targets = self.parallel.world_size, self.num_engines * self.tensor
         trainers = self.trainer_gpus or tuple((rank, 0) for rank in range(num_trainers))
         engines = self._gpus_of_engines()
@@ -102,7 +102,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where trainer and engine ranks form a transfer group, and under which name."""
 
     address: StoreAddress
@@ -124,9 +124,9 @@ class Inspect:
 class Join:
     """Compute the plan, compare its hash, and meet the others."""
 
-    route: Route
+    route: TransferSpec
     plan_hash: str
-    meeting: Meeting
+    meeting: Rendezvous
     op: Literal["join"] = "join"
 
 
@@ -172,12 +172,12 @@ class Dump:
 class Listen:
     """From now on, keep what passes through your modules."""
 
-    route: Route
+    route: TransferSpec
     op: Literal["listen"] = "listen"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class RecordModules:
     """Write what was heard since `listen` into a file, listen no more; answer with a digest per canonical box."""
 
     folder: str
@@ -191,8 +191,8 @@ class Leave:
     op: Literal["leave"] = "leave"
 
 
-Order: TypeAlias = Annotated[
-    Inspect | Join | Stage | Commit | Abort | Fingerprint | Dump | Listen | Record | Leave,
+Command: TypeAlias = Annotated[
+    Inspect | Join | Stage | Commit | Abort | Fingerprint | Dump | Listen | RecordModules | Leave,
     Field(discriminator="op"),
 ]
 
@@ -201,7 +201,7 @@ Order: TypeAlias = Annotated[
 class Envelope:
     """An order, whom it is for, and where the answer goes."""
 
-    order: Order
+    order: Command
     engine: int
     """Position among the engines that are asked together."""
     tp_rank: int
@@ -222,7 +222,7 @@ class Reply:
 
 
 @lru_cache(maxsize=8)
-def _planned(route: Route) -> Plan:
+def _planned(route: TransferSpec) -> Plan:
     return plan(route.trainer_layout(), route.engine_layout(), seating=route.seating(), relays=route.relays)
 
 

@@ -22,6 +22,7 @@ from megarl.errors import EngineError, WeightSyncError
 from megarl.rollout.client import EngineClient
 from megarl.rollout.commands import (
     Abort,
+    Command,
     Commit,
     Dump,
     Envelope,
@@ -30,12 +31,11 @@ from megarl.rollout.commands import (
     Join,
     Leave,
     Listen,
-    Meeting,
-    Order,
-    Record,
+    RecordModules,
+    Rendezvous,
     Reply,
-    Route,
     Stage,
+    TransferSpec,
     read_reply,
     to_payload,
 )
@@ -92,14 +92,14 @@ class EngineControl:
         """The parameters each target rank really has."""
         return [reply.parameters for reply in await self._replies(Inspect())]
 
-    async def check_layout(self, route: Route) -> None:
+    async def check_layout(self, route: TransferSpec) -> None:
         """Compare the engines' parameters with the layout the plan is made for; the error names the tensor."""
         by_rank = route.engine_layout().by_rank
         for rank, parameters in enumerate(await self.inspect()):
             engine = self._engines[rank // route.tensor]
             check_holding(by_rank[rank], parameters, holder=f"{engine}, TP rank {rank % route.tensor}")
 
-    async def join(self, route: Route, *, plan_hash: str, meeting: Meeting) -> None:
+    async def join(self, route: TransferSpec, *, plan_hash: str, meeting: Rendezvous) -> None:
         """Meet the trainer ranks, which join at the same time. The plan must be the same on both sides."""
         assert route.num_engines == len(self._engines), f"{route.num_engines} engines, {len(self._engines)} reachable"
         assert meeting.timeout_s <= self._timeout_s, f"meeting {meeting.timeout_s} s, orders {self._timeout_s} s"
@@ -159,19 +159,19 @@ class EngineControl:
         """Let every target rank write its parameters, as they are served now, into a file of `folder`."""
         await self._replies(Dump(folder=str(folder)))
 
-    async def listen(self, route: Route) -> None:
+    async def listen(self, route: TransferSpec) -> None:
         """Let every target rank keep what passes through its modules, until `record`."""
         await self._replies(Listen(route=route))
 
     async def record(self, folder: Path) -> list[Census]:
         """Let every target rank write what it heard into a file of `folder`; per rank, what it holds."""
-        return [reply.digests for reply in await self._replies(Record(folder=str(folder)))]
+        return [reply.digests for reply in await self._replies(RecordModules(folder=str(folder)))]
 
     async def leave(self) -> None:
         """Close the transfer group on the engines' side; a broken one is left before the next join."""
         await self._replies(Leave())
 
-    async def _replies(self, order: Order) -> list[Reply]:
+    async def _replies(self, order: Command) -> list[Reply]:
         """One order to every TP rank of every engine: replies in the order of target ranks, or the first failure.
 
         The calls to the other engines go on: a weight update that is cut off would leave its session open.
@@ -207,7 +207,7 @@ class EngineControl:
         self,
         engine: Engine,
         position: int,
-        order: Order,
+        order: Command,
         *,
         version: PolicyVersion | None = None,
     ) -> _Replies:

@@ -29,10 +29,10 @@ from megarl.rollout.commands import (
     Join,
     Leave,
     Listen,
-    Record,
+    RecordModules,
     Reply,
-    Route,
     Stage,
+    TransferSpec,
     dump_file,
     read_envelope,
     to_bytes,
@@ -99,7 +99,7 @@ class _Member:
             case Listen(route=route):
                 self._listen(route, envelope, model)
                 return Reply()
-            case Record(folder=folder):
+            case RecordModules(folder=folder):
                 return Reply(digests=self._record(Path(folder)))
             case Leave():
                 self._leave()
@@ -151,7 +151,7 @@ class _Member:
         if group is not None:
             group.close()
 
-    def _listen(self, route: Route, envelope: Envelope, model: torch.nn.Module) -> None:
+    def _listen(self, route: TransferSpec, envelope: Envelope, model: torch.nn.Module) -> None:
         if self._recorder is not None:
             self._recorder.close()
         rank = route.target_rank(engine=envelope.engine, tp_rank=envelope.tp_rank)

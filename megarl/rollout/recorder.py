@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.compare.hook_points import LM_HEAD, watches
-from megarl.compare.recordings import Patch, Place, Recorder, write_patches
+from megarl.compare.recordings import ActivationPatch, PatchPlace, Recorder, write_patches
 from megarl.compare.weight_digests import Census, take_census
 from megarl.weights.algebra.slices import Layout
 
@@ -41,10 +41,10 @@ class EngineRecorder:
         tensors = dict(self._model.named_parameters())
         return take_census(self._layout.by_rank[self._rank], self._layout.canonical, tensors)
 
-    def _patches(self) -> Iterator[Patch]:
+    def _patches(self) -> Iterator[ActivationPatch]:
         yield from self._recorder.patches()
         for token, values in self._logits:
-            yield Patch(place=Place(site=LM_HEAD, token=token, column=0), values=values)
+            yield ActivationPatch(place=PatchPlace(site=LM_HEAD, token=token, column=0), values=values)
 
     def _keep_logits(
         self, _: torch.nn.Module, arguments: tuple[object, ...], named: dict[str, object], output: object

@@ -18,7 +18,7 @@ _WAIT_S = 5.0
 
 
 @contextmanager
-def epitaph(run_folder: Path) -> Iterator[None]:
+def exit_notice(run_folder: Path) -> Iterator[None]:
     """Should this process end inside the block, its standard error gets a sentence that says how to go on."""
     # In a session of its own: what ends our process group must not silence it.
     process = subprocess.Popen(  # noqa: S603 - our own module

@@ -15,7 +15,7 @@ from megarl.config.recipe import Recipe, RunConfig
 from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ADDRESS, RAY_AUTH_TOKEN_PATH, RAY_ENVIRONMENT
 from megarl.observe.events import Sink
 from megarl.observe.observer import observing
-from megarl.runtime.exit_notice import epitaph
+from megarl.runtime.exit_notice import exit_notice
 from megarl.runtime.resume import ResumeChoice, choose, is_of_run
 
 
@@ -35,7 +35,7 @@ def train(
     decision = choose(recipe, resume)
     point = decision.point
     with (
-        epitaph(recipe.run_folder),
+        exit_notice(recipe.run_folder),
         observing(
             recipe,
             display=display,

@@ -14,7 +14,7 @@ from megarl.observe.observer import Observer
 from megarl.observe.summary import summarize_step
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.evaluate import Evaluator
-from megarl.runtime.rollout_samples import Keeper
+from megarl.runtime.rollout_samples import SampleWriter
 from megarl.runtime.saver import Saver
 from megarl.runtime.tasks import task_group
 from megarl.stages import Algorithm, Generator, Phases, PromptSource, Publisher, Scorer, Trainer
@@ -46,7 +46,7 @@ class Loop:
         phases: Phases,
         buffer: Buffer,
         evaluator: Evaluator,
-        keeper: Keeper,
+        keeper: SampleWriter,
         saver: Saver,
         observer: Observer,
         start: Start,

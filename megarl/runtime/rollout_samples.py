@@ -15,20 +15,20 @@ from megarl.types import FloatArray, ScoredGroup, TokenArray, TrainSample
 _MEGABYTE = 1 << 20
 
 
-class Keeper(Protocol):
+class SampleWriter(Protocol):
     async def keep(self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[TrainSample]) -> None:
         """`samples` are those of the groups, in their order, before they are trained on."""
         ...
 
 
-class NoKeeper:
+class NoSampleWriter:
     """For runs in which nobody generates."""
 
     async def keep(self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[TrainSample]) -> None:
         return
 
 
-class RolloutKeeper:
+class RolloutSampler:
     """Keeping is for people: where it fails, training goes on and the first failure is told."""
 
     def __init__(

@@ -37,13 +37,13 @@ from megarl.runtime.loop import Loop, Start
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.restarts import Restarts
 from megarl.runtime.resume import fitted, last_good
-from megarl.runtime.rollout_samples import Keeper, NoKeeper, RolloutKeeper
+from megarl.runtime.rollout_samples import NoSampleWriter, RolloutSampler, SampleWriter
 from megarl.runtime.saver import RunSaver, SavedModel
 from megarl.runtime.tasks import task_group
 from megarl.runtime.timed import TimedGenerator
-from megarl.runtime.trainers.build import build_learner
+from megarl.runtime.trainers.build import build_trainer
 from megarl.runtime.trainers.start import critic_folder, critic_shape, living_trainers
-from megarl.runtime.trainers.trainer import Learner
+from megarl.runtime.trainers.trainer import ModelsTrainer
 from megarl.stages import Generator, Publisher, Scorer
 from megarl.types import PolicyVersion
 
@@ -198,7 +198,7 @@ def _build_loop(
         max_response_tokens=recipe.sampling.max_response_tokens,
         kl_coef=None if resume is None else resume.state.kl_coef,
     )
-    learner = build_learner(recipe, inputs.shape, roles, num_steps=start.step, version=start.version)
+    learner = build_trainer(recipe, inputs.shape, roles, num_steps=start.step, version=start.version)
     return Loop(
         prompts=prompts,
         generator=generator,
@@ -231,7 +231,7 @@ def _build_loop(
 
 
 def _checked_publisher(
-    recipe: Recipe, inputs: Inputs, roles: Roles, pauses: Pauses | None, learner: Learner, observer: Observer
+    recipe: Recipe, inputs: Inputs, roles: Roles, pauses: Pauses | None, learner: ModelsTrainer, observer: Observer
 ) -> Publisher:
     """The canary asks after the pause: a paused engine would not answer."""
     publisher = _publisher(roles, pauses)
@@ -252,10 +252,10 @@ def _checked_publisher(
     return CanaryPublisher(publisher, canary, every=every)
 
 
-def _keeper(recipe: Recipe, inputs: Inputs, learner: Learner, observer: Observer) -> Keeper:
+def _keeper(recipe: Recipe, inputs: Inputs, learner: ModelsTrainer, observer: Observer) -> SampleWriter:
     if isinstance(recipe.algorithm, SftConfig):
-        return NoKeeper()
-    return RolloutKeeper(
+        return NoSampleWriter()
+    return RolloutSampler(
         recipe.observe.rollouts,
         run_folder=recipe.run_folder,
         seed=recipe.run.seed,

@@ -60,13 +60,13 @@ def _halves(rotation: Rotation) -> tuple[Tensor, Tensor]:
     return rotation.cosines, rotation.sines
 
 
-class _Context(FunctionCtx):
+class _GateContext(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, gate_up: Tensor) -> Tensor:
+    def forward(ctx: _GateContext, gate_up: Tensor) -> Tensor:
         # Not at the top: a machine without a GPU need not have Triton.
         from megarl.train.fused_kernels import gate
 
@@ -76,7 +76,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> Tensor:
+    def backward(ctx: _GateContext, grad: Tensor) -> Tensor:
         from megarl.train.fused_kernels import grad_gate
 
         (gate_up,) = ctx.saved_tensors
@@ -85,7 +85,7 @@ class _Gated(torch.autograd.Function):
 
 class _Rotated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, values: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    def forward(ctx: _GateContext, values: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         from megarl.train.fused_kernels import rotate
 
         ctx.save_for_backward(cosines, sines)
@@ -93,7 +93,7 @@ class _Rotated(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _GateContext, grad: Tensor) -> tuple[Tensor, None, None]:
         from megarl.train.fused_kernels import rotate
 
         cosines, sines = ctx.saved_tensors

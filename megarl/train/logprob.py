@@ -61,7 +61,7 @@ def token_scores(
     return TokenScores(logprobs, entropy)
 
 
-class _Context(FunctionCtx):
+class _LogprobContext(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
     shard: VocabShard
@@ -72,7 +72,7 @@ class _Context(FunctionCtx):
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context,
+        ctx: _LogprobContext,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -96,7 +96,7 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: _Context, grad_logprobs: Tensor, grad_entropy: Tensor
+        ctx: _LogprobContext, grad_logprobs: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, targets, log_norms, entropy = ctx.saved_tensors
         shard = ctx.shard

@@ -31,7 +31,7 @@ from megarl.train.fused import GatedActivation, Rotation
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
 from megarl.train.micro_batch import DeviceMicroBatch
 from megarl.train.norm import RMSNorm
-from megarl.train.router import Router
+from megarl.train.router import Fp32Router
 from megarl.train.topology import Device, Topology
 from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
 
@@ -260,7 +260,7 @@ def _layer_spec(shape: ModelShape) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(num_experts=num_experts, normalization="RMSNorm", qk_layernorm=shape.has_qk_norm)
     feed_forward = spec.submodules.mlp.submodules
     if num_experts is not None:
-        feed_forward.router = Router
+        feed_forward.router = Fp32Router
         feed_forward = feed_forward.experts.submodules
     feed_forward.activation_func = GatedActivation
     spec.submodules.input_layernorm = RMSNorm

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 
-class Router(TopKRouter):
+class Fp32Router(TopKRouter):
     def gating(self, input: Tensor) -> Tensor:
         """In float32 whatever the weights are: close logits would be in another order after rounding."""
         return F.linear(input.float(), self.weight.float())

@@ -10,7 +10,7 @@ import pytest
 from megarl.cli import main as cli
 from megarl.config import load_recipe
 from megarl.tools.doctor import examination
-from megarl.tools.doctor.checks import Check, Verdict
+from megarl.tools.doctor.checks import Check, CheckStatus
 from tests.tools.doctor.runs import Step, write_run
 from tests.tools.doctor.test_rules import RECIPE
 
@@ -56,7 +56,7 @@ def test_json_has_everything(run: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_machine_with_an_error_ends_with_5(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = Check(area="machine", name="cpus", found="1", verdict=Verdict.ERROR, remedy="--cpus-per-task 32")
+    wrong = Check(area="machine", name="cpus", found="1", verdict=CheckStatus.ERROR, remedy="--cpus-per-task 32")
     monkeypatch.setattr(examination, "check_machine", lambda: iter([wrong]))
     assert cli.run(["doctor"]) == 5
     out = capsys.readouterr().out

@@ -6,15 +6,15 @@ from pathlib import Path
 from rich.console import Console
 
 from megarl.cli.report import print_report
-from megarl.observe.report import Report, Row
+from megarl.observe.report import Report, ReportRow
 
 
 def test_the_table_has_every_row_and_the_picture_its_path() -> None:
     out = StringIO()
     rows = (
-        Row(name="reward", first=0.25, last=0.5, best=0.75, best_step=12),
-        Row(name="entropy", first=1.5, last=2e-5, best=None, best_step=None),
-        Row(name="tokens/s", first=1200.4, last=1500, best=1500, best_step=3),
+        ReportRow(name="reward", first=0.25, last=0.5, best=0.75, best_step=12),
+        ReportRow(name="entropy", first=1.5, last=2e-5, best=None, best_step=None),
+        ReportRow(name="tokens/s", first=1200.4, last=1500, best=1500, best_step=3),
     )
     print_report(Report(rows=rows, curves=Path("runs/sample/curves.png")), Console(file=out, width=100))
     header, *lines = [line.strip("┃│ ").split() for line in out.getvalue().splitlines() if line[0] in "┃│"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.compare.hook_points import Columns, Watch, watches
-from megarl.compare.recordings import Patch, Place, Recorder, Recording, write_patches
+from megarl.compare.recordings import ActivationPatch, PatchPlace, Recorder, Recording, write_patches
 from megarl.config.model import Family
 from megarl.weights.algebra.slices import Holding, Layout
 from megarl.weights.executors.tensors import box_of
@@ -122,7 +122,7 @@ def test_what_works_in_place_later_does_not_change_what_was_heard() -> None:
 def parts(path: Path, first: Tensor, second: Tensor, *, token: int = 0) -> Iterator[Path]:
     for index, (values, start) in enumerate(((first, 0), (second, token))):
         file = path / f"{index}.safetensors"
-        write_patches(file, [Patch(place=Place(site="x", token=start, column=0), values=values)])
+        write_patches(file, [ActivationPatch(place=PatchPlace(site="x", token=start, column=0), values=values)])
         yield file
 
 

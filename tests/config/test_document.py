@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.document import Origin, override, read_document
+from megarl.config.document import ValueOrigin, override, read_document
 from megarl.errors import ConfigError
 
 BASE = """\
@@ -59,17 +59,17 @@ def test_a_section_of_the_same_kind_is_merged(base: Path) -> None:
 def test_every_value_knows_its_file_and_line(base: Path) -> None:
     path = heir(base, "run:\n  name: heir\n")
     document = override(read_document(path), "run.seed=3")
-    assert document.origin(("run", "name")) == Origin(source=str(path), line=3)
-    assert document.origin(("run", "steps")) == Origin(source=str(base), line=3)
-    assert document.origin(("run", "seed")) == Origin(source="--set")
-    assert document.origin(("data", "train")) == Origin(source=str(base), line=4)
+    assert document.origin(("run", "name")) == ValueOrigin(source=str(path), line=3)
+    assert document.origin(("run", "steps")) == ValueOrigin(source=str(base), line=3)
+    assert document.origin(("run", "seed")) == ValueOrigin(source="--set")
+    assert document.origin(("data", "train")) == ValueOrigin(source=str(base), line=4)
     assert document.origin(("run", "folder")) is None
 
 
 def test_an_override_replaces_a_section_and_its_origins(base: Path) -> None:
     document = override(read_document(base), "algorithm={kind: sft}")
     assert document.tree["algorithm"] == {"kind": "sft"}
-    assert document.origin(("algorithm", "kind")) == Origin(source="--set")
+    assert document.origin(("algorithm", "kind")) == ValueOrigin(source="--set")
     assert document.origin(("algorithm", "clip_low")) is None
 
 

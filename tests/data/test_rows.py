@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.config.recipe import DataConfig
-from megarl.data.rows import Row, check_files, read_rows
+from megarl.data.rows import DataRow, check_files, read_rows
 from megarl.errors import DataError
 
 MakeRow = Callable[..., dict[str, object]]
@@ -20,7 +20,7 @@ CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1=
 ANSWERED = [*CHAT, {"role": "assistant", "content": "2"}]
 
 
-def read(*files: Path, as_demonstrations: bool = False, **keys: str) -> list[Row]:
+def read(*files: Path, as_demonstrations: bool = False, **keys: str) -> list[DataRow]:
     config = DataConfig.model_validate({"train": files, **keys})
     return read_rows(files, config, as_demonstrations=as_demonstrations)
 

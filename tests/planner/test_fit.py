@@ -6,7 +6,7 @@ from megarl.config.catalogue import CATALOGUE
 from megarl.planner.fit import proposals
 from megarl.planner.hardware import GPUS
 from megarl.planner.run_plan import size
-from megarl.planner.timing import Workload
+from megarl.planner.timing import StepWorkload
 from tests.planner.recipes import PPO, make_recipe, shapes_of
 
 SHAPES = shapes_of(CATALOGUE["qwen2.5-7b"])
@@ -15,7 +15,7 @@ H100 = GPUS["h100"]
 
 def test_each_proposal_makes_the_recipe_fit() -> None:
     recipe = make_recipe("roles.rollout.memory_fraction=0.95")
-    workload = Workload.half(recipe)
+    workload = StepWorkload.half(recipe)
     assert not size(recipe, SHAPES, H100, workload, publish_s=0).fits
     found = proposals(recipe, SHAPES, H100, workload)
     assert 1 <= len(found) <= 3
@@ -29,14 +29,14 @@ def test_each_proposal_makes_the_recipe_fit() -> None:
 
 def test_the_smallest_change_of_a_key_is_proposed() -> None:
     recipe = make_recipe("roles.rollout.memory_fraction=0.95")
-    found = proposals(recipe, SHAPES, H100, Workload.half(recipe))
+    found = proposals(recipe, SHAPES, H100, StepWorkload.half(recipe))
     (assignment,) = next(item.assignments for item in found if "memory_fraction" in item.assignments[0])
     assert assignment == "roles.rollout.memory_fraction=0.75"
 
 
 def test_two_changes_are_proposed_where_one_is_not_enough() -> None:
     recipe = make_recipe("roles.rollout.memory_fraction=0.95", "train.tokens_per_micro_batch=65536")
-    found = proposals(recipe, SHAPES, H100, Workload.half(recipe))
+    found = proposals(recipe, SHAPES, H100, StepWorkload.half(recipe))
     assert found
     assert all("roles.rollout.memory_fraction" in str(item.assignments) for item in found)
     assert all(len(item.assignments) > 1 for item in found)
@@ -44,18 +44,18 @@ def test_two_changes_are_proposed_where_one_is_not_enough() -> None:
 
 def test_nothing_is_proposed_for_a_gpu_that_is_far_too_small() -> None:
     recipe = make_recipe()
-    assert proposals(recipe, SHAPES, replace(H100, memory_gib=2), Workload.half(recipe)) == []
+    assert proposals(recipe, SHAPES, replace(H100, memory_gib=2), StepWorkload.half(recipe)) == []
 
 
 def test_recomputation_is_a_way_out_and_a_change_of_three_keys() -> None:
     recipe = make_recipe("train.tokens_per_micro_batch=120000")
-    found = proposals(recipe, SHAPES, H100, Workload.half(recipe))
+    found = proposals(recipe, SHAPES, H100, StepWorkload.half(recipe))
     options = [f"roles.actor.megatron.recompute_{name}" for name in ("granularity", "method", "num_layers")]
     assert options in [[assignment.partition("=")[0] for assignment in item.assignments] for item in found]
 
 
 def test_a_critic_that_is_too_large_gets_ways_out_of_its_own() -> None:
     recipe = make_recipe(*PPO, "pools.critic={gpus_per_node: 4}", "roles.critic={pool: critic}")
-    found = proposals(recipe, SHAPES, H100, Workload.half(recipe))
+    found = proposals(recipe, SHAPES, H100, StepWorkload.half(recipe))
     assert found
     assert all("critic" in assignment for item in found for assignment in item.assignments[:1])

@@ -9,7 +9,7 @@ import pytest
 from megarl.config.catalogue import CATALOGUE
 from megarl.config.recipe import Recipe
 from megarl.planner.hardware import GPUS
-from megarl.planner.ledger import TRAINER_CONTEXT_BYTES, HostLedger, Ledger, Phase, host_ledgers, ledgers
+from megarl.planner.ledger import TRAINER_CONTEXT_BYTES, HostLedger, MemoryLedger, Phase, host_ledgers, ledgers
 from megarl.planner.memory import bare_weights, stage_memory
 from megarl.planner.placement import place
 from megarl.weights.layouts.megatron import MegatronParallel
@@ -30,7 +30,7 @@ def found_in(recipe: Recipe) -> dict[tuple[str, Phase], dict[str, int]]:
     return found
 
 
-def names(ledger: Ledger | HostLedger) -> set[str]:
+def names(ledger: MemoryLedger | HostLedger) -> set[str]:
     return {item.name for item in ledger.items}
 
 

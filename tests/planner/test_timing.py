@@ -8,7 +8,7 @@ from megarl.config.recipe import Recipe
 from megarl.planner.hardware import GPUS, HOST_GB_PER_S, TRAIN_EFFICIENCY
 from megarl.planner.memory import bare_weights, engine_memory
 from megarl.planner.placement import place
-from megarl.planner.timing import PhaseName, Timing, Workload, estimate
+from megarl.planner.timing import PhaseName, StepWorkload, Timing, estimate
 from tests.planner.recipes import PPO, make_recipe, shapes_of
 
 SHAPE = CATALOGUE["qwen2.5-7b"]
@@ -22,7 +22,7 @@ def time_of(recipe: Recipe, *, response: int = 1000, shape: ModelShape = SHAPE) 
         shapes_of(shape),
         place(recipe),
         H100,
-        Workload(mean_prompt_tokens=100, mean_response_tokens=response),
+        StepWorkload(mean_prompt_tokens=100, mean_response_tokens=response),
         engine=engine_memory(shape, recipe.roles.rollout, H100.memory_bytes),
         publish_s=0.5,
     )
@@ -82,7 +82,7 @@ def test_a_step_is_the_sum_of_its_phases() -> None:
 
 
 def test_half_of_what_is_allowed_is_assumed() -> None:
-    assert Workload.half(make_recipe()) == Workload(mean_prompt_tokens=512, mean_response_tokens=1536)
+    assert StepWorkload.half(make_recipe()) == StepWorkload(mean_prompt_tokens=512, mean_response_tokens=1536)
 
 
 def test_epochs_repeat_the_updates_and_not_the_questions() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from megarl.rollout.commands import Meeting, Route
+from megarl.rollout.commands import Rendezvous, TransferSpec
 from megarl.tools.check_sync.rehearsal import hold
 from megarl.weights.executors.box_digest import fastest_digest
 from megarl.weights.executors.group import Pending, TransferGroup
@@ -59,7 +59,7 @@ class _AccidentGroup(TransferGroup):
 
 
 def run_rank(
-    route: Route, meeting: Meeting, folder: Path, rank: int, version: int, accident: Accident | None
+    route: TransferSpec, meeting: Rendezvous, folder: Path, rank: int, version: int, accident: Accident | None
 ) -> Digests:
     """Join and send one version of the weights in `folder`."""
     torch.set_num_threads(1)
@@ -82,7 +82,7 @@ Call = tuple[Callable[..., Digests], tuple[object, ...]]
 
 
 def rank_calls(
-    route: Route, meeting: Meeting, folder: Path, *, version: int, accidents: Mapping[int, Accident]
+    route: TransferSpec, meeting: Rendezvous, folder: Path, *, version: int, accidents: Mapping[int, Accident]
 ) -> list[Call]:
     """One per rank, for `run_processes`."""
     return [

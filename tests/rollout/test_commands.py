@@ -9,6 +9,7 @@ import torch
 
 from megarl.rollout.commands import (
     Abort,
+    Command,
     Commit,
     Envelope,
     Fingerprint,
@@ -16,11 +17,10 @@ from megarl.rollout.commands import (
     Join,
     Leave,
     Listen,
-    Meeting,
-    Order,
+    Rendezvous,
     Reply,
-    Route,
     Stage,
+    TransferSpec,
     read_envelope,
     read_reply,
     to_bytes,
@@ -34,8 +34,8 @@ from tests.weights.reference import make_shape
 ADDRESS = StoreAddress(host="127.0.0.1", port=1234)
 
 
-def route_of(*, tensor: int = 2, num_engines: int = 1) -> Route:
-    return Route(
+def route_of(*, tensor: int = 2, num_engines: int = 1) -> TransferSpec:
+    return TransferSpec(
         shape=make_shape(),
         parallel=MegatronParallel(tensor=2, pipeline=2, data=2),
         trainer_dtype="float32",
@@ -46,12 +46,12 @@ def route_of(*, tensor: int = 2, num_engines: int = 1) -> Route:
     )
 
 
-ORDERS: list[Order] = [
+ORDERS: list[Command] = [
     Inspect(),
     Join(
         route=route_of(),
         plan_hash="abc",
-        meeting=Meeting(address=ADDRESS, name="publish-1", timeout_s=5.0, backend="gloo", bucket_bytes=1024),
+        meeting=Rendezvous(address=ADDRESS, name="publish-1", timeout_s=5.0, backend="gloo", bucket_bytes=1024),
     ),
     Stage(version=3),
     Commit(version=3),
@@ -61,7 +61,7 @@ ORDERS: list[Order] = [
 ]
 
 
-def sent(order: Order) -> Envelope:
+def sent(order: Command) -> Envelope:
     """The order, there and back again."""
     envelope = Envelope(order=order, engine=1, tp_rank=0, host="127.0.0.1", mailbox=ADDRESS, reply_key="k")
     arrived = read_envelope(pickle.loads(base64.b64decode(to_payload(envelope))))
@@ -70,7 +70,7 @@ def sent(order: Order) -> Envelope:
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.op)
-def test_an_order_arrives_as_it_was_given(order: Order) -> None:
+def test_an_order_arrives_as_it_was_given(order: Command) -> None:
     assert sent(order).order == order
 
 
@@ -110,7 +110,7 @@ def test_engine_ranks_come_after_trainer_ranks() -> None:
     assert {holding.rank for holding in route.engine_layout().holdings} == set(range(6))
 
 
-def seated_route() -> Route:
+def seated_route() -> TransferSpec:
     """Two engines of two ranks on the first rollout node, one on the second."""
     return replace(
         route_of(tensor=2, num_engines=3),

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from megarl.rollout.commands import (
     Abort,
+    Command,
     Commit,
     Envelope,
     Fingerprint,
@@ -20,9 +21,8 @@ from megarl.rollout.commands import (
     Join,
     Leave,
     Listen,
-    Meeting,
-    Order,
-    Record,
+    RecordModules,
+    Rendezvous,
     Reply,
     Stage,
     read_reply,
@@ -44,7 +44,7 @@ def model() -> torch.nn.Module:
     return torch.nn.Linear(3, 2)
 
 
-def give(order: Order, model: torch.nn.Module, server: StoreServer) -> Reply:
+def give(order: Command, model: torch.nn.Module, server: StoreServer) -> Reply:
     store = TCPStore("127.0.0.1", server.address.port, timeout=timedelta(seconds=5))
     envelope = Envelope(order=order, engine=0, tp_rank=0, host="127.0.0.1", mailbox=server.address, reply_key="reply")
     load(model, pickle.loads(base64.b64decode(to_payload(envelope))))
@@ -54,7 +54,7 @@ def give(order: Order, model: torch.nn.Module, server: StoreServer) -> Reply:
 
 
 def join_of(server: StoreServer, plan_hash: str) -> Join:
-    meeting = Meeting(address=server.address, name="group", timeout_s=1.0, backend="gloo", bucket_bytes=1024)
+    meeting = Rendezvous(address=server.address, name="group", timeout_s=1.0, backend="gloo", bucket_bytes=1024)
     return Join(route=route_of(), plan_hash=plan_hash, meeting=meeting)
 
 
@@ -76,20 +76,20 @@ def test_a_fingerprint_changes_with_one_bit_of_its_parameter(model: torch.nn.Mod
 
 @pytest.mark.parametrize("order", [Stage(version=1), Commit(version=1)], ids=lambda order: order.op)
 def test_orders_that_need_a_group_are_refused_without_one(
-    order: Order, model: torch.nn.Module, server: StoreServer
+    order: Command, model: torch.nn.Module, server: StoreServer
 ) -> None:
     assert give(order, model, server).error == "not in a transfer group; join comes first"
 
 
 @pytest.mark.parametrize("order", [Abort(), Leave()], ids=lambda order: order.op)
 def test_orders_that_undo_are_harmless_without_a_group(
-    order: Order, model: torch.nn.Module, server: StoreServer
+    order: Command, model: torch.nn.Module, server: StoreServer
 ) -> None:
     assert give(order, model, server).error is None
 
 
 def test_recording_without_listening_is_refused(model: torch.nn.Module, server: StoreServer, tmp_path: Path) -> None:
-    assert give(Record(folder=str(tmp_path)), model, server).error == "nothing was recorded; listen comes first"
+    assert give(RecordModules(folder=str(tmp_path)), model, server).error == "nothing was recorded; listen comes first"
 
 
 def test_modules_that_are_not_those_of_the_layout_are_named(model: torch.nn.Module, server: StoreServer) -> None:

@@ -10,7 +10,7 @@ from uuid import uuid4
 import torch
 from safetensors.torch import load_file
 
-from megarl.rollout.commands import Meeting, Route
+from megarl.rollout.commands import Rendezvous, TransferSpec
 from megarl.rollout.control import EngineControl
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.check import check_delivery
@@ -30,8 +30,8 @@ BUCKET_BYTES = 16 << 10
 SPLIT = MegatronParallel(tensor=2, pipeline=2)
 
 
-def route_to(served: ServedModel, parallel: MegatronParallel = SPLIT) -> Route:
-    return Route(
+def route_to(served: ServedModel, parallel: MegatronParallel = SPLIT) -> TransferSpec:
+    return TransferSpec(
         shape=served.shape,
         parallel=parallel,
         trainer_dtype="float32",
@@ -43,8 +43,8 @@ def route_to(served: ServedModel, parallel: MegatronParallel = SPLIT) -> Route:
     )
 
 
-def meeting_at(control: EngineControl) -> Meeting:
-    return Meeting(
+def meeting_at(control: EngineControl) -> Rendezvous:
+    return Rendezvous(
         address=control.address,
         name=uuid4().hex,
         timeout_s=GROUP_TIMEOUT_S,
@@ -70,7 +70,12 @@ class Trainers:
     """Every rank of a route's trainer, ready to send the weights of `folder`."""
 
     def __init__(
-        self, route: Route, control: EngineControl, folder: Path, *, group_type: type[TransferGroup] = TransferGroup
+        self,
+        route: TransferSpec,
+        control: EngineControl,
+        folder: Path,
+        *,
+        group_type: type[TransferGroup] = TransferGroup,
     ) -> None:
         self._plan = route.plan()
         self._route = route
@@ -112,7 +117,7 @@ class Trainers:
         for group in self._groups:
             group.close()
 
-    def _join_rank(self, rank: int, meeting: Meeting) -> TransferGroup:
+    def _join_rank(self, rank: int, meeting: Rendezvous) -> TransferGroup:
         return self._group_type.join(
             meeting.address,
             name=meeting.name,

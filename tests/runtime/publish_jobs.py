@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ModelParallelConfig
-from megarl.rollout.commands import Meeting, Route
+from megarl.rollout.commands import Rendezvous, TransferSpec
 from megarl.train.rank import ModelRank, RankSpec
 from megarl.weights.executors.box_digest import fastest_digest
 from megarl.weights.executors.transfer import Sender, TransferGroup
@@ -21,8 +21,8 @@ def load_and_send(
     split: ModelParallelConfig,
     shape: ModelShape,
     folder: Path,
-    route: Route,
-    meeting: Meeting,
+    route: TransferSpec,
+    meeting: Rendezvous,
     version: int,
 ) -> Digests:
     spec = RankSpec(

@@ -18,7 +18,7 @@ from megarl.runtime.buffer import Buffer
 from megarl.runtime.evaluate import Evaluator, NoEvaluator
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.phases import SeparatePhases, SharedPhases
-from megarl.runtime.rollout_samples import NoKeeper
+from megarl.runtime.rollout_samples import NoSampleWriter
 from megarl.stages import Phases
 from megarl.types import (
     Estimates,
@@ -209,7 +209,7 @@ def run(
             phases=phases or SeparatePhases(),
             buffer=Buffer(prompts_per_step=4, max_staleness=max_staleness, versions=[start.version]),
             evaluator=evaluator or NoEvaluator(),
-            keeper=NoKeeper(),
+            keeper=NoSampleWriter(),
             saver=cluster,
             observer=Observer(sinks),
             start=start,

@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.config.recipe import KeptRolloutsConfig
 from megarl.data.rollout_files import list_rollouts, read_list, read_rollout
-from megarl.runtime.rollout_samples import RolloutKeeper
+from megarl.runtime.rollout_samples import RolloutSampler
 from megarl.types import FloatArray, ScoredGroup, TrainSample
 from tests.data.test_rollout_files import decode, kept
 
@@ -31,7 +31,7 @@ def keep(
     folder: Path, config: KeptRolloutsConfig, *, steps: Sequence[int], samples: Sequence[TrainSample] | None = None
 ) -> tuple[Trainer, list[str]]:
     trainer, warnings = Trainer(), list[str]()
-    keeper = RolloutKeeper(
+    keeper = RolloutSampler(
         config, run_folder=folder, seed=1, logprobs=trainer.logprobs, decode=decode, warn=warnings.append
     )
     groups: list[ScoredGroup] = [rollout.group for rollout in GROUPS]

@@ -15,7 +15,7 @@ import pytest
 
 from megarl.config.recipe import ModelParallelConfig
 from megarl.rollout.client import EngineClient
-from megarl.rollout.commands import Route
+from megarl.rollout.commands import TransferSpec
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineProcess
@@ -128,7 +128,7 @@ def test_published_parameters_are_those_sglang_loads_itself(target: Target, name
     if split.has_experts and target.family != "qwen3_moe":
         pytest.skip("a dense model has no experts to split")
     shape = write_tiny_model(target.folder / "published", target.family, layers=4, seed=2)
-    route = Route(
+    route = TransferSpec(
         shape=shape,
         parallel=MegatronParallel.of(split.model, data=split.data),
         trainer_dtype="float32",

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.config.model import Family, ModelShape
-from megarl.weights.algebra.locality import Seating, on_gpus
+from megarl.weights.algebra.locality import Locations, on_gpus
 from megarl.weights.algebra.plan import plan
 from megarl.weights.algebra.slices import Holding, Layout
 from megarl.weights.executors.hf import load_hf
@@ -74,7 +74,7 @@ def carry(
     target: Layout,
     taken: dict[int, Tensors],
     *,
-    seating: Seating | None = None,
+    seating: Locations | None = None,
     relays: bool = False,
 ) -> None:
     for move in sorted(plan(source, target, seating=seating, relays=relays).moves, key=lambda move: move.hop):

@@ -26,7 +26,7 @@ _MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class OperatorRequest:
     action: Literal["list", "retire", "add"]
     engine: int | None = None
 
@@ -43,13 +43,13 @@ class EngineReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
+class OperatorReply:
     error: str | None = None
     engines: tuple[EngineReport, ...] = ()
 
 
-_REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
-_RESPONSE: TypeAdapter[Response] = TypeAdapter(Response)
+_REQUEST: TypeAdapter[OperatorRequest] = TypeAdapter(OperatorRequest)
+_RESPONSE: TypeAdapter[OperatorReply] = TypeAdapter(OperatorReply)
 
 
 @asynccontextmanager
@@ -79,7 +79,7 @@ async def open_to_operator(folder: Path, fleet: Fleet, supervisor: Supervisor) -
         path.unlink(missing_ok=True)
 
 
-def ask(folder: Path, request: Request) -> tuple[EngineReport, ...]:
+def ask(folder: Path, request: OperatorRequest) -> tuple[EngineReport, ...]:
     """Let the run in `folder` do something, and say how its engines are."""
     with _short(folder) as short, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_TIMEOUT_S)
@@ -98,24 +98,24 @@ def ask(folder: Path, request: Request) -> tuple[EngineReport, ...]:
     return response.engines
 
 
-def _obey(line: bytes, fleet: Fleet, supervisor: Supervisor) -> Response:
+def _obey(line: bytes, fleet: Fleet, supervisor: Supervisor) -> OperatorReply:
     try:
         request = _REQUEST.validate_json(line)
     except ValidationError:
-        return Response(error="not a request of this version of megarl")
+        return OperatorReply(error="not a request of this version of megarl")
     try:
         match request:
-            case Request(action="retire", engine=int(index)):
+            case OperatorRequest(action="retire", engine=int(index)):
                 supervisor.retire(index)
-            case Request(action="add", engine=int(index)):
+            case OperatorRequest(action="add", engine=int(index)):
                 supervisor.add(index)
-            case Request(action="list"):
+            case OperatorRequest(action="list"):
                 pass
             case _:
-                return Response(error=f"{request.action} which engine? Name its number")
+                return OperatorReply(error=f"{request.action} which engine? Name its number")
     except FleetError as error:
-        return Response(error=str(error))
-    return Response(
+        return OperatorReply(error=str(error))
+    return OperatorReply(
         engines=tuple(
             EngineReport(
                 index=engine.index,

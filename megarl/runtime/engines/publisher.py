@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megarl.errors import WeightSyncError, WorkerError
-from megarl.rollout.commands import Meeting, Route
+from megarl.rollout.commands import Rendezvous, TransferSpec
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Engine, EngineState, Fleet
 from megarl.runtime.trainers.ranks import ActorRanks
@@ -68,7 +68,7 @@ class TransferPublisher:
         ranks: ActorRanks,
         fleet: Fleet,
         control: EngineControl,
-        route: Route,
+        route: TransferSpec,
         timeout_s: float,
         host: str,
         failed: Callable[[PolicyVersion, str], None] = lambda _version, _reason: None,
@@ -193,7 +193,7 @@ class TransferPublisher:
         plan = route.plan()
         control = self._control.among(roster)
         store = StoreServer(self._host)
-        meeting = Meeting(
+        meeting = Rendezvous(
             address=store.address,
             name=_GROUP,
             timeout_s=self._timeout_s,
@@ -206,7 +206,7 @@ class TransferPublisher:
         self._link = _Link(members=members, store=store, control=control, plan=plan)
         return self._link
 
-    def _route_to(self, roster: Sequence[Engine]) -> Route:
+    def _route_to(self, roster: Sequence[Engine]) -> TransferSpec:
         return self._route.with_engines([engine.index for engine in roster])
 
     @property

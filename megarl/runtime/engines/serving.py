@@ -11,7 +11,7 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe, RolloutRoleConfig
 from megarl.observe.observer import Observer
 from megarl.rollout.client import EngineClient, EngineEndpoint
-from megarl.rollout.commands import Route
+from megarl.rollout.commands import TransferSpec
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.lifecycle import RestartPolicy
@@ -39,7 +39,7 @@ class Rollout:
     """None where nobody generates."""
     supervisor: Supervisor | None
     """Of the fleet."""
-    route: Route | None
+    route: TransferSpec | None
     """From trainer ranks to all engines of the fleet."""
     phases: Phases
 
@@ -196,7 +196,7 @@ def _offloaders(recipe: Recipe, trainers: Trainers) -> list[TrainedRanks]:
 
 async def _connect(
     config: RolloutRoleConfig,
-    route: Route,
+    route: TransferSpec,
     ranks: ActorRanks,
     fleet: Fleet,
     supervisor: Supervisor,
@@ -238,9 +238,9 @@ async def _connect_by_files(
     return publisher
 
 
-def route_of(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, num_engines: int) -> Route:
+def route_of(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, num_engines: int) -> TransferSpec:
     dtype = "float32" if recipe.run.device == "cpu" else "bfloat16"
-    return Route(
+    return TransferSpec(
         shape=shape,
         parallel=MegatronParallel.of(recipe.roles.actor, data=recipe.data_parallel),
         trainer_dtype=dtype,

@@ -1,4 +1,4 @@
-"""From recipe and roles to a Learner: who is asked what, and how a step is packed for each layout."""
+"""From recipe and roles to a ModelsTrainer: who is asked what, and how a step is packed for each layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import ModelParallelConfig, Recipe
 from megarl.data.packing import pack
 from megarl.runtime.engines.serving import Roles
-from megarl.runtime.trainers.trainer import CriticLearner, Learner, Pack, Question, Questions
+from megarl.runtime.trainers.trainer import CriticTrainer, ModelQuestion, ModelQuestions, ModelsTrainer, Pack
 from megarl.runtime.trainers.work import training_work
 from megarl.types import PolicyVersion
 
@@ -19,20 +19,20 @@ KEPT_FOLDER = "skipped"
 """In the run's folder: rollouts whose updates were skipped."""
 
 
-def build_learner(
+def build_trainer(
     recipe: Recipe, shape: ModelShape, roles: Roles, *, num_steps: int, version: PolicyVersion
-) -> Learner:
+) -> ModelsTrainer:
     """`num_steps` and `version` are where the models stand."""
     actor, critic, per_update = recipe.roles.actor, recipe.roles.critic, recipe.train.prompts_per_update
     learner = None
     if critic is not None and roles.critic is not None:
         of_critic = critic.prompts_per_update or per_update
-        learner = CriticLearner(
+        learner = CriticTrainer(
             ranks=roles.critic,
             pack=_pack(recipe, critic, critic.pool, prompts_per_update=of_critic),
             warmup_steps=critic.warmup_steps,
         )
-    return Learner(
+    return ModelsTrainer(
         actor=roles.actor,
         pack=_pack(recipe, actor, actor.pool, prompts_per_update=per_update),
         ask_actor=_ask_actor(recipe, roles),
@@ -47,12 +47,12 @@ def build_learner(
     )
 
 
-def _ask_actor(recipe: Recipe, roles: Roles) -> Question:
+def _ask_actor(recipe: Recipe, roles: Roles) -> ModelQuestion:
     actor = recipe.roles.actor
-    return Question(ask=roles.actor.logprobs, pack=_pack(recipe, actor, actor.pool, prompts_per_update=None))
+    return ModelQuestion(ask=roles.actor.logprobs, pack=_pack(recipe, actor, actor.pool, prompts_per_update=None))
 
 
-def _questions(recipe: Recipe, roles: Roles) -> Questions:
+def _questions(recipe: Recipe, roles: Roles) -> ModelQuestions:
     algorithm = recipe.algorithm
     kl = algorithm.kl if isinstance(algorithm, PolicyGradientConfig) else None
     critic, reference = recipe.roles.critic, recipe.roles.reference
@@ -63,12 +63,14 @@ def _questions(recipe: Recipe, roles: Roles) -> Questions:
     if kl is not None:
         reference_logprobs = replace(of_actor, ask=roles.actor.reference_logprobs)
         if roles.reference is not None and reference is not None and reference.pool is not None:
-            reference_logprobs = Question(
+            reference_logprobs = ModelQuestion(
                 ask=roles.reference.logprobs, pack=_pack(recipe, reference, reference.pool, prompts_per_update=None)
             )
     if roles.critic is not None and critic is not None:
-        values = Question(ask=roles.critic.values, pack=_pack(recipe, critic, critic.pool, prompts_per_update=None))
-    return Questions(logprobs=logprobs, reference_logprobs=reference_logprobs, values=values)
+        values = ModelQuestion(
+            ask=roles.critic.values, pack=_pack(recipe, critic, critic.pool, prompts_per_update=None)
+        )
+    return ModelQuestions(logprobs=logprobs, reference_logprobs=reference_logprobs, values=values)
 
 
 def _pack(recipe: Recipe, split: ModelParallelConfig, pool: str, *, prompts_per_update: int | None) -> Pack:

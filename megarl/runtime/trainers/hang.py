@@ -1,6 +1,6 @@
 """What to say of a call that did not end in time: who is missing, where the others wait for it, and all stacks.
 
-`judge` is pure; `write_report` writes the file that a person reads. Who asks the ranks is in `ranks`.
+`explain_hang` is pure; `write_report` writes the file that a person reads. Who asks the ranks is in `ranks`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Answer: TypeAlias = RankStacks | Silence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class HangReport:
     missing: Mapping[int, str]
     """By rank: what it does instead of what the others wait for."""
     waiting: Mapping[int, Wait]
@@ -40,7 +40,7 @@ class Verdict:
         return "; ".join(parts)
 
 
-def judge(answers: Sequence[Answer], *, method: str, late: Sequence[int]) -> Verdict:
+def explain_hang(answers: Sequence[Answer], *, method: str, late: Sequence[int]) -> HangReport:
     """Of the ranks that are late, those that wait for others, and those that the others wait for."""
     missing: dict[int, str] = {}
     waiting: dict[int, Wait] = {}
@@ -55,7 +55,7 @@ def judge(answers: Sequence[Answer], *, method: str, late: Sequence[int]) -> Ver
             continue
         doing = answer.carrying_out(method)
         missing[rank] = f"it is in {doing.place}" if doing else f"it has not begun with {method}"
-    return Verdict(missing=missing, waiting=waiting)
+    return HangReport(missing=missing, waiting=waiting)
 
 
 def write_report(folder: Path, *, role: str, method: str, headline: str, answers: Sequence[Answer]) -> Path:

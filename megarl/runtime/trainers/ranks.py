@@ -26,11 +26,11 @@ from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from megarl.config.recipe import CriticConfig, TrainConfig
 from megarl.env import GLOO_INTERFACE, trainer_environment
 from megarl.errors import WeightSyncError, WorkerError
-from megarl.rollout.commands import Meeting, Route
+from megarl.rollout.commands import Rendezvous, TransferSpec
 from megarl.runtime.addresses import own_address
 from megarl.runtime.cluster import Place
-from megarl.runtime.trainers.hang import Answer, Silence, judge, write_report
-from megarl.runtime.trainers.remote_process import Whereabouts, describe, end, own_whereabouts
+from megarl.runtime.trainers.hang import Answer, Silence, explain_hang, write_report
+from megarl.runtime.trainers.remote_process import RemoteProcess, describe, end, this_process
 from megarl.runtime.trainers.stacks import RankStacks, capture
 from megarl.runtime.trainers.worker_group import WorkerGroup
 from megarl.system.network import interface_of
@@ -79,8 +79,8 @@ class ModelProcess(Generic[AnyRank]):
         return self._host, port
 
     @ray.method(concurrency_group=_WATCHED)  # type: ignore[untyped-decorator]
-    def whereabouts(self) -> Whereabouts:
-        return own_whereabouts()
+    def whereabouts(self) -> RemoteProcess:
+        return this_process()
 
     @ray.method(concurrency_group=_WATCHED)  # type: ignore[untyped-decorator]
     def watch(self) -> None:
@@ -98,7 +98,7 @@ class ModelProcess(Generic[AnyRank]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class WeightOrigin:
     """Where the weights of a model come from."""
 
     folder: Path
@@ -138,7 +138,7 @@ class ActorProcess(TrainedProcess[ActorRank]):
     def start(
         self,
         spec: RankSpec,
-        origin: Origin,
+        origin: WeightOrigin,
         algorithm: AlgorithmConfig,
         train: TrainConfig,
         total_steps: int,
@@ -168,7 +168,7 @@ class ActorProcess(TrainedProcess[ActorRank]):
     def export(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
         return self.model.export(folder, source_folder)
 
-    def join(self, route: Route, meeting: Meeting) -> None:
+    def join(self, route: TransferSpec, meeting: Rendezvous) -> None:
         """Meet the engine ranks; they join at the same time."""
         self.leave()
         plan = route.plan()
@@ -218,7 +218,7 @@ class CriticProcess(TrainedProcess[CriticRank]):
     def start(
         self,
         spec: RankSpec,
-        origin: Origin,
+        origin: WeightOrigin,
         algorithm: PolicyGradientConfig,
         critic: CriticConfig,
         total_steps: int,
@@ -258,11 +258,11 @@ class RankGroup(WorkerGroup):
         self.is_lost = False
         """Whether one of them is known to be dead."""
         self._report_folder = report_folder
-        self._whereabouts: list[Whereabouts] = []
+        self._whereabouts: list[RemoteProcess] = []
 
     async def locate(self) -> None:
         """Once all of them run; comes first."""
-        self._whereabouts = cast("list[Whereabouts]", await self.call("whereabouts", timeout_s=START_TIMEOUT_S))
+        self._whereabouts = cast("list[RemoteProcess]", await self.call("whereabouts", timeout_s=START_TIMEOUT_S))
 
     async def watch(self) -> None:
         """Returns never; raises when one of them has died."""
@@ -293,7 +293,7 @@ class RankGroup(WorkerGroup):
 
     async def _explain(self, method: str, late: Sequence[int], timeout_s: float) -> str:
         answers = await asyncio.gather(*(self._where_is(rank) for rank in range(len(self))))
-        verdict = judge(answers, method=method, late=late)
+        verdict = explain_hang(answers, method=method, late=late)
         headline = f"{self.role}: {method} did not finish within {timeout_s:g} s (train.operation_timeout_s): {verdict}"
         write = partial(write_report, self._report_folder, role=self.role, method=method)
         path = await asyncio.to_thread(write, headline=headline, answers=answers)
@@ -371,7 +371,7 @@ class ActorRanks(TrainedRanks):
         written = cast("list[dict[str, FileDigest]]", results)
         return {name: digest for files in written for name, digest in files.items()}
 
-    async def join(self, route: Route, meeting: Meeting) -> None:
+    async def join(self, route: TransferSpec, meeting: Rendezvous) -> None:
         await self._workers.call("join", route, meeting)
 
     def at_rest(self) -> AbstractAsyncContextManager[None]:

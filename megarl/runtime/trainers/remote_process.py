@@ -36,7 +36,7 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
+class RemoteProcess:
     node: str
     """Ray's name for it."""
     pid: int
@@ -44,23 +44,23 @@ class Whereabouts:
     """In clock ticks since the node was started: with the number, a name that is never given again."""
 
 
-def own_whereabouts() -> Whereabouts:
+def this_process() -> RemoteProcess:
     pid = os.getpid()
-    return Whereabouts(node=_own_node(), pid=pid, started=_read(pid)[1])
+    return RemoteProcess(node=_own_node(), pid=pid, started=_read(pid)[1])
 
 
-async def describe(where: Whereabouts) -> str:
+async def describe(where: RemoteProcess) -> str:
     """What the system says of a process that does not answer, as the end of a sentence."""
     state = await _on_its_node(where, _state)
     return "it is gone" if state is None else _STATES.get(state, f"its state is {state}")
 
 
-async def end(where: Whereabouts, *, grace_s: float, timeout_s: float) -> bool:
+async def end(where: RemoteProcess, *, grace_s: float, timeout_s: float) -> bool:
     """Kill it unless it leaves within `grace_s`; whether it is gone then."""
     return await _on_its_node(where, _end, grace_s, timeout_s)
 
 
-async def _on_its_node(where: Whereabouts, function: Callable[..., Result], *arguments: object) -> Result:
+async def _on_its_node(where: RemoteProcess, function: Callable[..., Result], *arguments: object) -> Result:
     if where.node == _own_node():
         return await asyncio.to_thread(function, where, *arguments)
     task = ray.remote(num_cpus=0, max_retries=0)(function)
@@ -74,7 +74,7 @@ def _own_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def _end(where: Whereabouts, grace_s: float, timeout_s: float) -> bool:
+def _end(where: RemoteProcess, grace_s: float, timeout_s: float) -> bool:
     if _is_gone_within(where, grace_s):
         return True
     with suppress(ProcessLookupError):
@@ -82,7 +82,7 @@ def _end(where: Whereabouts, grace_s: float, timeout_s: float) -> bool:
     return _is_gone_within(where, timeout_s)
 
 
-def _is_gone_within(where: Whereabouts, seconds: float) -> bool:
+def _is_gone_within(where: RemoteProcess, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while _state(where) not in (None, _ZOMBIE):
         if time.monotonic() > deadline:
@@ -91,7 +91,7 @@ def _is_gone_within(where: Whereabouts, seconds: float) -> bool:
     return True
 
 
-def _state(where: Whereabouts) -> str | None:
+def _state(where: RemoteProcess) -> str | None:
     """The letter of the process's state; None when there is no such process any more."""
     try:
         state, started = _read(where.pid)

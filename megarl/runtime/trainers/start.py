@@ -21,10 +21,10 @@ from megarl.runtime.trainers.ranks import (
     ActorRanks,
     CriticProcess,
     CriticRanks,
-    Origin,
     Ranks,
     ReferenceProcess,
     ReferenceRanks,
+    WeightOrigin,
     start_processes,
 )
 from megarl.train.rank import RankSpec
@@ -83,9 +83,9 @@ async def _start_actor(
 ) -> ActorRanks:
     config, reference, critic = recipe.roles.actor, recipe.roles.reference, recipe.roles.critic
     pool = pools[config.pool]
-    origin = Origin(folder=recipe.model.path.absolute())
+    origin = WeightOrigin(folder=recipe.model.path.absolute())
     if resume is not None:
-        origin = Origin(folder=resume.folder, resumed=resume.state.trainer)
+        origin = WeightOrigin(folder=resume.folder, resumed=resume.state.trainer)
     kept = (reference.path or recipe.model.path).absolute() if reference and reference.pool is None else None
     workers = await start_processes(
         "actor",
@@ -113,10 +113,10 @@ async def _start_critic(
         return None
     pool = pools[config.pool]
     folder = critic_folder(recipe)
-    origin = Origin(folder=folder.absolute())
+    origin = WeightOrigin(folder=folder.absolute())
     if resume is not None:
         assert resume.state.critic is not None, f"{resume.folder} has no critic"
-        origin = Origin(folder=resume.folder / CRITIC_FOLDER, resumed=resume.state.critic)
+        origin = WeightOrigin(folder=resume.folder / CRITIC_FOLDER, resumed=resume.state.critic)
     workers = await start_processes(
         "critic",
         CriticProcess,

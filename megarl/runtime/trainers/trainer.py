@@ -33,7 +33,7 @@ Pack: TypeAlias = Callable[[Sequence[TrainSample]], TrainBatch]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class ModelQuestion:
     """Something to ask a model about every sampled token."""
 
     ask: Callable[[TrainBatch], Awaitable[tuple[FloatArray, ...]]]
@@ -41,30 +41,30 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Questions:
+class ModelQuestions:
     """None is not asked."""
 
-    logprobs: Question | None = None
-    reference_logprobs: Question | None = None
-    values: Question | None = None
+    logprobs: ModelQuestion | None = None
+    reference_logprobs: ModelQuestion | None = None
+    values: ModelQuestion | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticLearner:
+class CriticTrainer:
     ranks: CriticRanks
     pack: Pack
     warmup_steps: int
 
 
-class Learner:
+class ModelsTrainer:
     def __init__(
         self,
         *,
         actor: ActorRanks,
         pack: Pack,
-        ask_actor: Question,
-        critic: CriticLearner | None,
-        questions: Questions,
+        ask_actor: ModelQuestion,
+        critic: CriticTrainer | None,
+        questions: ModelQuestions,
         measure_work: Callable[[TrainBatch, RankUsage], TrainingWork],
         num_steps: int,
         version: PolicyVersion,
@@ -86,7 +86,7 @@ class Learner:
 
     async def estimate(self, groups: Sequence[ScoredGroup]) -> Estimates:
         asked = self._questions
-        if asked == Questions():
+        if asked == ModelQuestions():
             return Estimates()
         samples = [
             TrainSample(
@@ -151,5 +151,5 @@ def _with_critic(update: UpdateResult, critic: CriticResult) -> UpdateResult:
     )
 
 
-async def _answer(question: Question | None, samples: Sequence[TrainSample]) -> tuple[FloatArray, ...] | None:
+async def _answer(question: ModelQuestion | None, samples: Sequence[TrainSample]) -> tuple[FloatArray, ...] | None:
     return None if question is None else await question.ask(question.pack(samples))

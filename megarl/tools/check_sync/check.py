@@ -18,7 +18,7 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.errors import WeightSyncError
 from megarl.observe.observer import Observer
-from megarl.rollout.commands import Route, dump_file
+from megarl.rollout.commands import TransferSpec, dump_file
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.runtime.addresses import own_address
@@ -91,7 +91,7 @@ async def _check(small: SmallSync, other: Path, ray_address: str | None) -> Sync
 
 
 async def _publish_and_compare(
-    roles: Roles, fleet: Fleet, control: EngineControl, route: Route, model: Path, other: Path, run_folder: Path
+    roles: Roles, fleet: Fleet, control: EngineControl, route: TransferSpec, model: Path, other: Path, run_folder: Path
 ) -> list[ClassVerdict]:
     loaded, before, published = (run_folder / name for name in ("loaded", "before", "published"))
     await _load(fleet, model)
@@ -109,7 +109,7 @@ async def _load(fleet: Fleet, folder: Path) -> None:
         await engine.client.load_weights_from_disk(folder.absolute(), version=PolicyVersion(0), timeout_s=600)
 
 
-def _compare(route: Route, found: Path, expected: Path) -> Iterator[ClassVerdict]:
+def _compare(route: TransferSpec, found: Path, expected: Path) -> Iterator[ClassVerdict]:
     for holding in route.engine_layout().holdings:
         engine, tp_rank = divmod(holding.rank, route.tensor)
         name = dump_file(engine=engine, tp_rank=tp_rank)
@@ -117,7 +117,7 @@ def _compare(route: Route, found: Path, expected: Path) -> Iterator[ClassVerdict
         yield from compare_holding(holding, load_file(found / name), load_file(expected / name), holder=holder)
 
 
-def _refuse_unmoved(route: Route, before: Path, after: Path) -> None:
+def _refuse_unmoved(route: TransferSpec, before: Path, after: Path) -> None:
     """A tensor that was right before the publish would say nothing about it."""
     differing = {name for verdict in _compare(route, before, after) if not verdict.is_equal for name in verdict.tensors}
     same = sorted(set(route.engine_layout().canonical) - differing)
@@ -125,7 +125,7 @@ def _refuse_unmoved(route: Route, before: Path, after: Path) -> None:
         raise WeightSyncError(f"{same[0]} is the same in both models: the check would say nothing about it")
 
 
-def _checked(route: Route, verdicts: list[ClassVerdict]) -> SyncCheck:
+def _checked(route: TransferSpec, verdicts: list[ClassVerdict]) -> SyncCheck:
     plan = route.plan()
     return SyncCheck(
         verdicts=tuple(verdicts),

@@ -6,7 +6,7 @@ from megarl.observe import catalogue as names
 from megarl.tools.dashboards.panels import (
     Dashboard,
     Panel,
-    Row,
+    PanelRow,
     formula,
     increase,
     mean,
@@ -21,7 +21,7 @@ OVERVIEW = Dashboard(
     title="megarl / Overview",
     text="Is it learning, is it fast, is it healthy?",
     rows=(
-        Row(
+        PanelRow(
             title="Now",
             panels=(
                 Panel(title="Step", kind="stat", width=4, height=4, unit="none", queries=(value(names.STEP),)),
@@ -61,7 +61,7 @@ OVERVIEW = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             title="Learning",
             panels=(
                 Panel(
@@ -115,7 +115,7 @@ OVERVIEW = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             title="Speed",
             panels=(
                 Panel(title="Seconds per step", unit="s", queries=(value(names.STEP_SECONDS),)),
@@ -129,7 +129,7 @@ OVERVIEW = Dashboard(
                 Panel(title="Tokens per second", queries=(value(names.TOKENS_PER_SECOND, "trained"),)),
             ),
         ),
-        Row(
+        PanelRow(
             title="What is run",
             panels=(
                 Panel(title="Run", kind="table", width=10, height=5, queries=(value(names.RUN_INFO),)),
@@ -144,7 +144,7 @@ ROLLOUT = Dashboard(
     title="megarl / Rollout",
     text="What the policy writes, who scores it, and how long it takes.",
     rows=(
-        Row(
+        PanelRow(
             title="Responses",
             panels=(
                 Panel(
@@ -168,7 +168,7 @@ ROLLOUT = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             title="Generating",
             panels=(
                 Panel(
@@ -195,7 +195,7 @@ ROLLOUT = Dashboard(
                 Panel(title="Groups dropped, last hour", queries=(increase(names.DROPPED_GROUPS),)),
             ),
         ),
-        Row(
+        PanelRow(
             title="Between generator and trainer",
             panels=(
                 Panel(
@@ -225,7 +225,7 @@ ROLLOUT = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             title="Reward",
             panels=(
                 Panel(
@@ -249,7 +249,7 @@ ROLLOUT = Dashboard(
                 Panel(title="Groups of one rollout", queries=(value(names.SINGLE_GROUPS),)),
             ),
         ),
-        Row(
+        PanelRow(
             title="Engines, as SGLang tells",
             panels=(
                 Panel(title="Requests running", queries=(of_engine("num_running_reqs"),)),
@@ -272,7 +272,7 @@ TRAINER = Dashboard(
     title="megarl / Trainer",
     text="Loss, gradients, the policy's distance from others, the critic, and how well the hardware is used.",
     rows=(
-        Row(
+        PanelRow(
             title="Update",
             panels=(
                 Panel(title="Loss", queries=(value(names.LOSS),), text="Of policy gradients its size says little."),
@@ -296,7 +296,7 @@ TRAINER = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             title="Trainer against engines",
             panels=(
                 Panel(
@@ -328,7 +328,7 @@ TRAINER = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             title="Reference and critic",
             panels=(
                 Panel(
@@ -358,7 +358,7 @@ TRAINER = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             title="Work",
             panels=(
                 Panel(
@@ -395,7 +395,7 @@ OPERATIONS = Dashboard(
     title="megarl / Operations",
     text="What may stop a run: engines, publishing, checkpoints, memory, disk.",
     rows=(
-        Row(
+        PanelRow(
             title="Progress",
             panels=(
                 Panel(
@@ -442,7 +442,7 @@ OPERATIONS = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             title="Engines",
             panels=(
                 Panel(title="Engines by state", unit="none", is_stacked=True, queries=(value(names.ENGINES),)),
@@ -450,7 +450,7 @@ OPERATIONS = Dashboard(
                 Panel(title="Processes started again, last hour", queries=(increase(names.RESTARTS),)),
             ),
         ),
-        Row(
+        PanelRow(
             title="Weights",
             panels=(
                 Panel(
@@ -482,7 +482,7 @@ OPERATIONS = Dashboard(
                 ),
             ),
         ),
-        Row(
+        PanelRow(
             title="Checkpoints",
             panels=(
                 Panel(
@@ -508,7 +508,7 @@ OPERATIONS = Dashboard(
                 Panel(title="Steps between saves", unit="none", queries=(value(names.CHECKPOINT_INTERVAL),)),
             ),
         ),
-        Row(
+        PanelRow(
             title="Memory",
             panels=(
                 Panel(

@@ -49,7 +49,7 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PanelRow:
     title: str
     panels: tuple[Panel, ...]
 
@@ -60,7 +60,7 @@ class Dashboard:
     """Also the name of its file, without the ending."""
     title: str
     text: str
-    rows: tuple[Row, ...]
+    rows: tuple[PanelRow, ...]
 
     @property
     def queries(self) -> tuple[Query, ...]:
@@ -176,7 +176,7 @@ def _variables() -> list[JsonValue]:
     ]
 
 
-def _row(row: Row, *, panel_id: int, top: int) -> JsonValue:
+def _row(row: PanelRow, *, panel_id: int, top: int) -> JsonValue:
     return {
         "id": panel_id,
         "type": "row",

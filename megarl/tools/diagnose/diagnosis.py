@@ -31,7 +31,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 }
 
 
-class Verdict(StrEnum):
+class ModuleVerdict(StrEnum):
     NOTHING = "nothing differs"
     WEIGHTS = "weights differ"
     COMPUTATION = "computation differs"
@@ -72,7 +72,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    verdict: Verdict
+    verdict: ModuleVerdict
     sentence: str
     errors: tuple[SiteError, ...]
     """In the order of the forward pass."""
@@ -135,16 +135,16 @@ def judge(
     )
 
 
-def _verdict(first: SiteError | None, guilty: Sequence[str]) -> Verdict:
+def _verdict(first: SiteError | None, guilty: Sequence[str]) -> ModuleVerdict:
     if guilty:
-        return Verdict.WEIGHTS
+        return ModuleVerdict.WEIGHTS
     if first is None:
-        return Verdict.NOTHING
-    return Verdict.DEFINITION if first.site.name == LOGPROBS else Verdict.COMPUTATION
+        return ModuleVerdict.NOTHING
+    return ModuleVerdict.DEFINITION if first.site.name == LOGPROBS else ModuleVerdict.COMPUTATION
 
 
 def _sentence(
-    verdict: Verdict,
+    verdict: ModuleVerdict,
     first: SiteError | None,
     guilty: Sequence[str],
     *,
@@ -155,23 +155,23 @@ def _sentence(
 ) -> str:
     others = f"; {num_others} tensor(s) further on differ too" if num_others else ""
     if first is None:
-        if verdict is Verdict.NOTHING:
+        if verdict is ModuleVerdict.NOTHING:
             return f"nothing differs: every module agrees to {before:.1e}, and all weights are the same"
         return f"weights differ, too little to show: {_names(guilty)}; every module agrees to {before:.1e}"
     kind = "sampled token" if first.token >= num_prompt else "prompt token"
     apart = f"{first.site.name} is the first module that differs, by {first.error:.1e} at {kind} {first.token}"
     match verdict:
-        case Verdict.WEIGHTS:
+        case ModuleVerdict.WEIGHTS:
             return f"weights differ: {_names(guilty)}; {apart} (before it at most {before:.1e}){others}"
-        case Verdict.COMPUTATION:
+        case ModuleVerdict.COMPUTATION:
             return f"computation differs: {apart} (before it at most {before:.1e}), with the same weights{others}"
-        case Verdict.DEFINITION:
+        case ModuleVerdict.DEFINITION:
             hint = "; the engine's are of logits before the temperature" if is_before_temperature else ""
             return (
                 f"only the log-probabilities differ, by {first.error:.1e} at {kind} {first.token}: "
                 f"those of the engine's own logits agree to {before:.1e}{hint}{others}"
             )
-        case Verdict.NOTHING:
+        case ModuleVerdict.NOTHING:
             raise AssertionError("something differs")
         case _:
             assert_never(verdict)

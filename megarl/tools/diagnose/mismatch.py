@@ -10,10 +10,10 @@ import numpy as np
 
 from megarl.compare.hook_points import sites
 from megarl.compare.recordings import Recording
-from megarl.compare.weight_digests import Side, differing_tensors
+from megarl.compare.weight_digests import WeightSide, differing_tensors
 from megarl.config.fixed import PAD_MULTIPLE
 from megarl.data.packing import pack
-from megarl.rollout.commands import Route
+from megarl.rollout.commands import TransferSpec
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.recorder import FILE_PREFIX
@@ -40,7 +40,7 @@ async def compare(
     fleet: Fleet,
     control: EngineControl,
     generator: Generator,
-    route: Route,
+    route: TransferSpec,
     temperature: float,
     folder: Path,
 ) -> Diagnosis:
@@ -72,8 +72,8 @@ async def compare(
         Recording(sorted(folder.glob(f"{FILE_PREFIX}*")), num_tokens=num_tokens),
         conversation,
         differing_tensors=differing_tensors(
-            Side(layout=trainer_layout, censuses=[record.census for record in records]),
-            Side(layout=route.engine_layout(), censuses=engine_censuses),
+            WeightSide(layout=trainer_layout, censuses=[record.census for record in records]),
+            WeightSide(layout=route.engine_layout(), censuses=engine_censuses),
         ),
         tolerance=TOLERANCES[route.engine_dtype],
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Verdict(StrEnum):
+class CheckStatus(StrEnum):
     OK = "ok"
     NOTE = "note"
     """Not there or not to be known here, and nothing this recipe needs."""
@@ -19,5 +19,5 @@ class Check:
     area: str
     name: str
     found: str
-    verdict: Verdict
+    verdict: CheckStatus
     remedy: str = ""

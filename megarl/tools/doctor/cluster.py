@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from megarl.config import Recipe
 from megarl.errors import MachineError
 from megarl.runtime.launch import joined_ray, private_ray
-from megarl.tools.doctor.checks import Check, Verdict
+from megarl.tools.doctor.checks import Check, CheckStatus
 from megarl.tools.doctor.versions import local_versions
 
 if TYPE_CHECKING:
@@ -57,7 +57,9 @@ def check_cluster(recipe: Recipe, *, address: str | None) -> Iterator[Check]:
     recipe = recipe.model_copy(update={"run": aside})
     if address is not None and (error := _unreachable(address)):
         remedy = f"{error}; name the host and port that `ray start --head` printed"
-        yield Check(area="cluster", name="ray", found=f"{address} is not there", verdict=Verdict.ERROR, remedy=remedy)
+        yield Check(
+            area="cluster", name="ray", found=f"{address} is not there", verdict=CheckStatus.ERROR, remedy=remedy
+        )
         return
     with private_ray() if address is None else joined_ray():
         # Ray reads its environment when it is imported, and only then.
@@ -66,7 +68,7 @@ def check_cluster(recipe: Recipe, *, address: str | None) -> Iterator[Check]:
         try:
             report = probe(recipe, ask, address=address)
         except MachineError as error:
-            yield Check(area="cluster", name="ray", found="unusable", verdict=Verdict.ERROR, remedy=str(error))
+            yield Check(area="cluster", name="ray", found="unusable", verdict=CheckStatus.ERROR, remedy=str(error))
             return
     yield from judge(report)
 
@@ -92,7 +94,7 @@ def _files(recipe: Recipe) -> tuple[Path, ...]:
 
 
 def judge(report: ClusterReport[NodeReport]) -> Iterator[Check]:
-    yield Check(area="cluster", name="nodes", found=str(len(report.nodes)), verdict=Verdict.OK)
+    yield Check(area="cluster", name="nodes", found=str(len(report.nodes)), verdict=CheckStatus.OK)
     answers = [(node, node.answer) for node in report.nodes if node.answer is not None]
     for node in report.nodes:
         if node.answer is None:
@@ -100,7 +102,7 @@ def judge(report: ClusterReport[NodeReport]) -> Iterator[Check]:
                 area="cluster",
                 name="node",
                 found=f"{node.node} does not answer",
-                verdict=Verdict.ERROR,
+                verdict=CheckStatus.ERROR,
                 remedy=f"{node.error}; install the same megarl there and start Ray again",
             )
     if answers:
@@ -122,11 +124,11 @@ def _versions(answers: Sequence[tuple[str, NodeReport]]) -> Iterator[Check]:
                     area="cluster",
                     name=package,
                     found=f"{version} on {name}, {first.versions.get(package)} on {first_name}",
-                    verdict=Verdict.ERROR,
+                    verdict=CheckStatus.ERROR,
                     remedy="install the same versions on every node, best from one image or one shared folder",
                 )
     if not num_differing:
-        yield Check(area="cluster", name="versions", found="the same on every node", verdict=Verdict.OK)
+        yield Check(area="cluster", name="versions", found="the same on every node", verdict=CheckStatus.OK)
 
 
 def _files_of(answers: Sequence[tuple[str, NodeReport]]) -> Iterator[Check]:
@@ -137,7 +139,7 @@ def _files_of(answers: Sequence[tuple[str, NodeReport]]) -> Iterator[Check]:
             area="cluster",
             name="files",
             found=f"{path} cannot be read on {name}",
-            verdict=Verdict.ERROR,
+            verdict=CheckStatus.ERROR,
             remedy="put it on storage that every node has under the same path",
         )
     for name in locked:
@@ -145,11 +147,11 @@ def _files_of(answers: Sequence[tuple[str, NodeReport]]) -> Iterator[Check]:
             area="cluster",
             name="files",
             found=f"the run's folder cannot be written on {name}",
-            verdict=Verdict.ERROR,
+            verdict=CheckStatus.ERROR,
             remedy="every rank writes its part of a checkpoint: choose a run.folder that all nodes share",
         )
     if not missing and not locked:
-        yield Check(area="cluster", name="files", found="there on every node", verdict=Verdict.OK)
+        yield Check(area="cluster", name="files", found="there on every node", verdict=CheckStatus.OK)
 
 
 def _clocks(answers: Sequence[tuple[NodeAnswer[NodeReport], NodeReport]]) -> Check:
@@ -164,7 +166,7 @@ def _clocks(answers: Sequence[tuple[NodeAnswer[NodeReport], NodeReport]]) -> Che
         area="cluster",
         name="clocks",
         found=f"within {_MAX_SKEW_S:g} s" if is_close else f"{worst} is {skews[worst]:.1f} s off",
-        verdict=Verdict.OK if is_close else Verdict.WARNING,
+        verdict=CheckStatus.OK if is_close else CheckStatus.WARNING,
         remedy="" if is_close else "events of the nodes cannot be put in order: synchronise the clocks (chrony)",
     )
 
@@ -176,10 +178,10 @@ def _group(group: GroupReport) -> Check:
             area="cluster",
             name=name,
             found=f"{group.num_ranks} ranks over {group.backend} fail",
-            verdict=Verdict.ERROR,
+            verdict=CheckStatus.ERROR,
             remedy=f"{group.error}; open the nodes' ports to each other, or name their network in network.bind "
             "and its interface in NCCL_SOCKET_IFNAME",
         )
     rate = group.bytes_per_second / 1e9
     found = f"{group.num_ranks} ranks over {group.backend}, {rate:.2f} GB/s"
-    return Check(area="cluster", name=name, found=found, verdict=Verdict.OK)
+    return Check(area="cluster", name=name, found=found, verdict=CheckStatus.OK)

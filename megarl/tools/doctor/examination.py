@@ -9,7 +9,7 @@ from megarl.config.checks.recipe import check_recipe
 from megarl.config.model import read_model_shape
 from megarl.config.reward import BySourceRewardConfig, CodeTestsRewardConfig, RewardConfig
 from megarl.errors import ConfigError
-from megarl.tools.doctor.checks import Check, Verdict
+from megarl.tools.doctor.checks import Check, CheckStatus
 from megarl.tools.doctor.gpus import ask_topology, check_gpus, find_gpus
 from megarl.tools.doctor.machine import check_disk, check_machine, check_metrics_port, check_sandbox
 from megarl.tools.doctor.patches import check_patches
@@ -32,9 +32,11 @@ def examine_machine(recipe: Recipe | None, *, is_joined: bool) -> Iterator[Check
 def examine_recipe(recipe: Recipe) -> Iterator[Check]:
     problems = check_recipe(recipe)
     for problem in problems:
-        yield Check(area="recipe", name=problem.key, found="cannot run", verdict=Verdict.ERROR, remedy=problem.message)
+        yield Check(
+            area="recipe", name=problem.key, found="cannot run", verdict=CheckStatus.ERROR, remedy=problem.message
+        )
     if not problems:
-        yield Check(area="recipe", name="recipe", found=f"{recipe.algorithm.kind}, no problem", verdict=Verdict.OK)
+        yield Check(area="recipe", name="recipe", found=f"{recipe.algorithm.kind}, no problem", verdict=CheckStatus.OK)
     yield from check_metrics_port(recipe)
     if _runs_code(recipe.reward):
         yield check_sandbox(is_needed=True)

@@ -27,7 +27,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class FindingRule:
     """One thing that goes wrong with runs. `megarl.tools.doctor.rules` has them all."""
 
     name: str

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megarl.tools.doctor.checks import Check, Verdict
+from megarl.tools.doctor.checks import Check, CheckStatus
 
 QUERY = (
     "index",
@@ -79,7 +79,7 @@ def check_gpus(gpus: list[Gpu] | None, *, needed: int, topology: str | None) -> 
             area="gpus",
             name="gpus",
             found="nvidia-smi not found" if gpus is None else "none",
-            verdict=Verdict.ERROR if is_needed else Verdict.NOTE,
+            verdict=CheckStatus.ERROR if is_needed else CheckStatus.NOTE,
             remedy="install the NVIDIA driver, or set run.device: cpu" if is_needed else "",
         )
         return
@@ -92,7 +92,7 @@ def check_gpus(gpus: list[Gpu] | None, *, needed: int, topology: str | None) -> 
         area="gpus",
         name="memory errors",
         found=f"uncorrected on GPU {_list(broken)}" if broken else "none",
-        verdict=Verdict.ERROR if broken else Verdict.OK,
+        verdict=CheckStatus.ERROR if broken else CheckStatus.OK,
         remedy="drain the node and reset or replace these GPUs" if broken else "",
     )
     if topology is not None and len(gpus) > 1:
@@ -104,13 +104,13 @@ def _count(gpus: list[Gpu], *, needed: int) -> Check:
     found = f"{len(gpus)} x {' and '.join(kinds)}"
     if len(gpus) < needed:
         remedy = f"the recipe's pools take {needed} GPUs of one machine; make them smaller or take a larger machine"
-        return Check(area="gpus", name="gpus", found=found, verdict=Verdict.ERROR, remedy=remedy)
+        return Check(area="gpus", name="gpus", found=found, verdict=CheckStatus.ERROR, remedy=remedy)
     is_mixed = len(kinds) > 1
     return Check(
         area="gpus",
         name="gpus",
         found=found,
-        verdict=Verdict.WARNING if is_mixed else Verdict.OK,
+        verdict=CheckStatus.WARNING if is_mixed else CheckStatus.OK,
         remedy="a step waits for the slowest: use GPUs of one kind" if is_mixed else "",
     )
 
@@ -121,7 +121,7 @@ def _driver(version: str) -> Check:
         area="gpus",
         name="driver",
         found=version,
-        verdict=Verdict.OK if is_new_enough else Verdict.ERROR,
+        verdict=CheckStatus.OK if is_new_enough else CheckStatus.ERROR,
         remedy="" if is_new_enough else f"CUDA 13 needs driver {MIN_DRIVER} or newer",
     )
 
@@ -133,7 +133,7 @@ def _memory(gpus: list[Gpu]) -> Check:
         area="gpus",
         name="gpu memory",
         found=f"{total}, in use on GPU {_list(busy)}" if busy else total,
-        verdict=Verdict.WARNING if busy else Verdict.OK,
+        verdict=CheckStatus.WARNING if busy else CheckStatus.OK,
         remedy="end what runs there: `nvidia-smi` shows its processes" if busy else "",
     )
 
@@ -145,7 +145,7 @@ def _clocks(gpus: list[Gpu]) -> Check:
         area="gpus",
         name="gpu clocks",
         found=f"slowed down on GPU {_list(slowed)}" if slowed else f"up to {fastest} MHz",
-        verdict=Verdict.WARNING if slowed else Verdict.OK,
+        verdict=CheckStatus.WARNING if slowed else CheckStatus.OK,
         remedy="heat or power: a step waits for the slowest GPU; look at cooling and power caps" if slowed else "",
     )
 
@@ -164,7 +164,7 @@ def check_links(topology: str) -> Check:
         area="gpus",
         name="gpu links",
         found=", ".join(sorted(links)),
-        verdict=Verdict.WARNING if slow else Verdict.OK,
+        verdict=CheckStatus.WARNING if slow else CheckStatus.OK,
         remedy="some pairs have no NVLink: keep tensor-parallel ranks on pairs that do, or take tensor: 1"
         if slow
         else "",

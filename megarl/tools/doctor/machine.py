@@ -14,7 +14,7 @@ from megarl.config import Recipe
 from megarl.config.model import ModelShape
 from megarl.env import SLURM_CPUS_ON_NODE, SLURM_JOB_ID
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
-from megarl.tools.doctor.checks import Check, Verdict
+from megarl.tools.doctor.checks import Check, CheckStatus
 from megarl.weights.layouts.canonical import num_parameters
 
 _GIB = 1 << 30
@@ -55,7 +55,7 @@ def check_shared_memory(num_bytes: int) -> Check:
         area="machine",
         name=str(_SHM),
         found=f"{num_bytes / _GIB:.2f} GiB",
-        verdict=Verdict.OK if is_enough else Verdict.ERROR,
+        verdict=CheckStatus.OK if is_enough else CheckStatus.ERROR,
         remedy="" if is_enough else "Ray and NCCL share memory there: --shm-size 16g for a container, or remount it",
     )
 
@@ -68,7 +68,7 @@ def check_open_files(limits: tuple[int, int]) -> Check:
         area="machine",
         name="open files",
         found="unlimited" if soft == resource.RLIM_INFINITY else str(soft),
-        verdict=Verdict.OK if is_enough else Verdict.WARNING,
+        verdict=CheckStatus.OK if is_enough else CheckStatus.WARNING,
         remedy="" if is_enough else f"every request and Ray worker takes some: `ulimit -n 65536` (at most {most} here)",
     )
 
@@ -80,7 +80,7 @@ def check_processes(soft: int) -> Check:
         area="machine",
         name="processes",
         found="unlimited" if soft == resource.RLIM_INFINITY else str(soft),
-        verdict=Verdict.OK if is_enough else Verdict.ERROR,
+        verdict=CheckStatus.OK if is_enough else CheckStatus.ERROR,
         remedy="" if is_enough else f"the raylet dies where it cannot start a thread: `ulimit -u {_MIN_PROCESSES}`",
     )
 
@@ -92,13 +92,13 @@ def check_ports() -> Check:
             pass
     except OSError as error:
         remedy = f"{_LOOPBACK} must be open to bind: {error.strerror}"
-        return Check(area="machine", name="ports", found="none", verdict=Verdict.ERROR, remedy=remedy)
+        return Check(area="machine", name="ports", found="none", verdict=CheckStatus.ERROR, remedy=remedy)
     is_wide = high - low >= _MIN_PORTS
     return Check(
         area="machine",
         name="ports",
         found=f"{low} to {high} free to choose from",
-        verdict=Verdict.OK if is_wide else Verdict.WARNING,
+        verdict=CheckStatus.OK if is_wide else CheckStatus.WARNING,
         remedy="" if is_wide else "ranks, engines and Ray take free ones: widen net.ipv4.ip_local_port_range",
     )
 
@@ -122,7 +122,7 @@ def check_cpus(cpus: Cpus) -> Check:
             area="machine",
             name="cpus",
             found=f"{found}, by Slurm",
-            verdict=Verdict.ERROR,
+            verdict=CheckStatus.ERROR,
             remedy=f"the raylet and its agents starve on {given}: --cpus-per-task {max(_MIN_CPUS, cpus.visible // 2)}",
         )
     if given < cpus.visible:
@@ -130,10 +130,10 @@ def check_cpus(cpus: Cpus) -> Check:
             area="machine",
             name="cpus",
             found=found,
-            verdict=Verdict.WARNING,
+            verdict=CheckStatus.WARNING,
             remedy=f"start Ray with --num-cpus {given}, as `megarl launch slurm` does: it would count {cpus.visible}",
         )
-    return Check(area="machine", name="cpus", found=found, verdict=Verdict.OK)
+    return Check(area="machine", name="cpus", found=found, verdict=CheckStatus.OK)
 
 
 def check_sandbox(*, is_needed: bool) -> Check:
@@ -144,10 +144,10 @@ def check_sandbox(*, is_needed: bool) -> Check:
             area="machine",
             name="sandbox",
             found="does not work",
-            verdict=Verdict.ERROR if is_needed else Verdict.NOTE,
+            verdict=CheckStatus.ERROR if is_needed else CheckStatus.NOTE,
             remedy=f"{error}" if is_needed else f"only `reward: {{kind: code_tests}}` needs it: {error}",
         )
-    return Check(area="machine", name="sandbox", found="bubblewrap works", verdict=Verdict.OK)
+    return Check(area="machine", name="sandbox", found="bubblewrap works", verdict=CheckStatus.OK)
 
 
 def check_metrics_port(recipe: Recipe) -> Iterator[Check]:
@@ -156,9 +156,9 @@ def check_metrics_port(recipe: Recipe) -> Iterator[Check]:
         return
     try:
         with socket.create_server((_LOOPBACK, port)):
-            verdict, found, remedy = Verdict.OK, f"{port} is free", ""
+            verdict, found, remedy = CheckStatus.OK, f"{port} is free", ""
     except OSError as error:
-        verdict, found = Verdict.ERROR, f"{port}: {error.strerror}"
+        verdict, found = CheckStatus.ERROR, f"{port}: {error.strerror}"
         remedy = "observe.metrics_port: 0 takes any free one"
     yield Check(area="recipe", name="metrics port", found=found, verdict=verdict, remedy=remedy)
 
@@ -183,7 +183,7 @@ def check_disk(recipe: Recipe, shape: ModelShape, critic: ModelShape | None) -> 
         area="recipe",
         name="disk",
         found=f"{_size(free)} free; {num_kept} checkpoints of {_size(each)}",
-        verdict=Verdict.OK if is_enough else Verdict.ERROR,
+        verdict=CheckStatus.OK if is_enough else CheckStatus.ERROR,
         remedy="" if is_enough else f"make room at {existing}, or choose another run.folder",
     )
 

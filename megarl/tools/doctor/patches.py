@@ -14,7 +14,7 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
-from megarl.tools.doctor.checks import Check, Verdict
+from megarl.tools.doctor.checks import Check, CheckStatus
 
 PATCHES = Path(__file__).parent / "patches"
 _TIMEOUT_S = 60.0
@@ -78,7 +78,9 @@ def check_patches(folder: Path = PATCHES) -> Iterator[Check]:
         if found is None:
             continue
         state = state_of(patch, version=found[0], site=found[1])
-        verdict = {PatchState.APPLIED: Verdict.OK, PatchState.DOES_NOT_FIT: Verdict.WARNING}.get(state, Verdict.NOTE)
+        verdict = {PatchState.APPLIED: CheckStatus.OK, PatchState.DOES_NOT_FIT: CheckStatus.WARNING}.get(
+            state, CheckStatus.NOTE
+        )
         remedy = {
             PatchState.NOT_APPLIED: "optional; `make patches` applies it, and its first lines say what it is for",
             PatchState.OTHER_VERSION: f"{patch.package} {found[0]} is installed",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megarl.tools.doctor import remedies as changes
 from megarl.tools.doctor import symptoms as signs
-from megarl.tools.doctor.findings import Rule, Severity
+from megarl.tools.doctor.findings import FindingRule, Severity
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[FindingRule, ...] = (
+    FindingRule(
         name="not finite",
         severity=Severity.ERROR,
         sign=signs.not_finite,
@@ -15,7 +15,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.all_of(changes.halve_learning_rate, changes.tighten_gradient_clip),
         advice="read the kept rollouts in RUN; not finite from step 1 on: `megarl diagnose mismatch RECIPE`",
     ),
-    Rule(
+    FindingRule(
         name="out of memory in training",
         severity=Severity.ERROR,
         sign=signs.training_out_of_memory,
@@ -23,7 +23,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.less_per_micro_batch,
         advice="`megarl plan RECIPE` says what fills the device",
     ),
-    Rule(
+    FindingRule(
         name="out of memory in rollout",
         severity=Severity.ERROR,
         sign=signs.rollout_out_of_memory,
@@ -31,7 +31,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.less_for_engines,
         advice="read RUN/engines/*.log; `megarl plan RECIPE` says what fills the device",
     ),
-    Rule(
+    FindingRule(
         name="nodes do not talk",
         severity=Severity.ERROR,
         sign=signs.nodes_not_talking,
@@ -40,7 +40,7 @@ RULES: tuple[Rule, ...] = (
         advice="`megarl doctor RECIPE --ray-address ADDRESS` tries every node and an all-reduce in every pool; "
         "the longer deadline helps only where the work is slow",
     ),
-    Rule(
+    FindingRule(
         name="engines end again and again",
         severity=Severity.ERROR,
         sign=signs.restart_loop,
@@ -48,7 +48,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.none,
         advice="read RUN/engines/*.log; `megarl fleet RUN` shows the engines, `megarl doctor RECIPE` their machines",
     ),
-    Rule(
+    FindingRule(
         name="went silent",
         severity=Severity.ERROR,
         sign=signs.went_silent,
@@ -56,7 +56,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.none,
         advice="read the end of RUN/megarl.log and the kernel's log; started again, it goes on from a checkpoint",
     ),
-    Rule(
+    FindingRule(
         name="checkpoints fail",
         severity=Severity.ERROR,
         sign=signs.saves_failed,
@@ -64,7 +64,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.keep_fewer,
         advice="`megarl checkpoint prune RUN` makes room; `megarl doctor RECIPE` says how much a save needs",
     ),
-    Rule(
+    FindingRule(
         name="all rewards equal",
         severity=Severity.ERROR,
         sign=signs.equal_rewards,
@@ -72,7 +72,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.all_of(changes.more_rollouts, changes.filter_groups),
         advice="`megarl samples RUN --wrong` shows answers beside what was expected",
     ),
-    Rule(
+    FindingRule(
         name="validation always 0",
         severity=Severity.ERROR,
         sign=signs.eval_always_zero,
@@ -80,7 +80,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.all_of(changes.lower_right_from, changes.longer_evaluation),
         advice="`megarl samples RUN --wrong` shows the answers and their scores",
     ),
-    Rule(
+    FindingRule(
         name="reward up, validation down",
         severity=Severity.WARNING,
         sign=signs.reward_up_eval_down,
@@ -88,7 +88,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.all_of(changes.hold_to_reference, changes.keep_best),
         advice="`megarl samples RUN --wrong` shows what it does; then mend the reward",
     ),
-    Rule(
+    FindingRule(
         name="KL explodes",
         severity=Severity.WARNING,
         sign=signs.kl_exploding,
@@ -96,7 +96,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.all_of(changes.halve_learning_rate, changes.hold_to_reference),
         advice="go on from a checkpoint before it began: `megarl train RECIPE --resume PATH`",
     ),
-    Rule(
+    FindingRule(
         name="loss oscillates",
         severity=Severity.WARNING,
         sign=signs.loss_oscillating,
@@ -104,7 +104,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.all_of(changes.halve_learning_rate, changes.warm_up),
         advice="a larger train.prompts_per_step calms it too",
     ),
-    Rule(
+    FindingRule(
         name="gradient rises with mismatch",
         severity=Severity.WARNING,
         sign=signs.gradient_rises_with_mismatch,
@@ -112,7 +112,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.correct_mismatch,
         advice="`megarl diagnose mismatch RECIPE --checkpoint PATH` finds the module where they begin to differ",
     ),
-    Rule(
+    FindingRule(
         name="groups teach nothing",
         severity=Severity.WARNING,
         sign=signs.no_signal,
@@ -120,7 +120,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.all_of(changes.filter_groups, changes.more_rollouts),
         advice="other prompts help more than either",
     ),
-    Rule(
+    FindingRule(
         name="empty responses",
         severity=Severity.WARNING,
         sign=signs.empty_responses,
@@ -128,7 +128,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.hold_to_reference,
         advice="`megarl samples RUN` shows them; give 0 to an empty answer",
     ),
-    Rule(
+    FindingRule(
         name="responses are cut",
         severity=Severity.WARNING,
         sign=signs.cut_responses,
@@ -136,7 +136,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.all_of(changes.longer_responses, changes.penalize_overlong),
         advice="`megarl samples RUN` tells which: the first change is for long answers, the second for rambling ones",
     ),
-    Rule(
+    FindingRule(
         name="responses repeat themselves",
         severity=Severity.WARNING,
         sign=signs.repetition,
@@ -144,7 +144,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.all_of(changes.hold_to_reference, changes.penalize_overlong),
         advice="`megarl samples RUN` shows them; go on from a checkpoint before it began",
     ),
-    Rule(
+    FindingRule(
         name="entropy collapsed",
         severity=Severity.WARNING,
         sign=signs.entropy_collapsed,
@@ -152,7 +152,7 @@ RULES: tuple[Rule, ...] = (
         changes=changes.reward_entropy,
         advice="go on from a checkpoint before it began",
     ),
-    Rule(
+    FindingRule(
         name="slow rollout",
         severity=Severity.WARNING,
         sign=signs.slow_rollout,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from megarl.tools.doctor.checks import Check, Verdict
+from megarl.tools.doctor.checks import Check, CheckStatus
 
 _HERE = Path(__file__).parent
 TESTED_FILES = (_HERE / "requirements.txt", _HERE / "requirements-cuda.txt")
@@ -57,22 +57,22 @@ def check_versions(*, has_gpu: bool, installed: Installed = installed) -> Iterat
         area="versions",
         name="python",
         found=_python_version(),
-        verdict=Verdict.OK if is_new_enough else Verdict.ERROR,
+        verdict=CheckStatus.OK if is_new_enough else CheckStatus.ERROR,
         remedy="" if is_new_enough else "use Python 3.11 or newer",
     )
     tested = pinned_versions()
     for package in REQUIRED:
-        yield _of_package(package, installed(package), tested.get(package, ()), missing=Verdict.ERROR)
-    missing = Verdict.WARNING if has_gpu else Verdict.NOTE
+        yield _of_package(package, installed(package), tested.get(package, ()), missing=CheckStatus.ERROR)
+    missing = CheckStatus.WARNING if has_gpu else CheckStatus.NOTE
     for package in FOR_CUDA:
         yield _of_package(package, installed(package), tested.get(package, ()), missing=missing)
 
 
-def _of_package(package: str, version: str | None, tested: Sequence[str], *, missing: Verdict) -> Check:
+def _of_package(package: str, version: str | None, tested: Sequence[str], *, missing: CheckStatus) -> Check:
     wanted = tested[0] if tested else None
     pin = package if wanted is None else f"{package}=={wanted}"
     if version is None:
-        remedy = "" if missing is Verdict.NOTE else f"pip install {pin}"
+        remedy = "" if missing is CheckStatus.NOTE else f"pip install {pin}"
         return Check(area="versions", name=package, found="not installed", verdict=missing, remedy=remedy)
     # A local version, as in 2.13.0+cpu, names a build of the same release.
     is_tested = wanted is None or version.partition("+")[0] in tested
@@ -80,7 +80,7 @@ def _of_package(package: str, version: str | None, tested: Sequence[str], *, mis
         area="versions",
         name=package,
         found=version,
-        verdict=Verdict.OK if is_tested else Verdict.WARNING,
+        verdict=CheckStatus.OK if is_tested else CheckStatus.WARNING,
         remedy="" if is_tested else f"megarl is tested with {wanted}: pip install {pin}",
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megarl.config.document import Tree
 from megarl.config.native import Library, complain
-from megarl.tools.import_verl.rules import Treatment, Verdict, rule_for
+from megarl.tools.import_verl.rules import KeyVerdict, Treatment, rule_for
 
 _INNER: Mapping[str, Library] = {
     "megatron.override_transformer_config": "megatron",
@@ -29,7 +29,7 @@ class PassedOn:
     """One option; `text` is the recipe's key where it is mapped, else why it is not."""
 
     key: str
-    verdict: Verdict
+    verdict: KeyVerdict
     text: str
 
 
@@ -44,13 +44,15 @@ def passed_on(given: Mapping[str, Tree], *, has_critic: bool) -> Iterator[Passed
                 name = key.removeprefix(prefix)
                 recomputes = given.get(f"{prefix}recompute_granularity") is not None
                 verdict, text = _judge(library, name, value, recomputes=recomputes)
-                yield PassedOn(key=key, verdict=verdict, text=f"{target}.{name}" if verdict is Verdict.MAPPED else text)
+                yield PassedOn(
+                    key=key, verdict=verdict, text=f"{target}.{name}" if verdict is KeyVerdict.MAPPED else text
+                )
 
 
-def _judge(library: Library, name: str, value: Tree, *, recomputes: bool) -> tuple[Verdict, str]:
+def _judge(library: Library, name: str, value: Tree, *, recomputes: bool) -> tuple[KeyVerdict, str]:
     if value is None:
-        return Verdict.NO_EFFECT, "off, as in megarl"
+        return KeyVerdict.NO_EFFECT, "off, as in megarl"
     if name.startswith("recompute_") and not recomputes:
-        return Verdict.NO_EFFECT, "nothing is recomputed without recompute_granularity"
+        return KeyVerdict.NO_EFFECT, "nothing is recomputed without recompute_granularity"
     complaint = complain(library, name, value, device="cuda")
-    return (Verdict.MAPPED, "") if complaint is None else (Verdict.NOT_SUPPORTED, complaint)
+    return (KeyVerdict.MAPPED, "") if complaint is None else (KeyVerdict.NOT_SUPPORTED, complaint)

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 
 
-class Verdict(StrEnum):
+class KeyVerdict(StrEnum):
     MAPPED = "mapped"
     NO_EFFECT = "no effect"
     NOT_SUPPORTED = "not supported"
@@ -27,7 +27,7 @@ class Treatment(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class KeyRule:
     pattern: str
     treatment: Treatment
     text: str
@@ -36,7 +36,7 @@ class Rule:
 _LIKE_ACTOR = ("critic.", "actor_rollout_ref.ref.")
 
 
-def rule_for(key: str) -> Rule | None:
+def rule_for(key: str) -> KeyRule | None:
     """None for a key that verl does not have. What is said of an actor's key is true of a critic's and a reference's,
     unless they have a rule of their own."""
     found = next((rule for rule in _rules() if fnmatchcase(key, rule.pattern)), None)
@@ -59,9 +59,9 @@ def known_keys() -> tuple[str, ...]:
 
 
 @cache
-def _rules() -> tuple[Rule, ...]:
+def _rules() -> tuple[KeyRule, ...]:
     rows = [line.split("\t") for line in _data("rules.tsv").splitlines()]
-    return tuple(Rule(pattern=pattern, treatment=Treatment(word), text=text) for pattern, word, text in rows)
+    return tuple(KeyRule(pattern=pattern, treatment=Treatment(word), text=text) for pattern, word, text in rows)
 
 
 def _data(name: str) -> str:

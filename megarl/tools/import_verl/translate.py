@@ -13,7 +13,7 @@ from pathlib import Path
 from megarl.config.document import Document, Tree, override_value
 from megarl.tools.import_verl.native import passed_on
 from megarl.tools.import_verl.read import read_verl
-from megarl.tools.import_verl.rules import Rule, Treatment, Verdict, nearest_known, rule_for
+from megarl.tools.import_verl.rules import KeyRule, KeyVerdict, Treatment, nearest_known, rule_for
 
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
@@ -81,7 +81,7 @@ class Entry:
 
     key: str
     value: Tree
-    verdict: Verdict
+    verdict: KeyVerdict
     text: str
     """The recipe's key, or why there is none, or what to do instead."""
 
@@ -147,7 +147,7 @@ class _Translation:
             if rule is None or rule.treatment is not Treatment.RENAME or (self._is_sft and is_of_engine):
                 continue
             if _is_interpolation(value):
-                self._report(key, Verdict.NOT_SUPPORTED, "an interpolation; write the value out")
+                self._report(key, KeyVerdict.NOT_SUPPORTED, "an interpolation; write the value out")
                 continue
             value = str(Path(value).expanduser()) if rule.text == "model.path" and isinstance(value, str) else value
             self._put(rule.text, value)
@@ -163,10 +163,10 @@ class _Translation:
         if steps is None:
             steps = _UNKNOWN_STEPS
             text = f"run.steps counts steps, not epochs: {steps} is written; set epochs * rows / prompts_per_step"
-            self._report("trainer.total_epochs", Verdict.NOT_SUPPORTED, text)
+            self._report("trainer.total_epochs", KeyVerdict.NOT_SUPPORTED, text)
             self._notes.append(text)
         else:
-            self._report("trainer.total_epochs", Verdict.NO_EFFECT, "trainer.total_training_steps is given")
+            self._report("trainer.total_epochs", KeyVerdict.NO_EFFECT, "trainer.total_training_steps is given")
         self._put("run.steps", steps)
         seed = self._take("data.seed", "run.seed")
         if seed is not None:
@@ -186,14 +186,16 @@ class _Translation:
             self._put("data.eval", _paths(self._take("data.val_files", "data.eval and evaluation")))
             self._evaluation()
         elif self._is_sft:
-            self._report("data.val_files", Verdict.NOT_SUPPORTED, "sft is evaluated by generating, not by its loss")
+            self._report("data.val_files", KeyVerdict.NOT_SUPPORTED, "sft is evaluated by generating, not by its loss")
         if self._take("data.filter_overlong_prompts", "data.overlong_prompts"):
             self._put("data.overlong_prompts", "drop")
         truncation = self._given.get("data.truncation", "error")
         if truncation == "error":
-            self._report("data.truncation", Verdict.NO_EFFECT, "a prompt that is too long is refused, as with error")
+            self._report("data.truncation", KeyVerdict.NO_EFFECT, "a prompt that is too long is refused, as with error")
         else:
-            self._report("data.truncation", Verdict.NOT_SUPPORTED, "prompts are never cut: data.overlong_prompts: drop")
+            self._report(
+                "data.truncation", KeyVerdict.NOT_SUPPORTED, "prompts are never cut: data.overlong_prompts: drop"
+            )
 
     def _evaluation(self) -> None:
         every = self._take("trainer.test_freq", "evaluation.every_steps")
@@ -249,7 +251,7 @@ class _Translation:
             self._take(f"{prefix}lr_decay_style", f"{target}.decay")
             self._put(f"{target}.decay", decay)
         else:
-            self._report(f"{prefix}lr_decay_style", Verdict.NOT_SUPPORTED, f"one of {', '.join(_DECAYS)}")
+            self._report(f"{prefix}lr_decay_style", KeyVerdict.NOT_SUPPORTED, f"one of {', '.join(_DECAYS)}")
         lowest = self._take(f"{prefix}min_lr", f"{target}.min_learning_rate", default=0.0)
         if lowest and decay in _DECAYS[1:]:
             self._put(f"{target}.min_learning_rate", lowest)
@@ -289,7 +291,7 @@ class _Translation:
         if kind is None:
             kind = "reinforce_pp"
             text = f"megarl does not have {name}: the recipe uses {kind} instead, which is another algorithm"
-            self._report(key, Verdict.NOT_SUPPORTED, text)
+            self._report(key, KeyVerdict.NOT_SUPPORTED, text)
             self._notes.append(f"adv_estimator {name}: {text}")
         else:
             self._mapped(key, f"algorithm.kind {kind}")
@@ -340,7 +342,7 @@ class _Translation:
             self._put("algorithm.kl.coef", coef)
             if in_reward:
                 text = "the KL is in the loss already (use_kl_loss), and a recipe has it in one place"
-                self._report("algorithm.use_kl_in_reward", Verdict.NOT_SUPPORTED, text)
+                self._report("algorithm.use_kl_in_reward", KeyVerdict.NOT_SUPPORTED, text)
         elif in_reward:
             self._put("algorithm.kl.kind", "reward")
             in_rewards = {name: estimate for name, estimate in _KL_ESTIMATES.items() if not name.endswith("+")}
@@ -353,14 +355,14 @@ class _Translation:
                 self._put("algorithm.kl.adaptive", {"target": target, "horizon": horizon})
         else:
             for key in ("algorithm.use_kl_in_reward", f"{_ACTOR}use_kl_loss"):
-                self._report(key, Verdict.NO_EFFECT, "off, as in megarl")
+                self._report(key, KeyVerdict.NO_EFFECT, "off, as in megarl")
             return
         self._reference()
 
     def _estimate(self, key: str, *, default: str, known: Mapping[str, str]) -> str:
         name = str(self._take(key, "algorithm.kl.estimate", default=default))
         if name not in known:
-            self._report(key, Verdict.NOT_SUPPORTED, f"one of {', '.join(known)}; the recipe uses {known[default]}")
+            self._report(key, KeyVerdict.NOT_SUPPORTED, f"one of {', '.join(known)}; the recipe uses {known[default]}")
         return known.get(name, known[default])
 
     def _reference(self) -> None:
@@ -376,7 +378,9 @@ class _Translation:
             return
         self._put("roles.reference", {})
         for size in (*sizes, "megatron.sequence_parallel"):
-            self._report(f"{prefix}{size}", Verdict.MAPPED, "roles.reference: in the actor's ranks, split as the actor")
+            self._report(
+                f"{prefix}{size}", KeyVerdict.MAPPED, "roles.reference: in the actor's ranks, split as the actor"
+            )
 
     def _loss(self) -> None:
         key = f"{_ACTOR}policy_loss.loss_mode"
@@ -384,7 +388,7 @@ class _Translation:
         kind = _LOSSES.get(mode)
         if kind is None:
             kind = "ppo"
-            self._report(key, Verdict.NOT_SUPPORTED, f"one of {', '.join(_LOSSES)}; the recipe uses ppo")
+            self._report(key, KeyVerdict.NOT_SUPPORTED, f"one of {', '.join(_LOSSES)}; the recipe uses ppo")
         else:
             self._mapped(key, f"algorithm.loss.kind {kind}")
         loss: dict[str, Tree] = {"kind": kind}
@@ -443,7 +447,7 @@ class _Translation:
 
     def _native(self) -> None:
         for option in passed_on(self._given, has_critic=self._has_critic):
-            if option.verdict is Verdict.MAPPED:
+            if option.verdict is KeyVerdict.MAPPED:
                 self._put(option.text, self._given[option.key])
             self._report(option.key, option.verdict, option.text)
 
@@ -452,7 +456,7 @@ class _Translation:
         value = self._given.get(key)
         if key in self._given:
             if _is_interpolation(value):
-                self._report(key, Verdict.NOT_SUPPORTED, "an interpolation; write the value out")
+                self._report(key, KeyVerdict.NOT_SUPPORTED, "an interpolation; write the value out")
                 return default
             self._mapped(key, target)
         return default if value is None else value
@@ -465,9 +469,9 @@ class _Translation:
         self._document = override_value(self._document, tuple(key.split(".")), value)
 
     def _mapped(self, key: str, target: str) -> None:
-        self._report(key, Verdict.MAPPED, target)
+        self._report(key, KeyVerdict.MAPPED, target)
 
-    def _report(self, key: str, verdict: Verdict, text: str) -> None:
+    def _report(self, key: str, verdict: KeyVerdict, text: str) -> None:
         if key in self._given:
             self._entries[key] = Entry(key=key, value=self._given[key], verdict=verdict, text=text)
 
@@ -478,22 +482,22 @@ def _judge(key: str, value: Tree) -> Entry:
     if rule is None:
         near = nearest_known(key)
         text = f"verl has no such key; did you mean {near}?" if near else "verl has no such key"
-        return Entry(key=key, value=value, verdict=Verdict.UNKNOWN, text=text)
+        return Entry(key=key, value=value, verdict=KeyVerdict.UNKNOWN, text=text)
     verdict, text = _verdict(rule, key, value)
     return Entry(key=key, value=value, verdict=verdict, text=text)
 
 
-def _verdict(rule: Rule, key: str, value: Tree) -> tuple[Verdict, str]:
+def _verdict(rule: KeyRule, key: str, value: Tree) -> tuple[KeyVerdict, str]:
     is_off = value in (None, False, 0, -1, "") or value in ([], {}) or (value == 1 and key.endswith("_size"))
     match rule.treatment:
         case Treatment.UNSUPPORTED if is_off:
-            return Verdict.NO_EFFECT, "off, as in megarl"
+            return KeyVerdict.NO_EFFECT, "off, as in megarl"
         case Treatment.UNSUPPORTED:
-            return Verdict.NOT_SUPPORTED, rule.text
+            return KeyVerdict.NOT_SUPPORTED, rule.text
         case Treatment.NONE:
-            return Verdict.NO_EFFECT, rule.text
+            return KeyVerdict.NO_EFFECT, rule.text
         case Treatment.RENAME | Treatment.COMPUTE:
-            return Verdict.NO_EFFECT, "has no use with the other keys"
+            return KeyVerdict.NO_EFFECT, "has no use with the other keys"
 
 
 def _paths(value: Tree) -> Tree:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from megarl.tools.page.run_data import MAX_ROWS, Query, RunFolder
+from megarl.tools.page.run_data import MAX_ROWS, RolloutQuery, RunFolder
 from megarl.types import JsonValue
 
 STYLE = "page.css"
@@ -67,7 +67,7 @@ def _chosen_rollouts(run: RunFolder) -> dict[str, JsonValue]:
 def _all_rows(run: RunFolder) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     while True:
-        page: Mapping[str, Any] = run.rollouts(Query(offset=len(rows)))
+        page: Mapping[str, Any] = run.rollouts(RolloutQuery(offset=len(rows)))
         rows += page["rows"]
         if len(page["rows"]) < MAX_ROWS:
             return rows

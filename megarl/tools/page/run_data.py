@@ -27,7 +27,7 @@ SORT_KEYS = ("step", "score", "num_tokens", "largest_gap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Query:
+class RolloutQuery:
     """Which rollouts are listed, and in which order."""
 
     step: int | None = None
@@ -98,7 +98,7 @@ class RunFolder:
             "recipe": dict(event.recipe),
         }
 
-    def rollouts(self, query: Query) -> dict[str, JsonValue]:
+    def rollouts(self, query: RolloutQuery) -> dict[str, JsonValue]:
         """One page of the list, with how many there are in all and what can be asked for."""
         files = list_rollouts(self.folder)
         rows = [
@@ -137,7 +137,7 @@ class RunFolder:
         return known[1]
 
 
-def _is_asked_for(row: Mapping[str, Any], query: Query) -> bool:
+def _is_asked_for(row: Mapping[str, Any], query: RolloutQuery) -> bool:
     if query.source not in (None, row["data_source"]):
         return False
     text = query.text.casefold()

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from megarl.errors import DataError, MachineError
 from megarl.tools.page.document import STATIC_FILES, read_static, served_page, served_policy
-from megarl.tools.page.run_data import MAX_ROWS, SORT_KEYS, Query, RunFolder
+from megarl.tools.page.run_data import MAX_ROWS, SORT_KEYS, RolloutQuery, RunFolder
 from megarl.types import JsonValue
 
 LOOPBACK = "127.0.0.1"
@@ -105,11 +105,11 @@ async def _static(request: web.Request) -> web.StreamResponse:
     return web.Response(text=read_static(name), content_type=STATIC_FILES[name])
 
 
-def _query(asked: Mapping[str, str]) -> Query:
+def _query(asked: Mapping[str, str]) -> RolloutQuery:
     sort = asked.get("sort", "step")
     if sort not in SORT_KEYS:
         raise ValueError(f"sort is one of {', '.join(SORT_KEYS)}")
-    return Query(
+    return RolloutQuery(
         step=_number(asked, "step"),
         source=asked.get("source") or None,
         text=asked.get("text", ""),

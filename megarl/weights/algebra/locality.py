@@ -23,14 +23,14 @@ class Link(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class Location:
     """Of one rank. Words below `node` are unique over all nodes."""
 
     node: str
     device: str
     process: str
 
-    def link(self, other: Seat) -> Link:
+    def link(self, other: Location) -> Link:
         if self.process == other.process:
             return Link.PROCESS
         if self.device == other.device:
@@ -39,45 +39,45 @@ class Seat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seating:
+class Locations:
     """By rank, of both sides."""
 
-    sources: Mapping[int, Seat]
-    targets: Mapping[int, Seat]
+    sources: Mapping[int, Location]
+    targets: Mapping[int, Location]
 
 
 Gpu: TypeAlias = tuple[int, int]
 """Numbers of a node, and of a GPU in it."""
 
 
-def apart(source: Layout, target: Layout) -> Seating:
+def apart(source: Layout, target: Layout) -> Locations:
     """Every rank is a process on a node of its own."""
-    return Seating(
+    return Locations(
         sources={holding.rank: _lone(f"source {holding.rank}") for holding in source.holdings},
         targets={holding.rank: _lone(f"target {holding.rank}") for holding in target.holdings},
     )
 
 
-def same_processes(source: Layout, target: Layout) -> Seating:
+def same_processes(source: Layout, target: Layout) -> Locations:
     """Source rank r and target rank r are one process; every other one is on another node."""
-    return Seating(
+    return Locations(
         sources={holding.rank: _lone(f"rank {holding.rank}") for holding in source.holdings},
         targets={holding.rank: _lone(f"rank {holding.rank}") for holding in target.holdings},
     )
 
 
-def on_gpus(sources: Sequence[Gpu], targets: Sequence[Gpu]) -> Seating:
+def on_gpus(sources: Sequence[Gpu], targets: Sequence[Gpu]) -> Locations:
     """Rank r of each side is a process of its own on the r-th of these GPUs."""
-    return Seating(
+    return Locations(
         sources={rank: _on_gpu(gpu, f"source {rank}") for rank, gpu in enumerate(sources)},
         targets={rank: _on_gpu(gpu, f"target {rank}") for rank, gpu in enumerate(targets)},
     )
 
 
-def _on_gpu(gpu: Gpu, process: str) -> Seat:
+def _on_gpu(gpu: Gpu, process: str) -> Location:
     node, number = gpu
-    return Seat(node=f"node {node}", device=f"node {node} gpu {number}", process=process)
+    return Location(node=f"node {node}", device=f"node {node} gpu {number}", process=process)
 
 
-def _lone(word: str) -> Seat:
-    return Seat(node=word, device=word, process=word)
+def _lone(word: str) -> Location:
+    return Location(node=word, device=word, process=word)

@@ -18,8 +18,8 @@ from functools import cached_property
 import numpy as np
 
 from megarl.weights.algebra.bundles import Bundle, bundles, pieces_by_name
-from megarl.weights.algebra.locality import Link, Seating, apart
-from megarl.weights.algebra.routing import Numbers, Router, Routing, forwarder
+from megarl.weights.algebra.locality import Link, Locations, apart
+from megarl.weights.algebra.routing import BundleRouter, Numbers, Routing, forwarder
 from megarl.weights.algebra.slices import ITEM_BYTES, Holding, Index, Layout, Piece, Slice, shift
 
 
@@ -76,7 +76,7 @@ class Plan:
 
     source: Layout
     target: Layout
-    seating: Seating
+    seating: Locations
     strands: tuple[Strand, ...]
     hash: str
     """Equal in two processes if and only if they will send and expect the same bytes."""
@@ -252,7 +252,7 @@ class Traffic:
         """By giver, as in a routing, and target."""
         self._links: dict[tuple[int, int], Link] = {}
 
-    def add(self, strand: Strand, seating: Seating) -> None:
+    def add(self, strand: Strand, seating: Locations) -> None:
         num_bytes = strand.num_bytes
         for column, target in enumerate(strand.bundle.targets):
             givers, counts = _counted(strand.routing.givers[:, column])
@@ -266,7 +266,7 @@ class Traffic:
                 else:
                     self.forwarded[link][forwarder(giver)] += size
 
-    def _link(self, giver: int, target: int, seating: Seating) -> Link:
+    def _link(self, giver: int, target: int, seating: Locations) -> Link:
         found = self._links.get((giver, target))
         if found is None:
             seat = seating.sources[giver] if giver >= 0 else seating.targets[forwarder(giver)]
@@ -274,13 +274,13 @@ class Traffic:
         return found
 
 
-def plan(source: Layout, target: Layout, *, seating: Seating | None = None, relays: bool = False) -> Plan:
+def plan(source: Layout, target: Layout, *, seating: Locations | None = None, relays: bool = False) -> Plan:
     """The moves that fill every piece of `target` from `source`.
 
     Without a seating everyone is on a node of its own. `relays`: nodes without a source pass boxes on to each other.
     """
     seating = apart(source, target) if seating is None else seating
-    router = Router(seating, relays=relays)
+    router = BundleRouter(seating, relays=relays)
     digest = hashlib.blake2b(digest_size=16)
     strands = []
     for bundle in bundles(source, target):

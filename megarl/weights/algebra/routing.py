@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.weights.algebra.bundles import Bundle
-from megarl.weights.algebra.locality import Link, Seat, Seating
+from megarl.weights.algebra.locality import Link, Location, Locations
 from megarl.weights.algebra.slices import ITEM_BYTES
 
 Numbers = npt.NDArray[np.int64]
@@ -39,10 +39,10 @@ def forwarder(target_rank: int) -> int:
     return -1 - target_rank
 
 
-class Router:
+class BundleRouter:
     """Routes one bundle after the other, and remembers who has done how much."""
 
-    def __init__(self, seating: Seating, *, relays: bool) -> None:
+    def __init__(self, seating: Locations, *, relays: bool) -> None:
         self._seating = seating
         self._relays = relays
         self._meetings: dict[tuple[tuple[int, ...], tuple[int, ...]], _Meeting] = {}
@@ -116,7 +116,7 @@ class _Meeting:
     """Per node without a source: its targets."""
 
 
-def _meet(sources: tuple[int, ...], targets: tuple[int, ...], seating: Seating) -> _Meeting:
+def _meet(sources: tuple[int, ...], targets: tuple[int, ...], seating: Locations) -> _Meeting:
     on_node: defaultdict[str, list[int]] = defaultdict(list)
     for source in sources:
         on_node[seating.sources[source].node].append(source)
@@ -140,7 +140,7 @@ def _meet(sources: tuple[int, ...], targets: tuple[int, ...], seating: Seating) 
     )
 
 
-def _nearest(sources: Sequence[int], seat: Seat, seating: Seating) -> tuple[Link, int]:
+def _nearest(sources: Sequence[int], seat: Location, seating: Locations) -> tuple[Link, int]:
     return min((seat.link(seating.sources[source]), source) for source in sources)
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from megarl.config.model import ModelShape
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
-from megarl.rollout.commands import Meeting, Route
+from megarl.rollout.commands import Rendezvous, TransferSpec
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import RestartPolicy
@@ -94,7 +94,7 @@ class ThreadRanks:
     async def version(self) -> int:
         return self.held
 
-    async def join(self, route: Route, meeting: Meeting) -> None:
+    async def join(self, route: TransferSpec, meeting: Rendezvous) -> None:
         self.close()
         plan = route.plan()
         tensors = load_file(self._folders[self.held] / "model.safetensors")
@@ -213,8 +213,8 @@ class Duo:
             await fleet.close()
 
     @property
-    def _route(self) -> Route:
-        return Route(
+    def _route(self) -> TransferSpec:
+        return TransferSpec(
             shape=self.shape,
             parallel=_SPLIT,
             trainer_dtype="float32",

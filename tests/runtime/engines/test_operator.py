@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import FleetError, MachineError
-from megarl.runtime.engines.operator import SOCKET_FILE, EngineReport, Request, ask, open_to_operator
+from megarl.runtime.engines.operator import SOCKET_FILE, EngineReport, OperatorRequest, ask, open_to_operator
 from tests.runtime.engines.test_supervisor import supervised, until
 
 
@@ -16,22 +16,22 @@ def test_an_operator_sees_the_engines_and_takes_one_out_and_back(tmp_path: Path)
     folder.mkdir()
 
     async def scenario() -> None:
-        async def say(request: Request) -> tuple[EngineReport, ...]:
+        async def say(request: OperatorRequest) -> tuple[EngineReport, ...]:
             return await asyncio.to_thread(ask, folder, request)
 
         async with supervised() as (_, fleet, supervisor), open_to_operator(folder, fleet, supervisor):
             assert stat.S_IMODE((folder / SOCKET_FILE).stat().st_mode) == 0o600
-            assert [report.state for report in await say(Request(action="list"))] == ["healthy", "healthy"]
-            first, _ = await say(Request(action="retire", engine=0))
+            assert [report.state for report in await say(OperatorRequest(action="list"))] == ["healthy", "healthy"]
+            first, _ = await say(OperatorRequest(action="retire", engine=0))
             assert (first.state, first.reason) == ("retired", "retired by the operator")
             for request, reason in (
-                (Request(action="retire", engine=1), "engine 1 is the last one; stop the run instead"),
-                (Request(action="add", engine=7), "there is no engine 7"),
-                (Request(action="add"), "add which engine"),
+                (OperatorRequest(action="retire", engine=1), "engine 1 is the last one; stop the run instead"),
+                (OperatorRequest(action="add", engine=7), "there is no engine 7"),
+                (OperatorRequest(action="add"), "add which engine"),
             ):
                 with pytest.raises(FleetError, match=reason):
                     await say(request)
-            await say(Request(action="add", engine=0))
+            await say(OperatorRequest(action="add", engine=0))
             await until(lambda: fleet.engines[0].is_live)
         assert not (folder / SOCKET_FILE).exists()
 
@@ -40,4 +40,4 @@ def test_an_operator_sees_the_engines_and_takes_one_out_and_back(tmp_path: Path)
 
 def test_asking_where_no_run_is_says_so(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="no run with engines is under way here"):
-        ask(tmp_path, Request(action="list"))
+        ask(tmp_path, OperatorRequest(action="list"))

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config.model import Family, ModelShape
 from megarl.errors import FleetError, WeightSyncError, WorkerError
-from megarl.rollout.commands import Meeting, Route
+from megarl.rollout.commands import Rendezvous, TransferSpec
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Engine, EngineState, Fleet
 from megarl.rollout.lifecycle import Ended, RestartPolicy, Started, Ticked
@@ -24,7 +24,7 @@ from megarl.weights.executors.group import LOOPBACK
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.rollout.engines import scripted_fleet
 
-ROUTE = Route(
+ROUTE = TransferSpec(
     shape=ModelShape(
         family=Family.QWEN2,
         num_layers=2,
@@ -68,7 +68,7 @@ class FakeRanks:
     async def version(self) -> int:
         return self.held
 
-    async def join(self, route: Route, meeting: Meeting) -> None:
+    async def join(self, route: TransferSpec, meeting: Rendezvous) -> None:
         self._num_engines = route.num_engines
 
     async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
@@ -96,7 +96,7 @@ class FakeControl:
     def _names(self) -> str:
         return " ".join(str(engine.index) for engine in self._engines)
 
-    async def join(self, route: Route, *, plan_hash: str, meeting: Meeting) -> None:
+    async def join(self, route: TransferSpec, *, plan_hash: str, meeting: Rendezvous) -> None:
         assert route.num_engines == len(self._engines)
         assert plan_hash == route.plan().hash
         self._calls.append(f"join {self._names}")

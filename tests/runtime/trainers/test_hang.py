@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.runtime.trainers.hang import Silence, judge, write_report
+from megarl.runtime.trainers.hang import Silence, explain_hang, write_report
 from megarl.runtime.trainers.stacks import RankStacks, ThreadStack, Wait, capture
 from megarl.weights.executors.group import StoreServer, TransferGroup
 
@@ -23,7 +23,7 @@ def rank(method: str = "update", *, wait: Wait | None = None, place: str = "slee
 
 
 def test_a_frozen_rank_is_missing_and_the_others_wait_for_it() -> None:
-    verdict = judge([rank(wait=REDUCE), STOPPED], method="update", late=[0, 1])
+    verdict = explain_hang([rank(wait=REDUCE), STOPPED], method="update", late=[0, 1])
     assert list(verdict.missing) == [1]
     assert str(verdict) == (
         "rank 1 is missing: it does not answer; it is stopped (SIGSTOP) (pid 7); "
@@ -32,23 +32,23 @@ def test_a_frozen_rank_is_missing_and_the_others_wait_for_it() -> None:
 
 
 def test_a_rank_that_is_somewhere_else_is_missing() -> None:
-    verdict = judge([rank(wait=REDUCE), rank()], method="update", late=[0, 1])
+    verdict = explain_hang([rank(wait=REDUCE), rank()], method="update", late=[0, 1])
     assert verdict.missing == {1: "it is in sleep, reward.py:3"}
     assert verdict.waiting == {0: REDUCE}
 
 
 def test_a_rank_that_has_answered_is_not_missing() -> None:
-    verdict = judge([RankStacks(threads=()), rank(wait=GATHER), rank()], method="update", late=[1, 2])
+    verdict = explain_hang([RankStacks(threads=()), rank(wait=GATHER), rank()], method="update", late=[1, 2])
     assert list(verdict.missing) == [2]
 
 
 def test_a_rank_that_has_not_begun_is_missing() -> None:
-    verdict = judge([rank(wait=REDUCE), rank(method="")], method="update", late=[0, 1])
+    verdict = explain_hang([rank(wait=REDUCE), rank(method="")], method="update", late=[0, 1])
     assert verdict.missing == {1: "it has not begun with update"}
 
 
 def test_ranks_in_different_collectives_are_all_told() -> None:
-    verdict = judge([rank(wait=REDUCE), rank(wait=REDUCE), rank(wait=GATHER)], method="update", late=[0, 1, 2])
+    verdict = explain_hang([rank(wait=REDUCE), rank(wait=REDUCE), rank(wait=GATHER)], method="update", late=[0, 1, 2])
     assert not verdict.missing
     assert "ranks 0, 1 wait in all_reduce" in str(verdict)
     assert "rank 2 waits in all_gather of ranks 2, 3" in str(verdict)
@@ -57,7 +57,7 @@ def test_ranks_in_different_collectives_are_all_told() -> None:
 def test_a_backward_pass_may_wait_in_a_thread_of_autograd() -> None:
     engine = ThreadStack(name="Dummy-3", lines=(), place="wait", method="", wait=REDUCE)
     stacks = RankStacks(threads=(*rank(place="run_backward").threads, engine))
-    assert judge([stacks], method="update", late=[0]).waiting == {0: REDUCE}
+    assert explain_hang([stacks], method="update", late=[0]).waiting == {0: REDUCE}
 
 
 def test_the_report_has_a_headline_and_the_stack_of_every_rank(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.runtime.trainers.remote_process import Whereabouts, _end, _read, _state
+from megarl.runtime.trainers.remote_process import RemoteProcess, _end, _read, _state
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
     started.stdout.close()
 
 
-def where(process: subprocess.Popen[bytes]) -> Whereabouts:
-    return Whereabouts(node="", pid=process.pid, started=_read(process.pid)[1])
+def where(process: subprocess.Popen[bytes]) -> RemoteProcess:
+    return RemoteProcess(node="", pid=process.pid, started=_read(process.pid)[1])
 
 
 def test_a_frozen_process_is_known_as_frozen_and_ended(process: subprocess.Popen[bytes]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.errors import NumericsError
 from megarl.runtime.trainers.ranks import ActorRanks, CriticRanks
-from megarl.runtime.trainers.trainer import CriticLearner, Learner, Question, Questions
+from megarl.runtime.trainers.trainer import CriticTrainer, ModelQuestion, ModelQuestions, ModelsTrainer
 from megarl.types import (
     CriticResult,
     CriticStats,
@@ -85,19 +85,19 @@ def learner(
     *,
     critic: FakeCritic | None = None,
     warmup_steps: int = 0,
-    questions: Questions | None = None,
+    questions: ModelQuestions | None = None,
     num_steps: int = 0,
     version: int = 0,
-) -> Learner:
+) -> ModelsTrainer:
     learning = None
     if critic is not None:
-        learning = CriticLearner(ranks=cast("CriticRanks", critic), pack=pack, warmup_steps=warmup_steps)
-    return Learner(
+        learning = CriticTrainer(ranks=cast("CriticRanks", critic), pack=pack, warmup_steps=warmup_steps)
+    return ModelsTrainer(
         actor=cast("ActorRanks", actor),
         pack=pack,
-        ask_actor=Question(ask=actor.logprobs, pack=pack),
+        ask_actor=ModelQuestion(ask=actor.logprobs, pack=pack),
         critic=learning,
-        questions=questions or Questions(),
+        questions=questions or ModelQuestions(),
         measure_work=lambda _, usage: TrainingWork(flops=1.0, peak_flops_per_second=None),
         num_steps=num_steps,
         version=PolicyVersion(version),
@@ -116,7 +116,7 @@ def test_only_what_is_needed_is_asked(tmp_path: Path) -> None:
         assert batch is BATCH
         return answer
 
-    asked = Questions(values=Question(ask=ask, pack=pack))
+    asked = ModelQuestions(values=ModelQuestion(ask=ask, pack=pack))
     estimates = asyncio.run(learner(tmp_path, FakeActor(), questions=asked).estimate([scored_group(0, [1, 0])]))
     assert estimates == Estimates(values=answer)
 

@@ -5,7 +5,7 @@ from megarl.tools.dashboards.panels import (
     COLUMNS,
     Dashboard,
     Panel,
-    Row,
+    PanelRow,
     formula,
     mean,
     metrics_in,
@@ -35,7 +35,9 @@ def test_panels_fill_rows_from_left_to_right_and_never_overlap() -> None:
     panels = tuple(
         Panel(title=str(index), queries=(value(names.LOSS),), width=10, height=5 + index) for index in range(5)
     )
-    board = Dashboard(uid="x", title="x", text="", rows=(Row(title="a", panels=panels), Row(title="b", panels=panels)))
+    board = Dashboard(
+        uid="x", title="x", text="", rows=(PanelRow(title="a", panels=panels), PanelRow(title="b", panels=panels))
+    )
     drawn = to_grafana(board)["panels"]
     assert isinstance(drawn, list)
     taken: set[tuple[int, int]] = set()

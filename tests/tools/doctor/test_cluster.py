@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import read_recipe
-from megarl.tools.doctor.checks import Check, Verdict
+from megarl.tools.doctor.checks import Check, CheckStatus
 from megarl.tools.doctor.cluster import NodeReport, check_cluster, describe_node, judge
 from megarl.tools.doctor.probe import ClusterReport, GroupReport, NodeAnswer
 
@@ -29,7 +29,7 @@ train: {prompts_per_step: 8}
 
 def problems(*nodes: NodeAnswer[NodeReport], groups: tuple[GroupReport, ...] = (GROUP,)) -> list[Check]:
     report = ClusterReport(nodes=nodes, groups=groups)
-    return [check for check in judge(report) if check.verdict is not Verdict.OK]
+    return [check for check in judge(report) if check.verdict is not CheckStatus.OK]
 
 
 def test_nodes_that_agree_are_fine() -> None:
@@ -55,8 +55,8 @@ def test_a_node_that_does_not_answer_and_a_group_that_cannot_reduce_are_errors()
     silent = replace(NODE, node="n1", answer=None, error="No module named 'megarl'")
     stuck = replace(GROUP, error="train rank(s) 8: reduce did not finish within 120 s")
     node, group = problems(NODE, silent, groups=(stuck,))
-    assert (node.found, node.verdict) == ("n1 does not answer", Verdict.ERROR)
-    assert (group.found, group.verdict) == ("16 ranks over nccl fail", Verdict.ERROR)
+    assert (node.found, node.verdict) == ("n1 does not answer", CheckStatus.ERROR)
+    assert (group.found, group.verdict) == ("16 ranks over nccl fail", CheckStatus.ERROR)
     assert "rank(s) 8" in group.remedy
 
 
@@ -72,8 +72,8 @@ def test_the_pool_of_a_real_cluster_reduces_and_missing_files_are_found_on_its_n
     path.write_text(RECIPE.replace("FOLDER", str(tmp_path)))
     found = {check.name: check for check in check_cluster(read_recipe(path).recipe, address=None)}
     assert found["files"].found.startswith(f"{tmp_path}/model/config.json cannot be read on ")
-    assert found["files"].verdict is Verdict.ERROR
-    assert found["all-reduce, shared"].verdict is Verdict.OK, found["all-reduce, shared"].remedy
+    assert found["files"].verdict is CheckStatus.ERROR
+    assert found["all-reduce, shared"].verdict is CheckStatus.OK, found["all-reduce, shared"].remedy
     assert found["all-reduce, shared"].found.startswith("2 ranks over gloo, ")
 
 
@@ -81,5 +81,5 @@ def test_a_cluster_that_cannot_be_joined_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.replace("FOLDER", str(tmp_path)))
     (found,) = check_cluster(read_recipe(path).recipe, address="127.0.0.1:1")
-    assert (found.found, found.verdict) == ("127.0.0.1:1 is not there", Verdict.ERROR)
+    assert (found.found, found.verdict) == ("127.0.0.1:1 is not there", CheckStatus.ERROR)
     assert found.remedy.startswith("Connection refused; ")

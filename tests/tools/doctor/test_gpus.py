@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.tools.doctor.checks import Verdict
+from megarl.tools.doctor.checks import CheckStatus
 from megarl.tools.doctor.gpus import Gpu, check_gpus, check_links, parse_gpus
 
 # As driver 580 prints them on an H200.
@@ -27,7 +27,7 @@ NIC0\tPXB\tSYS\t X \t\t\t\t
 GPU = parse_gpus(QUERIED)[0]
 
 
-def verdicts(*gpus: Gpu, needed: int = 0) -> dict[str, Verdict]:
+def verdicts(*gpus: Gpu, needed: int = 0) -> dict[str, CheckStatus]:
     return {check.name: check.verdict for check in check_gpus(list(gpus), needed=needed, topology=None)}
 
 
@@ -54,37 +54,37 @@ def test_a_gpu_without_error_counts_has_none() -> None:
 
 
 def test_healthy_gpus_are_fine() -> None:
-    assert set(verdicts(GPU, replace(GPU, index=1), needed=2).values()) == {Verdict.OK}
+    assert set(verdicts(GPU, replace(GPU, index=1), needed=2).values()) == {CheckStatus.OK}
 
 
 @pytest.mark.parametrize(
     ("changes", "name", "verdict"),
     [
-        ({"driver": "570.86"}, "driver", Verdict.ERROR),
-        ({"used_mib": 60_000}, "gpu memory", Verdict.WARNING),
-        ({"is_slowed": True}, "gpu clocks", Verdict.WARNING),
-        ({"num_errors": 2}, "memory errors", Verdict.ERROR),
+        ({"driver": "570.86"}, "driver", CheckStatus.ERROR),
+        ({"used_mib": 60_000}, "gpu memory", CheckStatus.WARNING),
+        ({"is_slowed": True}, "gpu clocks", CheckStatus.WARNING),
+        ({"num_errors": 2}, "memory errors", CheckStatus.ERROR),
     ],
 )
-def test_what_is_wrong_with_a_gpu_is_said(changes: dict[str, object], name: str, verdict: Verdict) -> None:
+def test_what_is_wrong_with_a_gpu_is_said(changes: dict[str, object], name: str, verdict: CheckStatus) -> None:
     found = verdicts(replace(GPU, **changes))  # type: ignore[arg-type]
     assert found.pop(name) is verdict
-    assert set(found.values()) == {Verdict.OK}
+    assert set(found.values()) == {CheckStatus.OK}
 
 
 def test_mixed_gpus_are_a_warning_and_too_few_an_error() -> None:
-    assert verdicts(GPU, replace(GPU, name="NVIDIA H100"))["gpus"] is Verdict.WARNING
-    assert verdicts(GPU, needed=2)["gpus"] is Verdict.ERROR
+    assert verdicts(GPU, replace(GPU, name="NVIDIA H100"))["gpus"] is CheckStatus.WARNING
+    assert verdicts(GPU, needed=2)["gpus"] is CheckStatus.ERROR
 
 
-@pytest.mark.parametrize(("needed", "verdict"), [(0, Verdict.NOTE), (1, Verdict.ERROR)])
-def test_no_driver_matters_where_a_gpu_is_needed(needed: int, verdict: Verdict) -> None:
+@pytest.mark.parametrize(("needed", "verdict"), [(0, CheckStatus.NOTE), (1, CheckStatus.ERROR)])
+def test_no_driver_matters_where_a_gpu_is_needed(needed: int, verdict: CheckStatus) -> None:
     (found,) = check_gpus(None, needed=needed, topology=None)
     assert (found.found, found.verdict) == ("nvidia-smi not found", verdict)
 
 
 def test_links_between_gpus_are_read_and_those_of_network_cards_left_out() -> None:
-    assert (check_links(NVLINKED).found, check_links(NVLINKED).verdict) == ("NV18", Verdict.OK)
+    assert (check_links(NVLINKED).found, check_links(NVLINKED).verdict) == ("NV18", CheckStatus.OK)
     pcie = NVLINKED.replace("NV18", "SYS")
-    assert (check_links(pcie).found, check_links(pcie).verdict) == ("SYS", Verdict.WARNING)
+    assert (check_links(pcie).found, check_links(pcie).verdict) == ("SYS", CheckStatus.WARNING)
     assert check_links(ALONE).found == ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Recipe, load_recipe, read_model_shape
-from megarl.tools.doctor.checks import Verdict
+from megarl.tools.doctor.checks import CheckStatus
 from megarl.tools.doctor.machine import (
     Cpus,
     check_cpus,
@@ -45,31 +45,31 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 
 def test_this_machine_has_no_error() -> None:
-    assert [check for check in check_machine() if check.verdict is Verdict.ERROR] == []
+    assert [check for check in check_machine() if check.verdict is CheckStatus.ERROR] == []
 
 
 def test_limits_that_are_too_low_are_said_with_the_command_that_raises_them() -> None:
-    assert check_shared_memory(64 << 20).verdict is Verdict.ERROR
+    assert check_shared_memory(64 << 20).verdict is CheckStatus.ERROR
     assert "--shm-size" in check_shared_memory(64 << 20).remedy
-    assert check_shared_memory(2 << 30).verdict is Verdict.OK
+    assert check_shared_memory(2 << 30).verdict is CheckStatus.OK
     assert "ulimit -n 65536` (at most 4096 here)" in check_open_files((1024, 4096)).remedy
-    assert check_open_files((resource.RLIM_INFINITY, resource.RLIM_INFINITY)).verdict is Verdict.OK
-    assert check_processes(512).verdict is Verdict.ERROR
-    assert check_processes(resource.RLIM_INFINITY).verdict is Verdict.OK
+    assert check_open_files((resource.RLIM_INFINITY, resource.RLIM_INFINITY)).verdict is CheckStatus.OK
+    assert check_processes(512).verdict is CheckStatus.ERROR
+    assert check_processes(resource.RLIM_INFINITY).verdict is CheckStatus.OK
 
 
 @pytest.mark.parametrize(
     ("cpus", "verdict", "remedy"),
     [
-        (Cpus(visible=64, allowed=64, slurm=None), Verdict.OK, ""),
-        (Cpus(visible=64, allowed=64, slurm=64), Verdict.OK, ""),
-        (Cpus(visible=64, allowed=16, slurm=16), Verdict.WARNING, "--num-cpus 16"),
-        (Cpus(visible=64, allowed=64, slurm=16), Verdict.WARNING, "--num-cpus 16"),
-        (Cpus(visible=64, allowed=1, slurm=1), Verdict.ERROR, "--cpus-per-task 32"),
-        (Cpus(visible=2, allowed=2, slurm=2), Verdict.OK, ""),
+        (Cpus(visible=64, allowed=64, slurm=None), CheckStatus.OK, ""),
+        (Cpus(visible=64, allowed=64, slurm=64), CheckStatus.OK, ""),
+        (Cpus(visible=64, allowed=16, slurm=16), CheckStatus.WARNING, "--num-cpus 16"),
+        (Cpus(visible=64, allowed=64, slurm=16), CheckStatus.WARNING, "--num-cpus 16"),
+        (Cpus(visible=64, allowed=1, slurm=1), CheckStatus.ERROR, "--cpus-per-task 32"),
+        (Cpus(visible=2, allowed=2, slurm=2), CheckStatus.OK, ""),
     ],
 )
-def test_fewer_cores_than_ray_would_count_are_said(cpus: Cpus, verdict: Verdict, remedy: str) -> None:
+def test_fewer_cores_than_ray_would_count_are_said(cpus: Cpus, verdict: CheckStatus, remedy: str) -> None:
     found = check_cpus(cpus)
     assert found.verdict is verdict
     assert remedy in found.remedy
@@ -81,19 +81,19 @@ def test_a_metrics_port_in_use_is_an_error(recipe: Recipe) -> None:
         port = listener.getsockname()[1]
         observed = recipe.observe.model_copy(update={"metrics_port": port})
         (found,) = check_metrics_port(recipe.model_copy(update={"observe": observed}))
-    assert found.verdict is Verdict.ERROR
+    assert found.verdict is CheckStatus.ERROR
     assert found.remedy == "observe.metrics_port: 0 takes any free one"
 
 
 def test_a_sandbox_that_does_not_work_matters_where_code_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert check_sandbox(is_needed=True).verdict is Verdict.ERROR
-    assert check_sandbox(is_needed=False).verdict is Verdict.NOTE
+    assert check_sandbox(is_needed=True).verdict is CheckStatus.ERROR
+    assert check_sandbox(is_needed=False).verdict is CheckStatus.NOTE
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints_is_an_error(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = read_model_shape(recipe.model.path)
-    assert check_disk(recipe, shape, None).verdict is Verdict.OK
+    assert check_disk(recipe, shape, None).verdict is CheckStatus.OK
     each = checkpoint_bytes(recipe, shape, None)
 
     class Usage:
@@ -101,7 +101,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_an_error(recipe: Recipe, mon
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage)
     found = check_disk(recipe, shape, None)
-    assert found.verdict is Verdict.ERROR
+    assert found.verdict is CheckStatus.ERROR
     assert found.found.endswith(f"3 checkpoints of {each / (1 << 20):.1f} MiB")
 
 

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from megarl.tools.doctor.checks import Verdict
+from megarl.tools.doctor.checks import CheckStatus
 from megarl.tools.doctor.patches import Patch, PatchState, apply, check_patches, find_patches, site_of, state_of
 from megarl.tools.doctor.versions import normalized, pinned_versions
 from tests.repository import ROOT
@@ -64,7 +64,7 @@ def test_a_patch_is_for_one_version_and_for_what_was_released(tmp_path: Path) ->
 def test_the_doctor_reports_every_patch() -> None:
     found = {check.name: check for check in check_patches()}
     assert set(found) == {patch.name for patch in find_patches()}
-    assert {check.verdict for check in found.values()} <= {Verdict.OK, Verdict.NOTE}
+    assert {check.verdict for check in found.values()} <= {CheckStatus.OK, CheckStatus.NOTE}
 
 
 def test_the_router_of_a_mixture_needs_its_patch_without_transformer_engine(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.tools.doctor.checks import Verdict
+from megarl.tools.doctor.checks import CheckStatus
 from megarl.tools.doctor.versions import FOR_CUDA, REQUIRED, check_versions, local_versions, pinned_versions
 from tests.repository import ROOT
 
@@ -16,27 +16,29 @@ def test_the_pinned_versions_are_those_of_the_requirements() -> None:
 
 
 def test_this_environment_is_the_tested_one() -> None:
-    wrong = [check for check in check_versions(has_gpu=False) if check.verdict not in (Verdict.OK, Verdict.NOTE)]
+    wrong = [
+        check for check in check_versions(has_gpu=False) if check.verdict not in (CheckStatus.OK, CheckStatus.NOTE)
+    ]
     assert wrong == []
 
 
 @pytest.mark.parametrize(
     ("version", "verdict", "remedy"),
     [
-        ("2.60.0", Verdict.OK, ""),
-        ("2.60.0+local", Verdict.OK, ""),
-        ("2.59.1", Verdict.WARNING, "megarl is tested with 2.60.0: pip install ray==2.60.0"),
-        (None, Verdict.ERROR, "pip install ray==2.60.0"),
+        ("2.60.0", CheckStatus.OK, ""),
+        ("2.60.0+local", CheckStatus.OK, ""),
+        ("2.59.1", CheckStatus.WARNING, "megarl is tested with 2.60.0: pip install ray==2.60.0"),
+        (None, CheckStatus.ERROR, "pip install ray==2.60.0"),
     ],
 )
-def test_another_version_is_a_warning_and_none_an_error(version: str | None, verdict: Verdict, remedy: str) -> None:
+def test_another_version_is_a_warning_and_none_an_error(version: str | None, verdict: CheckStatus, remedy: str) -> None:
     checks = check_versions(has_gpu=False, installed=lambda package: version if package == "ray" else "1")
     (found,) = [check for check in checks if check.name == "ray"]
     assert (found.verdict, found.remedy) == (verdict, remedy)
 
 
-@pytest.mark.parametrize(("has_gpu", "verdict"), [(True, Verdict.WARNING), (False, Verdict.NOTE)])
-def test_what_only_a_gpu_needs_is_missed_only_there(has_gpu: bool, verdict: Verdict) -> None:
+@pytest.mark.parametrize(("has_gpu", "verdict"), [(True, CheckStatus.WARNING), (False, CheckStatus.NOTE)])
+def test_what_only_a_gpu_needs_is_missed_only_there(has_gpu: bool, verdict: CheckStatus) -> None:
     checks = check_versions(has_gpu=has_gpu, installed=lambda package: None)
     (found,) = [check for check in checks if check.name == "transformer-engine"]
     assert found.verdict is verdict

@@ -14,7 +14,7 @@ from megarl.config.native import check_native
 from megarl.config.recipe import OptimizerConfig, Recipe, ReferenceConfig
 from megarl.errors import ConfigError
 from megarl.tools.import_verl import Entry, Imported, import_verl
-from megarl.tools.import_verl.rules import Treatment, Verdict, known_keys, rule_for
+from megarl.tools.import_verl.rules import KeyVerdict, Treatment, known_keys, rule_for
 
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
 HERE = Path(__file__).parent / "configs"
@@ -79,7 +79,7 @@ def test_ppo_with_critic_reference_and_kl_is_translated() -> None:
         learning_rate=2e-5, min_learning_rate=1e-6, warmup_steps=5, decay="cosine", beta2=0.95
     )
     assert critic.megatron["recompute_granularity"] == "full"
-    left = [item.key for item in result.entries if item.verdict in (Verdict.NOT_SUPPORTED, Verdict.UNKNOWN)]
+    left = [item.key for item in result.entries if item.verdict in (KeyVerdict.NOT_SUPPORTED, KeyVerdict.UNKNOWN)]
     assert left == ["critic.model.enable_gradient_checkpointing"]
 
 
@@ -103,7 +103,7 @@ def test_kl_in_the_loss_is_taken_over_by_meaning(tmp_path: Path, kl_type: str, e
     assert isinstance(recipe.algorithm, GrpoConfig)
     assert recipe.algorithm.kl == KlLossConfig.model_validate({"kind": "loss", "estimate": estimate})
     assert recipe.roles.reference == ReferenceConfig()
-    assert entry(result, "algorithm.use_kl_in_reward").verdict is Verdict.NOT_SUPPORTED
+    assert entry(result, "algorithm.use_kl_in_reward").verdict is KeyVerdict.NOT_SUPPORTED
 
 
 def test_every_key_of_verl_has_a_verdict() -> None:
@@ -188,42 +188,42 @@ def test_a_key_arrives_in_the_recipe(tmp_path: Path, word: str, key: str, value:
 @pytest.mark.parametrize(
     ("word", "verdict", "text"),
     [
-        ("actor_rollout_ref.actor.clip_ratio=0.3", Verdict.NO_EFFECT, "changes nothing in verl either"),
-        ("actor_rollout_ref.actor.kl_loss_coef=0.1", Verdict.NO_EFFECT, "no use with the other keys"),
-        ("critic.optim.lr=1e-5", Verdict.NO_EFFECT, "no use with the other keys"),
-        ("critic.megatron.context_parallel_size=2", Verdict.NOT_SUPPORTED, "context parallelism"),
-        ("actor_rollout_ref.ref.megatron.param_offload=True", Verdict.NO_EFFECT, "host memory of the actor's ranks"),
-        ("actor_rollout_ref.actor.use_kl_loss=False", Verdict.NO_EFFECT, "off, as in megarl"),
-        ("actor_rollout_ref.actor.megatron.context_parallel_size=2", Verdict.NOT_SUPPORTED, "context parallelism"),
-        ("actor_rollout_ref.actor.megatron.context_parallel_size=1", Verdict.NO_EFFECT, "off, as in megarl"),
-        ("actor_rollout_ref.actor.peft.lora_rank=8", Verdict.NOT_SUPPORTED, "no LoRA"),
-        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", Verdict.NOT_SUPPORTED, "nothing is offloaded"),
-        ("actor_rollout_ref.rollout.dtype=fp8", Verdict.NOT_SUPPORTED, "bfloat16"),
-        ("actor_rollout_ref.rollout.multi_turn.max_turns=3", Verdict.NOT_SUPPORTED, "one turn"),
-        ("trainer.save_freq=20", Verdict.MAPPED, "checkpoint.save_every_steps"),
-        ("trainer.max_actor_ckpt_to_keep=3", Verdict.MAPPED, "checkpoint.keep_last"),
-        ("trainer.resume_mode=disable", Verdict.NO_EFFECT, "--resume"),
-        ("trainer.prometheus.port=9090", Verdict.NO_EFFECT, "observe.metrics_port"),
-        ("ray_init.num_cpus=8", Verdict.NO_EFFECT, "run.ray_address"),
-        ("trainer.nodes=8", Verdict.UNKNOWN, "did you mean trainer.nnodes?"),
-        ("data.truncation=left", Verdict.NOT_SUPPORTED, "never cut"),
-        ("+actor_rollout_ref.rollout.engine_kwargs.sglang.tp_size=2", Verdict.NOT_SUPPORTED, "roles.rollout.tensor"),
-        ("+actor_rollout_ref.rollout.engine_kwargs.sglang.page_size=x", Verdict.NOT_SUPPORTED, "sglang takes int"),
-        ("actor_rollout_ref.rollout.engine_kwargs.sglang.page_size=null", Verdict.NO_EFFECT, "off, as in megarl"),
+        ("actor_rollout_ref.actor.clip_ratio=0.3", KeyVerdict.NO_EFFECT, "changes nothing in verl either"),
+        ("actor_rollout_ref.actor.kl_loss_coef=0.1", KeyVerdict.NO_EFFECT, "no use with the other keys"),
+        ("critic.optim.lr=1e-5", KeyVerdict.NO_EFFECT, "no use with the other keys"),
+        ("critic.megatron.context_parallel_size=2", KeyVerdict.NOT_SUPPORTED, "context parallelism"),
+        ("actor_rollout_ref.ref.megatron.param_offload=True", KeyVerdict.NO_EFFECT, "host memory of the actor's ranks"),
+        ("actor_rollout_ref.actor.use_kl_loss=False", KeyVerdict.NO_EFFECT, "off, as in megarl"),
+        ("actor_rollout_ref.actor.megatron.context_parallel_size=2", KeyVerdict.NOT_SUPPORTED, "context parallelism"),
+        ("actor_rollout_ref.actor.megatron.context_parallel_size=1", KeyVerdict.NO_EFFECT, "off, as in megarl"),
+        ("actor_rollout_ref.actor.peft.lora_rank=8", KeyVerdict.NOT_SUPPORTED, "no LoRA"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", KeyVerdict.NOT_SUPPORTED, "nothing is offloaded"),
+        ("actor_rollout_ref.rollout.dtype=fp8", KeyVerdict.NOT_SUPPORTED, "bfloat16"),
+        ("actor_rollout_ref.rollout.multi_turn.max_turns=3", KeyVerdict.NOT_SUPPORTED, "one turn"),
+        ("trainer.save_freq=20", KeyVerdict.MAPPED, "checkpoint.save_every_steps"),
+        ("trainer.max_actor_ckpt_to_keep=3", KeyVerdict.MAPPED, "checkpoint.keep_last"),
+        ("trainer.resume_mode=disable", KeyVerdict.NO_EFFECT, "--resume"),
+        ("trainer.prometheus.port=9090", KeyVerdict.NO_EFFECT, "observe.metrics_port"),
+        ("ray_init.num_cpus=8", KeyVerdict.NO_EFFECT, "run.ray_address"),
+        ("trainer.nodes=8", KeyVerdict.UNKNOWN, "did you mean trainer.nnodes?"),
+        ("data.truncation=left", KeyVerdict.NOT_SUPPORTED, "never cut"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.sglang.tp_size=2", KeyVerdict.NOT_SUPPORTED, "roles.rollout.tensor"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.sglang.page_size=x", KeyVerdict.NOT_SUPPORTED, "sglang takes int"),
+        ("actor_rollout_ref.rollout.engine_kwargs.sglang.page_size=null", KeyVerdict.NO_EFFECT, "off, as in megarl"),
         (
             "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_modules=[core_attn]",
-            Verdict.NO_EFFECT,
+            KeyVerdict.NO_EFFECT,
             "without recompute_granularity",
         ),
         (
             "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=flash",
-            Verdict.NO_EFFECT,
+            KeyVerdict.NO_EFFECT,
             "kernels",
         ),
-        ("actor_rollout_ref.rollout.n='${oc.env:N}'", Verdict.NOT_SUPPORTED, "write the value out"),
+        ("actor_rollout_ref.rollout.n='${oc.env:N}'", KeyVerdict.NOT_SUPPORTED, "write the value out"),
     ],
 )
-def test_a_key_that_does_not_arrive_is_explained(tmp_path: Path, word: str, verdict: Verdict, text: str) -> None:
+def test_a_key_that_does_not_arrive_is_explained(tmp_path: Path, word: str, verdict: KeyVerdict, text: str) -> None:
     found = entry(imported(tmp_path, word), word.partition("=")[0].lstrip("+"))
     assert found.verdict is verdict
     assert text in found.text

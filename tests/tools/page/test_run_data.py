@@ -13,7 +13,7 @@ from megarl.errors import DataError
 from megarl.observe.events import RunFinished, RunStatus
 from megarl.observe.history import Series
 from megarl.tools.page.charts import thinned
-from megarl.tools.page.run_data import MAX_ROWS, Query, RunFolder
+from megarl.tools.page.run_data import MAX_ROWS, RolloutQuery, RunFolder
 from tests.data.test_rollout_files import decode, kept
 from tests.observe.samples import step_finished
 from tests.tools.page.runs import make_run, write_events
@@ -53,27 +53,27 @@ def test_a_number_that_is_not_finite_is_a_gap(folder: Path) -> None:
 
 def test_rollouts_are_sorted_filtered_and_paged(folder: Path) -> None:
     run = RunFolder(folder)
-    everything: dict[str, Any] = run.rollouts(Query())
+    everything: dict[str, Any] = run.rollouts(RolloutQuery())
     assert (everything["total"], everything["steps"], everything["sources"]) == (32, [1, 2, 3, 4], ["arithmetic"])
-    worst: dict[str, Any] = run.rollouts(Query(sort="largest_gap", is_descending=True, limit=3))
+    worst: dict[str, Any] = run.rollouts(RolloutQuery(sort="largest_gap", is_descending=True, limit=3))
     assert [row["largest_gap"] for row in worst["rows"]] == [pytest.approx(0.7)] * 3
-    second: dict[str, Any] = run.rollouts(Query(step=2, sort="score", offset=6))
+    second: dict[str, Any] = run.rollouts(RolloutQuery(step=2, sort="score", offset=6))
     assert (second["total"], len(second["rows"])) == (8, 2)
-    found: dict[str, Any] = run.rollouts(Query(text="4 3 WORDS"))
+    found: dict[str, Any] = run.rollouts(RolloutQuery(text="4 3 WORDS"))
     assert [(row["step"], row["row"]) for row in found["rows"]] == [(4, 3)]
 
 
 def test_a_page_is_never_longer_than_the_limit(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", num_steps=1, rollouts_per_step=MAX_ROWS + 50)
-    answer: dict[str, Any] = RunFolder(folder).rollouts(Query(limit=10**9))
+    answer: dict[str, Any] = RunFolder(folder).rollouts(RolloutQuery(limit=10**9))
     assert (answer["total"], len(answer["rows"])) == (MAX_ROWS + 50, MAX_ROWS)
 
 
 def test_a_step_that_is_written_again_is_read_again(folder: Path) -> None:
     run = RunFolder(folder)
-    run.rollouts(Query())
+    run.rollouts(RolloutQuery())
     write_rollouts(rollouts_file(folder, 4), [kept("anew")], decode=decode)
-    answer: dict[str, Any] = run.rollouts(Query(step=4))
+    answer: dict[str, Any] = run.rollouts(RolloutQuery(step=4))
     assert [row["line"] for row in answer["rows"]] == ["anew"]
 
 

@@ -26,18 +26,8 @@ from megarl.observe.meter import Meter
 from megarl.observe.metrics import Metrics
 from megarl.observe.observer import Observer
 from megarl.observe.summary import summarize_step
-from megarl.types import (
-    FinishReason,
-    PolicyVersion,
-    Prompt,
-    PublishResult,
-    Rollout,
-    RolloutGroup,
-    Score,
-    ScoredGroup,
-    TrainSample,
-    UpdateResult,
-)
+from megarl.results import PublishResult, UpdateResult
+from megarl.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TrainSample
 
 MAX_OVERHEAD = 0.005
 MAX_SCRAPE_S = 0.05

@@ -10,16 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from megarl.types import (
-    Estimates,
-    PolicyVersion,
-    Prompt,
-    PublishResult,
-    RolloutGroup,
-    ScoredGroup,
-    TrainSample,
-    UpdateResult,
-)
+from megarl.results import PublishResult, UpdateResult
+from megarl.types import Estimates, PolicyVersion, Prompt, RolloutGroup, ScoredGroup, TrainSample
 
 
 class PromptSource(Protocol):

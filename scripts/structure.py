@@ -1,4 +1,4 @@
-"""The figures of the repository's structure: `python -m scripts.structure` prints them; tests/test_style.py holds them."""
+"""The figures of the structure: `python -m scripts.structure` prints them, tests/test_style.py holds them."""
 
 from __future__ import annotations
 

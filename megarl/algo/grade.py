@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.types import Grade, Grades, Rollout, Score, ScoredGroup
+from megarl.results import Grade, Grades
+from megarl.types import Rollout, Score, ScoredGroup
 
 _TOLERANCE = 1e-6
 """A sum of weighted components may miss the score it stands for by a rounding error."""

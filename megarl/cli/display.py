@@ -29,8 +29,8 @@ from megarl.observe.events import (
     Warned,
 )
 from megarl.observe.progress import Progress, advance
+from megarl.results import EvalResult
 from megarl.system.secret import masked
-from megarl.types import EvalResult
 
 REFRESHES_PER_SECOND = 4
 BAR_WIDTH = 30

@@ -17,8 +17,9 @@ from pydantic_core import to_json
 
 from megarl.errors import DataError, MachineError
 from megarl.observe.summary import Phase, StepSummary
+from megarl.results import EvalResult, PublishResult
 from megarl.system.secret import masked
-from megarl.types import EvalResult, PolicyVersion, PublishResult
+from megarl.types import PolicyVersion
 
 EVENTS_FILE = "events.jsonl"
 

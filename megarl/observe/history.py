@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megarl.observe.events import Evaluated, Record, RunStarted, StepFinished
 from megarl.observe.summary import RolloutSummary, StepSummary
-from megarl.types import EvalResult, UpdateStats
+from megarl.results import EvalResult, UpdateStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from megarl.observe.meter import Meter
 from megarl.observe.progress import Progress, advance
 from megarl.observe.standing import Standing
 from megarl.observe.summary import Flow, RolloutSummary, StepSummary
-from megarl.types import EvalResult, PublishResult, TrainingWork
+from megarl.results import EvalResult, PublishResult, TrainingWork
 
 OF_UPDATE: Mapping[str, Metric] = {
     "loss": names.LOSS,

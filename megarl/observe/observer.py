@@ -51,8 +51,9 @@ from megarl.observe.metrics import Metrics
 from megarl.observe.step_warnings import Doubts
 from megarl.observe.summary import Phase, StepSummary
 from megarl.observe.targets import Targets
+from megarl.results import EvalResult, PublishResult
 from megarl.system.network import LOOPBACK, address_in
-from megarl.types import EvalResult, PolicyVersion, PublishResult
+from megarl.types import PolicyVersion
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from megarl.observe.events import Evaluated, PhaseStarted, Record, RunStarted, StepFinished
 from megarl.observe.summary import Phase, StepSummary
-from megarl.types import EvalResult
+from megarl.results import EvalResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

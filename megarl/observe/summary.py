@@ -11,20 +11,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from megarl.types import (
-    DEMONSTRATION,
-    CriticStats,
-    FinishReason,
-    PolicyVersion,
-    RankUsage,
-    Rollout,
-    ScoredGroup,
-    TokenArray,
-    TrainingWork,
-    TrainSample,
-    UpdateResult,
-    UpdateStats,
-)
+from megarl.results import CriticStats, RankUsage, TrainingWork, UpdateResult, UpdateStats
+from megarl.types import DEMONSTRATION, FinishReason, PolicyVersion, Rollout, ScoredGroup, TokenArray, TrainSample
 
 Phase = Literal["start", "generate", "assign", "update", "publish", "evaluate", "save"]
 """What a run spends its time on; one at a time, as the loop sees it."""

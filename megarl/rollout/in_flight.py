@@ -14,10 +14,11 @@ from contextlib import asynccontextmanager
 
 from megarl.config.recipe import InFlight
 from megarl.errors import EngineError
+from megarl.results import PublishResult
 from megarl.rollout.client import PauseMode
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.stages import Publisher
-from megarl.types import PolicyVersion, PublishResult
+from megarl.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,10 @@ import numpy as np
 from megarl.algo.grade import grade, is_right
 from megarl.config.recipe import EvaluationConfig
 from megarl.data.generations import Generation, generations_file, write_generations
+from megarl.results import EvalResult
 from megarl.runtime.tasks import task_group
 from megarl.stages import Generator, Scorer
-from megarl.types import EvalResult, PolicyVersion, Prompt, ScoredGroup, TokenArray
+from megarl.types import PolicyVersion, Prompt, ScoredGroup, TokenArray
 
 
 class Evaluator(Protocol):

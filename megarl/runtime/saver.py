@@ -35,11 +35,12 @@ from megarl.config.recipe import KeepBestConfig, Recipe
 from megarl.data.stream import PromptStream
 from megarl.errors import CheckpointError, ConfigError, PreemptedError, Problem, WorkerError
 from megarl.observe.observer import Observer
+from megarl.results import EvalResult
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.preemption import Preemption
 from megarl.stages import Algorithm
 from megarl.system.faults import reach, step_in
-from megarl.types import EvalResult, PolicyVersion, ScoredGroup
+from megarl.types import PolicyVersion, ScoredGroup
 from megarl.weights.layouts.canonical import canonical_tensors
 
 Result = TypeVar("Result")

@@ -20,13 +20,14 @@ from megarl.compare.recordings import Recorder, write_patches
 from megarl.compare.weight_digests import Census, take_census
 from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradientConfig, SftConfig
 from megarl.config.recipe import OptimizerConfig
+from megarl.results import UpdateResult
 from megarl.train.logprob import TokenScores
 from megarl.train.passes import accumulate_gradients, forward
 from megarl.train.rank import RankSpec
 from megarl.train.stats import MicroBatchReport, MiniBatchStats, reduce_reports, report, summarise
 from megarl.train.trained import TrainedRank
 from megarl.train.usage import measure_usage
-from megarl.types import FloatArray, MiniBatch, PolicyVersion, TrainBatch, UpdateResult
+from megarl.types import FloatArray, MiniBatch, PolicyVersion, TrainBatch
 
 RECORD_PREFIX = "trainer_"
 

@@ -9,12 +9,13 @@ from megarl.algo.objective import ValueTokens, critic_loss
 from megarl.algo.segments import Segments
 from megarl.config.algorithm import PolicyGradientConfig
 from megarl.config.recipe import OptimizerConfig
+from megarl.results import CriticResult
 from megarl.train.passes import accumulate_gradients, forward
 from megarl.train.rank import RankSpec
 from megarl.train.stats import ValueReport, ValueStats, reduce_values, report_values, summarise_values
 from megarl.train.trained import TrainedRank
 from megarl.train.usage import measure_usage
-from megarl.types import CriticResult, FloatArray, MiniBatch, TrainBatch
+from megarl.types import FloatArray, MiniBatch, TrainBatch
 
 
 class CriticRank(TrainedRank):

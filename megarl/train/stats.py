@@ -13,8 +13,9 @@ from torch import Tensor
 from megarl.algo.correction import mismatch
 from megarl.algo.loss import PolicyTokens, kl, masked_sum
 from megarl.algo.objective import ActorLoss, CriticLoss, ValueTokens
+from megarl.results import CriticStats, UpdateStats
 from megarl.train.topology import Topology
-from megarl.types import CriticStats, MiniBatch, UpdateStats
+from megarl.types import MiniBatch
 
 _SUMS = (
     "entropy",

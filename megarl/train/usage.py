@@ -6,8 +6,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from megarl.results import RankUsage
 from megarl.train.topology import Topology
-from megarl.types import RankUsage
 
 
 def measure_usage(topology: Topology) -> RankUsage:

@@ -29,23 +29,17 @@ from megarl.observe.events import (
     Warned,
 )
 from megarl.observe.summary import Flow, RewardOutlier, RolloutSummary, StepSummary
+from megarl.results import EvalResult, Grade, Grades, PublishResult, RankUsage, TrainingWork, UpdateStats
 from megarl.types import (
     DEMONSTRATION,
-    EvalResult,
     FinishReason,
-    Grade,
-    Grades,
     PolicyVersion,
     Prompt,
-    PublishResult,
-    RankUsage,
     Rollout,
     RolloutGroup,
     Score,
     ScoredGroup,
-    TrainingWork,
     TrainSample,
-    UpdateStats,
 )
 
 BEGAN = datetime(2026, 1, 1, 12, tzinfo=UTC)

@@ -9,7 +9,8 @@ from megarl.observe.facts import state_facts
 from megarl.observe.meter import Meter
 from megarl.observe.metrics import Metrics
 from megarl.observe.observer import Observer
-from megarl.types import CriticStats, PolicyVersion
+from megarl.results import CriticStats
+from megarl.types import PolicyVersion
 from tests.observe.samples import evaluated, grades, make_recipe, published, step_summary
 
 CRITIC = CriticStats(

@@ -14,7 +14,7 @@ from megarl.observe.events import Event, StepFinished
 from megarl.observe.meter import Meter
 from megarl.observe.metrics import OF_CRITIC, OF_UPDATE, OF_USAGE, Metrics
 from megarl.observe.summary import RewardOutlier
-from megarl.types import CriticStats, RankUsage, UpdateStats
+from megarl.results import CriticStats, RankUsage, UpdateStats
 from tests.observe.samples import (
     checkpoint_saved,
     engine_changed,

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megarl.observe.summary import RewardOutlier, RolloutSummary, StepSummary, summarize_step
-from megarl.types import FinishReason, PolicyVersion, Score, ScoredGroup, TrainSample, UpdateResult
+from megarl.results import UpdateResult
+from megarl.types import FinishReason, PolicyVersion, Score, ScoredGroup, TrainSample
 from tests.observe.samples import demonstration_group, scored_group, train_samples, update_stats
 
 UPDATE = UpdateResult(version=PolicyVersion(7), stats=update_stats())

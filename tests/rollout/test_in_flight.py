@@ -15,9 +15,10 @@ from transformers.cache_utils import DynamicCache
 
 from megarl.config.recipe import InFlight
 from megarl.errors import WeightSyncError
+from megarl.results import PublishResult
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.in_flight import Pauses, PausingPublisher
-from megarl.types import FinishReason, PolicyVersion, PublishResult, Rollout, RolloutGroup
+from megarl.types import FinishReason, PolicyVersion, Rollout, RolloutGroup
 from tests.rollout.engines import (
     EOS,
     REQUEST_TIMEOUT_S,

@@ -17,7 +17,7 @@ import psutil
 
 from megarl.env import FAULTS
 from megarl.observe.events import EVENTS_FILE, Evaluated, Event, StepFinished, read_events
-from megarl.types import EvalResult
+from megarl.results import EvalResult
 from tests.faults.leftovers import Footprint
 
 RECIPE = """

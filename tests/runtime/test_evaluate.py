@@ -11,19 +11,10 @@ import pytest
 from megarl.config.recipe import EvaluationConfig, SampledEvaluationConfig
 from megarl.data.generations import generations_file, read_generations
 from megarl.errors import FleetError
+from megarl.results import EvalResult
 from megarl.runtime.evaluate import HeldOutEvaluator
 from megarl.stages import Generator
-from megarl.types import (
-    EvalResult,
-    FinishReason,
-    PolicyVersion,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    Score,
-    ScoredGroup,
-    TokenArray,
-)
+from megarl.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenArray
 
 
 def prompts(count: int) -> list[Prompt]:

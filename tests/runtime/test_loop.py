@@ -14,6 +14,7 @@ import pytest
 from megarl.errors import FleetError
 from megarl.observe.events import Sink, StepFinished
 from megarl.observe.observer import Observer
+from megarl.results import EvalResult, PublishResult, UpdateResult, UpdateStats
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.evaluate import Evaluator, NoEvaluator
 from megarl.runtime.loop import Loop, Start
@@ -22,18 +23,14 @@ from megarl.runtime.rollout_samples import NoSampleWriter
 from megarl.stages import Phases
 from megarl.types import (
     Estimates,
-    EvalResult,
     FinishReason,
     PolicyVersion,
     Prompt,
-    PublishResult,
     Rollout,
     RolloutGroup,
     Score,
     ScoredGroup,
     TrainSample,
-    UpdateResult,
-    UpdateStats,
 )
 from tests.observe.samples import ListSink, evaluated
 

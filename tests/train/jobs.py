@@ -16,6 +16,7 @@ from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.errors import CheckpointError, ConfigError, MachineError, NumericsError
+from megarl.results import CriticResult, CriticStats, UpdateResult, UpdateStats
 from megarl.train import cpu
 from megarl.train.actor import ActorRank, TrainerRecord
 from megarl.train.critic import CriticRank
@@ -23,7 +24,7 @@ from megarl.train.logprob import token_scores, vocab_shard
 from megarl.train.rank import RankSpec
 from megarl.train.reference import ReferenceRank
 from megarl.train.topology import Topology, initialize, shut_down
-from megarl.types import CriticResult, CriticStats, FloatArray, TrainBatch, UpdateResult, UpdateStats
+from megarl.types import FloatArray, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

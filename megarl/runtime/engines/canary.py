@@ -15,11 +15,12 @@ from typing import TypeAlias
 import numpy as np
 
 from megarl.errors import EngineError, WeightSyncError
+from megarl.results import PublishResult
 from megarl.rollout.client import GenerateRequest
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.reply import Expectation, Response, read_response
 from megarl.stages import Phases, Publisher
-from megarl.types import FloatArray, PolicyVersion, PublishResult, Rollout, TokenArray, TrainSample
+from megarl.types import FloatArray, PolicyVersion, Rollout, TokenArray, TrainSample
 
 logger = logging.getLogger(__name__)
 

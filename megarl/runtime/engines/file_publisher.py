@@ -18,10 +18,11 @@ from urllib.parse import urlsplit
 from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest
 from megarl.config.recipe import EndpointConfig
 from megarl.errors import CheckpointError, EngineError, MachineError, WeightSyncError
+from megarl.results import PublishResult
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.runtime.trainers.ranks import ActorRanks
-from megarl.types import JsonValue, PolicyVersion, PublishResult
+from megarl.types import JsonValue, PolicyVersion
 
 logger = logging.getLogger(__name__)
 

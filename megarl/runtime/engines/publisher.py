@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megarl.errors import WeightSyncError, WorkerError
+from megarl.results import PublishResult
 from megarl.rollout.commands import Rendezvous, TransferSpec
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Engine, EngineState, Fleet
 from megarl.runtime.trainers.ranks import ActorRanks
-from megarl.types import PolicyVersion, PublishResult
+from megarl.types import PolicyVersion
 from megarl.weights.algebra.check import check_delivery
 from megarl.weights.algebra.plan import Plan
 from megarl.weights.executors.group import Backend, abandon_group

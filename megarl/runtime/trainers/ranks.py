@@ -26,6 +26,7 @@ from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from megarl.config.recipe import CriticConfig, TrainConfig
 from megarl.env import GLOO_INTERFACE, trainer_environment
 from megarl.errors import WeightSyncError, WorkerError
+from megarl.results import CriticResult, UpdateResult
 from megarl.rollout.commands import Rendezvous, TransferSpec
 from megarl.runtime.addresses import own_address
 from megarl.runtime.cluster import Place
@@ -39,7 +40,7 @@ from megarl.train.critic import CriticRank
 from megarl.train.rank import ModelRank, RankSpec
 from megarl.train.reference import ReferenceRank
 from megarl.train.trained import TrainedRank
-from megarl.types import CriticResult, FloatArray, TrainBatch, UpdateResult
+from megarl.types import FloatArray, TrainBatch
 from megarl.weights.executors.box_digest import fastest_digest
 from megarl.weights.executors.transfer import Sender, TransferGroup
 

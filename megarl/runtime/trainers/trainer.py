@@ -15,19 +15,9 @@ import numpy as np
 
 from megarl.data.rollout_files import write_samples
 from megarl.errors import NumericsError
+from megarl.results import CriticResult, RankUsage, TrainingWork, UpdateResult
 from megarl.runtime.trainers.ranks import ActorRanks, CriticRanks
-from megarl.types import (
-    CriticResult,
-    Estimates,
-    FloatArray,
-    PolicyVersion,
-    RankUsage,
-    ScoredGroup,
-    TrainBatch,
-    TrainingWork,
-    TrainSample,
-    UpdateResult,
-)
+from megarl.types import Estimates, FloatArray, PolicyVersion, ScoredGroup, TrainBatch, TrainSample
 
 Pack: TypeAlias = Callable[[Sequence[TrainSample]], TrainBatch]
 

@@ -7,7 +7,8 @@ import numpy as np
 from megarl.config.model import ModelShape
 from megarl.planner.hardware import GPUS
 from megarl.planner.timing import forward_flops
-from megarl.types import RankUsage, TrainBatch, TrainingWork
+from megarl.results import RankUsage, TrainingWork
+from megarl.types import TrainBatch
 
 _PASSES = 3
 """In units of the forward pass: the backward pass multiplies with weights and with activations."""

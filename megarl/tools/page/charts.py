@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megarl.observe.history import History, Series
 from megarl.observe.summary import RolloutSummary, StepSummary
-from megarl.types import CriticStats, UpdateStats
+from megarl.results import CriticStats, UpdateStats
 
 _MAX_POINTS = 1500
 """Of one series, more than a screen has columns; a longer one is thinned out."""

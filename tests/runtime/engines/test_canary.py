@@ -11,10 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.errors import WeightSyncError
+from megarl.results import PublishResult
 from megarl.rollout.fleet import EngineState, Fleet
 from megarl.runtime.engines.canary import Canary, CanaryPublisher, CanaryQuestion
 from megarl.runtime.phases import SeparatePhases, SharedPhases
-from megarl.types import FloatArray, PolicyVersion, PublishResult, TrainSample
+from megarl.types import FloatArray, PolicyVersion, TrainSample
 from tests.rollout.engines import EOS, Handler, ServedModel, scripted_fleet
 
 QUESTION = CanaryQuestion.of(

@@ -12,20 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.errors import NumericsError
+from megarl.results import CriticResult, CriticStats, RankUsage, TrainingWork, UpdateResult
 from megarl.runtime.trainers.ranks import ActorRanks, CriticRanks
 from megarl.runtime.trainers.trainer import CriticTrainer, ModelQuestion, ModelQuestions, ModelsTrainer
-from megarl.types import (
-    CriticResult,
-    CriticStats,
-    Estimates,
-    FloatArray,
-    PolicyVersion,
-    RankUsage,
-    TrainBatch,
-    TrainingWork,
-    TrainSample,
-    UpdateResult,
-)
+from megarl.types import Estimates, FloatArray, PolicyVersion, TrainBatch, TrainSample
 from tests.algo.groups import scored_group
 from tests.train.samples import make_samples
 

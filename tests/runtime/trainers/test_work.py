@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from megarl.config.catalogue import CATALOGUE
+from megarl.results import RankUsage, TrainingWork
 from megarl.runtime.trainers.work import peak_flops, training_work
-from megarl.types import MicroBatch, MiniBatch, RankUsage, TrainBatch, TrainingWork
+from megarl.types import MicroBatch, MiniBatch, TrainBatch
 
 SHAPE = CATALOGUE["qwen2.5-7b"]
 

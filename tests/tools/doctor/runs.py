@@ -21,7 +21,8 @@ from megarl.observe.events import (
     StepFinished,
 )
 from megarl.observe.summary import Phase, RolloutSummary, StepSummary
-from megarl.types import EvalResult, Grade, Grades, PolicyVersion
+from megarl.results import EvalResult, Grade, Grades
+from megarl.types import PolicyVersion
 from tests.observe.samples import BEGAN, step_summary
 
 SECONDS_APART = 10.0

@@ -1,0 +1,185 @@
+"""The results of updating, publishing and evaluating: the numbers that a step reports. No torch, no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megarl.types import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateStats:
+    """What the actor saw in one step: means over its updates, each over all loss tokens."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    entropy: float
+    clip_fraction: float
+    approx_kl: float
+    """k3 estimate of KL(policy before this update || policy), over loss tokens."""
+    mismatch_mean: float
+    """Mean |p_train - p_rollout|: how far trainer and engine disagree about the same tokens."""
+    mismatch_max: float
+    mismatch_kl: float
+    """KL(rollout || train), the plain mean of the log ratio (k1)."""
+    mismatch_k3: float
+    """The same KL by the estimate that is never negative."""
+    mismatch_chi2: float
+    """Mean of the squared ratio p_train / p_rollout, minus 1: grows first when a few tokens are far off."""
+    effective_sample_ratio: float
+    """How many of the loss tokens are worth something after weighing them by that ratio, cut off at 2; 1 is all."""
+    rejected_fraction: float
+    """Share of loss tokens that the rollout correction took out of the loss."""
+    reference_kl: float | None
+    """KL(policy || reference) by the estimate the loss uses; None where the loss has no such term."""
+    num_loss_tokens: int
+    num_sequences: int
+    num_micro_batches: int
+    engine_mismatch: float | None = None
+    """`mismatch_mean` of the tokens that the policy before the step chose: trainer and engine disagree about the same
+    weights. None where there are none."""
+    policy_drift: float | None = None
+    """The same of the tokens that earlier policies chose: besides, the policy has moved since."""
+    behind_fraction: float = 0.0
+    """Share of loss tokens that earlier policies chose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticStats:
+    """What the critic saw in one step: means over its updates, each over all loss tokens."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    clip_fraction: float
+    """Share of loss tokens where the clip around the old value set the loss."""
+    value_mean: float
+    return_mean: float
+    explained_variance: float
+    """1 - var(return - value) / var(return), before the step's first update: 1 knows all, 0 or less knows nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankUsage:
+    """What the ranks of one model need of their machines: of each number the worst of all ranks."""
+
+    resident_bytes: int
+    host_available_bytes: int
+    host_total_bytes: int
+    gpu_allocated_bytes: int | None = None
+    """The peak since the update before; None on CPU, so the next three."""
+    gpu_reserved_bytes: int | None = None
+    gpu_total_bytes: int | None = None
+    gpu_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingWork:
+    """What the actor's updates of one step had to compute."""
+
+    flops: float
+    """Of the model: forward and backward, without what is computed twice to save memory."""
+    peak_flops_per_second: float | None
+    """Of all ranks of the actor together; None where nobody states it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticResult:
+    stats: CriticStats | None
+    """None where no update was applied."""
+    num_skipped_updates: int = 0
+    usage: RankUsage | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    version: PolicyVersion
+    stats: UpdateStats | None
+    """The actor's; None where no update of it was applied, as while only the critic learns."""
+    critic: CriticStats | None = None
+    num_skipped_updates: int = 0
+    """Of actor and critic: those whose loss or gradient was not finite. They changed no weight."""
+    work: TrainingWork | None = None
+    usage: Mapping[str, RankUsage] = field(default_factory=dict, compare=False)
+    """By role, of those that were updated."""
+    warnings: tuple[str, ...] = ()
+    """What people should know about this step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishResult:
+    version: PolicyVersion
+    num_bytes: int
+    """Received by all engines together."""
+    busiest_bytes: int = 0
+    """Sent or received by the rank that moves most."""
+    floor_bytes: int = 0
+    """What `busiest_bytes` cannot be below."""
+    seconds: float
+    num_engines: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grade:
+    """How well some prompts were answered, with the same number of rollouts each."""
+
+    num_prompts: int
+    rollouts_per_prompt: int
+    score_mean: float
+    accuracy: float
+    """mean@n: the share of rollouts that are right."""
+    majority: float
+    """majority@n: the share of prompts whose most frequent answer is right."""
+    pass_at: Mapping[int, float]
+    """By k: how likely at least one of k rollouts is right, estimated without bias from all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grades:
+    overall: Grade
+    by_source: Mapping[str, Grade]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """Answers to held-out prompts; at least one of the two ways to answer is there."""
+
+    version: PolicyVersion
+    """The first that chose a token."""
+    greedy: Grades | None
+    sampled: Grades | None
+    newest_version: PolicyVersion | None = None
+    """The last that did, where later ones were published meanwhile."""
+
+    @property
+    def main(self) -> Grades:
+        """The greedy answers, where there are some."""
+        grades = self.greedy or self.sampled
+        assert grades is not None, f"version {self.version} was evaluated without an answer"
+        return grades
+
+    @property
+    def accuracy(self) -> float:
+        return self.main.overall.accuracy
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Everything overall, by the names people know: `accuracy` and `score` always, then `mean@8`, `pass@4` ..."""
+        return self.numbers_of(None)
+
+    def numbers_of(self, source: str | None) -> dict[str, float]:
+        """The same for one data source; None is all of them."""
+        main = _of_source(self.main, source)
+        numbers = {"accuracy": main.accuracy, "score": main.score_mean}
+        if self.sampled is not None:
+            sampled = _of_source(self.sampled, source)
+            numbers[f"mean@{sampled.rollouts_per_prompt}"] = sampled.accuracy
+            numbers |= {f"pass@{k}": value for k, value in sorted(sampled.pass_at.items())}
+            numbers[f"majority@{sampled.rollouts_per_prompt}"] = sampled.majority
+        return numbers
+
+
+def _of_source(grades: Grades, source: str | None) -> Grade:
+    return grades.overall if source is None else grades.by_source[source]

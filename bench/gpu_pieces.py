@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from bench.figures import Failure, Figure
+from megarl.env import current_environment
 from megarl.system.guard import start_guarded, stop_guarded
 
 Machine = dict[str, object]
@@ -83,7 +83,7 @@ def run_piece(name: str, options: PieceOptions) -> None:
 
 def _lines_of(name: str, options: PieceOptions) -> Iterator[str]:
     guard = start_guarded(
-        [*_COMMAND, name, json.dumps(asdict(options))], environment=os.environ, output=subprocess.PIPE
+        [*_COMMAND, name, json.dumps(asdict(options))], environment=current_environment(), output=subprocess.PIPE
     )
     timeout_s = PIECES[name].timeout_s
     is_late = threading.Event()

@@ -21,6 +21,16 @@ class EnvVar:
         os.environ[self.name] = value
 
 
+def current_environment() -> Mapping[str, str]:
+    """Return the variables of this process, for a child that inherits them."""
+    return os.environ
+
+
+def update_environment(variables: Mapping[str, str]) -> None:
+    """Set variables for the libraries of this process and for its children."""
+    os.environ.update(variables)
+
+
 RAY_ADDRESS = EnvVar(name="RAY_ADDRESS", default="", reason="Join this Ray cluster when the recipe names none.")
 NO_COLOR = EnvVar(name="NO_COLOR", default="", reason="Any value: plain output, as on every other tool.")
 FAULTS = EnvVar(name="MEGARL_FAULTS", default="", reason="Accidents for tests, as JSON; see faults.py. Empty: none.")

@@ -68,7 +68,7 @@ class Outcomes:
         return totals
 
 
-def estimate(
+def estimate(  # noqa: C901
     kind: EstimatorKind,
     outcomes: Outcomes,
     *,

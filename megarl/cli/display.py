@@ -117,7 +117,7 @@ def describe(record: Record) -> str | None:
     return None if line is None else masked(line)
 
 
-def _line(record: Record) -> str | None:
+def _line(record: Record) -> str | None:  # noqa: C901
     match record.event:
         case RunStarted(
             name=name, algorithm=algorithm, steps=steps, folder=folder, metrics_url=url, resumed_step=resumed_step
@@ -175,7 +175,7 @@ def _phase(progress: Progress, *, now: datetime) -> str:
     return f"{progress.phase} {format_seconds((now - progress.phase_began).total_seconds())}"
 
 
-def _numbers(progress: Progress) -> str:
+def _numbers(progress: Progress) -> str:  # noqa: C901
     parts: list[str] = []
     summary = progress.summary
     if summary is not None:

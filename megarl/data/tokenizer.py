@@ -45,7 +45,7 @@ class _HuggingFaceTokenizer(Protocol):
 def load_tokenizer(folder: Path, *, vocab: int) -> Tokenizer:
     """The tokenizer of the model in `folder`, whose embedding has `vocab` rows; a ConfigError says what it lacks."""
     # Not at the top: transformers brings torch along, seconds that checking a recipe or a data file must not cost.
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer  # noqa: PLC0415
 
     if not folder.is_dir():
         raise _error(f"{folder} is not a folder")

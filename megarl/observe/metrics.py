@@ -95,7 +95,7 @@ class Metrics:
         for record in earlier:
             self._standing.record(record)
 
-    def record(self, record: Record) -> None:
+    def record(self, record: Record) -> None:  # noqa: C901
         self._progress = advance(self._progress, record)
         self._standing.record(record)
         meter = self._meter

@@ -66,8 +66,8 @@ def _use_gloo_on_arm() -> None:
 
     It asks its own function for the architecture, after it has settled (and remembered) that this is a CPU.
     """
-    from sglang.srt import utils
-    from sglang.srt.utils import common
+    from sglang.srt import utils  # noqa: PLC0415
+    from sglang.srt.utils import common  # noqa: PLC0415
 
     assert common.is_cpu(), "SGLANG_USE_CPU_ENGINE=1 is not set, or this is neither x86 nor ARM"
     for module in (utils, common):
@@ -75,8 +75,8 @@ def _use_gloo_on_arm() -> None:
 
 
 def _allow_deterministic_inference() -> None:
-    from sglang.srt import batch_invariant_ops
-    from sglang.srt.arg_groups.choices import add_deterministic_attention_backend_choices
+    from sglang.srt import batch_invariant_ops  # noqa: PLC0415
+    from sglang.srt.arg_groups.choices import add_deterministic_attention_backend_choices  # noqa: PLC0415
 
     add_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = _enable_batch_invariant_mode
@@ -97,7 +97,7 @@ class _Routing(Protocol):
 
 def _divide_experts() -> None:
     """SGLang's CPU version of a mixture takes it that a rank has all experts; its compiled kernels do not."""
-    from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.layers.moe import fused_moe_native  # noqa: PLC0415
 
     undivided = fused_moe_native.moe_forward_native
 

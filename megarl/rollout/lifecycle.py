@@ -182,7 +182,7 @@ class Ticked:
 Event = Answered | Doubted | Ended | Started | Confirmed | FellBehind | SyncFailed | Retired | Added | Ticked
 
 
-def advance(life: Life, event: Event, *, now: float, policy: RestartPolicy) -> Life:
+def advance(life: Life, event: Event, *, now: float, policy: RestartPolicy) -> Life:  # noqa: C901
     """The life after an event. Events that cannot matter in a state leave it as it is."""
     match event:
         case Retired():

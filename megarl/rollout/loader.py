@@ -76,7 +76,7 @@ class _Member:
         self._receiver: Receiver | None = None
         self._recorder: EngineRecorder | None = None
 
-    def obey(self, envelope: Envelope, model: torch.nn.Module) -> Reply:
+    def obey(self, envelope: Envelope, model: torch.nn.Module) -> Reply:  # noqa: C901
         match envelope.order:
             case Inspect():
                 return Reply(parameters=specs_of(model.named_parameters()))

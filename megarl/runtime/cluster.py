@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config.recipe import PoolConfig, Recipe
+from megarl.env import current_environment
 from megarl.errors import MachineError
 from megarl.system.guard import start_guarded, stop_guarded
 from megarl.weights.algebra.locality import Gpu
@@ -154,7 +154,7 @@ def _local_ray(*, device: str, num_slots: int, log_path: Path) -> Iterator[str]:
     words = [word for option in options.items() for word in option]
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *words]
     with log_path.open("wb") as log:
-        guard = start_guarded(command, environment=os.environ, output=log)
+        guard = start_guarded(command, environment=current_environment(), output=log)
     try:
         yield f"{LOOPBACK}:{port}"
     finally:

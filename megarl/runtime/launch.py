@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import tempfile
@@ -12,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from megarl.config.recipe import Recipe, RunConfig
-from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ADDRESS, RAY_AUTH_TOKEN_PATH, RAY_ENVIRONMENT
+from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ADDRESS, RAY_AUTH_TOKEN_PATH, RAY_ENVIRONMENT, update_environment
 from megarl.observe.events import Sink
 from megarl.observe.observer import observing
 from megarl.runtime.exit_notice import exit_notice
@@ -47,7 +46,7 @@ def train(
         for note in decision.notes:
             observer.warned(note)
         # Ray reads its environment when it is imported, and only then.
-        from megarl.runtime.run import run_recipe
+        from megarl.runtime.run import run_recipe  # noqa: PLC0415
 
         run_recipe(
             recipe,
@@ -72,7 +71,7 @@ def ray_environment(address: str | None) -> AbstractContextManager[None]:
 @contextmanager
 def joined_ray() -> Iterator[None]:
     """Settings for somebody else's Ray: its token is where RAY_AUTH_TOKEN_PATH says."""
-    os.environ.update(RAY_ENVIRONMENT)
+    update_environment(RAY_ENVIRONMENT)
     yield
 
 
@@ -83,7 +82,7 @@ def private_ray() -> Iterator[None]:
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(_token())
-    os.environ.update({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT, RAY_AUTH_TOKEN_PATH.name: str(token)})
+    update_environment({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT, RAY_AUTH_TOKEN_PATH.name: str(token)})
     try:
         yield
     finally:

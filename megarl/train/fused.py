@@ -68,7 +68,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _GateContext, gate_up: Tensor) -> Tensor:
         # Not at the top: a machine without a GPU need not have Triton.
-        from megarl.train.fused_kernels import gate
+        from megarl.train.fused_kernels import gate  # noqa: PLC0415
 
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
@@ -77,7 +77,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _GateContext, grad: Tensor) -> Tensor:
-        from megarl.train.fused_kernels import grad_gate
+        from megarl.train.fused_kernels import grad_gate  # noqa: PLC0415
 
         (gate_up,) = ctx.saved_tensors
         return grad_gate(gate_up, grad.contiguous())
@@ -86,7 +86,7 @@ class _Gated(torch.autograd.Function):
 class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _GateContext, values: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        from megarl.train.fused_kernels import rotate
+        from megarl.train.fused_kernels import rotate  # noqa: PLC0415
 
         ctx.save_for_backward(cosines, sines)
         return rotate(values, cosines, sines, direction=1.0)
@@ -94,7 +94,7 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _GateContext, grad: Tensor) -> tuple[Tensor, None, None]:
-        from megarl.train.fused_kernels import rotate
+        from megarl.train.fused_kernels import rotate  # noqa: PLC0415
 
         cosines, sines = ctx.saved_tensors
         return rotate(grad, cosines, sines, direction=-1.0), None, None

@@ -138,7 +138,7 @@ def _summed(logits: Tensor, columns: Tensor, temperature: float) -> _Sums:
     """In one pass over the logits on a GPU."""
     if logits.is_cuda and logits.shape[1]:
         # Not at the top: a machine without a GPU need not have Triton.
-        from megarl.train.logprob_kernel import sum_rows
+        from megarl.train.logprob_kernel import sum_rows  # noqa: PLC0415
 
         return _Sums(*sum_rows(logits, columns, temperature))
     scaled = logits.float() / temperature
@@ -170,7 +170,7 @@ def _grad_logits(logits: Tensor, columns: Tensor, rows: _RowGradients, temperatu
     """Of the logits before temperature, in their dtype; may take their place."""
     # d logprob / d logit_j = [j is the target] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
     if logits.is_cuda and logits.shape[1]:
-        from megarl.train.logprob_kernel import grad_rows
+        from megarl.train.logprob_kernel import grad_rows  # noqa: PLC0415
 
         return grad_rows(logits, columns, rows, temperature)
     log_probs = logits.float() / temperature - rows.log_norms[:, None]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def rehearse_sync(recipe: Recipe, shape: ModelShape) -> SyncCheck:
     """Check a recipe's own layouts with a tiny shape, within this process."""
     with private_ray():
-        from megarl.tools.check_sync.check import rehearse_layouts
+        from megarl.tools.check_sync.check import rehearse_layouts  # noqa: PLC0415
 
         return rehearse_layouts(recipe, shape)
 
@@ -24,6 +24,6 @@ def rehearse_sync(recipe: Recipe, shape: ModelShape) -> SyncCheck:
 def check_sync(small: SmallSync) -> SyncCheck:
     """Start what `small` says on this machine, publish, and compare what the engines then have."""
     with private_ray():
-        from megarl.tools.check_sync.check import check_for_real
+        from megarl.tools.check_sync.check import check_for_real  # noqa: PLC0415
 
         return check_for_real(small, ray_address=None)

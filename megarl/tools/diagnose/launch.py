@@ -36,7 +36,7 @@ def diagnose(
     small = one_copy(recipe, name=_DIAGNOSE_FOLDER, num_devices=_num_devices(recipe.run.device, address))
     on_start(small.recipe, small.notes)
     with ray_environment(address):
-        from megarl.tools.diagnose.run import run_diagnosis
+        from megarl.tools.diagnose.run import run_diagnosis  # noqa: PLC0415
 
         return run_diagnosis(recipe, small.recipe, question, ray_address=address)
 
@@ -47,6 +47,6 @@ def _num_devices(device: str, ray_address: str | None) -> int:
         return sys.maxsize
     if device == "cpu":
         return _MAX_CPU_PROCESSES
-    from torch import cuda
+    from torch import cuda  # noqa: PLC0415
 
     return cuda.device_count()

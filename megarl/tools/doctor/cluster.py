@@ -63,7 +63,7 @@ def check_cluster(recipe: Recipe, *, address: str | None) -> Iterator[Check]:
         return
     with private_ray() if address is None else joined_ray():
         # Ray reads its environment when it is imported, and only then.
-        from megarl.tools.doctor.probe import probe
+        from megarl.tools.doctor.probe import probe  # noqa: PLC0415
 
         try:
             report = probe(recipe, ask, address=address)

@@ -133,8 +133,8 @@ class _Peer:
 
     def reduce(self, host: str, port: int, rank: int, world: int, backend: str) -> float:
         """Bytes per second; a sum that is wrong is an error."""
-        import torch
-        from torch import distributed
+        import torch  # noqa: PLC0415
+        from torch import distributed  # noqa: PLC0415
 
         distributed.init_process_group(
             backend,

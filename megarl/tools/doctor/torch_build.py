@@ -9,7 +9,7 @@ from megarl.tools.doctor.checks import Check, CheckStatus
 
 def check_torch(*, has_gpu: bool) -> Iterator[Check]:
     try:
-        import torch
+        import torch  # noqa: PLC0415
     except ImportError as error:
         yield Check(
             area="versions", name="torch", found="cannot be imported", verdict=CheckStatus.ERROR, remedy=str(error)

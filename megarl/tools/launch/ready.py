@@ -44,7 +44,7 @@ def _waits_for_listener(address: str, deadline: float) -> bool:
 
 def _wait_for_nodes(address: str, num_nodes: int, deadline: float) -> int:
     # Ray reads its environment when it is imported, and only then.
-    import ray
+    import ray  # noqa: PLC0415
 
     ray.init(address=address, log_to_driver=False, configure_logging=False)
     try:

@@ -50,7 +50,7 @@ def digest_tensor(values: torch.Tensor, box: Slice, canonical_shape: Index) -> t
     seeds = _seeds(box.name)
     if bits.is_cuda and bits.dim() <= _MATRIX:
         # Not at the top: a machine without a GPU need not have Triton.
-        from megarl.weights.executors.digest_kernel import digest_rows
+        from megarl.weights.executors.digest_kernel import digest_rows  # noqa: PLC0415
 
         first_row = box.offsets[0] if bits.dim() == _MATRIX else 0
         matrix = bits if bits.dim() == _MATRIX else bits[None]
@@ -97,7 +97,7 @@ class DigestSums(Generic[Key]):
 
     def _prepared(self, device: torch.device) -> MatrixSums:
         if self._kernel is None:
-            from megarl.weights.executors.digest_kernel import MatrixSums
+            from megarl.weights.executors.digest_kernel import MatrixSums  # noqa: PLC0415
 
             indices = {key: index for index, key in enumerate(self._keys)}
             self._kernel = MatrixSums(
@@ -121,7 +121,7 @@ def _bits_of_matrix(values: torch.Tensor) -> torch.Tensor:
 
 
 def _matrix_keys(part: Part[Key], sum_index: int, device: torch.device) -> MatrixKeys:
-    from megarl.weights.executors.digest_kernel import MatrixKeys
+    from megarl.weights.executors.digest_kernel import MatrixKeys  # noqa: PLC0415
 
     box, seeds = part.box, _seeds(part.box.name)
     columns = torch.arange(box.offsets[-1], box.offsets[-1] + box.shape[-1], device=device)

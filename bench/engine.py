@@ -24,7 +24,7 @@ from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import RolloutRoleConfig
 from megarl.errors import MegarlError
 from megarl.rollout.client import EngineClient, EngineKeys, GenerateRequest
-from megarl.rollout.commands import Rendezvous, TransferSpec
+from megarl.rollout.commands import Rendezvous
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, sampling_seed
@@ -37,6 +37,7 @@ from megarl.weights.executors.tensors import torch_dtype
 from megarl.weights.executors.transfer import DEFAULT_BUCKET_BYTES, Sender, TransferGroup
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel
+from megarl.weights.layouts.transfer_spec import TransferSpec
 
 Result = TypeVar("Result")
 
@@ -117,7 +118,7 @@ async def _serving(model: str, folder: Path, options: Mapping[str, object]) -> A
 
 
 async def _measure_publish(server: _Server) -> AsyncIterator[Figure]:
-    route = TransferSpec(
+    transfer = TransferSpec(
         shape=server.shape,
         parallel=MegatronParallel(),
         trainer_dtype="bfloat16",
@@ -127,7 +128,7 @@ async def _measure_publish(server: _Server) -> AsyncIterator[Figure]:
         is_cpu_engine=False,
         shares_devices=True,
     )
-    plan = route.plan()
+    plan = transfer.plan()
     control = EngineControl(server.fleet, timeout_s=_TIMEOUT_S)
     meeting = Rendezvous(
         address=control.address,
@@ -144,7 +145,9 @@ async def _measure_publish(server: _Server) -> AsyncIterator[Figure]:
         )
         return Sender(plan, 0, weights, group, shares_device=True)
 
-    sender, _ = await asyncio.gather(asyncio.to_thread(join), control.join(route, plan_hash=plan.hash, meeting=meeting))
+    sender, _ = await asyncio.gather(
+        asyncio.to_thread(join), control.join(transfer, plan_hash=plan.hash, meeting=meeting)
+    )
     versions = iter(range(1, 1000))
     spent: dict[str, list[float]] = {"sent": [], "staged": [], "committed": []}
 

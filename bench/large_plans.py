@@ -32,11 +32,11 @@ class LargePublish:
             shape, tensor=self.tensor, expert=self.expert, num_engines=self.num_engines, dtype="bfloat16"
         )
         num_trainers, num_targets = self.parallel.world_size, len(target.holdings)
-        seats = [divmod(rank, _GPUS_PER_NODE) for rank in range(num_trainers)]
+        gpus = [divmod(rank, _GPUS_PER_NODE) for rank in range(num_trainers)]
         first_node = -(-num_trainers // _GPUS_PER_NODE)
         others = [(first_node + rank // _GPUS_PER_NODE, rank % _GPUS_PER_NODE) for rank in range(num_targets)]
         source = megatron_layout(shape, self.parallel, dtype="bfloat16")
-        return plan(source, target, seating=on_gpus(seats, others))
+        return plan(source, target, locations=on_gpus(gpus, others))
 
 
 PUBLISHES: Mapping[str, LargePublish] = {

@@ -26,7 +26,7 @@ from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import RolloutRoleConfig
 from megarl.errors import WeightSyncError
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
-from megarl.rollout.commands import Rendezvous, TransferSpec
+from megarl.rollout.commands import Rendezvous
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineProcess, EngineSpec
@@ -37,6 +37,7 @@ from megarl.weights.algebra.plan import Plan
 from megarl.weights.executors.group import LOOPBACK
 from megarl.weights.executors.transfer import DEFAULT_BUCKET_BYTES
 from megarl.weights.layouts.megatron import MegatronParallel
+from megarl.weights.layouts.transfer_spec import TransferSpec
 
 GATHER_BUCKET_BYTES = 512 << 20
 _TIMEOUT_S = 120.0
@@ -99,7 +100,7 @@ def measure_reshard(folder: Path, *, gigabytes: float, repeats: int, on_news: Ca
 
 async def _measure(folder: Path, *, gigabytes: float, repeats: int, on_news: Callable[[str], None]) -> ReshardReport:
     shape = _write_model(folder / "model", gigabytes)
-    route = TransferSpec(
+    transfer = TransferSpec(
         shape=shape,
         parallel=_SPLIT,
         trainer_dtype="float32",
@@ -111,7 +112,7 @@ async def _measure(folder: Path, *, gigabytes: float, repeats: int, on_news: Cal
     floor_rates = _loopback_rate(), _copy_rate()
     on_news(f"starting {_SPLIT.world_size} trainer ranks and an engine of {_TENSOR} TP ranks")
     async with _serving(folder) as (fleet, endpoint):
-        bench = _Bench(route, fleet, endpoint)
+        bench = _Bench(transfer, fleet, endpoint)
         try:
             await bench.connect()
             ways = {"publish": bench.publish, "gather": bench.gather, "flattened": bench.feed}
@@ -137,14 +138,14 @@ async def _measure(folder: Path, *, gigabytes: float, repeats: int, on_news: Cal
 class _Bench:
     """One engine, all ranks, and the three ways to bring weights from these to that."""
 
-    def __init__(self, route: TransferSpec, fleet: Fleet, endpoint: EngineEndpoint) -> None:
-        self.plan: Plan = route.plan()
+    def __init__(self, transfer: TransferSpec, fleet: Fleet, endpoint: EngineEndpoint) -> None:
+        self.plan: Plan = transfer.plan()
         self.sent_bytes = 0
-        self.buckets = _buckets(parameters_of(self.plan.source, route))
-        self._route = route
+        self.buckets = _buckets(parameters_of(self.plan.source, transfer))
+        self._transfer = transfer
         self._endpoint = endpoint
         self._control = EngineControl(fleet, timeout_s=_TIMEOUT_S)
-        self._ranks = BenchRanks(route, self._control.address, timeout_s=_TIMEOUT_S)
+        self._ranks = BenchRanks(transfer, self._control.address, timeout_s=_TIMEOUT_S)
         self._version = 0
 
     async def connect(self) -> None:
@@ -158,14 +159,14 @@ class _Bench:
         )
         await asyncio.gather(
             asyncio.to_thread(self._ranks.call, "join", meeting),
-            self._control.join(self._route, plan_hash=self.plan.hash, meeting=meeting),
+            self._control.join(self._transfer, plan_hash=self.plan.hash, meeting=meeting),
         )
         port = _free_port()
         group = {
             "master_address": LOOPBACK,
             "master_port": port,
             "rank_offset": 1,
-            "world_size": 1 + self._route.tensor,
+            "world_size": 1 + self._transfer.tensor,
             "group_name": SGLANG_GROUP,
             "backend": "gloo",
         }
@@ -204,7 +205,7 @@ class _Bench:
     async def _broadcast(self, method: str) -> None:
         await self._post("/begin_weight_update", {})
         for bucket in self.buckets:
-            names = [name for each in bucket for name in canonical_names(self.plan.source, self._route, each)]
+            names = [name for each in bucket for name in canonical_names(self.plan.source, self._transfer, each)]
             specs = [self.plan.source.canonical[name] for name in names]
             body = {
                 "names": names,

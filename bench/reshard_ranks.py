@@ -21,13 +21,14 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl.errors import WeightSyncError
-from megarl.rollout.commands import Rendezvous, TransferSpec
+from megarl.rollout.commands import Rendezvous
 from megarl.rollout.torchvision_ops import declare_torchvision_ops
 from megarl.weights.algebra.slices import Holding, Layout, Slice
 from megarl.weights.executors.box_digest import fastest_digest
 from megarl.weights.executors.group import Pending, StoreAddress, TransferGroup
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.executors.transfer import Sender
+from megarl.weights.layouts.transfer_spec import TransferSpec
 
 _STD = 0.02
 SGLANG_GROUP = "flattened"
@@ -59,13 +60,13 @@ class _CountingGroup(TransferGroup):
 
 
 class BenchRank:
-    """What one process does when it is asked to. `route` has tensor and pipeline parallelism only."""
+    """What one process does when it is asked to. `transfer` has tensor and pipeline parallelism only."""
 
-    def __init__(self, route: TransferSpec, rank: int, address: StoreAddress, timeout_s: float) -> None:
+    def __init__(self, transfer: TransferSpec, rank: int, address: StoreAddress, timeout_s: float) -> None:
         torch.set_num_threads(1)
-        self._route = route
+        self._transfer = transfer
         self._rank = rank
-        self._plan = route.plan()
+        self._plan = transfer.plan()
         self._layout = self._plan.source
         self._timeout_s = timeout_s
         self._tensors = _fill(self._layout.by_rank[rank], self._layout)
@@ -80,7 +81,7 @@ class BenchRank:
             meeting.address,
             name=meeting.name,
             peer=self._rank,
-            num_peers=self._route.num_peers,
+            num_peers=self._transfer.num_peers,
             timeout_s=meeting.timeout_s,
             backend=meeting.backend,
         )
@@ -92,7 +93,7 @@ class BenchRank:
             self._tensors,
             group,
             bucket_bytes=meeting.bucket_bytes,
-            digest=fastest_digest(is_on_host=self._route.is_cpu_engine),
+            digest=fastest_digest(is_on_host=self._transfer.is_cpu_engine),
         )
 
     def send(self, version: int) -> Sent:
@@ -121,7 +122,7 @@ class BenchRank:
         self._engines = init_custom_process_group(
             backend="gloo",
             init_method=f"tcp://127.0.0.1:{port}",
-            world_size=1 + self._route.num_engines * self._route.tensor,
+            world_size=1 + self._transfer.num_engines * self._transfer.tensor,
             rank=0,
             group_name=SGLANG_GROUP,
             timeout=timedelta(seconds=self._timeout_s),
@@ -138,11 +139,11 @@ class BenchRank:
     def feed(self, bucket: Sequence[Parameter]) -> None:
         """Rank 0 has every full tensor and feeds it to the engines."""
         if self._rank == 0:
-            names = [name for parameter in bucket for name in canonical_names(self._layout, self._route, parameter)]
+            names = [name for parameter in bucket for name in canonical_names(self._layout, self._transfer, parameter)]
             self._broadcast({name: self._everything[name] for name in names})
 
     def _meet(self, address: StoreAddress) -> None:
-        parallel = self._route.parallel
+        parallel = self._transfer.parallel
         store = TCPStore(address.host, address.port, timeout=timedelta(seconds=self._timeout_s))
         dist.init_process_group(
             "gloo", store=PrefixStore("gather", store), rank=self._rank, world_size=parallel.world_size
@@ -160,7 +161,7 @@ class BenchRank:
                 self._of_part, self._part = group, part
 
     def _gathered(self, parameter: Parameter) -> dict[str, torch.Tensor]:
-        parallel = self._route.parallel
+        parallel = self._transfer.parallel
         owner = parallel.rank(tensor=self._part, data=0, pipeline=parameter.stage)
         spec = self._layout.by_rank[owner].tensors[parameter.name]
         shard = self._tensors[parameter.name] if owner == self._rank else _empty(spec.shape, spec.dtype)
@@ -185,38 +186,38 @@ class BenchRank:
         dist.broadcast(flat, src=0, group=self._engines)
 
 
-def parameters_of(layout: Layout, route: TransferSpec) -> list[Parameter]:
+def parameters_of(layout: Layout, transfer: TransferSpec) -> list[Parameter]:
     """Of all stages, in the order in which they are gathered."""
     found = []
-    for stage in range(route.parallel.pipeline):
-        holding = layout.by_rank[route.parallel.rank(tensor=0, data=0, pipeline=stage)]
+    for stage in range(transfer.parallel.pipeline):
+        holding = layout.by_rank[transfer.parallel.rank(tensor=0, data=0, pipeline=stage)]
         for name in holding.tensors:
             parameter = Parameter(stage=stage, name=name, num_bytes=0)
-            names = canonical_names(layout, route, parameter)
+            names = canonical_names(layout, transfer, parameter)
             size = sum(layout.canonical[each].num_bytes for each in names)
             found.append(Parameter(stage=stage, name=name, num_bytes=size))
     return found
 
 
-def canonical_names(layout: Layout, route: TransferSpec, parameter: Parameter) -> list[str]:
+def canonical_names(layout: Layout, transfer: TransferSpec, parameter: Parameter) -> list[str]:
     """The canonical tensors that a parameter has a share of."""
-    parallel = route.parallel
+    parallel = transfer.parallel
     ranks = [parallel.rank(tensor=part, data=0, pipeline=parameter.stage) for part in range(parallel.tensor)]
     pieces = [piece for rank in ranks for piece in layout.by_rank[rank].pieces]
     return list(dict.fromkeys(piece.slice.name for piece in pieces if piece.local_name == parameter.name))
 
 
 class BenchRanks:
-    """All rank processes of a route. A call is made on every one of them at once; the first error is raised."""
+    """All rank processes of a transfer. A call is made on every one of them at once; the first error is raised."""
 
-    def __init__(self, route: TransferSpec, address: StoreAddress, *, timeout_s: float) -> None:
+    def __init__(self, transfer: TransferSpec, address: StoreAddress, *, timeout_s: float) -> None:
         context = multiprocessing.get_context("spawn")
         self._timeout_s = timeout_s
         self._pipes: list[Connection] = []
         self._processes: list[SpawnProcess] = []
-        for rank in range(route.parallel.world_size):
+        for rank in range(transfer.parallel.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, route, rank, address, timeout_s), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, transfer, rank, address, timeout_s), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -250,12 +251,12 @@ class BenchRanks:
         return answers
 
 
-def _serve(pipe: Connection, route: TransferSpec, rank: int, address: StoreAddress, timeout_s: float) -> None:
+def _serve(pipe: Connection, transfer: TransferSpec, rank: int, address: StoreAddress, timeout_s: float) -> None:
     served: BenchRank | None = None
 
     def start() -> None:
         nonlocal served
-        served = BenchRank(route, rank, address, timeout_s)
+        served = BenchRank(transfer, rank, address, timeout_s)
 
     call: Callable[..., object] = start
     arguments: tuple[object, ...] = ()

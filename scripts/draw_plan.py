@@ -50,7 +50,7 @@ def example() -> Plan:
     target = sglang_layout(shape, tensor=_TENSOR_PARALLEL, num_engines=3, dtype="bfloat16")
     trainers = [(0, rank) for rank in range(4)]
     engines = [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1)]
-    return plan(source, target, seating=on_gpus(trainers, engines))
+    return plan(source, target, locations=on_gpus(trainers, engines))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,7 +148,7 @@ def _receive(
     layout: Layout, target: Layout, tensors: Mapping[str, torch.Tensor], group: TransferGroup, bucket_bytes: int
 ) -> dict[str, torch.Tensor]:
     """This rank's whole tensors, in host memory: those that it has already are not copied."""
-    moves = plan(layout, target, seating=same_processes(layout, target))
+    moves = plan(layout, target, locations=same_processes(layout, target))
     there = {
         move.target_name: box
         for move in moves.moves_to(group.peer)

@@ -36,7 +36,7 @@ def contribution(layout: Layout, rank: int) -> Contribution:
     The writers are the same: each keeps some of every tensor it was assigned, and nobody holds one that did not before.
     """
     target = assign_tensors(layout)
-    moves = plan(layout, target, seating=same_processes(layout, target))
+    moves = plan(layout, target, locations=same_processes(layout, target))
     holdings = [_boxes_of(holding, moves.moves_from(holding.rank)) for holding in layout.holdings]
     return Contribution(
         layout=Layout(canonical=layout.canonical, holdings=tuple(holdings)),

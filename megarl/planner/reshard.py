@@ -112,8 +112,8 @@ def publish_plan(recipe: Recipe, shape: ModelShape, placement: Placement) -> Pla
     if placement.is_shared:
         order = nearest_order(source, engines(1), trainer_gpus, engine_gpus)
         engine_gpus = [engine_gpus[place] for place in order]
-    seating = on_gpus(trainer_gpus, engine_gpus)
-    return plan(source, engines(placement.num_engines), seating=seating, relays=rollout.relays_weights)
+    locations = on_gpus(trainer_gpus, engine_gpus)
+    return plan(source, engines(placement.num_engines), locations=locations, relays=rollout.relays_weights)
 
 
 class _Load:
@@ -122,28 +122,28 @@ class _Load:
     def __init__(self, whole: Plan, placement: Placement) -> None:
         self._plan = whole
         self._is_shared = placement.is_shared
-        seats, traffic = whole.seating, whole.traffic
+        locations, traffic = whole.locations, whole.traffic
         self.busiest = dict.fromkeys(LinkClass, 0)
         self.floor = dict.fromkeys(LinkClass, 0)
         self.copied_bytes = 0
         """Most that one GPU packs, or writes from its staging into its weights."""
         copied: defaultdict[str, int] = defaultdict(int)
-        num_on = _counted(seat.node for seat in seats.targets.values())
+        num_on = _counted(location.node for location in locations.targets.values())
         for link, kind in _CLASSES.items():
             sent: defaultdict[str, int] = defaultdict(int)
             received: defaultdict[str, int] = defaultdict(int)
             into: defaultdict[str, int] = defaultdict(int)
             for rank, num_bytes in traffic.sent[link].items():
-                sent[seats.sources[rank].device] += num_bytes
+                sent[locations.sources[rank].device] += num_bytes
             for rank, num_bytes in traffic.forwarded[link].items():
-                sent[seats.targets[rank].device] += num_bytes
+                sent[locations.targets[rank].device] += num_bytes
             for rank, num_bytes in traffic.received[link].items():
-                received[seats.targets[rank].device] += num_bytes
-                into[seats.targets[rank].node] += num_bytes
+                received[locations.targets[rank].device] += num_bytes
+                into[locations.targets[rank].node] += num_bytes
             self.busiest[kind] = max((*sent.values(), *received.values()), default=0)
             shares = [-(-num_bytes // num_on[node]) for node, num_bytes in into.items()]
             if link is Link.NETWORK:
-                shares.append(-(-sum(traffic.sent[link].values()) // len(seats.sources)))
+                shares.append(-(-sum(traffic.sent[link].values()) // len(locations.sources)))
             self.floor[kind] = max(shares, default=0)
             if link is not Link.DEVICE:
                 for table in (sent, received):
@@ -154,11 +154,11 @@ class _Load:
     @property
     def num_messages(self) -> int:
         """Each giver fills buckets of its own for each engine rank."""
-        seats = self._plan.seating
+        locations = self._plan.locations
         num_messages = 0
         for (giver, target), num_bytes in self._plan.traffic.between.items():
-            seat = seats.sources[giver] if giver >= 0 else seats.targets[forwarder(giver)]
-            if not (self._is_shared and seat.link(seats.targets[target]) is Link.DEVICE):
+            location = locations.sources[giver] if giver >= 0 else locations.targets[forwarder(giver)]
+            if not (self._is_shared and location.link(locations.targets[target]) is Link.DEVICE):
                 num_messages += -(-num_bytes // DEFAULT_BUCKET_BYTES)
         return num_messages
 

@@ -9,96 +9,17 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeAlias
 
 import torch
 from pydantic import Field, TypeAdapter
 
-from megarl.config.model import ModelShape
-from megarl.weights.algebra.locality import Gpu, Locations, on_gpus
-from megarl.weights.algebra.plan import Plan, plan
-from megarl.weights.algebra.slices import Layout, TensorSpec
+from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.executors.group import Backend, StoreAddress
-from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
-from megarl.weights.layouts.sglang import sglang_layout
+from megarl.weights.layouts.transfer_spec import TransferSpec
 
 _TENSOR_NAME = "megarl.order"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferSpec:
-    """From which trainer layout to which engines: enough for every process to compute the same plan by itself."""
-
-    shape: ModelShape
-    parallel: MegatronParallel
-    trainer_dtype: str
-    num_engines: int
-    tensor: int
-    """TP ranks of each engine."""
-    engine_dtype: str
-    is_cpu_engine: bool
-    expert: int = 1
-    """Sets that an engine's experts are divided into."""
-    shares_devices: bool = False
-    """Whether both roles are in one pool: engine ranks then read what a trainer rank on their GPU holds."""
-    trainer_gpus: tuple[Gpu, ...] = ()
-    """Of each rank; empty is a node for each, unless `shares_devices`."""
-    engine_gpus: tuple[Gpu, ...] = ()
-    """Of each target rank; empty is a node for each, or with `shares_devices` the GPU of the same trainer rank."""
-    relays: bool = False
-    """Whether nodes of engines pass weights on to each other."""
-    keeps_open: bool = True
-    """Whether the trainer's memory stays open in the engines between publishes: it cannot be given back meanwhile."""
-
-    @property
-    def num_peers(self) -> int:
-        return self.parallel.world_size + self.num_engines * self.tensor
-
-    def target_rank(self, *, engine: int, tp_rank: int) -> int:
-        """Of a TP rank, in the plan; `engine` counts within the engines of this route."""
-        return engine * self.tensor + tp_rank
-
-    def peer(self, target_rank: int) -> int:
-        """In the transfer group: trainer ranks come first."""
-        return self.parallel.world_size + target_rank
-
-    def engine_layout(self) -> Layout:
-        return sglang_layout(
-            self.shape,
-            tensor=self.tensor,
-            expert=self.expert,
-            num_engines=self.num_engines,
-            dtype=self.engine_dtype,
-            is_cpu_engine=self.is_cpu_engine,
-        )
-
-    def trainer_layout(self) -> Layout:
-        return megatron_layout(self.shape, self.parallel, dtype=self.trainer_dtype)
-
-    def with_engines(self, positions: Sequence[int]) -> TransferSpec:
-        """To some of the engines only, in this order. Each stays where it is."""
-        if [*positions] == [*range(self.num_engines)]:
-            return self
-        gpus = self._gpus_of_engines()
-        chosen = [gpus[position * self.tensor : (position + 1) * self.tensor] for position in positions]
-        return replace(self, num_engines=len(positions), engine_gpus=tuple(gpu for few in chosen for gpu in few))
-
-    def plan(self) -> Plan:
-        """Kept for the last few routes: engines come and go, and often come back."""
-        return _planned(self)
-
-    def seating(self) -> Locations:
-        num_trainers, num_targets = self.parallel.world_size, self.num_engines * self.tensor
-        trainers = self.trainer_gpus or tuple((rank, 0) for rank in range(num_trainers))
-        engines = self._gpus_of_engines()
-        assert (len(trainers), len(engines)) == (num_trainers, num_targets), f"{len(trainers)} and {len(engines)} GPUs"
-        return on_gpus(trainers, engines)
-
-    def _gpus_of_engines(self) -> tuple[Gpu, ...]:
-        first = 0 if self.shares_devices else self.parallel.world_size
-        return self.engine_gpus or tuple((first + rank, 0) for rank in range(self.num_engines * self.tensor))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +45,7 @@ class Inspect:
 class Join:
     """Compute the plan, compare its hash, and meet the others."""
 
-    route: TransferSpec
+    transfer: TransferSpec
     plan_hash: str
     meeting: Rendezvous
     op: Literal["join"] = "join"
@@ -172,7 +93,7 @@ class Dump:
 class Listen:
     """From now on, keep what passes through your modules."""
 
-    route: TransferSpec
+    transfer: TransferSpec
     op: Literal["listen"] = "listen"
 
 
@@ -219,11 +140,6 @@ class Reply:
     parameters: Mapping[str, TensorSpec] = field(default_factory=dict)
     digests: Mapping[str, int] = field(default_factory=dict)
     fingerprints: Mapping[str, str] = field(default_factory=dict)
-
-
-@lru_cache(maxsize=8)
-def _planned(route: TransferSpec) -> Plan:
-    return plan(route.trainer_layout(), route.engine_layout(), seating=route.seating(), relays=route.relays)
 
 
 def dump_file(*, engine: int, tp_rank: int) -> str:

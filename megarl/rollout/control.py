@@ -35,7 +35,6 @@ from megarl.rollout.commands import (
     Rendezvous,
     Reply,
     Stage,
-    TransferSpec,
     read_reply,
     to_payload,
 )
@@ -45,6 +44,7 @@ from megarl.types import PolicyVersion
 from megarl.weights.algebra.check import check_holding
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.executors.group import LOOPBACK, StoreAddress, StoreServer
+from megarl.weights.layouts.transfer_spec import TransferSpec
 
 logger = logging.getLogger(__name__)
 
@@ -92,18 +92,20 @@ class EngineControl:
         """The parameters each target rank really has."""
         return [reply.parameters for reply in await self._replies(Inspect())]
 
-    async def check_layout(self, route: TransferSpec) -> None:
+    async def check_layout(self, transfer: TransferSpec) -> None:
         """Compare the engines' parameters with the layout the plan is made for; the error names the tensor."""
-        by_rank = route.engine_layout().by_rank
+        by_rank = transfer.engine_layout().by_rank
         for rank, parameters in enumerate(await self.inspect()):
-            engine = self._engines[rank // route.tensor]
-            check_holding(by_rank[rank], parameters, holder=f"{engine}, TP rank {rank % route.tensor}")
+            engine = self._engines[rank // transfer.tensor]
+            check_holding(by_rank[rank], parameters, holder=f"{engine}, TP rank {rank % transfer.tensor}")
 
-    async def join(self, route: TransferSpec, *, plan_hash: str, meeting: Rendezvous) -> None:
+    async def join(self, transfer: TransferSpec, *, plan_hash: str, meeting: Rendezvous) -> None:
         """Meet the trainer ranks, which join at the same time. The plan must be the same on both sides."""
-        assert route.num_engines == len(self._engines), f"{route.num_engines} engines, {len(self._engines)} reachable"
+        assert transfer.num_engines == len(self._engines), (
+            f"{transfer.num_engines} engines, {len(self._engines)} reachable"
+        )
         assert meeting.timeout_s <= self._timeout_s, f"meeting {meeting.timeout_s} s, orders {self._timeout_s} s"
-        await self._replies(Join(route=route, plan_hash=plan_hash, meeting=meeting))
+        await self._replies(Join(transfer=transfer, plan_hash=plan_hash, meeting=meeting))
 
     async def stage(self, version: PolicyVersion) -> dict[int, Mapping[str, int]]:
         """Let every target rank receive `version` beside its parameters: a digest per parameter, of what arrived.
@@ -159,9 +161,9 @@ class EngineControl:
         """Let every target rank write its parameters, as they are served now, into a file of `folder`."""
         await self._replies(Dump(folder=str(folder)))
 
-    async def listen(self, route: TransferSpec) -> None:
+    async def listen(self, transfer: TransferSpec) -> None:
         """Let every target rank keep what passes through its modules, until `record`."""
-        await self._replies(Listen(route=route))
+        await self._replies(Listen(transfer=transfer))
 
     async def record(self, folder: Path) -> list[Census]:
         """Let every target rank write what it heard into a file of `folder`; per rank, what it holds."""

@@ -32,7 +32,6 @@ from megarl.rollout.commands import (
     RecordModules,
     Reply,
     Stage,
-    TransferSpec,
     dump_file,
     read_envelope,
     to_bytes,
@@ -42,6 +41,7 @@ from megarl.weights.algebra.check import check_holding
 from megarl.weights.executors.box_digest import fastest_digest
 from megarl.weights.executors.tensors import specs_of
 from megarl.weights.executors.transfer import Receiver, TransferGroup
+from megarl.weights.layouts.transfer_spec import TransferSpec
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +96,8 @@ class _Member:
             case Dump(folder=folder):
                 _dump(model, Path(folder) / dump_file(engine=envelope.engine, tp_rank=envelope.tp_rank))
                 return Reply()
-            case Listen(route=route):
-                self._listen(route, envelope, model)
+            case Listen(transfer=transfer):
+                self._listen(transfer, envelope, model)
                 return Reply()
             case RecordModules(folder=folder):
                 return Reply(digests=self._record(Path(folder)))
@@ -109,18 +109,18 @@ class _Member:
 
     def _join(self, order: Join, envelope: Envelope, model: torch.nn.Module) -> None:
         self._leave()
-        route, meeting = order.route, order.meeting
-        plan = route.plan()
+        transfer, meeting = order.transfer, order.meeting
+        plan = transfer.plan()
         if plan.hash != order.plan_hash:
             raise WeightSyncError(f"plan hash is {plan.hash} here and {order.plan_hash} at the driver")
-        rank = route.target_rank(engine=envelope.engine, tp_rank=envelope.tp_rank)
+        rank = transfer.target_rank(engine=envelope.engine, tp_rank=envelope.tp_rank)
         parameters = dict(model.named_parameters())
         check_holding(plan.target.by_rank[rank], specs_of(parameters.items()), holder=f"TP rank {envelope.tp_rank}")
         self._group = TransferGroup.join(
             meeting.address,
             name=meeting.name,
-            peer=route.peer(rank),
-            num_peers=route.num_peers,
+            peer=transfer.peer(rank),
+            num_peers=transfer.num_peers,
             timeout_s=meeting.timeout_s,
             backend=meeting.backend,
             host=envelope.host,
@@ -131,9 +131,9 @@ class _Member:
             parameters,
             self._group,
             bucket_bytes=meeting.bucket_bytes,
-            digest=fastest_digest(is_on_host=route.is_cpu_engine),
-            shares_device=route.shares_devices,
-            keeps_open=route.keeps_open,
+            digest=fastest_digest(is_on_host=transfer.is_cpu_engine),
+            shares_device=transfer.shares_devices,
+            keeps_open=transfer.keeps_open,
         )
 
     def _commit(self, version: int) -> None:
@@ -151,11 +151,11 @@ class _Member:
         if group is not None:
             group.close()
 
-    def _listen(self, route: TransferSpec, envelope: Envelope, model: torch.nn.Module) -> None:
+    def _listen(self, transfer: TransferSpec, envelope: Envelope, model: torch.nn.Module) -> None:
         if self._recorder is not None:
             self._recorder.close()
-        rank = route.target_rank(engine=envelope.engine, tp_rank=envelope.tp_rank)
-        self._recorder = EngineRecorder(model, route.engine_layout(), rank)
+        rank = transfer.target_rank(engine=envelope.engine, tp_rank=envelope.tp_rank)
+        self._recorder = EngineRecorder(model, transfer.engine_layout(), rank)
 
     def _record(self, folder: Path) -> Census:
         recorder, self._recorder = self._recorder, None

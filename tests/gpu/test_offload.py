@@ -98,7 +98,7 @@ def test_memory_that_is_given_back_is_free_for_others() -> None:
 
 def make_plan() -> Plan:
     source = megatron_layout(SHAPE, MegatronParallel(), dtype="bfloat16")
-    return plan(source, sglang_layout(SHAPE, tensor=1, dtype="bfloat16"), seating=on_gpus([(0, 0)], [(0, 0)]))
+    return plan(source, sglang_layout(SHAPE, tensor=1, dtype="bfloat16"), locations=on_gpus([(0, 0)], [(0, 0)]))
 
 
 def receive(address: StoreAddress, versions: range, pipe: Connection) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from megarl.rollout.commands import Rendezvous, TransferSpec
+from megarl.rollout.commands import Rendezvous
 from megarl.tools.check_sync.rehearsal import hold
 from megarl.weights.executors.box_digest import fastest_digest
 from megarl.weights.executors.group import Pending, TransferGroup
 from megarl.weights.executors.transfer import Sender
+from megarl.weights.layouts.transfer_spec import TransferSpec
 
 Digests = dict[tuple[int, str], int]
 
@@ -59,16 +60,16 @@ class _AccidentGroup(TransferGroup):
 
 
 def run_rank(
-    route: TransferSpec, meeting: Rendezvous, folder: Path, rank: int, version: int, accident: Accident | None
+    transfer: TransferSpec, meeting: Rendezvous, folder: Path, rank: int, version: int, accident: Accident | None
 ) -> Digests:
     """Join and send one version of the weights in `folder`."""
     torch.set_num_threads(1)
     group = _AccidentGroup.join(
-        meeting.address, name=meeting.name, peer=rank, num_peers=route.num_peers, timeout_s=meeting.timeout_s
+        meeting.address, name=meeting.name, peer=rank, num_peers=transfer.num_peers, timeout_s=meeting.timeout_s
     )
     assert isinstance(group, _AccidentGroup)
     group.accident = accident
-    plan = route.plan()
+    plan = transfer.plan()
     tensors = hold(plan.source.by_rank[rank], load_file(folder / "model.safetensors"), padding=float("nan"))
     sender = Sender(
         plan, rank, tensors, group, bucket_bytes=meeting.bucket_bytes, digest=fastest_digest(is_on_host=True)
@@ -82,10 +83,10 @@ Call = tuple[Callable[..., Digests], tuple[object, ...]]
 
 
 def rank_calls(
-    route: TransferSpec, meeting: Rendezvous, folder: Path, *, version: int, accidents: Mapping[int, Accident]
+    transfer: TransferSpec, meeting: Rendezvous, folder: Path, *, version: int, accidents: Mapping[int, Accident]
 ) -> list[Call]:
     """One per rank, for `run_processes`."""
     return [
-        (run_rank, (route, meeting, folder, rank, version, accidents.get(rank)))
-        for rank in range(route.parallel.world_size)
+        (run_rank, (transfer, meeting, folder, rank, version, accidents.get(rank)))
+        for rank in range(transfer.parallel.world_size)
     ]

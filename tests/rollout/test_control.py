@@ -20,7 +20,7 @@ from megarl.rollout.fleet import EngineState, Fleet
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.rollout.engines import REQUEST_TIMEOUT_S, ServedModel, control_of, generator_of, prompt_of, serve
-from tests.rollout.trainers import GROUP_TIMEOUT_S, SPLIT, FlippingGroup, Trainers, meeting_at, route_to
+from tests.rollout.trainers import GROUP_TIMEOUT_S, SPLIT, FlippingGroup, Trainers, meeting_at, transfer_to
 from tests.tiny_models import FAMILIES
 
 PROMPT = prompt_of(5, 17, 33, 90, 8)
@@ -44,7 +44,7 @@ def test_an_engine_has_the_parameters_its_layout_says(served: ServedModel) -> No
     async def scenario() -> None:
         async with served.fleet() as fleet:
             control = control_of(fleet)
-            await control.check_layout(route_to(served))
+            await control.check_layout(transfer_to(served))
             assert len(await control.inspect()) == served.process.endpoint.tensor
 
     asyncio.run(scenario())
@@ -52,9 +52,9 @@ def test_an_engine_has_the_parameters_its_layout_says(served: ServedModel) -> No
 
 def test_an_engine_of_another_shape_is_refused_with_the_tensor_named(qwen2_tp1: ServedModel) -> None:
     async def scenario() -> None:
-        route = route_to(qwen2_tp1)
+        transfer = transfer_to(qwen2_tp1)
         async with qwen2_tp1.fleet() as fleet:
-            await control_of(fleet).check_layout(replace(route, shape=replace(route.shape, ffn_hidden=96)))
+            await control_of(fleet).check_layout(replace(transfer, shape=replace(transfer.shape, ffn_hidden=96)))
 
     with pytest.raises(WeightSyncError, match=r"TP rank 0 does not match .*layers.0.mlp.gate_up_proj.weight has shape"):
         asyncio.run(scenario())
@@ -71,7 +71,7 @@ async def publish_and_compare(served: ServedModel, parallel: MegatronParallel = 
             assert old.keys() == new.keys()
             assert not set(old.values()) & set(new.values())
 
-        trainers = Trainers(route_to(served, parallel), control, served.other_folder)
+        trainers = Trainers(transfer_to(served, parallel), control, served.other_folder)
         await trainers.join()
         await trainers.publish(PolicyVersion(1))
         assert await control.fingerprints() == expected
@@ -123,7 +123,7 @@ def test_one_group_publishes_version_after_version(qwen2_tp1: ServedModel) -> No
     async def scenario() -> None:
         async with qwen2_tp1.fleet() as fleet:
             control = control_of(fleet)
-            trainers = Trainers(route_to(qwen2_tp1), control, qwen2_tp1.other_folder)
+            trainers = Trainers(transfer_to(qwen2_tp1), control, qwen2_tp1.other_folder)
             await trainers.join()
             for version in (1, 2, 3):
                 await trainers.publish(PolicyVersion(version))
@@ -139,7 +139,7 @@ def test_a_sleeping_engine_can_be_published_to(qwen2_tp1: ServedModel) -> None:
     async def scenario() -> None:
         async with qwen2_tp1.fleet() as fleet:
             control = control_of(fleet)
-            trainers = Trainers(route_to(qwen2_tp1), control, qwen2_tp1.other_folder)
+            trainers = Trainers(transfer_to(qwen2_tp1), control, qwen2_tp1.other_folder)
             await trainers.join()
             await fleet.sleep()
             await trainers.publish(PolicyVersion(1))
@@ -158,7 +158,7 @@ def test_a_corrupted_publish_is_not_committed_and_the_old_version_goes_on_servin
         async with served.fleet() as fleet:
             control = control_of(fleet)
             before, answer = await control.fingerprints(), await greedy(fleet)
-            trainers = Trainers(route_to(served), control, served.other_folder, group_type=FlippingGroup)
+            trainers = Trainers(transfer_to(served), control, served.other_folder, group_type=FlippingGroup)
             await trainers.join()
             with pytest.raises(WeightSyncError, match=r"target rank \d: .* has digest .*, the senders' is"):
                 await trainers.publish(PolicyVersion(1))
@@ -182,7 +182,7 @@ def test_a_version_staged_but_not_committed_is_not_served(qwen2_tp1: ServedModel
         async with qwen2_tp1.fleet() as fleet:
             control = control_of(fleet)
             answer = await greedy(fleet)
-            trainers = Trainers(route_to(qwen2_tp1), control, qwen2_tp1.other_folder)
+            trainers = Trainers(transfer_to(qwen2_tp1), control, qwen2_tp1.other_folder)
             await trainers.join()
             await asyncio.gather(control.stage(PolicyVersion(1)), trainers.send(PolicyVersion(1)))
             assert await greedy(fleet) == answer
@@ -199,7 +199,7 @@ def test_another_plan_hash_is_refused(qwen2_tp1: ServedModel) -> None:
     async def scenario() -> None:
         async with qwen2_tp1.fleet() as fleet:
             control = control_of(fleet)
-            await control.join(route_to(qwen2_tp1), plan_hash="0" * 32, meeting=meeting_at(control))
+            await control.join(transfer_to(qwen2_tp1), plan_hash="0" * 32, meeting=meeting_at(control))
 
     with pytest.raises(WeightSyncError, match=r"TP rank 0: join: plan hash is .* here and 0{32} at the driver"):
         asyncio.run(scenario())
@@ -218,8 +218,8 @@ def test_an_engine_killed_while_staging_is_an_error_long_before_the_deadline(lla
     async def scenario() -> float:
         async with llama_tp1.fleet() as fleet:
             control = control_of(fleet)
-            await control.check_layout(route_to(llama_tp1))
-            trainers = Trainers(route_to(llama_tp1), control, llama_tp1.other_folder)
+            await control.check_layout(transfer_to(llama_tp1))
+            trainers = Trainers(transfer_to(llama_tp1), control, llama_tp1.other_folder)
             await trainers.join()
             staging = asyncio.create_task(control.stage(PolicyVersion(1)))
             await asyncio.sleep(1)

@@ -31,7 +31,7 @@ from megarl.rollout.commands import (
 from megarl.rollout.loader import load
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.executors.group import StoreAddress, StoreServer
-from tests.rollout.test_commands import route_of
+from tests.weights.layouts.test_transfer_spec import transfer_spec
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def give(order: Command, model: torch.nn.Module, server: StoreServer) -> Reply:
 
 def join_of(server: StoreServer, plan_hash: str) -> Join:
     meeting = Rendezvous(address=server.address, name="group", timeout_s=1.0, backend="gloo", bucket_bytes=1024)
-    return Join(route=route_of(), plan_hash=plan_hash, meeting=meeting)
+    return Join(transfer=transfer_spec(), plan_hash=plan_hash, meeting=meeting)
 
 
 def test_inspect_tells_names_shapes_and_dtypes(model: torch.nn.Module, server: StoreServer) -> None:
@@ -93,18 +93,18 @@ def test_recording_without_listening_is_refused(model: torch.nn.Module, server: 
 
 
 def test_modules_that_are_not_those_of_the_layout_are_named(model: torch.nn.Module, server: StoreServer) -> None:
-    error = give(Listen(route=route_of()), model, server).error
+    error = give(Listen(transfer=transfer_spec()), model, server).error
     assert error is not None
     assert error.startswith("there is no module model.embed_tokens to listen to (")
 
 
 def test_another_plan_is_refused(model: torch.nn.Module, server: StoreServer) -> None:
     error = give(join_of(server, "another"), model, server).error
-    assert error == f"plan hash is {route_of().plan().hash} here and another at the driver"
+    assert error == f"plan hash is {transfer_spec().plan().hash} here and another at the driver"
 
 
 def test_parameters_that_are_not_those_of_the_layout_are_named(model: torch.nn.Module, server: StoreServer) -> None:
-    error = give(join_of(server, route_of().plan().hash), model, server).error
+    error = give(join_of(server, transfer_spec().plan().hash), model, server).error
     assert error is not None
     assert error.startswith("TP rank 0 does not match its layout: model.embed_tokens.weight is missing;")
 

@@ -25,7 +25,7 @@ from tests.processes import Outcome, run_processes
 from tests.rollout.engines import ServedModel, control_of
 from tests.rollout.faulty_ranks import Accident, Digests, rank_calls
 from tests.rollout.test_control import fingerprints_from_disk
-from tests.rollout.trainers import Trainers, meeting_at, route_to
+from tests.rollout.trainers import Trainers, meeting_at, transfer_to
 
 SPLIT = MegatronParallel(tensor=2)
 ENDED_BY_DEADLINE = (Accident.DUPLICATED, Accident.LATE, Accident.OLD)
@@ -48,12 +48,12 @@ async def publish(
     served: ServedModel, control: EngineControl, *, accidents: Mapping[int, Accident], timeout_s: float
 ) -> None:
     """The transaction, with ranks that live for one publish."""
-    route = route_to(served, SPLIT)
+    transfer = transfer_to(served, SPLIT)
     meeting = replace(meeting_at(control), timeout_s=timeout_s)
-    calls = rank_calls(route, meeting, served.other_folder, version=1, accidents=accidents)
+    calls = rank_calls(transfer, meeting, served.other_folder, version=1, accidents=accidents)
     ranks = asyncio.create_task(asyncio.to_thread(run_processes, calls))
     try:
-        await control.join(route, plan_hash=route.plan().hash, meeting=meeting)
+        await control.join(transfer, plan_hash=transfer.plan().hash, meeting=meeting)
         arrived = await control.stage(PolicyVersion(1))
     except WeightSyncError as error:
         abandon_group(meeting.address, name=meeting.name, reason=str(error))
@@ -119,7 +119,7 @@ def test_a_version_is_committed_once(qwen2_tp1: ServedModel) -> None:
 
 @contextmanager
 def honest(served: ServedModel, control: EngineControl) -> Iterator[Trainers]:
-    trainers = Trainers(route_to(served, SPLIT), control, served.other_folder)
+    trainers = Trainers(transfer_to(served, SPLIT), control, served.other_folder)
     try:
         yield trainers
     finally:

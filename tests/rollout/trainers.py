@@ -10,7 +10,7 @@ from uuid import uuid4
 import torch
 from safetensors.torch import load_file
 
-from megarl.rollout.commands import Rendezvous, TransferSpec
+from megarl.rollout.commands import Rendezvous
 from megarl.rollout.control import EngineControl
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.check import check_delivery
@@ -20,6 +20,7 @@ from megarl.weights.executors.group import Pending, TransferGroup
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.megatron import MegatronParallel
+from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.rollout.engines import ServedModel
 
 GROUP_TIMEOUT_S = 20.0
@@ -30,7 +31,7 @@ BUCKET_BYTES = 16 << 10
 SPLIT = MegatronParallel(tensor=2, pipeline=2)
 
 
-def route_to(served: ServedModel, parallel: MegatronParallel = SPLIT) -> TransferSpec:
+def transfer_to(served: ServedModel, parallel: MegatronParallel = SPLIT) -> TransferSpec:
     return TransferSpec(
         shape=served.shape,
         parallel=parallel,
@@ -67,18 +68,18 @@ class FlippingGroup(TransferGroup):
 
 
 class Trainers:
-    """Every rank of a route's trainer, ready to send the weights of `folder`."""
+    """Every rank of a transfer's trainer, ready to send the weights of `folder`."""
 
     def __init__(
         self,
-        route: TransferSpec,
+        transfer: TransferSpec,
         control: EngineControl,
         folder: Path,
         *,
         group_type: type[TransferGroup] = TransferGroup,
     ) -> None:
-        self._plan = route.plan()
-        self._route = route
+        self._plan = transfer.plan()
+        self._transfer = transfer
         self._control = control
         self._folder = folder
         self._group_type = group_type
@@ -88,8 +89,10 @@ class Trainers:
     async def join(self) -> None:
         """Meet the engines."""
         meeting = meeting_at(self._control)
-        ranks = [asyncio.to_thread(self._join_rank, rank, meeting) for rank in range(self._route.parallel.world_size)]
-        engines = self._control.join(self._route, plan_hash=self._plan.hash, meeting=meeting)
+        ranks = [
+            asyncio.to_thread(self._join_rank, rank, meeting) for rank in range(self._transfer.parallel.world_size)
+        ]
+        engines = self._control.join(self._transfer, plan_hash=self._plan.hash, meeting=meeting)
         self._groups, _ = await asyncio.gather(asyncio.gather(*ranks), engines)
         tensors = load_file(self._folder / "model.safetensors")
         self._senders = [
@@ -122,7 +125,7 @@ class Trainers:
             meeting.address,
             name=meeting.name,
             peer=rank,
-            num_peers=self._route.num_peers,
+            num_peers=self._transfer.num_peers,
             timeout_s=meeting.timeout_s,
         )
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ModelParallelConfig
-from megarl.rollout.commands import Rendezvous, TransferSpec
+from megarl.rollout.commands import Rendezvous
 from megarl.train.rank import ModelRank, RankSpec
 from megarl.weights.executors.box_digest import fastest_digest
 from megarl.weights.executors.transfer import Sender, TransferGroup
+from megarl.weights.layouts.transfer_spec import TransferSpec
 
 Digests = dict[tuple[int, str], int]
 
@@ -21,7 +22,7 @@ def load_and_send(
     split: ModelParallelConfig,
     shape: ModelShape,
     folder: Path,
-    route: TransferSpec,
+    transfer: TransferSpec,
     meeting: Rendezvous,
     version: int,
 ) -> Digests:
@@ -40,11 +41,11 @@ def load_and_send(
     try:
         model.load(folder)
         group = TransferGroup.join(
-            meeting.address, name=meeting.name, peer=rank, num_peers=route.num_peers, timeout_s=meeting.timeout_s
+            meeting.address, name=meeting.name, peer=rank, num_peers=transfer.num_peers, timeout_s=meeting.timeout_s
         )
         try:
             sender = Sender(
-                route.plan(),
+                transfer.plan(),
                 rank,
                 model.tensors(),
                 group,

@@ -15,13 +15,13 @@ import pytest
 
 from megarl.config.recipe import ModelParallelConfig
 from megarl.rollout.client import EngineClient
-from megarl.rollout.commands import TransferSpec
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineProcess
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.check import check_delivery
 from megarl.weights.layouts.megatron import MegatronParallel
+from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.rollout.engines import REQUEST_TIMEOUT_S, control_of, engine_spec
 from tests.rollout.trainers import BUCKET_BYTES, meeting_at
 from tests.runtime.publish_jobs import load_and_send
@@ -128,7 +128,7 @@ def test_published_parameters_are_those_sglang_loads_itself(target: Target, name
     if split.has_experts and target.family != "qwen3_moe":
         pytest.skip("a dense model has no experts to split")
     shape = write_tiny_model(target.folder / "published", target.family, layers=4, seed=2)
-    route = TransferSpec(
+    transfer = TransferSpec(
         shape=shape,
         parallel=MegatronParallel.of(split.model, data=split.data),
         trainer_dtype="float32",
@@ -154,12 +154,12 @@ def test_published_parameters_are_those_sglang_loads_itself(target: Target, name
                     split.model,
                     shape,
                     target.folder / "published",
-                    route,
+                    transfer,
                     meeting,
                     1,
                 )
             )
-            await control.join(route, plan_hash=route.plan().hash, meeting=meeting)
+            await control.join(transfer, plan_hash=transfer.plan().hash, meeting=meeting)
             arrived = await control.stage(PolicyVersion(1))
             check_delivery(await ranks, arrived)
             assert await control.commit(PolicyVersion(1)) == target.kind.num_engines

@@ -58,9 +58,9 @@ def travel(folder: Path, shape: ModelShape, parallel: MegatronParallel, returned
     for holding in trainer.holdings:
         load_hf(folder, holding, canonical, ranks[holding.rank])
     engines = sglang_layout(shape, tensor=2, expert=2 if shape.experts else 1, num_engines=2, dtype="float32")
-    seating = on_gpus([(0, rank) for rank in ranks], [(1 + rank // 2, rank) for rank in range(4)])
+    locations = on_gpus([(0, rank) for rank in ranks], [(1 + rank // 2, rank) for rank in range(4)])
     served = {holding.rank: zeros(holding) for holding in engines.holdings}
-    carry(trainer, ranks, engines, served, relays=True, seating=seating)
+    carry(trainer, ranks, engines, served, relays=True, locations=locations)
     file = [whole(name, name, spec) for name, spec in canonical.items()]
     target = Layout(canonical=canonical, holdings=tuple(replicate([0], file, dtype="float32")))
     written = {0: zeros(target.holdings[0])}
@@ -74,10 +74,10 @@ def carry(
     target: Layout,
     taken: dict[int, Tensors],
     *,
-    seating: Locations | None = None,
+    locations: Locations | None = None,
     relays: bool = False,
 ) -> None:
-    for move in sorted(plan(source, target, seating=seating, relays=relays).moves, key=lambda move: move.hop):
+    for move in sorted(plan(source, target, locations=locations, relays=relays).moves, key=lambda move: move.hop):
         holders = taken if move.hop else given
         values = box_of(holders[move.source_rank][move.source_name], move.source_offsets, move.slice.shape)
         box_of(taken[move.target_rank][move.target_name], move.target_offsets, move.slice.shape).copy_(values)

@@ -50,8 +50,8 @@ class Case:
 
     def __repr__(self) -> str:
         """Short: a plan in full fills pages."""
-        seats = self.plan.seating
-        return f"{self.shape}, {self.tensor}, {self.bucket_bytes}, {seats.sources}, {seats.targets}"
+        locations = self.plan.locations
+        return f"{self.shape}, {self.tensor}, {self.bucket_bytes}, {locations.sources}, {locations.targets}"
 
 
 @st.composite
@@ -96,7 +96,7 @@ def cases(draw: st.DrawFn) -> Case:
             dtype="float32",
             is_cpu_engine=is_cpu_engine,
         )
-    seats = draw(gpus(len(source.holdings), len(target.holdings)))
+    locations = draw(gpus(len(source.holdings), len(target.holdings)))
     return Case(
         shape=shape,
         source=source,
@@ -104,7 +104,7 @@ def cases(draw: st.DrawFn) -> Case:
         tensor=tensor,
         expert=expert,
         is_cpu_engine=is_cpu_engine,
-        plan=plan(source, target, seating=on_gpus(*seats), relays=draw(st.booleans())),
+        plan=plan(source, target, locations=on_gpus(*locations), relays=draw(st.booleans())),
         bucket_bytes=draw(st.sampled_from([400, 4000, 1 << 20])),
     )
 
@@ -132,7 +132,7 @@ def check_values(case: Case) -> None:
 
 def check_nodes(case: Case) -> None:
     """A byte enters a node at most once, and not at all where a source is; on one GPU it does not travel."""
-    seats = case.plan.seating
+    locations = case.plan.locations
     held: defaultdict[tuple[str, str], Array] = defaultdict(lambda: np.zeros(0, dtype=np.int64))
     entered: dict[tuple[str, str], Array] = {}
 
@@ -141,13 +141,13 @@ def check_nodes(case: Case) -> None:
 
     for holding in case.source.holdings:
         for piece in holding.pieces:
-            node, part = seats.sources[holding.rank].node, piece.slice
+            node, part = locations.sources[holding.rank].node, piece.slice
             box(counts(held, node, part.name), part.offsets, part.shape)[...] = 1
     for move in case.plan.moves:
-        givers = seats.targets if move.hop else seats.sources
-        seat = seats.targets[move.target_rank]
-        if givers[move.source_rank].link(seat) is Link.NETWORK:
-            box(counts(entered, seat.node, move.slice.name), move.slice.offsets, move.slice.shape)[...] += 1
+        givers = locations.targets if move.hop else locations.sources
+        location = locations.targets[move.target_rank]
+        if givers[move.source_rank].link(location) is Link.NETWORK:
+            box(counts(entered, location.node, move.slice.name), move.slice.offsets, move.slice.shape)[...] += 1
     for (node, name), times in entered.items():
         assert times.max() <= 1, f"{name} enters {node} {times.max()} times"
         assert not (times * counts(held, node, name)).any(), f"{name} enters {node}, which has it"

@@ -52,12 +52,12 @@ def make_plan(*, tensor: int = 2, num_engines: int = 1, placed: Placed = "on one
     trainer = megatron_layout(shape, MegatronParallel(tensor=2), dtype="float32")
     engines = sglang_layout(shape, tensor=tensor, num_engines=num_engines, dtype="bfloat16")
     first = 0 if placed in SHARED else NUM_TRAINERS
-    seats = [(0, first + rank) for rank in range(tensor * num_engines)]
+    gpus = [(0, first + rank) for rank in range(tensor * num_engines)]
     if "other nodes" in placed:
         engines = sglang_layout(shape, tensor=2, num_engines=2, dtype="bfloat16")
-        seats = [(1, 0), (2, 0), (1, 1), (2, 1)] if "relayed" not in placed else [(1, 0), (1, 1), (2, 0), (2, 1)]
-    seating = on_gpus([(0, rank) for rank in range(NUM_TRAINERS)], seats)
-    return plan(trainer, engines, seating=seating, relays="relayed" in placed)
+        gpus = [(1, 0), (2, 0), (1, 1), (2, 1)] if "relayed" not in placed else [(1, 0), (1, 1), (2, 0), (2, 1)]
+    locations = on_gpus([(0, rank) for rank in range(NUM_TRAINERS)], gpus)
+    return plan(trainer, engines, locations=locations, relays="relayed" in placed)
 
 
 def values_of(version: int) -> Tensors:

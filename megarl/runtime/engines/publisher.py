@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.results import PublishResult
-from megarl.rollout.commands import Rendezvous, TransferSpec
+from megarl.rollout.commands import Rendezvous
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Engine, EngineState, Fleet
 from megarl.runtime.trainers.ranks import ActorRanks
@@ -28,6 +28,7 @@ from megarl.weights.algebra.check import check_delivery
 from megarl.weights.algebra.plan import Plan
 from megarl.weights.executors.group import Backend, abandon_group
 from megarl.weights.executors.transfer import DEFAULT_BUCKET_BYTES, StoreServer
+from megarl.weights.layouts.transfer_spec import TransferSpec
 
 logger = logging.getLogger(__name__)
 
@@ -69,16 +70,16 @@ class TransferPublisher:
         ranks: ActorRanks,
         fleet: Fleet,
         control: EngineControl,
-        route: TransferSpec,
+        transfer: TransferSpec,
         timeout_s: float,
         host: str,
         failed: Callable[[PolicyVersion, str], None] = lambda _version, _reason: None,
     ) -> None:
-        """`route` goes to all engines of the fleet; `failed` is told of every attempt that is made again."""
+        """`transfer` goes to all engines of the fleet; `failed` is told of every attempt that is made again."""
         self._ranks = ranks
         self._fleet = fleet
         self._control = control
-        self._route = route
+        self._transfer = transfer
         self._timeout_s = timeout_s
         self._host = host
         self._failed = failed
@@ -92,7 +93,7 @@ class TransferPublisher:
         while True:
             roster = await self._fleet.any_reachable()
             try:
-                await self._control.among(roster).check_layout(self._route_to(roster))
+                await self._control.among(roster).check_layout(self._transfer_to(roster))
                 return
             except WeightSyncError as error:
                 if await self._are_all_there(roster, str(error)):
@@ -190,8 +191,8 @@ class TransferPublisher:
         if self._link is not None and self._link.members == members:
             return self._link
         self._link = None
-        route = self._route_to(roster)
-        plan = route.plan()
+        transfer = self._transfer_to(roster)
+        plan = transfer.plan()
         control = self._control.among(roster)
         store = StoreServer(self._host)
         meeting = Rendezvous(
@@ -202,18 +203,18 @@ class TransferPublisher:
             bucket_bytes=DEFAULT_BUCKET_BYTES,
         )
         await self._together(
-            store, self._ranks.join(route, meeting), control.join(route, plan_hash=plan.hash, meeting=meeting)
+            store, self._ranks.join(transfer, meeting), control.join(transfer, plan_hash=plan.hash, meeting=meeting)
         )
         self._link = _Link(members=members, store=store, control=control, plan=plan)
         return self._link
 
-    def _route_to(self, roster: Sequence[Engine]) -> TransferSpec:
-        return self._route.with_engines([engine.index for engine in roster])
+    def _transfer_to(self, roster: Sequence[Engine]) -> TransferSpec:
+        return self._transfer.with_engines([engine.index for engine in roster])
 
     @property
     def _backend(self) -> Backend:
         # NCCL refuses two processes on one GPU; what crosses between GPUs of a shared pool goes through the host.
-        return "gloo" if self._route.is_cpu_engine or self._route.shares_devices else "nccl"
+        return "gloo" if self._transfer.is_cpu_engine or self._transfer.shares_devices else "nccl"
 
     async def _together(
         self, store: StoreServer, trainers: Coroutine[None, None, Sent], engines: Coroutine[None, None, Arrived]

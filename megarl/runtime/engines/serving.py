@@ -11,7 +11,6 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe, RolloutRoleConfig
 from megarl.observe.observer import Observer
 from megarl.rollout.client import EngineClient, EngineEndpoint
-from megarl.rollout.commands import TransferSpec
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.lifecycle import RestartPolicy
@@ -29,6 +28,7 @@ from megarl.runtime.trainers.start import Trainers
 from megarl.stages import Phases, Publisher
 from megarl.weights.algebra.assignment import nearest_order
 from megarl.weights.layouts.megatron import MegatronParallel
+from megarl.weights.layouts.transfer_spec import TransferSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Rollout:
     """None where nobody generates."""
     supervisor: Supervisor | None
     """Of the fleet."""
-    route: TransferSpec | None
+    transfer: TransferSpec | None
     """From trainer ranks to all engines of the fleet."""
     phases: Phases
 
@@ -86,23 +86,23 @@ async def start_rollout(
     """`stack` takes down what was started."""
     config = recipe.roles.rollout
     if config is None:
-        return Rollout(fleet=None, supervisor=None, route=None, phases=SeparatePhases())
+        return Rollout(fleet=None, supervisor=None, transfer=None, phases=SeparatePhases())
     if config.pool is None:
         fleet = _join_fleet(recipe, config, stack, observer)
-        return Rollout(fleet=fleet, supervisor=None, route=None, phases=SeparatePhases())
+        return Rollout(fleet=fleet, supervisor=None, transfer=None, phases=SeparatePhases())
     pool = pools[config.pool]
     seats = _engine_places(recipe, config, config.pool, shape, pools)
     engines, endpoints = await start_engines(recipe, config, seats, share=pool.share, is_shared=pool.is_shared)
     fleet, supervisor = await _open_fleet(recipe, config, engines, endpoints, stack, observer)
     trainer_gpus, engine_gpus = gpu_numbers(pools[recipe.roles.actor.pool].places, seats)
-    route = route_of(recipe, config, shape, num_engines=len(fleet.engines))
-    if route.is_cpu_engine and route.shares_devices:
+    transfer = transfer_spec(recipe, config, shape, num_engines=len(fleet.engines))
+    if transfer.is_cpu_engine and transfer.shares_devices:
         # Host memory is one device: every engine rank of a node reads what any trainer rank there holds.
         trainer_gpus, engine_gpus = (tuple((node, 0) for node, _ in gpus) for gpus in (trainer_gpus, engine_gpus))
     return Rollout(
         fleet=fleet,
         supervisor=supervisor,
-        route=replace(route, trainer_gpus=trainer_gpus, engine_gpus=engine_gpus),
+        transfer=replace(transfer, trainer_gpus=trainer_gpus, engine_gpus=engine_gpus),
         phases=SharedPhases([fleet]) if pool.is_shared else SeparatePhases(),
     )
 
@@ -115,9 +115,9 @@ def _engine_places(
     places = places[: len(places) // config.tensor * config.tensor]
     if pool != actor.pool:
         return places
-    route = route_of(recipe, config, shape, num_engines=1)
+    transfer = transfer_spec(recipe, config, shape, num_engines=1)
     trainer_gpus, engine_gpus = gpu_numbers(pools[actor.pool].places, places)
-    order = nearest_order(route.trainer_layout(), route.engine_layout(), trainer_gpus, engine_gpus)
+    order = nearest_order(transfer.trainer_layout(), transfer.engine_layout(), trainer_gpus, engine_gpus)
     return [places[index] for index in order]
 
 
@@ -174,11 +174,11 @@ async def connect(
     observer: Observer,
 ) -> Roles:
     """Both sides together, with the weights' way from these ranks to the engines, as long as `stack` lasts."""
-    config, fleet, supervisor, route = recipe.roles.rollout, rollout.fleet, rollout.supervisor, rollout.route
+    config, fleet, supervisor, transfer = recipe.roles.rollout, rollout.fleet, rollout.supervisor, rollout.transfer
     publisher: Publisher = NoPublisher()
-    if config is not None and fleet is not None and supervisor is not None and route is not None:
+    if config is not None and fleet is not None and supervisor is not None and transfer is not None:
         host = own_address(recipe.network.bind)
-        publisher = await _connect(config, route, trainers.actor, fleet, supervisor, stack, observer, host=host)
+        publisher = await _connect(config, transfer, trainers.actor, fleet, supervisor, stack, observer, host=host)
     elif config is not None and fleet is not None:
         publisher = await _connect_by_files(recipe, config, trainers.actor, fleet)
     if isinstance(rollout.phases, SharedPhases):
@@ -196,7 +196,7 @@ def _offloaders(recipe: Recipe, trainers: Trainers) -> list[TrainedRanks]:
 
 async def _connect(
     config: RolloutRoleConfig,
-    route: TransferSpec,
+    transfer: TransferSpec,
     ranks: ActorRanks,
     fleet: Fleet,
     supervisor: Supervisor,
@@ -212,7 +212,7 @@ async def _connect(
         control=EngineControl(
             fleet, timeout_s=config.publish_timeout_s, host=host, flushes_cache=config.in_flight != "in_place"
         ),
-        route=route,
+        transfer=transfer,
         timeout_s=config.publish_timeout_s,
         host=host,
         failed=observer.publish_failed,
@@ -238,7 +238,7 @@ async def _connect_by_files(
     return publisher
 
 
-def route_of(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, num_engines: int) -> TransferSpec:
+def transfer_spec(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, num_engines: int) -> TransferSpec:
     dtype = "float32" if recipe.run.device == "cpu" else "bfloat16"
     return TransferSpec(
         shape=shape,

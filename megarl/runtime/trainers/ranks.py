@@ -27,7 +27,7 @@ from megarl.config.recipe import CriticConfig, TrainConfig
 from megarl.env import GLOO_INTERFACE, trainer_environment
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.results import CriticResult, UpdateResult
-from megarl.rollout.commands import Rendezvous, TransferSpec
+from megarl.rollout.commands import Rendezvous
 from megarl.runtime.addresses import own_address
 from megarl.runtime.cluster import Place
 from megarl.runtime.trainers.hang import Answer, Silence, explain_hang, write_report
@@ -43,6 +43,7 @@ from megarl.train.trained import TrainedRank
 from megarl.types import FloatArray, TrainBatch
 from megarl.weights.executors.box_digest import fastest_digest
 from megarl.weights.executors.transfer import Sender, TransferGroup
+from megarl.weights.layouts.transfer_spec import TransferSpec
 
 logger = logging.getLogger(__name__)
 
@@ -169,15 +170,15 @@ class ActorProcess(TrainedProcess[ActorRank]):
     def export(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
         return self.model.export(folder, source_folder)
 
-    def join(self, route: TransferSpec, meeting: Rendezvous) -> None:
+    def join(self, transfer: TransferSpec, meeting: Rendezvous) -> None:
         """Meet the engine ranks; they join at the same time."""
         self.leave()
-        plan = route.plan()
+        plan = transfer.plan()
         self._group = TransferGroup.join(
             meeting.address,
             name=meeting.name,
             peer=self._rank,
-            num_peers=route.num_peers,
+            num_peers=transfer.num_peers,
             timeout_s=meeting.timeout_s,
             backend=meeting.backend,
             host=self._host,
@@ -188,9 +189,9 @@ class ActorProcess(TrainedProcess[ActorRank]):
             self.model.tensors(),
             self._group,
             bucket_bytes=meeting.bucket_bytes,
-            digest=fastest_digest(is_on_host=route.is_cpu_engine),
-            shares_device=route.shares_devices,
-            keeps_open=route.keeps_open,
+            digest=fastest_digest(is_on_host=transfer.is_cpu_engine),
+            shares_device=transfer.shares_devices,
+            keeps_open=transfer.keeps_open,
         )
 
     def send(self, version: int) -> dict[tuple[int, str], int]:
@@ -372,8 +373,8 @@ class ActorRanks(TrainedRanks):
         written = cast("list[dict[str, FileDigest]]", results)
         return {name: digest for files in written for name, digest in files.items()}
 
-    async def join(self, route: TransferSpec, meeting: Rendezvous) -> None:
-        await self._workers.call("join", route, meeting)
+    async def join(self, transfer: TransferSpec, meeting: Rendezvous) -> None:
+        await self._workers.call("join", transfer, meeting)
 
     def at_rest(self) -> AbstractAsyncContextManager[None]:
         """Inside, no rank computes: weights do not change."""

@@ -18,12 +18,12 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.errors import WeightSyncError
 from megarl.observe.observer import Observer
-from megarl.rollout.commands import TransferSpec, dump_file
+from megarl.rollout.commands import dump_file
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.runtime.addresses import own_address
 from megarl.runtime.cluster import open_cluster
-from megarl.runtime.engines.serving import Roles, connect, reserve_pools, route_of, start_rollout
+from megarl.runtime.engines.serving import Roles, connect, reserve_pools, start_rollout, transfer_spec
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.start import start_trainers
 from megarl.tools.check_sync.comparison import ClassVerdict, compare_holding, summed
@@ -31,6 +31,7 @@ from megarl.tools.check_sync.random_model import random_tensors, write_random_mo
 from megarl.tools.check_sync.rehearsal import rehearse
 from megarl.tools.check_sync.small_sync import SmallSync, rehearsed
 from megarl.types import PolicyVersion
+from megarl.weights.layouts.transfer_spec import TransferSpec
 
 _SEED = 1
 _OTHER_SEED = 2
@@ -57,8 +58,8 @@ def rehearse_layouts(recipe: Recipe, shape: ModelShape) -> SyncCheck:
     recipe, tiny = rehearsed(recipe, shape)
     rollout = recipe.roles.rollout
     assert rollout is not None, "a rehearsal without engines"
-    route = route_of(recipe, rollout, tiny, num_engines=recipe.num_engines)
-    return _checked(route, rehearse(route.plan(), random_tensors(tiny, seed=_SEED)))
+    transfer = transfer_spec(recipe, rollout, tiny, num_engines=recipe.num_engines)
+    return _checked(transfer, rehearse(transfer.plan(), random_tensors(tiny, seed=_SEED)))
 
 
 def check_for_real(small: SmallSync, *, ray_address: str | None) -> SyncCheck:
@@ -84,14 +85,20 @@ async def _check(small: SmallSync, other: Path, ray_address: str | None) -> Sync
             roles = await connect(recipe, starting.result(), generating.result(), stack, observer=observer)
             fleet = roles.fleet
             assert fleet is not None, "roles without engines"
-            route = route_of(recipe, rollout, small.shape, num_engines=len(fleet.engines))
+            transfer = transfer_spec(recipe, rollout, small.shape, num_engines=len(fleet.engines))
             control = EngineControl(fleet, timeout_s=rollout.publish_timeout_s, host=own_address(recipe.network.bind))
-            verdicts = await _publish_and_compare(roles, fleet, control, route, recipe.model.path, other, run_folder)
-            return _checked(route, summed(verdicts))
+            verdicts = await _publish_and_compare(roles, fleet, control, transfer, recipe.model.path, other, run_folder)
+            return _checked(transfer, summed(verdicts))
 
 
 async def _publish_and_compare(
-    roles: Roles, fleet: Fleet, control: EngineControl, route: TransferSpec, model: Path, other: Path, run_folder: Path
+    roles: Roles,
+    fleet: Fleet,
+    control: EngineControl,
+    transfer: TransferSpec,
+    model: Path,
+    other: Path,
+    run_folder: Path,
 ) -> list[ClassVerdict]:
     loaded, before, published = (run_folder / name for name in ("loaded", "before", "published"))
     await _load(fleet, model)
@@ -100,8 +107,8 @@ async def _publish_and_compare(
     await control.dump(before)
     await roles.publisher.publish(PolicyVersion(0))
     await control.dump(published)
-    _refuse_unmoved(route, before, loaded)
-    return list(_compare(route, published, loaded))
+    _refuse_unmoved(transfer, before, loaded)
+    return list(_compare(transfer, published, loaded))
 
 
 async def _load(fleet: Fleet, folder: Path) -> None:
@@ -109,29 +116,31 @@ async def _load(fleet: Fleet, folder: Path) -> None:
         await engine.client.load_weights_from_disk(folder.absolute(), version=PolicyVersion(0), timeout_s=600)
 
 
-def _compare(route: TransferSpec, found: Path, expected: Path) -> Iterator[ClassVerdict]:
-    for holding in route.engine_layout().holdings:
-        engine, tp_rank = divmod(holding.rank, route.tensor)
+def _compare(transfer: TransferSpec, found: Path, expected: Path) -> Iterator[ClassVerdict]:
+    for holding in transfer.engine_layout().holdings:
+        engine, tp_rank = divmod(holding.rank, transfer.tensor)
         name = dump_file(engine=engine, tp_rank=tp_rank)
         holder = f"engine {engine}, TP rank {tp_rank}"
         yield from compare_holding(holding, load_file(found / name), load_file(expected / name), holder=holder)
 
 
-def _refuse_unmoved(route: TransferSpec, before: Path, after: Path) -> None:
+def _refuse_unmoved(transfer: TransferSpec, before: Path, after: Path) -> None:
     """A tensor that was right before the publish would say nothing about it."""
-    differing = {name for verdict in _compare(route, before, after) if not verdict.is_equal for name in verdict.tensors}
-    same = sorted(set(route.engine_layout().canonical) - differing)
+    differing = {
+        name for verdict in _compare(transfer, before, after) if not verdict.is_equal for name in verdict.tensors
+    }
+    same = sorted(set(transfer.engine_layout().canonical) - differing)
     if same:
         raise WeightSyncError(f"{same[0]} is the same in both models: the check would say nothing about it")
 
 
-def _checked(route: TransferSpec, verdicts: list[ClassVerdict]) -> SyncCheck:
-    plan = route.plan()
+def _checked(transfer: TransferSpec, verdicts: list[ClassVerdict]) -> SyncCheck:
+    plan = transfer.plan()
     return SyncCheck(
         verdicts=tuple(verdicts),
         num_sources=len(plan.source.holdings),
         num_targets=len(plan.target.holdings),
         moved_bytes=sum(plan.bytes_by_link.values()),
-        shape=route.shape,
-        dtype=route.engine_dtype,
+        shape=transfer.shape,
+        dtype=transfer.engine_dtype,
     )

@@ -13,7 +13,6 @@ from megarl.compare.recordings import Recording
 from megarl.compare.weight_digests import WeightSide, differing_tensors
 from megarl.config.fixed import PAD_MULTIPLE
 from megarl.data.packing import pack
-from megarl.rollout.commands import TransferSpec
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.recorder import FILE_PREFIX
@@ -22,6 +21,7 @@ from megarl.tools.diagnose.diagnosis import TOLERANCES, Conversation, Diagnosis,
 from megarl.train.actor import RECORD_PREFIX, TrainerRecord
 from megarl.types import Prompt, RolloutGroup, TrainBatch, TrainSample
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from megarl.weights.layouts.transfer_spec import TransferSpec
 
 NUM_SAMPLED_TOKENS = 8
 """Enough to see the engine decode, beside reading the prompt at once."""
@@ -40,21 +40,21 @@ async def compare(
     fleet: Fleet,
     control: EngineControl,
     generator: Generator,
-    route: TransferSpec,
+    transfer: TransferSpec,
     temperature: float,
     folder: Path,
 ) -> Diagnosis:
     """Let the engine answer the prompt, the trainer read both, and say what differs. `folder` gets the recordings.
 
-    The fleet is the one engine of the route, and the generator gives one rollout.
+    The fleet is the one engine of the transfer, and the generator gives one rollout.
     """
     _clear(folder)
     # A prompt whose prefix is cached would not be computed.
     await fleet.engines[0].client.flush_cache()
-    await control.listen(route)
+    await control.listen(transfer)
     group = await generator.generate(prompt)
     engine_censuses = await control.record(folder)
-    batch = _batch(group, route.parallel, temperature)
+    batch = _batch(group, transfer.parallel, temperature)
     records = await trainer.record(batch, folder)
     (rollout,) = group.rollouts
     conversation = Conversation(
@@ -64,18 +64,18 @@ async def compare(
         trainer_logprobs=records[0].logprobs,
         temperature=temperature,
     )
-    trainer_layout = megatron_layout(route.shape, route.parallel, dtype=route.trainer_dtype)
+    trainer_layout = megatron_layout(transfer.shape, transfer.parallel, dtype=transfer.trainer_dtype)
     num_tokens = conversation.num_positions
     return diagnose(
-        sites(route.shape),
+        sites(transfer.shape),
         Recording(sorted(folder.glob(f"{RECORD_PREFIX}*")), num_tokens=num_tokens),
         Recording(sorted(folder.glob(f"{FILE_PREFIX}*")), num_tokens=num_tokens),
         conversation,
         differing_tensors=differing_tensors(
             WeightSide(layout=trainer_layout, censuses=[record.census for record in records]),
-            WeightSide(layout=route.engine_layout(), censuses=engine_censuses),
+            WeightSide(layout=transfer.engine_layout(), censuses=engine_censuses),
         ),
-        tolerance=TOLERANCES[route.engine_dtype],
+        tolerance=TOLERANCES[transfer.engine_dtype],
     )
 
 

@@ -14,7 +14,7 @@ from megarl.rollout.control import EngineControl
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.runtime.addresses import own_address
 from megarl.runtime.cluster import open_cluster
-from megarl.runtime.engines.serving import connect, reserve_pools, route_of, start_rollout
+from megarl.runtime.engines.serving import connect, reserve_pools, start_rollout, transfer_spec
 from megarl.runtime.inputs import read_inputs
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.start import start_trainers
@@ -73,7 +73,7 @@ async def _diagnose(
                     # A second attempt would be recorded behind the first.
                     max_attempts=1,
                 ),
-                route=route_of(recipe, rollout, shape, num_engines=1),
+                transfer=transfer_spec(recipe, rollout, shape, num_engines=1),
                 temperature=sampling.temperature,
                 folder=recipe.run_folder.absolute(),
             )

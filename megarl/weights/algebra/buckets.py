@@ -91,8 +91,8 @@ def staging_bound(plan: Plan, rank: int, *, bucket_bytes: int, shares_device: bo
 
 
 def _link(plan: Plan, move: Move) -> Link:
-    givers = plan.seating.targets if move.hop else plan.seating.sources
-    return givers[move.source_rank].link(plan.seating.targets[move.target_rank])
+    givers = plan.locations.targets if move.hop else plan.locations.sources
+    return givers[move.source_rank].link(plan.locations.targets[move.target_rank])
 
 
 def _largest(moves: Iterable[Move], bucket_bytes: int) -> int:

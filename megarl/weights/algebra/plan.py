@@ -76,7 +76,7 @@ class Plan:
 
     source: Layout
     target: Layout
-    seating: Locations
+    locations: Locations
     strands: tuple[Strand, ...]
     hash: str
     """Equal in two processes if and only if they will send and expect the same bytes."""
@@ -125,7 +125,7 @@ class Plan:
     def traffic(self) -> Traffic:
         traffic = Traffic()
         for strand in self.strands:
-            traffic.add(strand, self.seating)
+            traffic.add(strand, self.locations)
         return traffic
 
     @property
@@ -252,13 +252,13 @@ class Traffic:
         """By giver, as in a routing, and target."""
         self._links: dict[tuple[int, int], Link] = {}
 
-    def add(self, strand: Strand, seating: Locations) -> None:
+    def add(self, strand: Strand, locations: Locations) -> None:
         num_bytes = strand.num_bytes
         for column, target in enumerate(strand.bundle.targets):
             givers, counts = _counted(strand.routing.givers[:, column])
             for giver, count in zip(givers, counts, strict=True):
                 size = count * num_bytes
-                link = self._link(giver, target, seating)
+                link = self._link(giver, target, locations)
                 self.received[link][target] += size
                 self.between[giver, target] += size
                 if giver >= 0:
@@ -266,21 +266,21 @@ class Traffic:
                 else:
                     self.forwarded[link][forwarder(giver)] += size
 
-    def _link(self, giver: int, target: int, seating: Locations) -> Link:
+    def _link(self, giver: int, target: int, locations: Locations) -> Link:
         found = self._links.get((giver, target))
         if found is None:
-            seat = seating.sources[giver] if giver >= 0 else seating.targets[forwarder(giver)]
-            found = self._links[giver, target] = seat.link(seating.targets[target])
+            location = locations.sources[giver] if giver >= 0 else locations.targets[forwarder(giver)]
+            found = self._links[giver, target] = location.link(locations.targets[target])
         return found
 
 
-def plan(source: Layout, target: Layout, *, seating: Locations | None = None, relays: bool = False) -> Plan:
+def plan(source: Layout, target: Layout, *, locations: Locations | None = None, relays: bool = False) -> Plan:
     """The moves that fill every piece of `target` from `source`.
 
-    Without a seating everyone is on a node of its own. `relays`: nodes without a source pass boxes on to each other.
+    Without a locations everyone is on a node of its own. `relays`: nodes without a source pass boxes on to each other.
     """
-    seating = apart(source, target) if seating is None else seating
-    router = BundleRouter(seating, relays=relays)
+    locations = apart(source, target) if locations is None else locations
+    router = BundleRouter(locations, relays=relays)
     digest = hashlib.blake2b(digest_size=16)
     strands = []
     for bundle in bundles(source, target):
@@ -289,7 +289,7 @@ def plan(source: Layout, target: Layout, *, seating: Locations | None = None, re
         digest.update(repr(boxes).encode())
         digest.update(strand.routing.givers.tobytes())
         strands.append(strand)
-    return Plan(source=source, target=target, seating=seating, strands=tuple(strands), hash=digest.hexdigest())
+    return Plan(source=source, target=target, locations=locations, strands=tuple(strands), hash=digest.hexdigest())
 
 
 def _tables() -> dict[Link, defaultdict[int, int]]:

@@ -42,8 +42,8 @@ def forwarder(target_rank: int) -> int:
 class BundleRouter:
     """Routes one bundle after the other, and remembers who has done how much."""
 
-    def __init__(self, seating: Locations, *, relays: bool) -> None:
-        self._seating = seating
+    def __init__(self, locations: Locations, *, relays: bool) -> None:
+        self._locations = locations
         self._relays = relays
         self._meetings: dict[tuple[tuple[int, ...], tuple[int, ...]], _Meeting] = {}
         self._sent: defaultdict[int, int] = defaultdict(int)
@@ -100,7 +100,7 @@ class BundleRouter:
     def _meeting(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> _Meeting:
         found = self._meetings.get((sources, targets))
         if found is None:
-            found = self._meetings[sources, targets] = _meet(sources, targets, self._seating)
+            found = self._meetings[sources, targets] = _meet(sources, targets, self._locations)
         return found
 
 
@@ -116,23 +116,23 @@ class _Meeting:
     """Per node without a source: its targets."""
 
 
-def _meet(sources: tuple[int, ...], targets: tuple[int, ...], seating: Locations) -> _Meeting:
+def _meet(sources: tuple[int, ...], targets: tuple[int, ...], locations: Locations) -> _Meeting:
     on_node: defaultdict[str, list[int]] = defaultdict(list)
     for source in sources:
-        on_node[seating.sources[source].node].append(source)
+        on_node[locations.sources[source].node].append(source)
     own: list[tuple[int, int]] = []
     near: defaultdict[str, list[int]] = defaultdict(list)
     far: defaultdict[str, list[int]] = defaultdict(list)
     for column, target in enumerate(targets):
-        seat = seating.targets[target]
-        if seat.node not in on_node:
-            far[seat.node].append(column)
+        location = locations.targets[target]
+        if location.node not in on_node:
+            far[location.node].append(column)
             continue
-        link, source = _nearest(on_node[seat.node], seat, seating)
+        link, source = _nearest(on_node[location.node], location, locations)
         if link <= Link.DEVICE:
             own.append((column, source))
         else:
-            near[seat.node].append(column)
+            near[location.node].append(column)
     return _Meeting(
         own=tuple(own),
         near=tuple((np.asarray(columns), tuple(on_node[node])) for node, columns in near.items()),
@@ -140,8 +140,8 @@ def _meet(sources: tuple[int, ...], targets: tuple[int, ...], seating: Locations
     )
 
 
-def _nearest(sources: Sequence[int], seat: Location, seating: Locations) -> tuple[Link, int]:
-    return min((seat.link(seating.sources[source]), source) for source in sources)
+def _nearest(sources: Sequence[int], location: Location, locations: Locations) -> tuple[Link, int]:
+    return min((location.link(locations.sources[source]), source) for source in sources)
 
 
 def _share(

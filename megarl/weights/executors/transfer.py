@@ -429,10 +429,10 @@ def _besides(rank: int, deliveries: Iterable[Delivery]) -> Iterator[Delivery]:
 
 def _is_on_device(plan: Plan, bucket: Bucket) -> bool:
     """Whether giver and taker are two processes on one device."""
-    seats = plan.seating
+    locations = plan.locations
     if bucket.is_passed_on:
         return False
-    return seats.sources[bucket.source_rank].link(seats.targets[bucket.target_rank]) is Link.DEVICE
+    return locations.sources[bucket.source_rank].link(locations.targets[bucket.target_rank]) is Link.DEVICE
 
 
 def _tag(version: int, bucket: Bucket) -> int:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from megarl.config.model import ModelShape
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
-from megarl.rollout.commands import Rendezvous, TransferSpec
+from megarl.rollout.commands import Rendezvous
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import RestartPolicy
@@ -29,6 +29,7 @@ from megarl.weights.executors.box_digest import fastest_digest
 from megarl.weights.executors.group import LOOPBACK, TransferGroup
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.megatron import MegatronParallel
+from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.rollout.engines import ORDER_TIMEOUT_S, REQUEST_TIMEOUT_S, engine_spec
 from tests.rollout.trainers import fill
 from tests.tiny_models import write_tiny_model
@@ -94,17 +95,17 @@ class ThreadRanks:
     async def version(self) -> int:
         return self.held
 
-    async def join(self, route: TransferSpec, meeting: Rendezvous) -> None:
+    async def join(self, transfer: TransferSpec, meeting: Rendezvous) -> None:
         self.close()
-        plan = route.plan()
+        plan = transfer.plan()
         tensors = load_file(self._folders[self.held] / "model.safetensors")
 
         def join_rank(rank: int) -> TransferGroup:
             return TransferGroup.join(
-                meeting.address, name=meeting.name, peer=rank, num_peers=route.num_peers, timeout_s=meeting.timeout_s
+                meeting.address, name=meeting.name, peer=rank, num_peers=transfer.num_peers, timeout_s=meeting.timeout_s
             )
 
-        world = route.parallel.world_size
+        world = transfer.parallel.world_size
         self._groups = list(await asyncio.gather(*(asyncio.to_thread(join_rank, rank) for rank in range(world))))
         self._senders = [
             Sender(
@@ -191,7 +192,7 @@ class Duo:
             ranks=cast(ActorRanks, ranks),
             fleet=fleet,
             control=control,
-            route=self._route,
+            transfer=self._transfer,
             timeout_s=ORDER_TIMEOUT_S,
             host=LOOPBACK,
         )
@@ -213,7 +214,7 @@ class Duo:
             await fleet.close()
 
     @property
-    def _route(self) -> TransferSpec:
+    def _transfer(self) -> TransferSpec:
         return TransferSpec(
             shape=self.shape,
             parallel=_SPLIT,

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config.model import Family, ModelShape
 from megarl.errors import FleetError, WeightSyncError, WorkerError
-from megarl.rollout.commands import Rendezvous, TransferSpec
+from megarl.rollout.commands import Rendezvous
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Engine, EngineState, Fleet
 from megarl.rollout.lifecycle import Ended, RestartPolicy, Started, Ticked
@@ -22,9 +22,10 @@ from megarl.runtime.trainers.ranks import ActorRanks
 from megarl.types import PolicyVersion
 from megarl.weights.executors.group import LOOPBACK
 from megarl.weights.layouts.megatron import MegatronParallel
+from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.rollout.engines import scripted_fleet
 
-ROUTE = TransferSpec(
+TRANSFER = TransferSpec(
     shape=ModelShape(
         family=Family.QWEN2,
         num_layers=2,
@@ -68,8 +69,8 @@ class FakeRanks:
     async def version(self) -> int:
         return self.held
 
-    async def join(self, route: TransferSpec, meeting: Rendezvous) -> None:
-        self._num_engines = route.num_engines
+    async def join(self, transfer: TransferSpec, meeting: Rendezvous) -> None:
+        self._num_engines = transfer.num_engines
 
     async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
         self._calls.append("send")
@@ -96,9 +97,9 @@ class FakeControl:
     def _names(self) -> str:
         return " ".join(str(engine.index) for engine in self._engines)
 
-    async def join(self, route: TransferSpec, *, plan_hash: str, meeting: Rendezvous) -> None:
-        assert route.num_engines == len(self._engines)
-        assert plan_hash == route.plan().hash
+    async def join(self, transfer: TransferSpec, *, plan_hash: str, meeting: Rendezvous) -> None:
+        assert transfer.num_engines == len(self._engines)
+        assert plan_hash == transfer.plan().hash
         self._calls.append(f"join {self._names}")
 
     async def stage(self, version: PolicyVersion) -> dict[int, Mapping[str, int]]:
@@ -140,7 +141,7 @@ class Scene:
             ranks=cast(ActorRanks, self.ranks),
             fleet=self.fleet,
             control=cast(EngineControl, FakeControl(self.fleet, self.calls, mischief)),
-            route=ROUTE,
+            transfer=TRANSFER,
             timeout_s=5,
             host=LOOPBACK,
         )
@@ -163,7 +164,7 @@ def test_a_version_that_arrived_whole_is_committed_and_the_group_stays() -> None
         scene = Scene()
         result = await scene.publisher.publish(PolicyVersion(4))
         assert (result.version, result.num_engines) == (4, 2)
-        assert result.num_bytes == sum(ROUTE.plan().received_bytes.values())
+        assert result.num_bytes == sum(TRANSFER.plan().received_bytes.values())
         await scene.publisher.publish(PolicyVersion(5))
         again = ["send", "stage 0 1", "commit 5: 0 1"]
         assert scene.calls == ["join 0 1", "send", "stage 0 1", "commit 4: 0 1", *again]

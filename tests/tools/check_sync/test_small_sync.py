@@ -10,7 +10,7 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError
 from megarl.planner.shapes import find_shapes
-from megarl.runtime.engines.serving import route_of
+from megarl.runtime.engines.serving import transfer_spec
 from megarl.tools.check_sync.small_sync import SmallSync, rehearsed, small_sync, told_layout
 from tests.repository import ROOT
 
@@ -33,7 +33,7 @@ def test_what_is_started_is_a_possible_layout_of_at_most_eight_ranks(name: str) 
     found = small(name)
     rollout = found.recipe.roles.rollout
     assert rollout is not None
-    plan = route_of(found.recipe, rollout, found.shape, num_engines=found.recipe.num_engines).plan()
+    plan = transfer_spec(found.recipe, rollout, found.shape, num_engines=found.recipe.num_engines).plan()
     assert len(plan.source.holdings) <= 8
     assert len(plan.target.holdings) <= 4
     assert sum(plan.received_bytes.values()) > 0
@@ -45,10 +45,10 @@ def test_the_rehearsal_has_the_recipes_own_layouts(name: str) -> None:
     same, tiny = rehearsed(recipe, shape)
     rollout = same.roles.rollout
     assert rollout is not None
-    route = route_of(same, rollout, tiny, num_engines=same.num_engines)
+    transfer = transfer_spec(same, rollout, tiny, num_engines=same.num_engines)
     assert told_layout(same) == told_layout(recipe)
-    assert route.parallel.world_size == recipe.pools[recipe.roles.actor.pool].gpus
-    assert len(route.engine_layout().holdings) == recipe.num_engines * rollout.tensor
+    assert transfer.parallel.world_size == recipe.pools[recipe.roles.actor.pool].gpus
+    assert len(transfer.engine_layout().holdings) == recipe.num_engines * rollout.tensor
     assert (tiny.num_heads, tiny.num_kv_heads) == (shape.num_heads, shape.num_kv_heads)
 
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ActorConfig
-from megarl.rollout.commands import TransferSpec
 from megarl.rollout.process import EngineProcess
 from megarl.tools.diagnose.diagnosis import Diagnosis, ModuleVerdict
 from megarl.tools.diagnose.mismatch import compare
 from megarl.train.actor import TrainerRecord
 from megarl.types import PolicyVersion, TrainBatch
 from megarl.weights.layouts.megatron import MegatronParallel
+from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.rollout.engines import REQUEST_TIMEOUT_S, ServedModel, control_of, engine_spec, generator_of, prompt_of
 from tests.train import jobs
 from tests.train.cluster import Cluster
@@ -69,7 +69,7 @@ def diagnosed(
                 fleet=fleet,
                 control=control_of(fleet),
                 generator=generator_of(fleet, temperature=TEMPERATURE, max_response_tokens=8),
-                route=route_to(served, trainer.actor),
+                transfer=transfer_to(served, trainer.actor),
                 temperature=trainer_temperature,
                 folder=folder,
             )
@@ -77,7 +77,7 @@ def diagnosed(
     return asyncio.run(run())
 
 
-def route_to(served: ServedModel, actor: ActorConfig) -> TransferSpec:
+def transfer_to(served: ServedModel, actor: ActorConfig) -> TransferSpec:
     return TransferSpec(
         shape=served.shape,
         parallel=MegatronParallel(tensor=actor.tensor, pipeline=actor.pipeline),

@@ -17,7 +17,7 @@ SHAPE = make_shape(heads=8, kv_heads=4)
 def bytes_on_device(parallel: MegatronParallel, tensor: int, trainers: list[Gpu], engines: list[Gpu]) -> int:
     source = megatron_layout(SHAPE, parallel, dtype="float32")
     target = sglang_layout(SHAPE, tensor=tensor, num_engines=len(engines) // tensor, dtype="float32")
-    return plan(source, target, seating=on_gpus(trainers, engines)).bytes_by_link.get(Link.DEVICE, 0)
+    return plan(source, target, locations=on_gpus(trainers, engines)).bytes_by_link.get(Link.DEVICE, 0)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_resuming_on_another_split_writes_every_element_once_and_right(
     new = megatron_layout(shape, after, dtype="float32")
     targets = {holding.rank: empty(holding) for holding in new.holdings}
     sources = {holding.rank: fill_from_canonical(holding, model) for holding in old.holdings}
-    apply(plan(old, new, seating=same_processes(old, new)).moves, sources, targets)
+    apply(plan(old, new, locations=same_processes(old, new)).moves, sources, targets)
     last = {"tensor": 0, "data": after.data - 1}
     expected = megatron_rank(shape, after, model, **last, stage=after.pipeline - 1)
     assert_equal(targets[after.rank(**last, pipeline=after.pipeline - 1)], expected)
@@ -89,11 +89,11 @@ def test_same_node_holders_come_first(shape: ModelShape, parallel: MegatronParal
     engines = sglang_layout(shape, tensor=2, num_engines=num_engines, dtype="float32")
     source_nodes = [holding.rank // 2 for holding in trainer.holdings]
     target_nodes = [holding.rank // 2 for holding in engines.holdings]
-    seating = on_gpus(
+    locations = on_gpus(
         [(node, rank) for rank, node in enumerate(source_nodes)],
         [(node, -1 - rank) for rank, node in enumerate(target_nodes)],
     )
-    result = plan(trainer, engines, seating=seating)
+    result = plan(trainer, engines, locations=locations)
     holders = {
         (piece.slice.name, piece.slice.offsets, piece.slice.shape): set[int]()
         for holding in trainer.holdings
@@ -119,7 +119,7 @@ def test_same_node_holders_come_first(shape: ModelShape, parallel: MegatronParal
 
 def test_a_rank_that_has_the_box_itself_moves_nothing_over_a_link() -> None:
     layout = megatron_layout(make_shape(), MegatronParallel(tensor=2, data=2), dtype="float32")
-    result = plan(layout, layout, seating=same_processes(layout, layout))
+    result = plan(layout, layout, locations=same_processes(layout, layout))
     assert set(result.bytes_by_link) == {Link.PROCESS}
     assert result.peak_staging_bytes == result.busiest_bytes == 0
 

@@ -207,8 +207,6 @@ class RolloutRoleConfig(Section):
     """Before the first restart; twice as long before each further one, up to a minute."""
     silence_timeout_s: PositiveFloat = 30
     """An engine that answers nothing for so long is taken for dead; after a third of it, it gets no more requests."""
-    hedge_quantile: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """A rollout that takes longer than this part of those before it is also asked of an engine with less to do."""
     sglang: dict[str, object] = Field(default={})
     """Further options of the SGLang server, such as `attention_backend: fa3` for `--attention-backend fa3`."""
 

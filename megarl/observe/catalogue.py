@@ -176,14 +176,6 @@ RETRIES = _counter(
     limit=16,
     known=("EngineError", "EngineLostError", "BadReplyError", "WrongVersionError"),
 )
-HEDGES = _counter(
-    "rollout",
-    "rollout_hedges",
-    "Requests sent twice, by which answered first",
-    "winner",
-    limit=2,
-    known=("first", "second"),
-)
 DROPPED_GROUPS = _counter(
     "rollout",
     "dropped_groups",

@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Literal
 
 from megarl import __version__
 from megarl.config import Recipe
@@ -209,10 +208,6 @@ class Observer:
     def request_retried(self, cause: str) -> None:
         """A request is sent again; `cause` is one of a few words, such as an error's class, never a message."""
         self._meter.add(names.RETRIES, 1, cause)
-
-    def request_hedged(self, winner: Literal["first", "second"]) -> None:
-        """A request was sent to a second engine as well; which of the two answered first."""
-        self._meter.add(names.HEDGES, 1, winner)
 
     def group_dropped(self, cause: str) -> None:
         """A group is not trained on for another reason than the algorithm's filter, whose drops the summary has."""

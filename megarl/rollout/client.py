@@ -204,10 +204,6 @@ class EngineClient:
         info = await self._get("probe", "/model_info", timeout_s=timeout_s)
         return str(info.get("weight_version"))
 
-    async def server_info(self) -> Mapping[str, JsonValue]:
-        """How it was started."""
-        return await self._get("server info", "/server_info", timeout_s=_CONTROL_TIMEOUT_S)
-
     async def model_info(self) -> Mapping[str, JsonValue]:
         """Which model it serves, and which version of its weights."""
         return await self._get("model info", "/model_info", timeout_s=_CONTROL_TIMEOUT_S)

@@ -105,15 +105,8 @@ class RecordModules:
     op: Literal["record"] = "record"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
-    """Close the transfer group."""
-
-    op: Literal["leave"] = "leave"
-
-
 Command: TypeAlias = Annotated[
-    Inspect | Join | Stage | Commit | Abort | Fingerprint | Dump | Listen | RecordModules | Leave,
+    Inspect | Join | Stage | Commit | Abort | Fingerprint | Dump | Listen | RecordModules,
     Field(discriminator="op"),
 ]
 

@@ -29,7 +29,6 @@ from megarl.rollout.commands import (
     Fingerprint,
     Inspect,
     Join,
-    Leave,
     Listen,
     RecordModules,
     Rendezvous,
@@ -168,10 +167,6 @@ class EngineControl:
     async def record(self, folder: Path) -> list[Census]:
         """Let every target rank write what it heard into a file of `folder`; per rank, what it holds."""
         return [reply.digests for reply in await self._replies(RecordModules(folder=str(folder)))]
-
-    async def leave(self) -> None:
-        """Close the transfer group on the engines' side; a broken one is left before the next join."""
-        await self._replies(Leave())
 
     async def _replies(self, order: Command) -> list[Reply]:
         """One order to every TP rank of every engine: replies in the order of target ranks, or the first failure.

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 from megarl.errors import EngineError, FleetError
 from megarl.rollout.client import EngineClient
@@ -86,13 +86,9 @@ class RequestListener(Protocol):
 
     def request_retried(self, cause: str) -> None: ...
 
-    def request_hedged(self, winner: Literal["first", "second"]) -> None: ...
-
 
 class _Uncounted:
     def request_retried(self, cause: str) -> None: ...
-
-    def request_hedged(self, winner: Literal["first", "second"]) -> None: ...
 
 
 class Fleet:
@@ -150,33 +146,11 @@ class Fleet:
         async with self._changed:
             engine = await self._next_free(avoid, prefix)
             engine.num_outstanding += 1
-        async with self._leased(engine):
-            yield engine
-
-    @asynccontextmanager
-    async def lease_idle(self, avoid: Set[int]) -> AsyncIterator[Engine | None]:
-        """A live engine that is not in `avoid` and has less to do than those that are; None where there is none."""
-        busy = min((engine.num_outstanding for engine in self.engines if engine.index in avoid), default=0)
-        idle = [
-            engine
-            for engine in self.engines
-            if engine.is_live and engine.index not in avoid and engine.num_outstanding < busy
-        ]
-        if not idle:
-            yield None
-            return
-        engine = min(idle, key=_load)
-        engine.num_outstanding += 1
-        async with self._leased(engine):
-            yield engine
-
-    @asynccontextmanager
-    async def _leased(self, engine: Engine) -> AsyncIterator[None]:
         scope = asyncio.timeout(None)
         engine.leases.add(scope)
         try:
             async with scope:
-                yield
+                yield engine
         except TimeoutError:
             if not scope.expired():
                 raise
@@ -320,14 +294,6 @@ class Fleet:
         """Nobody looks after the engines any more: whoever waits for one shall not wait for ever."""
         self._failure = error
         self._notify()
-
-    async def changed(self, timeout_s: float) -> None:
-        """Until some engine's state changes, or a while has passed."""
-        try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait()
-        except TimeoutError:
-            return
 
     async def sleep(self) -> None:
         """Give the devices to others. An engine that is just starting is waited for: it would take them back."""

@@ -22,7 +22,6 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.errors import DataError, EngineError, FleetError
 from megarl.rollout.client import GenerateRequest
 from megarl.rollout.fleet import Engine, EngineLostError, Fleet
-from megarl.rollout.hedging import Hedging
 from megarl.rollout.in_flight import Pauses
 from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.system.faults import reach
@@ -102,7 +101,6 @@ class FleetGenerator:
         vocabulary: Vocabulary,
         seed: int,
         max_attempts: int,
-        hedge_quantile: float | None = None,
         pauses: Pauses | None = None,
     ) -> None:
         """With `pauses`, weights may change under a request."""
@@ -111,7 +109,6 @@ class FleetGenerator:
         self._vocabulary = vocabulary
         self._seed = seed
         self._max_attempts = max_attempts
-        self._hedging = Hedging(fleet, quantile=hedge_quantile)
         self._pauses = pauses
 
     async def generate(self, prompt: Prompt) -> RolloutGroup:
@@ -142,17 +139,13 @@ class FleetGenerator:
 
     async def _rollout(self, prompt: Prompt, index: int) -> Rollout:
         so_far = Response.nothing()
-
-        async def respond(engine: Engine) -> Response:
-            return await self._respond(engine, prompt, index, so_far)
-
         failures: list[str] = []
         tried: set[int] = set()
         while len(failures) < self._max_attempts:
             try:
                 async with self._fleet.lease(avoid=tried, prefix=prompt.uid) as engine:
                     try:
-                        so_far = so_far.then(await self._hedging.first(engine, respond))
+                        so_far = so_far.then(await self._respond(engine, prompt, index, so_far))
                     except EngineError as error:
                         tried.add(engine.index)
                         failures.append(str(error))

@@ -27,7 +27,6 @@ from megarl.rollout.commands import (
     Fingerprint,
     Inspect,
     Join,
-    Leave,
     Listen,
     RecordModules,
     Reply,
@@ -69,14 +68,14 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
 
 
 class _Member:
-    """This process as a member of a transfer group, between `join` and `leave`."""
+    """This process as a member of a transfer group, from one `join` to the next."""
 
     def __init__(self) -> None:
         self._group: TransferGroup | None = None
         self._receiver: Receiver | None = None
         self._recorder: EngineRecorder | None = None
 
-    def obey(self, envelope: Envelope, model: torch.nn.Module) -> Reply:  # noqa: C901
+    def obey(self, envelope: Envelope, model: torch.nn.Module) -> Reply:
         match envelope.order:
             case Inspect():
                 return Reply(parameters=specs_of(model.named_parameters()))
@@ -101,9 +100,6 @@ class _Member:
                 return Reply()
             case RecordModules(folder=folder):
                 return Reply(digests=self._record(Path(folder)))
-            case Leave():
-                self._leave()
-                return Reply()
             case _:
                 assert_never(envelope.order)
 

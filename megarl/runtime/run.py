@@ -329,6 +329,5 @@ def _generator(
         vocabulary=Vocabulary.of(inputs.shape, inputs.tokenizer),
         seed=seed,
         max_attempts=rollout.max_attempts,
-        hedge_quantile=rollout.hedge_quantile,
         pauses=pauses,
     )

@@ -14,7 +14,6 @@ from megarl.rollout.commands import (
     Fingerprint,
     Inspect,
     Join,
-    Leave,
     Listen,
     Rendezvous,
     Reply,
@@ -42,7 +41,6 @@ ORDERS: list[Command] = [
     Commit(version=3),
     Abort(),
     Fingerprint(),
-    Leave(),
 ]
 
 

@@ -80,7 +80,6 @@ async def publish_and_compare(served: ServedModel, parallel: MegatronParallel = 
         assert tokens == expected_tokens
         assert set(versions) == {1}
 
-        await control.leave()
         trainers.close()
 
 
@@ -129,7 +128,6 @@ def test_one_group_publishes_version_after_version(qwen2_tp1: ServedModel) -> No
                 await trainers.publish(PolicyVersion(version))
                 _, versions = await greedy(fleet)
                 assert set(versions) == {version}
-            await control.leave()
             trainers.close()
 
     asyncio.run(scenario())
@@ -146,7 +144,6 @@ def test_a_sleeping_engine_can_be_published_to(qwen2_tp1: ServedModel) -> None:
             await fleet.wake()
             _, versions = await greedy(fleet)
             assert set(versions) == {1}
-            await control.leave()
             trainers.close()
 
     asyncio.run(scenario())
@@ -171,7 +168,6 @@ def test_a_corrupted_publish_is_not_committed_and_the_old_version_goes_on_servin
             with pytest.raises(WeightSyncError, match="asked to commit version 1, staged is None"):
                 await control.commit(PolicyVersion(1))
             assert fleet.engines[0].state is EngineState.STALE
-            await control.leave()
             trainers.close()
 
     asyncio.run(scenario())
@@ -188,7 +184,6 @@ def test_a_version_staged_but_not_committed_is_not_served(qwen2_tp1: ServedModel
             assert await greedy(fleet) == answer
             await control.abort()
             assert await greedy(fleet) == answer
-            await control.leave()
             trainers.close()
 
     asyncio.run(scenario())

@@ -161,15 +161,3 @@ def test_rollouts_of_one_prompt_share_an_engine_within_bounds() -> None:
             assert await lease("second") == 0
 
     asyncio.run(scenario())
-
-
-def test_an_idle_engine_is_one_with_less_to_do() -> None:
-    async def scenario() -> None:
-        fleet = scripted_fleet(silent, silent)
-        async with fleet.lease() as first, fleet.lease_idle({first.index}) as other:
-            assert other is fleet.engines[1]
-            async with fleet.lease_idle({first.index}) as none:
-                assert none is None
-        assert [engine.num_outstanding for engine in fleet.engines] == [0, 0]
-
-    asyncio.run(scenario())

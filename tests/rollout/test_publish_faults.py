@@ -94,7 +94,6 @@ def test_an_accident_of_a_sender_is_a_clean_abort_and_the_next_publish_succeeds(
                 await trainers.publish(PolicyVersion(2))
             assert await control.fingerprints() == expected
             assert fleet.committed_version == 2
-            await control.leave()
 
     asyncio.run(scenario())
 
@@ -112,7 +111,6 @@ def test_a_version_is_committed_once(qwen2_tp1: ServedModel) -> None:
                     await control.commit(PolicyVersion(1))
             assert await control.fingerprints() == served
             assert fleet.committed_version == 1
-            await control.leave()
 
     asyncio.run(scenario())
 

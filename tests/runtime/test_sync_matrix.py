@@ -164,6 +164,5 @@ def test_published_parameters_are_those_sglang_loads_itself(target: Target, name
             check_delivery(await ranks, arrived)
             assert await control.commit(PolicyVersion(1)) == target.kind.num_engines
             assert await control.fingerprints() == expected
-            await control.leave()
 
     asyncio.run(scenario())

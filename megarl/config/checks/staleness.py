@@ -22,14 +22,8 @@ def check_staleness(recipe: Recipe) -> Iterator[Problem]:
         return
     if isinstance(recipe.algorithm, SftConfig):
         yield Problem(key=_KEY, message=f"{staleness} has no use in sft, where nobody generates; remove it")
-    if rollout is not None:
-        yield from () if rollout.pool is None else _shared_pool(recipe, rollout.pool)
-        if rollout.hedge_quantile is not None:
-            yield Problem(
-                key="roles.rollout.hedge_quantile",
-                message=f"with {_KEY} {staleness} a second request may meet other weights and give another response, "
-                "and the shorter of the two would count; remove it",
-            )
+    if rollout is not None and rollout.pool is not None:
+        yield from _shared_pool(recipe, rollout.pool)
     yield from _oversampling(recipe)
     if recipe.checkpoint.keep_best is not None:
         yield Problem(

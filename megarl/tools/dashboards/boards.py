@@ -191,7 +191,6 @@ ROLLOUT = Dashboard(
                     text="The tail that a synchronous step waits for.",
                 ),
                 Panel(title="Requests sent again, last hour", queries=(increase(names.RETRIES),)),
-                Panel(title="Requests sent twice, last hour", queries=(increase(names.HEDGES),)),
                 Panel(title="Groups dropped, last hour", queries=(increase(names.DROPPED_GROUPS),)),
             ),
         ),

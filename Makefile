@@ -1,4 +1,4 @@
-# Every target below `setup` needs it; nothing has to be installed by hand besides Python >= 3.11 and make.
+# Nothing has to be installed by hand besides Python >= 3.11 and make: each target runs the set-up that it needs.
 
 PYTHON ?= python3
 
@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 DATA := data/arithmetic
 
 .DEFAULT_GOAL := help
-.PHONY: help setup patches quickstart test test-slow faults soak test-gpu bench-gpu check fmt docs clean
+.PHONY: help setup packages patches quickstart test test-slow faults soak test-gpu bench-gpu check fmt docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,13 +32,17 @@ quickstart: setup ## train a small policy on this machine: data, warm start, GRP
 	$(BIN)/megarl train recipes/quickstart_sft.yaml
 	$(BIN)/megarl train recipes/quickstart.yaml
 
-test: setup ## all tests that need no GPU and no patience
+# Without root and sudo the packages stay missing; pytest skips the tests that need one and lists them at the end.
+packages: ## install the Debian packages that some tests need, as root or with sudo
+	@scripts/install_debian_packages.sh || true
+
+test: setup packages ## all tests that need no GPU and no patience
 	$(BIN)/python -m pytest
 
-test-slow: setup ## the tests that take minutes each
+test-slow: setup packages ## the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
 
-faults: setup ## every fault on purpose, and the table of what became of them in docs/reliability.md
+faults: setup packages ## every fault on purpose, and the table of what became of them in docs/reliability.md
 	$(BIN)/python -m pytest -m fault --fault-table=docs/reliability.md
 
 soak: setup ## 200 steps with a random accident about every five; prints its seed

@@ -39,7 +39,7 @@ def leave_something(found: list[str]) -> None:
         process.stdout.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: a mount namespace needs root")
+@pytest.mark.needs("root")
 def test_a_process_its_port_and_its_memory_are_found_and_ended() -> None:
     found: list[str] = []
     with pytest.raises(AssertionError) as caught:

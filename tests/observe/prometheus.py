@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import time
@@ -12,19 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import pytest
 import yaml
 
 from megarl.tools.dashboards.panels import Query
+from tests.packages import program
 
 _START_TIMEOUT_S = 30.0
-
-
-def binary(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
-        pytest.fail(f"{name} is not installed: run scripts/install_debian_packages.sh", pytrace=False)
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +60,7 @@ def prometheus(folder: Path, *, targets: Sequence[Path], rules: Path | None = No
     with (folder / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(
             [
-                binary("prometheus"),
+                program("prometheus"),
                 f"--config.file={folder / 'prometheus.yaml'}",
                 f"--storage.tsdb.path={folder / 'data'}",
                 f"--web.listen-address=127.0.0.1:{port}",

@@ -25,7 +25,7 @@ START_TIMEOUT_S = 300.0
 MAX_SECONDS_OF_STEPS = 90.0
 """Half a minute of a machine that has nothing else to do."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("prometheus"), pytest.mark.timeout(900)]
 
 
 @contextmanager

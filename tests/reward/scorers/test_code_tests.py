@@ -1,4 +1,4 @@
-"""Programs in the sandbox, those of the model's bad days among them. Skipped only where bubblewrap cannot be had."""
+"""Programs in the sandbox, those of the model's bad days among them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
@@ -21,6 +22,8 @@ LIMITS = Limits(memory_bytes=1 << 29, disk_bytes=16 << 20, max_processes=16, max
 ADDS = "a, b = map(int, input().split())\nprint(a + b)"
 SUMS = json.dumps({"inputs": ["1 2\n", "-5 5\n"], "outputs": ["3\n", "0"]})
 SECRET = "the-secret-of-the-test"
+
+pytestmark = pytest.mark.needs("bubblewrap")
 
 
 def block(program: str) -> str:
@@ -38,14 +41,6 @@ def score(program: str, tests: str = SUMS, *, partial: bool = False, sandbox: st
         **asdict(LIMITS),
     )
     return result["score"]
-
-
-@pytest.fixture(autouse=True)
-def has_bubblewrap() -> None:
-    try:
-        Sandbox("bubblewrap", LIMITS)
-    except SandboxError as error:
-        pytest.fail(f"{error}; run scripts/install_debian_packages.sh", pytrace=False)
 
 
 @pytest.mark.parametrize("sandbox", ["bubblewrap", "none"])
@@ -239,8 +234,7 @@ def test_nothing_is_left_of_a_program_whose_caller_was_killed(tmp_path: Path) ->
 
 
 def children_of(pid: int) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout.split()
-    return [int(word) for word in found]
+    return [child.pid for child in psutil.Process(pid).children()]
 
 
 def test_a_sandbox_that_cannot_be_had_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

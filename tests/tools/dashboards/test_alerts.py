@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import yaml
 
 from megarl.observe.catalogue import METRICS, PREFIX
 from megarl.tools.dashboards.alerts import ALERTS, RUNBOOK, Alert
 from megarl.tools.dashboards.monitoring import RULES_FILE, monitoring_files, write_monitoring
 from megarl.tools.dashboards.panels import names_in
-from tests.observe.prometheus import binary
+from tests.packages import program
 from tests.repository import ROOT
 
 EVALUATED_AT = "5h"
@@ -236,11 +237,13 @@ def test_the_files_in_the_package_are_what_the_code_writes() -> None:
     assert {path.name: path.read_text() for path in folder.iterdir()} == monitoring_files()
 
 
+@pytest.mark.needs("prometheus")
 def test_prometheus_accepts_the_rules(tmp_path: Path) -> None:
     write_monitoring(tmp_path)
     promtool("check", "rules", str(tmp_path / RULES_FILE))
 
 
+@pytest.mark.needs("prometheus")
 def test_every_alert_fires_when_it_should_and_none_in_a_healthy_run(tmp_path: Path) -> None:
     write_monitoring(tmp_path)
     tests = [healthy(), *(troubled(alert, TROUBLES[alert.name]) for alert in ALERTS)]
@@ -283,5 +286,5 @@ def _named(name: str) -> str:
 
 
 def promtool(*words: str) -> None:
-    done = subprocess.run([binary("promtool"), *words], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([program("promtool"), *words], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,11 +6,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from megarl.observe.targets import LINKS_FOLDER
 from megarl.tools.dashboards.monitoring import FOLDER, RULES_FILE
-from tests.observe.prometheus import binary
+from tests.packages import program
 from tests.repository import ROOT
 
 MONITORING = ROOT / "launch" / "monitoring"
@@ -31,11 +32,12 @@ def test_both_services_listen_on_loopback_only() -> None:
     assert services["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
 
 
+@pytest.mark.needs("prometheus")
 def test_prometheus_accepts_its_configuration_and_looks_where_runs_write(tmp_path: Path) -> None:
     shutil.copy(MONITORING / "prometheus.yaml", tmp_path)
     shutil.copy(FOLDER / RULES_FILE, tmp_path)
     done = subprocess.run(
-        [binary("promtool"), "check", "config", str(tmp_path / "prometheus.yaml")],
+        [program("promtool"), "check", "config", str(tmp_path / "prometheus.yaml")],
         capture_output=True,
         text=True,
         timeout=60,

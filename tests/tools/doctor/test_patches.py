@@ -17,10 +17,7 @@ from megarl.tools.doctor.patches import Patch, PatchState, apply, check_patches,
 from megarl.tools.doctor.versions import normalized, pinned_versions
 from tests.repository import ROOT
 
-
-@pytest.fixture(scope="module", autouse=True)
-def program() -> None:
-    assert shutil.which("patch"), "`patch` is missing: run scripts/install_debian_packages.sh"
+pytestmark = pytest.mark.needs("patch")
 
 
 def released(patch: Patch, folder: Path) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import time
@@ -20,8 +19,8 @@ from pathlib import Path
 import psutil
 
 from megarl.env import GLOO_INTERFACE, LOCAL_RAY_ENVIRONMENT
+from tests.packages import program
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "sinfo")
 NODES = {"n0": "127.0.0.1", "n1": "127.0.0.2"}
 _START_TIMEOUT_S = 60.0
 _PENDING_S = 10.0
@@ -116,8 +115,6 @@ class SlurmCluster:
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    missing = [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
-    assert not missing, f"{', '.join(missing)} missing: run scripts/install_debian_packages.sh"
     folder.mkdir(parents=True)
     folder.chmod(0o755)
     (folder / "state").mkdir()
@@ -136,9 +133,6 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
         yield cluster
         cluster.ask("scancel", "--full", "--user", str(os.getuid()))
         _wait_for(lambda: cluster.ask("squeue", "-h") == "", "the end of all jobs")
-
-
-_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
 def _write_config(folder: Path, ports: list[int]) -> None:
@@ -168,11 +162,14 @@ def _munge_words(folder: Path) -> list[str]:
 
 @contextmanager
 def _daemon(cluster: SlurmCluster, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    program = shutil.which(words[0], path=_PATH)
-    assert program is not None
-    with (cluster.folder / f"{'-'.join(words[:1])}.out").open("ab") as output:
+    command = [program(words[0]), *words[1:]]
+    with (cluster.folder / f"{words[0]}.out").open("ab") as output:
         process = subprocess.Popen(
-            [program, *words[1:]], env=cluster.environment, stdout=output, stderr=output, start_new_session=True
+            command,
+            env=cluster.environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
     try:
         yield process

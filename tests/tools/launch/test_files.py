@@ -19,6 +19,7 @@ from megarl.config import Recipe
 from megarl.env import LOCAL_RAY_ENVIRONMENT
 from megarl.tools.doctor.versions import pinned_versions
 from megarl.tools.launch.slurm import BODY
+from tests.packages import program
 from tests.repository import ROOT
 
 LAUNCH = ROOT / "launch"
@@ -61,10 +62,10 @@ def test_the_kubernetes_head_opens_one_port_and_workers_have_the_gpus() -> None:
     assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"]
 
 
+@pytest.mark.needs("shellcheck")
 def test_the_script_for_plain_machines_is_clean_for_shellcheck() -> None:
-    program = shutil.which("shellcheck")
-    assert program, "shellcheck is missing: run scripts/install_debian_packages.sh"
-    done = subprocess.run([program, "--severity=style", str(START_NODE)], capture_output=True, text=True, check=False)
+    words = [program("shellcheck"), "--severity=style", str(START_NODE)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.stdout == ""
 
 
@@ -93,6 +94,7 @@ def test_what_is_wrong_is_said_before_ray_starts(
 
 
 @pytest.mark.slow
+@pytest.mark.needs("iproute2")
 def test_two_plain_machines_become_a_cluster(tmp_path: Path) -> None:
     """Both on this one."""
     # Ray's sockets are in there, and their names must not be long.

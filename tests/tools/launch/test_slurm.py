@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from megarl.config.load import read_recipe
 from megarl.errors import ConfigError
 from megarl.runtime import cluster
 from megarl.tools.launch.slurm import CPU_SLOT, SlurmJob, parse_time, render
+from tests.packages import program
 from tests.repository import ROOT
 
 FOLDER = Path("/shared/project")
@@ -34,6 +34,7 @@ def options(script: str) -> list[str]:
     return re.findall(r"^#SBATCH (.*)$", script, flags=re.MULTILINE)
 
 
+@pytest.mark.needs("shellcheck")
 @pytest.mark.parametrize(
     "job",
     [
@@ -47,11 +48,10 @@ def options(script: str) -> list[str]:
     ids=["plain", "everything", "apptainer", "pyxis"],
 )
 def test_the_script_is_clean_for_shellcheck(job: SlurmJob, tmp_path: Path) -> None:
-    program = shutil.which("shellcheck")
-    assert program, "shellcheck is missing: run scripts/install_debian_packages.sh"
     path = tmp_path / "job.sh"
     path.write_text(render(job, recipe()))
-    done = subprocess.run([program, "--severity=style", str(path)], capture_output=True, text=True, check=False)
+    words = [program("shellcheck"), "--severity=style", str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.stdout == ""
 
 

@@ -17,7 +17,7 @@ from tests.tools.launch.slurm_cluster import SlurmCluster, slurm_cluster
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("slurm")]
 
 RAY = """\
 #!/usr/bin/env bash

@@ -18,7 +18,7 @@ QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
 MEGARL = Path(sys.executable).with_name("megarl")
 NUM_STEPS = 8
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("slurm")]
 
 
 @pytest.fixture(scope="module")

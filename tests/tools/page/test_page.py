@@ -16,6 +16,8 @@ from megarl.tools.page.run_data import RunFolder
 from megarl.tools.page.server import PageServer
 from tests.tools.page.runs import HOSTILE, make_run
 
+pytestmark = pytest.mark.needs("chromium")
+
 
 @asynccontextmanager
 async def shown(

@@ -27,6 +27,7 @@ from megarl.observe.metrics import Metrics
 from megarl.observe.observer import Observer
 from megarl.observe.summary import summarize_step
 from megarl.results import PublishResult, UpdateResult
+from megarl.system.network import LOOPBACK
 from megarl.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TrainSample
 
 MAX_OVERHEAD = 0.005
@@ -145,7 +146,7 @@ def _measure_step(workload: Workload, repeats: int) -> float:
     update = UpdateResult(version=PolicyVersion(1), stats=None)
     for index in range(workload.num_engines):
         observer.engine_changed(
-            index, "healthy", is_serving=True, is_running=True, version=PolicyVersion(0), address=f"127.0.0.1:{index}"
+            index, "healthy", is_serving=True, is_running=True, version=PolicyVersion(0), address=f"{LOOPBACK}:{index}"
         )
     seconds = []
     for step in range(1, repeats + 1):

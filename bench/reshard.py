@@ -30,11 +30,11 @@ from megarl.rollout.commands import Rendezvous
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineProcess, EngineSpec
+from megarl.system.network import LOOPBACK
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.check import check_delivery
 from megarl.weights.algebra.plan import Plan
-from megarl.weights.executors.group import LOOPBACK
 from megarl.weights.executors.transfer import DEFAULT_BUCKET_BYTES
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec

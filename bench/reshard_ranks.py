@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from megarl.errors import WeightSyncError
 from megarl.rollout.commands import Rendezvous
 from megarl.rollout.torchvision_ops import declare_torchvision_ops
+from megarl.system.network import LOOPBACK
 from megarl.weights.algebra.slices import Holding, Layout, Slice
 from megarl.weights.executors.box_digest import fastest_digest
 from megarl.weights.executors.group import Pending, StoreAddress, TransferGroup
@@ -121,7 +122,7 @@ class BenchRank:
         }
         self._engines = init_custom_process_group(
             backend="gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
+            init_method=f"tcp://{LOOPBACK}:{port}",
             world_size=1 + self._transfer.num_engines * self._transfer.tensor,
             rank=0,
             group_name=SGLANG_GROUP,

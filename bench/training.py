@@ -23,6 +23,7 @@ from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ActorConfig, OptimizerConfig
 from megarl.errors import MachineError
+from megarl.system.network import LOOPBACK
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.train.micro_batch import DeviceMicroBatch, to_device
 from megarl.train.model import PolicyModel, build_chunks
@@ -293,13 +294,13 @@ def _measure_transformers(workload: Workload, *, is_compiled: bool) -> Timed:
 @contextmanager
 def _alone() -> Iterator[Topology]:
     """One rank that is all ranks."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
     topology = initialize(
         ActorConfig(pool="gpu"),
         rank=0,
         world=1,
-        master_address="127.0.0.1",
+        master_address=LOOPBACK,
         master_port=port,
         device="cuda",
         seed=1,

@@ -14,6 +14,13 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.reward import ExactRewardConfig, RewardConfig
 from megarl.config.section import Section
 
+Device: TypeAlias = Literal["cpu", "cuda"]
+
+
+def dtype_on(device: Device) -> Literal["float32", "bfloat16"]:
+    """Return the dtype of weights and activations, in trainers and engines alike."""
+    return "float32" if device == "cpu" else "bfloat16"
+
 
 class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -24,10 +31,14 @@ class RunConfig(Section):
     """With the recipe it determines a synchronous CPU run: tokens, rewards and weights."""
     steps: PositiveInt
     """How often to generate and train; the run ends after the last."""
-    device: Literal["cpu", "cuda"] = "cuda"
+    device: Device = "cuda"
     """`cpu` runs the same engines on a laptop, one process per GPU of the pools."""
     ray_address: str | None = None
     """A running Ray cluster; without it megarl starts one on this machine and stops it at the end."""
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]:
+        return dtype_on(self.device)
 
 
 class ModelConfig(Section):

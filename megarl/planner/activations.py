@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from megarl.config.fixed import LOGIT_CHUNK_BYTES, PAD_MULTIPLE
 from megarl.config.model import ModelShape
-from megarl.config.recipe import ModelParallelConfig, Recipe
+from megarl.config.recipe import Device, ModelParallelConfig, Recipe, dtype_on
+from megarl.weights.algebra.slices import ITEM_BYTES
 from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
 
 NUM_CPU_LOGIT_CHUNKS = 4
@@ -25,11 +26,11 @@ class ModelWork:
     split: ModelParallelConfig
     tokens: int
     """Of a full micro-batch."""
-    is_cpu: bool
+    device: Device
 
     @property
     def item_bytes(self) -> int:
-        return 4 if self.is_cpu else 2
+        return ITEM_BYTES[dtype_on(self.device)]
 
     @classmethod
     def of(cls, recipe: Recipe, shape: ModelShape, split: ModelParallelConfig) -> ModelWork:
@@ -37,7 +38,7 @@ class ModelWork:
             shape=shape,
             split=split,
             tokens=_round_up(recipe.train.tokens_per_micro_batch, PAD_MULTIPLE * split.tensor),
-            is_cpu=recipe.run.device == "cpu",
+            device=recipe.run.device,
         )
 
     def chunk_layers(self, stage: int) -> int:
@@ -156,7 +157,7 @@ def scoring_bytes(work: ModelWork, *, has_gradients: bool) -> int:
     if work.shape.has_value_head:
         return (2 if has_gradients else 1) * hidden_bytes
     rows = padded_vocab(work.shape.vocab, work.split.tensor) // work.split.tensor
-    num_chunks = NUM_CPU_LOGIT_CHUNKS if work.is_cpu else 1
+    num_chunks = NUM_CPU_LOGIT_CHUNKS if work.device == "cpu" else 1
     logits = num_chunks * min(LOGIT_CHUNK_BYTES, work.item_bytes * work.tokens * rows)
     if not has_gradients:
         return logits + hidden_bytes

@@ -162,12 +162,12 @@ class _Model:
         self._prefix = prefix
         shape = shapes.of(role)
         self._work = ModelWork.of(recipe, shape, recipe.megatron_roles[role])
-        self._bare = bare_weights(shape, placement.parallel, is_cpu=gpu is None)
+        self._bare = bare_weights(shape, placement.parallel, dtype=recipe.run.dtype)
         self._held: list[tuple[Item, ...]]
         if role == "reference":
             self._held = [(self._item("weights", stage.num_bytes),) for stage in self._bare]
         else:
-            trained = stage_memory(shape, placement.parallel, is_cpu=gpu is None)
+            trained = stage_memory(shape, placement.parallel, dtype=recipe.run.dtype)
             self._held = [tuple(self._trained(stage)) for stage in trained]
 
     @property
@@ -178,7 +178,7 @@ class _Model:
     @property
     def resting(self) -> tuple[Item, ...]:
         """While engines generate: what it does not offload."""
-        gone = {self._prefix + name for name in _offloaded(self._work.split) if not self._work.is_cpu}
+        gone = {self._prefix + name for name in _offloaded(self._work.split) if self._work.device != "cpu"}
         return tuple(item for item in self.held if item.name not in gone)
 
     def busy(self, phase: Phase) -> tuple[Item, ...]:
@@ -251,10 +251,9 @@ def _offloaded(split: ModelParallelConfig) -> tuple[str, ...]:
 
 def host_ledgers(recipe: Recipe, shapes: RoleShapes, placement: Placement) -> tuple[HostLedger, ...]:
     """Nodes that hold the same roles are of one kind; those that keep nothing are left out."""
-    is_cpu = recipe.run.device == "cpu"
     by_node: defaultdict[str, dict[str, list[Item]]] = defaultdict(dict)
     for role, model in placement.models.items():
-        kept = _kept_in_host(recipe, shapes, role, model, is_cpu=is_cpu)
+        kept = _kept_in_host(recipe, shapes, role, model)
         for rank in model.ranks:
             by_node[rank.place.node].setdefault(role, []).extend(kept[rank.pipeline])
     kinds: defaultdict[str, list[HostLedger]] = defaultdict(list)
@@ -269,15 +268,14 @@ def host_ledgers(recipe: Recipe, shapes: RoleShapes, placement: Placement) -> tu
 def snapshot_bytes(recipe: Recipe, shapes: RoleShapes, role: str, model: ModelPlacement) -> list[int]:
     """Per stage, what a rank copies to host memory for a checkpoint: replicas share the weights, and a rank's part of
     the optimizer is its own."""
-    is_cpu = recipe.run.device == "cpu"
     shape, parallel = shapes.of(role), model.parallel
     sizes = [
         stage.dense_bytes // parallel.data + (stage.num_bytes - stage.dense_bytes) // parallel.expert_data
-        for stage in bare_weights(shape, parallel, is_cpu=is_cpu)
+        for stage in bare_weights(shape, parallel, dtype=recipe.run.dtype)
     ]
     if recipe.checkpoint.contents == "weights":
         return sizes
-    trained = stage_memory(shape, parallel, is_cpu=is_cpu)
+    trained = stage_memory(shape, parallel, dtype=recipe.run.dtype)
     return [size + stage.optimizer_bytes for size, stage in zip(sizes, trained, strict=True)]
 
 
@@ -285,17 +283,15 @@ def saves(recipe: Recipe) -> bool:
     return recipe.checkpoint.save_at_end or recipe.checkpoint.save_every_steps is not None
 
 
-def _kept_in_host(
-    recipe: Recipe, shapes: RoleShapes, role: str, model: ModelPlacement, *, is_cpu: bool
-) -> list[list[Item]]:
+def _kept_in_host(recipe: Recipe, shapes: RoleShapes, role: str, model: ModelPlacement) -> list[list[Item]]:
     """Per stage, by one rank."""
     stages: list[list[Item]] = [[] for _ in range(model.parallel.pipeline)]
     if role == "actor" and keeps_reference(recipe):
-        for stage, weights in enumerate(bare_weights(shapes.policy, model.parallel, is_cpu=is_cpu)):
+        for stage, weights in enumerate(bare_weights(shapes.policy, model.parallel, dtype=recipe.run.dtype)):
             stages[stage].append(Item(name="reference weights", num_bytes=weights.num_bytes, is_exact=True))
     away = _offloaded(recipe.megatron_roles[role])
-    if away and not is_cpu:
-        for number, trained in enumerate(stage_memory(shapes.of(role), model.parallel, is_cpu=False)):
+    if away and recipe.run.device != "cpu":
+        for number, trained in enumerate(stage_memory(shapes.of(role), model.parallel, dtype=recipe.run.dtype)):
             num_bytes = trained.optimizer_bytes + (trained.weight_bytes if "weights" in away else 0)
             stages[number].append(Item(name=f"{role}'s offloaded memory", num_bytes=num_bytes, is_exact=True))
     if role != "reference" and saves(recipe):

@@ -9,8 +9,8 @@ from math import prod
 
 from megarl.config.fixed import CPU_CACHED_TOKENS
 from megarl.config.model import ModelShape
-from megarl.config.recipe import RolloutRoleConfig
-from megarl.weights.algebra.slices import Holding
+from megarl.config.recipe import Device, RolloutRoleConfig, dtype_on
+from megarl.weights.algebra.slices import ITEM_BYTES, Holding
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 
@@ -43,17 +43,16 @@ class EngineMemory:
 
 
 @cache
-def stage_memory(shape: ModelShape, parallel: MegatronParallel, *, is_cpu: bool) -> tuple[StageMemory, ...]:
-    """Per pipeline stage: bfloat16 weights (float32 on a CPU), float32 gradients, and the distributed optimizer's shard
-    of float32 master weights and two moments."""
-    item_bytes = 4 if is_cpu else 2
-    # On a CPU the weights are float32 already and serve as their own master.
-    state_bytes = 8 if is_cpu else 12
+def stage_memory(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -> tuple[StageMemory, ...]:
+    """Per pipeline stage: weights of `dtype`, float32 gradients, and the distributed optimizer's shard of float32
+    master weights and two moments."""
+    # Float32 weights serve as their own master.
+    state_bytes = 8 if dtype == "float32" else 12
     thin = _one_layer_per_chunk(parallel)
     layout = megatron_layout(
         replace(shape, num_layers=parallel.pipeline * parallel.virtual_pipeline),
         thin,
-        dtype="float32" if is_cpu else "bfloat16",
+        dtype=dtype,
     )
     stages = []
     for stage in range(parallel.pipeline):
@@ -68,7 +67,7 @@ def stage_memory(shape: ModelShape, parallel: MegatronParallel, *, is_cpu: bool)
         stages.append(
             StageMemory(
                 stage=stage,
-                weight_bytes=item_bytes * buffers.num_elements,
+                weight_bytes=ITEM_BYTES[dtype] * buffers.num_elements,
                 gradient_bytes=4 * buffers.num_elements,
                 optimizer_bytes=state_bytes * sharded,
             )
@@ -88,13 +87,13 @@ class BareWeights:
 
 
 @cache
-def bare_weights(shape: ModelShape, parallel: MegatronParallel, *, is_cpu: bool) -> tuple[BareWeights, ...]:
+def bare_weights(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -> tuple[BareWeights, ...]:
     """Per pipeline stage."""
     thin = _one_layer_per_chunk(parallel)
     layout = megatron_layout(
         replace(shape, num_layers=parallel.pipeline * parallel.virtual_pipeline),
         thin,
-        dtype="float32" if is_cpu else "bfloat16",
+        dtype=dtype,
     )
     found = []
     for stage in range(parallel.pipeline):
@@ -172,9 +171,9 @@ def repeats(name: str, layers: int) -> int:
 
 def engine_memory(shape: ModelShape, rollout: RolloutRoleConfig, capacity_bytes: int | None) -> EngineMemory:
     """Of the fullest TP rank. The KV cache has as many tokens as asked for, or what the fraction leaves."""
-    is_cpu = capacity_bytes is None
-    item_bytes = 4 if is_cpu else 2
-    weights = _engine_weights(shape, rollout.tensor, rollout.expert, is_cpu)
+    device: Device = "cpu" if capacity_bytes is None else "cuda"
+    item_bytes = ITEM_BYTES[dtype_on(device)]
+    weights = _engine_weights(shape, rollout.tensor, rollout.expert, device)
     per_token = 2 * shape.num_layers * -(-shape.num_kv_heads // rollout.tensor) * shape.head_dim * item_bytes
     if rollout.max_cached_tokens is not None:
         cached_tokens = rollout.max_cached_tokens
@@ -200,14 +199,14 @@ class _EngineWeights:
 
 
 @cache
-def _engine_weights(shape: ModelShape, tensor: int, expert: int, is_cpu: bool) -> _EngineWeights:
+def _engine_weights(shape: ModelShape, tensor: int, expert: int, device: Device) -> _EngineWeights:
     """Of the fullest TP rank. Remembered: a search for a recipe that fits asks for the same engine again and again."""
     layout = sglang_layout(
         replace(shape, num_layers=1),
         tensor=tensor,
         expert=expert,
-        dtype="float32" if is_cpu else "bfloat16",
-        is_cpu_engine=is_cpu,
+        dtype=dtype_on(device),
+        is_cpu_engine=device == "cpu",
     )
     layers = shape.num_layers
     return _EngineWeights(
@@ -217,7 +216,7 @@ def _engine_weights(shape: ModelShape, tensor: int, expert: int, is_cpu: bool) -
         ),
         expert_bytes=layers
         * sum(spec.num_bytes for name, spec in layout.holdings[0].tensors.items() if _is_expert(name)),
-        staging_bytes=(4 if is_cpu else 2)
+        staging_bytes=ITEM_BYTES[dtype_on(device)]
         * max(
             sum(repeats(piece.slice.name, layers) * piece.slice.num_elements for piece in holding.pieces)
             for holding in layout.holdings

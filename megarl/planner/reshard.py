@@ -94,7 +94,7 @@ def publish_plan(recipe: Recipe, shape: ModelShape, placement: Placement) -> Pla
     """The plan that the run would carry out if its pools are placed as `placement` says."""
     rollout = recipe.roles.rollout
     assert rollout is not None, "nobody to publish to"
-    source = megatron_layout(shape, placement.parallel, dtype=_dtype(recipe))
+    source = megatron_layout(shape, placement.parallel, dtype=recipe.run.dtype)
 
     def engines(count: int) -> Layout:
         return sglang_layout(
@@ -102,7 +102,7 @@ def publish_plan(recipe: Recipe, shape: ModelShape, placement: Placement) -> Pla
             tensor=rollout.tensor,
             expert=rollout.expert,
             num_engines=count,
-            dtype=_dtype(recipe),
+            dtype=recipe.run.dtype,
             is_cpu_engine=recipe.run.device == "cpu",
         )
 
@@ -178,12 +178,8 @@ def _number(place: PlannedPlace, numbers: Mapping[str, int]) -> GpuNumber:
     return numbers[place.node], place.gpu
 
 
-def _dtype(recipe: Recipe) -> str:
-    return "float32" if recipe.run.device == "cpu" else "bfloat16"
-
-
 def _model_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    return sum(spec.num_bytes for spec in canonical_tensors(replace(shape, dtype=_dtype(recipe))).values())
+    return sum(spec.num_bytes for spec in canonical_tensors(replace(shape, dtype=recipe.run.dtype)).values())
 
 
 def _rate(gpu: GpuModel, link: LinkClass) -> float:

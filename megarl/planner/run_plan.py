@@ -55,14 +55,13 @@ def make_plan(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepW
     """For a recipe that passed its checks."""
     placement = place(recipe)
     published = None if recipe.roles.rollout is None else reshard(recipe, shapes.policy, placement, gpu)
-    is_cpu = recipe.run.device == "cpu"
     return RunPlan(
         shapes=shapes,
         gpu=gpu,
         workload=workload,
         placement=placement,
         stages={
-            role: tuple(stage_memory(shapes.of(role), model.parallel, is_cpu=is_cpu))
+            role: tuple(stage_memory(shapes.of(role), model.parallel, dtype=recipe.run.dtype))
             for role, model in placement.models.items()
             if role != "reference"
         },

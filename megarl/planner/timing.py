@@ -193,7 +193,7 @@ class _TimedModel:
     ) -> None:
         shape, parallel = shapes.of(role), placement.parallel
         self._work = ModelWork.of(recipe, shape, recipe.megatron_roles[role])
-        self._weight_bytes = max(stage.num_bytes for stage in bare_weights(shape, parallel, is_cpu=False))
+        self._weight_bytes = max(stage.num_bytes for stage in bare_weights(shape, parallel, dtype=recipe.run.dtype))
         per_rank = sequences * workload.sequence_tokens / _mini_batches(recipe, role) / parallel.data
         self.num_micro_batches = max(1, -(-int(per_rank) // recipe.train.tokens_per_micro_batch))
         self.bubble = (parallel.pipeline - 1) / (parallel.virtual_pipeline * self.num_micro_batches)

@@ -14,12 +14,12 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from secrets import token_hex
-from typing import Literal
 
 import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
+from megarl.config.recipe import Device
 from megarl.errors import EngineError
 from megarl.rollout.bounded import BoundedTransport
 from megarl.system.secret import Secret
@@ -62,7 +62,7 @@ class EngineEndpoint:
     port: int
     tensor: int
     """Tensor-parallel ranks: each gets a weight payload of its own."""
-    device: Literal["cpu", "cuda"]
+    device: Device
     keys: EngineKeys
     scheme: str = "http"
 

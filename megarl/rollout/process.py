@@ -19,10 +19,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 from megarl.config.fixed import CPU_CACHED_TOKENS
-from megarl.config.recipe import RolloutRoleConfig
+from megarl.config.recipe import Device, RolloutRoleConfig, dtype_on
 from megarl.env import engine_environment
 from megarl.errors import EngineError, MachineError
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
@@ -47,7 +47,7 @@ class EngineSpec:
     index: int
     model_folder: Path
     config: RolloutRoleConfig
-    device: Literal["cpu", "cuda"]
+    device: Device
     seed: int
     run_folder: Path
     """Gets `engines/engine_<index>.log`."""
@@ -62,7 +62,7 @@ class EngineSpec:
 
     @property
     def dtype(self) -> str:
-        return "float32" if self.device == "cpu" else "bfloat16"
+        return dtype_on(self.device)
 
     @property
     def log_path(self) -> Path:

@@ -25,6 +25,7 @@ from megarl.config.recipe import PoolConfig, Recipe
 from megarl.env import current_environment
 from megarl.errors import MachineError
 from megarl.system.guard import start_guarded, stop_guarded
+from megarl.system.network import LOOPBACK, address_in
 from megarl.weights.algebra.locality import Gpu
 
 CPU_SLOT = "megarl_slot"
@@ -33,7 +34,6 @@ CPU_SLOT = "megarl_slot"
 PLACEMENT_TIMEOUT_S = 120.0
 OBJECT_STORE_BYTES = 256 << 20
 RAY_STOP_GRACE_S = 20.0
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +127,14 @@ def _in_order(places: Sequence[Place]) -> list[Place]:
     found = ray.get([ask.options(**place.options({}, share=1.0, is_actor=False)).remote() for place in places])
     located = sorted(zip(found, places, strict=True), key=lambda item: item[0])
     return [replace(place, gpu=gpu) for (_, gpu), place in located]
+
+
+def own_address(bind: str | None) -> str:
+    """Return this machine's address in the network `bind`; without one, the address Ray has for this machine."""
+    if bind is not None:
+        return address_in(bind)
+    address: str = ray.util.get_node_ip_address()
+    return address
 
 
 def _where() -> tuple[str, int]:

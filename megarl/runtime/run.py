@@ -244,7 +244,7 @@ def _checked_publisher(
         temperature=1.0 if isinstance(recipe.algorithm, SftConfig) else recipe.sampling.temperature,
         vocab=inputs.shape.vocab,
         eos_ids=inputs.tokenizer.eos_ids,
-        dtype="float32" if recipe.run.device == "cpu" else "bfloat16",
+        dtype=recipe.run.dtype,
     )
     canary = Canary(fleet, question=question, logprobs=learner.logprobs, phases=roles.phases, warn=observer.warned)
     # By files nothing but the canary shows that what was written is what an engine computes with.

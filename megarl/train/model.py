@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.model import Experts, ModelShape, RopeScaling
+from megarl.config.recipe import Device, dtype_on
 from megarl.errors import ConfigError, Problem
 from megarl.train.attention import PackedAttention
 from megarl.train.fused import GatedActivation, Rotation
@@ -32,7 +33,8 @@ from megarl.train.logprob import TokenScores, token_scores, vocab_shard
 from megarl.train.micro_batch import DeviceMicroBatch
 from megarl.train.norm import RMSNorm
 from megarl.train.router import Fp32Router
-from megarl.train.topology import Device, Topology
+from megarl.train.topology import Topology
+from megarl.weights.executors.tensors import torch_dtype
 from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
 
 
@@ -172,7 +174,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """`native` are fields that the recipe passes on, none of them one that is set here."""
     is_cuda = device == "cuda"
-    dtype = torch.bfloat16 if is_cuda else torch.float32
+    dtype = torch_dtype(dtype_on(device))
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,

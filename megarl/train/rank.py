@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from megarl.config.model import ModelShape
-from megarl.config.recipe import ModelParallelConfig
+from megarl.config.recipe import Device, ModelParallelConfig, dtype_on
 from megarl.data.packing import unpack
 from megarl.system.faults import Spoil, StepPoint, reach
 from megarl.train import cpu
 from megarl.train.micro_batch import DeviceMicroBatch, to_device
 from megarl.train.model import Model, build_chunks
 from megarl.train.stats import gather_tokens
-from megarl.train.topology import Device, initialize, shut_down
+from megarl.train.topology import initialize, shut_down
 from megarl.types import FloatArray, MiniBatch, TrainBatch
 from megarl.weights.algebra.check import check_holding
 from megarl.weights.executors.hf import load_hf
@@ -80,7 +80,7 @@ class ModelRank:
                 device=spec.device,
                 native=spec.split.megatron,
             )
-        self._layout = megatron_layout(spec.shape, parallel, dtype="float32" if spec.device == "cpu" else "bfloat16")
+        self._layout = megatron_layout(spec.shape, parallel, dtype=dtype_on(spec.device))
         self._holding = self._layout.by_rank[spec.rank]
         check_holding(self._holding, specs_of(self.tensors().items()), holder=f"trainer rank {spec.rank}")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime
 import socket
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,10 +15,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import TCPStore
 
-from megarl.config.recipe import ModelParallelConfig
+from megarl.config.recipe import Device, ModelParallelConfig
 from megarl.errors import MachineError
-
-Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

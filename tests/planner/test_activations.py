@@ -122,5 +122,5 @@ def test_the_estimate_is_near_the_peaks_seen_on_a_gpu(
     shape = replace(CATALOGUE[name], num_layers=num_layers)
     weight_bytes = 2 * sum(prod(spec.shape) for spec in canonical_tensors(shape).values())
     others = weight_bytes + 2 * shape.vocab * shape.hidden + LOGIT_CHUNK_BYTES
-    work = ModelWork(shape=shape, split=ActorConfig(pool="train"), tokens=tokens, is_cpu=False)
+    work = ModelWork(shape=shape, split=ActorConfig(pool="train"), tokens=tokens, device="cuda")
     assert activation_bytes(work, 0) == pytest.approx(measured_gb * 1e9 - others, rel=0.15)

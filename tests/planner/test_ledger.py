@@ -55,7 +55,7 @@ def test_what_an_actor_offloads_is_in_host_memory_while_engines_generate() -> No
         assert found["actor + engine", Phase.TRAINING] == plain["actor + engine", Phase.TRAINING]
         (host,) = host_ledgers(recipe, SHAPES, place(recipe))
         (kept,) = (item.num_bytes for item in host.items if item.name == "actor's offloaded memory")
-        stages = stage_memory(SHAPE, SPLIT, is_cpu=False)
+        stages = stage_memory(SHAPE, SPLIT, dtype="bfloat16")
         # A node has the eight ranks of one stage.
         assert kept == 8 * max(
             stage.optimizer_bytes + (stage.weight_bytes if offload == "everything" else 0) for stage in stages
@@ -86,7 +86,7 @@ def test_a_critic_of_its_own_pool_holds_what_an_actor_would_without_logits() -> 
     found = found_in(make_recipe(*PPO))
     assert [phase for where, phase in found if where == "critic"] == [Phase.SCORING, Phase.TRAINING]
     critic = found["critic", Phase.TRAINING]
-    stage = max(stage_memory(SHAPE.as_critic(), SPLIT, is_cpu=False), key=lambda stage: stage.weight_bytes)
+    stage = max(stage_memory(SHAPE.as_critic(), SPLIT, dtype="bfloat16"), key=lambda stage: stage.weight_bytes)
     assert critic["weights"] == stage.weight_bytes
     assert critic["gradients"] == 2 * critic["weights"]
     assert critic["optimizer"] == 6 * critic["weights"] // 2
@@ -95,7 +95,7 @@ def test_a_critic_of_its_own_pool_holds_what_an_actor_would_without_logits() -> 
 
 def test_a_reference_in_host_memory_costs_the_gpu_one_tensor_while_scoring() -> None:
     found = found_in(make_recipe(*PPO))
-    largest = max(stage.largest_bytes for stage in bare_weights(SHAPE, SPLIT, is_cpu=False))
+    largest = max(stage.largest_bytes for stage in bare_weights(SHAPE, SPLIT, dtype="bfloat16"))
     assert found["actor", Phase.SCORING]["exchanged tensor"] == largest
     assert "exchanged tensor" not in found["actor", Phase.TRAINING]
     plain = found_in(make_recipe())
@@ -108,7 +108,7 @@ def test_a_reference_with_a_pool_holds_its_weights_and_nothing_else() -> None:
     found = found_in(make_recipe(*PPO, *pool))
     assert [phase for where, phase in found if where == "reference"] == [Phase.SCORING]
     reference = found["reference", Phase.SCORING]
-    (stage,) = bare_weights(SHAPE, MegatronParallel(tensor=4), is_cpu=False)
+    (stage,) = bare_weights(SHAPE, MegatronParallel(tensor=4), dtype="bfloat16")
     assert reference["weights"] == stage.num_bytes
     assert set(reference) == {"weights", "activations", "log-probabilities", "context"}
 
@@ -130,8 +130,8 @@ def test_host_memory_holds_the_reference_and_what_a_save_copies(contents: str) -
     actor, critic = host_ledgers(recipe, SHAPES, place(recipe))
     assert (actor.where, critic.where) == ("actor", "critic")
     # A node has the eight ranks of one stage: four shares of it, each twice.
-    weights = bare_weights(SHAPE, SPLIT, is_cpu=False)
-    optimizer = stage_memory(SHAPE, SPLIT, is_cpu=False)
+    weights = bare_weights(SHAPE, SPLIT, dtype="bfloat16")
+    optimizer = stage_memory(SHAPE, SPLIT, dtype="bfloat16")
     items = {item.name: item.num_bytes for item in actor.items}
     assert items["reference weights"] == 8 * max(stage.num_bytes for stage in weights)
     copied = [

@@ -33,7 +33,7 @@ def test_weights_gradients_and_optimizer_are_those_of_the_full_layout(
 ) -> None:
     shape = replace(SHAPE, has_tied_embeddings=is_tied)
     layout = megatron_layout(shape, parallel, dtype="bfloat16")
-    for stage in stage_memory(shape, parallel, is_cpu=False):
+    for stage in stage_memory(shape, parallel, dtype="bfloat16"):
         rank = parallel.rank(tensor=0, data=0, pipeline=stage.stage)
         parameters = sum(prod(spec.shape) for spec in layout.by_rank[rank].tensors.values())
         padding = 2 * len(layout.by_rank[rank].tensors) * 64 + 4 * 128 * parallel.data
@@ -53,7 +53,7 @@ def test_weights_gradients_and_optimizer_are_those_of_the_full_layout(
 def test_experts_are_divided_and_sharded_over_their_own_replicas(parallel: MegatronParallel) -> None:
     shape = replace(CATALOGUE["qwen3-30b-a3b"], num_layers=9 if parallel.pipeline == 3 else 4)
     layout = megatron_layout(shape, parallel, dtype="bfloat16")
-    for stage in stage_memory(shape, parallel, is_cpu=False):
+    for stage in stage_memory(shape, parallel, dtype="bfloat16"):
         tensors = layout.by_rank[parallel.rank(tensor=0, data=0, pipeline=stage.stage)].tensors
         expert = sum(prod(spec.shape) for name, spec in tensors.items() if ".experts." in name)
         dense = sum(prod(spec.shape) for name, spec in tensors.items()) - expert
@@ -65,7 +65,7 @@ def test_experts_are_divided_and_sharded_over_their_own_replicas(parallel: Megat
 def test_buffers_are_padded_as_megatron_pads_them() -> None:
     # One parameter per layer is no multiple of 64 elements; a bucket ends at a multiple of lcm(data, 128).
     shape = replace(SHAPE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2, hidden=10, ffn_hidden=3, vocab=5)
-    (stage,) = stage_memory(shape, MegatronParallel(data=3), is_cpu=True)
+    (stage,) = stage_memory(shape, MegatronParallel(data=3), dtype="float32")
     vocabulary = 64 * 10  # rows come in multiples of 64
     norms, output, qkv, qkv_bias, gate_up, down = [10, 10], 10 * 2, 6 * 10, 6, 6 * 10, 3 * 10
     layer = [*norms, output, qkv, qkv_bias, gate_up, down]
@@ -104,7 +104,7 @@ def test_the_cache_has_the_tokens_that_were_asked_for() -> None:
 )
 def test_bare_weights_are_those_of_the_full_layout(parallel: MegatronParallel) -> None:
     layout = megatron_layout(SHAPE, parallel, dtype="bfloat16")
-    for stage, found in enumerate(bare_weights(SHAPE, parallel, is_cpu=False)):
+    for stage, found in enumerate(bare_weights(SHAPE, parallel, dtype="bfloat16")):
         holding = layout.by_rank[parallel.rank(tensor=0, data=0, pipeline=stage)]
         assert found.num_bytes == holding.num_bytes
         assert found.largest_bytes == max(spec.num_bytes for spec in holding.tensors.values())

@@ -69,7 +69,7 @@ def test_the_ledger_is_what_megatron_allocates(family: str, is_tied: bool, clust
             algorithm=SftConfig(kind="sft"),
         )
         found = cluster.run(parallel.world_size, buffers, setup)
-        stages = stage_memory(shape, parallel, is_cpu=True)
+        stages = stage_memory(shape, parallel, dtype="float32")
         for rank, allocated in enumerate(found):
             stage = stages[rank // (parallel.tensor * parallel.data)]
             assert (4 * allocated.weights, 4 * allocated.gradients) == (stage.weight_bytes, stage.gradient_bytes)
@@ -94,7 +94,7 @@ def test_the_ledger_of_a_critic_has_its_value_head(is_tied: bool, cluster: Clust
         )
         setup = CriticSetup(critic=critic, folder=tmp_path / "model", shape=shape, algorithm=GaeConfig(kind="gae"))
         found = cluster.run(parallel.world_size, critic_buffers, setup)
-        stages = stage_memory(shape.as_critic(), parallel, is_cpu=True)
+        stages = stage_memory(shape.as_critic(), parallel, dtype="float32")
         for rank, allocated in enumerate(found):
             stage = stages[rank // (parallel.tensor * parallel.data)]
             assert (4 * allocated.weights, 4 * allocated.gradients) == (stage.weight_bytes, stage.gradient_bytes)
@@ -113,5 +113,5 @@ def test_a_reference_holds_its_weights_alone(cluster: Cluster, tmp_path: Path) -
         algorithm=SftConfig(kind="sft"),
     )
     found = cluster.run(4, reference_elements, setup)
-    stages = bare_weights(shape, parallel, is_cpu=True)
+    stages = bare_weights(shape, parallel, dtype="float32")
     assert [4 * number for number in found] == [stages[rank // 2].num_bytes for rank in range(4)]

@@ -118,7 +118,7 @@ def test_models_of_one_pool_wait_for_each_other() -> None:
 def test_weights_that_change_places_cost_time_over_the_host_link() -> None:
     timing = time_of(make_recipe(*PPO))
     exchange = timing.seconds(PhaseName.REFERENCE) - timing.seconds(PhaseName.OLD)
-    weights = max(stage.num_bytes for stage in bare_weights(SHAPE, place(make_recipe()).parallel, is_cpu=False))
+    weights = max(stage.num_bytes for stage in bare_weights(SHAPE, place(make_recipe()).parallel, dtype="bfloat16"))
     assert exchange == pytest.approx(4 * weights / (HOST_GB_PER_S * 1e9))
 
 

@@ -4,11 +4,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Literal
 
 import httpx
 import pytest
 
+from megarl.config.recipe import Device
 from megarl.errors import EngineError
 from megarl.rollout.client import EngineKeys, GenerateRequest, PauseMode
 from megarl.types import JsonValue, PolicyVersion
@@ -137,7 +137,7 @@ ASLEEP_AND_AWAKE = {
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_sleeping_engine_holds_requests_before_it_gives_memory_back(device: Literal["cpu", "cuda"]) -> None:
+def test_a_sleeping_engine_holds_requests_before_it_gives_memory_back(device: Device) -> None:
     engine = Recorder()
     client = scripted_client(engine)
     client.endpoint = replace(client.endpoint, device=device)

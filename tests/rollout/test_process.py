@@ -10,12 +10,12 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from megarl.config.native import read_library
 from megarl.config.native.owned import owned
+from megarl.config.recipe import Device
 from megarl.errors import MachineError
 from megarl.rollout.process import EngineProcess, command_line, last_words
 from tests.rollout.engines import ServedModel, engine_spec
@@ -97,7 +97,7 @@ def test_native_options_come_last_in_the_order_of_the_recipe(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_option_is_set_by_both_megarl_and_a_recipe(device: Literal["cpu", "cuda"], tmp_path: Path) -> None:
+def test_no_option_is_set_by_both_megarl_and_a_recipe(device: Device, tmp_path: Path) -> None:
     spec = replace(engine_spec(tmp_path / "model", tmp_path), device=device, can_sleep=True)
     words = command_line(spec, port=1234, keys_path=tmp_path / "keys.yaml")
     own = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")} - {"config"}

@@ -15,8 +15,7 @@ from megarl.env import ENGINE_HOST_ENVIRONMENT, visible_gpus
 from megarl.errors import EngineError, MegarlError
 from megarl.rollout.client import EngineEndpoint, EngineKeys
 from megarl.rollout.process import EngineProcess, EngineSpec, PortTakenError
-from megarl.runtime.addresses import own_address
-from megarl.runtime.cluster import Place
+from megarl.runtime.cluster import Place, own_address
 
 _STOP_TIMEOUT_S = 60.0
 _MAX_STARTS = 3

@@ -14,8 +14,7 @@ from megarl.rollout.client import EngineClient, EngineEndpoint
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.lifecycle import RestartPolicy
-from megarl.runtime.addresses import own_address
-from megarl.runtime.cluster import Cluster, Place, Pool, gpu_numbers
+from megarl.runtime.cluster import Cluster, Place, Pool, gpu_numbers, own_address
 from megarl.runtime.engines.file_publisher import PUBLISH_FOLDER, FilePublisher, endpoints_of
 from megarl.runtime.engines.fleet_events import observe_fleet
 from megarl.runtime.engines.operator import open_to_operator
@@ -239,14 +238,13 @@ async def _connect_by_files(
 
 
 def transfer_spec(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, num_engines: int) -> TransferSpec:
-    dtype = "float32" if recipe.run.device == "cpu" else "bfloat16"
     return TransferSpec(
         shape=shape,
         parallel=MegatronParallel.of(recipe.roles.actor, data=recipe.data_parallel),
-        trainer_dtype=dtype,
+        trainer_dtype=recipe.run.dtype,
         num_engines=num_engines,
         tensor=config.tensor,
-        engine_dtype=dtype,
+        engine_dtype=recipe.run.dtype,
         is_cpu_engine=recipe.run.device == "cpu",
         expert=config.expert,
         shares_devices=config.pool == recipe.roles.actor.pool,

@@ -28,8 +28,7 @@ from megarl.env import GLOO_INTERFACE, trainer_environment
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.results import CriticResult, UpdateResult
 from megarl.rollout.commands import Rendezvous
-from megarl.runtime.addresses import own_address
-from megarl.runtime.cluster import Place
+from megarl.runtime.cluster import Place, own_address
 from megarl.runtime.trainers.hang import Answer, Silence, explain_hang, write_report
 from megarl.runtime.trainers.remote_process import RemoteProcess, describe, end, this_process
 from megarl.runtime.trainers.stacks import RankStacks, capture

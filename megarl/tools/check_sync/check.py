@@ -21,8 +21,7 @@ from megarl.observe.observer import Observer
 from megarl.rollout.commands import dump_file
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
-from megarl.runtime.addresses import own_address
-from megarl.runtime.cluster import open_cluster
+from megarl.runtime.cluster import open_cluster, own_address
 from megarl.runtime.engines.serving import Roles, connect, reserve_pools, start_rollout, transfer_spec
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.start import start_trainers

@@ -12,8 +12,7 @@ from megarl.errors import ConfigError, DataError, Problem
 from megarl.observe.observer import Observer
 from megarl.rollout.control import EngineControl
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
-from megarl.runtime.addresses import own_address
-from megarl.runtime.cluster import open_cluster
+from megarl.runtime.cluster import open_cluster, own_address
 from megarl.runtime.engines.serving import connect, reserve_pools, start_rollout, transfer_spec
 from megarl.runtime.inputs import read_inputs
 from megarl.runtime.tasks import task_group

@@ -14,6 +14,7 @@ from megarl.config import Recipe
 from megarl.config.model import ModelShape
 from megarl.env import SLURM_CPUS_ON_NODE, SLURM_JOB_ID
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
+from megarl.system.network import LOOPBACK
 from megarl.tools.doctor.checks import Check, CheckStatus
 from megarl.weights.layouts.canonical import num_parameters
 
@@ -23,7 +24,6 @@ _MIN_OPEN_FILES = 8192
 _MIN_PROCESSES = 4096
 _MIN_PORTS = 10_000
 _MIN_CPUS = 4
-_LOOPBACK = "127.0.0.1"
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _SHM = Path("/dev/shm")  # noqa: S108 - looked at, not written to
 _PROBE_LIMITS = Limits(memory_bytes=2 * _GIB, disk_bytes=1 << 20, max_processes=16, max_output_bytes=1 << 16)
@@ -88,10 +88,10 @@ def check_processes(soft: int) -> Check:
 def check_ports() -> Check:
     low, high = (int(word) for word in _PORT_RANGE.read_text().split()) if _PORT_RANGE.is_file() else (1024, 65535)
     try:
-        with socket.create_server((_LOOPBACK, 0)):
+        with socket.create_server((LOOPBACK, 0)):
             pass
     except OSError as error:
-        remedy = f"{_LOOPBACK} must be open to bind: {error.strerror}"
+        remedy = f"{LOOPBACK} must be open to bind: {error.strerror}"
         return Check(area="machine", name="ports", found="none", verdict=CheckStatus.ERROR, remedy=remedy)
     is_wide = high - low >= _MIN_PORTS
     return Check(
@@ -155,7 +155,7 @@ def check_metrics_port(recipe: Recipe) -> Iterator[Check]:
     if not port:
         return
     try:
-        with socket.create_server((_LOOPBACK, port)):
+        with socket.create_server((LOOPBACK, port)):
             verdict, found, remedy = CheckStatus.OK, f"{port} is free", ""
     except OSError as error:
         verdict, found = CheckStatus.ERROR, f"{port}: {error.strerror}"

@@ -19,8 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.config.recipe import Recipe
 from megarl.env import GLOO_INTERFACE, trainer_environment
 from megarl.errors import MegarlError
-from megarl.runtime.addresses import own_address
-from megarl.runtime.cluster import Cluster, Place, open_cluster
+from megarl.runtime.cluster import Cluster, Place, open_cluster, own_address
 from megarl.runtime.trainers.worker_group import WorkerGroup
 from megarl.system.network import interface_of
 

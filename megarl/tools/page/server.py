@@ -10,11 +10,10 @@ from pathlib import Path
 from aiohttp import web
 
 from megarl.errors import DataError, MachineError
+from megarl.system.network import LOOPBACK
 from megarl.tools.page.document import STATIC_FILES, read_static, served_page, served_policy
 from megarl.tools.page.run_data import MAX_ROWS, SORT_KEYS, RolloutQuery, RunFolder
 from megarl.types import JsonValue
-
-LOOPBACK = "127.0.0.1"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

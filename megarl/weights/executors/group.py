@@ -23,10 +23,10 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, Work
 
 from megarl.errors import WeightSyncError
+from megarl.system.network import LOOPBACK
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
-LOOPBACK = "127.0.0.1"
 
 _POLL_S = 0.005
 _WATCH_S = 0.2

@@ -24,9 +24,10 @@ from megarl.rollout.process import EngineProcess
 from megarl.runtime.engines.publisher import TransferPublisher
 from megarl.runtime.engines.supervisor import Supervisor
 from megarl.runtime.trainers.ranks import ActorRanks
+from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
 from megarl.weights.executors.box_digest import fastest_digest
-from megarl.weights.executors.group import LOOPBACK, TransferGroup
+from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec

@@ -19,8 +19,8 @@ from megarl.rollout.fleet import Engine, EngineState, Fleet
 from megarl.rollout.lifecycle import Ended, RestartPolicy, Started, Ticked
 from megarl.runtime.engines.publisher import TransferPublisher
 from megarl.runtime.trainers.ranks import ActorRanks
+from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
-from megarl.weights.executors.group import LOOPBACK
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.rollout.engines import scripted_fleet

@@ -209,10 +209,6 @@ class Observer:
         """A request is sent again; `cause` is one of a few words, such as an error's class, never a message."""
         self._meter.add(names.RETRIES, 1, cause)
 
-    def group_dropped(self, cause: str) -> None:
-        """A group is not trained on for another reason than the algorithm's filter, whose drops the summary has."""
-        self._meter.add(names.DROPPED_GROUPS, 1, cause)
-
     def scored(self, seconds: float) -> None:
         """One rollout has a score."""
         self._meter.observe(names.REWARD_SECONDS, seconds)

@@ -73,6 +73,15 @@ class RolloutSummary:
         return self.num_zero_signal_groups < self.num_groups
 
     @property
+    def zero_signal_ratio(self) -> float:
+        return self.num_zero_signal_groups / self.num_groups
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy that chose a trained token; None without such a token."""
+        return min(self.tokens_by_version, default=None)
+
+    @property
     def num_dropped_groups(self) -> int:
         return sum(self.dropped_groups.values())
 

@@ -3,16 +3,18 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megarl.errors import MachineError
+from megarl.observe.catalogue import METRICS
 from megarl.observe.endpoint import MetricsEndpoint
 from megarl.observe.events import Event, StepFinished
 from megarl.observe.meter import Meter
-from megarl.observe.metrics import OF_CRITIC, OF_UPDATE, OF_USAGE, Metrics
+from megarl.observe.metrics import Metrics
 from megarl.observe.summary import RewardOutlier
 from megarl.results import CriticStats, RankUsage, UpdateStats
 from tests.observe.samples import (
@@ -27,6 +29,7 @@ from tests.observe.samples import (
     step_finished,
     step_summary,
 )
+from tests.observe.scripted_run import ScriptedRun
 
 
 @pytest.fixture
@@ -124,20 +127,34 @@ def test_what_teaches_nothing_or_does_not_fit_is_counted(metrics: Metrics, endpo
     assert values["megarl_reward_outliers_total"] == 6
 
 
+def fields_with_a_metric(prefix: str) -> dict[str, str]:
+    """Names of the metrics whose source begins with `prefix`, by the field that follows it."""
+    sourced = [metric for metric in METRICS if metric.source.startswith(prefix)]
+    return {metric.source.removeprefix(prefix): metric.full_name for metric in sourced}
+
+
 def test_every_float_of_an_update_is_a_metric(metrics: Metrics, endpoint: MetricsEndpoint) -> None:
     finished = step_finished(1)
     for record in records([finished]):
         metrics.record(record)
     values = scrape(endpoint.url)
-    assert set(OF_UPDATE) == {field.name for field in fields(UpdateStats)} - {"num_sequences"}
-    assert {name: values[metric.full_name] for name, metric in OF_UPDATE.items()} == {
-        name: getattr(finished.summary.update, name) for name in OF_UPDATE
+    of_update = fields_with_a_metric("step.update.")
+    assert set(of_update) == {field.name for field in fields(UpdateStats)} - {"num_sequences"}
+    assert {field: values[name] for field, name in of_update.items()} == {
+        field: getattr(finished.summary.update, field) for field in of_update
     }
 
 
 def test_every_number_of_a_critic_and_of_a_rank_is_a_metric() -> None:
-    assert set(OF_CRITIC) == {field.name for field in fields(CriticStats)}
-    assert set(OF_USAGE) == {field.name for field in fields(RankUsage)} - {"gpu_name"}
+    assert set(fields_with_a_metric("step.critic.")) == {field.name for field in fields(CriticStats)}
+    assert set(fields_with_a_metric("step.usage.*.")) == {field.name for field in fields(RankUsage)} - {"gpu_name"}
+
+
+def test_every_source_gives_its_metric_a_value(tmp_path: Path) -> None:
+    run = ScriptedRun(tmp_path)
+    run.step()
+    exported = {sample.name for family in run.meter.registry.collect() for sample in family.samples}
+    assert {metric.full_name for metric in METRICS if metric.source} - exported == set()
 
 
 def test_memory_is_shown_by_role(metrics: Metrics, endpoint: MetricsEndpoint) -> None:

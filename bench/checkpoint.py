@@ -31,8 +31,7 @@ from bench.planning import start_in_fresh_process
 from megarl import __version__
 from megarl.checkpoint.folder import begin, below, checkpoint_folder, commit
 from megarl.checkpoint.manifest import FORMAT, MODEL_FOLDER, FileDigest, Manifest, verify
-from megarl.checkpoint.save import save_hf
-from megarl.checkpoint.snapshot import contribution, copy_to_host
+from megarl.checkpoint.save import contribution, copy_to_host, save_hf
 from megarl.config.model import Family, ModelShape
 from megarl.env import NO_COLOR
 from megarl.errors import MachineError

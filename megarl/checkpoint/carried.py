@@ -1,6 +1,6 @@
-"""Groups that were scored but not trained on when a checkpoint was made: a run that goes on trains on the same ones.
+"""Groups that were scored but not trained on when a checkpoint was made; a resumed run trains on the same ones.
 
-Tokens in a safetensors file, end to end; what belongs to a rollout or a group as a whole in JSON beside it.
+Tokens are stored end to end in a safetensors file, values per rollout and per group in a JSON file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors.numpy import load_file
 
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
-from megarl.checkpoint.tensor_file import write_tensor_file
+from megarl.checkpoint.tensor_files import write_tensor_file
 from megarl.errors import CheckpointError
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
@@ -42,7 +42,7 @@ class _RolloutRecord:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GroupRecord:
     position: int
-    """Of its prompt in the stream."""
+    """Position of the prompt in the stream."""
     rollouts: tuple[_RolloutRecord, ...]
     baseline: _RolloutRecord | None
 
@@ -51,18 +51,18 @@ _RECORDS: TypeAdapter[tuple[_GroupRecord, ...]] = TypeAdapter(tuple[_GroupRecord
 
 
 def write_carried(folder: Path, groups: Sequence[ScoredGroup]) -> dict[str, FileDigest]:
-    """Into a checkpoint that is being made; no file where there is no group."""
+    """Write the groups into a checkpoint that is being made; without groups no file is written."""
     if not groups:
         return {}
-    pairs = [_judged(scored) for scored in groups]
-    rollouts = [rollout for of_group in pairs for rollout, _ in of_group]
+    pairs = [_scored_rollouts(scored) for scored in groups]
+    rollouts = [rollout for group_pairs in pairs for rollout, _ in group_pairs]
     columns = {
         name: np.concatenate([getattr(rollout, name) for rollout in rollouts]).astype(dtype)
         for name, (_, dtype) in _COLUMNS.items()
     }
     specs = {name: (_COLUMNS[name][0], column.shape) for name, column in columns.items()}
     digest = write_tensor_file(folder / TOKENS_FILE, specs, lambda entry: [columns[entry.name].tobytes()])
-    records = tuple(_record(scored, of_group) for scored, of_group in zip(groups, pairs, strict=True))
+    records = tuple(_record(scored, group_pairs) for scored, group_pairs in zip(groups, pairs, strict=True))
     (folder / GROUPS_FILE).write_bytes(_RECORDS.dump_json(records) + b"\n")
     for name in (TOKENS_FILE, GROUPS_FILE):
         sync(folder / name)
@@ -70,33 +70,34 @@ def write_carried(folder: Path, groups: Sequence[ScoredGroup]) -> dict[str, File
 
 
 def read_carried(folder: Path, num_groups: int, prompt_at: Callable[[int], Prompt]) -> list[ScoredGroup]:
-    """What `write_carried` wrote, with the prompts of the run that goes on."""
+    """Return the groups that `write_carried` wrote, with the prompts of the resumed run."""
     if num_groups == 0:
         return []
     try:
         records = _RECORDS.validate_json((folder / GROUPS_FILE).read_bytes())
         columns = load_file(folder / TOKENS_FILE)
     except (OSError, ValidationError) as error:
-        raise CheckpointError(f"{folder}: its carried groups cannot be read: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{folder}: cannot read its carried groups: {str(error).splitlines()[0]}") from error
     if len(records) != num_groups:
-        raise CheckpointError(f"{folder / GROUPS_FILE}: has {len(records)} groups, its state says {num_groups}")
-    tokens = _Tokens(columns)
+        raise CheckpointError(f"{folder / GROUPS_FILE}: has {len(records)} groups, state.json counts {num_groups}")
+    tokens = _TokenReader(columns)
     return [_group(record, tokens, prompt_at(record.position)) for record in records]
 
 
-def _judged(scored: ScoredGroup) -> list[tuple[Rollout, Score]]:
+def _scored_rollouts(scored: ScoredGroup) -> list[tuple[Rollout, Score]]:
+    """Return the rollouts with their scores; a baseline comes last."""
     pairs = list(zip(scored.group.rollouts, scored.scores, strict=True))
     if scored.group.baseline is not None and scored.baseline is not None:
         pairs.append((scored.group.baseline, scored.baseline))
     return pairs
 
 
-def _record(scored: ScoredGroup, judged: Sequence[tuple[Rollout, Score]]) -> _GroupRecord:
+def _record(scored: ScoredGroup, pairs: Sequence[tuple[Rollout, Score]]) -> _GroupRecord:
     rollouts = [
         _RolloutRecord(
             num_tokens=len(rollout.token_ids), finish_reason=rollout.finish_reason, text=rollout.text, score=score
         )
-        for rollout, score in judged
+        for rollout, score in pairs
     ]
     num_trained = len(scored.group.rollouts)
     return _GroupRecord(
@@ -106,16 +107,16 @@ def _record(scored: ScoredGroup, judged: Sequence[tuple[Rollout, Score]]) -> _Gr
     )
 
 
-class _Tokens:
-    """The columns, read from their start."""
+class _TokenReader:
+    """Reads the columns from their start, one rollout after the other."""
 
     def __init__(self, columns: dict[str, npt.NDArray[np.generic]]) -> None:
         self._columns = columns
-        self._place = 0
+        self._position = 0
 
-    def rollout(self, record: _RolloutRecord) -> Rollout:
-        part = slice(self._place, self._place + record.num_tokens)
-        self._place += record.num_tokens
+    def next_rollout(self, record: _RolloutRecord) -> Rollout:
+        part = slice(self._position, self._position + record.num_tokens)
+        self._position += record.num_tokens
         return Rollout(
             token_ids=cast("npt.NDArray[np.int32]", self._columns["token_ids"][part]),
             logprobs=cast("npt.NDArray[np.float32]", self._columns["logprobs"][part]),
@@ -126,9 +127,9 @@ class _Tokens:
         )
 
 
-def _group(record: _GroupRecord, tokens: _Tokens, prompt: Prompt) -> ScoredGroup:
-    rollouts = tuple(tokens.rollout(item) for item in record.rollouts)
-    baseline = None if record.baseline is None else tokens.rollout(record.baseline)
+def _group(record: _GroupRecord, tokens: _TokenReader, prompt: Prompt) -> ScoredGroup:
+    rollouts = tuple(tokens.next_rollout(item) for item in record.rollouts)
+    baseline = None if record.baseline is None else tokens.next_rollout(record.baseline)
     return ScoredGroup(
         group=RolloutGroup(prompt=prompt, rollouts=rollouts, baseline=baseline),
         scores=tuple(item.score for item in record.rollouts),

@@ -1,6 +1,6 @@
-"""What is different between two checkpoints or models: tensors by class, and every other value by its key.
+"""Differences between two checkpoints or models: tensors by class, other values by key.
 
-Tensors whose digests in the two manifests are equal are not read; the others are, a chunk at a time.
+Tensors with equal digests in the two manifests are not read; the others are read a chunk at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import JsonValue
 
 from megarl.checkpoint.locate import CONFIG_FILE, find_checkpoints
 from megarl.checkpoint.manifest import MODEL_FOLDER, Manifest, digest_file, read_chunks, read_manifest
-from megarl.checkpoint.tensor_folder import PlacedTensor, read_tensor_folder
+from megarl.checkpoint.tensor_files import PlacedTensor, read_tensor_folder
 from megarl.checkpoint.tensor_header import TENSOR_SUFFIX
 from megarl.errors import CheckpointError
 from megarl.weights.executors.hf import INDEX_FILE
@@ -43,7 +43,7 @@ _NUMPY_DTYPES: Mapping[str, str] = {
 
 @dataclass(slots=True, kw_only=True)
 class ClassDiff:
-    """The tensors of one name but for the number of their layer."""
+    """Tensors whose names differ only in the number of the layer."""
 
     folder: str
     name: str
@@ -52,7 +52,7 @@ class ClassDiff:
     max_abs_diff: float = 0.0
     squared_diff: float = 0.0
     squared_norm: float = 0.0
-    """Of the first one's tensors that are not equal."""
+    """Sum over the first side's tensors that are not equal."""
 
     @property
     def is_equal(self) -> bool:
@@ -60,7 +60,7 @@ class ClassDiff:
 
     @property
     def relative_norm(self) -> float:
-        """Of the difference, to the first one's, over the tensors that are not equal."""
+        """Norm of the difference divided by the norm of the first side, over the tensors that are not equal."""
         if self.squared_diff == 0:
             return 0.0
         return math.sqrt(self.squared_diff / self.squared_norm) if self.squared_norm else math.inf
@@ -68,7 +68,7 @@ class ClassDiff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDiff:
-    """A key of a document; None where one of them does not have it."""
+    """One key of a document with its two values; None where a side does not have the key."""
 
     document: str
     key: str
@@ -81,29 +81,29 @@ class CheckpointDiff:
     classes: list[ClassDiff] = field(default_factory=list)
     values: list[ValueDiff] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
-    """Whatever else is not the same, a sentence each."""
+    """All other differences, one sentence each."""
 
     @property
     def is_equal(self) -> bool:
-        return not self.values and not self.others and all(found.is_equal for found in self.classes)
+        return not self.values and not self.others and all(item.is_equal for item in self.classes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """A checkpoint, or a model alone, which is then what a checkpoint has in `model/`."""
+    """One side of a comparison: a checkpoint, or a model folder, which stands for `model/` of a checkpoint."""
 
     root: Path
     tensor_folders: Mapping[str, Path]
     files: Mapping[str, Path]
-    """Besides tensors and what only says which file has which."""
+    """All files but tensor files and their index."""
     digests: Mapping[str, Mapping[str, str]]
-    """From the manifest: by folder and tensor."""
+    """Digests of the manifest, by folder and tensor."""
     recipe: JsonValue
     is_checkpoint: bool
 
 
 def open_side(path: Path) -> Side:
-    """What `path` names: a checkpoint, a run (its newest checkpoint), or a Hugging Face folder."""
+    """Return the checkpoint, the newest checkpoint of the run, or the Hugging Face folder at `path`."""
     if not path.exists():
         raise CheckpointError(f"{path}: does not exist; name a run's folder, a checkpoint or a Hugging Face model")
     if (path / CONFIG_FILE).exists():
@@ -115,17 +115,17 @@ def open_side(path: Path) -> Side:
 
 
 def compare(first: Side, second: Side) -> CheckpointDiff:
-    """Only what both have: a model alone lacks optimizer, state and recipe, which is no difference."""
-    found = CheckpointDiff()
+    """Return the differences; a model folder has no optimizer, state and recipe, and these are then not compared."""
+    diff = CheckpointDiff()
     for folder in sorted(first.tensor_folders.keys() & second.tensor_folders.keys()):
-        _compare_tensors(first, second, folder, found)
+        _compare_tensors(first, second, folder, diff)
     if first.is_checkpoint and second.is_checkpoint:
-        found.values += _value_diffs("recipe", first.recipe, second.recipe)
+        diff.values += _value_diffs("recipe", first.recipe, second.recipe)
         for folder in sorted(first.tensor_folders.keys() ^ second.tensor_folders.keys()):
-            found.others.append(f"{folder}: only in {_owner(folder in first.tensor_folders, first, second)}")
+            diff.others.append(f"{folder}: only in {_owner(folder in first.tensor_folders, first, second)}")
     for name in sorted(first.files.keys() | second.files.keys()):
-        _compare_files(first, second, name, found)
-    return found
+        _compare_files(first, second, name, diff)
+    return diff
 
 
 def _side(root: Path, files: Mapping[str, Path], *, manifest: Manifest | None) -> Side:
@@ -146,18 +146,18 @@ def _side(root: Path, files: Mapping[str, Path], *, manifest: Manifest | None) -
     )
 
 
-def _compare_tensors(first: Side, second: Side, folder: str, found: CheckpointDiff) -> None:
+def _compare_tensors(first: Side, second: Side, folder: str, diff: CheckpointDiff) -> None:
     ours = read_tensor_folder(first.tensor_folders[folder])
     theirs = read_tensor_folder(second.tensor_folders[folder])
     classes: dict[str, ClassDiff] = {}
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in ours or name not in theirs:
-            found.others.append(f"{folder}: {name}: only in {_owner(name in ours, first, second)}")
+            diff.others.append(f"{folder}: {name}: only in {_owner(name in ours, first, second)}")
             continue
         one, other = ours[name], theirs[name]
         if one.entry.shape != other.entry.shape:
             shapes = f"{list(one.entry.shape)} and {list(other.entry.shape)}"
-            found.others.append(f"{folder}: {name}: shapes {shapes}")
+            diff.others.append(f"{folder}: {name}: shapes {shapes}")
             continue
         tensor_class = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         total = classes.setdefault(tensor_class, ClassDiff(folder=folder, name=tensor_class))
@@ -170,8 +170,8 @@ def _compare_tensors(first: Side, second: Side, folder: str, found: CheckpointDi
     dtypes = {(ours[name].entry.dtype, theirs[name].entry.dtype) for name in ours.keys() & theirs.keys()}
     for one_dtype, other_dtype in sorted(dtypes):
         if one_dtype != other_dtype:
-            found.others.append(f"{folder}: dtypes {one_dtype} and {other_dtype}")
-    found.classes += classes.values()
+            diff.others.append(f"{folder}: dtypes {one_dtype} and {other_dtype}")
+    diff.classes += classes.values()
 
 
 def _add(total: ClassDiff, one: PlacedTensor, other: PlacedTensor) -> None:
@@ -182,7 +182,7 @@ def _add(total: ClassDiff, one: PlacedTensor, other: PlacedTensor) -> None:
             squared_norm += float(np.vdot(ours, ours))
             continue
         is_equal = False
-        # Infinity from infinity is NaN, which then shows in every figure: there is no distance between them.
+        # Infinity minus infinity is NaN, and every figure of the class then is NaN.
         with np.errstate(invalid="ignore", over="ignore"):
             difference = ours - theirs
             max_abs_diff = float(np.maximum(max_abs_diff, np.abs(difference).max()))
@@ -200,23 +200,23 @@ def _values(tensor: PlacedTensor) -> Iterator[NDArray[np.float64]]:
     entry = tensor.entry
     dtype = _NUMPY_DTYPES.get(entry.dtype)
     if dtype is None:
-        raise CheckpointError(f"{tensor.path}: tensor {entry.name} is {entry.dtype}, which cannot be compared")
+        raise CheckpointError(f"{tensor.path}: tensor {entry.name} has dtype {entry.dtype}, which cannot be compared")
     items = np.dtype(dtype)
     with tensor.path.open("rb", buffering=0) as file:
         file.seek(entry.start)
         for chunk in read_chunks(file, entry.num_bytes, chunk_bytes=_CHUNK_ITEMS * items.itemsize):
             values = np.frombuffer(chunk, dtype=items)
             if entry.dtype == "BF16":
-                # The upper half of a float32.
+                # A bfloat16 is the upper half of a float32.
                 values = (values.astype(np.uint32) << 16).view(np.float32)
             yield values.astype(np.float64)
 
 
-def _compare_files(first: Side, second: Side, name: str, found: CheckpointDiff) -> None:
+def _compare_files(first: Side, second: Side, name: str, diff: CheckpointDiff) -> None:
     if name not in first.files or name not in second.files:
-        # A model alone has no state, and may well have a README.
+        # A model folder has no state, and may have a README.
         if first.is_checkpoint and second.is_checkpoint:
-            found.others.append(f"{name}: only in {_owner(name in first.files, first, second)}")
+            diff.others.append(f"{name}: only in {_owner(name in first.files, first, second)}")
         return
     ours, theirs = first.files[name], second.files[name]
     if digest_file(ours) == digest_file(theirs):
@@ -224,9 +224,9 @@ def _compare_files(first: Side, second: Side, name: str, found: CheckpointDiff) 
     try:
         values = list(_value_diffs(name, json.loads(ours.read_text()), json.loads(theirs.read_text())))
     except ValueError:
-        found.others.append(f"{name}: differs")
+        diff.others.append(f"{name}: differs")
         return
-    found.values += values
+    diff.values += values
 
 
 def _value_diffs(document: str, first: JsonValue, second: JsonValue, key: str = "") -> Iterator[ValueDiff]:

@@ -1,7 +1,7 @@
-"""A model out of a checkpoint, in a folder of its own, a few megabytes in memory at a time.
+"""Export of a checkpoint's model to a folder of its own, a few megabytes in memory at a time.
 
-`model/` of a checkpoint is a Hugging Face model already: exporting changes dtype and number of files, and leaves what
-only a run needs behind. The folder has its name only when everything in it has been read back and compared.
+`model/` of a checkpoint is a Hugging Face model already: an export changes dtype and number of files and omits the
+state of the run. The folder gets its name after everything in it has been read back and compared.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import xxhash
 from megarl.checkpoint.locate import CONFIG_FILE, ModelSource
 from megarl.checkpoint.manifest import FileDigest, OnBytes, digest_file, read_chunks, sync
 from megarl.checkpoint.save import copy_companions, write_index
-from megarl.checkpoint.tensor_file import write_tensor_file
-from megarl.checkpoint.tensor_folder import PlacedTensor, read_tensor_folder
+from megarl.checkpoint.tensor_files import PlacedTensor, read_tensor_folder, write_tensor_file
 from megarl.checkpoint.tensor_header import TensorEntry
 from megarl.errors import CheckpointError
 from megarl.weights.executors.tensors import HEADER_DTYPES, bytes_of, header_dtype, torch_dtype
@@ -35,11 +34,11 @@ _SPARE_BYTES = 64 << 20
 class Exported:
     num_tensors: int
     num_bytes: int
-    """Of tensors."""
+    """Size of all tensors."""
     num_files: int
-    """Of tensors."""
+    """Number of tensor files."""
     num_cast: int
-    """Tensors whose dtype changed."""
+    """Number of tensors whose dtype changed."""
 
 
 def export_model(
@@ -53,7 +52,7 @@ def export_model(
 ) -> Exported:
     """Write the model to `out`, which must not exist or be empty; floating-point tensors become `dtype`.
 
-    `check` sees the finished folder before it gets its name, and refuses it by raising.
+    `check` is called with the finished folder before it gets its name; if it raises, the export fails.
     """
     tensors = read_tensor_folder(source.tensor_folder)
     wanted = {name: _as_dtype(tensor.entry, dtype) for name, tensor in tensors.items()}
@@ -74,16 +73,16 @@ def export_model(
 
 
 def refuse_occupied(out: Path) -> None:
-    """Nothing that exists is ever overwritten."""
+    """Raise a CheckpointError if `out` or its temporary folder exists: an export overwrites nothing."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out}: exists and is not an empty folder; name another")
     partial = _partial(out)
     if partial.exists():
-        raise CheckpointError(f"{partial}: exists, perhaps of an export that is running or was killed; remove it")
+        raise CheckpointError(f"{partial}: exists; unless another export is running, one was killed: remove it")
 
 
 def split_shards(wanted: Mapping[str, TensorEntry], *, max_shard_bytes: int) -> list[dict[str, TensorEntry]]:
-    """In the order of the layers; a tensor that is larger than a file may be has one to itself."""
+    """Return the tensors of each file, in the order of the layers; a tensor above the limit gets a file of its own."""
     shards: list[dict[str, TensorEntry]] = [{}]
     num_bytes = 0
     for name in sorted(wanted, key=_natural):
@@ -97,14 +96,14 @@ def split_shards(wanted: Mapping[str, TensorEntry], *, max_shard_bytes: int) -> 
 
 
 def _as_dtype(entry: TensorEntry, dtype: str | None) -> TensorEntry:
-    """Integers and quantised tensors stay what they are."""
+    """Return the entry with another dtype; integers and quantised tensors keep theirs."""
     if dtype is None or entry.dtype not in HEADER_DTYPES:
         return entry
     return replace(entry, dtype=header_dtype(dtype))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Layer 10 after layer 9."""
+    """Return a sort key that puts layer 10 after layer 9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -114,7 +113,7 @@ def _partial(out: Path) -> Path:
 
 @contextmanager
 def _new_folder(out: Path, *, num_bytes: int) -> Iterator[Path]:
-    """Write elsewhere, appear as `out` when all went well, vanish when not."""
+    """Yield a temporary folder that is renamed to `out` at the end, and removed if the body raises."""
     refuse_occupied(out)
     partial = _partial(out)
     try:
@@ -163,7 +162,7 @@ def _write_shards(
 
 
 def _read_as(tensor: PlacedTensor, dtype: str, expected: str | None, on_bytes: OnBytes | None) -> Iterator[memoryview]:
-    """The bytes of a tensor in another dtype, a chunk at a time; its own are compared with their digest."""
+    """Yield a tensor's bytes in `dtype`, a chunk at a time, and compare the bytes read with their digest."""
     digest = xxhash.xxh3_128()
     entry = tensor.entry
     with tensor.path.open("rb", buffering=0) as file:
@@ -174,7 +173,7 @@ def _read_as(tensor: PlacedTensor, dtype: str, expected: str | None, on_bytes: O
             if on_bytes is not None:
                 on_bytes(len(chunk))
     if expected is not None and digest.hexdigest() != expected:
-        raise CheckpointError(f"{tensor.path}: damaged: tensor {entry.name} is not the one that was written")
+        raise CheckpointError(f"{tensor.path}: damaged: tensor {entry.name} does not have the digest of the manifest")
 
 
 def _cast(chunk: memoryview, dtype: str, wanted: str) -> memoryview:
@@ -189,11 +188,10 @@ def _copy_companions(source_folder: Path, folder: Path, *, dtype: str | None) ->
 
 
 def _check_written(folder: Path, wanted: Mapping[str, TensorEntry], written: Mapping[str, FileDigest]) -> None:
-    """Read everything back: names, shapes and dtypes from the headers, digests from the bytes."""
-    found = read_tensor_folder(folder)
-    specs = {name: (tensor.entry.dtype, tensor.entry.shape) for name, tensor in found.items()}
+    """Read everything back and compare names, shapes and dtypes of the headers, and digests of the bytes."""
+    specs = {name: (tensor.entry.dtype, tensor.entry.shape) for name, tensor in read_tensor_folder(folder).items()}
     if specs != {name: (entry.dtype, entry.shape) for name, entry in wanted.items()}:
-        raise CheckpointError(f"{folder}: names, shapes or dtypes are not those that were to be written")
+        raise CheckpointError(f"{folder}: names, shapes or dtypes read back differ from those written")
     for name, expected in written.items():
         if digest_file(folder / name) != expected:
-            raise CheckpointError(f"{folder / name}: what is read back is not what was written; is the disk sound?")
+            raise CheckpointError(f"{folder / name}: the bytes read back differ from those written; check the disk")

@@ -1,16 +1,17 @@
-"""The checkpoints of a run on disk: their names, which is the latest, how one appears and how old ones go.
+"""The checkpoints of a run on disk: names, the links to the latest and the best, how one is made and removed.
 
-A checkpoint has its name only when every byte of it is on disk: it is written as `step_N.tmp` and renamed.
+A checkpoint is written as `step_N.tmp` and renamed after every byte of it is on disk.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from megarl.checkpoint.manifest import FileDigest, Manifest, sync, write_manifest
+from megarl.checkpoint.manifest import FileDigest, Manifest, OnBytes, sync, verify, write_manifest
 from megarl.errors import CheckpointError
 from megarl.system.faults import reach, step_in
 
@@ -19,7 +20,7 @@ LATEST = "latest"
 BEST = "best"
 ABANDONED = ".abandoned"
 LATEST_STEP_FILE = "latest_checkpointed_iteration.txt"
-"""For tools that look for a step number under this name."""
+"""Has the latest step, for tools that read it from a file of this name."""
 
 _STEP = re.compile(r"step_(\d{6,})")
 
@@ -34,7 +35,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def list_checkpoints(parent: Path) -> list[Path]:
-    """The newest first; what a killed save left behind is not among them."""
+    """Return the checkpoints, newest first, without the leftovers of killed saves."""
     if not parent.is_dir():
         return []
     steps = {path: step for path in parent.iterdir() if path.is_dir() and (step := step_of(path)) is not None}
@@ -42,7 +43,7 @@ def list_checkpoints(parent: Path) -> list[Path]:
 
 
 def begin(folder: Path, *, num_bytes: int) -> Path:
-    """An empty folder to write a checkpoint of about `num_bytes` into; leftovers of killed saves are removed."""
+    """Return an empty folder for a checkpoint of about `num_bytes`; leftovers of killed saves are removed."""
     parent = folder.parent
     parent.mkdir(parents=True, exist_ok=True)
     for leftover in parent.glob("step_*.tmp"):
@@ -60,7 +61,7 @@ def begin(folder: Path, *, num_bytes: int) -> Path:
 
 
 def commit(partial: Path, folder: Path, manifest: Manifest) -> None:
-    """Give a complete checkpoint its name, and make it the latest."""
+    """Write the manifest, give the complete checkpoint its name and make it the latest."""
     write_manifest(partial, manifest)
     reach("manifest_written", step=step_in(partial))
     for inner in {inside for name in manifest.files for inside in PurePosixPath(name).parents}:
@@ -78,7 +79,7 @@ def commit(partial: Path, folder: Path, manifest: Manifest) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove what a failed save of `folder` has written; what cannot be removed now goes with the next save."""
+    """Remove what a failed save of `folder` wrote; the next save removes what cannot be removed now."""
     shutil.rmtree(_partial(folder), ignore_errors=True)
 
 
@@ -86,16 +87,16 @@ def mark_best(folder: Path) -> None:
     _point(folder, BEST)
 
 
-def prune(parent: Path, *, keep_last: int, keep_steps: Collection[int] = ()) -> None:
-    """Remove all but the newest, and those of `keep_steps`."""
+def remove_old(parent: Path, *, keep_last: int, keep_steps: Collection[int] = ()) -> None:
+    """Remove all checkpoints but the newest `keep_last` and those of `keep_steps`."""
     for folder in list_checkpoints(parent)[keep_last:]:
         if step_of(folder) not in keep_steps:
             remove(folder)
 
 
 def remove(folder: Path) -> None:
-    """A checkpoint, or one that was set aside."""
-    # Under the name of a leftover: killed in here, it is not half a checkpoint, and goes with the next save.
+    """Remove a checkpoint, or one that was set aside."""
+    # Renamed to a leftover first: if the process is killed in here, the next save removes the rest.
     doomed = _partial(folder.with_name(folder.name.removesuffix(ABANDONED)))
     folder.rename(doomed)
     reach("doomed", step=step_in(doomed))
@@ -103,8 +104,61 @@ def remove(folder: Path) -> None:
     reach("pruned", step=step_in(doomed))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrunePlan:
+    """The checkpoints that `prune` keeps and removes."""
+
+    kept: tuple[Path, ...]
+    removed: tuple[Path, ...]
+
+
+def plan_prune(parent: Path, *, keep_last: int, keep_best: bool, on_bytes: OnBytes | None = None) -> PrunePlan:
+    """Keep the newest `keep_last`, the newest that verifies, `latest` and, with `keep_best`, `best`.
+
+    Checkpoints set aside as abandoned are removed; a save under way (`.tmp`) is not touched.
+    """
+    checkpoints = list_checkpoints(parent)
+    kept = {*checkpoints[:keep_last], _newest_whole(checkpoints, on_bytes)}
+    kept |= {
+        folder for name in (LATEST, *([BEST] if keep_best else [])) if (folder := marked(parent, name)) is not None
+    }
+    removed = [folder for folder in checkpoints if folder not in kept]
+    return PrunePlan(
+        kept=tuple(folder for folder in checkpoints if folder in kept),
+        removed=(*removed, *sorted(parent.glob(f"step_*{ABANDONED}"))),
+    )
+
+
+def prune(plan: PrunePlan) -> Iterator[Path]:
+    """Remove the folders of the plan, and yield each after it is removed."""
+    for folder in plan.removed:
+        try:
+            remove(folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: not removed: {error.strerror}") from error
+        yield folder
+
+
+def marked(parent: Path, name: str) -> Path | None:
+    """Return the checkpoint that the link `name` points to, None without one."""
+    link = parent / name
+    return parent / link.readlink().name if link.is_symlink() and link.exists() else None
+
+
+def _newest_whole(checkpoints: list[Path], on_bytes: OnBytes | None) -> Path:
+    complaints = []
+    for folder in checkpoints:
+        try:
+            verify(folder, on_bytes=on_bytes)
+        except CheckpointError as error:
+            complaints.append(str(error))
+        else:
+            return folder
+    raise CheckpointError(f"nothing was removed, because no checkpoint verifies: {'; '.join(complaints)}")
+
+
 def below(folder_name: str, files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
-    """Files of an inner folder by their path in the checkpoint."""
+    """Return the digests of an inner folder's files by their path in the checkpoint."""
     return {f"{folder_name}/{name}": digest for name, digest in files.items()}
 
 
@@ -113,7 +167,7 @@ def _partial(folder: Path) -> Path:
 
 
 def _set_aside_from(folder: Path) -> None:
-    """Rename what is of this step or later: damaged, or of a future that the run abandoned by resuming before it."""
+    """Rename checkpoints of this step or later: they are damaged, or the run resumed from an earlier one."""
     step = step_of(folder)
     assert step is not None, f"{folder} is not named after a step"
     for later in list_checkpoints(folder.parent):
@@ -124,7 +178,7 @@ def _set_aside_from(folder: Path) -> None:
 
 
 def _point(folder: Path, name: str) -> None:
-    # Something new renamed over the old: whoever looks finds one of the two, never neither.
+    # A new link is renamed over the old one, so that a link exists at every moment.
     link = folder.with_name(f"{name}.tmp")
     link.unlink(missing_ok=True)
     link.symlink_to(folder.name)

@@ -1,6 +1,6 @@
-"""From the path a person names to what is there: a run's checkpoints, one of them, or any Hugging Face folder.
+"""Finds the checkpoints or the model at a path that a user named: a run, a checkpoint, or a Hugging Face folder.
 
-Nothing is returned whose digests, where it has some, were not compared with its bytes. No torch.
+A model with digests is returned only after they were compared with its bytes. No torch.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ CONFIG_FILE = "config.json"
 
 _MASTER_FOLDER = "optimizer/master"
 _MAX_INNER_DEPTH = 3
-"""How far below its checkpoint a model may lie: critic/model."""
+"""Number of parent folders of a model to search for its checkpoint, which has critic/model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
     folder: Path
-    """Configuration, tokenizer, and the weights as they are served."""
+    """Has configuration, tokenizer, and the weights as they are served."""
     tensor_folder: Path
-    """The weights: the same folder, or the master weights of the checkpoint it is in."""
+    """Has the weights: the same folder, or the master weights of its checkpoint."""
     digests: Mapping[str, FileDigest]
-    """What the checkpoint's manifest says of the files of `tensor_folder`, by name; empty where there is none."""
+    """The manifest's digests of the files in `tensor_folder`, by name; empty without a manifest."""
     notes: tuple[str, ...] = ()
-    """What people should know about the choice."""
+    """Sentences for the user about the choice."""
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """The one the path names, or those of the run it names, the newest first."""
+    """Return the checkpoint at the path, or the checkpoints of the run at the path, newest first."""
     if (path / MANIFEST_FILE).exists():
         return [path]
-    found = list_checkpoints(parent_of(path))
-    if not found:
+    checkpoints = list_checkpoints(parent_of(path))
+    if not checkpoints:
         raise CheckpointError(f"{path}: there is no checkpoint here; name a run's folder, as in runs/quickstart")
-    return found
+    return checkpoints
 
 
 def parent_of(path: Path) -> Path:
-    """Where a run has its checkpoints; the path is the run's folder, or that one already."""
+    """Return the folder of a run's checkpoints; the path is that folder or the run's."""
     return path if path.name == CHECKPOINTS_FOLDER else path / CHECKPOINTS_FOLDER
 
 
 def find_model(path: Path, *, wants_master: bool = False, on_bytes: OnBytes | None = None) -> ModelSource:
-    """The model at `path`: of the run's newest checkpoint that is whole, of that checkpoint, or the folder itself.
+    """Return the model of the run's newest checkpoint that verifies, of the checkpoint, or of the folder at `path`.
 
-    `wants_master` takes the float32 master weights of a checkpoint, where it has some.
+    `wants_master` selects the float32 master weights of a checkpoint that has them.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: does not exist; name a run's folder, a checkpoint or a Hugging Face model")
@@ -61,8 +61,8 @@ def find_model(path: Path, *, wants_master: bool = False, on_bytes: OnBytes | No
     notes: list[str] = []
     for checkpoint in list_checkpoints(parent_of(path)):
         try:
-            found = _of_checkpoint(checkpoint, MODEL_FOLDER, wants_master=wants_master, on_bytes=on_bytes)
-            return replace(found, notes=(*notes, *found.notes))
+            source = _of_checkpoint(checkpoint, MODEL_FOLDER, wants_master=wants_master, on_bytes=on_bytes)
+            return replace(source, notes=(*notes, *source.notes))
         except CheckpointError as error:
             notes.append(f"skipped {checkpoint}: {error}")
     if notes:
@@ -90,7 +90,7 @@ def _of_checkpoint(checkpoint: Path, inner: str, *, wants_master: bool, on_bytes
     if wants_master and any(name.startswith(f"{master}/") for name in manifest.files):
         verify(checkpoint, below=master, on_bytes=on_bytes)
         tensors = master
-        notes = (f"weights are those of {checkpoint / master}: float32, as they were trained",)
+        notes = (f"the weights are the float32 master weights in {checkpoint / master}",)
     digests = {
         name.removeprefix(f"{tensors}/"): file
         for name, file in manifest.files.items()

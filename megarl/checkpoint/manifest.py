@@ -1,9 +1,9 @@
-"""What a checkpoint promises about its files, and whether it keeps the promise. JSON and hashes: no torch, no layouts.
+"""The manifest of a checkpoint, and the comparison of its files with it. JSON and hashes: no torch, no layouts.
 
 step_000123/
 ├── model/           a Hugging Face model
 ├── optimizer/       exp_avg, exp_avg_sq and, where model/ is not float32, master: canonical tensors in float32
-├── state.json       where the run stood
+├── state.json       the state of the run
 └── manifest.json    written last: size and digest of every tensor and every other file, and a digest of itself
 """
 
@@ -31,14 +31,14 @@ MANIFEST_FILE = "manifest.json"
 MODEL_FOLDER = "model"
 OPTIMIZER_FOLDER = "optimizer"
 CRITIC_FOLDER = "critic"
-"""With a `model` and an `optimizer` of its own."""
+"""Has a `model` and an `optimizer` of its own."""
 
 Contents = Literal["everything", "weights"]
 OnBytes: TypeAlias = Callable[[int], object]
-"""Hears how many bytes have been read since it last did; from several threads."""
+"""Called with the number of bytes read since the last call, from several threads."""
 
 _CHUNK_BYTES = 256 << 10
-"""Small enough to be hashed while it is in a core's cache."""
+"""Small enough to be hashed in a core's cache."""
 _PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 
 
@@ -53,12 +53,9 @@ class TensorDigest:
 class FileDigest:
     num_bytes: int
     xxh3_128: str
-    """Of the whole file or, where `tensors` has digests of their own, of the header before them.
-
-    Finds accidents; it is not cryptographic.
-    """
+    """Digest of the whole file or, of a safetensors file, of its header. Detects accidents; it is not cryptographic."""
     tensors: tuple[TensorDigest, ...] = ()
-    """Of a safetensors file: in the order of the file, which ends with the last of them."""
+    """Tensors of a safetensors file, in the order of the file, which ends with the last of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +65,11 @@ class Manifest:
     step: int
     contents: Contents
     recipe: Mapping[str, JsonValue]
-    """As it was after overrides and defaults."""
+    """The recipe with overrides and defaults."""
     recipe_digest: str
-    """Of what must stay the same for the run to go on."""
+    """Digest of the keys that must stay the same for the run to continue."""
     files: Mapping[str, FileDigest]
-    """By path inside the folder."""
+    """All files by path inside the folder."""
 
     @property
     def num_bytes(self) -> int:
@@ -80,7 +77,7 @@ class Manifest:
 
 
 def digest_file(path: Path) -> FileDigest:
-    """What a manifest says of a file that is as it should be; of a safetensors file, tensor by tensor."""
+    """Return size and digest of a file; those of a safetensors file tensor by tensor."""
     size = path.stat().st_size
     entries = _tensors_in(path)
     with path.open("rb", buffering=0) as file:
@@ -93,7 +90,7 @@ def digest_file(path: Path) -> FileDigest:
 
 
 def _tensors_in(path: Path) -> tuple[TensorEntry, ...]:
-    """None in a file that is not what its name says: it is digested whole."""
+    """Return the tensors of a safetensors file; none for any other file, whatever its name."""
     if path.suffix == TENSOR_SUFFIX:
         with suppress(CheckpointError):
             return read_header(path).entries
@@ -107,7 +104,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, if it is what was written; the files it names are not looked at."""
+    """Return the manifest if its own digest is right; its files are not looked at."""
     path = folder / MANIFEST_FILE
     try:
         text = path.read_bytes()
@@ -118,7 +115,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = _MANIFEST.validate_json(text, strict=True)
     except ValidationError as error:
         raise CheckpointError(f"{path}: damaged: not a manifest: {error.errors()[0]['msg']}") from None
-    # The bytes, not only what they mean: whatever changed in the file, it is not what was written.
+    # Bytes are compared, not values: any change of the file is damage.
     if _render(_MANIFEST.dump_python(manifest, mode="json")) != text:
         raise CheckpointError(f"{path}: damaged: its text does not have the digest it states")
     return manifest
@@ -127,9 +124,9 @@ def read_manifest(folder: Path) -> Manifest:
 def verify(
     folder: Path, *, below: str | None = None, on_bytes: OnBytes | None = None, num_threads: int | None = None
 ) -> Manifest:
-    """The manifest, if every file is what was written; a CheckpointError names the first that is not.
+    """Return the manifest if every file has its size and digests; a CheckpointError names the first that does not.
 
-    `below` limits it to an inner folder. Without `num_threads`, one per core.
+    `below` limits the check to an inner folder. The default of `num_threads` is one per core.
     """
     manifest = read_manifest(folder)
     files = {name: file for name, file in manifest.files.items() if below is None or name.startswith(f"{below}/")}
@@ -144,7 +141,7 @@ def verify(
 
 
 def check_sizes(folder: Path) -> Manifest:
-    """The manifest, if every file is there and as long as it was; its bytes are not read."""
+    """Return the manifest if every file exists and has its size; contents are not read."""
     manifest = read_manifest(folder)
     for name, expected in manifest.files.items():
         _check_size(_inside(folder, name), expected)
@@ -157,11 +154,13 @@ def _check(path: Path, expected: FileDigest, on_bytes: OnBytes | None) -> None:
         header_bytes = expected.num_bytes - sum(tensor.num_bytes for tensor in expected.tensors)
         with path.open("rb", buffering=0) as file:
             if _digest_next(file, header_bytes, on_bytes) != expected.xxh3_128:
-                what = "its header" if expected.tensors else "its digest"
-                raise CheckpointError(f"{path}: damaged: {what} is not the one that was written")
+                part = "the header" if expected.tensors else "the file"
+                raise CheckpointError(f"{path}: damaged: {part} does not have the digest of the manifest")
             for tensor in expected.tensors:
                 if _digest_next(file, tensor.num_bytes, on_bytes) != tensor.xxh3_128:
-                    raise CheckpointError(f"{path}: damaged: tensor {tensor.name} is not the one that was written")
+                    raise CheckpointError(
+                        f"{path}: damaged: tensor {tensor.name} does not have the digest of the manifest"
+                    )
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -176,14 +175,14 @@ def _check_size(path: Path, expected: FileDigest) -> None:
 
 
 def _refuse_pickles(folder: Path, manifest: Manifest) -> None:
-    """Some loaders would prefer one to the tensors that were verified, and loading it runs its code."""
+    """Raise if there is a pickle: some loaders prefer it to the verified tensors, and loading it runs its code."""
     for path in sorted(folder.rglob("*")):
         if path.suffix in _PICKLES and path.relative_to(folder).as_posix() not in manifest.files:
             raise CheckpointError(f"{path}: a pickle that megarl did not write; remove it, loading it can run code")
 
 
 def read_chunks(file: FileIO, num_bytes: int, *, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[memoryview]:
-    """The next bytes of an unbuffered file, in one buffer that each chunk overwrites; fewer where the file ends."""
+    """Yield the next bytes of an unbuffered file, in one buffer that each chunk overwrites; stops at the file's end."""
     buffer = memoryview(bytearray(min(chunk_bytes, num_bytes)))
     while num_bytes > 0:
         wanted = min(len(buffer), num_bytes)
@@ -191,7 +190,7 @@ def read_chunks(file: FileIO, num_bytes: int, *, chunk_bytes: int = _CHUNK_BYTES
         while count < wanted and (more := file.readinto(buffer[count:wanted])):
             count += more
         yield buffer[:count]
-        # A short chunk is the last: the file has ended.
+        # A short chunk means that the file has ended.
         num_bytes = num_bytes - count if count == wanted else 0
 
 
@@ -208,20 +207,20 @@ _MANIFEST: TypeAdapter[Manifest] = TypeAdapter(Manifest)
 
 
 def _render(fields: Mapping[str, JsonValue]) -> bytes:
-    """The text of a manifest: one way to write each, with the digest of everything else as its last key."""
+    """Return the canonical text of a manifest; its last key is the digest of all others."""
     body = json.dumps(fields, indent=1, sort_keys=True).encode()
     digest = hashlib.sha256(body).hexdigest()
     return json.dumps({**dict(sorted(fields.items())), "sha256": digest}, indent=1).encode() + b"\n"
 
 
 def _refuse_newer(path: Path, text: bytes) -> None:
-    """Before anything else is read: a newer format may differ in all the rest."""
+    """Raise on a newer format before anything else is parsed, since all the rest may differ."""
     try:
-        found = json.loads(text)["format"]
+        version = json.loads(text)["format"]
     except (ValueError, TypeError, KeyError):
         return
-    if isinstance(found, int) and found > FORMAT:
-        raise CheckpointError(f"{path}: format {found} is newer than {FORMAT}; use the megarl that wrote it")
+    if isinstance(version, int) and version > FORMAT:
+        raise CheckpointError(f"{path}: format {version} is newer than {FORMAT}; use the megarl that wrote it")
 
 
 def _digest_next(file: FileIO, num_bytes: int, on_bytes: OnBytes | None = None) -> str:
@@ -234,7 +233,7 @@ def _digest_next(file: FileIO, num_bytes: int, on_bytes: OnBytes | None = None) 
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The file of that name; one that is elsewhere is refused, whatever it contains."""
+    """Return the path of a file; one outside the folder raises a CheckpointError."""
     parts = PurePosixPath(name).parts
     path = folder.joinpath(*parts)
     if ".." in parts or PurePosixPath(name).is_absolute() or not path.resolve().is_relative_to(folder.resolve()):

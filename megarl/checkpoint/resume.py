@@ -1,14 +1,32 @@
-"""Which checkpoint a run goes on from, and why not from another. Verifies every byte before anybody reads a weight."""
+"""Chooses the checkpoint that a run resumes from. Every byte of it is verified before a weight is read."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import JsonValue
 
 from megarl.checkpoint.folder import list_checkpoints
 from megarl.checkpoint.manifest import Manifest, read_manifest, verify
 from megarl.checkpoint.state import RunState, read_state
 from megarl.errors import CheckpointError
+
+_IDENTITY: Mapping[str, tuple[str, ...] | None] = {
+    "run": ("seed",),
+    "data": ("is_shuffled", "max_prompt_tokens", "overlong_prompts"),
+    "algorithm": None,
+    "sampling": None,
+    "reward": None,
+    "train": ("prompts_per_step", "prompts_per_update", "max_staleness", "optimizer"),
+}
+"""Keys that decide what is trained on and how, by section; None stands for the whole section.
+
+Layout, length, paths and output are left out. Model and data are compared by content where they are read.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +47,13 @@ class Decision:
     point: ResumePoint | None
     """None starts a new run."""
     notes: tuple[str, ...] = ()
-    """What people should know about it."""
+    """Sentences for the user about the choice."""
 
 
 def decide(parent: Path, *, recipe_digest: str, num_steps: int) -> Decision:
-    """Of a run's checkpoints, the newest that verifies, if the run can go on from it.
+    """Choose the newest checkpoint that verifies, if the run can continue from it.
 
-    Where there are checkpoints and all of them are damaged, starting anew is not for us to decide: a CheckpointError.
+    If there are checkpoints and all are damaged, a CheckpointError leaves the decision to the user.
     """
     notes: list[str] = []
     for folder in list_checkpoints(parent):
@@ -54,28 +72,38 @@ def decide(parent: Path, *, recipe_digest: str, num_steps: int) -> Decision:
 
 
 def open_named(folder: Path, *, recipe_digest: str, num_steps: int) -> Decision:
-    """The checkpoint somebody asked for by name. A changed recipe is their wish; they are told."""
+    """Choose the checkpoint that the user named; a changed recipe is allowed and noted."""
     manifest = read_manifest(folder)
     if manifest.contents != "everything":
         raise CheckpointError(f"{folder}: has only weights; start from them with model.path={folder / 'model'}")
     if manifest.step >= num_steps:
-        raise CheckpointError(f"{folder}: stands at step {manifest.step}, run.steps is {num_steps}; raise run.steps")
+        raise CheckpointError(f"{folder}: is at step {manifest.step}, run.steps is {num_steps}; raise run.steps")
     is_changed = manifest.recipe_digest != recipe_digest
-    notes = (f"the recipe is not the one {folder} was made with",) if is_changed else ()
+    notes = (f"the recipe differs from the one {folder} was made with",) if is_changed else ()
     return Decision(point=open_verified(folder), notes=notes)
 
 
 def _obstacle(manifest: Manifest, *, recipe_digest: str, num_steps: int) -> str | None:
-    """Why an intact checkpoint is nothing to go on from, as the end of a sentence."""
+    """Return why the run cannot continue from an intact checkpoint, as the end of a sentence; None if it can."""
     if manifest.step >= num_steps:
         return f"is at step {manifest.step} of {num_steps}, the run was finished"
     if manifest.contents != "everything":
         return "has only weights"
     if manifest.recipe_digest != recipe_digest:
-        return "was made with another recipe (--resume PATH goes on from it all the same)"
+        return "was made with another recipe (--resume PATH resumes from it nevertheless)"
     return None
 
 
 def open_verified(folder: Path) -> ResumePoint:
     manifest = verify(folder)
     return ResumePoint(folder=folder, manifest=manifest, state=read_state(folder))
+
+
+def identity_digest(recipe: Mapping[str, JsonValue]) -> str:
+    """Return the digest of the keys that must stay the same for a run to continue; `recipe` is a manifest's."""
+    identity: dict[str, JsonValue] = {}
+    for name, keys in _IDENTITY.items():
+        section = recipe[name]
+        assert isinstance(section, dict), f"{name} is {section!r}"
+        identity[name] = section if keys is None else {key: section[key] for key in keys}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

@@ -1,6 +1,8 @@
-"""Writing canonical tensors as safetensors files, all trainer ranks together. Knows layouts and files, not Megatron.
+"""Saves canonical tensors as safetensors files, all trainer ranks together. Knows layouts and files, not Megatron.
 
-Each rank is given whole canonical tensors, receives their pieces by plan and writes one file; nobody gathers the model.
+Each rank is assigned whole canonical tensors, receives their pieces by plan and writes one file; no rank gathers the
+model. A rank saves from a snapshot in host memory while the trainer already changes its tensors; it copies only the
+boxes that the plan takes from it, so that replicas share the work and nothing is held twice.
 """
 
 from __future__ import annotations
@@ -8,20 +10,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
-from megarl.checkpoint.tensor_file import write_tensor_file
+from megarl.checkpoint.tensor_files import write_tensor_file
 from megarl.config.model import critic_architecture
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
 from megarl.weights.algebra.locality import same_processes
-from megarl.weights.algebra.plan import plan
-from megarl.weights.algebra.slices import Holding, Layout, TensorSpec
+from megarl.weights.algebra.plan import Move, plan
+from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, TensorSpec
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.hf import INDEX_FILE
 from megarl.weights.executors.tensors import box_of, bytes_of, header_dtype, specs_of, torch_dtype
@@ -39,7 +43,7 @@ _COPIED = (
     "chat_template*",
     "*.model",
 )
-"""Files beside the weights without which the folder is not a model that loads."""
+"""Files that a model folder needs beside the weights."""
 
 
 def save_hf(
@@ -55,8 +59,8 @@ def save_hf(
 ) -> dict[str, FileDigest]:
     """Write the model that `layout` spreads over the peers of `group`; every peer calls this with its own tensors.
 
-    Like `save_tensors`, and peer 0 adds the configuration and tokenizer of `source_folder`, a language model's even
-    for a critic.
+    It calls `save_tensors`, and peer 0 adds configuration and tokenizer of `source_folder`, a language model even for
+    a critic.
     """
     files = save_tensors(folder, layout=layout, tensors=tensors, group=group, dtype=dtype, bucket_bytes=bucket_bytes)
     with _failing_as_save(folder, group):
@@ -76,9 +80,9 @@ def save_tensors(
     dtype: str | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> dict[str, FileDigest]:
-    """Write canonical tensors and their index into a new folder; returns the files this peer wrote, by name.
+    """Write canonical tensors and their index into a new folder, and return the files that this peer wrote, by name.
 
-    Peer r of the (gloo) group is rank r of the layout. Without `dtype` the files have that of the canonical tensors.
+    Peer r of the (gloo) group is rank r of the layout. The default `dtype` is that of the canonical tensors.
     """
     target = assign_tensors(layout, dtype=dtype)
     files: dict[str, FileDigest] = {}
@@ -104,12 +108,12 @@ def save_tensors(
 
 
 class UnfiniteError(Exception):
-    """Why nobody should go on from what was about to be saved."""
+    """A tensor to be saved has NaN or infinite values."""
 
 
 @contextmanager
 def _failing_as_save(folder: Path, group: TransferGroup) -> Iterator[None]:
-    """A peer that fails says why, here and to the others: nobody waits for it."""
+    """Report a failure to the other peers too, so that they do not wait for this one."""
     try:
         yield
     except (WeightSyncError, UnfiniteError, OSError) as error:
@@ -118,7 +122,7 @@ def _failing_as_save(folder: Path, group: TransferGroup) -> Iterator[None]:
 
 
 def assign_tensors(layout: Layout, *, dtype: str | None = None) -> Layout:
-    """Whole canonical tensors for every rank: largest first, to the holder of a part that has least so far."""
+    """Assign every canonical tensor to one of the ranks that hold a part of it: largest first, to the least loaded."""
     holders: defaultdict[str, set[int]] = defaultdict(set)
     for holding in layout.holdings:
         for piece in holding.pieces:
@@ -147,9 +151,9 @@ def _whole_holding(rank: int, names: Iterable[str], canonical: Mapping[str, Tens
 def _receive(
     layout: Layout, target: Layout, tensors: Mapping[str, torch.Tensor], group: TransferGroup, bucket_bytes: int
 ) -> dict[str, torch.Tensor]:
-    """This rank's whole tensors, in host memory: those that it has already are not copied."""
+    """Return this rank's whole tensors in host memory; those that it has already are not copied."""
     moves = plan(layout, target, locations=same_processes(layout, target))
-    there = {
+    local = {
         move.target_name: box
         for move in moves.moves_to(group.peer)
         if move.source_rank == group.peer
@@ -157,8 +161,8 @@ def _receive(
         and box.is_contiguous()
     }
     share = {
-        name: there[name]
-        if name in there and (there[name].shape, there[name].dtype) == (spec.shape, torch_dtype(spec.dtype))
+        name: local[name]
+        if name in local and (local[name].shape, local[name].dtype) == (spec.shape, torch_dtype(spec.dtype))
         else torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
         for name, spec in target.by_rank[group.peer].tensors.items()
     }
@@ -167,9 +171,9 @@ def _receive(
 
 
 def _refuse_unfinite(share: Mapping[str, torch.Tensor]) -> None:
-    """A checkpoint of broken weights would push out one that is good."""
+    """Raise on NaN or infinite values: a checkpoint of broken weights would replace a good one."""
     for name, tensor in share.items():
-        # The sum says it without another tensor of the same size; it may overflow where no value has.
+        # The sum needs no second tensor of the same size; because it may overflow, a bad sum is checked again.
         if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
             num_broken = int((~torch.isfinite(tensor)).sum())
             raise UnfiniteError(f"{num_broken} of {tensor.numel()} values of {name} are NaN or infinite")
@@ -193,7 +197,7 @@ def _write_index(folder: Path, target: Layout, names: Mapping[int, str]) -> File
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], *, num_bytes: int) -> FileDigest:
-    """Which tensor is in which file, as transformers and SGLang look for it."""
+    """Write the index from tensor to file that transformers and SGLang read."""
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     path = folder / INDEX_FILE
     path.write_text(json.dumps(index, indent=2) + "\n")
@@ -203,7 +207,7 @@ def write_index(folder: Path, weight_map: Mapping[str, str], *, num_bytes: int) 
 def copy_companions(
     source_folder: Path, folder: Path, *, dtype: str | None = None, is_critic: bool = False
 ) -> dict[str, FileDigest]:
-    """Copy what a model needs beside its weights; the configuration says what has changed of them."""
+    """Copy the files that a model needs beside its weights; dtype and architecture are updated in the configuration."""
     sources = {path.name: path for pattern in _COPIED for path in source_folder.glob(pattern) if path.is_file()}
     for name, source in sources.items():
         shutil.copyfile(source, folder / name)
@@ -219,7 +223,7 @@ def _change_config(path: Path, *, dtype: str | None, is_critic: bool) -> None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     if is_critic:
         config["architectures"] = [critic_architecture(config["architectures"][0])]
-        # transformers knows the number of outputs by their labels.
+        # transformers takes the number of outputs from the labels.
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     path.write_text(json.dumps(config, indent=2) + "\n")
 
@@ -227,3 +231,62 @@ def _change_config(path: Path, *, dtype: str | None, is_critic: bool) -> None:
 def _finish(path: Path) -> FileDigest:
     sync(path)
     return digest_file(path)
+
+
+BoxView: TypeAlias = Callable[[str, Index, Index], torch.Tensor]
+"""(name of a rank's own tensor, offsets, shape) -> that box of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """The boxes that ranks copy for a save of one layout; computed once."""
+
+    layout: Layout
+    """Layout of the snapshots of all ranks: each box is a tensor of its own."""
+    boxes: Mapping[str, tuple[str, Index]]
+    """This rank's boxes, by their names in `layout`: the tensor that has the box, and its offsets there."""
+
+
+def contribution(layout: Layout, rank: int) -> Contribution:
+    """Return the contribution to a save of `layout`, the layout of the trainer's own tensors.
+
+    Saving it writes the same files from the same ranks: each keeps a part of every tensor that it is assigned, and no
+    rank holds a part of a tensor that it did not hold before.
+    """
+    target = assign_tensors(layout)
+    moves = plan(layout, target, locations=same_processes(layout, target))
+    holdings = [_boxes_of(holding, moves.moves_from(holding.rank)) for holding in layout.holdings]
+    return Contribution(
+        layout=Layout(canonical=layout.canonical, holdings=tuple(holdings)),
+        boxes={_name(move): (move.source_name, move.source_offsets) for move in moves.moves_from(rank)},
+    )
+
+
+def copy_to_host(given: Contribution, rank: int, view: BoxView) -> dict[str, torch.Tensor]:
+    """Return copies of this rank's boxes in host memory."""
+    specs = given.layout.by_rank[rank].tensors
+    copies: dict[str, torch.Tensor] = {}
+    device = torch.device("cpu")
+    for name, (source_name, offsets) in given.boxes.items():
+        source = view(source_name, offsets, specs[name].shape)
+        device = source.device
+        # Pinned memory lets the copies of all boxes run at the same time.
+        copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=device.type == "cuda")
+        copies[name] = copy.copy_(source, non_blocking=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return copies
+
+
+def _boxes_of(holding: Holding, moves: Iterable[Move]) -> Holding:
+    tensors: dict[str, TensorSpec] = {}
+    pieces: list[Piece] = []
+    for move in moves:
+        box, name = move.slice, _name(move)
+        tensors[name] = TensorSpec(shape=box.shape, dtype=holding.tensors[move.source_name].dtype)
+        pieces.append(Piece(slice=box, local_name=name, local_offsets=(0,) * len(box.shape)))
+    return Holding(rank=holding.rank, tensors=tensors, pieces=tuple(pieces))
+
+
+def _name(move: Move) -> str:
+    return str(move.slice)

@@ -1,4 +1,4 @@
-"""Where a run stood after a step: `state.json`. Everything of a run that is neither a weight nor a moment."""
+"""The state of a run after a step, `state.json`: everything but weights and optimizer moments."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ STATE_FILE = "state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Of the actor or the critic; the same on every rank."""
+    """State of the actor or the critic; the same on every rank."""
 
     num_steps: int
-    """Taken; the learning rate's place in its schedule."""
+    """Steps taken: the position in the learning-rate schedule."""
     num_updates: int
-    """Of the optimizer: its step count, and for the actor the version of the weights."""
+    """Step count of the optimizer, and for the actor the version of the weights."""
     num_skipped_in_a_row: int = 0
-    """Updates whose numbers were not finite, since the last that was applied."""
+    """Updates with non-finite numbers since the last applied update."""
     monitor: MonitorState | None = None
-    """The actor's."""
+    """Set for the actor only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """What became of every prompt drawn from the stream: it was trained on, dropped, or is still to be answered."""
+    """Counts of the prompts drawn from the stream: trained on, dropped, carried or pending."""
 
     num_trained: int = 0
     num_dropped: int = 0
-    """Not kept by the algorithm."""
+    """Groups that the algorithm filtered out."""
     pending: tuple[int, ...] = ()
-    """Positions in the stream of those that have no group yet; a run that goes on begins with them."""
+    """Stream positions of prompts without a group; a resumed run begins with them."""
     num_carried: int = 0
-    """Groups that are scored and not yet trained on; the checkpoint has them."""
+    """Groups that are scored and not yet trained on; they are part of the checkpoint."""
 
     @property
     def num_drawn(self) -> int:
@@ -48,7 +48,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """The evaluation that no later one has beaten."""
+    """The best evaluation so far."""
 
     metric: str
     value: float
@@ -58,20 +58,20 @@ class Best:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
     trainer: TrainerState
-    """The actor's."""
+    """State of the actor."""
     prompt_cursor: int
-    """Prompts drawn from the stream; epoch and order follow from it and the seed."""
+    """Number of prompts drawn from the stream; with the seed it determines epoch and order."""
     ledger: Ledger
     best: Best | None = None
-    """None where no checkpoint is kept for its metric."""
+    """None without `checkpoint.keep_best`."""
     critic: TrainerState | None = None
     kl_coef: float | None = None
-    """What the next step's distance from the reference will cost."""
+    """KL coefficient of the next step."""
     versions: tuple[int, ...] = ()
-    """Published before the trainer's own, as far back as carried groups may reach; the latest comes last."""
+    """Versions published before the trainer's own, as far back as carried groups may reach; the latest comes last."""
     seed: int
     data_digest: str
-    """Of all prompts, in the order of the files."""
+    """Digest of all prompts, in the order of the files."""
 
 
 _STATE: TypeAdapter[RunState] = TypeAdapter(RunState)

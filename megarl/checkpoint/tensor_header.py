@@ -35,7 +35,7 @@ ITEM_BYTES: Mapping[str, int] = {
     "U8": 1,
     "BOOL": 1,
 }
-"""By the names dtypes have in a header."""
+"""Bytes of one element, by the dtype's name in a header."""
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
@@ -50,7 +50,7 @@ class TensorEntry:
     """As the header spells it: F32, BF16, F16 ..."""
     shape: tuple[int, ...]
     start: int
-    """In the file."""
+    """Offset in the file."""
 
     @property
     def num_bytes(self) -> int:
@@ -60,7 +60,7 @@ class TensorEntry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorHeader:
     num_bytes: int
-    """Of the header and its length: the first tensor begins here."""
+    """Size of the length field and the header; the first tensor begins there."""
     entries: tuple[TensorEntry, ...]
     """In the order of the file."""
 
@@ -81,27 +81,27 @@ _RAW_ENTRIES: TypeAdapter[dict[str, _RawEntry]] = TypeAdapter(dict[str, _RawEntr
 
 
 def read_header(path: Path) -> TensorHeader:
-    """A CheckpointError where the file is anything but tensors without gaps from its header to its end."""
+    """Return the header; a file that is not a header followed by tensors without gaps raises a CheckpointError."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(_LENGTH.size)
             (length,) = _LENGTH.unpack(prefix) if len(prefix) == _LENGTH.size else (size,)
             if length > min(size - _LENGTH.size, _MAX_HEADER_BYTES):
-                raise CheckpointError(f"{path}: not a safetensors file: no header of that length")
+                raise CheckpointError(f"{path}: not a safetensors file: it has no header")
             text = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     header = _parse(path, text)
     if header.num_file_bytes != size:
-        raise CheckpointError(f"{path}: {size} bytes, its header speaks of {header.num_file_bytes}; is it whole?")
+        raise CheckpointError(f"{path}: {size} bytes, its header describes {header.num_file_bytes}; is it complete?")
     return header
 
 
 def make_header(specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[TensorHeader, bytes]:
-    """The header of a file with tensors of these dtypes and shapes, and its bytes.
+    """Return the header of a file with tensors of these dtypes and shapes, and its bytes.
 
-    Wide items come first, so that every tensor is aligned to its items.
+    Tensors with wide elements come first, so that every tensor is aligned to its element size.
     """
     entries = []
     offset = 0
@@ -128,16 +128,16 @@ def _parse(path: Path, text: bytes) -> TensorHeader:
         fields.pop(_METADATA, None)
         raw = _RAW_ENTRIES.validate_python(fields)
     except (ValueError, ValidationError) as error:
-        raise CheckpointError(f"{path}: not a safetensors file: its header is not one") from error
+        raise CheckpointError(f"{path}: not a safetensors file: its header cannot be parsed") from error
     num_bytes = _LENGTH.size + len(text)
     entries = []
     offset = 0
     for name, entry in sorted(raw.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in ITEM_BYTES:
             raise CheckpointError(f"{path}: tensor {name} has dtype {entry.dtype}; known are {', '.join(ITEM_BYTES)}")
-        found = TensorEntry(name=name, dtype=entry.dtype, shape=tuple(entry.shape), start=num_bytes + offset)
-        if entry.data_offsets != [offset, offset + found.num_bytes] or min(entry.shape, default=0) < 0:
-            raise CheckpointError(f"{path}: tensor {name} does not lie where its dtype and shape say")
-        offset += found.num_bytes
-        entries.append(found)
+        tensor = TensorEntry(name=name, dtype=entry.dtype, shape=tuple(entry.shape), start=num_bytes + offset)
+        if entry.data_offsets != [offset, offset + tensor.num_bytes] or min(entry.shape, default=0) < 0:
+            raise CheckpointError(f"{path}: the offsets of tensor {name} do not match its dtype and shape")
+        offset += tensor.num_bytes
+        entries.append(tensor)
     return TensorHeader(num_bytes=num_bytes, entries=tuple(entries))

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from megarl.checkpoint.folder import BEST, LATEST, list_checkpoints
+from megarl.checkpoint.folder import BEST, LATEST, list_checkpoints, marked, plan_prune, prune
 from megarl.checkpoint.locate import find_checkpoints, parent_of
 from megarl.checkpoint.manifest import MANIFEST_FILE, check_sizes, read_manifest, verify
-from megarl.checkpoint.prune import marked, plan_prune, prune
 from megarl.cli.byte_progress import count_bytes
 from megarl.cli.display import format_seconds, make_console
 from megarl.errors import CheckpointError

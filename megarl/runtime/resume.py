@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, checkpoint_folder
-from megarl.checkpoint.identity import digest_of
 from megarl.checkpoint.manifest import MODEL_FOLDER, digest_file
-from megarl.checkpoint.resume import Decision, ResumePoint, decide, open_named, open_verified
+from megarl.checkpoint.resume import Decision, ResumePoint, decide, identity_digest, open_named, open_verified
 from megarl.checkpoint.state import Ledger
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
@@ -24,7 +23,7 @@ _TOKENIZER = "tokenizer.json"
 
 def choose(recipe: Recipe, choice: ResumeChoice) -> Decision:
     """Where the run goes on; every byte of it is verified."""
-    recipe_digest, num_steps = digest_of(recipe), recipe.run.steps
+    recipe_digest, num_steps = identity_digest(recipe.model_dump(mode="json")), recipe.run.steps
     match choice:
         case "never":
             return Decision(point=None)

@@ -25,10 +25,10 @@ from megarl.checkpoint.folder import (
     commit,
     discard,
     mark_best,
-    prune,
+    remove_old,
 )
-from megarl.checkpoint.identity import digest_of
 from megarl.checkpoint.manifest import CRITIC_FOLDER, FORMAT, Contents, FileDigest, Manifest, digest_file
+from megarl.checkpoint.resume import identity_digest
 from megarl.checkpoint.state import STATE_FILE, Best, Ledger, RunState, TrainerState, write_state
 from megarl.config.model import ModelShape
 from megarl.config.recipe import KeepBestConfig, Recipe
@@ -370,13 +370,14 @@ class RunSaver:
         reach("ranks_done", step=step_in(save.partial))
         write_state(save.partial, save.state)
         files = {**files, **write_carried(save.partial, save.carried)}
+        recipe = self._recipe.model_dump(mode="json")
         manifest = Manifest(
             format=FORMAT,
             megarl_version=__version__,
             step=save.step,
             contents=self._config.contents,
-            recipe=self._recipe.model_dump(mode="json"),
-            recipe_digest=digest_of(self._recipe),
+            recipe=recipe,
+            recipe_digest=identity_digest(recipe),
             files=dict(sorted({**files, STATE_FILE: digest_file(save.partial / STATE_FILE)}.items())),
         )
         commit(save.partial, save.folder, manifest)
@@ -386,7 +387,7 @@ class RunSaver:
         best = save.state.best
         if best is not None and best.step == save.step:
             mark_best(save.folder)
-        prune(self._parent, keep_last=self._config.keep_last, keep_steps=() if best is None else (best.step,))
+        remove_old(self._parent, keep_last=self._config.keep_last, keep_steps=() if best is None else (best.step,))
 
     async def _fail(self, step: int, folder: Path, error: Exception) -> None:
         await asyncio.to_thread(discard, folder)

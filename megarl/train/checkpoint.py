@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megarl.checkpoint.folder import below
 from megarl.checkpoint.manifest import MODEL_FOLDER, OPTIMIZER_FOLDER, Contents, FileDigest
-from megarl.checkpoint.save import save_hf, save_tensors
-from megarl.checkpoint.snapshot import BoxView, Contribution, contribution, copy_to_host
+from megarl.checkpoint.save import BoxView, Contribution, contribution, copy_to_host, save_hf, save_tensors
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
 from megarl.train.optimizer import ModelOptimizer

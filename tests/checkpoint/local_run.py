@@ -17,8 +17,7 @@ from megarl.algo.algorithm import build_algorithm
 from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.folder import below
 from megarl.checkpoint.manifest import Contents, FileDigest
-from megarl.checkpoint.save import save_hf, save_tensors
-from megarl.checkpoint.snapshot import contribution, copy_to_host
+from megarl.checkpoint.save import contribution, copy_to_host, save_hf, save_tensors
 from megarl.checkpoint.state import TrainerState
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe

@@ -10,7 +10,8 @@ from megarl.algo.monitor import MonitorState
 from megarl.checkpoint.folder import begin, checkpoint_folder, commit
 from megarl.checkpoint.manifest import FORMAT, Contents, Manifest, digest_file
 from megarl.checkpoint.state import Best, Ledger, RunState, TrainerState, write_state
-from megarl.checkpoint.tensor_file import write_tensor_file
+from megarl.checkpoint.tensor_files import write_tensor_file
+from megarl.config.recipe import Recipe
 
 RECIPE_DIGEST = "of the recipe"
 DATA_DIGEST = "of the data"
@@ -24,6 +25,21 @@ _FILES = (
     "optimizer/exp_avg_sq/model-00001-of-00001.safetensors",
     "critic/model/model-00001-of-00001.safetensors",
 )
+
+
+def make_recipe(**sections: object) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "run": {"name": "sample", "steps": 2},
+            "model": {"path": "model"},
+            "data": {"train": ["train.parquet"]},
+            "pools": {"train": {"gpus_per_node": 1}},
+            "roles": {"actor": {"pool": "train"}},
+            "algorithm": {"kind": "sft"},
+            "train": {"prompts_per_step": 8},
+            **sections,
+        }
+    )
 
 
 def run_state(step: int) -> RunState:

@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, list_checkpoints
-from megarl.checkpoint.identity import digest_of
 from megarl.checkpoint.manifest import verify
-from megarl.checkpoint.resume import decide
+from megarl.checkpoint.resume import decide, identity_digest
 from megarl.config.recipe import Recipe
 from megarl.system.faults import SavePoint
 from tests.checkpoint.local_run import train, train_with_accidents
-from tests.checkpoint.test_identity import make_recipe
+from tests.checkpoint.samples import make_recipe
 from tests.processes import Outcome, run_processes
 from tests.tiny_models import write_tiny_model
 
@@ -57,7 +56,7 @@ def run(
 def newest(recipe: Recipe) -> int:
     """The step that a run goes on from; its tensors are those of that step."""
     parent = recipe.run_folder / CHECKPOINTS_FOLDER
-    point = decide(parent, recipe_digest=digest_of(recipe), num_steps=9).point
+    point = decide(parent, recipe_digest=identity_digest(recipe.model_dump(mode="json")), num_steps=9).point
     assert point is not None
     (moments,) = (point.folder / "optimizer" / "exp_avg").glob("*.safetensors")
     assert all(torch.equal(tensor, torch.full_like(tensor, point.step)) for tensor in load_file(moments).values())

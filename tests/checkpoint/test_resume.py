@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint.resume import Decision, decide, open_named
+from megarl.checkpoint.resume import Decision, decide, identity_digest, open_named
+from megarl.config.recipe import Recipe
 from megarl.errors import CheckpointError
-from tests.checkpoint.samples import RECIPE_DIGEST, run_state, write_checkpoint
+from tests.checkpoint.samples import RECIPE_DIGEST, make_recipe, run_state, write_checkpoint
 
 
 def decide_in(parent: Path, *, recipe_digest: str = RECIPE_DIGEST, num_steps: int = 10) -> Decision:
@@ -73,7 +74,7 @@ def test_a_checkpoint_that_was_asked_for_is_taken_with_another_recipe(tmp_path: 
     folder = write_checkpoint(tmp_path, 4)
     decision = open_named(folder, recipe_digest="another", num_steps=10)
     assert decision.point is not None
-    assert decision.notes == (f"the recipe is not the one {folder} was made with",)
+    assert decision.notes == (f"the recipe differs from the one {folder} was made with",)
 
 
 def test_a_checkpoint_that_was_asked_for_and_cannot_be_used_is_an_error(tmp_path: Path) -> None:
@@ -85,3 +86,36 @@ def test_a_checkpoint_that_was_asked_for_and_cannot_be_used_is_an_error(tmp_path
     (finished / "state.json").unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
         open_named(finished, recipe_digest=RECIPE_DIGEST, num_steps=9)
+
+
+def digest_of(recipe: Recipe) -> str:
+    return identity_digest(recipe.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"run": {"name": "other", "steps": 9, "device": "cpu", "folder": Path("elsewhere")}},
+        {"pools": {"gpus": {"gpus_per_node": 8}}, "roles": {"actor": {"pool": "gpus", "tensor": 4, "pipeline": 2}}},
+        {"train": {"prompts_per_step": 8, "tokens_per_micro_batch": 100, "operation_timeout_s": 5}},
+        {"checkpoint": {"keep_last": 7}},
+        {"data": {"train": ["moved/train.parquet"]}},
+    ],
+)
+def test_layout_length_and_places_may_change(sections: dict[str, object]) -> None:
+    assert digest_of(make_recipe(**sections)) == digest_of(make_recipe())
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"run": {"name": "sample", "steps": 2, "seed": 5}},
+        {"train": {"prompts_per_step": 16}},
+        {"train": {"prompts_per_step": 8, "optimizer": {"learning_rate": 1e-3}}},
+        {"algorithm": {"kind": "grpo"}},
+        {"sampling": {"temperature": 0.5}},
+        {"data": {"train": ["train.parquet"], "is_shuffled": False}},
+    ],
+)
+def test_what_is_trained_on_and_how_may_not(sections: dict[str, object]) -> None:
+    assert digest_of(make_recipe(**sections)) != digest_of(make_recipe())

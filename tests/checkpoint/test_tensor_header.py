@@ -51,13 +51,13 @@ def raw(fields: object, *, data: bytes = b"") -> bytes:
     [
         (b"", "no header"),
         (b"\x80\x04pickled bytes", "no header"),
-        (raw([]), "its header is not one"),
-        (raw({"a": {"dtype": "F32", "shape": [1]}}), "its header is not one"),
+        (raw([]), "its header cannot be parsed"),
+        (raw({"a": {"dtype": "F32", "shape": [1]}}), "its header cannot be parsed"),
         (raw({"a": {"dtype": "F4", "shape": [1], "data_offsets": [0, 4]}}, data=b"1234"), "dtype F4"),
-        (raw({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, data=bytes(8)), "does not lie where"),
-        (raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, data=bytes(4)), "does not lie where"),
-        (raw({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, data=bytes(3)), "is it whole"),
-        (raw({}, data=b"more"), "is it whole"),
+        (raw({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, data=bytes(8)), "do not match its dtype"),
+        (raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, data=bytes(4)), "do not match its dtype"),
+        (raw({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, data=bytes(3)), "is it complete"),
+        (raw({}, data=b"more"), "is it complete"),
     ],
 )
 def test_what_is_not_tensors_to_its_end_is_refused(tmp_path: Path, content: bytes, complaint: str) -> None:

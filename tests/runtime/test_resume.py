@@ -7,16 +7,14 @@ from typing import TypeAlias
 import pytest
 
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER
-from megarl.checkpoint.identity import digest_of
 from megarl.checkpoint.manifest import digest_file, read_manifest
-from megarl.checkpoint.resume import Decision, ResumePoint, open_verified
+from megarl.checkpoint.resume import Decision, ResumePoint, identity_digest, open_verified
 from megarl.checkpoint.state import Ledger, read_state
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.errors import CheckpointError
 from megarl.runtime.resume import choose, fitted, is_of_run, last_good
-from tests.checkpoint.samples import DATA_DIGEST, write_checkpoint
-from tests.checkpoint.test_identity import make_recipe
+from tests.checkpoint.samples import DATA_DIGEST, make_recipe, write_checkpoint
 from tests.tiny_models import write_tiny_model
 
 Fit: TypeAlias = tuple[ResumePoint, list[str]]
@@ -30,7 +28,9 @@ def recipe_in(folder: Path, *, name: str = "sample") -> Recipe:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     recipe = recipe_in(tmp_path)
-    return write_checkpoint(recipe.run_folder / CHECKPOINTS_FOLDER, 4, recipe_digest=digest_of(recipe))
+    return write_checkpoint(
+        recipe.run_folder / CHECKPOINTS_FOLDER, 4, recipe_digest=identity_digest(recipe.model_dump(mode="json"))
+    )
 
 
 def test_a_run_goes_on_by_itself_unless_told_not_to(tmp_path: Path, saved: Path) -> None:

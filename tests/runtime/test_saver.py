@@ -26,7 +26,7 @@ from megarl.runtime.buffer import Buffer
 from megarl.runtime.preemption import Preemption
 from megarl.runtime.saver import RunSaver, SavedModel
 from megarl.types import PolicyVersion, Prompt
-from tests.checkpoint.test_identity import make_recipe
+from tests.checkpoint.samples import make_recipe
 from tests.observe.samples import ListSink, evaluated, scored_group
 from tests.weights.reference import make_shape
 

@@ -13,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.checkpoint.save import assign_tensors, save_tensors
-from megarl.checkpoint.snapshot import contribution, copy_to_host
+from megarl.checkpoint.save import assign_tensors, contribution, copy_to_host, save_tensors
 from megarl.config.model import ModelShape
 from megarl.weights.algebra.slices import Index, Layout, Slice
 from megarl.weights.executors.group import StoreServer, TransferGroup

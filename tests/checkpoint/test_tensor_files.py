@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.checkpoint.manifest import digest_file
-from megarl.checkpoint.tensor_file import write_tensor_file
+from megarl.checkpoint.tensor_files import write_tensor_file
 
 
 def test_the_library_reads_what_was_written_and_the_digests_are_those_of_the_file(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""Safetensors files: writing one a piece at a time with its digests, and finding the tensors of a folder of them.
+
+The safetensors library copies every tensor before it writes one, and digests would take a second pass over the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import xxhash
+
+from megarl.checkpoint.manifest import FileDigest, TensorDigest
+from megarl.checkpoint.tensor_header import TensorEntry, make_header, read_header
+from megarl.errors import CheckpointError
+from megarl.weights.executors.hf import INDEX_FILE, tensor_files
+
+Buffer: TypeAlias = bytes | memoryview
+
+_WRITE_BYTES = 1 << 20
+"""Small enough to be still in a core's cache after hashing."""
+
+
+def write_tensor_file(
+    path: Path,
+    specs: Mapping[str, tuple[str, tuple[int, ...]]],
+    contents: Callable[[TensorEntry], Iterable[Buffer]],
+) -> FileDigest:
+    """Write a new file with tensors of these dtypes and shapes; `contents` returns the bytes of each.
+
+    The caller syncs the file.
+    """
+    header, text = make_header(specs)
+    tensors = []
+    with path.open("xb", buffering=0) as file:
+        own = _write(file.fileno(), [text])
+        for entry in header.entries:
+            written = _write(file.fileno(), contents(entry))
+            assert written.num_bytes == entry.num_bytes, f"{entry}: {written.num_bytes} bytes"
+            tensors.append(TensorDigest(name=entry.name, num_bytes=entry.num_bytes, xxh3_128=written.xxh3_128))
+    return FileDigest(num_bytes=header.num_file_bytes, xxh3_128=own.xxh3_128, tensors=tuple(tensors))
+
+
+def _write(descriptor: int, pieces: Iterable[Buffer]) -> FileDigest:
+    digest = xxhash.xxh3_128()
+    num_bytes = 0
+    for piece in pieces:
+        view = memoryview(piece)
+        for start in range(0, len(view), _WRITE_BYTES):
+            part = view[start : start + _WRITE_BYTES]
+            digest.update(part)
+            while part:
+                # A write may be partial, such as just before the disk is full.
+                part = part[os.write(descriptor, part) :]
+        num_bytes += len(view)
+    return FileDigest(num_bytes=num_bytes, xxh3_128=digest.hexdigest())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedTensor:
+    """One tensor and the file it is in."""
+
+    path: Path
+    entry: TensorEntry
+
+
+def read_tensor_folder(folder: Path) -> Mapping[str, PlacedTensor]:
+    """Return the tensors by name, from headers only; an index that differs from the files, or a tensor that is in two
+    files, raises a CheckpointError."""
+    placed: dict[str, PlacedTensor] = {}
+    for path in tensor_files(folder):
+        for entry in read_header(path).entries:
+            if entry.name in placed:
+                raise CheckpointError(
+                    f"{folder}: tensor {entry.name} is in {placed[entry.name].path.name} and {path.name}"
+                )
+            placed[entry.name] = PlacedTensor(path=path, entry=entry)
+    _check_index(folder, placed)
+    return placed
+
+
+def _check_index(folder: Path, placed: Mapping[str, PlacedTensor]) -> None:
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return
+    indexed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    actual = {name: tensor.path.name for name, tensor in placed.items()}
+    for name in sorted(indexed.keys() | actual.keys()):
+        if indexed.get(name) != actual.get(name):
+            raise CheckpointError(
+                f"{index}: tensor {name} should be in {indexed.get(name, 'no file')}, it is in "
+                f"{actual.get(name, 'none')}"
+            )

@@ -13,9 +13,9 @@ from megarl.config import load_recipe
 HERE = Path(__file__).parent
 RECIPES = sorted((HERE / "bad").glob("*.yaml"))
 EXPECT = "# expect: "
-MAX_SECONDS = 2.0
+MAX_CPU_SECONDS = 2.0
 MAX_SECONDS_OF_USER_CODE = 20.0
-"""A reward is imported in a process of its own."""
+"""A reward is imported in a process of its own, with a deadline in wall time."""
 
 
 def expected_lines(recipe: Path, scratch: Path) -> list[str]:
@@ -40,10 +40,10 @@ def test_a_bad_recipe_gives_exactly_these_lines(
     recipe: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(scratch)
-    began = time.monotonic()
+    clock = time.monotonic if recipe.stem.startswith("reward_") else time.process_time
+    began = clock()
     assert run(["validate", str(recipe)]) == 2
-    seconds = time.monotonic() - began
-    assert seconds < (MAX_SECONDS_OF_USER_CODE if recipe.stem.startswith("reward_") else MAX_SECONDS)
+    assert clock() - began < (MAX_SECONDS_OF_USER_CODE if clock is time.monotonic else MAX_CPU_SECONDS)
     title, *lines = capsys.readouterr().err.splitlines()
     assert [line.removeprefix("  ") for line in lines] == expected_lines(recipe, scratch)
     assert title.endswith(f": {len(lines)} problem(s)")

@@ -15,7 +15,8 @@ from megarl.config.checks.evaluation import check_evaluation
 from megarl.config.checks.files import check_files, check_model_folder
 from megarl.config.checks.loggers import check_loggers
 from megarl.config.checks.rewards import check_rewards
-from megarl.config.checks.sizes import check_megatron_split, check_split, check_step
+from megarl.config.checks.sizes import check_role_split, check_split, check_step
+from megarl.config.checks.splits import check_stages
 from megarl.config.checks.staleness import check_staleness
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.native import check_native
@@ -73,7 +74,7 @@ def _other_models(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
 
 
 def _critic_of_its_own(critic: CriticConfig, found: ModelShape, policy: ModelShape) -> Iterator[Problem]:
-    yield from check_megatron_split(found, critic, key="roles.critic")
+    yield from check_role_split(found, critic, role="critic")
     if found.vocab != policy.vocab:
         yield Problem(
             key="roles.critic.path",
@@ -134,8 +135,7 @@ def _offload(recipe: Recipe) -> Iterator[Problem]:
 def _without_effect(recipe: Recipe) -> Iterator[Problem]:
     """Keys that somebody set and nobody would read."""
     for role, split in recipe.megatron_roles.items():
-        if split.virtual_pipeline > 1 and split.pipeline == 1:
-            yield Problem(key=f"roles.{role}.virtual_pipeline", message="needs pipeline > 1; set it to 1")
+        yield from check_stages(split, prefix=f"roles.{role}.")
         if split.is_sequence_parallel and split.tensor == 1:
             yield Problem(key=f"roles.{role}.is_sequence_parallel", message="does nothing with tensor 1; remove it")
         if split.expert == 1 and split.expert_tensor not in (None, split.tensor):
@@ -143,11 +143,6 @@ def _without_effect(recipe: Recipe) -> Iterator[Problem]:
                 key=f"roles.{role}.expert_tensor",
                 message="needs expert > 1; without it experts are divided by tensor as all else is; remove it",
             )
-        uneven = (("first_stage_layers", split.first_stage_layers), ("last_stage_layers", split.last_stage_layers))
-        for name, layers in uneven:
-            if layers is not None and (split.pipeline == 1 or split.virtual_pipeline > 1):
-                message = "needs pipeline > 1 and virtual_pipeline 1; remove it"
-                yield Problem(key=f"roles.{role}.{name}", message=message)
     yield from _offload(recipe)
     reference = recipe.roles.reference
     if reference is not None and reference.pool is None:

@@ -12,9 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megarl.config.model import Experts, ModelShape
+from megarl.config.checks.splits import check_expert_ranks, check_megatron_split, check_stages
+from megarl.config.model import ModelShape
 from megarl.config.recipe import ModelParallelConfig
-from megarl.errors import ConfigError, Problem
+from megarl.errors import ConfigError
 from megarl.weights.algebra.slices import Holding, Layout, TensorSpec
 from megarl.weights.layouts.canonical import (
     DENSE_BLOCK,
@@ -251,48 +252,8 @@ def _feed_forward(cut: _Cut, local: str, block: str) -> Iterator[LocalTensor]:
 
 
 def _refuse_impossible(shape: ModelShape, parallel: MegatronParallel) -> None:
-    problems = [*_tensor_problems(shape, parallel), *_layer_problems(shape, parallel)]
+    problems = [*check_stages(parallel), *check_megatron_split(shape, parallel)]
     if shape.experts is not None:
-        problems += _expert_problems(shape.experts, parallel)
+        problems += check_expert_ranks(parallel, stage_ranks=parallel.tensor * parallel.data)
     if problems:
         raise ConfigError("Megatron layout", tuple(problems))
-
-
-def _tensor_problems(shape: ModelShape, parallel: MegatronParallel) -> Iterator[Problem]:
-    tensor = parallel.tensor
-    of_block = ("expert_tensor", parallel.ranks_per_expert) if shape.experts else ("tensor", tensor)
-    for what, count, (key, size) in (
-        ("attention heads", shape.num_heads, ("tensor", tensor)),
-        ("ffn_hidden", shape.ffn_hidden, of_block),
-    ):
-        if count % size:
-            yield Problem(key=key, message=f"{size} does not divide {what} {count}")
-    if shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
-        message = f"{tensor} is neither a divisor nor a multiple of the {shape.num_kv_heads} KV heads"
-        yield Problem(key="tensor", message=message)
-
-
-def _layer_problems(shape: ModelShape, parallel: MegatronParallel) -> Iterator[Problem]:
-    stages, chunks = range(parallel.pipeline), range(parallel.virtual_pipeline)
-    placed = sum(len(parallel.chunk_layers(shape.num_layers, stage=s, chunk=c)) for s in stages for c in chunks)
-    uneven = [layers for layers in (parallel.first_stage_layers, parallel.last_stage_layers) if layers is not None]
-    if placed != shape.num_layers:
-        besides = f" of which {' and '.join(map(str, uneven))} are given" if uneven else ""
-        message = (
-            f"{parallel.pipeline} stages * {parallel.virtual_pipeline} chunks do not divide "
-            f"{shape.num_layers} layers{besides}"
-        )
-        yield Problem(key="pipeline", message=message)
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        yield Problem(key="virtual_pipeline", message="needs pipeline of at least 2")
-    if uneven and (parallel.virtual_pipeline > 1 or parallel.pipeline == 1):
-        yield Problem(key="pipeline", message="uneven stages need pipeline of at least 2 and virtual_pipeline 1")
-
-
-def _expert_problems(experts: Experts, parallel: MegatronParallel) -> Iterator[Problem]:
-    if experts.num % parallel.expert:
-        yield Problem(key="expert", message=f"{parallel.expert} does not divide the {experts.num} experts")
-    of_stage, of_experts = parallel.tensor * parallel.data, parallel.expert * parallel.ranks_per_expert
-    if of_stage % of_experts:
-        message = f"{of_experts} ranks for all experts do not divide the {of_stage} ranks of a stage"
-        yield Problem(key="expert", message=message)

@@ -9,8 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megarl.config.checks.splits import (
+    ENGINE_VOCAB_STEP,
+    check_engine_experts,
+    check_engine_split,
+    check_experts,
+)
 from megarl.config.model import ModelShape
-from megarl.errors import ConfigError, Problem
+from megarl.errors import ConfigError
 from megarl.weights.algebra.slices import Layout, TensorSpec
 from megarl.weights.layouts.canonical import (
     DENSE_BLOCK,
@@ -34,7 +40,6 @@ from megarl.weights.layouts.pieces import (
     whole,
 )
 
-_VOCAB_STEP = 64
 _CPU_FFN_STEP = 32
 
 
@@ -46,7 +51,7 @@ def sglang_layout(
     Where the ranks do not divide heads or feed-forward rows, an engine on CPU pads them; one on GPU replicates KV heads
     and refuses the rest.
     """
-    _refuse_uneven_experts(shape, tensor, expert)
+    _refuse_impossible(shape, tensor, expert, is_cpu_engine=is_cpu_engine)
     grid = _cpu_grid(shape, tensor, expert) if is_cpu_engine else _gpu_grid(shape, tensor, expert)
     canonical = canonical_tensors(shape)
     specs = canonical | layer_of(canonical)
@@ -57,11 +62,14 @@ def sglang_layout(
     return Layout(canonical=canonical, holdings=tuple(sorted(holdings, key=lambda holding: holding.rank)))
 
 
-def _refuse_uneven_experts(shape: ModelShape, tensor: int, expert: int) -> None:
-    num_experts = shape.experts.num if shape.experts else 0
-    for what, count in ((f"tensor {tensor}", tensor), (f"the {num_experts} experts", num_experts)):
-        if count % expert:
-            raise ConfigError("SGLang layout", (Problem(key="expert", message=f"{expert} does not divide {what}"),))
+def _refuse_impossible(shape: ModelShape, tensor: int, expert: int, *, is_cpu_engine: bool) -> None:
+    problems = [*check_engine_experts(tensor=tensor, expert=expert)]
+    if is_cpu_engine:
+        problems += check_experts(shape, expert)
+    else:
+        problems += check_engine_split(shape, tensor=tensor, expert=expert, pads_vocabulary=False)
+    if problems:
+        raise ConfigError("SGLang layout", tuple(problems))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,22 +89,8 @@ class _Grid:
 
 
 def _gpu_grid(shape: ModelShape, tensor: int, expert: int) -> _Grid:
-    vocab = _round_up(shape.vocab, _VOCAB_STEP)
+    vocab = _round_up(shape.vocab, ENGINE_VOCAB_STEP)
     ffn_ranks = tensor // expert
-    problems = [
-        Problem(key="tensor", message=f"{size} does not divide {what} {count}")
-        for what, count, size in (
-            ("attention heads", shape.num_heads, tensor),
-            ("ffn_hidden", shape.ffn_hidden, ffn_ranks),
-            ("padded vocabulary", vocab, tensor),
-        )
-        if count % size
-    ]
-    if shape.num_kv_heads % tensor and tensor % shape.num_kv_heads:
-        message = f"{tensor} is neither a divisor nor a multiple of the {shape.num_kv_heads} KV heads"
-        problems.append(Problem(key="tensor", message=message))
-    if problems:
-        raise ConfigError("SGLang layout", tuple(problems))
     return _Grid(
         heads=shape.num_heads // tensor,
         kv_heads=max(1, shape.num_kv_heads // tensor),
@@ -109,7 +103,9 @@ def _gpu_grid(shape: ModelShape, tensor: int, expert: int) -> _Grid:
 
 
 def _cpu_grid(shape: ModelShape, tensor: int, expert: int) -> _Grid:
-    vocab_step = _VOCAB_STEP if _round_up(shape.vocab, _VOCAB_STEP) % tensor == 0 else _VOCAB_STEP * tensor
+    vocab_step = (
+        ENGINE_VOCAB_STEP if _round_up(shape.vocab, ENGINE_VOCAB_STEP) % tensor == 0 else ENGINE_VOCAB_STEP * tensor
+    )
     kv_heads = _round_up(shape.num_kv_heads, tensor)
     return _Grid(
         heads=kv_heads * (shape.num_heads // shape.num_kv_heads) // tensor,

@@ -74,16 +74,18 @@ def test_a_split_of_experts_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         megatron_layout(shape, MegatronParallel(tensor=2, data=2, expert=3), dtype="float32")
     text = str(caught.value)
-    assert "expert: 3 does not divide the 4 experts" in text
-    assert "expert: 6 ranks for all experts do not divide the 4 ranks of a stage" in text
-    with pytest.raises(ConfigError, match="expert_tensor: 128 does not divide ffn_hidden 64"):
+    assert "expert: 3 does not divide the model's 4 experts" in text
+    assert "expert: expert 3 * expert_tensor 2 = 6 does not divide the 4 gpus of a pipeline stage" in text
+    with pytest.raises(ConfigError, match="expert_tensor: 128 does not divide the model's 64 intermediate size"):
         megatron_layout(shape, MegatronParallel(data=128, expert_tensor=128), dtype="float32")
 
 
 def test_uneven_stages_that_do_not_add_up_are_refused() -> None:
-    with pytest.raises(ConfigError, match="do not divide 8 layers of which 1 are given"):
+    with pytest.raises(
+        ConfigError, match="with 1 of the model's 8 layers given, 2 other stages cannot have 7 in equal parts"
+    ):
         megatron_layout(make_shape(layers=8), MegatronParallel(pipeline=3, first_stage_layers=1), dtype="float32")
-    with pytest.raises(ConfigError, match="uneven stages need"):
+    with pytest.raises(ConfigError, match="first_stage_layers: needs pipeline > 1"):
         megatron_layout(make_shape(), MegatronParallel(first_stage_layers=4), dtype="float32")
 
 
@@ -108,7 +110,8 @@ def test_an_impossible_split_is_refused_with_all_its_problems() -> None:
     with pytest.raises(ConfigError) as caught:
         megatron_layout(shape, MegatronParallel(tensor=3, pipeline=2), dtype="float32")
     text = str(caught.value)
-    assert "3 does not divide attention heads 4" in text
-    assert "3 does not divide ffn_hidden 64" in text
-    assert "neither a divisor nor a multiple of the 2 KV heads" in text
-    assert "2 stages * 1 chunks do not divide 3 layers" in text
+    assert "3 does not divide the model's 4 attention heads" in text
+    assert "3 does not divide the model's 64 intermediate size" in text
+    assert "pipeline 2 * virtual_pipeline 1 = 2 does not divide the model's 3 layers" in text
+    with pytest.raises(ConfigError, match="3 is neither a divisor nor a multiple of the model's 2 key/value heads"):
+        megatron_layout(make_shape(heads=6, kv_heads=2), MegatronParallel(tensor=3), dtype="float32")

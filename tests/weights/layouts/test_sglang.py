@@ -47,7 +47,9 @@ def test_a_cpu_engine_pads_heads_and_feed_forward_rows() -> None:
     ]
 
 
-@pytest.mark.parametrize(("tensor", "expert", "what"), [(2, 4, "tensor 2"), (3, 3, "the 4 experts")])
+@pytest.mark.parametrize(
+    ("tensor", "expert", "what"), [(2, 4, "the 2 gpus of an engine"), (3, 3, "the model's 4 experts")]
+)
 def test_experts_that_do_not_divide_are_refused(tensor: int, expert: int, what: str) -> None:
     shape = make_shape(Family.QWEN3_MOE, heads=6, kv_heads=6)
     with pytest.raises(ConfigError, match=f"expert: {expert} does not divide {what}"):
@@ -58,5 +60,5 @@ def test_a_split_that_sglang_cannot_make_is_refused_with_all_its_problems() -> N
     with pytest.raises(ConfigError) as caught:
         sglang_layout(make_shape(), tensor=3, dtype="float32")
     text = str(caught.value)
-    assert "3 does not divide attention heads 4" in text
-    assert "3 does not divide padded vocabulary 128" in text
+    assert "3 does not divide the model's 4 attention heads" in text
+    assert "3 does not divide the model's vocabulary of 99, padded to 128" in text

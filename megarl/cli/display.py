@@ -28,7 +28,7 @@ from megarl.observe.events import (
     StepFinished,
     Warned,
 )
-from megarl.observe.progress import Progress, advance
+from megarl.observe.history import Progress, advance
 from megarl.results import EvalResult
 from megarl.system.secret import masked
 

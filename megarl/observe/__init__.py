@@ -1,1 +1,1 @@
-"""What a run shows of itself: events, metrics, progress, and the report at its end. Knows no engine and no torch."""
+"""Events, metrics, loggers and reports of a run. No torch, no engine."""

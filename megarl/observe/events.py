@@ -1,6 +1,6 @@
-"""What happened in a run, one line each, in `<run>/events.jsonl`: typed, numbered, flushed, never rewritten.
+"""The events of a run and their log, `<run>/events.jsonl`: one typed, numbered line each, flushed, never rewritten.
 
-The file is the memory of a run: the report is made from it, and its last line says where a dead run stood.
+The report, the run page and `megarl doctor` are made from this file; its last line shows where a dead run stopped.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class RunStarted:
     megarl_version: str
     metrics_url: str | None
     resumed_step: int
-    """The step of the checkpoint it goes on from; 0 is a new run."""
+    """The step of the checkpoint that the run resumes from; 0 in a new run."""
     recipe: Mapping[str, JsonValue]
-    """As it was after overrides and defaults."""
+    """With overrides and defaults applied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class StepFinished:
     kind: Literal["step_finished"] = "step_finished"
     summary: StepSummary
     phase_seconds: Mapping[Phase, float]
-    """Time in each phase since the step before."""
+    """Time in each phase since the previous step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishFailed:
-    """The engines keep the version before."""
+    """The engines still serve the previous version."""
 
     kind: Literal["publish_failed"] = "publish_failed"
     version: PolicyVersion
@@ -84,24 +84,24 @@ class PublishFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChanged:
-    """An engine came, left, or does something else than before. A publish that reaches it is no such change."""
+    """An engine started, ended or changed its state. A publish alone is no change."""
 
     kind: Literal["engine_changed"] = "engine_changed"
     index: int
     state: str
-    """In the fleet's words."""
+    """Name of the fleet's state."""
     is_serving: bool
-    """Whether it gets requests: then it has the version published last."""
+    """Whether it gets requests; it then serves the last published version."""
     is_running: bool
-    """Whether there is a process that can be asked for its metrics."""
+    """Whether its process exists and serves metrics."""
     version: PolicyVersion
     address: str
-    """Host and port; its own metrics are there."""
+    """Host and port, also of its metrics."""
     reason: str = ""
 
 
 ALL_TRAINERS = "trainers"
-"""As a role: the ranks of all models, which start again together."""
+"""The role of a restart of all trainer ranks: they restart together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,14 +129,14 @@ class CheckpointSaved:
     path: str
     num_bytes: int
     blocking_seconds: float
-    """Training stood still: for the save before, and for copying to host memory."""
+    """Time that training waited: for the previous save, and for copying to host memory."""
     seconds: float
-    """Of the whole save, until it was complete and named."""
+    """Duration of the save, until the folder had its final name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailed:
-    """Training went on all the same, unless it was the last step's."""
+    """Training continued, unless it was the checkpoint of the last step."""
 
     kind: Literal["checkpoint_failed"] = "checkpoint_failed"
     step: int
@@ -154,7 +154,7 @@ class RunFinished:
     kind: Literal["run_finished"] = "run_finished"
     status: RunStatus
     reason: str = ""
-    """The error's sentence, where there was one."""
+    """The error's message; empty without an error."""
 
 
 Event = (
@@ -176,16 +176,16 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """An event with its place in the run."""
+    """An event with its number and time."""
 
     sequence: int
-    """Counts from 0 over the whole file, without gaps."""
+    """From 0, without gaps, over the whole file."""
     time: datetime
     event: Annotated[Event, Field(discriminator="kind")]
 
 
 class Sink(Protocol):
-    """Where records go. Called from the loop's thread, in order; must not block for long."""
+    """Receives the records, in order, in the loop's thread; must not block for long."""
 
     def record(self, record: Record) -> None: ...
 
@@ -193,20 +193,20 @@ class Sink(Protocol):
 
 
 class EventLog:
-    """The sink that is a file. An existing file is continued: its numbers go on."""
+    """The sink that writes the file. An existing file is continued, and so are its sequence numbers."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.next_sequence = _prepare(path)
-            # Unbuffered: a line is in the file when `record` returns, whatever kills the process next.
+            # Unbuffered: the line is in the file when `record` returns, even if the process is killed next.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
 
     def record(self, record: Record) -> None:
-        # JSON has no NaN; as a string it survives the round trip and every strict parser.
+        # JSON has no NaN; a string survives the round trip and strict parsers.
         line = masked(to_json(record, inf_nan_mode="strings").decode()).encode() + b"\n"
         try:
             self._file.write(line)
@@ -218,12 +218,12 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Record]:
-    """All records of a file, in order. A last line that was not finished (the writer died) is left out."""
+    """Yield all records of a file. An unfinished last line, left by a killed writer, is ignored."""
     yield from EventTail(path).read()
 
 
 class EventTail:
-    """The records of a file that somebody may still be writing: each call gives those that have come since."""
+    """Reads a file that may still grow: each `read` returns the records added since the last one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -259,7 +259,7 @@ def _parse(line: bytes, *, where: str) -> Record:
 
 
 def _prepare(path: Path) -> int:
-    """The next sequence number; a line the last writer did not finish is cut off, so that ours starts on its own."""
+    """Return the next sequence number, after cutting off an unfinished last line so that the next one is whole."""
     if not path.exists():
         return 0
     text = path.read_bytes()

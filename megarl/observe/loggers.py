@@ -1,7 +1,7 @@
-"""Other people's places for a run's numbers: TensorBoard, Weights & Biases, MLflow. Each is optional, behind `Logger`.
+"""TensorBoard, Weights & Biases and MLflow, each optional, behind `Logger`.
 
-They get what Prometheus gets, under `section/name`, once a step. A thread of its own hands it over: whoever is slow or
-gone does not hold up the run.
+They get the numbers that Prometheus gets, as `section/name`, once per step. A thread of its own calls them, so that a
+slow or unreachable service does not delay the run.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
-from megarl.config.recipe import MlflowConfig, Recipe, TensorboardConfig, WandbConfig
+from megarl.config.recipe import MlflowConfig, ObserveConfig, TensorboardConfig, WandbConfig
 from megarl.errors import MachineError
 from megarl.observe.catalogue import Section
-from megarl.observe.events import Evaluated, Record, RunFinished, RunStatus, StepFinished
+from megarl.observe.events import Evaluated, Record, RunFinished, RunStarted, RunStatus, StepFinished
 from megarl.observe.meter import Meter
 
 logger = logging.getLogger(__name__)
 
-_OF_STEPS: tuple[Section, ...] = (
+_STEP_SECTIONS: tuple[Section, ...] = (
     "run", "data", "reward", "rollout", "fleet", "publish", "trainer", "critic", "checkpoint", "machine",
 )  # fmt: skip
-_OF_EVALUATIONS: tuple[Section, ...] = ("eval",)
+_EVALUATION_SECTIONS: tuple[Section, ...] = ("eval",)
 _CLOSE_TIMEOUT_S = 60.0
 OPEN_TIMEOUT_S = 60.0
 _MAX_WAITING = 1000
-"""Steps that a logger may be behind; what comes after is not handed over."""
+"""Steps that the loggers may lag behind; further ones are dropped."""
 
 
 class Logger(Protocol):
-    """Somebody who keeps numbers by step. Used from one thread; may be slow, may raise what it likes."""
+    """Stores numbers by step. Used from one thread; may be slow and may raise anything."""
 
     @property
     def name(self) -> str: ...
@@ -46,20 +46,20 @@ class Logger(Protocol):
     def close(self, status: RunStatus) -> None: ...
 
 
-def open_loggers(recipe: Recipe) -> list[Logger]:
-    """Those that the recipe names; one that cannot be opened is an error, before anything else of the run starts."""
-    observe, loggers = recipe.observe, list[Logger]()
-    if observe.tensorboard is not None:
-        loggers.append(TensorboardLogger(observe.tensorboard, recipe))
-    if observe.wandb is not None:
-        loggers.append(WandbLogger(observe.wandb, recipe))
-    if observe.mlflow is not None:
-        loggers.append(MlflowLogger(observe.mlflow, recipe))
+def open_loggers(config: ObserveConfig, run: RunStarted) -> list[Logger]:
+    """Open the loggers of the recipe; a MachineError if one cannot be opened."""
+    loggers: list[Logger] = []
+    if config.tensorboard is not None:
+        loggers.append(TensorboardLogger(config.tensorboard, run))
+    if config.wandb is not None:
+        loggers.append(WandbLogger(config.wandb, run))
+    if config.mlflow is not None:
+        loggers.append(MlflowLogger(config.mlflow, run))
     return loggers
 
 
 class LoggerSink:
-    """Hands the meter's numbers to loggers, behind the run."""
+    """The sink that passes the meter's numbers to the loggers, in a thread of its own."""
 
     def __init__(self, meter: Meter, loggers: Sequence[Logger]) -> None:
         self._meter = meter
@@ -73,14 +73,14 @@ class LoggerSink:
     def record(self, record: Record) -> None:
         match record.event:
             case StepFinished(summary=summary):
-                self._put(summary.step, _OF_STEPS)
+                self._put(summary.step, _STEP_SECTIONS)
             case Evaluated(step=step):
-                self._put(step, _OF_EVALUATIONS)
+                self._put(step, _EVALUATION_SECTIONS)
             case RunFinished(status=status):
                 self._status = status
 
     def close(self) -> None:
-        """Waits for what is not handed over yet, but not for ever."""
+        """Wait until the loggers have all numbers, for a limited time."""
         if not self._loggers:
             return
         with suppress(queue.Full):
@@ -88,7 +88,7 @@ class LoggerSink:
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             names = ", ".join(item.name for item in self._loggers)
-            logger.warning("%s did not take all numbers within %.0f s", names, _CLOSE_TIMEOUT_S)
+            logger.warning("%s did not store all numbers within %.0f s", names, _CLOSE_TIMEOUT_S)
 
     def _put(self, step: int, sections: tuple[Section, ...]) -> None:
         if self._loggers:
@@ -98,26 +98,26 @@ class LoggerSink:
     def _work(self) -> None:
         while (item := self._waiting.get()) is not None:
             step, numbers = item
-            for to in tuple(self._loggers):
+            for each in tuple(self._loggers):
                 try:
-                    to.log(step, numbers)
-                except Exception as error:  # noqa: BLE001 - somebody else's code and network; the run goes on without it
-                    self._loggers.remove(to)
-                    logger.warning("%s takes no more numbers: %s", to.name, _one_line(error))
-        for to in self._loggers:
+                    each.log(step, numbers)
+                except Exception as error:  # noqa: BLE001 - third-party code and a network: the run goes on without it
+                    self._loggers.remove(each)
+                    logger.warning("%s failed and gets no more numbers: %s", each.name, _one_line(error))
+        for each in self._loggers:
             try:
-                to.close(self._status)
+                each.close(self._status)
             except Exception as error:  # noqa: BLE001 - as above
-                logger.warning("%s was not closed: %s", to.name, _one_line(error))
+                logger.warning("%s could not be closed: %s", each.name, _one_line(error))
 
 
 class TensorboardLogger:
-    """Event files that TensorBoard reads."""
+    """Writes event files for TensorBoard."""
 
     name = "observe.tensorboard"
 
-    def __init__(self, config: TensorboardConfig, recipe: Recipe) -> None:
-        folder = config.folder or recipe.run_folder / "tensorboard"
+    def __init__(self, config: TensorboardConfig, run: RunStarted) -> None:
+        folder = config.folder or Path(run.folder) / "tensorboard"
         try:
             self._writer = importlib.import_module("tensorboardX").SummaryWriter(logdir=str(folder))
         except OSError as error:
@@ -133,13 +133,13 @@ class TensorboardLogger:
 
 
 class WandbLogger:
-    """A run of Weights & Biases; one that is continued goes on there too."""
+    """A run in Weights & Biases; a resumed run continues it."""
 
     name = "observe.wandb"
 
-    def __init__(self, config: WandbConfig, recipe: Recipe) -> None:
+    def __init__(self, config: WandbConfig, run: RunStarted) -> None:
         wandb = importlib.import_module("wandb")
-        # The proxy is W&B's alone: in the environment it would be that of every library in this process.
+        # The proxy is a setting of W&B: an environment variable would apply to every library in this process.
         settings = wandb.Settings(
             silent=True,
             console="off",
@@ -154,13 +154,13 @@ class WandbLogger:
             self._run = wandb.init(
                 project=config.project,
                 entity=config.entity,
-                name=recipe.run.name,
-                id=_kept_id(recipe.run_folder / "wandb_run_id", uuid4().hex),
+                name=run.name,
+                id=_saved_id(Path(run.folder) / "wandb_run_id", uuid4().hex),
                 resume="allow",
-                dir=str(recipe.run_folder),
+                dir=run.folder,
                 mode=config.mode,
                 tags=list(config.tags) or None,
-                config=recipe.model_dump(mode="json"),
+                config=dict(run.recipe),
                 settings=settings,
             )
         except wandb.Error as error:
@@ -176,31 +176,31 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """A run of MLflow; one that is continued goes on there too."""
+    """A run in MLflow; a resumed run continues it."""
 
     name = "observe.mlflow"
 
-    def __init__(self, config: MlflowConfig, recipe: Recipe) -> None:
+    def __init__(self, config: MlflowConfig, run: RunStarted) -> None:
         mlflow = importlib.import_module("mlflow")
         self._entities = importlib.import_module("mlflow.entities")
         try:
             self._client = mlflow.MlflowClient(tracking_uri=config.tracking_uri)
             experiment = self._client.get_experiment_by_name(config.experiment)
-            found = (
+            experiment_id = (
                 self._client.create_experiment(config.experiment) if experiment is None else experiment.experiment_id
             )
-            kept = recipe.run_folder / "mlflow_run_id"
-            if not kept.exists():
-                run = self._client.create_run(found, run_name=recipe.run.name)
-                self._client.set_tag(run.info.run_id, "algorithm", recipe.algorithm.kind)
-                _kept_id(kept, run.info.run_id)
-            self._run_id = kept.read_text()
+            id_file = Path(run.folder) / "mlflow_run_id"
+            if not id_file.exists():
+                run_id = self._client.create_run(experiment_id, run_name=run.name).info.run_id
+                self._client.set_tag(run_id, "algorithm", run.algorithm)
+                _saved_id(id_file, run_id)
+            self._run_id = id_file.read_text()
         except mlflow.MlflowException as error:
             raise MachineError(f"{self.name}.tracking_uri {config.tracking_uri}: {_one_line(error)}") from error
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
-        # MLflow's names have no @.
+        # MLflow does not allow @ in names.
         metrics = [
             self._entities.Metric(name.replace("@", "_at_"), value, now_ms, step) for name, value in numbers.items()
         ]
@@ -210,8 +210,8 @@ class MlflowLogger:
         self._client.set_terminated(self._run_id, "FINISHED" if status is RunStatus.DONE else "FAILED")
 
 
-def _kept_id(path: Path, fresh: str) -> str:
-    """What an earlier process of the same run wrote there, else `fresh`."""
+def _saved_id(path: Path, fresh: str) -> str:
+    """Return the id that an earlier process of the run saved; without one, save `fresh`."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(fresh)

@@ -1,7 +1,7 @@
-"""The numbers of one process as they are now, in one Prometheus registry. Knows the catalogue, not what sets what.
+"""The current values of the metrics, in one Prometheus registry. Knows the catalogue, not what sets a value.
 
-A value is there from the first time somebody says it: what a run does not know, it does not show as 0. What counts is
-an exception: that nothing has happened yet is known.
+A gauge is exported from its first `set` on: an unknown value is absent, not 0. Counters are exported as 0 from the
+start.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class Meter:
-    """May be used from any thread."""
+    """Thread-safe."""
 
     def __init__(self, run: str) -> None:
-        # Of every counter and histogram it would tell when it was made: half as many series again.
+        # The creation times of counters and histograms would be half as many series again.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._run = run
@@ -56,18 +56,18 @@ class Meter:
         self._histograms[metric].observe(value)
 
     def watch(self, metric: Metric, read: Callable[[], float], *labels: str) -> None:
-        """A gauge that is read when it is asked for, in the endpoint's thread: quickly, and without raising."""
+        """Export a gauge that `read` returns at each scrape, in the endpoint's thread: quickly, and without raising."""
         if self._admits(metric, labels):
             self._gauges[metric].labels(self._run, *labels).set_function(read)
 
     def forget(self, metric: Metric, *labels: str) -> None:
-        """What was labelled is gone, such as an engine that has left."""
+        """Stop exporting a gauge for these labels, such as those of an engine that has ended."""
         if labels in self._known[metric]:
             self._known[metric].remove(labels)
             self._gauges[metric].remove(self._run, *labels)
 
     def values(self, *sections: Section) -> dict[str, float]:
-        """Gauges and counters of the sections, all without any, as `section/name` or `section/name/label/...`."""
+        """Return the gauges and counters of the sections, or of all, as `section/name` or `section/name/label/...`."""
         return dict(self._values(sections))
 
     def _values(self, sections: tuple[Section, ...]) -> Iterator[tuple[str, float]]:
@@ -81,7 +81,7 @@ class Meter:
                     yield "/".join((metric.section, metric.name, *labels)), sample.value
 
     def _admits(self, metric: Metric, labels: tuple[str, ...]) -> bool:
-        """Whether the metric has room for one more set of labels."""
+        """Whether the metric may be exported with these labels: known ones, or new ones within its limit."""
         known = self._known[metric]
         if labels in known:
             return True
@@ -89,7 +89,7 @@ class Meter:
             self.add(REFUSED_SERIES, 1)
             if metric not in self._full:
                 self._full.add(metric)
-                logger.warning("metric %s shows no more than %d values of its labels", metric.name, metric.limit)
+                logger.warning("metric %s: label values beyond %d are not exported", metric.name, metric.limit)
             return False
         known.add(labels)
         return True

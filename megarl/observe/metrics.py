@@ -22,9 +22,8 @@ from megarl.observe.events import (
     StepFinished,
     Warned,
 )
+from megarl.observe.history import Progress, RunTotals, advance
 from megarl.observe.meter import Meter
-from megarl.observe.progress import Progress, advance
-from megarl.observe.standing import Standing
 from megarl.observe.summary import Flow
 from megarl.results import EvalResult, TrainingWork
 
@@ -54,16 +53,16 @@ class Metrics:
         """`earlier` are the records of the run that this one continues; only totals over the run count them."""
         self._meter = meter
         self._progress = Progress()
-        self._standing = Standing()
+        self._totals = RunTotals()
         self._engines: dict[str, str] = {}
         """State by engine."""
         self._serving: set[str] = set()
         for record in earlier:
-            self._standing.record(record)
+            self._totals.record(record)
 
     def record(self, record: Record) -> None:
         self._progress = advance(self._progress, record)
-        self._standing.record(record)
+        self._totals.record(record)
         meter, event = self._meter, record.event
         if counter := _COUNTED.get(type(event)):
             meter.add(counter, 1)
@@ -122,8 +121,8 @@ class Metrics:
         """Set what depends on all steps so far; a value that is not known yet is not exported."""
         totals = {
             names.REMAINING: self._progress.eta_s,
-            names.EFFECTIVE_TIME: self._standing.effective_time_ratio(record.time),
-            names.MISMATCH_BASELINE: self._standing.mismatch_baseline,
+            names.EFFECTIVE_TIME: self._totals.effective_time_ratio(record.time),
+            names.MISMATCH_BASELINE: self._totals.mismatch_baseline,
         }
         for metric, value in totals.items():
             if value is not None:

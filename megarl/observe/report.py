@@ -1,4 +1,4 @@
-"""The end of a run in one table and one picture, from its `events.jsonl`.
+"""The report of a run, one table and one picture, from its `events.jsonl`.
 
 The only module that imports matplotlib: import it where a report is made, not at the top of a command.
 """
@@ -23,7 +23,7 @@ PANEL_HEIGHT_PX = 500
 DOTS_PER_INCH = 160
 MAX_MARKERS = 40
 
-# Okabe and Ito's palette: told apart with every common colour blindness, and in grey.
+# Okabe and Ito's palette: distinguishable with every common colour blindness, and in grey.
 BLUE = "#0072B2"
 VERMILLION = "#D55E00"
 GREEN = "#009E73"
@@ -37,7 +37,7 @@ class ReportRow:
     first: float
     last: float
     best: float | None
-    """None where neither more nor less is better."""
+    """None if neither more nor less is better."""
     best_step: int | None
 
 
@@ -48,7 +48,7 @@ class Report:
 
 
 def make_report(run_folder: Path) -> Report:
-    """Read the events of a run and draw `curves.png` beside them."""
+    """Tabulate the events of a run and draw `curves.png` next to them."""
     history = fold_history(read_events(run_folder / EVENTS_FILE))
     curves = run_folder / CURVES_FILE
     draw_curves(history, curves)
@@ -61,7 +61,7 @@ def tabulate(history: History) -> tuple[ReportRow, ...]:
         _row("accuracy", history.accuracy, best=max),
         *(_row(name, history.of_evaluations(name), best=max) for name in sampled),
         _row("reward", history.reward, best=max),
-        # A policy-gradient loss says nothing by its size; the loss of a run without rewards does.
+        # The size of a policy-gradient loss means nothing; the loss of a run without rewards should fall.
         _row("loss", history.loss, best=None if history.reward else min),
         _row("entropy", history.of_updates(lambda update: update.entropy), best=None),
         _row("response tokens", history.of_rollouts(lambda rollouts: rollouts.response_tokens_mean), best=None),
@@ -84,7 +84,7 @@ def _row(name: str, series: Series, *, best: Callable[[Sequence[float]], float] 
 
 
 def draw_curves(history: History, path: Path) -> None:
-    """Reward (or, without rewards, loss) and accuracy over the steps, one panel each."""
+    """Draw reward (or, without rewards, loss) and accuracy over the steps, one panel each."""
     panels = [panel for panel in _panels(history) if panel.series]
     height_px = PANEL_HEIGHT_PX * max(1, len(panels))
     figure = Figure(
@@ -110,7 +110,7 @@ class _Panel:
     series: Series
     colour: str
     is_share: bool
-    """Drawn from 0 to 1 even where the values span less, so that a rise looks as large as it is."""
+    """Drawn from 0 to 1 even if the values span less, so that changes are not exaggerated."""
 
 
 def _panels(history: History) -> tuple[_Panel, _Panel]:

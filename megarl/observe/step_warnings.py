@@ -1,6 +1,6 @@
-"""What looks wrong with a step though nothing failed: rewards that teach nothing, rewards that do not fit the rest.
+"""Warnings about a step that did not fail: rewards without signal, rewards far from the others.
 
-Said when it begins and then ever more rarely while it lasts; the metrics count every step.
+A warning is repeated at steps 1, 2, 4, 8 ... of its duration; the metrics count every step.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from collections.abc import Iterator
 from megarl.observe.summary import RolloutSummary, StepSummary
 
 
-class Doubts:
-    """Remembers since when each doubt lasts."""
+class StepWarnings:
+    """Remembers for how many steps each warning has lasted."""
 
     def __init__(self) -> None:
         self._streaks: dict[str, int] = {}
 
-    def about(self, summary: StepSummary) -> tuple[str, ...]:
-        """What to tell people after this step."""
-        found = {} if summary.rollouts is None else dict(_doubts(summary.rollouts))
-        self._streaks = {name: self._streaks.get(name, 0) + 1 for name in found}
+    def after(self, summary: StepSummary) -> tuple[str, ...]:
+        """Return the warnings to show after this step."""
+        warnings = {} if summary.rollouts is None else dict(_warnings(summary.rollouts))
+        self._streaks = {name: self._streaks.get(name, 0) + 1 for name in warnings}
         return tuple(
             f"step {summary.step}{_duration(self._streaks[name])}: {text}"
-            for name, text in found.items()
+            for name, text in warnings.items()
             if _is_power_of_two(self._streaks[name])
         )
 
 
-def _doubts(rollouts: RolloutSummary) -> Iterator[tuple[str, str]]:
-    """Name and sentence of each."""
+def _warnings(rollouts: RolloutSummary) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each warning."""
     if rollouts.reward_min == rollouts.reward_max and rollouts.num_groups > 1:
         remedy = "the prompts are too easy or too hard, or the reward is broken"
         signal = "" if rollouts.has_signal else ", nothing was learned"

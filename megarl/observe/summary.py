@@ -1,4 +1,4 @@
-"""The numbers of one step, in one frozen value. Pure: from what the loop has in hand to what people watch."""
+"""The numbers of one step, computed from its groups, samples and update. Pure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megarl.results import CriticStats, RankUsage, TrainingWork, UpdateResult, U
 from megarl.types import DEMONSTRATION, FinishReason, PolicyVersion, Rollout, ScoredGroup, TokenArray, TrainSample
 
 Phase = Literal["start", "generate", "assign", "update", "publish", "evaluate", "save"]
-"""What a run spends its time on; one at a time, as the loop sees it."""
+"""Phase of the loop; one at a time."""
 
 
 _OUTLIER_DEVIATIONS = 6.0
 _NORMAL_PER_MEDIAN = 1.4826
-"""Standard deviations of a normal distribution in one median distance from its middle."""
+"""Standard deviation of a normal distribution over its median distance from the median."""
 _FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64)
-"""One for each token of a window."""
-_MAX_LOOKED_AT = 64
+"""Hash factors, one for each token of a window."""
+_MAX_RESPONSES = 64
 _NO_ADVANTAGE = 1e-6
-"""Rewards that are equal leave rounding errors of their mean."""
+"""Below it an advantage counts as 0: the mean of equal rewards has rounding errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +36,17 @@ class RewardOutlier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary:
-    """The rollouts of one step, as the policy wrote them."""
+    """The rollouts of one step and their rewards."""
 
     num_groups: int
     num_zero_signal_groups: int
-    """Groups in which every advantage is 0: nothing is learned from them."""
+    """Groups in which every advantage is 0: they do not change the policy."""
     num_single_groups: int
     """Groups of one rollout."""
     dropped_groups: Mapping[str, int]
-    """Groups that other prompts replaced on the way to this step, by the filter's reason."""
+    """Groups that the filter dropped since the previous step, by its reason."""
     num_masked_rollouts: int
-    """Those nobody could score; the rewards and components are of the others."""
+    """Rollouts that could not be scored; rewards and components leave them out."""
     reward_mean: float
     reward_std: float
     reward_min: float
@@ -56,17 +56,17 @@ class RolloutSummary:
     """Rewards further from the median than 6 robust deviations."""
     first_outlier: RewardOutlier | None
     tokens_by_version: Mapping[int, int]
-    """Which policies chose the trained tokens: the update's `mismatch` numbers are about these versions."""
+    """Trained tokens by the policy that chose them; the update's `mismatch` numbers refer to these versions."""
     component_means: Mapping[str, float]
-    """Per component of the score; of the rollouts that have it."""
+    """Mean of each component of the score, over the rollouts that have it."""
     response_tokens_mean: float
     response_tokens_max: int
     truncated_ratio: float
     """Share of rollouts that ended at the length limit."""
     empty_ratio: float
-    """Share of rollouts of at most one token: the end token, or not even that."""
+    """Share of rollouts of at most one token, the end token included."""
     repetition_ratio: float
-    """Share of 4-token windows that are in the same response before; mean of up to 64 responses."""
+    """Share of 4-token windows that occurred before in the same response; mean of up to 64 responses."""
 
     @property
     def has_signal(self) -> bool:
@@ -88,18 +88,18 @@ class RolloutSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """How one step's groups came together: who waited for whom, and how old what they brought is."""
+    """How trainer and producers waited for each other in one step, and the age of its tokens."""
 
     trainer_wait_s: float
-    """From asking for the step to having it."""
+    """Time that the trainer waited for the step's groups."""
     producer_wait_s: float
-    """For permission, since the step before; the mean over all that may run at once."""
+    """Time since the previous step that a producer waited for admission; mean over all producers."""
     num_ready: int
-    """Groups that are left for later steps."""
+    """Groups left in the buffer for later steps."""
     num_under_way: int
-    """Prompts that are being answered or scored."""
+    """Prompts being generated or scored."""
     age_mean: float
-    """Of the step's tokens, in steps."""
+    """Mean age of the step's tokens, in steps."""
     age_max: int
 
 
@@ -109,15 +109,15 @@ class StepSummary:
     """Counts from 1."""
     version: PolicyVersion
     update: UpdateStats | None
-    """None where no update of the actor was applied."""
+    """None if no update of the actor was applied."""
     critic: CriticStats | None
     num_skipped_updates: int
     kl_coef: float | None
-    """What the distance from the reference costs from now on, where it costs anything."""
+    """Weight of the KL to the reference from now on; None without that term."""
     rollouts: RolloutSummary | None
-    """None where the step trained on demonstrations: nobody generated, nobody scored."""
+    """None if the step trained on demonstrations, which are neither generated nor scored."""
     epoch: int
-    """Of the newest prompt; counts from 0."""
+    """Epoch of the newest prompt, from 0."""
     num_prompts: int
     prompt_tokens_mean: float
     num_tokens: int
@@ -126,9 +126,9 @@ class StepSummary:
     usage: Mapping[str, RankUsage] = field(compare=False)
     """By role."""
     flow: Flow | None
-    """None where no buffer was between generator and trainer."""
+    """None without a buffer between generator and trainer."""
     seconds: float
-    """From asking for the step's groups to publishing what they taught; an evaluation in between steps is not in it."""
+    """From asking for the step's groups to the end of the publish; evaluations between steps are not included."""
     tokens_per_second: float
 
 
@@ -143,7 +143,7 @@ def summarize_step(
     seconds: float,
     flow: Flow | None = None,
 ) -> StepSummary:
-    """`samples` are those of the groups, in their order; `dropped_groups` counts the ones that were not kept."""
+    """`samples` are those of `groups`, in their order; `dropped_groups` counts groups that the filter dropped."""
     num_tokens = sum(
         len(scored.group.prompt.token_ids) + len(rollout.token_ids)
         for scored in groups
@@ -213,8 +213,8 @@ def _summarize_rollouts(
 
 
 def _repetition(rollouts: Sequence[Rollout]) -> float:
-    """Of evenly spaced rollouts: looking at every token of a large step would take seconds."""
-    chosen = rollouts[:: -(-len(rollouts) // _MAX_LOOKED_AT)]
+    """Mean over evenly spaced rollouts: all tokens of a large step would take seconds."""
+    chosen = rollouts[:: -(-len(rollouts) // _MAX_RESPONSES)]
     return fmean(_repeated_share(rollout.token_ids) for rollout in chosen)
 
 
@@ -223,14 +223,14 @@ def _repeated_share(token_ids: TokenArray) -> float:
     if num_windows < 1:
         return 0.0
     tokens, keys = token_ids.astype(np.uint64), np.zeros(num_windows, np.uint64)
-    # A sum with odd factors, modulo 2^64: two windows that differ have the same about once in 2^64 pairs.
+    # A sum with odd factors, modulo 2^64: two different windows collide in about one of 2^64 pairs.
     for index, factor in enumerate(_FACTORS):
         keys += tokens[index : index + num_windows] * factor
     return 1 - len(np.unique(keys)) / num_windows
 
 
 def _num_without_signal(groups: Sequence[ScoredGroup], samples: Sequence[TrainSample]) -> int:
-    """By advantages and not by rewards: only they tell for every estimator."""
+    """Count groups without signal by their advantages: rewards do not show it for every estimator."""
     remaining = iter(samples)
     of_groups = ([next(remaining) for _ in scored.scores] for scored in groups)
     return sum(not any(map(_has_signal, of_group)) for of_group in of_groups)
@@ -241,10 +241,10 @@ def _has_signal(sample: TrainSample) -> bool:
 
 
 def _outliers(rewards: npt.NDArray[np.float64]) -> list[int]:
-    """Which rewards are far from the rest.
+    """Return the indices of the rewards that are far from the rest.
 
-    The deviation is the median distance of those that differ from the median at all: where most rewards are equal, the
-    few others are each other's measure, so that a rare success is not an outlier.
+    The deviation is the median distance among rewards that differ from the median. If most rewards are equal, the few
+    others are compared with each other, so that a rare success is not an outlier.
     """
     distances = np.abs(rewards - np.median(rewards))
     apart = distances[distances > 0]
@@ -269,7 +269,7 @@ def _tokens_by_version(rollouts: Sequence[Rollout]) -> dict[int, int]:
         chosen = rollout.versions[rollout.loss_mask]
         if not len(chosen):
             continue
-        if (chosen == chosen[0]).all():  # nearly always, and far quicker than to sort them
+        if (chosen == chosen[0]).all():  # nearly always, and far quicker than sorting
             counts[int(chosen[0])] += len(chosen)
             continue
         versions, numbers = np.unique(chosen, return_counts=True)

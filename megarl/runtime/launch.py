@@ -13,7 +13,7 @@ from pathlib import Path
 from megarl.config.recipe import Recipe, RunConfig
 from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ADDRESS, RAY_AUTH_TOKEN_PATH, RAY_ENVIRONMENT, update_environment
 from megarl.observe.events import Sink
-from megarl.observe.observer import observing
+from megarl.observe.observing import observing
 from megarl.runtime.exit_notice import exit_notice
 from megarl.runtime.resume import ResumeChoice, choose, is_of_run
 

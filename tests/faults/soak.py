@@ -27,7 +27,7 @@ import psutil
 
 from megarl.checkpoint.manifest import verify
 from megarl.observe.events import EVENTS_FILE, EventTail, Record, RunStarted, StepFinished
-from megarl.observe.standing import Standing
+from megarl.observe.history import RunTotals
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
 from tests.runtime.runs import started
@@ -117,7 +117,7 @@ class _Watch:
     """A run's events as they come."""
 
     path: Path
-    standing: Standing = field(default_factory=Standing)
+    totals: RunTotals = field(default_factory=RunTotals)
     tail: EventTail | None = None
     step: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -130,7 +130,7 @@ class _Watch:
                 return
             self.tail = EventTail(self.path)
         for record in self.tail.read():
-            self.standing.record(record)
+            self.totals.record(record)
             self.records.append(record)
             match record.event:
                 case RunStarted(resumed_step=resumed_step):
@@ -231,7 +231,7 @@ def soak(
         faults=dict(accidents.counts),
         num_starts=num_starts,
         num_steps_again=len(watch.seconds) - num_steps,
-        effective_time_ratio=watch.standing.effective_time_ratio(watch.records[-1].time) or 0.0,
+        effective_time_ratio=watch.totals.effective_time_ratio(watch.records[-1].time) or 0.0,
         memory_growth=_growth(memory, num_steps),
         step_s=statistics.median(watch.seconds),
         next_step_s={kind: round(statistics.median(delays), 1) for kind, delays in accidents.delays.items()},

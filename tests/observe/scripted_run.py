@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.observe.facts import state_facts
 from megarl.observe.meter import Meter
 from megarl.observe.metrics import Metrics
 from megarl.observe.observer import Observer
+from megarl.observe.observing import set_constants
 from megarl.results import CriticStats
 from megarl.types import PolicyVersion
-from tests.observe.samples import evaluated, grades, make_recipe, published, step_summary
+from tests.observe.samples import evaluated, grades, make_recipe, published, run_started, step_summary
 
 CRITIC = CriticStats(
     loss=0.5,
@@ -30,9 +30,9 @@ class ScriptedRun:
         self.meter = Meter("sample")
         self.observer = Observer([Metrics(self.meter)], meter=self.meter)
         self._step = 0
-        state_facts(self.meter, recipe)
+        set_constants(self.meter, recipe)
         observer = self.observer
-        observer.run_started(recipe, metrics_url=None)
+        observer.run_started(run_started())
         observer.data_read(num_prompts=100, num_dropped=1)
         observer.watch_queue(num_waiting=lambda: 4, num_under_way=lambda: 4, capacity=lambda: 16)
         observer.watch_requests(0, lambda: 3)

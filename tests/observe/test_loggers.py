@@ -9,19 +9,20 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megarl.config import Recipe
+from megarl.config.recipe import ObserveConfig
 from megarl.errors import MachineError
 from megarl.observe import loggers
 from megarl.observe.events import Event, RunFinished, RunStatus
-from megarl.observe.loggers import LoggerSink, MlflowLogger, TensorboardLogger, WandbLogger, open_loggers
+from megarl.observe.loggers import Logger, LoggerSink, MlflowLogger, TensorboardLogger, WandbLogger, open_loggers
 from megarl.observe.meter import Meter
 from megarl.observe.metrics import Metrics
-from tests.observe.samples import evaluated, make_recipe, records, run_started, step_finished
+from tests.observe.samples import evaluated, records, run_started, step_finished
 
 
 class Remembering:
@@ -56,8 +57,8 @@ def tell(sink: LoggerSink, meter: Meter) -> None:
     sink.close()
 
 
-def recipe_with(folder: Path, observe: Mapping[str, object]) -> Recipe:
-    return Recipe.model_validate({**make_recipe(folder).model_dump(), "observe": observe})
+def opened(folder: Path, config: Mapping[str, object]) -> list[Logger]:
+    return open_loggers(ObserveConfig.model_validate(config), replace(run_started(), folder=str(folder)))
 
 
 def test_a_logger_gets_what_prometheus_gets_by_step() -> None:
@@ -78,7 +79,7 @@ def test_a_logger_that_fails_is_left_alone_and_the_others_go_on(caplog: pytest.L
     assert [step for step, _ in failing.logged] == [1, 1]
     assert failing.status is None
     assert [step for step, _ in other.logged] == [1, 1, 2]
-    assert "remembering takes no more numbers: no route to host" in caplog.text
+    assert "remembering failed and gets no more numbers: no route to host" in caplog.text
 
 
 def test_a_slow_logger_does_not_hold_up_the_run() -> None:
@@ -99,17 +100,16 @@ def test_a_slow_logger_does_not_hold_up_the_run() -> None:
 
 def test_without_loggers_there_is_no_thread(tmp_path: Path) -> None:
     before = threading.active_count()
-    LoggerSink(Meter("sample"), open_loggers(make_recipe(tmp_path))).close()
+    LoggerSink(Meter("sample"), opened(tmp_path, {})).close()
     assert threading.active_count() == before
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
-    recipe = recipe_with(tmp_path, {"tensorboard": {}})
-    (logger,) = open_loggers(recipe)
+    (logger,) = opened(tmp_path, {"tensorboard": {}})
     assert isinstance(logger, TensorboardLogger)
     logger.log(3, {"reward/reward_mean": 0.5, "eval/eval/pass@4": 0.25})
     logger.close(RunStatus.DONE)
-    (file,) = (recipe.run_folder / "tensorboard").iterdir()
+    (file,) = (tmp_path / "tensorboard").iterdir()
     assert list(scalars(file)) == [(3, "reward/reward_mean", 0.5), (3, "eval/eval/pass_4", 0.25)]
 
 
@@ -127,14 +127,14 @@ def scalars(file: Path) -> Iterator[tuple[int, str, float]]:
 
 
 def test_wandb_writes_offline_and_a_continued_run_keeps_its_name(tmp_path: Path) -> None:
-    recipe = recipe_with(tmp_path, {"wandb": {"project": "sums", "mode": "offline", "tags": ["small"]}})
+    config = {"wandb": {"project": "sums", "mode": "offline", "tags": ["small"]}}
     for step in (1, 2):
-        (logger,) = open_loggers(recipe)
+        (logger,) = opened(tmp_path, config)
         assert isinstance(logger, WandbLogger)
         logger.log(step, {"reward/reward_mean": 0.5})
         logger.close(RunStatus.DONE)
-    files = [path for path in recipe.run_folder.rglob("*.wandb") if not path.parent.is_symlink()]
-    run_id = (recipe.run_folder / "wandb_run_id").read_text()
+    files = [path for path in tmp_path.rglob("*.wandb") if not path.parent.is_symlink()]
+    run_id = (tmp_path / "wandb_run_id").read_text()
     assert {path.name for path in files} == {f"run-{run_id}.wandb"}
     assert all(b"reward/reward_mean" in path.read_bytes() for path in files)
 
@@ -147,9 +147,8 @@ def test_the_proxy_is_that_of_wandb_alone(tmp_path: Path, monkeypatch: pytest.Mo
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=_hang_up, args=(server, asked), daemon=True).start()
         proxy = f"http://127.0.0.1:{server.getsockname()[1]}"
-        recipe = recipe_with(tmp_path, {"wandb": {"project": "sums", "proxy": proxy}})
         with pytest.raises(MachineError, match=r"^observe.wandb: [^\n]+; `mode: offline` needs no network"):
-            open_loggers(recipe)
+            opened(tmp_path, {"wandb": {"project": "sums", "proxy": proxy}})
     assert asked
     assert all(line.startswith(b"CONNECT ") for line in asked)
 
@@ -199,13 +198,13 @@ def test_mlflow_is_told_by_step_and_how_it_ended(tmp_path: Path, monkeypatch: py
     vars(entities).update(Metric=lambda *values: values)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
-    (logger,) = open_loggers(recipe_with(tmp_path, {"mlflow": {"tracking_uri": "http://127.0.0.1:5000"}}))
+    (logger,) = opened(tmp_path, {"mlflow": {"tracking_uri": "http://127.0.0.1:5000"}})
     assert isinstance(logger, MlflowLogger)
     logger.log(3, {"eval/eval/pass@4": 0.25})
     logger.close(RunStatus.INTERRUPTED)
     run_id = "experiment megarl, run sample"
     assert CLIENTS[-1].calls == [
-        ("tag", "algorithm", "sft"),
+        ("tag", "algorithm", "grpo"),
         ("log", run_id, [("eval/eval/pass_at_4", 0.25, 3)]),
         ("end", run_id, "FAILED"),
     ]

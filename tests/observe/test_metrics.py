@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -9,12 +8,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from megarl.errors import MachineError
 from megarl.observe.catalogue import METRICS
-from megarl.observe.endpoint import MetricsEndpoint
 from megarl.observe.events import Event, StepFinished
 from megarl.observe.meter import Meter
 from megarl.observe.metrics import Metrics
+from megarl.observe.prometheus import MetricsEndpoint
 from megarl.observe.summary import RewardOutlier
 from megarl.results import CriticStats, RankUsage, UpdateStats
 from tests.observe.samples import (
@@ -222,26 +220,3 @@ def test_every_event_can_be_recorded(metrics: Metrics, endpoint: MetricsEndpoint
     for record in records(one_of_each()):
         metrics.record(record)
     assert scrape(endpoint.url)["megarl_warnings_total"] == 1
-
-
-def test_a_port_in_use_is_one_line_that_names_the_key(meter: Meter) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(MachineError) as caught:
-            MetricsEndpoint(meter.registry, port=port)
-    assert str(caught.value) == (
-        f"observe.metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use; "
-        "choose another port, 0 for any free one, or null for none"
-    )
-
-
-def test_only_loopback_is_listened_on(endpoint: MetricsEndpoint) -> None:
-    assert endpoint.url.startswith("http://127.0.0.1:")
-
-
-def test_a_closed_endpoint_frees_its_port(meter: Meter) -> None:
-    endpoint = MetricsEndpoint(meter.registry, port=0)
-    port = httpx.URL(endpoint.url).port
-    assert port is not None
-    endpoint.close()
-    MetricsEndpoint(meter.registry, port=port).close()

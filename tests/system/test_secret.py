@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from megarl.observe.events import EVENTS_FILE, EventLog
-from megarl.observe.logs import logging_to
 from megarl.observe.observer import Observer
+from megarl.observe.observing import logging_to
 from megarl.reward.judge import read_key
 from megarl.rollout.client import EngineKeys
 from megarl.system.secret import Secret, masked

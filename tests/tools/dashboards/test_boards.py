@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic.alias_generators import to_camel
 
 from megarl.observe.catalogue import METRICS, PREFIX
-from megarl.observe.endpoint import MetricsEndpoint
-from megarl.observe.targets import TARGETS_FILE, Targets
+from megarl.observe.prometheus import TARGETS_FILE, MetricsEndpoint, Targets
 from megarl.tools.dashboards.boards import DASHBOARDS
 from megarl.tools.dashboards.panels import Dashboard, metrics_in, names_in, to_grafana
 from tests.observe.prometheus import prometheus

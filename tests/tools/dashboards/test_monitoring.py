@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.observe.targets import LINKS_FOLDER
+from megarl.observe.prometheus import LINKS_FOLDER
 from megarl.tools.dashboards.monitoring import FOLDER, RULES_FILE
 from tests.packages import program
 from tests.repository import ROOT

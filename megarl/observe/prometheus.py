@@ -1,18 +1,23 @@
-"""Where Prometheus finds a run: `<run>/prometheus_targets.json`, kept in step with the engines that come and go.
+"""How Prometheus reads a run: an HTTP endpoint for the registry, and the file that lists what to scrape.
 
-The format is that of Prometheus's `file_sd_configs`, which reads the file again when it changes. Beside the folders of
-the runs, `.prometheus/` has a link to each of their files: Prometheus takes a `*` only in the last part of a path.
+`<run>/prometheus_targets.json` has the format of Prometheus's `file_sd_configs`, which reads it again when it changes.
+`.prometheus/`, next to the run folders, has a link to each of these files: Prometheus takes a `*` only in the last part
+of a path.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
 
+from prometheus_client import CollectorRegistry, start_http_server
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from megarl.errors import DataError, MachineError
 from megarl.observe.events import EngineChanged, Record
+from megarl.system.network import LOOPBACK
 
 TARGETS_FILE = "prometheus_targets.json"
 LINKS_FOLDER = ".prometheus"
@@ -20,15 +25,46 @@ EXPORTER_JOB = "megarl"
 ENGINE_JOB = "sglang"
 
 
+class MetricsEndpoint:
+    """Serves one registry at `http://<host>:<port>/metrics`, from construction to `close`."""
+
+    def __init__(self, registry: CollectorRegistry, *, port: int, host: str = LOOPBACK) -> None:
+        self._host = host
+        self._server, self._thread = _listen(registry, host, port)
+
+    @property
+    def address(self) -> str:
+        return f"{self._host}:{self._server.server_port}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}/metrics"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)
+
+
+def _listen(registry: CollectorRegistry, host: str, port: int) -> tuple[WSGIServer, Thread]:
+    try:
+        return start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise MachineError(
+            f"observe.metrics_port: cannot listen on {host}:{port}: {error.strerror}; "
+            "choose another port, 0 for any free one, or null for none"
+        ) from error
+
+
 class Target(BaseModel):
-    """One entry of the file."""
+    """One entry of the targets file."""
 
     targets: list[str]
     labels: dict[str, str]
 
 
 class Targets:
-    """The sink that writes the file; empty once the run has ended, so that nobody is asked who is not there."""
+    """The sink that keeps the targets file up to date. Closing it empties the file, so that nothing is scraped."""
 
     def __init__(self, run_folder: Path, *, run: str, exporter: str | None) -> None:
         self._path = run_folder / TARGETS_FILE
@@ -54,17 +90,17 @@ class Targets:
         self._write()
 
     def _write(self) -> None:
-        found = [] if self._exporter is None else [self._target(self._exporter, job=EXPORTER_JOB)]
+        targets = [] if self._exporter is None else [self._target(self._exporter, job=EXPORTER_JOB)]
         for index, address in sorted(self._engines.items()):
-            found.append(self._target(address, job=ENGINE_JOB, engine=str(index)))
-        write_targets(self._path, found)
+            targets.append(self._target(address, job=ENGINE_JOB, engine=str(index)))
+        write_targets(self._path, targets)
 
     def _target(self, address: str, **labels: str) -> Target:
         return Target(targets=[address], labels={"run": self._run, **labels})
 
 
 def write_targets(path: Path, targets: list[Target]) -> None:
-    """All or nothing: Prometheus never reads half a file."""
+    """Replace the file in one operation: Prometheus never reads half of it."""
     text = json.dumps([target.model_dump() for target in targets], indent=2) + "\n"
     partial = path.with_name(f".{path.name}.tmp")
     try:
@@ -76,7 +112,7 @@ def write_targets(path: Path, targets: list[Target]) -> None:
 
 
 def _link(path: Path) -> None:
-    """Relative: what Prometheus sees may be mounted elsewhere."""
+    """Link the file in `.prometheus/`. The link is relative: Prometheus may see the folders under another path."""
     run_folder = path.parent
     links = run_folder.parent / LINKS_FOLDER
     partial = links / f".{run_folder.name}.tmp"

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from megarl.observe.events import Event, PhaseStarted
-from megarl.observe.progress import Progress, advance
+from megarl.observe.history import Progress, advance
 from tests.observe.samples import BEGAN, evaluated, records, run_started, step_finished
 
 

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
+import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
-from megarl.errors import DataError
-from megarl.observe.targets import LINKS_FOLDER, TARGETS_FILE, Targets, read_targets
+from megarl.errors import DataError, MachineError
+from megarl.observe.prometheus import LINKS_FOLDER, TARGETS_FILE, MetricsEndpoint, Targets, read_targets
 from tests.observe.samples import engine_changed, records
 
 
@@ -66,3 +69,28 @@ def test_a_file_that_is_not_there_or_something_else_is_one_line(tmp_path: Path) 
     (tmp_path / "bad.json").write_text('{"targets": []}')
     with pytest.raises(DataError, match=r"bad.json is not a list of Prometheus targets: "):
         read_targets(tmp_path / "bad.json")
+
+
+def test_a_port_in_use_is_one_line_that_names_the_key() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(MachineError) as caught:
+            MetricsEndpoint(CollectorRegistry(), port=port)
+    assert str(caught.value) == (
+        f"observe.metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use; "
+        "choose another port, 0 for any free one, or null for none"
+    )
+
+
+def test_only_loopback_is_listened_on() -> None:
+    endpoint = MetricsEndpoint(CollectorRegistry(), port=0)
+    endpoint.close()
+    assert endpoint.url.startswith("http://127.0.0.1:")
+
+
+def test_a_closed_endpoint_frees_its_port() -> None:
+    endpoint = MetricsEndpoint(CollectorRegistry(), port=0)
+    port = httpx.URL(endpoint.url).port
+    assert port is not None
+    endpoint.close()
+    MetricsEndpoint(CollectorRegistry(), port=port).close()

@@ -1,0 +1,145 @@
+"""Opens what one run is observed with: its folder, event log, metrics endpoint, loggers and log file."""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from megarl import __version__
+from megarl.config import Recipe
+from megarl.observe import catalogue as names
+from megarl.observe.events import EVENTS_FILE, EventLog, RunStarted, Sink, read_events
+from megarl.observe.loggers import LoggerSink, open_loggers
+from megarl.observe.meter import Meter
+from megarl.observe.metrics import Metrics
+from megarl.observe.observer import Observer
+from megarl.observe.prometheus import MetricsEndpoint, Targets
+from megarl.system.network import LOOPBACK, address_in
+from megarl.system.secret import masked
+
+LOG_FILE = "megarl.log"
+_DRIVER = "driver"
+
+
+@contextmanager
+def observing(
+    recipe: Recipe, *, display: Sink, resumed_step: int = 0, is_continued: bool = False
+) -> Iterator[Observer]:
+    """Yield the observer of one run, with its port open and its folder created.
+
+    An earlier run of the same name is moved to `<name>.N`, unless this one continues it. On exit the end of the run is
+    recorded, unless `run_finished` was called, and everything is closed.
+    """
+    folder = recipe.run_folder
+    with ExitStack() as stack:
+        meter = Meter(recipe.run.name)
+        endpoint = None
+        if recipe.observe.metrics_port is not None:
+            host = LOOPBACK if recipe.network.bind is None else address_in(recipe.network.bind)
+            endpoint = MetricsEndpoint(meter.registry, port=recipe.observe.metrics_port, host=host)
+            stack.callback(endpoint.close)
+        retired = None if is_continued else _retire_earlier_run(folder)
+        started = RunStarted(
+            name=recipe.run.name,
+            folder=str(folder),
+            algorithm=recipe.algorithm.kind,
+            steps=recipe.run.steps,
+            megarl_version=__version__,
+            metrics_url=endpoint.url if endpoint else None,
+            resumed_step=resumed_step,
+            recipe=recipe.model_dump(mode="json"),
+        )
+        events = folder / EVENTS_FILE
+        metrics = Metrics(meter, earlier=read_events(events) if events.exists() else ())
+        log = EventLog(events)
+        stack.callback(log.close)
+        set_constants(meter, recipe)
+        stack.enter_context(logging_to(folder / LOG_FILE))
+        stack.callback(display.close)
+        targets = Targets(folder, run=recipe.run.name, exporter=endpoint.address if endpoint else None)
+        stack.callback(targets.close)
+        loggers = LoggerSink(meter, open_loggers(recipe.observe, started))
+        stack.callback(loggers.close)
+        sinks = (log, metrics, targets, loggers, display)
+        with Observer(sinks, meter=meter, first_sequence=log.next_sequence) as observer:
+            observer.run_started(started)
+            if retired is not None:
+                observer.warned(f"an earlier run of this name was moved to {retired}")
+            yield observer
+
+
+def _retire_earlier_run(folder: Path) -> Path | None:
+    """Rename the folder of an earlier run to the first free `<name>.N`; return that path, None without such a run."""
+    if not folder.exists():
+        return None
+    number = 1
+    while (retired := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(retired)
+    return retired
+
+
+def set_constants(meter: Meter, recipe: Recipe) -> None:
+    """Set the metrics that do not depend on steps: versions, numbers of the recipe, memory and disk of the driver."""
+    packages = (_version(name) for name in ("torch", "megatron-core", "sglang", "ray"))
+    meter.set(names.BUILD_INFO, 1, __version__, platform.python_version(), *packages)
+    meter.set(names.RUN_INFO, 1, recipe.algorithm.kind, str(recipe.model.path), recipe.run.device)
+    meter.set(names.RUN_STEPS, recipe.run.steps)
+    meter.set(names.RUN_GPUS, sum(pool.gpus for pool in recipe.pools.values()))
+    meter.set(names.STALENESS_LIMIT, recipe.train.max_staleness)
+    if recipe.checkpoint.save_every_steps is not None:
+        meter.set(names.CHECKPOINT_INTERVAL, recipe.checkpoint.save_every_steps)
+    folder = recipe.run_folder.absolute()
+    meter.watch(names.CHECKPOINT_FREE, lambda: _free_bytes(folder))
+    process = psutil.Process()
+    meter.watch(names.RESIDENT, lambda: process.memory_info().rss, _DRIVER)
+    meter.watch(names.HOST_AVAILABLE, lambda: psutil.virtual_memory().available, _DRIVER)
+    meter.watch(names.HOST_TOTAL, lambda: psutil.virtual_memory().total, _DRIVER)
+
+
+def _free_bytes(folder: Path) -> float:
+    """NaN if the folder is gone: an error here would fail the whole scrape."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return math.nan
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
+
+
+@contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """Append everything that megarl logs at INFO and above to `path`, with UTC times."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    formatter = _Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    logger = logging.getLogger("megarl")
+    level_before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level_before)
+        logger.removeHandler(handler)
+        handler.close()

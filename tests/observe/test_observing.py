@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import httpx
+import pytest
+
+from megarl.config.recipe import Recipe
+from megarl.errors import EngineError, PreemptedError
+from megarl.observe.events import (
+    RunFinished,
+    RunStarted,
+    RunStatus,
+    read_events,
+)
+from megarl.observe.observing import observing
+from tests.observe.samples import ListSink, evaluated, make_recipe, published, step_summary
+
+
+def test_file_endpoint_and_display_are_told_the_same(tmp_path: Path) -> None:
+    display = ListSink()
+    with observing(make_recipe(tmp_path), display=display) as observer:
+        with observer.phase("generate"):
+            pass
+        observer.published(published(1).result)
+        observer.step_finished(step_summary(1))
+        observer.evaluated(1, evaluated(1, 0.5).result)
+        observer.checkpoint_saved(1, tmp_path / "step_000001", num_bytes=8, blocking_seconds=0.1, seconds=0.5)
+        observer.checkpoint_failed(2, "no room")
+        observer.warned("careful")
+        (started,) = (event for event in display.events if isinstance(event, RunStarted))
+        assert started.metrics_url is not None
+        assert 'megarl_step{run="sample"} 1.0' in httpx.get(started.metrics_url, timeout=10).text
+    assert [event.kind for event in display.events] == [
+        "run_started",
+        "phase_started",
+        "phase_ended",
+        "published",
+        "step_finished",
+        "evaluated",
+        "checkpoint_saved",
+        "checkpoint_failed",
+        "warned",
+        "run_finished",
+    ]
+    assert list(read_events(tmp_path / "sample" / "events.jsonl")) == display.records
+    assert [record.sequence for record in display.records] == list(range(10))
+    assert display.is_closed
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(started.metrics_url, timeout=10)
+
+
+def test_the_recipe_that_ran_is_in_the_first_event(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    with observing(recipe, display=ListSink()):
+        pass
+    first = next(read_events(tmp_path / "sample" / "events.jsonl")).event
+    assert isinstance(first, RunStarted)
+    assert Recipe.model_validate(first.recipe) == recipe
+
+
+def test_a_null_port_opens_no_endpoint(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path).model_dump()
+    recipe["observe"]["metrics_port"] = None
+    display = ListSink()
+    with observing(Recipe.model_validate(recipe), display=display):
+        pass
+    assert isinstance(display.events[0], RunStarted)
+    assert display.events[0].metrics_url is None
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (EngineError("engine 0 died"), RunStatus.FAILED),
+        (PreemptedError("asked to stop"), RunStatus.PREEMPTED),
+        (KeyboardInterrupt(), RunStatus.INTERRUPTED),
+        (asyncio.CancelledError(), RunStatus.INTERRUPTED),
+    ],
+)
+def test_a_run_that_fails_says_so_in_its_last_event(error: BaseException, status: RunStatus, tmp_path: Path) -> None:
+    display = ListSink()
+    with pytest.raises(type(error)), observing(make_recipe(tmp_path), display=display):
+        raise error
+    last = display.events[-1]
+    assert isinstance(last, RunFinished)
+    assert last.status is status
+    assert last.reason == (str(error) or type(error).__name__)
+    assert display.is_closed
+
+
+def test_the_run_may_say_itself_how_it_ended(tmp_path: Path) -> None:
+    display = ListSink()
+    with observing(make_recipe(tmp_path), display=display) as observer:
+        observer.run_finished(RunStatus.DONE)
+    assert [event.kind for event in display.events] == ["run_started", "run_finished"]
+
+
+def test_what_is_logged_during_a_run_is_kept(tmp_path: Path) -> None:
+    logger = logging.getLogger("megarl.weights")
+    with observing(make_recipe(tmp_path), display=ListSink()):
+        logger.info("published version=%d", 3)
+    logger.info("after the run")
+    (line,) = (tmp_path / "sample" / "megarl.log").read_text().splitlines()
+    assert line.endswith("INFO megarl.weights published version=3")

@@ -10,55 +10,63 @@ from megarl.types import PolicyVersion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateStats:
-    """What the actor saw in one step: means over its updates, each over all loss tokens."""
+    """Statistics of the actor's updates of one step: means over the updates, each over all loss tokens.
+
+    A statistic is one field here, its formula in `train.stats` and, to be shown, a metric in `observe.catalogue`.
+    """
 
     loss: float
     grad_norm: float
+    """Before clipping."""
     learning_rate: float
     entropy: float
     clip_fraction: float
+    """Share of loss tokens whose loss was set by the clip."""
     approx_kl: float
-    """k3 estimate of KL(policy before this update || policy), over loss tokens."""
+    """KL(policy before this update || policy), estimate k3."""
     mismatch_mean: float
     """Mean |p_train - p_rollout|: how far trainer and engine disagree about the same tokens."""
     mismatch_max: float
     mismatch_kl: float
-    """KL(rollout || train), the plain mean of the log ratio (k1)."""
+    """KL(rollout || train), estimate k1: the plain mean of the log ratio."""
     mismatch_k3: float
-    """The same KL by the estimate that is never negative."""
+    """The same KL, estimate k3: never negative."""
     mismatch_chi2: float
     """Mean of the squared ratio p_train / p_rollout, minus 1: grows first when a few tokens are far off."""
     effective_sample_ratio: float
-    """How many of the loss tokens are worth something after weighing them by that ratio, cut off at 2; 1 is all."""
+    """Effective share of the loss tokens when they are weighted by that ratio, cut off at 2; 1 is all."""
     rejected_fraction: float
-    """Share of loss tokens that the rollout correction took out of the loss."""
+    """Share of loss tokens that the rollout correction removed."""
     reference_kl: float | None
-    """KL(policy || reference) by the estimate the loss uses; None where the loss has no such term."""
+    """KL(policy || reference), by the estimate that the loss uses; None if the loss has no such term."""
     num_loss_tokens: int
     num_sequences: int
     num_micro_batches: int
+    """Of one data-parallel rank."""
     engine_mismatch: float | None = None
-    """`mismatch_mean` of the tokens that the policy before the step chose: trainer and engine disagree about the same
-    weights. None where there are none."""
+    """`mismatch_mean` over the tokens that the policy before the step chose: trainer and engine disagree about the same
+    weights. None if there are none."""
     policy_drift: float | None = None
-    """The same of the tokens that earlier policies chose: besides, the policy has moved since."""
+    """`mismatch_mean` over the tokens that earlier policies chose: it includes how far the policy has moved since."""
     behind_fraction: float = 0.0
     """Share of loss tokens that earlier policies chose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticStats:
-    """What the critic saw in one step: means over its updates, each over all loss tokens."""
+    """Statistics of the critic's updates of one step: means over the updates, each over all loss tokens."""
 
     loss: float
     grad_norm: float
+    """Before clipping."""
     learning_rate: float
     clip_fraction: float
-    """Share of loss tokens where the clip around the old value set the loss."""
+    """Share of loss tokens whose loss was set by the clip around the old value."""
     value_mean: float
+    """Of the values before the step's first update."""
     return_mean: float
     explained_variance: float
-    """1 - var(return - value) / var(return), before the step's first update: 1 knows all, 0 or less knows nothing."""
+    """1 - var(return - value) / var(return), with the values before the step's first update; 0 or less is no use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,11 +20,11 @@ from megarl.compare.recordings import Recorder, write_patches
 from megarl.compare.weight_digests import Census, take_census
 from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradientConfig, SftConfig
 from megarl.config.recipe import OptimizerConfig
-from megarl.results import UpdateResult
+from megarl.results import UpdateResult, UpdateStats
 from megarl.train.logprob import TokenScores
 from megarl.train.passes import accumulate_gradients, forward
 from megarl.train.rank import RankSpec
-from megarl.train.stats import MicroBatchReport, MiniBatchStats, reduce_reports, report, summarise
+from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report
 from megarl.train.trained import TrainedRank
 from megarl.train.usage import measure_usage
 from megarl.types import FloatArray, MiniBatch, PolicyVersion, TrainBatch
@@ -79,14 +79,15 @@ class ActorRank(TrainedRank):
             updates = list(zip(batch.mini_batches, befores, strict=True)) * self._epochs
             for mini_batch, before in updates:
                 stats = self._accumulate(batch, mini_batch, before, is_single=is_single, version=version)
-                if stats.engine_mismatch is not None:
-                    self._monitor.stop_above(stats.engine_mismatch)
+                engine_mismatch = stats.values["engine_mismatch"]
+                if engine_mismatch is not None:
+                    self._monitor.stop_above(engine_mismatch)
                 grad_norm = self._apply(stats.loss, rate)
                 if grad_norm is not None:
                     applied.append((mini_batch, stats, grad_norm))
             usage = measure_usage(self._topology)
         self._num_steps += 1
-        summary = summarise(applied, rate, has_reference=self._has_kl_in_loss) if applied else None
+        summary = self._summarise(applied, rate) if applied else None
         return UpdateResult(
             version=PolicyVersion(self._num_updates),
             stats=summary,
@@ -133,9 +134,16 @@ class ActorRank(TrainedRank):
         with self._on_device(), _exchanged(self.tensors(), self._reference):
             return self._unpack(batch, [self._score(batch, item) for item in batch.mini_batches])
 
-    @property
-    def _has_kl_in_loss(self) -> bool:
-        return isinstance(self._algorithm, PolicyGradientConfig) and isinstance(self._algorithm.kl, KlLossConfig)
+    def _summarise(self, applied: Sequence[tuple[MiniBatch, MiniBatchStats, float]], rate: float) -> UpdateStats:
+        mini_batches = [mini_batch for mini_batch, _, _ in applied]
+        known: dict[str, float | None] = {
+            "num_loss_tokens": sum(mini_batch.num_loss_tokens for mini_batch in mini_batches),
+            "num_sequences": sum(mini_batch.num_sequences for mini_batch in mini_batches),
+            "num_micro_batches": sum(len(mini_batch.shares[0]) for mini_batch in mini_batches),
+        }
+        if not (isinstance(self._algorithm, PolicyGradientConfig) and isinstance(self._algorithm.kl, KlLossConfig)):
+            known["reference_kl"] = None
+        return ACTOR.summarise([(stats, grad_norm) for _, stats, grad_norm in applied], rate, known)
 
     def _accumulate(
         self,
@@ -150,7 +158,7 @@ class ActorRank(TrainedRank):
         algorithm = self._monitor.algorithm
         micro_batches = self._share(batch, mini_batch)
 
-        def loss(index: int, scores: TokenScores) -> tuple[Tensor, MicroBatchReport]:
+        def loss(index: int, scores: TokenScores) -> tuple[Tensor, Report]:
             micro_batch = micro_batches[index]
             old_logprobs = micro_batch.old_logprobs if recomputed is None else recomputed[index]
             if is_single or old_logprobs is None:
@@ -173,17 +181,18 @@ class ActorRank(TrainedRank):
             value, versions = actor.value, micro_batch.versions
             if self._reach("backward", step=self._num_steps + 1) == "nan":
                 value = value * torch.nan
-            return value, report(
+            seen = ActorTokens.of(
                 tokens,
                 actor,
                 is_from_engine=not isinstance(algorithm, SftConfig),
                 is_behind=None if versions is None else versions < version,
             )
+            return value, ACTOR.report(seen, actor.value, micro_batch.loss_mask)
 
         self._reach("forward", step=self._num_steps + 1)
         self._optimizer.zero_grad()
         reports = accumulate_gradients(self._optimizer.chunks, micro_batches, loss=loss)
-        return reduce_reports(reports, mini_batch, self._topology)
+        return ACTOR.reduce(reports, mini_batch, self._topology)
 
     def _score(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[Tensor]:
         self._reach("asked", step=self._num_steps + 1)

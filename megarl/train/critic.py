@@ -12,7 +12,7 @@ from megarl.config.recipe import OptimizerConfig
 from megarl.results import CriticResult
 from megarl.train.passes import accumulate_gradients, forward
 from megarl.train.rank import RankSpec
-from megarl.train.stats import ValueReport, ValueStats, reduce_values, report_values, summarise_values
+from megarl.train.stats import CRITIC, CriticTokens, MiniBatchStats, Report
 from megarl.train.trained import TrainedRank
 from megarl.train.usage import measure_usage
 from megarl.types import FloatArray, MiniBatch, TrainBatch
@@ -49,7 +49,7 @@ class CriticRank(TrainedRank):
     def update(self, batch: TrainBatch) -> CriticResult:
         """One step: an optimizer update per mini-batch and epoch, each kept near the values before the first."""
         rate = self._learning_rate()
-        applied: list[tuple[ValueStats, float]] = []
+        applied: list[tuple[MiniBatchStats, float]] = []
         with self._on_device():
             updates = batch.mini_batches * self._epochs
             for mini_batch in updates:
@@ -60,15 +60,15 @@ class CriticRank(TrainedRank):
             usage = measure_usage(self._topology)
         self._num_steps += 1
         return CriticResult(
-            stats=summarise_values(applied, rate) if applied else None,
+            stats=CRITIC.summarise(applied, rate, {}) if applied else None,
             num_skipped_updates=len(updates) - len(applied),
             usage=usage,
         )
 
-    def _accumulate(self, batch: TrainBatch, mini_batch: MiniBatch) -> ValueStats:
+    def _accumulate(self, batch: TrainBatch, mini_batch: MiniBatch) -> MiniBatchStats:
         micro_batches = self._share(batch, mini_batch)
 
-        def loss(index: int, values: Tensor) -> tuple[Tensor, ValueReport]:
+        def loss(index: int, values: Tensor) -> tuple[Tensor, Report]:
             micro_batch = micro_batches[index]
             assert micro_batch.values is not None, "samples without values"
             assert micro_batch.returns is not None, "samples without returns"
@@ -88,9 +88,10 @@ class CriticRank(TrainedRank):
             value = critic.value
             if self._reach("backward", step=self._num_steps + 1) == "nan":
                 value = value * torch.nan
-            return value, report_values(tokens, critic)
+            seen = CriticTokens(tokens=tokens, loss=critic)
+            return value, CRITIC.report(seen, critic.value, micro_batch.loss_mask)
 
         self._reach("forward", step=self._num_steps + 1)
         self._optimizer.zero_grad()
         reports = accumulate_gradients(self._optimizer.chunks, micro_batches, loss=loss)
-        return reduce_values(reports, mini_batch, self._topology)
+        return CRITIC.reduce(reports, mini_batch, self._topology)

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from megarl.results import CriticStats, UpdateStats
+from megarl.train.stats import ACTOR, CRITIC, Statistics
+
+OF_EVERY_UPDATE = {"loss", "grad_norm", "learning_rate"}
+COUNTS = {"num_loss_tokens", "num_sequences", "num_micro_batches"}
+
+
+@pytest.mark.parametrize(
+    ("table", "result", "others"),
+    [(ACTOR, UpdateStats, OF_EVERY_UPDATE | COUNTS), (CRITIC, CriticStats, OF_EVERY_UPDATE)],
+)
+def test_every_field_has_one_formula(
+    table: Statistics[object, object], result: type[UpdateStats | CriticStats], others: set[str]
+) -> None:
+    formulas = [name for name in [*table.means, *table.maxima, *table.formulas] if not name.startswith("_")]
+    assert sorted([*formulas, *others]) == sorted(field.name for field in fields(result))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -16,12 +17,12 @@ class Sleeper(Protocol):
     async def wake(self) -> None: ...
 
 
-class Offloader(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offloader:
     """A model that can leave its device to others."""
 
-    async def release(self) -> None: ...
-
-    async def reload(self) -> None: ...
+    release: Callable[[], Awaitable[None]]
+    reload: Callable[[], Awaitable[None]]
 
 
 class SeparatePhases:

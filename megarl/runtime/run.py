@@ -15,8 +15,10 @@ from pathlib import Path
 from megarl.algo.algorithm import build_algorithm
 from megarl.algo.greedy import WithGreedyRollout, WithGreedyScore
 from megarl.checkpoint.carried import read_carried
+from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.algorithm import PolicyGradientConfig, RemaxConfig, SftConfig
+from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.data.demonstrations import Demonstrations, DemonstrationScorer
 from megarl.data.stream import PromptStream
@@ -42,9 +44,11 @@ from megarl.runtime.saver import RunSaver, SavedModel
 from megarl.runtime.tasks import task_group
 from megarl.runtime.timed import TimedGenerator
 from megarl.runtime.trainers.build import build_trainer
-from megarl.runtime.trainers.start import critic_folder, critic_shape, living_trainers
+from megarl.runtime.trainers.ranks import RankGroup
+from megarl.runtime.trainers.start import critic_folder, critic_shape, running_trainers
 from megarl.runtime.trainers.trainer import ModelsTrainer
 from megarl.stages import Generator, Publisher, Scorer
+from megarl.train.trained import TrainedRank
 from megarl.types import PolicyVersion
 
 
@@ -148,7 +152,7 @@ class _Run:
         recipe, shape = self.recipe, self.inputs.shape
         async with AsyncExitStack() as stack:
             with self.observer.phase("start"):
-                starting = living_trainers(recipe, shape, self.pools, resume=point)
+                starting = running_trainers(recipe, shape, self.pools, resume=point)
                 trainers = await stack.enter_async_context(starting)
                 # Shielded: ranks that are lost meanwhile are no reason to begin with the engines again.
                 rollout = await asyncio.shield(self.generating)
@@ -198,7 +202,7 @@ def _build_loop(
         max_response_tokens=recipe.sampling.max_response_tokens,
         kl_coef=None if resume is None else resume.state.kl_coef,
     )
-    learner = build_trainer(recipe, inputs.shape, roles, num_steps=start.step, version=start.version)
+    learner = build_trainer(recipe, inputs.shape, roles.trainers, num_steps=start.step, version=start.version)
     return Loop(
         prompts=prompts,
         generator=generator,
@@ -212,7 +216,7 @@ def _build_loop(
         keeper=_keeper(recipe, inputs, learner, observer),
         saver=RunSaver(
             recipe,
-            actor=SavedModel(ranks=roles.actor, shape=inputs.shape, source_folder=recipe.model.path),
+            actor=_saved_model(roles.trainers.actor, inputs.shape, recipe.model.path),
             critic=_saved_critic(recipe, inputs, roles),
             algorithm=algorithm,
             prompts=prompts,
@@ -266,9 +270,20 @@ def _keeper(recipe: Recipe, inputs: Inputs, learner: ModelsTrainer, observer: Ob
 
 
 def _saved_critic(recipe: Recipe, inputs: Inputs, roles: Roles) -> SavedModel | None:
-    if roles.critic is None:
+    ranks, config = roles.trainers.critic, recipe.roles.critic
+    if ranks is None or config is None:
         return None
-    return SavedModel(ranks=roles.critic, shape=critic_shape(recipe, inputs.shape), source_folder=critic_folder(recipe))
+    return _saved_model(ranks, critic_shape(config, inputs.shape), critic_folder(config, recipe.model.path))
+
+
+def _saved_model(ranks: RankGroup[TrainedRank], shape: ModelShape, source_folder: Path) -> SavedModel:
+    async def write(folder: Path, companions: Path) -> dict[str, FileDigest]:
+        written = await ranks.call_beside(TrainedRank.write, folder, companions)
+        return {name: digest for files in written for name, digest in files.items()}
+
+    return SavedModel(
+        snapshot=ranks.computing(TrainedRank.snapshot), write=write, shape=shape, source_folder=source_folder
+    )
 
 
 def _start(resume: ResumePoint | None) -> Start:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -75,21 +75,12 @@ class Saver(Protocol):
         ...
 
 
-class SavedRanks(Protocol):
-    """All ranks of one model."""
-
-    async def snapshot(self, contents: Contents) -> TrainerState:
-        """Copy what a checkpoint has of the model; answers where its trainer stands."""
-        ...
-
-    async def write(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
-        """Write the copy, beside whatever else the ranks do. Nobody writes any more when this returns or raises."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedModel:
-    ranks: SavedRanks
+    snapshot: Callable[[Contents], Awaitable[TrainerState]]
+    """Copies what a checkpoint has of the model to host memory; returns the state of its trainer."""
+    write: Callable[[Path, Path], Awaitable[Mapping[str, FileDigest]]]
+    """Writes the copy into a folder while the ranks train on, with companions from the second folder."""
     shape: ModelShape
     source_folder: Path
     """Has its configuration and tokenizer."""
@@ -281,9 +272,7 @@ class RunSaver:
         best_before = self._best
         try:
             partial = await asyncio.to_thread(begin, folder, num_bytes=self._num_bytes)
-            trainers = await asyncio.gather(
-                *(model.ranks.snapshot(self._config.contents) for model in self._models.values())
-            )
+            trainers = await asyncio.gather(*(model.snapshot(self._config.contents) for model in self._models.values()))
         except (CheckpointError, OSError) as error:
             await self._fail(mark.step, folder, error)
             return
@@ -341,10 +330,7 @@ class RunSaver:
 
     async def _write_models(self, partial: Path) -> dict[str, FileDigest]:
         written = await asyncio.gather(
-            *(
-                model.ranks.write(partial / name, model.source_folder.absolute())
-                for name, model in self._models.items()
-            ),
+            *(model.write(partial / name, model.source_folder.absolute()) for name, model in self._models.items()),
             return_exceptions=True,
         )
         files: dict[str, FileDigest] = {}

@@ -114,7 +114,12 @@ async def _train(recipe: Recipe, steps: Sequence[int], broken_step: int | None, 
     prompts = PromptStream([PROMPT], seed=1)
     saver = RunSaver(
         recipe,
-        actor=SavedModel(ranks=rank, shape=read_model_shape(recipe.model.path), source_folder=recipe.model.path),
+        actor=SavedModel(
+            snapshot=rank.snapshot,
+            write=rank.write,
+            shape=read_model_shape(recipe.model.path),
+            source_folder=recipe.model.path,
+        ),
         critic=None,
         algorithm=build_algorithm(recipe.algorithm, max_response_tokens=8),
         prompts=prompts,

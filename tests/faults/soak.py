@@ -85,7 +85,7 @@ class _Victims:
         return self._having(lambda _, words: "megarl.rollout.cpu" in words)
 
     def ranks(self) -> list[psutil.Process]:
-        return self._having(lambda name, _: name.startswith("ray::ActorProcess"))
+        return self._having(lambda name, _: name.startswith("ray::ActorRank"))
 
     def reward_workers(self) -> list[psutil.Process]:
         return self._having(lambda _, words: "megarl.reward.worker" in words)

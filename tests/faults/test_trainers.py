@@ -234,10 +234,10 @@ def test_a_rank_that_dies_while_engines_start_does_not_end_them(folder: Path) ->
         started(folder, "early", *overrides, footprint=footprint) as process,
     ):
         log = folder / "runs" / "early" / "engines" / "engine_0.log"
-        _await(lambda: len(_running(footprint, "ActorProcess")) == 2, process, log)
+        _await(lambda: len(_running(footprint, "ActorRank")) == 2, process, log)
         time.sleep(2)  # the ranks are there and wait for the engine
         assert "fired up" not in log.read_text()
-        _running(footprint, "ActorProcess")[0].kill()
+        _running(footprint, "ActorRank")[0].kill()
         process.wait(timeout=300)
     done = finished(folder, "early", process)
     assert done.exit_code == 0, done.output
@@ -298,7 +298,7 @@ def test_a_rank_that_dies_while_nobody_asks_it_is_noticed_within_two_seconds(fol
     ):
         events = folder / "runs" / "idle" / EVENTS_FILE
         _await(lambda: any(isinstance(record.event, StepFinished) for record in read_events(events)), process, events)
-        victim = _running(footprint, "ActorProcess")[0]
+        victim = _running(footprint, "ActorRank")[0]
         began = time.monotonic()
         victim.kill()
         _await(lambda: _has_restarted(events), process, events)

@@ -18,7 +18,7 @@ from megarl.results import EvalResult, PublishResult, UpdateResult, UpdateStats
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.evaluate import Evaluator, NoEvaluator
 from megarl.runtime.loop import Loop, Start
-from megarl.runtime.phases import SeparatePhases, SharedPhases
+from megarl.runtime.phases import Offloader, SeparatePhases, SharedPhases
 from megarl.runtime.rollout_samples import NoSampleWriter
 from megarl.stages import Phases
 from megarl.types import (
@@ -372,19 +372,16 @@ def test_engines_of_a_shared_pool_sleep_while_the_trainer_works() -> None:
 
 
 def test_a_trainer_that_offloads_is_away_while_engines_generate() -> None:
-    class Trainer:
-        def __init__(self, calls: list[str]) -> None:
-            self._calls = calls
-
-        async def release(self) -> None:
-            self._calls.append("release")
-
-        async def reload(self) -> None:
-            self._calls.append("reload")
-
     cluster = FakeCluster()
     phases = SharedPhases([cluster])
-    phases.take_turns_with([Trainer(cluster.calls)])
+
+    async def release() -> None:
+        cluster.calls.append("release")
+
+    async def reload() -> None:
+        cluster.calls.append("reload")
+
+    phases.take_turns_with([Offloader(release=release, reload=reload)])
     run(cluster, num_steps=2, phases=phases)
     assert cluster.calls == [
         *("publish 0", "release", "sleep", "reload", "update", "publish 1"),

@@ -100,10 +100,10 @@ class FakeRun:
         self.prompts = PromptStream([PROMPT], seed=1, cursor=0 if state is None else state.prompt_cursor)
         critic = None
         if self.critic is not None:
-            critic = SavedModel(ranks=self.critic, shape=make_shape(), source_folder=self.recipe.model.path)
+            critic = self._saved(self.critic)
         saver = RunSaver(
             self.recipe,
-            actor=SavedModel(ranks=self.ranks, shape=make_shape(), source_folder=self.recipe.model.path),
+            actor=self._saved(self.ranks),
             critic=critic,
             algorithm=build_algorithm(self.recipe.algorithm, max_response_tokens=8),
             prompts=self.prompts,
@@ -127,6 +127,11 @@ class FakeRun:
                 await saver.after_step(step, is_last=is_last)
                 await self.buffer.release_step(PolicyVersion(0))
                 self.saved_at_trained.append((step, self.saved[-1] if self.saved else 0))
+
+    def _saved(self, ranks: FakeRanks) -> SavedModel:
+        return SavedModel(
+            snapshot=ranks.snapshot, write=ranks.write, shape=make_shape(), source_folder=self.recipe.model.path
+        )
 
     async def _generate(self, step: int) -> None:
         while len(self.buffer.counts.carried) < self.recipe.train.prompts_per_step:

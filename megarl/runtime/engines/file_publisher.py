@@ -21,7 +21,7 @@ from megarl.errors import CheckpointError, EngineError, MachineError, WeightSync
 from megarl.results import PublishResult
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.rollout.fleet import Engine, Fleet
-from megarl.runtime.trainers.ranks import ActorRanks
+from megarl.runtime.trainers.actor import ActorWeights
 from megarl.types import JsonValue, PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,9 @@ _PREFIX = "version_"
 
 
 class FilePublisher:
-    def __init__(self, *, ranks: ActorRanks, fleet: Fleet, folder: Path, source_folder: Path, timeout_s: float) -> None:
+    def __init__(
+        self, *, ranks: ActorWeights, fleet: Fleet, folder: Path, source_folder: Path, timeout_s: float
+    ) -> None:
         """`folder` is where engines find what is published; `source_folder` has the configuration and tokenizer."""
         self._ranks = ranks
         self._fleet = fleet

@@ -22,7 +22,7 @@ from megarl.results import PublishResult
 from megarl.rollout.commands import Rendezvous
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Engine, EngineState, Fleet
-from megarl.runtime.trainers.ranks import ActorRanks
+from megarl.runtime.trainers.actor import ActorWeights
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.check import check_delivery
 from megarl.weights.algebra.plan import Plan
@@ -67,7 +67,7 @@ class TransferPublisher:
     def __init__(
         self,
         *,
-        ranks: ActorRanks,
+        ranks: ActorWeights,
         fleet: Fleet,
         control: EngineControl,
         transfer: TransferSpec,

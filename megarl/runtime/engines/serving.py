@@ -21,10 +21,12 @@ from megarl.runtime.engines.operator import open_to_operator
 from megarl.runtime.engines.processes import Engines, start_engines
 from megarl.runtime.engines.publisher import NoPublisher, TransferPublisher
 from megarl.runtime.engines.supervisor import Supervisor
-from megarl.runtime.phases import SeparatePhases, SharedPhases
-from megarl.runtime.trainers.ranks import ActorRanks, CriticRanks, ReferenceRanks, TrainedRanks
+from megarl.runtime.phases import Offloader, SeparatePhases, SharedPhases
+from megarl.runtime.trainers.actor import ActorWeights
+from megarl.runtime.trainers.ranks import RankGroup
 from megarl.runtime.trainers.start import Trainers
 from megarl.stages import Phases, Publisher
+from megarl.train.trained import TrainedRank
 from megarl.weights.algebra.assignment import nearest_order
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
@@ -54,18 +56,6 @@ class Roles:
     """Of the fleet."""
     publisher: Publisher
     phases: Phases
-
-    @property
-    def actor(self) -> ActorRanks:
-        return self.trainers.actor
-
-    @property
-    def critic(self) -> CriticRanks | None:
-        return self.trainers.critic
-
-    @property
-    def reference(self) -> ReferenceRanks | None:
-        return self.trainers.reference
 
 
 def reserve_pools(recipe: Recipe, cluster: Cluster) -> dict[str, Pool]:
@@ -177,26 +167,31 @@ async def connect(
     publisher: Publisher = NoPublisher()
     if config is not None and fleet is not None and supervisor is not None and transfer is not None:
         host = own_address(recipe.network.bind)
-        publisher = await _connect(config, transfer, trainers.actor, fleet, supervisor, stack, observer, host=host)
+        weights = ActorWeights(trainers.actor)
+        publisher = await _connect(config, transfer, weights, fleet, supervisor, stack, observer, host=host)
     elif config is not None and fleet is not None:
-        publisher = await _connect_by_files(recipe, config, trainers.actor, fleet)
+        publisher = await _connect_by_files(recipe, config, ActorWeights(trainers.actor), fleet)
     if isinstance(rollout.phases, SharedPhases):
         rollout.phases.take_turns_with(_offloaders(recipe, trainers))
     return Roles(trainers=trainers, fleet=fleet, supervisor=supervisor, publisher=publisher, phases=rollout.phases)
 
 
-def _offloaders(recipe: Recipe, trainers: Trainers) -> list[TrainedRanks]:
+def _offloaders(recipe: Recipe, trainers: Trainers) -> list[Offloader]:
     actor, critic = recipe.roles.actor, recipe.roles.critic
-    found: list[TrainedRanks] = [trainers.actor] if actor.offload != "nothing" else []
+    offloaders = [_offloader(trainers.actor)] if actor.offload != "nothing" else []
     if trainers.critic is not None and critic is not None and critic.offload != "nothing":
-        found.append(trainers.critic)
-    return found
+        offloaders.append(_offloader(trainers.critic))
+    return offloaders
+
+
+def _offloader(ranks: RankGroup[TrainedRank]) -> Offloader:
+    return Offloader(release=ranks.computing(TrainedRank.release), reload=ranks.computing(TrainedRank.reload))
 
 
 async def _connect(
     config: RolloutRoleConfig,
     transfer: TransferSpec,
-    ranks: ActorRanks,
+    ranks: ActorWeights,
     fleet: Fleet,
     supervisor: Supervisor,
     stack: AsyncExitStack,
@@ -223,7 +218,7 @@ async def _connect(
 
 
 async def _connect_by_files(
-    recipe: Recipe, config: RolloutRoleConfig, ranks: ActorRanks, fleet: Fleet
+    recipe: Recipe, config: RolloutRoleConfig, ranks: ActorWeights, fleet: Fleet
 ) -> FilePublisher:
     folder = config.publish_folder or recipe.run_folder / PUBLISH_FOLDER
     publisher = FilePublisher(

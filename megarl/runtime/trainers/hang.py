@@ -1,6 +1,6 @@
-"""What to say of a call that did not end in time: who is missing, where the others wait for it, and all stacks.
+"""The explanation of a call that did not end in time: which ranks are missing, where the others wait, all stacks.
 
-`explain_hang` is pure; `write_report` writes the file that a person reads. Who asks the ranks is in `ranks`.
+`explain_hang` is pure; `write_report` writes the file that a person reads.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from megarl.runtime.trainers.stacks import RankStacks, Wait
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silence:
-    """A rank did not say where it is."""
+    """A rank that did not report its stacks."""
 
     reason: str
-    """What is known of it, as the end of a sentence."""
+    """Why, as the end of a sentence."""
 
 
 Answer: TypeAlias = RankStacks | Silence
@@ -28,7 +28,7 @@ Answer: TypeAlias = RankStacks | Silence
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangReport:
     missing: Mapping[int, str]
-    """By rank: what it does instead of what the others wait for."""
+    """By rank: where it is instead of in the call."""
     waiting: Mapping[int, Wait]
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class HangReport:
 
 
 def explain_hang(answers: Sequence[Answer], *, method: str, late: Sequence[int]) -> HangReport:
-    """Of the ranks that are late, those that wait for others, and those that the others wait for."""
+    """Divide the late ranks into those that wait for others and those that the others wait for."""
     missing: dict[int, str] = {}
     waiting: dict[int, Wait] = {}
     for rank in late:
@@ -53,8 +53,8 @@ def explain_hang(answers: Sequence[Answer], *, method: str, late: Sequence[int])
         if wait is not None:
             waiting[rank] = wait
             continue
-        doing = answer.carrying_out(method)
-        missing[rank] = f"it is in {doing.place}" if doing else f"it has not begun with {method}"
+        thread = answer.running(method)
+        missing[rank] = f"it is in {thread.place}" if thread else f"it has not begun with {method}"
     return HangReport(missing=missing, waiting=waiting)
 
 
@@ -72,7 +72,7 @@ def _describe(answer: Answer, method: str) -> list[str]:
     if isinstance(answer, Silence):
         return [f"no answer: {answer.reason}"]
     lines = []
-    # What was asked for first, then what may have to do with it.
+    # The method's own thread comes first.
     for thread in sorted(answer.threads, key=lambda thread: (thread.method != method, not thread.method)):
         state = f"waits in {thread.wait}" if thread.wait else f"is in {thread.place}"
         lines += [f"-- thread {thread.name}{f' ({thread.method})' if thread.method else ''} {state}"]

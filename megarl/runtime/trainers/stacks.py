@@ -1,7 +1,7 @@
-"""Where the threads of a rank are, and which collective they wait in: read from the frames that are running.
+"""The stacks of a rank's threads, and the collective that each waits in, read from the running frames.
 
-A rank answers this from a thread of its own, so that it works while training hangs. A wait inside C++ shows as the
-Python function that called it, which for every collective is a function of one of a few modules.
+A rank answers from a thread of its own, so that this works while training hangs. A wait inside C++ shows as the Python
+function that called it; for every collective that is a function of one of a few modules.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ _WAITS = (
     "megatron.core.tensor_parallel.layers",
     "megarl.weights.executors.group",
 )
-"""Modules that wait for a transfer that is under way: a function of theirs that is running itself is such a wait."""
+"""Modules that wait for a transfer under way: a running function of theirs is such a wait."""
 _CALLERS = ("megatron.", "megarl.")
 _PASSED_THROUGH = ("megarl.train.cpu", "megarl.weights.executors.group")
-_OWN_CALLS = ("watch", "stacks", "whereabouts")
+_OWN_CALLS = ("watch", "stacks", "process")
+_DISPATCHER = "run"
+"""The function of the host that runs the method of a rank named by its argument `method`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """In a collective or a transfer, for other ranks."""
+    """A collective or a transfer that a rank waits in for other ranks."""
 
     operation: str
-    """Such as all_reduce."""
+    """The name of the function, such as all_reduce."""
     caller: str
-    """Who wants it: the nearest function of Megatron or megarl."""
+    """The nearest function of Megatron or megarl that called it."""
     ranks: tuple[int, ...]
-    """Who takes part; empty where that cannot be seen."""
+    """The members; empty where they cannot be seen."""
 
     def __str__(self) -> str:
         among = f" of ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
@@ -49,11 +51,11 @@ class Wait:
 class ThreadStack:
     name: str
     lines: tuple[str, ...]
-    """As a traceback has them, the newest last."""
+    """In the format of a traceback, the newest last."""
     place: str
-    """The newest frame of all, as file:line and function."""
+    """Function, file and line of the newest frame."""
     method: str
-    """What of a rank's methods it carries out; empty for a thread that has another purpose."""
+    """The method of the rank that the thread runs; empty for a thread with another purpose."""
     wait: Wait | None
 
 
@@ -61,21 +63,21 @@ class ThreadStack:
 class RankStacks:
     threads: tuple[ThreadStack, ...]
 
-    def carrying_out(self, method: str) -> ThreadStack | None:
-        """The thread that does what the driver asked for; None when it is done, or has not begun."""
+    def running(self, method: str) -> ThreadStack | None:
+        """Return the thread that runs the method; None before it has begun and after it is done."""
         return next((thread for thread in self.threads if thread.method == method), None)
 
     def wait_in(self, method: str) -> Wait | None:
-        """Autograd may run backward passes, and their collectives, in threads of its own."""
-        doing = self.carrying_out(method)
-        if doing is None or doing.wait is not None:
-            return None if doing is None else doing.wait
+        """Return the wait of the method; autograd may run backward passes and their collectives in other threads."""
+        thread = self.running(method)
+        if thread is None or thread.wait is not None:
+            return None if thread is None else thread.wait
         waits = (thread.wait for thread in self.threads if not thread.method)
         return next((wait for wait in waits if wait is not None), None)
 
 
 def capture(home: str) -> RankStacks:
-    """Every thread but those that wait for questions like this one. `home` is the module of the rank's methods."""
+    """Return the stacks of all threads but those that answer the driver. `home` is the module of the rank's host."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = (
         _stack(names.get(ident) or f"thread {ident}", frame, home) for ident, frame in sys._current_frames().items()
@@ -85,14 +87,19 @@ def capture(home: str) -> RankStacks:
 
 def _stack(name: str, frame: FrameType, home: str) -> ThreadStack:
     frames = list(_outwards(frame))
-    methods = [each.f_code.co_name for each in frames if _module(each) == home]
+    calls = [each for each in frames if _module(each) == home]
     return ThreadStack(
         name=name,
         lines=tuple(traceback.format_stack(frame)),
         place=_place(frame),
-        method=methods[-1] if methods else "",
+        method=_called(calls[-1]) if calls else "",
         wait=_wait(frames),
     )
+
+
+def _called(frame: FrameType) -> str:
+    name = frame.f_code.co_name
+    return str(frame.f_locals["method"]) if name == _DISPATCHER else name
 
 
 def _wait(frames: list[FrameType]) -> Wait | None:
@@ -111,9 +118,9 @@ def _is_caller(module: str) -> bool:
 
 
 def _operation(frame: FrameType) -> str:
-    """Transfers between peers say what they are; a collective is the function's name."""
-    inside = frame.f_locals
-    what = inside.get("what") or getattr(inside.get("self"), "_what", None)
+    """Return the description that a transfer between peers carries, or the name of the collective's function."""
+    variables = frame.f_locals
+    what = variables.get("what") or getattr(variables.get("self"), "_what", None)
     return str(what) if _module(frame) == _WAITS[-1] and what else frame.f_code.co_name
 
 

@@ -1,58 +1,58 @@
-"""All trainer ranks of a run: actor, critic and reference start together, live together and end together.
+"""All trainer ranks of a run: actor, critic and reference start together, run together and end together.
 
-They cannot lose a member: a rank that died or hangs ends this life, and the next one starts from a checkpoint.
+They cannot lose a member: a rank that died or hangs ends them all, and the next set starts from a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from megarl.checkpoint.manifest import CRITIC_FOLDER
 from megarl.checkpoint.resume import ResumePoint
+from megarl.checkpoint.state import TrainerState
+from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from megarl.config.model import ModelShape, read_model_shape
-from megarl.config.recipe import ModelParallelConfig, Recipe
+from megarl.config.recipe import CriticConfig, ModelParallelConfig, Recipe, TrainConfig
 from megarl.runtime.cluster import Pool
 from megarl.runtime.tasks import task_group
-from megarl.runtime.trainers.ranks import (
-    ActorProcess,
-    ActorRanks,
-    CriticProcess,
-    CriticRanks,
-    Ranks,
-    ReferenceProcess,
-    ReferenceRanks,
-    WeightOrigin,
-    start_processes,
-)
-from megarl.train.rank import RankSpec
+from megarl.runtime.trainers.actor import PublishingActor
+from megarl.runtime.trainers.ranks import RankGroup, RankPlacement, start_ranks
+from megarl.train.critic import CriticRank
+from megarl.train.rank import ModelRank, RankSpec
+from megarl.train.reference import ReferenceRank
+from megarl.train.trained import TrainedRank
+
+Rank = TypeVar("Rank", bound=ModelRank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainers:
-    actor: ActorRanks
-    critic: CriticRanks | None
-    reference: ReferenceRanks | None
-    """None where there is none, and where the actor's ranks keep it."""
+    actor: RankGroup[PublishingActor]
+    critic: RankGroup[CriticRank] | None
+    reference: RankGroup[ReferenceRank] | None
+    """None without a reference, and where the actor's ranks hold it."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether one of them is known to be dead."""
+        """Whether a rank is known to be dead."""
         return any(ranks.is_lost for ranks in self.all)
 
     @property
-    def all(self) -> tuple[Ranks, ...]:
-        models: tuple[Ranks | None, ...] = (self.actor, self.critic, self.reference)
+    def all(self) -> tuple[RankGroup[ModelRank], ...]:
+        models: tuple[RankGroup[ModelRank] | None, ...] = (self.actor, self.critic, self.reference)
         return tuple(ranks for ranks in models if ranks is not None)
 
 
 @asynccontextmanager
-async def living_trainers(
+async def running_trainers(
     recipe: Recipe, shape: ModelShape, pools: Mapping[str, Pool], *, resume: ResumePoint | None
 ) -> AsyncIterator[Trainers]:
-    """Ranks that are watched inside, so that one that dies ends the block at once, and gone after it."""
+    """Start all ranks and end them after the block; a rank that dies ends the block at once."""
     async with AsyncExitStack() as stack:
         trainers = await start_trainers(recipe, shape, pools, stack, resume=resume)
         async with task_group() as tasks:
@@ -70,112 +70,157 @@ async def start_trainers(
     *,
     resume: ResumePoint | None,
 ) -> Trainers:
-    """Side by side: each takes a while. `stack` takes down what was started."""
+    """Start all models side by side; `stack` ends them."""
+    starter = _Starter(recipe=recipe, shape=shape, pools=pools, stack=stack, resume=resume)
     async with task_group() as tasks:
-        actor = tasks.create_task(_start_actor(recipe, shape, pools, stack, resume))
-        critic = tasks.create_task(_start_critic(recipe, shape, pools, stack, resume))
-        reference = tasks.create_task(_start_reference(recipe, shape, pools, stack))
+        actor = tasks.create_task(starter.actor())
+        critic = tasks.create_task(starter.critic())
+        reference = tasks.create_task(starter.reference())
     return Trainers(actor=actor.result(), critic=critic.result(), reference=reference.result())
 
 
-async def _start_actor(
-    recipe: Recipe, shape: ModelShape, pools: Mapping[str, Pool], stack: AsyncExitStack, resume: ResumePoint | None
-) -> ActorRanks:
-    config, reference, critic = recipe.roles.actor, recipe.roles.reference, recipe.roles.critic
-    pool = pools[config.pool]
-    origin = WeightOrigin(folder=recipe.model.path.absolute())
-    if resume is not None:
-        origin = WeightOrigin(folder=resume.folder, resumed=resume.state.trainer)
-    kept = (reference.path or recipe.model.path).absolute() if reference and reference.pool is None else None
-    workers = await start_processes(
-        "actor",
-        ActorProcess,
-        pool.places,
-        stack,
-        _rank_spec(recipe, config, shape),
-        origin,
-        recipe.algorithm,
-        recipe.train,
-        recipe.run.steps - (critic.warmup_steps if critic else 0),
-        kept,
-        share=pool.share,
-        bind=recipe.network.bind,
-        report_folder=recipe.run_folder.absolute(),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightOrigin:
+    """Where the first weights of a model come from."""
+
+    folder: Path
+    """In Hugging Face format, or a checkpoint's."""
+    resumed: TrainerState | None = None
+    """The trainer's state, if `folder` is a checkpoint's."""
+
+    def fill(self, model: TrainedRank) -> None:
+        if self.resumed is None:
+            model.load(self.folder)
+        else:
+            model.resume(self.folder, self.resumed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Starter:
+    recipe: Recipe
+    shape: ModelShape
+    pools: Mapping[str, Pool]
+    stack: AsyncExitStack
+    resume: ResumePoint | None
+
+    async def actor(self) -> RankGroup[PublishingActor]:
+        recipe, resume = self.recipe, self.resume
+        config, reference, critic = recipe.roles.actor, recipe.roles.reference, recipe.roles.critic
+        origin = WeightOrigin(folder=recipe.model.path.absolute())
+        if resume is not None:
+            origin = WeightOrigin(folder=resume.folder, resumed=resume.state.trainer)
+        held = (reference.path or recipe.model.path).absolute() if reference and reference.pool is None else None
+        build = partial(
+            _build_actor,
+            origin=origin,
+            algorithm=recipe.algorithm,
+            train=recipe.train,
+            total_steps=recipe.run.steps - (critic.warmup_steps if critic else 0),
+            reference_folder=held,
+            bind=recipe.network.bind,
+        )
+        return await self._start("actor", build, config, self.shape, pool=config.pool)
+
+    async def critic(self) -> RankGroup[CriticRank] | None:
+        recipe, config = self.recipe, self.recipe.roles.critic
+        if config is None:
+            return None
+        origin = WeightOrigin(folder=critic_folder(config, recipe.model.path).absolute())
+        if self.resume is not None:
+            state = self.resume.state.critic
+            assert state is not None, f"{self.resume.folder} has no critic"
+            origin = WeightOrigin(folder=self.resume.folder / CRITIC_FOLDER, resumed=state)
+        algorithm = recipe.algorithm
+        assert isinstance(algorithm, PolicyGradientConfig), f"{algorithm.kind} has no critic"
+        build = partial(_build_critic, origin=origin, algorithm=algorithm, critic=config, total_steps=recipe.run.steps)
+        return await self._start("critic", build, config, critic_shape(config, self.shape), pool=config.pool)
+
+    async def reference(self) -> RankGroup[ReferenceRank] | None:
+        config = self.recipe.roles.reference
+        if config is None or config.pool is None:
+            return None
+        build = partial(_build_reference, folder=(config.path or self.recipe.model.path).absolute())
+        return await self._start("reference", build, config, self.shape, pool=config.pool)
+
+    async def _start(
+        self,
+        role: str,
+        build: Callable[[RankSpec], Rank],
+        split: ModelParallelConfig,
+        shape: ModelShape,
+        *,
+        pool: str,
+    ) -> RankGroup[Rank]:
+        recipe, places = self.recipe, self.pools[pool]
+        spec_of = partial(
+            RankSpec,
+            device=recipe.run.device,
+            split=split,
+            shape=shape,
+            seed=recipe.run.seed,
+            timeout_s=recipe.train.operation_timeout_s,
+        )
+        placement = RankPlacement(
+            places=places.places,
+            share=places.share,
+            turn=places.turn,
+            bind=recipe.network.bind,
+            report_folder=recipe.run_folder.absolute(),
+        )
+        return await start_ranks(
+            role,
+            build,
+            spec_of,
+            placement,
+            self.stack,
+            device=recipe.run.device,
+            timeout_s=recipe.train.operation_timeout_s,
+        )
+
+
+def _build_actor(
+    spec: RankSpec,
+    *,
+    origin: WeightOrigin,
+    algorithm: AlgorithmConfig,
+    train: TrainConfig,
+    total_steps: int,
+    reference_folder: Path | None,
+    bind: str | None,
+) -> PublishingActor:
+    rank = PublishingActor(spec, algorithm=algorithm, train=train, total_steps=total_steps, bind=bind)
+    origin.fill(rank)
+    if reference_folder is not None:
+        rank.keep_reference(reference_folder)
+    return rank
+
+
+def _build_critic(
+    spec: RankSpec, *, origin: WeightOrigin, algorithm: PolicyGradientConfig, critic: CriticConfig, total_steps: int
+) -> CriticRank:
+    rank = CriticRank(
+        spec,
+        algorithm=algorithm,
+        optimizer=critic.optimizer,
+        total_steps=total_steps,
+        epochs=critic.epochs,
+        clip=critic.clip,
     )
-    return ActorRanks(workers, pool.turn)
+    origin.fill(rank)
+    return rank
 
 
-async def _start_critic(
-    recipe: Recipe, shape: ModelShape, pools: Mapping[str, Pool], stack: AsyncExitStack, resume: ResumePoint | None
-) -> CriticRanks | None:
-    config = recipe.roles.critic
-    if config is None:
-        return None
-    pool = pools[config.pool]
-    folder = critic_folder(recipe)
-    origin = WeightOrigin(folder=folder.absolute())
-    if resume is not None:
-        assert resume.state.critic is not None, f"{resume.folder} has no critic"
-        origin = WeightOrigin(folder=resume.folder / CRITIC_FOLDER, resumed=resume.state.critic)
-    workers = await start_processes(
-        "critic",
-        CriticProcess,
-        pool.places,
-        stack,
-        _rank_spec(recipe, config, critic_shape(recipe, shape)),
-        origin,
-        recipe.algorithm,
-        config,
-        recipe.run.steps,
-        share=pool.share,
-        bind=recipe.network.bind,
-        report_folder=recipe.run_folder.absolute(),
-    )
-    return CriticRanks(workers, pool.turn)
+def _build_reference(spec: RankSpec, *, folder: Path) -> ReferenceRank:
+    rank = ReferenceRank(spec)
+    rank.load(folder)
+    return rank
 
 
-async def _start_reference(
-    recipe: Recipe, shape: ModelShape, pools: Mapping[str, Pool], stack: AsyncExitStack
-) -> ReferenceRanks | None:
-    config = recipe.roles.reference
-    if config is None or config.pool is None:
-        return None
-    pool = pools[config.pool]
-    workers = await start_processes(
-        "reference",
-        ReferenceProcess,
-        pool.places,
-        stack,
-        _rank_spec(recipe, config, shape),
-        (config.path or recipe.model.path).absolute(),
-        share=pool.share,
-        bind=recipe.network.bind,
-        report_folder=recipe.run_folder.absolute(),
-    )
-    return ReferenceRanks(workers, pool.turn)
+def critic_folder(critic: CriticConfig, model_folder: Path) -> Path:
+    """Return the folder with the critic's first weights, its configuration and its tokenizer."""
+    return critic.path or model_folder
 
 
-def critic_folder(recipe: Recipe) -> Path:
-    """Where the critic's first weights, its configuration and its tokenizer are."""
-    critic = recipe.roles.critic
-    return recipe.model.path if critic is None or critic.path is None else critic.path
-
-
-def critic_shape(recipe: Recipe, policy: ModelShape) -> ModelShape:
-    critic = recipe.roles.critic
-    body = policy if critic is None or critic.path is None else read_model_shape(critic.path)
+def critic_shape(critic: CriticConfig, policy: ModelShape) -> ModelShape:
+    body = policy if critic.path is None else read_model_shape(critic.path)
     return body.as_critic()
-
-
-def _rank_spec(recipe: Recipe, split: ModelParallelConfig, shape: ModelShape) -> RankSpec:
-    return RankSpec(
-        rank=0,
-        world=1,
-        master_address="",
-        master_port=0,
-        device=recipe.run.device,
-        split=split,
-        shape=shape,
-        seed=recipe.run.seed,
-        timeout_s=recipe.train.operation_timeout_s,
-    )

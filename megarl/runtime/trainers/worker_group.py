@@ -1,17 +1,23 @@
-"""One call, every rank, one result or one error that names the rank."""
+"""Typed calls to a group of Ray actors: one call on every rank, then all results or one error that names the rank."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 
 from megarl.errors import CheckpointError, MegarlError, WeightSyncError, WorkerError
 
-_LAST_WORDS_S = 2.0
-"""After a rank has failed, for another to be known dead: then the first only lost its connection to that one."""
+Worker = TypeVar("Worker", covariant=True)
+Parameters = ParamSpec("Parameters")
+Argument = TypeVar("Argument")
+Result = TypeVar("Result")
+
+_DEATH_NOTICE_S = 2.0
+"""After a rank has failed, how long another may take to be known dead: the first then only lost its connection."""
 
 
 class WorkerDiedError(WorkerError):
@@ -22,8 +28,11 @@ class WorkerLateError(WorkerError):
     """A call did not end in time."""
 
 
-class WorkerGroup:
-    """The processes of one role, in rank order. Every call has a deadline; the first failure ends the call."""
+class WorkerGroup(Generic[Worker]):
+    """The processes of one role, in rank order. Every call has a deadline; the first failure ends the call.
+
+    A method is named as `Worker.method`, so that arguments and result are checked where the call is written.
+    """
 
     def __init__(self, role: str, workers: Sequence[ActorHandle], *, timeout_s: float) -> None:
         self.role = role
@@ -34,41 +43,79 @@ class WorkerGroup:
         return len(self.workers)
 
     async def call(
-        self, method: str, *arguments: object, waits_for_all: bool = False, timeout_s: float | None = None
-    ) -> list[object]:
-        """The same call on every rank; results in rank order. `timeout_s` where it is not the group's.
+        self,
+        method: Callable[Concatenate[Worker, Parameters], Result],
+        *arguments: Parameters.args,
+        **named: Parameters.kwargs,
+    ) -> list[Result]:
+        """Call every rank with the same arguments; a failure is raised at once."""
+        return await self._call_all(method, arguments, named)
 
-        A failure is raised at once or, with `waits_for_all`, when no other rank does anything any more.
-        """
-        shared = [ray.put(argument) for argument in arguments]
-        given = [shared for _ in self.workers]
-        return await self._gather(method, given, waits_for_all=waits_for_all, timeout_s=timeout_s)
+    def calling(
+        self, method: Callable[Concatenate[Worker, Parameters], Result]
+    ) -> Callable[Parameters, Awaitable[list[Result]]]:
+        """Return `call` of one method as a function."""
+
+        def call(*arguments: Parameters.args, **named: Parameters.kwargs) -> Awaitable[list[Result]]:
+            return self.call(method, *arguments, **named)
+
+        return call
+
+    async def call_to_end(
+        self,
+        method: Callable[Concatenate[Worker, Parameters], Result],
+        *arguments: Parameters.args,
+        **named: Parameters.kwargs,
+    ) -> list[Result]:
+        """Call every rank with the same arguments; a failure is raised when every other rank has ended the call."""
+        return await self._call_all(method, arguments, named, waits_for_all=True)
 
     async def call_each(
-        self, method: str, arguments: Sequence[Sequence[object]], *, timeout_s: float | None = None
-    ) -> list[object]:
-        """A call with arguments of its own on every rank."""
-        assert len(arguments) == len(self), f"{len(arguments)} argument lists, {len(self)} ranks"
-        return await self._gather(method, arguments, timeout_s=timeout_s)
+        self, method: Callable[[Worker, Argument], Result], arguments: Sequence[Argument]
+    ) -> list[Result]:
+        """Call every rank with an argument of its own."""
+        assert len(arguments) == len(self), f"{len(arguments)} arguments, {len(self)} ranks"
+        started = [self._start(worker, method.__name__, (given,), {}) for worker, given in self._with(arguments)]
+        return await self._gather(method.__name__, started, timeout_s=self._timeout_s)
 
-    async def call_first(self, method: str, *arguments: object) -> object:
-        (result,) = await self._gather(method, [arguments], workers=self.workers[:1])
-        return result
-
-    async def _gather(
+    async def call_first(
         self,
-        method: str,
-        arguments: Sequence[Sequence[object]],
-        workers: Sequence[ActorHandle] | None = None,
+        method: Callable[Concatenate[Worker, Parameters], Result],
+        *arguments: Parameters.args,
+        **named: Parameters.kwargs,
+    ) -> Result:
+        """Call rank 0 alone."""
+        started = [self._start(self.workers[0], method.__name__, arguments, named)]
+        results: list[Result] = await self._gather(method.__name__, started, timeout_s=self._timeout_s)
+        return results[0]
+
+    async def _call_all(
+        self,
+        method: Callable[..., Result],
+        arguments: Sequence[object],
+        named: dict[str, object],
         *,
         waits_for_all: bool = False,
-        timeout_s: float | None = None,
-    ) -> list[object]:
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        workers = self.workers if workers is None else workers
-        tasks = [
-            asyncio.ensure_future(self._await(rank, method, getattr(worker, method).remote(*given)))
-            for rank, (worker, given) in enumerate(zip(workers, arguments, strict=True))
+    ) -> list[Result]:
+        # Each argument is stored once, however many ranks read it.
+        shared = [ray.put(argument) for argument in arguments]
+        shared_named = {key: ray.put(argument) for key, argument in named.items()}
+        started = [self._start(worker, method.__name__, shared, shared_named) for worker in self.workers]
+        return await self._gather(method.__name__, started, timeout_s=self._timeout_s, waits_for_all=waits_for_all)
+
+    def _with(self, arguments: Sequence[Argument]) -> list[tuple[ActorHandle, Argument]]:
+        return list(zip(self.workers, arguments, strict=True))
+
+    def _start(
+        self, worker: ActorHandle, method: str, arguments: Sequence[object], named: dict[str, object]
+    ) -> ray.ObjectRef:
+        return getattr(worker, method).remote(*arguments, **named)
+
+    async def _gather(
+        self, method: str, started: Sequence[ray.ObjectRef], *, timeout_s: float, waits_for_all: bool = False
+    ) -> list[Result]:
+        tasks: list[asyncio.Future[Result]] = [
+            asyncio.ensure_future(self._await(rank, method, each)) for rank, each in enumerate(started)
         ]
         try:
             failures = await _failures(tasks, waits_for_all=waits_for_all, timeout_s=timeout_s)
@@ -83,46 +130,47 @@ class WorkerGroup:
         return [task.result() for task in tasks]
 
     async def _explain(self, method: str, late: Sequence[int], timeout_s: float) -> str:
-        """Why a call did not end in time, as far as it can be known."""
+        """Return the message of a call that did not end in time."""
         ranks = ", ".join(str(rank) for rank in late)
         return f"{self.role} rank(s) {ranks}: {method} did not finish within {timeout_s:g} s"
 
-    async def _await(self, rank: int, method: str, reference: ray.ObjectRef) -> object:
+    async def _await(self, rank: int, method: str, reference: ray.ObjectRef) -> Result:
         try:
-            return await reference
+            result: Result = await reference
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, MegarlError):
                 raise cause from None
             raise WorkerError(f"{self.role} rank {rank}: {method} failed: {_last_line(error)}") from error
         except ray.exceptions.RayActorError as error:
-            raise WorkerDiedError(f"{self.role} rank {rank}: died during {method}: {_last_words(error)}") from error
+            raise WorkerDiedError(f"{self.role} rank {rank}: died during {method}: {_exit_detail(error)}") from error
+        return result
 
 
 async def _failures(
-    tasks: Sequence[asyncio.Future[object]], *, waits_for_all: bool, timeout_s: float
+    tasks: Sequence[asyncio.Future[Result]], *, waits_for_all: bool, timeout_s: float
 ) -> list[BaseException]:
     done, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
     failures = [error for task in done if (error := task.exception()) is not None]
     if failures and pending and (waits_for_all or all(_weight(error) == _AFFECTED for error in failures)):
-        # Ranks are told when one fails, but not when it dies: nobody waits for those who wait for the dead.
+        # A rank that waits for a dead one does not notice its death: waiting for all has no end then.
         may_wait = waits_for_all and not any(isinstance(error, WorkerError) for error in failures)
-        done, _ = await asyncio.wait(tasks, timeout=timeout_s if may_wait else _LAST_WORDS_S)
+        done, _ = await asyncio.wait(tasks, timeout=timeout_s if may_wait else _DEATH_NOTICE_S)
     return [error for task in done if (error := task.exception()) is not None]
 
 
-_SAID, _DIED, _AFFECTED = range(3)
+_REPORTED, _DIED, _AFFECTED = range(3)
 
 
 def _weight(error: BaseException) -> int:
-    """Which of several failures is the news: a rank whose peer failed or died reports a broken connection."""
+    """Order failures by how close they are to the cause: a rank whose peer died only reports a broken connection."""
     if isinstance(error, WorkerDiedError):
         return _DIED
-    return _AFFECTED if isinstance(error, WorkerError | WeightSyncError | CheckpointError) else _SAID
+    return _AFFECTED if isinstance(error, WorkerError | WeightSyncError | CheckpointError) else _REPORTED
 
 
-def _last_words(error: BaseException) -> str:
-    """Of a process that is gone, as Ray has them; not what may cause such things in general."""
+def _exit_detail(error: BaseException) -> str:
+    """Return Ray's reason for the death of this process, without its list of common causes."""
     line = _last_line(error)
     return line.partition("Worker exit detail: ")[2].partition(" Some common causes")[0] or line
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -27,16 +27,14 @@ NUM_SAMPLED_TOKENS = 8
 """Enough to see the engine decode, beside reading the prompt at once."""
 
 
-class RecordingTrainer(Protocol):
-    async def record(self, batch: TrainBatch, folder: Path) -> Sequence[TrainerRecord]:
-        """Of every rank, in order; each has written its file into `folder`."""
-        ...
+RecordTrainer: TypeAlias = Callable[[TrainBatch, Path], Awaitable[Sequence[TrainerRecord]]]
+"""Scores a batch on every rank; each rank writes its recording into the folder. Returns the records in rank order."""
 
 
 async def compare(
     prompt: Prompt,
     *,
-    trainer: RecordingTrainer,
+    record_trainer: RecordTrainer,
     fleet: Fleet,
     control: EngineControl,
     generator: Generator,
@@ -55,7 +53,7 @@ async def compare(
     group = await generator.generate(prompt)
     engine_censuses = await control.record(folder)
     batch = _batch(group, transfer.parallel, temperature)
-    records = await trainer.record(batch, folder)
+    records = await record_trainer(batch, folder)
     (rollout,) = group.rollouts
     conversation = Conversation(
         prompt_ids=prompt.token_ids,

@@ -19,6 +19,7 @@ from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.start import start_trainers
 from megarl.tools.diagnose.diagnosis import Diagnosis
 from megarl.tools.diagnose.mismatch import NUM_SAMPLED_TOKENS, compare
+from megarl.train.actor import ActorRank
 from megarl.types import PolicyVersion, Prompt
 
 
@@ -53,7 +54,7 @@ async def _diagnose(
             await roles.publisher.publish(PolicyVersion(0))
             return await compare(
                 prompt,
-                trainer=roles.actor,
+                record_trainer=roles.trainers.actor.calling(ActorRank.record),
                 fleet=roles.fleet,
                 control=EngineControl(
                     roles.fleet, timeout_s=rollout.publish_timeout_s, host=own_address(recipe.network.bind)

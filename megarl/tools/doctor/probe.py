@@ -99,22 +99,33 @@ async def _try_group(name: str, places: Sequence[Place], recipe: Recipe) -> Grou
     backend = "gloo" if device == "cpu" else "nccl"
     remote = ray.remote(_Peer)
     environment = trainer_environment(device)
-    peers = WorkerGroup(
+    peers: WorkerGroup[_Peer] = WorkerGroup(
         name,
         [remote.options(**place.options(environment, share=1.0)).remote(recipe.network.bind) for place in places],
         timeout_s=_REDUCE_TIMEOUT_S,
     )
     rate, error = 0.0, ""
     try:
-        host, port = cast("tuple[str, int]", await peers.call_first("find_address"))
-        arguments = [(host, port, rank, len(places), backend) for rank in range(len(places))]
-        rate = min(cast("list[float]", await peers.call_each("reduce", arguments)))
+        host, port = await peers.call_first(_Peer.find_address)
+        members = [_Member(host, port, rank, len(places), backend) for rank in range(len(places))]
+        rate = min(await peers.call_each(_Peer.reduce, members))
     except MegarlError as failure:
         error = str(failure)
     finally:
         for peer in peers.workers:
             ray.kill(peer)
     return GroupReport(name=name, num_ranks=len(places), backend=backend, bytes_per_second=rate, error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A rank's place in the group that reduces."""
+
+    host: str
+    port: int
+    rank: int
+    world: int
+    backend: str
 
 
 class _Peer:
@@ -130,27 +141,29 @@ class _Peer:
             port: int = listener.getsockname()[1]
         return self._host, port
 
-    def reduce(self, host: str, port: int, rank: int, world: int, backend: str) -> float:
+    def reduce(self, member: _Member) -> float:
         """Bytes per second; a sum that is wrong is an error."""
         import torch  # noqa: PLC0415
         from torch import distributed  # noqa: PLC0415
 
         distributed.init_process_group(
-            backend,
-            init_method=f"tcp://{host}:{port}",
-            rank=rank,
-            world_size=world,
+            member.backend,
+            init_method=f"tcp://{member.host}:{member.port}",
+            rank=member.rank,
+            world_size=member.world,
             timeout=timedelta(seconds=_REDUCE_TIMEOUT_S),
         )
-        device = "cpu" if backend == "gloo" else "cuda"
+        device = "cpu" if member.backend == "gloo" else "cuda"
         times = []
         for _ in range(_NUM_TRIES):
-            ours = torch.full((_REDUCED_BYTES // 4,), float(rank + 1), device=device)
+            ours = torch.full((_REDUCED_BYTES // 4,), float(member.rank + 1), device=device)
             began = time.monotonic()
             distributed.all_reduce(ours)
             lowest, highest = ours.min().item(), ours.max().item()
             times.append(time.monotonic() - began)
-            expected = world * (world + 1) / 2
-            assert lowest == highest == expected, f"rank {rank} has {lowest} to {highest} where {expected} is the sum"
+            expected = member.world * (member.world + 1) / 2
+            assert lowest == highest == expected, (
+                f"rank {member.rank} has {lowest} to {highest} where {expected} is the sum"
+            )
         distributed.destroy_process_group()
         return _REDUCED_BYTES / min(times)

@@ -23,7 +23,7 @@ from megarl.rollout.lifecycle import RestartPolicy
 from megarl.rollout.process import EngineProcess
 from megarl.runtime.engines.publisher import TransferPublisher
 from megarl.runtime.engines.supervisor import Supervisor
-from megarl.runtime.trainers.ranks import ActorRanks
+from megarl.runtime.trainers.actor import ActorWeights
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
 from megarl.weights.executors.box_digest import fastest_digest
@@ -190,7 +190,7 @@ class Duo:
         control = EngineControl(fleet, timeout_s=ORDER_TIMEOUT_S)
         ranks = ThreadRanks(self.folders)
         publisher = TransferPublisher(
-            ranks=cast(ActorRanks, ranks),
+            ranks=cast(ActorWeights, ranks),
             fleet=fleet,
             control=control,
             transfer=self._transfer,

@@ -18,7 +18,7 @@ from megarl.rollout.client import EngineClient
 from megarl.rollout.fleet import EngineState, Fleet
 from megarl.rollout.process import EngineProcess
 from megarl.runtime.engines.file_publisher import FilePublisher, endpoints_of
-from megarl.runtime.trainers.ranks import ActorRanks
+from megarl.runtime.trainers.actor import ActorWeights
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import PolicyVersion
 from tests.rollout.engines import REQUEST_TIMEOUT_S, Handler, ServedModel, control_of, engine_spec, scripted_fleet
@@ -45,7 +45,7 @@ class FolderRanks:
 
 def publisher_to(fleet: Fleet, ranks: FolderRanks, folder: Path, source_folder: Path) -> FilePublisher:
     return FilePublisher(
-        ranks=cast("ActorRanks", ranks),
+        ranks=cast("ActorWeights", ranks),
         fleet=fleet,
         folder=folder,
         source_folder=source_folder,

@@ -18,7 +18,7 @@ from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Engine, EngineState, Fleet
 from megarl.rollout.lifecycle import Ended, RestartPolicy, Started, Ticked
 from megarl.runtime.engines.publisher import TransferPublisher
-from megarl.runtime.trainers.ranks import ActorRanks
+from megarl.runtime.trainers.actor import ActorWeights
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.megatron import MegatronParallel
@@ -138,7 +138,7 @@ class Scene:
         self.fleet = scripted_fleet(self._answer(0), self._answer(1))
         self.ranks = FakeRanks(self.calls, dies=dies)
         self.publisher = TransferPublisher(
-            ranks=cast(ActorRanks, self.ranks),
+            ranks=cast(ActorWeights, self.ranks),
             fleet=self.fleet,
             control=cast(EngineControl, FakeControl(self.fleet, self.calls, mischief)),
             transfer=TRANSFER,

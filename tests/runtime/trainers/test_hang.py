@@ -81,7 +81,7 @@ def test_a_thread_is_found_by_the_method_it_carries_out() -> None:
     thread = threading.Thread(target=update, args=(release,), daemon=True, name="worker")
     thread.start()
     time.sleep(0.2)
-    found = capture(__name__).carrying_out("update")
+    found = capture(__name__).running("update")
     release.set()
     assert found is not None
     assert found.name == "worker"

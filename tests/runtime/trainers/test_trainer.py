@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -13,8 +12,13 @@ import pytest
 
 from megarl.errors import NumericsError
 from megarl.results import CriticResult, CriticStats, RankUsage, TrainingWork, UpdateResult
-from megarl.runtime.trainers.ranks import ActorRanks, CriticRanks
-from megarl.runtime.trainers.trainer import CriticTrainer, ModelQuestion, ModelQuestions, ModelsTrainer
+from megarl.runtime.trainers.trainer import (
+    ModelQuestion,
+    ModelQuestions,
+    ModelsTrainer,
+    TrainedActor,
+    TrainedCritic,
+)
 from megarl.types import Estimates, FloatArray, PolicyVersion, TrainBatch, TrainSample
 from tests.algo.groups import scored_group
 from tests.train.samples import make_samples
@@ -69,7 +73,7 @@ class FakeCritic:
         return CriticResult(stats=VALUE_STATS)
 
 
-def learner(
+def trainer(
     folder: Path,
     actor: FakeActor,
     *,
@@ -79,24 +83,26 @@ def learner(
     num_steps: int = 0,
     version: int = 0,
 ) -> ModelsTrainer:
-    learning = None
+    trained = None
     if critic is not None:
-        learning = CriticTrainer(ranks=cast("CriticRanks", critic), pack=pack, warmup_steps=warmup_steps)
+        trained = TrainedCritic(update=critic.update, pack=pack, warmup_steps=warmup_steps)
     return ModelsTrainer(
-        actor=cast("ActorRanks", actor),
-        pack=pack,
-        ask_actor=ModelQuestion(ask=actor.logprobs, pack=pack),
-        critic=learning,
+        actor=TrainedActor(
+            update=actor.update,
+            pack=pack,
+            logprobs=ModelQuestion(ask=actor.logprobs, pack=pack),
+            measure_work=lambda _, usage: TrainingWork(flops=1.0, peak_flops_per_second=None),
+        ),
+        critic=trained,
         questions=questions or ModelQuestions(),
-        measure_work=lambda _, usage: TrainingWork(flops=1.0, peak_flops_per_second=None),
         num_steps=num_steps,
         version=PolicyVersion(version),
-        kept_folder=folder,
+        skipped_folder=folder,
     )
 
 
 def test_nothing_is_asked_that_nobody_needs(tmp_path: Path) -> None:
-    assert asyncio.run(learner(tmp_path, FakeActor()).estimate([scored_group(0, [1, 0])])) == Estimates()
+    assert asyncio.run(trainer(tmp_path, FakeActor()).estimate([scored_group(0, [1, 0])])) == Estimates()
 
 
 def test_only_what_is_needed_is_asked(tmp_path: Path) -> None:
@@ -107,7 +113,7 @@ def test_only_what_is_needed_is_asked(tmp_path: Path) -> None:
         return answer
 
     asked = ModelQuestions(values=ModelQuestion(ask=ask, pack=pack))
-    estimates = asyncio.run(learner(tmp_path, FakeActor(), questions=asked).estimate([scored_group(0, [1, 0])]))
+    estimates = asyncio.run(trainer(tmp_path, FakeActor(), questions=asked).estimate([scored_group(0, [1, 0])]))
     assert estimates == Estimates(values=answer)
 
 
@@ -116,7 +122,7 @@ def test_only_the_critic_learns_while_it_warms_up(tmp_path: Path, num_steps: int
     actor, critic = FakeActor(), FakeCritic()
     actor.num_updates = 2 if num_steps else 0
     version = actor.num_updates
-    training = learner(tmp_path, actor, critic=critic, warmup_steps=2, num_steps=num_steps, version=version)
+    training = trainer(tmp_path, actor, critic=critic, warmup_steps=2, num_steps=num_steps, version=version)
 
     async def steps() -> list[UpdateResult]:
         return [await training.update(make_samples(2, vocab=9)) for _ in range(3)]
@@ -130,7 +136,7 @@ def test_only_the_critic_learns_while_it_warms_up(tmp_path: Path, num_steps: int
 
 def test_rollouts_of_skipped_updates_are_kept_for_people(tmp_path: Path) -> None:
     samples = make_samples(3, vocab=9)
-    result = asyncio.run(learner(tmp_path, FakeActor(num_skipped=1)).update(samples))
+    result = asyncio.run(trainer(tmp_path, FakeActor(num_skipped=1)).update(samples))
     (warning,) = result.warnings
     path = tmp_path / "step_000001.parquet"
     assert warning == (
@@ -144,5 +150,5 @@ def test_rollouts_of_skipped_updates_are_kept_for_people(tmp_path: Path) -> None
 def test_rollouts_that_end_a_run_are_kept_too(tmp_path: Path) -> None:
     broken = FakeActor(error=NumericsError("step 8: the loss is nan"))
     with pytest.raises(NumericsError, match=r"the loss is nan; its rollouts are in .*step_000008\.parquet"):
-        asyncio.run(learner(tmp_path, broken, num_steps=7).update(make_samples(3, vocab=9)))
+        asyncio.run(trainer(tmp_path, broken, num_steps=7).update(make_samples(3, vocab=9)))
     assert (tmp_path / "step_000008.parquet").exists()

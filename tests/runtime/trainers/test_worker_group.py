@@ -64,7 +64,7 @@ class Worker:
             time.sleep(60)
 
 
-def kill(group: WorkerGroup) -> None:
+def kill(group: WorkerGroup[Worker]) -> None:
     for worker in group.workers:
         ray.kill(worker, no_restart=True)
 
@@ -80,55 +80,55 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def workers(cluster: Cluster) -> Iterator[WorkerGroup]:
+def workers(cluster: Cluster) -> Iterator[WorkerGroup[Worker]]:
     actor = ray.remote(num_cpus=0)(Worker)
-    group = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=60)
+    group: WorkerGroup[Worker] = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=60)
     yield group
     kill(group)
 
 
-def test_a_failure_can_wait_until_the_other_ranks_are_done(workers: WorkerGroup) -> None:
-    asyncio.run(workers.call("square", 1))
+def test_a_failure_can_wait_until_the_other_ranks_are_done(workers: WorkerGroup[Worker]) -> None:
+    asyncio.run(workers.call(Worker.square, 1))
     began = time.monotonic()
     with pytest.raises(NumericsError):
-        asyncio.run(workers.call("diverge_first_or_sleep", 1.5, waits_for_all=True))
+        asyncio.run(workers.call_to_end(Worker.diverge_first_or_sleep, 1.5))
     assert time.monotonic() - began >= 1.5
 
 
-def test_but_not_for_those_who_wait_for_a_dead_one(workers: WorkerGroup) -> None:
+def test_a_failure_does_not_wait_for_ranks_that_wait_for_a_dead_one(workers: WorkerGroup[Worker]) -> None:
     with pytest.raises(WorkerError, match="rank 0: died"):
-        asyncio.run(workers.call("die_first_or_sleep", 60.0, waits_for_all=True))
+        asyncio.run(workers.call_to_end(Worker.die_first_or_sleep, 60.0))
 
 
-def test_every_rank_is_called_and_answers_in_order(workers: WorkerGroup) -> None:
-    assert asyncio.run(workers.call("square", 3)) == [9, 18]
-    assert asyncio.run(workers.call_each("square", [(2,), (5,)])) == [4, 50]
-    assert asyncio.run(workers.call_first("square", 4)) == 16
+def test_every_rank_is_called_and_answers_in_order(workers: WorkerGroup[Worker]) -> None:
+    assert asyncio.run(workers.call(Worker.square, 3)) == [9, 18]
+    assert asyncio.run(workers.call_each(Worker.square, [2, 5])) == [4, 50]
+    assert asyncio.run(workers.call_first(Worker.square, 4)) == 16
 
 
-def test_an_error_names_role_rank_operation_and_reason(workers: WorkerGroup) -> None:
+def test_an_error_names_role_rank_operation_and_reason(workers: WorkerGroup[Worker]) -> None:
     with pytest.raises(WorkerError, match=r"actor rank 1: fail_on failed: ValueError: broken on purpose"):
-        asyncio.run(workers.call("fail_on", 1))
-    assert asyncio.run(workers.call("square", 1)) == [1, 2]
+        asyncio.run(workers.call(Worker.fail_on, 1))
+    assert asyncio.run(workers.call(Worker.square, 1)) == [1, 2]
 
 
-def test_an_error_of_our_own_keeps_its_kind_and_its_exit_code(workers: WorkerGroup) -> None:
+def test_an_error_of_our_own_keeps_its_kind_and_its_exit_code(workers: WorkerGroup[Worker]) -> None:
     with pytest.raises(NumericsError, match="the loss is nan"):
-        asyncio.run(workers.call("diverge_on", 0))
+        asyncio.run(workers.call(Worker.diverge_on, 0))
 
 
-def test_a_rank_that_dies_is_named(workers: WorkerGroup) -> None:
+def test_a_rank_that_dies_is_named(workers: WorkerGroup[Worker]) -> None:
     with pytest.raises(WorkerError, match="actor rank 1: died during die_on"):
-        asyncio.run(workers.call("die_on", 1))
+        asyncio.run(workers.call(Worker.die_on, 1))
 
 
 def test_a_rank_that_is_late_is_named(cluster: Cluster) -> None:
     actor = ray.remote(num_cpus=0)(Worker)
-    group = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=60)
-    asyncio.run(group.call("square", 1))  # both are there
-    late = WorkerGroup("actor", group.workers, timeout_s=1)
+    group: WorkerGroup[Worker] = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=60)
+    asyncio.run(group.call(Worker.square, 1))  # both are there
+    late: WorkerGroup[Worker] = WorkerGroup("actor", group.workers, timeout_s=1)
     with pytest.raises(WorkerError, match=r"actor rank\(s\) 1: sleep_on did not finish within 1 s"):
-        asyncio.run(late.call("sleep_on", 1))
+        asyncio.run(late.call(Worker.sleep_on, 1))
     kill(group)
 
 

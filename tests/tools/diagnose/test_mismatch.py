@@ -65,7 +65,7 @@ def diagnosed(
                 )
             return await compare(
                 prompt_of(*range(3, 20)),
-                trainer=trainer,
+                record_trainer=trainer.record,
                 fleet=fleet,
                 control=control_of(fleet),
                 generator=generator_of(fleet, temperature=TEMPERATURE, max_response_tokens=8),

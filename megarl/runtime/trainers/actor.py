@@ -1,0 +1,105 @@
+"""The actor as a run uses it: its ranks also send their share of the weights to the engines."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+from megarl.checkpoint.manifest import FileDigest
+from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.recipe import TrainConfig
+from megarl.errors import WeightSyncError
+from megarl.rollout.commands import Rendezvous
+from megarl.runtime.cluster import own_address
+from megarl.runtime.trainers.ranks import RankGroup
+from megarl.train.actor import ActorRank
+from megarl.train.rank import RankSpec
+from megarl.weights.executors.box_digest import fastest_digest
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.transfer import Sender
+from megarl.weights.layouts.transfer_spec import TransferSpec
+
+
+class PublishingActor(ActorRank):
+    """An actor rank that can send its weights."""
+
+    def __init__(
+        self, spec: RankSpec, *, algorithm: AlgorithmConfig, train: TrainConfig, total_steps: int, bind: str | None
+    ) -> None:
+        """`bind` is `network.bind` of the recipe: the address at which engines reach this rank."""
+        super().__init__(
+            spec, algorithm=algorithm, optimizer=train.optimizer, total_steps=total_steps, epochs=train.epochs
+        )
+        self._bind = bind
+        self._group: TransferGroup | None = None
+        self._sender: Sender | None = None
+
+    def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
+        """Form a transfer group with the engine ranks, which join at the same time."""
+        earlier, self._group, self._sender = self._group, None, None
+        if earlier is not None:
+            earlier.close()
+        plan = transfer.plan()
+        self._group = TransferGroup.join(
+            rendezvous.address,
+            name=rendezvous.name,
+            peer=self._spec.rank,
+            num_peers=transfer.num_peers,
+            timeout_s=rendezvous.timeout_s,
+            backend=rendezvous.backend,
+            host=own_address(self._bind),
+        )
+        self._sender = Sender(
+            plan,
+            self._spec.rank,
+            self.tensors(),
+            self._group,
+            bucket_bytes=rendezvous.bucket_bytes,
+            digest=fastest_digest(is_on_host=transfer.is_cpu_engine),
+            shares_device=transfer.shares_devices,
+            keeps_open=transfer.keeps_open,
+        )
+
+    def send(self, version: int) -> dict[tuple[int, str], int]:
+        """Send this rank's share; return a digest of it per (engine rank, tensor)."""
+        if not self.has_weights:
+            raise WeightSyncError(
+                "the weights are in host memory until the next step (roles.actor.offload: everything)"
+            )
+        assert self._sender is not None, "join comes first"
+        held = self.version()
+        if held != version:
+            raise WeightSyncError(
+                f"actor rank {self._spec.rank} holds version {held}: it cannot send version {version}"
+            )
+        return self._sender.send(version)
+
+    def version(self) -> int:
+        """Return the version of the weights that this rank holds."""
+        return self.state.num_updates
+
+
+class ActorWeights:
+    """The weights of all actor ranks, as a publisher needs them."""
+
+    def __init__(self, ranks: RankGroup[PublishingActor]) -> None:
+        self._ranks = ranks
+
+    def at_rest(self) -> AbstractAsyncContextManager[None]:
+        """Return a context in which no rank computes, so that weights do not change."""
+        return self._ranks.turn
+
+    async def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
+        await self._ranks.call(PublishingActor.join, transfer, rendezvous)
+
+    async def version(self) -> int:
+        return (await self._ranks.call(PublishingActor.version))[0]
+
+    async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
+        return await self._ranks.call(PublishingActor.send, version)
+
+    async def export(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
+        """Write the weights as a Hugging Face folder `model` in `folder`; return every file that a rank wrote."""
+        async with self._ranks.turn:
+            written = await self._ranks.call_to_end(PublishingActor.export, folder, source_folder)
+        return {name: digest for files in written for name, digest in files.items()}

@@ -42,11 +42,11 @@ def check_sync(
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+    from megarl.compare.small_recipe import describe_layout, small_layouts, tiny_shape
     from megarl.config.checks.recipe import check_without_files
     from megarl.config.load import read_recipe
     from megarl.planner.shapes import find_shapes
-    from megarl.tools.check_sync import launch
-    from megarl.tools.check_sync.small_sync import small_sync, told_layout
+    from megarl.runtime.launch import private_ray
 
     read = read_recipe(recipe, overrides or []).recipe
     shapes = find_shapes(read, name=shape)
@@ -54,16 +54,18 @@ def check_sync(
     if problems:
         raise ConfigError(str(recipe), tuple(problems))
     checks: dict[str, SyncCheck] = {}
-    with tempfile.TemporaryDirectory(prefix="megarl-check-sync-") as folder:
-        small = small_sync(
-            read, shapes.policy, folder=Path(folder), model_folder=Path(folder) / "model", max_engines=engines
-        )
-        checks["rehearsal"] = launch.rehearse_sync(read, shapes.policy)
-        _print_check(f"rehearsed in memory: {told_layout(read)}", checks["rehearsal"], [])
+    with tempfile.TemporaryDirectory(prefix="megarl-check-sync-") as folder, private_ray():
+        from megarl.tools.check_sync.check import check_processes, rehearse_layouts
+
+        small = small_layouts(read, folder=Path(folder), model_folder=Path(folder) / "model", max_engines=engines)
+        checks["rehearsal"] = rehearse_layouts(read, shapes.policy)
+        _print_check(f"rehearsed in memory: {describe_layout(read)}", checks["rehearsal"], [])
         if not is_only_rehearsed:
-            print(f"starting {told_layout(small.recipe)}", file=sys.stderr)
-            checks["real"] = launch.check_sync(small)
-            _print_check(f"for real: {told_layout(small.recipe)}", checks["real"], small.notes)
+            layout = describe_layout(small.recipe)
+            print(f"starting {layout}", file=sys.stderr)
+            tiny = tiny_shape(shapes.policy, small.recipe.roles.actor)
+            checks["real"] = check_processes(small, tiny, ray_address=None)
+            _print_check(f"with real processes: {layout}", checks["real"], small.notes)
     if is_json:
         print(json.dumps({name: to_json(check) for name, check in checks.items()}))
     if not all(check.is_equal for check in checks.values()):

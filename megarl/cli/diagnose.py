@@ -1,4 +1,4 @@
-"""`megarl diagnose`: what is wrong with a recipe that runs."""
+"""`megarl diagnose`: find out why a recipe that runs does not learn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,18 +15,18 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.recipes import Overrides, RecipePath, load_checked
-from megarl.config import Recipe
 from megarl.env import NO_COLOR
 from megarl.errors import NumericsError
 
 if TYPE_CHECKING:
+    from megarl.compare.small_recipe import SmallRecipe
     from megarl.tools.diagnose.diagnosis import Diagnosis, SiteError
 
-diagnose_app = typer.Typer(no_args_is_help=True, help="Find out why.")
+diagnose_app = typer.Typer(no_args_is_help=True, help="Find the cause of a problem.")
 
 _WIDTH = 100
 _NUM_NEIGHBOURS = 4
-"""Modules that are shown before and after the one in question."""
+"""Modules shown before and after the first one that differs."""
 _NUM_LAST = 3
 """The final norm and both kinds of log-probabilities are always shown."""
 
@@ -41,17 +40,17 @@ def mismatch(
     ] = None,
     row: Annotated[
         int | None,
-        typer.Option(metavar="N", min=0, help="Compare on prompt N of data.train; without both, on prompt 0."),
+        typer.Option(metavar="N", min=0, help="Compare on prompt N of data.train, counted from 0 (the default)."),
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="With the weights of this checkpoint instead of model.path."),
+        typer.Option(metavar="PATH", help="Use the weights of this checkpoint instead of model.path."),
     ] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON in the last line too.")] = False,
 ) -> None:
     """Compare trainer and engine module by module on one prompt and a few sampled tokens.
 
-    Exit code 0 where nothing differs, 77 where something does.
+    Exits with 0 where nothing differs, with 77 where something does.
     """
     if prompt is not None and row is not None:
         raise typer.BadParameter("name a --prompt or a --row, not both")
@@ -59,52 +58,60 @@ def mismatch(
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
 
-    from megarl.tools.diagnose import launch
+    from megarl.runtime.launch import ray_address_of, ray_environment
 
-    found = launch.diagnose(
-        checked, question=prompt if prompt is not None else row or 0, checkpoint=checkpoint, on_start=_say_what_starts
-    )
-    print_diagnosis(found)
+    address = ray_address_of(checked.run)
+    with ray_environment(address):
+        from megarl.tools.diagnose.run import diagnose_recipe
+
+        diagnosis = diagnose_recipe(
+            checked,
+            question=prompt if prompt is not None else row or 0,
+            checkpoint=checkpoint,
+            ray_address=address,
+            on_start=_print_start,
+        )
+    print_diagnosis(diagnosis)
     if is_json:
-        print(json.dumps(to_json(found)))
-    if found.first is not None or found.differing_tensors:
+        print(json.dumps(to_json(diagnosis)))
+    if diagnosis.first is not None or diagnosis.differing_tensors:
         raise typer.Exit(NumericsError.exit_code)
 
 
-def _say_what_starts(recipe: Recipe, notes: Sequence[str]) -> None:
-    actor, rollout = recipe.roles.actor, recipe.roles.rollout
+def _print_start(small: SmallRecipe) -> None:
+    actor, rollout = small.recipe.roles.actor, small.recipe.roles.rollout
     assert rollout is not None
     print(
         f"starting {actor.model_parallel} trainer rank(s) and an engine of tensor {rollout.tensor}; "
-        f"logs and recordings: {recipe.run_folder}"
+        f"logs and recordings: {small.recipe.run_folder}"
     )
-    for note in notes:
+    for note in small.notes:
         print(f"note: {note}")
 
 
-def print_diagnosis(found: Diagnosis) -> None:
-    talk = found.conversation
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    talk = diagnosis.conversation
     title = f"{len(talk.prompt_ids)} prompt tokens, {len(talk.response_ids)} sampled, temperature {talk.temperature:g}"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("module", "error", "tolerance", "at token", ""):
         table.add_column(name, justify="left" if name in ("module", "") else "right")
-    shown = shown_rows(found)
+    shown = shown_rows(diagnosis)
     for place, index in enumerate(shown):
         if place and index != shown[place - 1] + 1:
             table.add_row("...")
-        error = found.errors[index]
-        mark = "first to differ" if error is found.first else "differs" if error.is_beyond else ""
+        error = diagnosis.errors[index]
+        mark = "first to differ" if error is diagnosis.first else "differs" if error.is_beyond else ""
         table.add_row(error.site.name, f"{error.error:.1e}", f"{error.tolerance:.0e}", str(error.token), mark)
     Console(width=_WIDTH, no_color=bool(NO_COLOR.read()), highlight=False, markup=False).print(table)
-    print(found.sentence)
+    print(diagnosis.sentence)
 
 
-def shown_rows(found: Diagnosis) -> list[int]:
-    """The neighbourhood of the first module that differs, or of the one that comes closest to it; and the end."""
-    errors = found.errors
+def shown_rows(diagnosis: Diagnosis) -> list[int]:
+    """Return the rows around the first module that differs, or else the one closest to it, and the last rows."""
+    errors = diagnosis.errors
     centre = max(range(len(errors)), key=lambda index: _share_of_tolerance(errors[index]))
-    if found.first is not None:
-        centre = errors.index(found.first)
+    if diagnosis.first is not None:
+        centre = errors.index(diagnosis.first)
     near = range(max(0, centre - _NUM_NEIGHBOURS), min(len(errors), centre + _NUM_NEIGHBOURS + 1))
     return sorted({*near, *range(max(0, len(errors) - _NUM_LAST), len(errors))})
 
@@ -113,23 +120,23 @@ def _share_of_tolerance(error: SiteError) -> float:
     return error.error / error.tolerance if math.isfinite(error.error) else math.inf
 
 
-def to_json(found: Diagnosis) -> dict[str, object]:
-    first = found.first
+def to_json(diagnosis: Diagnosis) -> dict[str, object]:
+    first = diagnosis.first
     return {
-        "verdict": found.verdict.value,
-        "sentence": found.sentence,
+        "verdict": diagnosis.verdict.value,
+        "sentence": diagnosis.sentence,
         "first": None if first is None else _site_json(first),
-        "differing_tensors": list(found.differing_tensors),
-        "num_prompt_tokens": len(found.conversation.prompt_ids),
-        "num_sampled_tokens": len(found.conversation.response_ids),
-        "modules": [_site_json(error) for error in found.errors],
+        "differing_tensors": list(diagnosis.differing_tensors),
+        "num_prompt_tokens": len(diagnosis.conversation.prompt_ids),
+        "num_sampled_tokens": len(diagnosis.conversation.response_ids),
+        "modules": [_site_json(error) for error in diagnosis.errors],
     }
 
 
 def _site_json(error: SiteError) -> dict[str, object]:
     return {
         "module": error.site.name,
-        # JSON has no word for what is not a number.
+        # JSON has no NaN.
         "error": error.error if math.isfinite(error.error) else str(error.error),
         "tolerance": error.tolerance,
         "token": error.token,

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +9,9 @@ import pytest
 
 from megarl.cli.main import run
 from megarl.compare.hook_points import sites
+from megarl.compare.small_recipe import SmallRecipe
 from megarl.config.recipe import Recipe
-from megarl.tools.diagnose import launch
-from megarl.tools.diagnose.diagnosis import Conversation, Diagnosis, SiteError, judge
+from megarl.tools.diagnose.diagnosis import Conversation, Diagnosis, SiteError, reach_verdict
 from tests.runtime.runs import write_recipe
 from tests.weights.reference import make_shape
 
@@ -33,7 +33,7 @@ def diagnosis(*, broken: str | None) -> Diagnosis:
         trainer_logprobs=np.zeros(3, np.float32),
         temperature=1.0,
     )
-    return judge(errors, (), conversation, is_before_temperature=False)
+    return reach_verdict(errors, (), conversation, is_before_temperature=False)
 
 
 @pytest.fixture(scope="session")
@@ -52,13 +52,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch, found: Diagnosis) -> Asked:
         *,
         question: str | int,
         checkpoint: Path | None,
-        on_start: Callable[[Recipe, Sequence[str]], None],
+        ray_address: str | None,
+        on_start: Callable[[SmallRecipe], None],
     ) -> Diagnosis:
         asked.append((question, checkpoint))
-        on_start(recipe, ["smaller than the recipe"])
+        on_start(SmallRecipe(recipe=recipe, notes=("smaller than the recipe",)))
         return found
 
-    monkeypatch.setattr(launch, "diagnose", answer)
+    monkeypatch.setattr("megarl.tools.diagnose.run.diagnose_recipe", answer)
     return asked
 
 

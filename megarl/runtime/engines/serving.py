@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from megarl.rollout.client import EngineClient, EngineEndpoint
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.lifecycle import RestartPolicy
-from megarl.runtime.cluster import Cluster, Place, Pool, gpu_numbers, own_address
+from megarl.runtime.cluster import Cluster, Place, Pool, gpu_numbers, open_cluster, own_address
 from megarl.runtime.engines.file_publisher import PUBLISH_FOLDER, FilePublisher, endpoints_of
 from megarl.runtime.engines.fleet_events import observe_fleet
 from megarl.runtime.engines.operator import open_to_operator
@@ -22,9 +22,10 @@ from megarl.runtime.engines.processes import Engines, start_engines
 from megarl.runtime.engines.publisher import NoPublisher, TransferPublisher
 from megarl.runtime.engines.supervisor import Supervisor
 from megarl.runtime.phases import Offloader, SeparatePhases, SharedPhases
+from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.actor import ActorWeights
 from megarl.runtime.trainers.ranks import RankGroup
-from megarl.runtime.trainers.start import Trainers
+from megarl.runtime.trainers.start import Trainers, start_trainers
 from megarl.stages import Phases, Publisher
 from megarl.train.trained import TrainedRank
 from megarl.weights.algebra.assignment import nearest_order
@@ -230,6 +231,20 @@ async def _connect_by_files(
     )
     await publisher.connect()
     return publisher
+
+
+@asynccontextmanager
+async def started_roles(recipe: Recipe, shape: ModelShape, *, ray_address: str | None) -> AsyncIterator[Roles]:
+    """Start every role of a recipe from its model, for a tool, and stop them when the block ends."""
+    observer = Observer(())
+    recipe.run_folder.mkdir(parents=True, exist_ok=True)
+    with open_cluster(recipe, address=ray_address) as cluster:
+        pools = reserve_pools(recipe, cluster)
+        async with AsyncExitStack() as stack:
+            async with task_group() as tasks:
+                trainers = tasks.create_task(start_trainers(recipe, shape, pools, stack, resume=None))
+                rollout = tasks.create_task(start_rollout(recipe, shape, pools, stack, observer=observer))
+            yield await connect(recipe, trainers.result(), rollout.result(), stack, observer=observer)
 
 
 def transfer_spec(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, num_engines: int) -> TransferSpec:

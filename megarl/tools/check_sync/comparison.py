@@ -1,7 +1,4 @@
-"""Whether tensors are those they should be, told by class of canonical tensor. No transport, no engine.
-
-A verdict counts every byte that was compared and keeps the first element that differs, by its canonical place.
-"""
+"""Compare tensors with their expected values, bit by bit, and sum the outcome by class of canonical tensor."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ from megarl.weights.executors.tensors import box_of
 from megarl.weights.layouts.canonical import EMBEDDING, HEAD, ROUTER, VALUE_HEAD
 
 PADDING = "padding"
-"""What a holder has besides its boxes."""
+"""The class of the elements that are outside all boxes of a holding."""
 
 
 def tensor_class(name: str) -> str:
-    """What kind of weight a canonical tensor is."""
+    """Return the kind of weight that a canonical tensor is."""
     for part, kind in (
         (EMBEDDING, "embedding"),
         (HEAD, "output"),
@@ -38,7 +35,7 @@ def tensor_class(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassVerdict:
-    """Of one class of tensors, over all holders."""
+    """The comparison of one class of tensors: every byte compared, and the first element that differs."""
 
     name: str
     tensors: frozenset[str] = frozenset()
@@ -47,6 +44,7 @@ class ClassVerdict:
     num_differing: int = 0
     """Elements."""
     first_difference: str | None = None
+    """The holder, the canonical place and both values; None where all are equal."""
 
     @property
     def is_equal(self) -> bool:
@@ -54,39 +52,40 @@ class ClassVerdict:
 
 
 def compare_holding(
-    holding: Holding, found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, holder: str
+    holding: Holding, actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, holder: str
 ) -> list[ClassVerdict]:
-    """One holder's tensors against what they should be, to the last bit; padding too where both have it."""
+    """Return a verdict per piece of a holding, and one per tensor whose padding differs."""
     verdicts = []
-    rest = {
-        name: _bits(found[name]) != _bits(expected[name])
+    differing = {
+        name: _bits(actual[name]) != _bits(expected[name])
         for name in holding.tensors
-        if not torch.equal(_bits(found[name]), _bits(expected[name]))
+        if not torch.equal(_bits(actual[name]), _bits(expected[name]))
     }
     for piece in holding.pieces:
         verdict = ClassVerdict(
             name=tensor_class(piece.slice.name),
             tensors=frozenset({piece.slice.name}),
-            num_bytes=piece.slice.num_elements * found[piece.local_name].element_size(),
+            num_bytes=piece.slice.num_elements * actual[piece.local_name].element_size(),
         )
-        if piece.local_name in rest:
-            wrong = box_of(rest[piece.local_name], piece.local_offsets, piece.slice.shape)
+        if piece.local_name in differing:
+            wrong = box_of(differing[piece.local_name], piece.local_offsets, piece.slice.shape)
             if wrong.any():
-                verdict = _differing(verdict, piece, wrong, found, expected, holder)
+                verdict = _differing(verdict, piece, wrong, actual, expected, holder)
+                # What is left in the end is padding.
                 wrong.zero_()
         verdicts.append(verdict)
-    for name, wrong in rest.items():
+    for name, wrong in differing.items():
         if wrong.any():
             place = tuple(wrong.nonzero()[0].tolist())
-            first = f"{holder}: {name}{list(place)} outside all boxes is {_told(found, expected, name, place)}"
+            first = f"{holder}: {name}{list(place)} outside all boxes is {_values(actual, expected, name, place)}"
             verdicts.append(
                 ClassVerdict(name=PADDING, num_bytes=0, num_differing=int(wrong.sum()), first_difference=first)
             )
     return verdicts
 
 
-def summed(verdicts: Iterable[ClassVerdict]) -> list[ClassVerdict]:
-    """One verdict per class, in the order in which classes appear."""
+def sum_by_class(verdicts: Iterable[ClassVerdict]) -> list[ClassVerdict]:
+    """Return one verdict per class, in the order in which the classes appear."""
     by_class: dict[str, list[ClassVerdict]] = {}
     for verdict in verdicts:
         by_class.setdefault(verdict.name, []).append(verdict)
@@ -106,7 +105,7 @@ def _differing(
     verdict: ClassVerdict,
     piece: Piece,
     wrong: torch.Tensor,
-    found: Mapping[str, torch.Tensor],
+    actual: Mapping[str, torch.Tensor],
     expected: Mapping[str, torch.Tensor],
     holder: str,
 ) -> ClassVerdict:
@@ -114,19 +113,18 @@ def _differing(
     canonical = [start + index for start, index in zip(piece.slice.offsets, place, strict=True)]
     lead = len(piece.local_offsets) - len(place)
     inner = (start + index for start, index in zip(piece.local_offsets[lead:], place, strict=True))
-    local = (*piece.local_offsets[:lead], *inner)
-    told = _told(found, expected, piece.local_name, local)
+    values = _values(actual, expected, piece.local_name, (*piece.local_offsets[:lead], *inner))
     return replace(
         verdict,
         num_differing=int(wrong.sum()),
-        first_difference=f"{holder}: {piece.slice.name}{canonical} is {told}",
+        first_difference=f"{holder}: {piece.slice.name}{canonical} is {values}",
     )
 
 
-def _told(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], name: str, place: tuple[int, ...]
+def _values(
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], name: str, place: tuple[int, ...]
 ) -> str:
-    return f"{found[name][place].item():.9g}, expected {expected[name][place].item():.9g}"
+    return f"{actual[name][place].item():.9g}, expected {expected[name][place].item():.9g}"
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

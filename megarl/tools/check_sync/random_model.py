@@ -1,6 +1,6 @@
-"""A Hugging Face folder of any supported family with random weights, from the model's shape alone. No transformers.
+"""Write a Hugging Face model of any supported family with random weights, from its shape alone, without transformers.
 
-For checks of layouts: every element is different from its neighbours, norms and biases too.
+Neighbouring elements differ, also in norms and biases, so that a misplaced one is seen.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _STD = 0.05
 
 
 def write_random_model(folder: Path, shape: ModelShape, *, seed: int) -> None:
-    """config.json and model.safetensors; an engine that is given token ids needs no more."""
+    """Write config.json and model.safetensors; an engine that gets token ids needs no tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(shape), indent=2) + "\n")
     save_file(random_tensors(shape, seed=seed), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def random_tensors(shape: ModelShape, *, seed: int) -> dict[str, torch.Tensor]:
-    """Every canonical tensor."""
+    """Return every canonical tensor."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.empty(spec.shape)
@@ -44,7 +44,7 @@ def random_tensors(shape: ModelShape, *, seed: int) -> dict[str, torch.Tensor]:
 
 
 def config_of(shape: ModelShape) -> dict[str, object]:
-    """`config.json` of a model of this shape."""
+    """Return the content of `config.json`."""
     architecture, model_type = _ARCHITECTURES[shape.family]
     config: dict[str, object] = {
         "architectures": [architecture],

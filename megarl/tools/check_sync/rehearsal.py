@@ -1,7 +1,7 @@
-"""A plan carried out within this process, bucket by bucket, and its outcome compared with the target's layout.
+"""Carry out a plan within one process, bucket by bucket, and compare the outcome with the target's layout.
 
-For layouts that this machine has no room for: with a tiny shape a thousand ranks fit into one process. It shows that
-the plan fills every target box with the right elements; whether the layouts are the engines' own is seen elsewhere.
+With a tiny shape the layouts of a thousand ranks fit into one process. The rehearsal shows that the plan fills every
+target box with the right elements; that the layouts are the engines' own is checked with real engines.
 """
 
 from __future__ import annotations
@@ -13,69 +13,69 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.tools.check_sync.comparison import ClassVerdict, compare_holding, summed
+from megarl.tools.check_sync.comparison import ClassVerdict, compare_holding, sum_by_class
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, buckets_to
 from megarl.weights.algebra.plan import Plan
 from megarl.weights.algebra.slices import Holding, Index
 from megarl.weights.executors.tensors import box_of, torch_dtype
 
 _Bits: TypeAlias = npt.NDArray[np.signedinteger[npt.NBitBase]]
-"""The elements as integers: numpy cuts boxes many times faster than torch, and knows no bfloat16."""
+"""The elements as integers: numpy cuts boxes many times faster than torch, and has no bfloat16."""
 
 _SOURCE_PADDING = float("nan")
-"""Must never travel."""
+"""Shows in the target where padding is moved by mistake."""
 _TARGET_PADDING = 0.0
 
 
 def rehearse(plan: Plan, model: Mapping[str, torch.Tensor]) -> list[ClassVerdict]:
-    """`model` has all canonical tensors; every target rank is compared. Both sides must have one dtype."""
+    """Return a verdict per class over all target ranks; `model` has all canonical tensors, both sides one dtype."""
     sources = _Replicas(model, _SOURCE_PADDING)
     targets = _Replicas(model, _TARGET_PADDING)
     by_rank = {holding.rank: sources.bits(holding) for holding in plan.source.holdings}
-    found = {holding.rank: _empty(holding, _TARGET_PADDING) for holding in plan.target.holdings}
-    arrived = {rank: {name: _bits(tensor) for name, tensor in tensors.items()} for rank, tensors in found.items()}
+    received = {holding.rank: _empty(holding, _TARGET_PADDING) for holding in plan.target.holdings}
+    received_bits = {rank: {name: _bits(tensor) for name, tensor in held.items()} for rank, held in received.items()}
     buckets = [
         bucket
         for holding in plan.target.holdings
         for bucket in buckets_to(plan, holding.rank, bucket_bytes=DEFAULT_BUCKET_BYTES)
     ]
     for bucket in sorted(buckets, key=lambda bucket: bucket.hop):
-        givers = arrived if bucket.is_passed_on else by_rank
+        senders = received_bits if bucket.is_passed_on else by_rank
         for parcel in bucket.parcels:
             move = parcel.move
-            source = givers[move.source_rank][move.source_name]
+            source = senders[move.source_rank][move.source_name]
             values = source[_indices(move.source_offsets, move.slice.shape)]
-            arrived[move.target_rank][move.target_name][_indices(move.target_offsets, move.slice.shape)] = values
+            received_bits[move.target_rank][move.target_name][_indices(move.target_offsets, move.slice.shape)] = values
     verdicts = [
         verdict
         for holding in plan.target.holdings
         for verdict in compare_holding(
-            holding, found[holding.rank], targets.tensors(holding), holder=f"target rank {holding.rank}"
+            holding, received[holding.rank], targets.tensors(holding), holder=f"target rank {holding.rank}"
         )
     ]
-    return summed(verdicts)
+    return sum_by_class(verdicts)
 
 
 class _Replicas:
-    """What holders should have; those of equal pieces have the same tensors."""
+    """The tensors that holders should have; holders with the same pieces share them."""
 
     def __init__(self, model: Mapping[str, torch.Tensor], padding: float) -> None:
         self._model = model
         self._padding = padding
-        self._by_identity: dict[int, dict[str, torch.Tensor]] = {}
+        self._by_pieces: dict[int, dict[str, torch.Tensor]] = {}
 
     def tensors(self, holding: Holding) -> dict[str, torch.Tensor]:
-        found = self._by_identity.get(id(holding.pieces))
-        if found is None:
-            found = self._by_identity[id(holding.pieces)] = hold(holding, self._model, padding=self._padding)
-        return found
+        key = id(holding.pieces)
+        if key not in self._by_pieces:
+            self._by_pieces[key] = hold(holding, self._model, padding=self._padding)
+        return self._by_pieces[key]
 
     def bits(self, holding: Holding) -> dict[str, _Bits]:
         return {name: _bits(tensor) for name, tensor in self.tensors(holding).items()}
 
 
 def hold(holding: Holding, model: Mapping[str, torch.Tensor], *, padding: float) -> dict[str, torch.Tensor]:
-    """A holder's tensors, with the boxes its layout says it has."""
+    """Return the tensors of a holder, filled from `model` as its layout describes."""
     tensors = _empty(holding, padding)
     for piece in holding.pieces:
         values = box_of(model[piece.slice.name], piece.slice.offsets, piece.slice.shape)
@@ -90,13 +90,13 @@ def _empty(holding: Holding, padding: float) -> dict[str, torch.Tensor]:
 
 
 def _bits(tensor: torch.Tensor) -> _Bits:
-    """A view."""
+    """Return a view as integers."""
     bits: _Bits = tensor.view({4: torch.int32, 2: torch.int16}[tensor.element_size()]).numpy()
     return bits
 
 
 def _indices(offsets: Index, shape: Index) -> tuple[int | slice, ...]:
-    """Of a box in an array; dimensions that the box lacks come first, as indices."""
+    """Return the index of a box in an array; dimensions that the box lacks come first, as integers."""
     lead = len(offsets) - len(shape)
     inner = (slice(start, start + size) for start, size in zip(offsets[lead:], shape, strict=True))
     return (*offsets[:lead], *inner)

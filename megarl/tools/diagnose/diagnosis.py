@@ -1,4 +1,4 @@
-"""From what trainer and engine made of the same tokens to a verdict: what differs first, and why. Starts nothing."""
+"""From the recordings of trainer and engine on the same tokens to a verdict: what differs first, and why. Pure."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megarl.types import FloatArray, TokenArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """What rounding alone may do: well above what a healthy model shows, well below what a mistake does."""
+    """The largest errors that rounding explains: well above those of a healthy model, well below those of a mistake."""
 
     relative: float
-    """Of hidden states: |trainer's - engine's| / |engine's|, over the columns of a token."""
+    """For hidden states: |trainer's - engine's| / |engine's|, over the columns of a token."""
     logprob: float
-    """Of log-probabilities: the difference itself."""
+    """For log-probabilities: the absolute difference."""
 
 
 TOLERANCES: Mapping[str, Tolerance] = {
@@ -31,7 +31,7 @@ TOLERANCES: Mapping[str, Tolerance] = {
 }
 
 
-class ModuleVerdict(StrEnum):
+class Verdict(StrEnum):
     NOTHING = "nothing differs"
     WEIGHTS = "weights differ"
     COMPUTATION = "computation differs"
@@ -40,7 +40,7 @@ class ModuleVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteError:
-    """At the token where it is largest."""
+    """The error at one hook point, at the token where it is largest."""
 
     site: Site
     error: float
@@ -50,13 +50,13 @@ class SiteError:
 
     @property
     def is_beyond(self) -> bool:
-        # Not `>`: what is not a number does not agree.
+        # Not `>`: a NaN is beyond every tolerance.
         return not self.error <= self.tolerance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """The tokens both sides saw, and how likely each finds the response."""
+    """The tokens that both sides saw, and the log-probabilities that each gives the response."""
 
     prompt_ids: TokenArray  # [P]
     response_ids: TokenArray  # [T]
@@ -66,18 +66,18 @@ class Conversation:
 
     @property
     def num_positions(self) -> int:
-        """The last token predicts nothing."""
+        """One less than the tokens: the last one predicts nothing."""
         return len(self.prompt_ids) + len(self.response_ids) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    verdict: ModuleVerdict
+    verdict: Verdict
     sentence: str
     errors: tuple[SiteError, ...]
     """In the order of the forward pass."""
     first: SiteError | None
-    """The first beyond its tolerance: what enters it agrees."""
+    """The first one beyond its tolerance; its inputs agree. None where all agree."""
     differing_tensors: tuple[str, ...]
     conversation: Conversation
 
@@ -100,32 +100,32 @@ def diagnose(
     ]
     reported = torch.from_numpy(conversation.engine_logprobs)
     is_before_temperature = bool(((reported - from_logits[1.0]).abs() <= tolerance.logprob).all())
-    return judge(errors, differing_tensors, conversation, is_before_temperature=is_before_temperature)
+    return reach_verdict(errors, differing_tensors, conversation, is_before_temperature=is_before_temperature)
 
 
-def judge(
+def reach_verdict(
     errors: Sequence[SiteError],
     differing_tensors: tuple[str, ...],
     conversation: Conversation,
     *,
     is_before_temperature: bool,
 ) -> Diagnosis:
-    """`is_before_temperature`: the engine's log-probabilities are those of its logits as they are."""
+    """Return the verdict; `is_before_temperature`: the engine reports log-probabilities at temperature 1."""
     beyond = [index for index, error in enumerate(errors) if error.is_beyond]
     first = errors[beyond[0]] if beyond else None
-    # A weight that differs shows at its own site, or, where it is a little below the tolerance there, further on.
+    # A differing weight shows at its own site, or, where its error is within the tolerance there, further on.
     upstream = errors if first is None else errors[: beyond[0] + 1]
-    guilty = tuple(name for error in upstream for name in error.site.weights if name in differing_tensors)
-    verdict = _verdict(first, guilty)
+    blamed = tuple(name for error in upstream for name in error.site.weights if name in differing_tensors)
+    verdict = _verdict(first, blamed)
     return Diagnosis(
         verdict=verdict,
         sentence=_sentence(
             verdict,
             first,
-            guilty,
+            blamed,
             before=max((error.error for error in upstream if error is not first), default=0.0),
             num_prompt=len(conversation.prompt_ids),
-            num_others=len(set(differing_tensors) - set(guilty)),
+            num_others=len(set(differing_tensors) - set(blamed)),
             is_before_temperature=is_before_temperature,
         ),
         errors=tuple(errors),
@@ -135,18 +135,18 @@ def judge(
     )
 
 
-def _verdict(first: SiteError | None, guilty: Sequence[str]) -> ModuleVerdict:
-    if guilty:
-        return ModuleVerdict.WEIGHTS
+def _verdict(first: SiteError | None, blamed: Sequence[str]) -> Verdict:
+    if blamed:
+        return Verdict.WEIGHTS
     if first is None:
-        return ModuleVerdict.NOTHING
-    return ModuleVerdict.DEFINITION if first.site.name == LOGPROBS else ModuleVerdict.COMPUTATION
+        return Verdict.NOTHING
+    return Verdict.DEFINITION if first.site.name == LOGPROBS else Verdict.COMPUTATION
 
 
 def _sentence(
-    verdict: ModuleVerdict,
+    verdict: Verdict,
     first: SiteError | None,
-    guilty: Sequence[str],
+    blamed: Sequence[str],
     *,
     before: float,
     num_prompt: int,
@@ -155,23 +155,23 @@ def _sentence(
 ) -> str:
     others = f"; {num_others} tensor(s) further on differ too" if num_others else ""
     if first is None:
-        if verdict is ModuleVerdict.NOTHING:
+        if verdict is Verdict.NOTHING:
             return f"nothing differs: every module agrees to {before:.1e}, and all weights are the same"
-        return f"weights differ, too little to show: {_names(guilty)}; every module agrees to {before:.1e}"
+        return f"weights differ, too little to show: {_names(blamed)}; every module agrees to {before:.1e}"
     kind = "sampled token" if first.token >= num_prompt else "prompt token"
-    apart = f"{first.site.name} is the first module that differs, by {first.error:.1e} at {kind} {first.token}"
+    place = f"{first.site.name} is the first module that differs, by {first.error:.1e} at {kind} {first.token}"
     match verdict:
-        case ModuleVerdict.WEIGHTS:
-            return f"weights differ: {_names(guilty)}; {apart} (before it at most {before:.1e}){others}"
-        case ModuleVerdict.COMPUTATION:
-            return f"computation differs: {apart} (before it at most {before:.1e}), with the same weights{others}"
-        case ModuleVerdict.DEFINITION:
+        case Verdict.WEIGHTS:
+            return f"weights differ: {_names(blamed)}; {place} (before it at most {before:.1e}){others}"
+        case Verdict.COMPUTATION:
+            return f"computation differs: {place} (before it at most {before:.1e}), with the same weights{others}"
+        case Verdict.DEFINITION:
             hint = "; the engine's are of logits before the temperature" if is_before_temperature else ""
             return (
                 f"only the log-probabilities differ, by {first.error:.1e} at {kind} {first.token}: "
                 f"those of the engine's own logits agree to {before:.1e}{hint}{others}"
             )
-        case ModuleVerdict.NOTHING:
+        case Verdict.NOTHING:
             raise AssertionError("something differs")
         case _:
             assert_never(verdict)
@@ -201,23 +201,23 @@ def _site_error(
     return SiteError(site=site, error=float(errors[worst]), token=worst, tolerance=limit)
 
 
-def _relative_errors(mine: Tensor, theirs: Tensor) -> Tensor:
-    """[tokens]"""
-    assert mine.shape == theirs.shape, f"{list(mine.shape)} and {list(theirs.shape)}"
+def _relative_errors(trainer: Tensor, engine: Tensor) -> Tensor:
+    """Return the error per token [tokens]."""
+    assert trainer.shape == engine.shape, f"{list(trainer.shape)} and {list(engine.shape)}"
     floor = torch.finfo(torch.float32).tiny
-    errors: Tensor = (mine - theirs).norm(dim=1) / theirs.norm(dim=1).clamp(min=floor)
+    errors: Tensor = (trainer - engine).norm(dim=1) / engine.norm(dim=1).clamp(min=floor)
     return errors
 
 
 def _gaps(engine_logprobs: Tensor, conversation: Conversation) -> Tensor:
-    """[tokens], 0 where nothing of the response is predicted."""
+    """Return the absolute differences [tokens], 0 where the predicted token is in the prompt."""
     gaps = torch.zeros(conversation.num_positions)
     gaps[len(conversation.prompt_ids) - 1 :] = (torch.from_numpy(conversation.trainer_logprobs) - engine_logprobs).abs()
     return gaps
 
 
 def _from_logits(engine: Recording, conversation: Conversation, temperature: float) -> Tensor:
-    """[T], what follows for the response from the logits the engine really had."""
+    """Return the response's log-probabilities [T] computed from the engine's recorded logits."""
     rows = {patch.place.token: patch.values[0] for patch in engine.patches(LM_HEAD)}
     first = len(conversation.prompt_ids) - 1
     logits = torch.stack([rows[first + step] for step in range(len(conversation.response_ids))])

@@ -1,4 +1,4 @@
-"""One prompt through trainer and engine, both recorded module by module. Starts no process and moves no weights."""
+"""Record trainer and engine module by module on one prompt. Starts no process and moves no weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
 NUM_SAMPLED_TOKENS = 8
-"""Enough to see the engine decode, beside reading the prompt at once."""
+"""Enough to see the engine decode; it reads the prompt in one pass."""
 
 
 RecordTrainer: TypeAlias = Callable[[TrainBatch, Path], Awaitable[Sequence[TrainerRecord]]]
@@ -42,9 +42,9 @@ async def compare(
     temperature: float,
     folder: Path,
 ) -> Diagnosis:
-    """Let the engine answer the prompt, the trainer read both, and say what differs. `folder` gets the recordings.
+    """Let the engine answer the prompt, run prompt and answer through the trainer, and return what differs.
 
-    The fleet is the one engine of the transfer, and the generator gives one rollout.
+    The fleet has one engine, the generator makes one rollout, and the recordings go to `folder`.
     """
     _clear(folder)
     # A prompt whose prefix is cached would not be computed.
@@ -78,7 +78,7 @@ async def compare(
 
 
 def _clear(folder: Path) -> None:
-    """Files of an earlier diagnosis, perhaps of more ranks, must not be taken for ours."""
+    """Remove the files of an earlier diagnosis, which may have had more ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     for prefix in (RECORD_PREFIX, FILE_PREFIX):
         for path in folder.glob(f"{prefix}*.safetensors"):

@@ -1,82 +1,113 @@
-"""Trainer and engine of a recipe, started small, given the same weights, compared on one prompt, and taken down."""
+"""Start one trainer and one engine of a recipe with the same weights, and compare them on one prompt.
+
+Import this module inside `ray_environment`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from megarl.checkpoint.manifest import MODEL_FOLDER, verify
+from megarl.compare.small_recipe import SmallRecipe, one_copy
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import ConfigError, DataError, Problem
-from megarl.observe.observer import Observer
 from megarl.rollout.control import EngineControl
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
-from megarl.runtime.cluster import open_cluster, own_address
-from megarl.runtime.engines.serving import connect, reserve_pools, start_rollout, transfer_spec
+from megarl.runtime.cluster import own_address
+from megarl.runtime.engines.serving import started_roles, transfer_spec
 from megarl.runtime.inputs import read_inputs
-from megarl.runtime.tasks import task_group
-from megarl.runtime.trainers.start import start_trainers
 from megarl.tools.diagnose.diagnosis import Diagnosis
 from megarl.tools.diagnose.mismatch import NUM_SAMPLED_TOKENS, compare
 from megarl.train.actor import ActorRank
 from megarl.types import PolicyVersion, Prompt
 
+_FOLDER = "diagnose"
+"""Inside the folder of the run."""
+_MAX_CPU_PROCESSES = 8
 
-def run_diagnosis(recipe: Recipe, small: Recipe, question: str | int, *, ray_address: str | None) -> Diagnosis:
-    """Both sides as `small` says, on a text, or on a row of the recipe's training data, counted from 0."""
-    shape = read_model_shape(small.model.path)
+
+def diagnose_recipe(
+    recipe: Recipe,
+    *,
+    question: str | int,
+    checkpoint: Path | None,
+    ray_address: str | None,
+    on_start: Callable[[SmallRecipe], None],
+) -> Diagnosis:
+    """Compare trainer and engine on a text or on a row of data.train, with the recipe's model or a checkpoint's.
+
+    `on_start` receives the recipe that is started.
+    """
+    if checkpoint is not None:
+        verify(checkpoint)
+        model = recipe.model.model_copy(update={"path": checkpoint / MODEL_FOLDER})
+        recipe = recipe.model_copy(update={"model": model})
+    shape = read_model_shape(recipe.model.path)
     if shape.experts is not None:
         problem = Problem(
             key="model.path",
-            message="the experts of a mixture cannot be compared module by module yet; diagnose a dense model",
+            message="a mixture of experts cannot be compared module by module yet; diagnose a dense model",
         )
         raise ConfigError(problem.key, (problem,))
-    tokenizer = load_tokenizer(small.model.path, vocab=shape.vocab)
-    prompt = _prompt_of_text(question, tokenizer) if isinstance(question, str) else _prompt_of_row(recipe, question)
+    small = one_copy(recipe, name=_FOLDER, num_devices=_num_devices(recipe.run.device, ray_address))
+    tokenizer = load_tokenizer(recipe.model.path, vocab=shape.vocab)
+    if isinstance(question, str):
+        prompt = _prompt_of_text(question, tokenizer)
+    else:
+        prompt = _prompt_of_row(read_inputs(recipe).train.prompts, question)
+    on_start(small)
     return asyncio.run(_diagnose(small, shape, tokenizer, prompt, ray_address))
 
 
+def _num_devices(device: str, ray_address: str | None) -> int:
+    """Return the number of GPUs of this machine, a small number of processes on CPU, no limit on a cluster."""
+    if ray_address is not None:
+        return sys.maxsize
+    if device == "cpu":
+        return _MAX_CPU_PROCESSES
+    from torch import cuda  # noqa: PLC0415 - torch takes seconds, and only this branch needs it
+
+    return cuda.device_count()
+
+
 async def _diagnose(
-    recipe: Recipe, shape: ModelShape, tokenizer: Tokenizer, prompt: Prompt, ray_address: str | None
+    small: SmallRecipe, shape: ModelShape, tokenizer: Tokenizer, prompt: Prompt, ray_address: str | None
 ) -> Diagnosis:
-    rollout, sampling = recipe.roles.rollout, recipe.sampling
+    recipe, rollout, sampling = small.recipe, small.recipe.roles.rollout, small.recipe.sampling
     assert rollout is not None, "a diagnosis without an engine"
-    recipe.run_folder.mkdir(parents=True, exist_ok=True)
-    with open_cluster(recipe, address=ray_address) as cluster:
-        async with AsyncExitStack() as stack:
-            pools, observer = reserve_pools(recipe, cluster), Observer(())
-            async with task_group() as tasks:
-                starting = tasks.create_task(start_trainers(recipe, shape, pools, stack, resume=None))
-                generating = tasks.create_task(start_rollout(recipe, shape, pools, stack, observer=observer))
-            roles = await connect(recipe, starting.result(), generating.result(), stack, observer=observer)
-            assert roles.fleet is not None, "roles without an engine"
-            await roles.publisher.publish(PolicyVersion(0))
-            return await compare(
-                prompt,
-                record_trainer=roles.trainers.actor.calling(ActorRank.record),
-                fleet=roles.fleet,
-                control=EngineControl(
-                    roles.fleet, timeout_s=rollout.publish_timeout_s, host=own_address(recipe.network.bind)
+    async with started_roles(recipe, shape, ray_address=ray_address) as roles:
+        assert roles.fleet is not None, "roles without an engine"
+        await roles.publisher.publish(PolicyVersion(0))
+        return await compare(
+            prompt,
+            record_trainer=roles.trainers.actor.calling(ActorRank.record),
+            fleet=roles.fleet,
+            control=EngineControl(
+                roles.fleet, timeout_s=rollout.publish_timeout_s, host=own_address(recipe.network.bind)
+            ),
+            generator=FleetGenerator(
+                roles.fleet,
+                sampling=Sampling(
+                    num_rollouts=1,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    max_response_tokens=min(NUM_SAMPLED_TOKENS, sampling.max_response_tokens),
                 ),
-                generator=FleetGenerator(
-                    roles.fleet,
-                    sampling=Sampling(
-                        num_rollouts=1,
-                        temperature=sampling.temperature,
-                        top_p=sampling.top_p,
-                        top_k=sampling.top_k,
-                        max_response_tokens=min(NUM_SAMPLED_TOKENS, sampling.max_response_tokens),
-                    ),
-                    vocabulary=Vocabulary.of(shape, tokenizer),
-                    seed=recipe.run.seed,
-                    # A second attempt would be recorded behind the first.
-                    max_attempts=1,
-                ),
-                transfer=transfer_spec(recipe, rollout, shape, num_engines=1),
-                temperature=sampling.temperature,
-                folder=recipe.run_folder.absolute(),
-            )
+                vocabulary=Vocabulary.of(shape, tokenizer),
+                seed=recipe.run.seed,
+                # A second attempt would be recorded behind the first.
+                max_attempts=1,
+            ),
+            transfer=transfer_spec(recipe, rollout, shape, num_engines=1),
+            temperature=sampling.temperature,
+            folder=recipe.run_folder.absolute(),
+        )
 
 
 def _prompt_of_text(text: str, tokenizer: Tokenizer) -> Prompt:
@@ -86,8 +117,7 @@ def _prompt_of_text(text: str, tokenizer: Tokenizer) -> Prompt:
     )
 
 
-def _prompt_of_row(recipe: Recipe, row: int) -> Prompt:
-    prompts = read_inputs(recipe).train.prompts
+def _prompt_of_row(prompts: Sequence[Prompt], row: int) -> Prompt:
     if row >= len(prompts):
         raise DataError(f"--row {row}: data.train has {len(prompts)} prompts, counted from 0; choose a smaller number")
     return prompts[row]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.config.model import Family
-from megarl.tools.check_sync.comparison import PADDING, compare_holding, summed, tensor_class
+from megarl.tools.check_sync.comparison import PADDING, compare_holding, sum_by_class, tensor_class
 from megarl.tools.check_sync.random_model import random_tensors
 from megarl.tools.check_sync.rehearsal import hold, rehearse
 from megarl.weights.algebra.plan import Plan, plan
@@ -32,7 +32,7 @@ def test_every_tensor_of_every_family_has_a_class(family: Family) -> None:
 
 def test_equal_tensors_are_equal_in_every_class_and_every_byte_is_counted() -> None:
     model = random_tensors(SHAPE, seed=1)
-    verdicts = summed(
+    verdicts = sum_by_class(
         verdict
         for holding in LAYOUT.holdings
         for verdict in compare_holding(
@@ -52,7 +52,9 @@ def test_the_first_difference_is_named_by_its_canonical_place() -> None:
     # The second rank's share of o_proj begins at column 4; experts are stacked, [expert, row, column].
     found["model.layers.0.self_attn.o_proj.weight"][3, 2] = 5.0
     found["model.layers.1.mlp.experts.w2_weight"][2, 1, 0] = 6.0
-    by_class = {verdict.name: verdict for verdict in summed(compare_holding(holding, found, expected, holder="here"))}
+    by_class = {
+        verdict.name: verdict for verdict in sum_by_class(compare_holding(holding, found, expected, holder="here"))
+    }
     wrong = {name for name, verdict in by_class.items() if not verdict.is_equal}
     assert wrong == {"attention output", "experts"}
     attention, experts = by_class["attention output"].first_difference, by_class["experts"].first_difference

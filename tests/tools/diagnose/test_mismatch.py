@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from megarl.config.model import ModelShape
 from megarl.config.recipe import ActorConfig
 from megarl.rollout.process import EngineProcess
-from megarl.tools.diagnose.diagnosis import Diagnosis, ModuleVerdict
+from megarl.tools.diagnose.diagnosis import Diagnosis, Verdict
 from megarl.tools.diagnose.mismatch import compare
 from megarl.train.actor import TrainerRecord
 from megarl.types import PolicyVersion, TrainBatch
@@ -106,7 +106,7 @@ def test_nothing_differs_however_either_side_is_split(
 ) -> None:
     served: ServedModel = request.getfixturevalue(engine)
     found = diagnosed(served, cluster, tmp_path, split=split)
-    assert found.verdict is ModuleVerdict.NOTHING, found.sentence
+    assert found.verdict is Verdict.NOTHING, found.sentence
     assert found.differing_tensors == ()
     assert max(error.error for error in found.errors) < NOISE
     assert len(found.errors) == 1 + 11 * served.shape.num_layers + 3
@@ -132,7 +132,7 @@ def test_a_weight_of_the_engine_that_differs_is_named(
 
     other = perturbed(served, tmp_path / "other", change)
     found = diagnosed(served, cluster, tmp_path / "records", split="TP2", engine_folder=other)
-    assert found.verdict is ModuleVerdict.WEIGHTS
+    assert found.verdict is Verdict.WEIGHTS
     assert found.differing_tensors == (tensor,)
     assert found.first is not None
     assert found.first.site.name == module
@@ -151,7 +151,7 @@ def test_a_weight_that_differs_too_little_to_show_is_still_named(
 
     other = perturbed(qwen2_tp1, tmp_path / "other", change)
     found = diagnosed(qwen2_tp1, cluster, tmp_path / "records", engine_folder=other)
-    assert found.verdict is ModuleVerdict.WEIGHTS
+    assert found.verdict is Verdict.WEIGHTS
     assert found.first is None
     assert found.differing_tensors == (tensor,)
 
@@ -160,7 +160,7 @@ def test_an_engine_with_another_model_differs_from_the_first_module_on(
     qwen2_tp1: ServedModel, cluster: Cluster, tmp_path: Path
 ) -> None:
     found = diagnosed(qwen2_tp1, cluster, tmp_path, engine_folder=qwen2_tp1.other_folder)
-    assert found.verdict is ModuleVerdict.WEIGHTS
+    assert found.verdict is Verdict.WEIGHTS
     assert found.first is found.errors[0]
     assert len(found.differing_tensors) > 20
 
@@ -177,7 +177,7 @@ def test_a_computation_that_differs_is_named_and_the_weights_are_cleared(
     change: dict[str, float], module: str, qwen3_tp2: ServedModel, cluster: Cluster, tmp_path: Path
 ) -> None:
     found = diagnosed(qwen3_tp2, cluster, tmp_path, split="TP2", trainer_shape=replace(qwen3_tp2.shape, **change))  # type: ignore[arg-type]
-    assert found.verdict is ModuleVerdict.COMPUTATION
+    assert found.verdict is Verdict.COMPUTATION
     assert found.differing_tensors == ()
     assert found.first is not None
     assert found.first.site.name == module
@@ -188,7 +188,7 @@ def test_another_temperature_is_a_difference_of_definition(
     qwen2_tp1: ServedModel, cluster: Cluster, tmp_path: Path
 ) -> None:
     found = diagnosed(qwen2_tp1, cluster, tmp_path, trainer_temperature=0.5)
-    assert found.verdict is ModuleVerdict.DEFINITION
+    assert found.verdict is Verdict.DEFINITION
     assert found.first is found.errors[-1]
     assert found.sentence.startswith("only the log-probabilities differ, by ")
 
@@ -216,7 +216,7 @@ def test_an_engine_whose_config_differs_computes_something_else(
         found = diagnosed(replace(qwen2_tp1, process=process), cluster, tmp_path / "records", split="TP2-PP2")
     finally:
         process.stop()
-    assert found.verdict is ModuleVerdict.COMPUTATION, found.sentence
+    assert found.verdict is Verdict.COMPUTATION, found.sentence
     assert found.differing_tensors == ()
     assert found.first is not None
     assert found.first.site.name == module

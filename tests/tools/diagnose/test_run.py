@@ -12,9 +12,10 @@ import pytest
 
 from megarl.checkpoint.folder import begin, checkpoint_folder, commit
 from megarl.checkpoint.manifest import FORMAT, MODEL_FOLDER, Manifest, digest_file
+from megarl.compare.small_recipe import SmallRecipe
 from megarl.config.load import read_recipe
 from megarl.errors import ConfigError
-from megarl.tools.diagnose.run import run_diagnosis
+from megarl.tools.diagnose.run import diagnose_recipe
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.runtime.runs import write_recipe
 from tests.tiny_models import write_tiny_model
@@ -65,6 +66,8 @@ def test_a_mixture_of_experts_is_refused_before_anything_starts(tmp_path: Path) 
     write_tiny_model(tmp_path / "mixture", "qwen3_moe", tied=False)
     path = write_recipe(tmp_path, "mixture")
     recipe = read_recipe(path, [f"model.path={tmp_path / 'mixture'}"]).recipe
+    started: list[SmallRecipe] = []
     with pytest.raises(ConfigError) as raised:
-        run_diagnosis(recipe, recipe, 0, ray_address=None)
+        diagnose_recipe(recipe, question=0, checkpoint=None, ray_address=None, on_start=started.append)
     assert "cannot be compared module by module" in str(raised.value.problems[0])
+    assert not started

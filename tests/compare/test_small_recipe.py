@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.compare.small_recipe import (
+    SmallRecipe,
+    describe_layout,
+    one_copy,
+    small_layouts,
+    tiny_for_layouts,
+    tiny_shape,
+)
+from megarl.config.catalogue import CATALOGUE
+from megarl.config.load import read_recipe
+from megarl.config.model import ModelShape
+from megarl.config.recipe import Recipe
+from megarl.errors import ConfigError, MachineError
+from megarl.planner.shapes import find_shapes
+from megarl.runtime.engines.serving import transfer_spec
+from tests.planner.recipes import make_recipe
+from tests.repository import ROOT
+
+RECIPES = ROOT / "recipes"
+LARGE = ("grpo_7b", "grpo_70b", "ppo_70b", "grpo_235b", "dapo_32b")
+
+
+def read(name: str, *overrides: str) -> tuple[Recipe, ModelShape]:
+    recipe = read_recipe(RECIPES / f"{name}.yaml", overrides).recipe
+    return recipe, find_shapes(recipe).policy
+
+
+def small(name: str, *overrides: str, max_engines: int = 2) -> SmallRecipe:
+    recipe, _ = read(name, *overrides)
+    return small_layouts(recipe, folder=Path("run"), model_folder=Path("model"), max_engines=max_engines)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_is_started_is_a_possible_layout_of_at_most_eight_ranks(name: str) -> None:
+    started = small(name).recipe
+    shape = tiny_shape(read(name)[1], started.roles.actor)
+    rollout = started.roles.rollout
+    assert rollout is not None
+    plan = transfer_spec(started, rollout, shape, num_engines=started.num_engines).plan()
+    assert len(plan.source.holdings) <= 8
+    assert len(plan.target.holdings) <= 4
+    assert sum(plan.received_bytes.values()) > 0
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_rehearsal_has_the_recipes_own_layouts(name: str) -> None:
+    recipe, shape = read(name)
+    roles, tiny = tiny_for_layouts(recipe.roles, shape)
+    same = recipe.model_copy(update={"roles": roles})
+    rollout = same.roles.rollout
+    assert rollout is not None
+    transfer = transfer_spec(same, rollout, tiny, num_engines=same.num_engines)
+    assert describe_layout(same) == describe_layout(recipe)
+    assert transfer.parallel.world_size == recipe.pools[recipe.roles.actor.pool].gpus
+    assert len(transfer.engine_layout().holdings) == recipe.num_engines * rollout.tensor
+    assert (tiny.num_heads, tiny.num_kv_heads) == (shape.num_heads, shape.num_kv_heads)
+
+
+def test_every_kind_of_split_is_kept() -> None:
+    told = describe_layout(small("grpo_235b").recipe)
+    assert told == "trainer TP2 PP2 EP2 ETP1 DP2 (8 ranks) -> 2 engine(s) of TP2, separate pools"
+    uneven = small("grpo_235b").recipe.roles.actor
+    assert (uneven.first_stage_layers, uneven.last_stage_layers) == (None, 1)
+    assert tiny_shape(read("grpo_235b")[1], uneven).num_layers == 3
+
+
+def test_a_shared_pool_stays_shared() -> None:
+    told = describe_layout(small("dapo_32b").recipe)
+    assert told == "trainer TP2 PP1 DP1 (2 ranks) -> 1 engine(s) of TP2, one pool"
+
+
+def test_what_is_not_as_the_recipe_says_is_noted() -> None:
+    notes = small("grpo_70b").notes
+    assert notes[0].startswith("the recipe's own layout is trainer TP8 PP4 DP4 (128 ranks) -> 8 engine(s) of TP8")
+    assert "in fp32" in notes[1]
+
+
+def test_a_recipe_without_engines_or_with_engines_that_run_already_is_refused() -> None:
+    recipe, _ = read("grpo_7b")
+    without = recipe.model_copy(update={"roles": recipe.roles.model_copy(update={"rollout": None})})
+    with pytest.raises(ConfigError, match="there is no engine to publish to"):
+        small_layouts(without, folder=Path("run"), model_folder=Path("model"), max_engines=1)
+    running = "roles.rollout={endpoints: [{url: 'http://10.0.0.7:30000'}], pool: null}"
+    with pytest.raises(ConfigError, match="published to by files"):
+        small("grpo_7b", running)
+
+
+def test_every_model_of_the_catalogue_has_a_tiny_one() -> None:
+    recipe, _ = read("grpo_7b", "roles.actor={pool: train, tensor: 2, pipeline: 2}")
+    for shape in CATALOGUE.values():
+        tiny = tiny_shape(shape, recipe.roles.actor)
+        assert tiny.family is shape.family
+        assert tiny.has_tied_embeddings is shape.has_tied_embeddings
+
+
+def test_one_copy_of_the_policy_and_one_engine_with_the_layout_of_the_recipe() -> None:
+    small = one_copy(make_recipe("run.device=cpu"), name="diagnose", num_devices=10)
+    roles = small.recipe.roles
+    assert small.notes == ()
+    assert small.recipe.data_parallel == 1
+    assert (roles.actor.tensor, roles.actor.pipeline) == (4, 2)
+    assert roles.rollout is not None
+    assert roles.rollout.pool is not None
+    assert small.recipe.pools[roles.rollout.pool].gpus == roles.rollout.tensor == 2
+    assert small.recipe.run_folder == Path("runs/test/diagnose")
+
+
+def test_a_layout_that_does_not_fit_becomes_one_device_each_and_that_is_said() -> None:
+    recipe = make_recipe("run.device=cpu", "roles.actor.is_sequence_parallel=true")
+    small = one_copy(recipe, name="diagnose", num_devices=9)
+    roles = small.recipe.roles
+    assert roles.rollout is not None
+    assert [pool.gpus for pool in small.recipe.pools.values()] == [1, 1]
+    assert (roles.actor.model_parallel, roles.actor.is_sequence_parallel, roles.rollout.tensor) == (1, False, 1)
+    assert small.notes == (
+        "tensor 4 * pipeline 2 of the trainer and tensor 2 of the engine need more than the 9 devices here: "
+        "compared with 1 each",
+    )
+
+
+def test_on_gpus_the_modules_run_one_by_one_and_that_is_said() -> None:
+    small = one_copy(make_recipe("roles.rollout.sglang={log_requests: true}"), name="diagnose", num_devices=16)
+    assert small.recipe.roles.rollout is not None
+    assert small.recipe.roles.rollout.sglang == {
+        "log_requests": True,
+        "cuda_graph_backend_decode": "disabled",
+        "cuda_graph_backend_prefill": "disabled",
+    }
+    assert small.notes == ("the engine runs without CUDA graphs",)
+
+
+def test_a_single_device_is_not_enough() -> None:
+    with pytest.raises(MachineError, match="a trainer and an engine need 2 devices, there is 1"):
+        one_copy(make_recipe(), name="diagnose", num_devices=1)
+
+
+def test_a_recipe_without_engines_has_nothing_to_compare() -> None:
+    with pytest.raises(ConfigError, match=r"roles\.rollout: missing: there is no engine"):
+        one_copy(make_recipe("roles.rollout=null"), name="diagnose", num_devices=8)

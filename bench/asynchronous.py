@@ -28,6 +28,7 @@ from megarl.env import NO_COLOR
 from megarl.errors import MachineError
 from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
 from megarl.observe.summary import StepSummary
+from megarl.system.proc import descendants
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 
 GOAL = 0.75
@@ -137,7 +138,7 @@ def _slowed(root: int, *, share: float) -> Iterator[None]:
 
     def slow_down() -> None:
         while not is_over.wait(_PERIOD_S * share):
-            engines = [pid for pid in _descendants(root) if _is_engine(pid)]
+            engines = [pid for pid in descendants(root) if _is_engine(pid)]
             # The first one alone is the fast one, or all that has started yet.
             if len(engines) < 2:
                 continue
@@ -153,20 +154,6 @@ def _slowed(root: int, *, share: float) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
-
-
-def _descendants(root: int) -> set[int]:
-    parents: dict[int, int] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError, IndexError, ValueError):
-                # The name in parentheses may hold spaces.
-                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    found, fresh = set[int](), {root}
-    while fresh:
-        found |= fresh
-        fresh = {pid for pid, parent in parents.items() if parent in fresh} - found
-    return found
 
 
 def _is_engine(pid: int) -> bool:

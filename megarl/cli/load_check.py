@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
+import psutil
 import torch
 
 from megarl.checkpoint.locate import CONFIG_FILE, ModelSource
@@ -87,6 +87,5 @@ def _refuse_too_large(folder: Path) -> None:
 
 
 def _available_bytes() -> int:
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    assert found is not None, "/proc/meminfo has no MemAvailable"
-    return int(found[1]) * 1024
+    available: int = psutil.virtual_memory().available
+    return available

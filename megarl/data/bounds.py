@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
+
+from megarl.system.proc import own_address_space_bytes
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def _too_long(_number: int, _frame: FrameType | None) -> None:
 @contextmanager
 def _limited_memory(num_bytes: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = _address_space() + num_bytes
+    limit = own_address_space_bytes() + num_bytes
     for bound in (soft, hard):
         limit = limit if bound == resource.RLIM_INFINITY else min(limit, bound)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
@@ -56,8 +57,3 @@ def _limited_memory(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _address_space() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return pages * resource.getpagesize()

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megarl.system.proc import descendants, resident_bytes
+
 SandboxKind = Literal["bubblewrap", "none"]
 
 _PROGRAM = "/program.py"
@@ -226,17 +228,4 @@ def _file_of(content: bytes) -> Iterator[int]:
 
 def _resident_bytes(root: int) -> int:
     """What the process and all below it hold in memory."""
-    children: dict[int, list[int]] = {}
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with suppress(OSError, ValueError):
-                status = Path(entry.path, "stat").read_text()
-                parent = int(status.rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
-    total, left = 0, [root]
-    while left:
-        pid = left.pop()
-        left += children.get(pid, [])
-        with suppress(OSError, ValueError):
-            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
-    return total
+    return sum(resident_bytes(pid) for pid in descendants(root))

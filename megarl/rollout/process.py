@@ -16,7 +16,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -29,6 +28,7 @@ from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, Gene
 from megarl.rollout.native_options import native_words
 from megarl.system.guard import SIGNAL_EXIT, remove, segments_of, start_guarded, stop_guarded
 from megarl.system.network import LOOPBACK, interface_of
+from megarl.system.proc import all_processes
 from megarl.system.secret import masked
 
 LOADER = "megarl.rollout.loader.load"
@@ -291,13 +291,8 @@ _WORKER_NAME = "sglang::"
 
 def _workers_in_group(group: int) -> set[int]:
     """The server's own processes: its ranks and what serves them. One that nobody has buried yet is gone."""
-    found = set()
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        with suppress(OSError):
-            before, _, after = (folder / "stat").read_text().rpartition(")")
-            state, _, process_group = after.split()[:3]
-            if int(process_group) == group and state not in "ZX" and f"({_WORKER_NAME}" in before:
-                found.add(int(folder.name))
-    return found
+    return {
+        process.pid
+        for process in all_processes()
+        if process.group == group and process.state not in "ZX" and process.name.startswith(_WORKER_NAME)
+    }

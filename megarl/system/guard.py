@@ -18,10 +18,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import IO
+
+from megarl.system.proc import FileIdentity, all_processes, files_held_below
 
 SIGNAL_EXIT = 128
 """What the guard adds to the number of the signal that ended its command, as a shell does."""
@@ -30,9 +32,6 @@ _KILL_TIMEOUT_S = 10.0
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the system keeps shared memory, not a file of ours
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
-
-_Identity: TypeAlias = tuple[int, int]
-"""Of a file, whatever it is called: device and inode."""
 
 
 def start_guarded(
@@ -67,41 +66,23 @@ def stop_guarded(guard: subprocess.Popen[bytes], *, grace_s: float) -> None:
 
 def segments_of(guard_pid: int) -> set[Path]:
     """Shared memory, by name, of all processes that run under a guard."""
-    held: set[_Identity] = set()
-    for process in _session(guard_pid):
+    held: set[FileIdentity] = set()
+    for pid in _session(guard_pid):
+        # A process may end, or not be ours to look at, at any moment.
         with suppress(OSError):
-            held.update(_held_by(process))
-    found = set()
+            held |= files_held_below(pid, _SHARED_MEMORY)
+    segments = set()
     for path in _SHARED_MEMORY.iterdir():
         with suppress(OSError):
             status = path.stat()
             if (status.st_dev, status.st_ino) in held:
-                found.add(path)
-    return found
+                segments.add(path)
+    return segments
 
 
-def _session(guard_pid: int) -> Iterator[Path]:
-    """The processes that run under a guard, in /proc; the guard is one of them."""
-    for process in Path("/proc").glob("[0-9]*"):
-        # A process may end, or not be ours to look at, at any moment.
-        with suppress(OSError):
-            if int((process / "stat").read_text().rpartition(")")[2].split()[3]) == guard_pid:
-                yield process
-
-
-def _held_by(process: Path) -> Iterator[_Identity]:
-    """What a process has mapped or open there. By identity: a semaphore is mapped under a name that is gone, as the C
-    library makes it under one name and links it to another."""
-    for line in (process / "maps").read_text().splitlines():
-        _, _, _, device, inode, *path = line.split(maxsplit=5)
-        if path and path[0].startswith(f"{_SHARED_MEMORY}/"):
-            major, minor = (int(number, base=16) for number in device.split(":"))
-            yield os.makedev(major, minor), int(inode)
-    for descriptor in (process / "fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile; the others still count
-            if str(descriptor.readlink()).startswith(f"{_SHARED_MEMORY}/"):
-                status = descriptor.stat()
-                yield status.st_dev, status.st_ino
+def _session(guard_pid: int) -> list[int]:
+    """Return the processes that run under a guard, the guard included."""
+    return [process.pid for process in all_processes() if process.session == guard_pid]
 
 
 def remove(segments: Iterable[Path]) -> None:
@@ -129,10 +110,10 @@ def _die_with_guard() -> None:
 def _end_others() -> None:
     """What the command has left behind: the parent may be gone by now, and would end it otherwise."""
     segments = segments_of(os.getpid())
-    for process in _session(os.getpid()):
-        if process.name != str(os.getpid()):
+    for pid in _session(os.getpid()):
+        if pid != os.getpid():
             with suppress(ProcessLookupError):
-                os.kill(int(process.name), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
     remove(segments)
 
 

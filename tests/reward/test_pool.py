@@ -18,6 +18,7 @@ from megarl.errors import RewardError, ScoreError
 from megarl.reward.pool import WorkerPool
 from megarl.reward.protocol import Request
 from megarl.reward.workload import workload_of
+from megarl.system.proc import ZOMBIE, read_stat
 
 MakeReward = Callable[..., FunctionRewardConfig]
 
@@ -44,8 +45,8 @@ def request(text: str, pids: Path | str = "") -> Request:
 
 def is_running(pid: int) -> bool:
     try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+        return read_stat(pid).state != ZOMBIE
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -18,20 +18,13 @@ from megarl.config.native.owned import owned
 from megarl.config.recipe import Device
 from megarl.errors import MachineError
 from megarl.rollout.process import EngineProcess, command_line, last_words
+from megarl.system.proc import ZOMBIE, all_processes
 from tests.rollout.engines import ServedModel, engine_spec
 
 
 def group_members(group: int) -> list[int]:
     """Processes of a group that are more than an entry nobody has collected yet."""
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, found = stat.read_text().rpartition(")")[2].split()[:3]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(found) == group and state != "Z":
-            members.append(int(stat.parent.name))
-    return members
+    return [process.pid for process in all_processes() if process.group == group and process.state != ZOMBIE]
 
 
 def wait_until_gone(group: int, timeout_s: float) -> list[int]:

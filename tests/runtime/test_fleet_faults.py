@@ -7,12 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
 from megarl.errors import FleetError
 from megarl.rollout.fleet import Engine, EngineState, Fleet
+from megarl.system.proc import all_processes
 from megarl.types import PolicyVersion, Prompt, RolloutGroup
 from tests.rollout.engines import generator_of, prompt_of
 from tests.runtime.engines.fleet_scene import SILENCE_TIMEOUT_S, Duo, Scene, open_duo
@@ -65,13 +65,9 @@ async def check_joined(scene: Scene, engine: Engine, version: int) -> None:
 
 def scheduler_of(group: int) -> int:
     """The process of an engine that computes."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            is_member = os.getpgid(int(folder.name)) == group
-            if is_member and (folder / "comm").read_text().startswith("sglang::sched"):
-                return int(folder.name)
-        except (ProcessLookupError, FileNotFoundError):
-            continue
+    for process in all_processes():
+        if process.group == group and process.name.startswith("sglang::sched"):
+            return process.pid
     raise AssertionError("no scheduler")
 
 

@@ -13,25 +13,25 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar, cast
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.system.proc import ZOMBIE, read_stat
 
 Result = TypeVar("Result")
 
 _POLL_S = 0.02
 _PLACING_S = 30.0
 """For Ray to start a process on another node that looks, or kills, there."""
-_ZOMBIE = "Z"
 _STATES = {
     "R": "it computes, and does not let Python run",
     "S": "it waits, and does not let Python run",
     "D": "it waits for a disk or a device that does not answer",
     "T": "it is stopped (SIGSTOP)",
     "t": "it is stopped by a debugger",
-    _ZOMBIE: "it is dead",
+    ZOMBIE: "it is dead",
 }
 
 
@@ -46,7 +46,7 @@ class RemoteProcess:
 
 def this_process() -> RemoteProcess:
     pid = os.getpid()
-    return RemoteProcess(node=_own_node(), pid=pid, started=_read(pid)[1])
+    return RemoteProcess(node=_own_node(), pid=pid, started=read_stat(pid).started)
 
 
 async def describe(where: RemoteProcess) -> str:
@@ -84,7 +84,7 @@ def _end(where: RemoteProcess, grace_s: float, timeout_s: float) -> bool:
 
 def _is_gone_within(where: RemoteProcess, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    while _state(where) not in (None, _ZOMBIE):
+    while _state(where) not in (None, ZOMBIE):
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_S)
@@ -94,13 +94,7 @@ def _is_gone_within(where: RemoteProcess, seconds: float) -> bool:
 def _state(where: RemoteProcess) -> str | None:
     """The letter of the process's state; None when there is no such process any more."""
     try:
-        state, started = _read(where.pid)
+        process = read_stat(where.pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return state if started == where.started else None
-
-
-def _read(pid: int) -> tuple[str, int]:
-    """State and start of a process. Its name comes before them, in parentheses, and may have any character."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[19])
+    return process.state if process.started == where.started else None

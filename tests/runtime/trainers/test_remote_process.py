@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.runtime.trainers.remote_process import RemoteProcess, _end, _read, _state
+from megarl.runtime.trainers.remote_process import RemoteProcess, _end, _state
+from megarl.system.proc import read_stat
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def where(process: subprocess.Popen[bytes]) -> RemoteProcess:
-    return RemoteProcess(node="", pid=process.pid, started=_read(process.pid)[1])
+    return RemoteProcess(node="", pid=process.pid, started=read_stat(process.pid).started)
 
 
 def test_a_frozen_process_is_known_as_frozen_and_ended(process: subprocess.Popen[bytes]) -> None:

@@ -1,0 +1,107 @@
+"""Processes of this machine as Linux describes them in /proc; the only module that parses its files."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+ZOMBIE = "Z"
+"""The state of a process that has ended and that its parent has not waited for yet."""
+
+FileIdentity: TypeAlias = tuple[int, int]
+"""Device and inode of a file."""
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessStat:
+    pid: int
+    name: str
+    """The first 15 bytes of its title."""
+    state: str
+    """A letter, as ps shows it."""
+    parent: int
+    group: int
+    session: int
+    started: int
+    """Clock ticks since the machine booted: with `pid`, a name that is never given again."""
+
+
+def read_stat(pid: int) -> ProcessStat:
+    """Raise FileNotFoundError or ProcessLookupError for a process that is gone."""
+    # The name stands in parentheses and may hold any character, parentheses and spaces included.
+    before, _, after = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")
+    fields = after.split()
+    return ProcessStat(
+        pid=pid,
+        name=before.partition("(")[2],
+        state=fields[0],
+        parent=int(fields[1]),
+        group=int(fields[2]),
+        session=int(fields[3]),
+        started=int(fields[19]),
+    )
+
+
+def all_processes() -> Iterator[ProcessStat]:
+    for folder in _PROC.iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):  # it ended meanwhile, or is hidden from this user
+                yield read_stat(int(folder.name))
+
+
+def descendants(root: int) -> set[int]:
+    """Return the process numbers of `root` and of all processes below it."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for process in all_processes():
+        children[process.parent].append(process.pid)
+    family, left = set[int](), [root]
+    while left:
+        pid = left.pop()
+        family.add(pid)
+        left += children[pid]
+    return family
+
+
+def files_held_below(pid: int, folder: Path) -> set[FileIdentity]:
+    """Return the files below `folder` that a process has mapped or open.
+
+    By identity: a semaphore is mapped under a name that is gone, as the C library makes it under one name and links it
+    to another.
+    """
+    start = f"{folder}/"
+    files = set()
+    for line in (_PROC / str(pid) / "maps").read_text().splitlines():
+        _, _, _, device, inode, *path = line.split(maxsplit=5)
+        if path and path[0].startswith(start):
+            major, minor = (int(number, base=16) for number in device.split(":"))
+            files.add((os.makedev(major, minor), int(inode)))
+    for descriptor in (_PROC / str(pid) / "fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile; the others still count
+            if str(descriptor.readlink()).startswith(start):
+                status = descriptor.stat()
+                files.add((status.st_dev, status.st_ino))
+    return files
+
+
+def resident_bytes(pid: int) -> int:
+    """Return how much memory a process holds; 0 for one that is gone."""
+    with suppress(OSError):
+        return _memory_pages(str(pid))[1] * resource.getpagesize()
+    return 0
+
+
+def own_address_space_bytes() -> int:
+    return _memory_pages("self")[0] * resource.getpagesize()
+
+
+def _memory_pages(process: str) -> list[int]:
+    """Return the size of the address space and of what of it is in memory, then other sizes."""
+    return [int(number) for number in (_PROC / process / "statm").read_text().split()]

@@ -12,7 +12,7 @@ from megarl.config import Recipe, load_recipe, read_model_shape
 from megarl.config.advice import advise
 from megarl.config.checks.recipe import check_recipe
 from megarl.errors import Problem
-from megarl.reward.check import check_reward
+from megarl.reward.build import check_reward
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML file; see recipes/.", show_default=False)]
 Overrides = Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt
 
@@ -30,12 +30,23 @@ class _InWorkers(_Tolerance):
     """CPU time of one worker per rollout, all threads together; null sets no limit."""
 
 
+class _BuiltIn(_InWorkers):
+    """A scorer in `reward/scorers/<kind>.py`; the keys that a subclass adds are keyword arguments of its function."""
+
+    late_score: ClassVar[float | None] = None
+    """Score of a rollout that is not scored by the deadline; None makes it an error."""
+
+    @property
+    def options(self) -> dict[str, object]:
+        return self.model_dump(exclude={"kind", *_InWorkers.model_fields})
+
+
 class ExactRewardConfig(Section):
     kind: Literal["exact"]
     """1 when the response, stripped, equals the ground truth, else 0."""
 
 
-class RegexRewardConfig(_InWorkers):
+class RegexRewardConfig(_BuiltIn):
     kind: Literal["regex"]
     """1 when the last match of `pattern` equals the ground truth, else 0."""
     pattern: Annotated[str, Field(min_length=1)]
@@ -43,26 +54,28 @@ class RegexRewardConfig(_InWorkers):
     ignores_case: bool = False
 
 
-class MultipleChoiceRewardConfig(_InWorkers):
+class MultipleChoiceRewardConfig(_BuiltIn):
     kind: Literal["multiple_choice"]
     """1 when the letter the response settles on is the ground truth, else 0."""
     letters: Annotated[str, Field(pattern=r"^[A-Z]{2,26}$")] = "ABCD"
     """Those that are choices."""
 
 
-class Gsm8kRewardConfig(_InWorkers):
+class Gsm8kRewardConfig(_BuiltIn):
     kind: Literal["gsm8k"]
     """1 when the number after the last `####` equals that of the ground truth, else 0."""
     is_flexible: bool = False
     """Without `####`, the last number of the response counts."""
 
 
-class MathRewardConfig(_InWorkers):
+class MathRewardConfig(_BuiltIn):
+    # A policy can write what no algebra system simplifies in time: a wrong answer, not a broken reward.
+    late_score: ClassVar[float | None] = 0.0
     kind: Literal["math"]
     """1 when the last `\\boxed{...}`, else the last `Answer:` line, is the ground truth for math-verify, else 0."""
 
 
-class DapoMathRewardConfig(_InWorkers):
+class DapoMathRewardConfig(_BuiltIn):
     kind: Literal["dapo_math"]
     """1 when the last `Answer:` line of the last 300 characters equals the ground truth as text, else -1."""
 

@@ -1,6 +1,6 @@
-"""A judge over HTTP: one POST per response, paced, retried, its reply checked like any reward. Knows no rollouts.
+"""An LLM judge over HTTP: one POST per response, paced, retried, its reply checked like any reward. Knows no rollouts.
 
-Its key is read from a file, sent in a header, and is in no message: errors name the URL and what came back.
+The API key is read from a file and sent in a header. No message contains it: errors name the URL and the reply.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import httpx
 from megarl.config.reward import HttpRewardConfig
 from megarl.errors import RewardError, ScoreError
 from megarl.reward.pool import score_of
-from megarl.reward.protocol import Request
-from megarl.reward.result import checked
+from megarl.reward.protocol import Request, check_result
 from megarl.system.secret import Secret
 from megarl.types import Score
 
@@ -26,39 +25,41 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
-_TRY_AGAIN = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
+_RETRIED = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
 
 
 class HttpJudge:
+    """A `ScoringBackend`."""
+
     def __init__(self, config: HttpRewardConfig) -> None:
         self._config = config
         self._slots = asyncio.Semaphore(config.concurrency)
         self._next_start = 0.0
-        # Made once: reading the certificates takes longer than most requests.
+        # Created once: reading the certificates takes longer than most requests.
         self._tls = ssl.create_default_context()
         self._key = None if config.api_key_file is None else read_key(config.api_key_file)
 
-    async def ask(self, request: Request) -> Score:
+    async def score(self, request: Request) -> Score:
         pause_s = _FIRST_PAUSE_S
         for attempt in range(1, self._config.max_attempts + 1):
             try:
                 async with self._slots:
-                    await self._wait_for_turn()
+                    await self._pace()
                     reply = await self._post(request)
                 return self._score(reply)
-            except _AgainError as error:
+            except _RetryError as error:
                 complaint = str(error)
             if attempt < self._config.max_attempts:
-                logger.warning("judge %s, attempt %d of %d", complaint, attempt, self._config.max_attempts)
+                logger.warning("the judge %s, attempt %d of %d", complaint, attempt, self._config.max_attempts)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise ScoreError(f"{complaint}, {self._config.max_attempts} times (reward.max_attempts)")
 
     def close(self) -> None:
-        """Nothing to close: a connection lasts as long as its request."""
+        """Nothing to close: a connection is closed with its request."""
 
-    async def _wait_for_turn(self) -> None:
-        """Requests start at even distances, so that no second has more than its share."""
+    async def _pace(self) -> None:
+        """Start requests at even intervals, so that no second has more than `requests_per_second`."""
         if self._config.requests_per_second is None:
             return
         now = asyncio.get_running_loop().time()
@@ -73,7 +74,7 @@ class HttpJudge:
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key.reveal()}"
         try:
-            # Redirects are not followed: the key is for this address alone.
+            # Redirects are not followed: the key is for this address only.
             async with (
                 asyncio.timeout(config.timeout_s),
                 httpx.AsyncClient(timeout=None, trust_env=False, verify=self._tls) as client,  # noqa: S113 - see above
@@ -82,37 +83,37 @@ class HttpJudge:
                 _check_status(response.status_code)
                 return await _read(response, config.max_reply_bytes)
         except TimeoutError:
-            raise _AgainError(f"gave no reply within {config.timeout_s:g} s (reward.timeout_s)") from None
+            raise _RetryError(f"gave no reply within {config.timeout_s:g} s (reward.timeout_s)") from None
         except httpx.TransportError as error:
-            raise _AgainError(f"cannot be asked: {type(error).__name__}: {error}") from None
+            raise _RetryError(f"cannot be reached: {type(error).__name__}: {error}") from None
 
     def _score(self, reply: bytes) -> Score:
         try:
             value = json.loads(reply)
         except (ValueError, RecursionError):
-            raise ScoreError(f"replied with what is no JSON: {reply[:80]!r}") from None
-        return score_of(checked(value, self._config.weights))
+            raise ScoreError(f"did not reply with JSON: {reply[:80]!r}") from None
+        return score_of(check_result(value, self._config.weights))
 
 
-class _AgainError(Exception):
-    """Another attempt may do."""
+class _RetryError(Exception):
+    """Another attempt may succeed."""
 
 
 def read_key(path: Path) -> Secret:
-    """The key, or a RewardError that says what is wrong with its file and not what is in it."""
+    """Return the key; a RewardError names the file and the fault, never the content."""
     try:
         key = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise RewardError(f"{path} cannot be read: {reason}") from None
     if not key or not key.isascii() or any(character.isspace() for character in key):
-        raise RewardError(f"{path} must hold one key and nothing else")
+        raise RewardError(f"{path} must contain one key and nothing else")
     return Secret(key)
 
 
 def _check_status(status: int) -> None:
-    if status in _TRY_AGAIN or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        raise _AgainError(f"replied with status {status}")
+    if status in _RETRIED or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise _RetryError(f"replied with status {status}")
     if status != HTTPStatus.OK:
         raise ScoreError(f"replied with status {status}")
 

@@ -1,7 +1,7 @@
-"""The processes that run a reward function: started, asked with a deadline, killed, replaced.
+"""The worker processes of a reward function: started on demand, called with a deadline, killed and replaced.
 
-Knows nothing of rollouts: a request goes in, a `Score` or an error without the sample's name comes out.
-A worker is a session of its own, so that killing it takes along what the user's code has started.
+Knows no rollouts: takes a request, returns a `Score` or raises an error that does not name the sample. Each worker is a
+session of its own, so that killing it also kills what the user's code has started.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.errors import Problem, RewardError, ScoreError
-from megarl.reward.protocol import LENGTH, Answer, Request, Task
+from megarl.reward.protocol import LENGTH, Answer, Request, WorkerTask
 from megarl.types import Score
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-"""For the user's imports; scoring has its own deadline in the recipe."""
+"""Limit on the user's imports; scoring has its own deadline in the recipe."""
 
 MAX_ANSWER_BYTES = 16 << 20
 _KILL_TIMEOUT_S = 10.0
@@ -34,69 +34,69 @@ _STDERR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringTask:
-    """One function and what its workers may use."""
+    """A reward function and the limits of its workers."""
 
-    task: Task
+    worker_task: WorkerTask
     workers: int
     deadline_s: float
     samples_per_worker: int
     late_score: float | None = None
-    """Of a sample that took too long; None makes it an error."""
+    """Score of a sample that took too long; None makes it an error."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Source:
     digest: str
     mark: tuple[int, int] | None
-    """Changes whenever the content does, and is quicker to have."""
+    """Modification time and size: cheaper to compare than the digest. None if the file is gone."""
 
 
 class RewardWorkerDiedError(ScoreError):
-    """The process ended without an answer."""
+    """The worker process ended without an answer."""
 
 
 class LateError(ScoreError):
-    """The sample took more time than it may."""
+    """The sample exceeded its deadline or its CPU time."""
 
 
 class WorkerPool:
-    """At most `workload.workers` processes, started when they are first needed."""
+    """A `ScoringBackend` of at most `task.workers` processes, started on demand."""
 
-    def __init__(self, workload: ScoringTask, *, log_path: Path | None = None) -> None:
-        self._workload = workload
+    def __init__(self, task: ScoringTask, *, log_path: Path | None = None) -> None:
+        self._task = task
         self._log_path = log_path
-        self._slots = asyncio.Semaphore(workload.workers)
+        self._slots = asyncio.Semaphore(task.workers)
         self._idle: list[RewardWorker] = []
         self._busy: set[RewardWorker] = set()
         self._sources: dict[str, _Source] = {}
         self._is_closed = False
 
-    async def ask(self, request: Request) -> Score:
-        """Consumes a free worker, waits for its answer; a worker that failed to give one is not used again."""
+    async def score(self, request: Request) -> Score:
+        """Wait for a free worker and its answer. A worker that does not answer is replaced."""
         async with self._slots:
             self._check_sources()
             try:
-                answer = await self._ask_until_answered(request)
+                answer = await self._ask_twice(request)
             except LateError as error:
-                if self._workload.late_score is None:
+                if self._task.late_score is None:
                     raise
-                logger.warning("a sample counts as %g: it %s", self._workload.late_score, error)
-                return Score(value=self._workload.late_score, components={})
+                logger.warning("a sample got the score %g: it %s", self._task.late_score, error)
+                return Score(value=self._task.late_score, components={})
         return score_of(answer)
 
-    async def _ask_until_answered(self, request: Request) -> Answer:
-        """A worker's death may have had nothing to do with its sample, so that another is asked, once."""
+    async def _ask_twice(self, request: Request) -> Answer:
+        """Ask a second worker if the first one dies: its death may not be caused by the sample."""
         try:
             return await self._ask_worker(request)
         except RewardWorkerDiedError as error:
             if self._is_closed:
                 raise
-            logger.warning("a sample %s; another worker is asked", error)
+            logger.warning("a sample %s; it is sent to another worker", error)
             return await self._ask_worker(request)
 
     async def _ask_worker(self, request: Request) -> Answer:
         assert not self._is_closed, "the worker pool is closed"
-        worker = self._idle.pop() if self._idle else RewardWorker(self._workload, log_path=self._log_path)
+        worker = self._idle.pop() if self._idle else RewardWorker(self._task, log_path=self._log_path)
         self._busy.add(worker)
         try:
             if not worker.is_ready:
@@ -104,7 +104,7 @@ class WorkerPool:
                     raise RewardError(problem.message)
                 self._note_sources(worker.sources)
             answer = await worker.ask(request)
-            if worker.num_asked < self._workload.samples_per_worker:
+            if worker.num_asked < self._task.samples_per_worker:
                 self._idle.append(worker)
         finally:
             self._busy.remove(worker)
@@ -119,7 +119,7 @@ class WorkerPool:
                 raise RewardError(_changed(path))
 
     def _check_sources(self) -> None:
-        """Workers that run keep the old code and fresh ones would take the new: scores would not be comparable."""
+        """Raise if a source file changed: running workers have the old code, new ones would have the new."""
         for path, source in self._sources.items():
             mark = _mark(path)
             if mark == source.mark:
@@ -129,32 +129,32 @@ class WorkerPool:
             source.mark = mark
 
     def close(self) -> None:
-        """Kill every worker, busy or not, with what it has started. May be called twice."""
+        """Kill every worker, busy or idle, and what it has started. May be called twice."""
         self._is_closed = True
         for worker in self._idle:
             worker.discard()
         self._idle.clear()
         for worker in self._busy:
-            # Whoever waits for it finds the channel's end and discards it.
+            # The caller that waits for it reads the end of the channel and discards it.
             worker.kill()
 
 
 class RewardWorker:
-    """One process. Its handshake comes first and tells whether it has found the function."""
+    """One worker process. `handshake` is called first."""
 
-    def __init__(self, workload: ScoringTask, *, log_path: Path | None = None) -> None:
+    def __init__(self, task: ScoringTask, *, log_path: Path | None = None) -> None:
         self.is_ready = False
         self.sources: dict[str, str] = {}
-        """By file, the digest of what it has imported."""
+        """The digest of each file that it imported."""
         self.num_asked = 0
-        self._workload = workload
+        self._task = task
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
-        # -u: what the user's function prints is on disk even when the worker is killed.
-        command = [sys.executable, "-u", "-m", "megarl.reward.worker", str(theirs.fileno()), json.dumps(workload.task)]
+        # -u: the function's output is on disk even if the worker is killed.
+        arguments = (str(theirs.fileno()), json.dumps(task.worker_task))
         log = None if log_path is None else log_path.open("ab")
         self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell
-            command,
+            [sys.executable, "-u", "-m", "megarl.reward.worker", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log or _STDERR,
             stderr=log or _STDERR,
@@ -167,14 +167,14 @@ class RewardWorker:
         logger.debug("started reward worker pid=%d", self._process.pid)
 
     async def handshake(self, *, timeout_s: float) -> Problem | None:
-        """None when the user's function is there; else why it is not, under the recipe's key."""
+        """Wait until the worker has loaded the function; return the problem, with the recipe's key, if it could not."""
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self._receive()
         except TimeoutError:
             return Problem(key="reward.path", message=f"importing it took longer than {timeout_s:g} s")
         except (EOFError, ConnectionError):
-            return Problem(key="reward.path", message=f"importing it ended the process: it {self._last_words()}")
+            return Problem(key="reward.path", message=f"importing it ended the process: it {self._exit_reason()}")
         if "error" in answer:
             return Problem(key=f"reward.{answer['key']}", message=answer["error"])
         self.sources = answer["sources"]
@@ -182,7 +182,7 @@ class RewardWorker:
         return None
 
     async def ask(self, request: Request) -> Answer:
-        deadline_s = self._workload.deadline_s
+        deadline_s = self._task.deadline_s
         self.num_asked += 1
         try:
             async with asyncio.timeout(deadline_s):
@@ -193,14 +193,14 @@ class RewardWorker:
                 f"gave no score within {deadline_s:g} s (reward.deadline_s); its worker is killed"
             ) from None
         except (EOFError, ConnectionError):
-            words = self._last_words()
+            reason = self._exit_reason()
             if self._process.returncode == -signal.SIGXCPU:
-                cpu_s = self._workload.task["cpu_s"]
+                cpu_s = self._task.worker_task["cpu_s"]
                 raise LateError(f"used more than {cpu_s} s of CPU (reward.cpu_s)") from None
-            raise RewardWorkerDiedError(f"ended its worker process: it {words}") from None
+            raise RewardWorkerDiedError(f"ended its worker process: it {reason}") from None
 
     def discard(self) -> None:
-        """Kill it and forget it. Only when nobody waits on its channel."""
+        """Kill the process and close the channel. No other task may be waiting on the channel."""
         self.kill()
         self._channel.close()
 
@@ -211,10 +211,10 @@ class RewardWorker:
         try:
             self._process.wait(_KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            logger.warning("reward worker pid=%d outlives SIGKILL seconds=%g", self._process.pid, _KILL_TIMEOUT_S)
+            logger.warning("reward worker pid=%d survived SIGKILL seconds=%g", self._process.pid, _KILL_TIMEOUT_S)
 
-    def _last_words(self) -> str:
-        # A process that has exited by itself keeps its status; the signal only reaps what it left.
+    def _exit_reason(self) -> str:
+        # A process that has exited keeps its status; the signal only ends what it has started.
         self.kill()
         code = self._process.returncode or 0
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
@@ -226,7 +226,7 @@ class RewardWorker:
     async def _receive(self) -> Answer:
         (size,) = LENGTH.unpack(await self._read(LENGTH.size))
         if size > MAX_ANSWER_BYTES:
-            # The user's code may have written into the channel; whatever it is, it is no answer.
+            # The user's code may have written to the channel.
             raise ConnectionError
         message: Answer = json.loads(await self._read(size))
         return message
@@ -254,7 +254,7 @@ def _changed(path: str) -> str:
 
 
 def score_of(answer: Answer) -> Score:
-    """Raises a ScoreError where there is none."""
+    """Return the score of an answer; an `error` in it is a ScoreError."""
     if "error" in answer:
         raise ScoreError(answer["error"])
     return Score(value=answer["score"], components=answer["components"], prediction=answer.get("prediction"))

@@ -1,11 +1,11 @@
-"""One program of the model, in a kernel sandbox, with limits. Standard library only; knows no rewards.
+"""Runs a program that the model wrote, in a kernel sandbox with limits. Standard library only; knows no rewards.
 
-Bubblewrap gives the program namespaces of its own: no network, no process but its own, no file but an interpreter and
-an empty /tmp in memory, no environment. Resource limits bound the rest; a watch adds up what its processes hold
-together. Killing bubblewrap ends everything inside.
+Bubblewrap gives the program its own namespaces: no network, no other processes, no files but an interpreter and an
+empty /tmp in memory, no environment. Resource limits bound each process; the memory of all of them is added up while
+they run. Killing bubblewrap ends everything inside.
 
-As root the namespaces are made with root's rights and the program gets a user id that nobody has, since the kernel
-counts no processes of root's; as anybody else they are made in a user namespace.
+As root the namespaces are created with root's rights and the program gets an unused user id, since the kernel does not
+count root's processes; otherwise they are created in a user namespace.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megarl.system.proc import descendants, resident_bytes
 SandboxKind = Literal["bubblewrap", "none"]
 
 _PROGRAM = "/program.py"
-_TMP = "/tmp"  # noqa: S108 - inside the sandbox, and nobody else's
-_SHM = "/dev/shm"  # noqa: S108 - the same
+_TMP = "/tmp"  # noqa: S108 - inside the sandbox
+_SHM = "/dev/shm"  # noqa: S108 - inside the sandbox
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 _LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _PROBE = "print(6 * 7)"
@@ -44,13 +44,13 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class SandboxError(Exception):
-    """The sandbox cannot be had on this machine; says why and what to do."""
+    """The sandbox does not work on this machine; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     memory_bytes: int
-    """Of each process's address space, and of what all hold together."""
+    """Limit on the address space of each process, and on the resident memory of all together."""
     disk_bytes: int
     max_processes: int
     max_output_bytes: int
@@ -63,9 +63,9 @@ class Ran:
     code: int
     """Its exit status; negative or above 128 for a signal."""
     output: bytes
-    """What it wrote to standard output, up to the limit."""
+    """Its standard output, up to the limit."""
     stopped: str | None
-    """Why it was killed, where it was."""
+    """Why it was killed; None if it was not."""
 
     @property
     def is_done(self) -> bool:
@@ -73,7 +73,7 @@ class Ran:
 
 
 class Sandbox:
-    """Raises SandboxError where it cannot be had: never as a wrong answer later."""
+    """Raises SandboxError on construction if programs cannot run, so that they do not fail as wrong answers later."""
 
     def __init__(self, kind: SandboxKind, limits: Limits, *, python: str | None = None) -> None:
         self._kind = kind
@@ -91,7 +91,7 @@ class Sandbox:
         self._probe()
 
     def run(self, program: str, given: bytes, *, deadline: float) -> Ran:
-        """Until it ends, writes too much, holds too much memory, or `deadline` (monotonic) has come."""
+        """Run until it ends, writes too much, uses too much memory, or `deadline` (monotonic) passes."""
         return self._run(program, given, deadline=deadline, errors=subprocess.DEVNULL)
 
     def _probe(self) -> None:
@@ -129,7 +129,7 @@ class Sandbox:
         return Ran(code=code, output=output, stopped=stopped)
 
     def _watch(self, process: subprocess.Popen[bytes], descriptor: int, deadline: float) -> tuple[bytes, str | None]:
-        """Its output until it closes it and ends, and why it must be killed, if it must."""
+        """Return its output when it ends, and the reason to kill it if it exceeds a limit."""
         output = bytearray()
         is_open = True
         watched = 0.0
@@ -142,7 +142,7 @@ class Sandbox:
                 if now >= watched + _WATCH_INTERVAL_S:
                     watched = now
                     if _resident_bytes(process.pid) > self._limits.memory_bytes:
-                        return bytes(output), "its processes held too much memory"
+                        return bytes(output), "its processes used too much memory"
                 if is_open and selector.select(timeout=min(_WATCH_INTERVAL_S, deadline - now)):
                     chunk = os.read(descriptor, _CHUNK_BYTES)
                     output += chunk
@@ -165,7 +165,7 @@ class Sandbox:
         ]
         python = [self._python, "-I", "-B"]
         if self._kind == "none":
-            # No limit on processes: the kernel would count all those of the user.
+            # No limit on processes: the kernel would count all processes of the user.
             return ["setpriv", "--pdeathsig", "KILL", *limited, *python, f"/proc/self/fd/{source}"]
         limited.append(f"--nproc={limits.max_processes}")
         if os.geteuid() == 0:
@@ -177,7 +177,7 @@ class Sandbox:
         is_root = os.geteuid() == 0
         memory = ["--perms", "1777", "--size", str(self._limits.disk_bytes), "--tmpfs"]
         return [
-            # The program's PATH need not lead to it.
+            # By its full path: the program's PATH may not contain it.
             shutil.which("bwrap") or "bwrap",
             *(("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if is_root else ("--unshare-user",)),
             *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
@@ -194,14 +194,14 @@ class Sandbox:
         ]
 
     def _prefixes_of_python(self) -> list[str]:
-        """The folders the interpreter and its packages are in, but for what is below /usr."""
+        """Return the folders of the interpreter and its packages that are not below /usr."""
         code = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
-        found = subprocess.run(  # noqa: S603 - the interpreter that the recipe names
+        printed = subprocess.run(  # noqa: S603 - the interpreter that the recipe names
             [self._python, "-I", "-c", code], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
         )
-        if found.returncode != 0:
-            raise SandboxError(f"{self._python} is no Python: {found.stderr.strip().rpartition(chr(10))[2]}")
-        return [prefix for prefix in dict.fromkeys(found.stdout.split("\n")) if prefix and not _is_below_usr(prefix)]
+        if printed.returncode != 0:
+            raise SandboxError(f"{self._python} is not Python: {printed.stderr.strip().rpartition(chr(10))[2]}")
+        return [prefix for prefix in dict.fromkeys(printed.stdout.split("\n")) if prefix and not _is_below_usr(prefix)]
 
 
 def _is_below_usr(path: str) -> bool:
@@ -209,7 +209,7 @@ def _is_below_usr(path: str) -> bool:
 
 
 def _link(name: str) -> tuple[str, ...]:
-    """/bin and the like as they are here: links into /usr, or folders."""
+    """Return bubblewrap's options for /bin and the like, which are links into /usr or folders."""
     path = Path("/", name)
     if path.is_symlink():
         return ("--symlink", str(path.readlink()), str(path))
@@ -218,7 +218,7 @@ def _link(name: str) -> tuple[str, ...]:
 
 @contextmanager
 def _file_of(content: bytes) -> Iterator[int]:
-    """A descriptor at the beginning of the content, without a name on any disk."""
+    """Yield a descriptor of an anonymous file with this content, at its beginning."""
     with os.fdopen(os.memfd_create("program"), "wb") as file:
         file.write(content)
         file.flush()
@@ -227,5 +227,5 @@ def _file_of(content: bytes) -> Iterator[int]:
 
 
 def _resident_bytes(root: int) -> int:
-    """What the process and all below it hold in memory."""
+    """Return the resident memory of the process and its descendants."""
     return sum(resident_bytes(pid) for pid in descendants(root))

@@ -1,4 +1,4 @@
-"""From a group of rollouts to its scores. Knows rewards and text; not where rollouts come from or what scores do."""
+"""The scorers: from a group of rollouts to its scores. Knows neither workers nor HTTP, nor what scores are used for."""
 
 from __future__ import annotations
 
@@ -6,72 +6,40 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol, assert_never
 
-from megarl.config.reward import (
-    BySourceRewardConfig,
-    ExactRewardConfig,
-    FunctionRewardConfig,
-    HttpRewardConfig,
-    RewardConfig,
-    SingleRewardConfig,
-    WorkerRewardConfig,
-)
+from megarl.config.reward import HttpRewardConfig, WorkerRewardConfig
 from megarl.errors import RewardError, ScoreError
 from megarl.observe.observer import Observer
-from megarl.reward.judge import HttpJudge
-from megarl.reward.pool import LateError, RewardWorkerDiedError, WorkerPool
+from megarl.reward.pool import LateError, RewardWorkerDiedError
 from megarl.reward.protocol import Request
-from megarl.reward.scorers import exact
-from megarl.reward.workload import workload_of
 from megarl.stages import Scorer
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
 MAX_ERRORS_IN_A_ROW = 256
-"""More than chance explains: the reward is broken, whatever `on_error` says about single rollouts."""
+"""Above it the reward is broken: the run stops, whatever `on_error` says about single rollouts."""
 
 
 class ClosableScorer(Scorer, Protocol):
     def close(self) -> None:
-        """Leave no process behind. May be called twice."""
+        """End all processes of the scorer. May be called twice."""
         ...
 
 
-class Asked(Protocol):
-    """Whoever scores one response: worker processes, or a judge over HTTP."""
+class ScoringBackend(Protocol):
+    """Scores one response: worker processes, or an LLM judge over HTTP."""
 
-    async def ask(self, request: Request) -> Score:
-        """Raises a ScoreError where this one has no score, another RewardError where none will have one."""
+    async def score(self, request: Request) -> Score:
+        """Raises a ScoreError if this response has no score, another RewardError if no response will have one."""
         ...
 
     def close(self) -> None: ...
 
 
-def build_scorer(
-    config: RewardConfig, *, log_path: Path | None = None, observer: Observer | None = None
-) -> ClosableScorer:
-    """The scorer of a recipe; what user code prints goes to `log_path`, else to standard error."""
-    watched = observer or Observer(())
-    if isinstance(config, BySourceRewardConfig):
-        return BySourceScorer({name: _single(part, log_path, watched) for name, part in config.sources.items()})
-    return _single(config, log_path, watched)
-
-
-def _single(config: SingleRewardConfig, log_path: Path | None, observer: Observer) -> ClosableScorer:
-    match config:
-        case ExactRewardConfig():
-            return ExactScorer(observer)
-        case HttpRewardConfig():
-            return AskingScorer(config, HttpJudge(config), observer)
-        case _:
-            return AskingScorer(config, WorkerPool(workload_of(config), log_path=log_path), observer)
-
-
 class ExactScorer:
-    """1 when the response equals the ground truth, white space around either ignored, else 0. Needs no worker."""
+    """1 if the response equals the ground truth, white space around both ignored, else 0. Needs no worker."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
@@ -82,7 +50,7 @@ class ExactScorer:
 
     def _score(self, prompt: Prompt, rollout: Rollout) -> Score:
         began = time.monotonic()
-        value = exact.compute_score("", rollout.text, prompt.ground_truth)
+        value = float(rollout.text.strip() == prompt.ground_truth.strip())
         self._observer.scored(time.monotonic() - began)
         return Score(value=value, components={})
 
@@ -91,7 +59,7 @@ class ExactScorer:
 
 
 class BySourceScorer:
-    """The scorer that the recipe names for a prompt's data source."""
+    """Scores each group with the scorer of its data source."""
 
     def __init__(self, scorers: Mapping[str, ClosableScorer]) -> None:
         self._scorers = scorers
@@ -110,15 +78,19 @@ class BySourceScorer:
             scorer.close()
 
 
-class AskingScorer:
-    """Each rollout on its own. What has no score is an error, or what `on_error` says; never a silent zero."""
+class RemoteScorer:
+    """Scores each rollout by itself in a backend. A rollout without a score is handled as `on_error` says."""
 
-    def __init__(self, config: WorkerRewardConfig | HttpRewardConfig, asked: Asked, observer: Observer) -> None:
-        self._config = config
-        self._asked = asked
+    def __init__(
+        self, backend: ScoringBackend, observer: Observer, *, name: str, config: WorkerRewardConfig | HttpRewardConfig
+    ) -> None:
+        """`name` stands for the reward in messages."""
+        self._backend = backend
         self._observer = observer
+        self._name = name
+        self._config = config
         self._num_errors = 0
-        """Since the last score."""
+        """Errors since the last score."""
 
     async def score(self, group: RolloutGroup) -> ScoredGroup:
         _assert_finished(group)
@@ -126,18 +98,18 @@ class AskingScorer:
         try:
             scores = await asyncio.gather(*tasks)
         finally:
-            # After a failure the rest of the group is of no use to anybody.
+            # After a failure the rest of the group is useless.
             for task in tasks:
                 task.cancel()
         return ScoredGroup(group=group, scores=tuple(scores))
 
     def close(self) -> None:
-        self._asked.close()
+        self._backend.close()
 
     async def _score_rollout(self, group: RolloutGroup, index: int) -> Score:
         began = time.monotonic()
         try:
-            score = await self._asked.ask(_request(group.prompt, group.rollouts[index].text))
+            score = await self._backend.score(_request(group.prompt, group.rollouts[index].text))
         except ScoreError as error:
             self._num_errors += 1
             self._observer.score_failed(_cause(error))
@@ -166,19 +138,12 @@ class AskingScorer:
                 assert_never(config.on_error)
 
     def _named(self, error: RewardError, prompt: Prompt, index: int) -> str:
-        config = self._config
-        match config:
-            case FunctionRewardConfig():
-                reward = f"reward {config.path} {config.name}"
-            case HttpRewardConfig():
-                reward = f"reward {config.url}"
-            case _:
-                reward = f"reward {config.kind}"
-        return f"{reward}: data_source {prompt.data_source}, prompt {prompt.uid}, rollout {index}: {error}"
+        where = f"data_source {prompt.data_source}, prompt {prompt.uid}, rollout {index}"
+        return f"reward {self._name}: {where}: {error}"
 
 
 def _cause(error: ScoreError) -> str:
-    """In one word: `late`, `worker_died`, or `error` where the reward itself said so."""
+    """Return the metric's label: `late`, `worker_died`, or `error` if the reward itself failed."""
     match error:
         case LateError():
             return "late"

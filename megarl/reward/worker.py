@@ -1,7 +1,7 @@
 """The process that runs a reward function: `python -m megarl.reward.worker SOCKET TASK`.
 
-Limits itself, imports the file, says so, then answers one request after the other. Standard library only: a worker
-starts in the time the user's own imports take. Whatever the user's code does, the answer is a score or a sentence.
+It sets its limits, imports the file, reports that, then answers requests one by one. Standard library only: a worker
+starts in the time that the user's own imports take. Whatever the user's code does, the answer is a score or an error.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
 
-from megarl.reward.protocol import LENGTH, Answer, Request, Task
-from megarl.reward.result import checked, type_name
+from megarl.reward.protocol import LENGTH, Answer, Request, WorkerTask, check_result, type_name
 from megarl.system.faults import reach
 
 _MODULE = "megarl_user_reward"
@@ -39,9 +38,9 @@ _OPTIONAL = "extra_info"
 _UserFunction: TypeAlias = Callable[..., object]
 
 
-def serve(channel: socket.socket, task: Task) -> None:
-    """Answer until the other side hangs up."""
-    threading.Thread(target=_die_with_parent, args=(channel,), daemon=True).start()
+def serve(channel: socket.socket, task: WorkerTask) -> None:
+    """Answer requests until the other side closes the channel."""
+    threading.Thread(target=_exit_with_parent, args=(channel,), daemon=True).start()
     if task["memory_bytes"] is not None:
         resource.setrlimit(resource.RLIMIT_AS, (task["memory_bytes"], resource.RLIM_INFINITY))
     path = Path(task["path"])
@@ -58,7 +57,7 @@ def serve(channel: socket.socket, task: Task) -> None:
 
 
 def _grant_cpu(cpu_s: int | None) -> None:
-    """The kernel counts a process's time from its start, so that the limit moves on with each request."""
+    """Set the CPU limit of one request: the kernel counts from the start of the process."""
     if cpu_s is not None:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         limit = math.ceil(usage.ru_utime + usage.ru_stime) + cpu_s
@@ -66,7 +65,7 @@ def _grant_cpu(cpu_s: int | None) -> None:
 
 
 def _sources(path: Path) -> Iterator[tuple[str, str]]:
-    """The file and what it imported from its own folder; not what is installed, should that be below it."""
+    """Yield path and digest of the file and of its imports from the same folder, installed packages excepted."""
     files = {path}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
@@ -79,7 +78,7 @@ def _sources(path: Path) -> Iterator[tuple[str, str]]:
 
 
 class UserError(Exception):
-    """The function cannot be had; `key` is the one of the recipe's `reward` section that leads to it."""
+    """The function cannot be loaded; `key` is the key of the recipe's `reward` section to change."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -101,7 +100,7 @@ def _load(path: Path, name: str, *options: str) -> _UserFunction:
     raise UserError(
         "name",
         f"{name}{inspect.signature(function)} in {path} cannot be called with the keywords "
-        f"{', '.join(_REQUIRED)} and, if it likes, {_OPTIONAL}",
+        f"{', '.join(_REQUIRED)} and, optionally, {_OPTIONAL}",
     )
 
 
@@ -119,13 +118,13 @@ def _takes(function: _UserFunction, *names: str) -> bool:
     except TypeError:
         return False
     except ValueError:
-        # Some compiled callables do not say what they take: the first call will.
+        # Some compiled callables have no signature; the first call will show.
         return True
     return True
 
 
 def _import(path: Path) -> ModuleType:
-    # Last, so that a file beside the user's can be imported but hides nothing that is installed.
+    # Last: files in the user's folder can be imported but do not hide installed packages.
     sys.path.append(str(path.parent))
     loader = SourceFileLoader(_MODULE, str(path))
     spec = spec_from_loader(_MODULE, loader)
@@ -140,7 +139,7 @@ def _import(path: Path) -> ModuleType:
     return module
 
 
-def _answer(function: _UserFunction, request: Request, task: Task, runner: asyncio.Runner) -> Answer:
+def _answer(function: _UserFunction, request: Request, task: WorkerTask, runner: asyncio.Runner) -> Answer:
     try:
         spoil = reach("scoring")
         value = math.nan if spoil == "nan" else function(**request)
@@ -148,14 +147,14 @@ def _answer(function: _UserFunction, request: Request, task: Task, runner: async
             value = runner.run(_finish(value))
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
         return {"error": _describe(error, Path(task["path"]))}
-    answer = checked(value, task["weights"])
+    answer = check_result(value, task["weights"])
     if "error" in answer:
         return {"error": f"{answer['error']} ({_place(function)})"}
     return answer
 
 
 def _place(function: _UserFunction) -> str:
-    """File and line of the function behind partials and decorators."""
+    """Return file and line of the function inside partials and decorators."""
     while isinstance(function, partial):
         function = function.func
     inner = inspect.unwrap(function)
@@ -168,7 +167,7 @@ async def _finish(value: Awaitable[object]) -> object:
 
 
 def _describe(error: BaseException, path: Path) -> str:
-    """What was raised, and the last line of the user's file on the way there."""
+    """Return the error and the last line of the user's file in its traceback."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         frames.append((error.filename or "", error.lineno))
@@ -186,7 +185,7 @@ def _send(channel: socket.socket, message: Answer) -> None:
 
 
 def _receive(channel: socket.socket) -> Request | None:
-    """The next request; None when the other side has hung up."""
+    """Return the next request; None if the other side has closed the channel."""
     header = channel.recv(LENGTH.size, socket.MSG_WAITALL)
     if len(header) < LENGTH.size:
         return None
@@ -196,8 +195,8 @@ def _receive(channel: socket.socket) -> Request | None:
     return request
 
 
-def _die_with_parent(channel: socket.socket) -> None:
-    """A worker that computes does not read: this thread notices that nobody waits for it any more."""
+def _exit_with_parent(channel: socket.socket) -> None:
+    """Kill the process group when the parent closes the channel, which a computing worker would not notice."""
     poll = select.poll()
     poll.register(channel, select.POLLRDHUP)
     poll.poll()
@@ -207,7 +206,7 @@ def _die_with_parent(channel: socket.socket) -> None:
 def main() -> None:
     descriptor, task = sys.argv[1:]
     channel = socket.socket(fileno=int(descriptor))
-    # What the user's code starts must not keep the channel open.
+    # Processes that the user's code starts must not inherit the channel.
     channel.set_inheritable(False)
     serve(channel, json.loads(task))
 

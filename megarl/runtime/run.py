@@ -25,7 +25,7 @@ from megarl.data.stream import PromptStream
 from megarl.errors import WorkerError
 from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
-from megarl.reward.scorer import build_scorer
+from megarl.reward.build import build_scorer
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, evaluation_seed
 from megarl.rollout.in_flight import Pauses, PausingPublisher

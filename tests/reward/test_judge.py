@@ -15,9 +15,8 @@ import pytest
 from megarl.config.reward import HttpRewardConfig
 from megarl.errors import RewardError, ScoreError
 from megarl.reward import judge
-from megarl.reward.check import check_reward
+from megarl.reward.build import build_scorer, check_reward
 from megarl.reward.judge import HttpJudge
-from megarl.reward.scorer import build_scorer
 from megarl.types import RolloutGroup, Score
 
 MakeGroup = Callable[..., RolloutGroup]
@@ -124,7 +123,7 @@ def test_a_judge_that_never_answers_is_an_error_in_time(server: Judge, make_grou
 
 def test_no_judge_at_all_is_an_error(server: Judge, make_group: MakeGroup) -> None:
     server.close()
-    with pytest.raises(ScoreError, match="cannot be asked: ConnectError"):
+    with pytest.raises(ScoreError, match="cannot be reached: ConnectError"):
         scores(config_of(server, max_attempts=2), make_group("42"))
 
 
@@ -133,8 +132,8 @@ def test_no_judge_at_all_is_an_error(server: Judge, make_group: MakeGroup) -> No
     [
         (400, b"", "replied with status 400"),
         (302, b"", "replied with status 302"),
-        (200, b"<html>", "replied with what is no JSON: b'<html>'"),
-        (200, b"[" * 100_000, "no JSON"),
+        (200, b"<html>", "did not reply with JSON: b'<html>'"),
+        (200, b"[" * 100_000, "did not reply with JSON"),
         (200, b"NaN", "returned nan for score; it must be finite"),
         (200, b"null", "returned a NoneType for score"),
         (200, b'"1"', "returned a str for score"),

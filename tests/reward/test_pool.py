@@ -15,9 +15,9 @@ import pytest
 
 from megarl.config.reward import FunctionRewardConfig, MathRewardConfig
 from megarl.errors import RewardError, ScoreError
+from megarl.reward.build import scoring_task
 from megarl.reward.pool import WorkerPool
 from megarl.reward.protocol import Request
-from megarl.reward.workload import workload_of
 from megarl.system.proc import ZOMBIE, read_stat
 
 MakeReward = Callable[..., FunctionRewardConfig]
@@ -36,7 +36,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def pool_of(config: FunctionRewardConfig) -> WorkerPool:
-    return WorkerPool(workload_of(config))
+    return WorkerPool(scoring_task(config))
 
 
 def request(text: str, pids: Path | str = "") -> Request:
@@ -69,10 +69,10 @@ def test_a_late_worker_is_killed_with_its_children_and_replaced(tmp_path: Path, 
     pool = pool_of(make_reward(HANGS_ON_REQUEST, deadline_s=3))
 
     async def scenario() -> tuple[float, float]:
-        first = await pool.ask(request("go"))
+        first = await pool.score(request("go"))
         with pytest.raises(RewardError, match="within 3 s"):
-            await pool.ask(request("hang", tmp_path / "pids"))
-        return first.value, (await pool.ask(request("go"))).value
+            await pool.score(request("hang", tmp_path / "pids"))
+        return first.value, (await pool.score(request("go"))).value
 
     first, second = asyncio.run(scenario())
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
@@ -88,7 +88,7 @@ def test_workers_are_reused_and_no_more_than_asked_for(make_reward: MakeReward) 
     pool = pool_of(config)
 
     async def scenario() -> list[float]:
-        return [score.value for score in await asyncio.gather(*(pool.ask(request("go")) for _ in range(12)))]
+        return [score.value for score in await asyncio.gather(*(pool.score(request("go")) for _ in range(12)))]
 
     pids = {int(pid) for pid in asyncio.run(scenario())}
     assert 1 <= len(pids) <= 2
@@ -102,12 +102,12 @@ def test_a_cancelled_request_frees_its_worker(tmp_path: Path, make_reward: MakeR
     pool = pool_of(make_reward(HANGS_ON_REQUEST))
 
     async def scenario() -> tuple[list[int], float]:
-        task = asyncio.create_task(pool.ask(request("hang", tmp_path / "pids")))
+        task = asyncio.create_task(pool.score(request("hang", tmp_path / "pids")))
         pids = await read_pids(tmp_path / "pids")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return pids, (await pool.ask(request("go"))).value
+        return pids, (await pool.score(request("go"))).value
 
     pids, next_pid = asyncio.run(scenario())
     wait_for_end(pids)
@@ -119,7 +119,7 @@ def test_closing_ends_a_busy_worker_and_wakes_who_waits(tmp_path: Path, make_rew
     pool = pool_of(make_reward(HANGS_ON_REQUEST, deadline_s=60))
 
     async def scenario() -> list[int]:
-        task = asyncio.create_task(pool.ask(request("hang", tmp_path / "pids")))
+        task = asyncio.create_task(pool.score(request("hang", tmp_path / "pids")))
         pids = await read_pids(tmp_path / "pids")
         pool.close()
         with pytest.raises(RewardError, match="SIGKILL"):
@@ -135,11 +135,11 @@ def test_a_stopped_worker_does_not_outlast_its_deadline(make_reward: MakeReward)
     pool = pool_of(make_reward(HANGS_ON_REQUEST, deadline_s=1.5))
 
     async def scenario() -> int:
-        pid = int((await pool.ask(request("go"))).value)
+        pid = int((await pool.score(request("go"))).value)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(RewardError, match=r"within 1\.5 s"):
             # More than the socket holds: sending blocks too.
-            await pool.ask(request("x" * 4_000_000))
+            await pool.score(request("x" * 4_000_000))
         return pid
 
     wait_for_end([asyncio.run(scenario())])
@@ -148,7 +148,7 @@ def test_a_stopped_worker_does_not_outlast_its_deadline(make_reward: MakeReward)
 
 def test_a_long_text_arrives_whole(make_reward: MakeReward) -> None:
     pool = pool_of(make_reward("def compute_score(**sample): return len(sample['solution_str'])"))
-    assert asyncio.run(pool.ask(request("ä" * 3_000_000))).value == 3_000_000
+    assert asyncio.run(pool.score(request("ä" * 3_000_000))).value == 3_000_000
     pool.close()
 
 
@@ -161,11 +161,11 @@ def test_workers_die_with_a_parent_that_was_killed(tmp_path: Path, make_reward: 
         from megarl.config.reward import FunctionRewardConfig
         from megarl.reward.pool import WorkerPool
         from megarl.reward.protocol import Request
-        from megarl.reward.workload import workload_of
+        from megarl.reward.build import scoring_task
 
-        pool = WorkerPool(workload_of(FunctionRewardConfig(kind="function", path={str(config.path)!r})))
+        pool = WorkerPool(scoring_task(FunctionRewardConfig(kind="function", path={str(config.path)!r})))
         extra_info = {{"pids": {str(tmp_path / "pids")!r}}}
-        asyncio.run(pool.ask(Request(data_source="", solution_str="hang", ground_truth="", extra_info=extra_info)))
+        asyncio.run(pool.score(Request(data_source="", solution_str="hang", ground_truth="", extra_info=extra_info)))
         """)
     )
     parent = subprocess.Popen([sys.executable, str(script)])
@@ -180,7 +180,7 @@ def test_workers_die_with_a_parent_that_was_killed(tmp_path: Path, make_reward: 
 def test_a_file_that_broke_after_the_check_is_an_error(make_reward: MakeReward) -> None:
     pool = pool_of(make_reward("raise RuntimeError('no licence')"))
     with pytest.raises(RewardError, match=r"importing it raised RuntimeError: no licence \(.*my_reward.py:1\)"):
-        asyncio.run(pool.ask(request("go")))
+        asyncio.run(pool.score(request("go")))
     pool.close()
 
 
@@ -204,12 +204,12 @@ def test_a_killed_worker_is_replaced_and_its_sample_scored(tmp_path: Path, make_
     pids = tmp_path / "pids"
 
     async def scenario() -> tuple[int, float, float]:
-        slow = asyncio.create_task(pool.ask(request("slow", pids)))
+        slow = asyncio.create_task(pool.score(request("slow", pids)))
         async with asyncio.timeout(20):
             while not (pids.exists() and pids.read_text().endswith("\n")):
                 await asyncio.sleep(0.02)
         victim = int(pids.read_text())
-        other = (await pool.ask(request("go"))).value
+        other = (await pool.score(request("go"))).value
         os.kill(victim, signal.SIGKILL)
         return victim, other, (await slow).value
 
@@ -226,7 +226,7 @@ def test_a_worker_makes_room_for_a_fresh_one(make_reward: MakeReward) -> None:
     pool = pool_of(config)
 
     async def scenario() -> list[int]:
-        return [int((await pool.ask(request("go"))).value) for _ in range(7)]
+        return [int((await pool.score(request("go"))).value) for _ in range(7)]
 
     pids = asyncio.run(scenario())
     assert [len(set(pids[:3])), len(set(pids[3:6])), len(set(pids))] == [1, 1, 3]
@@ -252,10 +252,10 @@ def test_memory_and_cpu_of_a_worker_are_limited(make_reward: MakeReward) -> None
         with pytest.raises(
             ScoreError, match=r"raised MemoryError: the limit is reward.memory_gib \(.*my_reward.py:4\)"
         ):
-            await pool.ask(request("memory"))
+            await pool.score(request("memory"))
         with pytest.raises(ScoreError, match=r"used more than 1 s of CPU \(reward.cpu_s\)"):
-            await pool.ask(request("cpu"))
-        return (await pool.ask(request("go"))).value
+            await pool.score(request("cpu"))
+        return (await pool.score(request("go"))).value
 
     assert asyncio.run(scenario()) == 1
     pool.close()
@@ -268,14 +268,14 @@ def test_a_file_that_changes_during_the_run_is_an_error(name: str, tmp_path: Pat
     pool = pool_of(make_reward("from my_parsing import SCORE\ndef compute_score(**sample): return SCORE"))
 
     async def scenario() -> None:
-        await pool.ask(request("go"))
+        await pool.score(request("go"))
         path = tmp_path / name
         # The same content written again is no change.
         path.write_text(path.read_text())
-        await pool.ask(request("go"))
+        await pool.score(request("go"))
         path.write_text(path.read_text() + "\n")
         with pytest.raises(RewardError, match=f"{name} changed during the run") as caught:
-            await pool.ask(request("go"))
+            await pool.score(request("go"))
         assert not isinstance(caught.value, ScoreError)
 
     asyncio.run(scenario())
@@ -284,11 +284,11 @@ def test_a_file_that_changes_during_the_run_is_an_error(name: str, tmp_path: Pat
 
 def test_what_math_cannot_judge_in_time_is_wrong() -> None:
     config = MathRewardConfig(kind="math", workers=1, deadline_s=60)
-    pool = WorkerPool(replace(workload_of(config), deadline_s=2))
+    pool = WorkerPool(replace(scoring_task(config), deadline_s=2))
 
     async def scenario() -> list[float]:
         texts = (r"\boxed{\frac12}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{0.5}")
-        return [(await pool.ask(sample(text))).value for text in texts]
+        return [(await pool.score(sample(text))).value for text in texts]
 
     def sample(text: str) -> Request:
         return Request(data_source="x", solution_str=text, ground_truth="1/2", extra_info={})
@@ -316,5 +316,5 @@ def test_an_answer_that_claims_to_be_huge_is_none(make_reward: MakeReward) -> No
         )
     )
     with pytest.raises(ScoreError, match="ended its worker process"):
-        asyncio.run(pool.ask(request("")))
+        asyncio.run(pool.score(request("")))
     pool.close()

@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 from megarl.config.reward import BySourceRewardConfig, ExactRewardConfig, FunctionRewardConfig, RewardConfig
 from megarl.errors import RewardError
 from megarl.observe.observer import Observer
-from megarl.reward.check import check_reward
-from megarl.reward.scorer import AskingScorer, ExactScorer, build_scorer
+from megarl.reward.build import build_scorer, check_reward
+from megarl.reward.scorer import ExactScorer, RemoteScorer
 from megarl.types import FinishReason, RolloutGroup, Score
 
 MakeGroup = Callable[..., RolloutGroup]
@@ -38,7 +38,7 @@ def error_of(config: FunctionRewardConfig, group: RolloutGroup) -> str:
 
 def test_the_recipe_chooses_the_scorer(make_reward: MakeReward) -> None:
     assert isinstance(build_scorer(ExactRewardConfig(kind="exact")), ExactScorer)
-    assert isinstance(build_scorer(make_reward("def compute_score(**arguments): return 1")), AskingScorer)
+    assert isinstance(build_scorer(make_reward("def compute_score(**arguments): return 1")), RemoteScorer)
 
 
 def test_the_exact_scorer_compares_without_the_white_space_around(make_group: MakeGroup) -> None:

@@ -6,8 +6,8 @@ The tests are JSON, in the ground truth or, where that is empty, in `extra_info[
     {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}          arguments and result of a function
     {"asserts": ["assert add(1, 2) == 3"]}, or the list alone      Python, run after the program
 
-Outputs are compared here, outside: a program never sees what is expected of it. Asserts have to run beside the program;
-a mark that is made up anew each time, printed after the last of them, tells that they were reached.
+Outputs are compared here, outside the sandbox: a program never sees the expected ones. Asserts have to run with the
+program; a random mark, printed after each, shows that it was reached and held.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ print({mark!r} + _json.dumps(_result))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One test: what is appended to the program, what it is given, what it must write."""
+    """One test: the code appended to the program, its input, and the expected output."""
 
     suffix: str
     given: bytes
     expected: object
     mark: str | None
-    """What comes before the result on the last line; None where all of the output is the result."""
+    """Precedes the result on the last line; None if the whole output is the result."""
 
     def is_passed(self, ran: Ran) -> bool:
         if not ran.is_done:
@@ -84,12 +84,12 @@ def compute_score(
         max_processes=max_processes,
         max_output_bytes=max_output_bytes,
     )
-    runs = _sandbox(sandbox, limits, python)
+    box = _sandbox(sandbox, limits, python)
     num_passed = 0
     for case in cases:
         if time.monotonic() >= deadline:
             break
-        if case.is_passed(runs.run(program + case.suffix, case.given, deadline=deadline)):
+        if case.is_passed(box.run(program + case.suffix, case.given, deadline=deadline)):
             num_passed += 1
         elif not gives_partial_credit:
             break
@@ -98,7 +98,7 @@ def compute_score(
 
 
 def last_block(text: str) -> str | None:
-    """The last fenced block that says it is Python; else the last one that says nothing."""
+    """Return the last fenced block marked as Python; without one, the last unmarked block."""
     blocks = _BLOCK.findall(text)
     for names in (_PYTHON, ("",)):
         for language, code in reversed(blocks):
@@ -135,9 +135,9 @@ def _exchange(given: object, expected: object) -> Case:
 
 def _call(name: str, given: object, expected: object) -> Case:
     if not name.isidentifier():
-        raise ValueError(f"fn_name {name[:40]!r} is no name of a function")
+        raise ValueError(f"fn_name {name[:40]!r} is not a function name")
     mark = token_hex(16)
-    # On lines of its own: a program may end in a comment.
+    # On a new line: the program may end in a comment.
     suffix = "\n" + _CALL.format(name=name, mark=mark)
     return Case(suffix=suffix, given=json.dumps(given).encode(), expected=expected, mark=mark)
 
@@ -148,5 +148,5 @@ def _assertion(source: object) -> Case:
 
 
 def _lines(text: str) -> list[str]:
-    """Without what nobody sees: white space at the end of lines, empty lines at the end."""
+    """Split into lines, without trailing white space and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -1,7 +1,7 @@
-"""DAPO's verifier: the last `Answer:` line of the end of the response, compared as normalised text; 1 or -1.
+"""DAPO's verifier: the last `Answer:` line of the response's end, compared as normalised text; 1 or -1.
 
-The public set-up asks for a last line `Answer: $Answer` and looks at the last 300 characters only. Component `acc` is
-1 or 0, for a filter that wants a share of right answers.
+The public set-up asks for a last line `Answer: $Answer` and reads only the last 300 characters. The component `acc` is
+1 or 0, for a filter on the share of right answers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from megarl.reward.scorers.boxes import last_answer_line, last_boxed
+from megarl.reward.scorers import last_answer_line, last_boxed
 
 Result = dict[str, float | str | None]
 
@@ -28,14 +28,14 @@ def compute_score(
     truth = normalized(ground_truth)
     if not truth:
         raise ValueError("the ground truth is empty")
-    found = last_answer_line(solution_str[-_NUM_LAST_CHARACTERS:])
-    prediction = None if found is None else normalized(found)
+    answer = last_answer_line(solution_str[-_NUM_LAST_CHARACTERS:])
+    prediction = None if answer is None else normalized(answer)
     is_right = prediction == truth
     return {"score": 1.0 if is_right else -1.0, "acc": float(is_right), "prediction": prediction}
 
 
 def normalized(answer: str) -> str:
-    """Without what changes the look of an answer and not its value: `$\\dfrac{1}{2}$.` and `\\frac12` are one."""
+    """Remove what changes only the look of an answer: `$\\dfrac{1}{2}$.` and `\\frac12` become equal."""
     answer = answer.replace(_MINUS, "-").strip()
     boxed = last_boxed(answer)
     answer = answer if boxed is None else boxed

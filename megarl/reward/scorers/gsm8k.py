@@ -1,4 +1,4 @@
-"""Grade-school word problems: the answer is a number after `####`, as the data set itself writes it."""
+"""Grade-school word problems: the answer is the number after `####`, as in the data set's own solutions."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def final_number(text: str, *, is_flexible: bool) -> Decimal | None:
     marked = _MARKED.findall(text)
     if marked:
         return _decimal(marked[-1])
-    if is_flexible and (found := _ANYWHERE.findall(text)):
-        return _decimal(found[-1])
+    if is_flexible and (numbers := _ANYWHERE.findall(text)):
+        return _decimal(numbers[-1])
     return None
 
 
 def _truth(text: str) -> Decimal:
-    """The bare number, or the data set's whole solution with its `####`."""
-    found = final_number(text if "####" in text else f"#### {text.strip()}", is_flexible=False)
-    if found is None:
+    """Read the ground truth: a bare number, or the data set's whole solution with its `####`."""
+    number = final_number(text if "####" in text else f"#### {text.strip()}", is_flexible=False)
+    if number is None:
         raise ValueError(f"the ground truth {text[-40:]!r} has no number")
-    return found
+    return number
 
 
 def _decimal(written: str) -> Decimal | None:
-    """Exact, and never slow: a number of thousands of digits is no answer."""
+    """Return the exact value; None for more than 100 characters, which would be slow to compare."""
     digits = written.translate(str.maketrans("\u2212", "-", ",$ \u00a0\t\n"))
     return Decimal(digits).normalize() if len(digits) <= 100 else None

@@ -1,7 +1,7 @@
 """Mathematics: the last box, else the last `Answer:` line, compared with the ground truth by math-verify.
 
-math-verify reads LaTeX with a grammar. Its other way to read text, through sympy's `parse_expr`, evaluates Python: it
-is never given a response.
+math-verify parses LaTeX with a grammar. Its other parser, sympy's `parse_expr`, evaluates Python and never gets a
+response.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Mapping
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from megarl.reward.scorers.boxes import last_answer_line, last_boxed
+from megarl.reward.scorers import last_answer_line, last_boxed
 
 Result = dict[str, float | str | None]
 
 _MAX_CHARACTERS = 2000
-"""A longer answer is none: the grammar takes seconds for it."""
+"""A longer answer does not count: parsing it takes seconds."""
 _TIMEOUT_S = 5
-_READS = (LatexExtractionConfig(),)
+_LATEX = (LatexExtractionConfig(),)
 # Minus sign, en dash, no-break space, full-width equals sign.
 _TIDY = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\uff1d": "="})
 
-# It logs whole responses; a score of 0 says as much.
+# It logs whole responses.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 
@@ -44,7 +44,7 @@ def answer_of(text: str) -> str | None:
 
 
 def is_equal(prediction: str, truth: str) -> bool:
-    """As text, or as mathematics."""
+    """Whether the two are equal as text or as mathematics."""
     prediction, truth = _tidy(prediction), _tidy(truth)
     if not prediction:
         return False
@@ -62,5 +62,5 @@ def _tidy(answer: str) -> str:
 
 
 def _parsed(answer: str) -> list[object]:
-    found: list[object] = parse(f"\\boxed{{{answer}}}", extraction_config=_READS, parsing_timeout=_TIMEOUT_S)
-    return found
+    expressions: list[object] = parse(f"\\boxed{{{answer}}}", extraction_config=_LATEX, parsing_timeout=_TIMEOUT_S)
+    return expressions

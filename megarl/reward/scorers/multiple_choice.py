@@ -1,7 +1,7 @@
-"""The answer is a letter: the one the response settles on, as people and models write it.
+"""The answer is a letter, read from the response in the ways that people and models write it.
 
 In this order: the last box (`\\boxed{B}`, `\\boxed{\\text{(B)}}`), the last "answer ... B" phrase, a response that is
-nothing but a letter, the last letter in parentheses. A bare letter in a sentence is no choice: "A" is a word.
+only a letter, the last letter in parentheses. A bare letter in a sentence does not count: "A" is a word.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from megarl.reward.scorers.boxes import last_boxed
+from megarl.reward.scorers import last_boxed
 
 Result = dict[str, float | str | None]
 
@@ -26,7 +26,7 @@ def compute_score(
 ) -> Result:
     truth = _bare(ground_truth)
     if len(truth) != 1 or truth not in letters:
-        raise ValueError(f"the ground truth {ground_truth[:40]!r} is none of the letters {letters}")
+        raise ValueError(f"the ground truth {ground_truth[:40]!r} is not one of the letters {letters}")
     prediction = choice(solution_str, letters)
     return {"score": float(prediction == truth), "prediction": prediction}
 
@@ -34,10 +34,10 @@ def compute_score(
 def choice(text: str, letters: str) -> str | None:
     boxed = last_boxed(text)
     if boxed is not None:
-        found = re.match(rf"\(?([{letters}])(?![A-Za-z])", _bare(boxed))
-        return found[1] if found else None
+        letter = re.match(rf"\(?([{letters}])(?![A-Za-z])", _bare(boxed))
+        return letter[1] if letter else None
     patterns = (
-        # "the answer is (B)", "Answer: **B**", "final answer - B."; the letter stands alone.
+        # "the answer is (B)", "Answer: **B**", "final answer - B."; no letter follows it.
         rf"(?i:answer|choice|option)(?i:\s+is|\s+would\s+be)?\s*[:=\-]?[\s*_$(\[]*([{letters}])(?![A-Za-z'\u2019])",
         rf"\A[\s*_$(\[]*([{letters}])[\s*_$)\].:]*\Z",
         rf"\(([{letters}])\)",

@@ -1,4 +1,4 @@
-"""The answer is what a pattern finds last."""
+"""The answer is the last match of a pattern."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def compute_score(
 
 
 def find(pattern: str, text: str) -> str | None:
-    """Of the last match: the group `answer`, else the first group, else all of it; None where it took no part."""
+    """Return the group `answer` of the last match, else its first group, else the match; None if that is unset."""
     compiled = re.compile(pattern)
     last = None
-    for last in compiled.finditer(text):  # noqa: B007 - only the last is wanted
+    for last in compiled.finditer(text):  # noqa: B007 - only the last match counts
         pass
     if last is None:
         return None
     group: str | int = "answer" if "answer" in compiled.groupindex else min(compiled.groups, 1)
-    found: str | None = last.group(group)
-    return None if found is None else found.strip()
+    answer: str | None = last.group(group)
+    return None if answer is None else answer.strip()

@@ -209,7 +209,7 @@ def test_many_processes_share_one_memory_limit() -> None:
     hold = "os.fork() or (bytearray(b'x') * (200 << 20), time.sleep(60))"
     program = f"import os, time\nfor _ in range(6): {hold}\ntime.sleep(60)"
     ran = Sandbox("bubblewrap", LIMITS).run(program, b"", deadline=time.monotonic() + 30)
-    assert ran.stopped == "its processes held too much memory"
+    assert ran.stopped == "its processes used too much memory"
 
 
 def test_nothing_is_left_of_a_program_whose_caller_was_killed(tmp_path: Path) -> None:

@@ -44,5 +44,5 @@ def test_more_letters_and_a_decorated_ground_truth() -> None:
 
 @pytest.mark.parametrize("truth", ["E", "", "AB", "2"])
 def test_a_ground_truth_that_is_no_choice_is_an_error(truth: str) -> None:
-    with pytest.raises(ValueError, match="none of the letters ABCD"):
+    with pytest.raises(ValueError, match="not one of the letters ABCD"):
         compute_score("", "A", truth)

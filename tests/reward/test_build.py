@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.reward import ExactRewardConfig, FunctionRewardConfig
-from megarl.reward.check import check_reward
+from megarl.reward.build import check_reward
 
 MakeReward = Callable[..., FunctionRewardConfig]
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megarl.reward.scorers.boxes import last_answer_line, last_boxed
+from megarl.reward.scorers import last_answer_line, last_boxed
 
 MEGABYTE = 1_000_000
 

@@ -1,0 +1,162 @@
+"""From the recipe's `reward` section to its scorer, and the checks of that section. Knows the kinds of rewards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from megarl.config.reward import (
+    BySourceRewardConfig,
+    CodeTestsRewardConfig,
+    ExactRewardConfig,
+    FunctionRewardConfig,
+    HttpRewardConfig,
+    RewardConfig,
+    SingleRewardConfig,
+    WorkerRewardConfig,
+)
+from megarl.errors import Problem, RewardError
+from megarl.observe.observer import Observer
+from megarl.reward.judge import HttpJudge, read_key
+from megarl.reward.pool import START_TIMEOUT_S, RewardWorker, ScoringTask, WorkerPool
+from megarl.reward.protocol import WorkerTask
+from megarl.reward.sandbox import Limits, Sandbox, SandboxError
+from megarl.reward.scorer import BySourceScorer, ClosableScorer, ExactScorer, RemoteScorer
+
+_SCORERS = Path(__file__).parent / "scorers"
+_FUNCTION = "compute_score"
+_GIB = 1 << 30
+_MIB = 1 << 20
+_SANDBOX_GRACE_S = 20.0
+"""The sandbox enforces the deadline itself; a worker that is this much later is broken."""
+
+
+def build_scorer(
+    config: RewardConfig, *, log_path: Path | None = None, observer: Observer | None = None
+) -> ClosableScorer:
+    """Return the scorer of a recipe. What user code prints goes to `log_path`, or to standard error without one."""
+    observer = observer or Observer(())
+    if isinstance(config, BySourceRewardConfig):
+        return BySourceScorer({name: _build(part, log_path, observer) for name, part in config.sources.items()})
+    return _build(config, log_path, observer)
+
+
+def _build(config: SingleRewardConfig, log_path: Path | None, observer: Observer) -> ClosableScorer:
+    match config:
+        case ExactRewardConfig():
+            return ExactScorer(observer)
+        case HttpRewardConfig():
+            return RemoteScorer(HttpJudge(config), observer, name=config.url, config=config)
+        case _:
+            name = f"{config.path} {config.name}" if isinstance(config, FunctionRewardConfig) else config.kind
+            pool = WorkerPool(scoring_task(config), log_path=log_path)
+            return RemoteScorer(pool, observer, name=name, config=config)
+
+
+def check_reward(config: RewardConfig, *, timeout_s: float = START_TIMEOUT_S) -> list[Problem]:
+    """Return every problem of the section: files, imports, the function's arguments, the sandbox.
+
+    Starts its own event loop.
+    """
+    if not isinstance(config, BySourceRewardConfig):
+        return [*_check(config, timeout_s=timeout_s)]
+    return [
+        replace(problem, key=problem.key.replace("reward.", f"reward.sources.{name}.", 1))
+        for name, part in config.sources.items()
+        for problem in _check(part, timeout_s=timeout_s)
+    ]
+
+
+def _check(config: SingleRewardConfig, *, timeout_s: float) -> Iterator[Problem]:
+    match config:
+        case ExactRewardConfig():
+            return
+        case HttpRewardConfig():
+            if config.api_key_file is not None:
+                try:
+                    read_key(config.api_key_file)
+                except RewardError as error:
+                    yield Problem(key="reward.api_key_file", message=str(error))
+        case FunctionRewardConfig() if not config.path.is_file():
+            yield Problem(key="reward.path", message=f"{config.path} is not a file; name your Python file")
+        case CodeTestsRewardConfig():
+            try:
+                Sandbox(config.sandbox, _limits(config), python=_python(config))
+            except SandboxError as error:
+                yield Problem(key="reward.sandbox", message=str(error))
+        case _:
+            problem = asyncio.run(_try_import(config, timeout_s=timeout_s))
+            if problem is not None:
+                yield problem
+
+
+async def _try_import(config: WorkerRewardConfig, *, timeout_s: float) -> Problem | None:
+    worker = RewardWorker(scoring_task(config))
+    try:
+        return await worker.handshake(timeout_s=timeout_s)
+    finally:
+        worker.discard()
+
+
+def scoring_task(config: WorkerRewardConfig) -> ScoringTask:
+    """Return the function that the workers run, with its options and limits."""
+    if isinstance(config, CodeTestsRewardConfig):
+        return _code_tests_task(config)
+    if isinstance(config, FunctionRewardConfig):
+        path, name, options, weights, late_score = config.path.resolve(), config.name, {}, config.weights, None
+    else:
+        path, name, weights = _SCORERS / f"{config.kind}.py", _FUNCTION, None
+        options, late_score = config.options, config.late_score
+    return ScoringTask(
+        worker_task=WorkerTask(
+            path=str(path),
+            name=name,
+            options=options,
+            weights=weights,
+            memory_bytes=None if config.memory_gib is None else int(config.memory_gib * _GIB),
+            cpu_s=config.cpu_s,
+        ),
+        workers=config.workers,
+        deadline_s=config.deadline_s,
+        samples_per_worker=config.samples_per_worker,
+        late_score=late_score,
+    )
+
+
+def _code_tests_task(config: CodeTestsRewardConfig) -> ScoringTask:
+    """The limits apply to the sandbox: the worker itself runs no code of the model."""
+    options = {
+        "sandbox": config.sandbox,
+        "python": _python(config),
+        "gives_partial_credit": config.gives_partial_credit,
+        "deadline_s": config.deadline_s,
+        **asdict(_limits(config)),
+    }
+    return ScoringTask(
+        worker_task=WorkerTask(
+            path=str(_SCORERS / "code_tests.py"),
+            name=_FUNCTION,
+            options=options,
+            weights=None,
+            memory_bytes=None,
+            cpu_s=None,
+        ),
+        workers=config.workers,
+        deadline_s=config.deadline_s + _SANDBOX_GRACE_S,
+        samples_per_worker=config.samples_per_worker,
+    )
+
+
+def _limits(config: CodeTestsRewardConfig) -> Limits:
+    return Limits(
+        memory_bytes=int(config.memory_gib * _GIB),
+        disk_bytes=config.disk_mib * _MIB,
+        max_processes=config.max_processes,
+        max_output_bytes=config.max_output_bytes,
+    )
+
+
+def _python(config: CodeTestsRewardConfig) -> str | None:
+    return None if config.python is None else str(config.python.absolute())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from megarl.results import PublishResult, UpdateResult
@@ -22,7 +23,7 @@ class PromptSource(Protocol):
 
 class Generator(Protocol):
     async def generate(self, prompt: Prompt) -> RolloutGroup:
-        """All rollouts of one prompt, checked; raises FleetError when no engine can give them."""
+        """Return all rollouts of one prompt, checked; raise FleetError when no engine is left to give them."""
         ...
 
 
@@ -36,43 +37,56 @@ class Algorithm(Protocol):
         ...
 
     def take_dropped(self) -> Mapping[str, int]:
-        """How many groups were not kept since this was last asked, by cause."""
+        """Return and reset the number of groups that were not kept, by cause."""
         ...
 
     def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
-        """Credit for every rollout of one step, in the order of the groups."""
+        """Assign credit to every rollout of one step; return the samples in the order of the groups."""
         ...
 
     @property
     def kl_coef(self) -> float | None:
-        """What the next step's distance from the reference will cost, where it costs anything."""
+        """The weight of the KL term in the next step; None without one."""
         ...
 
 
 class Trainer(Protocol):
-    """All models that are trained or asked: the actor and, where the recipe has them, critic and reference."""
+    """All trained models and their reference: the actor and, where the recipe has them, critic and reference."""
 
     async def estimate(self, groups: Sequence[ScoredGroup]) -> Estimates:
-        """What the algorithm needs to know before it assigns credit; nothing, where it needs nothing."""
+        """Return the per-token numbers that the algorithm needs before it assigns credit."""
         ...
 
     async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
-        """One step of training; the version is the actor's."""
+        """Take one step of training; the version of the result is the actor's."""
         ...
 
 
 class Publisher(Protocol):
     async def publish(self, version: PolicyVersion) -> PublishResult:
-        """No engine serves another version than this when it returns, and one at least serves it.
+        """Return when every serving engine serves this version, and at least one does.
 
-        Raises WeightSyncError when it was not committed, FleetError when no engine is left.
+        Raise WeightSyncError when it was not committed, FleetError when no engine is left.
         """
         ...
 
 
 class Phases(Protocol):
-    """Who may use the devices when. Separate pools: everyone, always. A shared pool: one after the other."""
+    """When each side may use the devices: always in separate pools, one after the other in a shared pool."""
 
     def generating(self) -> AbstractAsyncContextManager[None]: ...
 
     def training(self) -> AbstractAsyncContextManager[None]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """One implementation of each Protocol: everything that a step passes through."""
+
+    prompts: PromptSource
+    generator: Generator
+    scorer: Scorer
+    algorithm: Algorithm
+    trainer: Trainer
+    publisher: Publisher
+    phases: Phases

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,9 +37,9 @@ from megarl.observe.events import (
 )
 from megarl.observe.meter import Meter
 from megarl.observe.step_warnings import StepWarnings
-from megarl.observe.summary import Phase, StepSummary
-from megarl.results import EvalResult, PublishResult
-from megarl.types import PolicyVersion
+from megarl.observe.summary import Flow, Phase, StepSummary, summarize_step
+from megarl.results import EvalResult, PublishResult, UpdateResult
+from megarl.types import PolicyVersion, ScoredGroup, TrainSample
 
 
 class Observer:
@@ -55,6 +55,7 @@ class Observer:
         self._meter = meter or Meter("")
         self._next_sequence = first_sequence
         self._phase_seconds: dict[Phase, float] = {}
+        self._step_began = time.monotonic()
         self._has_finished = False
         self._step_warnings = StepWarnings()
         self._group_seconds: list[float] = []
@@ -67,12 +68,40 @@ class Observer:
         """Time the body; its seconds are added to the next finished step."""
         self._emit(PhaseStarted(phase=phase))
         began = time.monotonic()
+        if phase == "generate":
+            self._step_began = began
         try:
             yield
         finally:
             seconds = time.monotonic() - began
             self._phase_seconds[phase] = self._phase_seconds.get(phase, 0.0) + seconds
             self._emit(PhaseEnded(phase=phase, seconds=seconds))
+
+    def step_ended(
+        self,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        samples: Sequence[TrainSample],
+        update: UpdateResult,
+        *,
+        dropped: Mapping[str, int],
+        kl_coef: float | None,
+        flow: Flow | None,
+    ) -> None:
+        """Summarize a step that has been published. It began with the last `generate` phase."""
+        for text in update.warnings:
+            self.warned(text)
+        summary = summarize_step(
+            step=step,
+            groups=groups,
+            samples=samples,
+            dropped_groups=dropped,
+            update=update,
+            kl_coef=kl_coef,
+            flow=flow,
+            seconds=time.monotonic() - self._step_began,
+        )
+        self.step_finished(summary)
 
     def step_finished(self, summary: StepSummary) -> None:
         for text in self._step_warnings.after(summary):

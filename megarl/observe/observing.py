@@ -17,12 +17,24 @@ import psutil
 from megarl import __version__
 from megarl.config import Recipe
 from megarl.observe import catalogue as names
-from megarl.observe.events import EVENTS_FILE, EventLog, RunStarted, Sink, read_events
+from megarl.observe.events import (
+    EVENTS_FILE,
+    EventLog,
+    PhaseEnded,
+    PhaseStarted,
+    Record,
+    RunStarted,
+    Sink,
+    StepFinished,
+    read_events,
+)
 from megarl.observe.loggers import LoggerSink, open_loggers
 from megarl.observe.meter import Meter
 from megarl.observe.metrics import Metrics
 from megarl.observe.observer import Observer
 from megarl.observe.prometheus import MetricsEndpoint, Targets
+from megarl.observe.summary import Phase
+from megarl.system.faults import reach
 from megarl.system.network import LOOPBACK, address_in
 from megarl.system.secret import masked
 
@@ -69,7 +81,7 @@ def observing(
         stack.callback(targets.close)
         loggers = LoggerSink(meter, open_loggers(recipe.observe, started))
         stack.callback(loggers.close)
-        sinks = (log, metrics, targets, loggers, display)
+        sinks = (log, metrics, targets, loggers, display, StepFaults())
         with Observer(sinks, meter=meter, first_sequence=log.next_sequence) as observer:
             observer.run_started(started)
             if retired is not None:
@@ -143,3 +155,35 @@ def logging_to(path: Path) -> Iterator[None]:
         logger.setLevel(level_before)
         logger.removeHandler(handler)
         handler.close()
+
+
+class StepFaults:
+    """The sink that reaches the driver's fault points of a step, so that the loop does not mention them."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        """The step under way; 0 before the first one begins."""
+        self._num_finished = 0
+
+    def record(self, record: Record) -> None:
+        match record.event:
+            case RunStarted(resumed_step=step):
+                self._num_finished = step
+            case StepFinished(summary=summary):
+                self._num_finished = summary.step
+            case PhaseStarted(phase="generate"):
+                self._step = self._num_finished + 1
+                reach("step_begun", step=self._step)
+            case PhaseEnded(phase=phase) if self._step > self._num_finished:
+                self._reach_end(phase)
+
+    def close(self) -> None: ...
+
+    def _reach_end(self, phase: Phase) -> None:
+        match phase:
+            case "generate":
+                reach("step_taken", step=self._step)
+            case "update":
+                reach("step_trained", step=self._step)
+            case "publish":
+                reach("step_published", step=self._step)

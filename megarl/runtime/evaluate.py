@@ -1,8 +1,9 @@
-"""Answers to held-out prompts, scored as the rollouts are, graded, and kept for people to read."""
+"""Evaluation: held-out prompts are answered, scored like rollouts, graded, and written for people to read."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -12,34 +13,107 @@ import numpy as np
 from megarl.algo.grade import grade, is_right
 from megarl.config.recipe import EvaluationConfig
 from megarl.data.generations import Generation, generations_file, write_generations
+from megarl.observe.observer import Observer
 from megarl.results import EvalResult
+from megarl.runtime.saver import Saver
 from megarl.runtime.tasks import task_group
-from megarl.stages import Generator, Scorer
+from megarl.stages import Generator, Phases, Scorer
 from megarl.types import PolicyVersion, Prompt, ScoredGroup, TokenArray
+
+_LONG_WAIT_S = 1.0
+
+
+class Evaluation(Protocol):
+    """The evaluations of a run, as the loop calls them."""
+
+    async def before_training(self, version: PolicyVersion) -> None: ...
+
+    async def after_step(
+        self, step: int, version: PolicyVersion, tasks: asyncio.TaskGroup, *, is_last: bool
+    ) -> None: ...
+
+
+class NoEvaluation:
+    """For runs without held-out prompts or without engines."""
+
+    async def before_training(self, version: PolicyVersion) -> None: ...
+
+    async def after_step(
+        self, step: int, version: PolicyVersion, tasks: asyncio.TaskGroup, *, is_last: bool
+    ) -> None: ...
 
 
 class Evaluator(Protocol):
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """After `step`; 0 is before the first."""
+        """Whether to evaluate after `step`; 0 is before the first."""
         ...
 
     async def evaluate(self, step: int, version: PolicyVersion) -> EvalResult:
-        """Of what the engines serve meanwhile: `version`, or later ones where they are published to beside it."""
+        """Grade what the engines serve: `version`, or later ones that are published meanwhile."""
         ...
 
 
-class NoEvaluator:
-    """For runs without held-out prompts or without engines."""
+class ScheduledEvaluation:
+    """Evaluates in turn with training in synchronous runs and after the last step, else beside the next steps."""
 
-    def is_due(self, step: int, *, is_last: bool) -> bool:
-        return False
+    def __init__(
+        self, evaluator: Evaluator, *, phases: Phases, observer: Observer, saver: Saver, is_synchronous: bool
+    ) -> None:
+        self._evaluator = evaluator
+        self._phases = phases
+        self._observer = observer
+        self._saver = saver
+        self._is_synchronous = is_synchronous
+        self._pending: asyncio.Task[None] | None = None
+        """The evaluation beside the steps."""
 
-    async def evaluate(self, step: int, version: PolicyVersion) -> EvalResult:
-        raise AssertionError(f"step {step}: an evaluation that is never due")
+    async def before_training(self, version: PolicyVersion) -> None:
+        if self._evaluator.is_due(0, is_last=False):
+            await self._evaluate_in_turn(0, version)
+
+    async def after_step(self, step: int, version: PolicyVersion, tasks: asyncio.TaskGroup, *, is_last: bool) -> None:
+        if not self._evaluator.is_due(step, is_last=is_last):
+            return
+        await self._finish_pending(step)
+        if is_last:
+            await self._evaluate_in_turn(step, version)
+        elif self._is_synchronous:
+            await self._saver.unless_leaving(self._evaluate_in_turn(step, version))
+        else:
+            self._pending = tasks.create_task(self._evaluate(step, version))
+
+    async def _finish_pending(self, step: int) -> None:
+        """Wait for the evaluation before this one: two at once would keep the engines from generating."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        began = time.monotonic()
+        with self._observer.phase("evaluate"):
+            await self._saver.unless_leaving(_finished(pending))
+        waited_s = time.monotonic() - began
+        if waited_s > _LONG_WAIT_S:
+            self._observer.warned(
+                f"step {step}: training waited {waited_s:.1f} s for the evaluation before this one; "
+                "raise evaluation.every_steps or lower evaluation.max_prompts"
+            )
+
+    async def _evaluate_in_turn(self, step: int, version: PolicyVersion) -> None:
+        async with self._phases.generating():
+            with self._observer.phase("evaluate"):
+                await self._evaluate(step, version)
+
+    async def _evaluate(self, step: int, version: PolicyVersion) -> None:
+        result = await self._evaluator.evaluate(step, version)
+        self._observer.evaluated(step, result)
+        self._saver.evaluated(step, result)
+
+
+async def _finished(task: asyncio.Task[None]) -> None:
+    await task
 
 
 class HeldOutEvaluator:
-    """Greedy, sampled, or both. The same seeds each time: two evaluations differ by what was learned between them."""
+    """Answers greedily, by sampling, or both; the same seeds each time, so that only learning makes a difference."""
 
     def __init__(
         self,
@@ -52,7 +126,7 @@ class HeldOutEvaluator:
         decode: Callable[[TokenArray], str],
         run_folder: Path,
     ) -> None:
-        """A generator that the configuration does not ask for is None."""
+        """`greedy` or `sampled` is None where the configuration does not ask for it."""
         assert prompts, "an evaluation needs prompts"
         self._config = config
         self._prompts = prompts
@@ -85,7 +159,7 @@ class HeldOutEvaluator:
         )
 
     async def _answers(self, generator: Generator | None) -> list[ScoredGroup]:
-        """A group per prompt, in their order; the first failure ends them all."""
+        """Return one group per prompt, in their order; the first failure ends them all."""
         if generator is None:
             return []
         async with task_group() as tasks:
@@ -128,7 +202,7 @@ class HeldOutEvaluator:
 
 
 def _versions(groups: Sequence[ScoredGroup]) -> set[PolicyVersion]:
-    """All that chose a token."""
+    """Return all versions that chose a token."""
     return {
         PolicyVersion(version)
         for scored in groups

@@ -1,4 +1,4 @@
-"""A few groups of every step in a file, with what trainer and engine each thought of their tokens."""
+"""A few groups of every step are written to a file, with the log-probabilities of trainer and engine."""
 
 from __future__ import annotations
 
@@ -6,30 +6,18 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from random import Random
-from typing import Protocol
 
 from megarl.config.recipe import KeptRolloutsConfig
 from megarl.data.rollout_files import KeptRollout, prune_rollouts, rollouts_file, write_rollouts
-from megarl.types import FloatArray, ScoredGroup, TokenArray, TrainSample
+from megarl.results import UpdateResult
+from megarl.stages import Trainer
+from megarl.types import Estimates, FloatArray, ScoredGroup, TokenArray, TrainSample
 
 _MEGABYTE = 1 << 20
 
 
-class SampleWriter(Protocol):
-    async def keep(self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[TrainSample]) -> None:
-        """`samples` are those of the groups, in their order, before they are trained on."""
-        ...
-
-
-class NoSampleWriter:
-    """For runs in which nobody generates."""
-
-    async def keep(self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[TrainSample]) -> None:
-        return
-
-
 class RolloutSampler:
-    """Keeping is for people: where it fails, training goes on and the first failure is told."""
+    """Writes the samples of chosen groups for people to read; if that fails, training goes on with a warning."""
 
     def __init__(
         self,
@@ -41,7 +29,7 @@ class RolloutSampler:
         decode: Callable[[TokenArray], str],
         warn: Callable[[str], None],
     ) -> None:
-        """`logprobs` asks the trainer about the tokens of samples; `decode` gives the text of any tokens."""
+        """`logprobs` returns the trainer's log-probabilities of samples; `decode` the text of tokens."""
         self._config = config
         self._run_folder = run_folder
         self._seed = seed
@@ -50,12 +38,12 @@ class RolloutSampler:
         self._warn = warn
         self._has_failed = False
 
-    async def keep(self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[TrainSample]) -> None:
+    async def write(self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[TrainSample]) -> None:
         if self._config.groups_per_step == 0 or step % self._config.every:
             return
-        kept = await self._choose(step, groups, samples)
+        chosen = await self._choose(step, groups, samples)
         try:
-            await asyncio.to_thread(self._write, step, kept)
+            await asyncio.to_thread(self._write, step, chosen)
         except OSError as error:
             if not self._has_failed:
                 self._warn(f"the rollouts of step {step} are not kept: {error.strerror or error}")
@@ -83,3 +71,25 @@ class RolloutSampler:
     def _write(self, step: int, kept: Sequence[KeptRollout]) -> None:
         write_rollouts(rollouts_file(self._run_folder, step), kept, decode=self._decode)
         prune_rollouts(self._run_folder, max_bytes=self._config.max_megabytes * _MEGABYTE)
+
+
+class SampledTrainer:
+    """A Trainer that has samples of each step written before it updates."""
+
+    def __init__(self, trainer: Trainer, sampler: RolloutSampler, *, num_steps: int) -> None:
+        """The trainer has taken `num_steps` steps."""
+        self._trainer = trainer
+        self._sampler = sampler
+        self._num_steps = num_steps
+        self._groups: Sequence[ScoredGroup] = ()
+
+    async def estimate(self, groups: Sequence[ScoredGroup]) -> Estimates:
+        self._groups = groups
+        return await self._trainer.estimate(groups)
+
+    async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
+        groups, self._groups = self._groups, ()
+        await self._sampler.write(self._num_steps + 1, groups, samples)
+        update = await self._trainer.update(samples)
+        self._num_steps += 1
+        return update

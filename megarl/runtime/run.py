@@ -33,13 +33,13 @@ from megarl.runtime.buffer import Buffer
 from megarl.runtime.cluster import Pool, open_cluster
 from megarl.runtime.engines.canary import Canary, CanaryPublisher, CanaryQuestion
 from megarl.runtime.engines.serving import Roles, Rollout, connect, reserve_pools, start_rollout
-from megarl.runtime.evaluate import Evaluator, HeldOutEvaluator, NoEvaluator
+from megarl.runtime.evaluate import Evaluator, HeldOutEvaluator, NoEvaluation, ScheduledEvaluation
 from megarl.runtime.inputs import Inputs, read_inputs
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.restarts import Restarts
 from megarl.runtime.resume import fitted, last_good
-from megarl.runtime.rollout_samples import NoSampleWriter, RolloutSampler, SampleWriter
+from megarl.runtime.rollout_samples import RolloutSampler, SampledTrainer
 from megarl.runtime.saver import RunSaver, SavedModel
 from megarl.runtime.tasks import task_group
 from megarl.runtime.timed import TimedGenerator
@@ -47,7 +47,7 @@ from megarl.runtime.trainers.build import build_trainer
 from megarl.runtime.trainers.ranks import RankGroup
 from megarl.runtime.trainers.start import critic_folder, critic_shape, running_trainers
 from megarl.runtime.trainers.trainer import ModelsTrainer
-from megarl.stages import Generator, Publisher, Scorer
+from megarl.stages import Generator, Publisher, Scorer, Stages, Trainer
 from megarl.train.trained import TrainedRank
 from megarl.types import PolicyVersion
 
@@ -202,32 +202,44 @@ def _build_loop(
         max_response_tokens=recipe.sampling.max_response_tokens,
         kl_coef=None if resume is None else resume.state.kl_coef,
     )
-    learner = build_trainer(recipe, inputs.shape, roles.trainers, num_steps=start.step, version=start.version)
-    return Loop(
+    models = build_trainer(recipe, inputs.shape, roles.trainers, num_steps=start.step, version=start.version)
+    saver = RunSaver(
+        recipe,
+        actor=_saved_model(roles.trainers.actor, inputs.shape, recipe.model.path),
+        critic=_saved_critic(recipe, inputs, roles),
+        algorithm=algorithm,
+        prompts=prompts,
+        buffer=buffer,
+        data_digest=inputs.train.digest,
+        preemption=preemption,
+        observer=observer,
+        resumed=None if resume is None else resume.state,
+        is_lost=lambda: roles.trainers.is_lost,
+        saved=saved_steps.append,
+    )
+    evaluator = _evaluator(recipe, inputs, roles, scorer, pauses)
+    stages = Stages(
         prompts=prompts,
         generator=generator,
         scorer=judge,
         algorithm=algorithm,
-        trainer=learner,
-        publisher=_checked_publisher(recipe, inputs, roles, pauses, learner, observer),
+        trainer=_with_samples(recipe, inputs, models, observer, num_steps=start.step),
+        publisher=_checked_publisher(recipe, inputs, roles, pauses, models, observer),
         phases=roles.phases,
+    )
+    return Loop(
+        stages,
         buffer=buffer,
-        evaluator=_evaluator(recipe, inputs, roles, scorer, pauses),
-        keeper=_keeper(recipe, inputs, learner, observer),
-        saver=RunSaver(
-            recipe,
-            actor=_saved_model(roles.trainers.actor, inputs.shape, recipe.model.path),
-            critic=_saved_critic(recipe, inputs, roles),
-            algorithm=algorithm,
-            prompts=prompts,
-            buffer=buffer,
-            data_digest=inputs.train.digest,
-            preemption=preemption,
+        evaluation=NoEvaluation()
+        if evaluator is None
+        else ScheduledEvaluation(
+            evaluator,
+            phases=roles.phases,
             observer=observer,
-            resumed=None if resume is None else resume.state,
-            is_lost=lambda: roles.trainers.is_lost,
-            saved=saved_steps.append,
+            saver=saver,
+            is_synchronous=buffer.is_synchronous,
         ),
+        saver=saver,
         observer=observer,
         start=start,
         num_steps=recipe.run.steps,
@@ -256,17 +268,20 @@ def _checked_publisher(
     return CanaryPublisher(publisher, canary, every=every)
 
 
-def _keeper(recipe: Recipe, inputs: Inputs, learner: ModelsTrainer, observer: Observer) -> SampleWriter:
+def _with_samples(
+    recipe: Recipe, inputs: Inputs, models: ModelsTrainer, observer: Observer, *, num_steps: int
+) -> Trainer:
     if isinstance(recipe.algorithm, SftConfig):
-        return NoSampleWriter()
-    return RolloutSampler(
+        return models
+    sampler = RolloutSampler(
         recipe.observe.rollouts,
         run_folder=recipe.run_folder,
         seed=recipe.run.seed,
-        logprobs=learner.logprobs,
+        logprobs=models.logprobs,
         decode=inputs.tokenizer.decode,
         warn=observer.warned,
     )
+    return SampledTrainer(models, sampler, num_steps=num_steps)
 
 
 def _saved_critic(recipe: Recipe, inputs: Inputs, roles: Roles) -> SavedModel | None:
@@ -314,10 +329,10 @@ def _producers(
     return TimedGenerator(sampled, observer), scorer
 
 
-def _evaluator(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer, pauses: Pauses | None) -> Evaluator:
+def _evaluator(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer, pauses: Pauses | None) -> Evaluator | None:
     config = recipe.evaluation
     if config is None or roles.fleet is None:
-        return NoEvaluator()
+        return None
     generator = partial(_generator, recipe, inputs, roles.fleet, seed=evaluation_seed(recipe.run.seed), pauses=pauses)
     max_tokens = recipe.evaluation_response_tokens
     # Beside rollouts of the next steps it must not change what their seeds mean.

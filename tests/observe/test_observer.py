@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from megarl.observe.events import PhaseEnded, PhaseStarted, StepFinished, Warned
 from megarl.observe.observer import Observer
+from megarl.observe.observing import StepFaults
 from tests.observe.samples import ListSink, step_summary
 
 
@@ -36,3 +39,24 @@ def test_the_warnings_of_a_step_come_before_it() -> None:
     with Observer([sink]) as observer:
         observer.step_finished(step_summary(1, num_zero_signal_groups=8))
     assert [type(event) for event in sink.events[:2]] == [Warned, StepFinished]
+
+
+def test_the_fault_points_of_a_step_follow_its_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: list[tuple[str, int]] = []
+    monkeypatch.setattr("megarl.observe.observing.reach", lambda point, *, step: reached.append((point, step)))
+    observer = Observer([StepFaults()])
+    with observer.phase("publish"):
+        pass
+    assert reached == [], "the first publish belongs to no step"
+    for step in (1, 2):
+        with observer.phase("generate"):
+            pass
+        with observer.phase("update"):
+            pass
+        with observer.phase("publish"):
+            pass
+        observer.step_finished(step_summary(step))
+        with observer.phase("evaluate"):
+            pass
+    points = ("step_begun", "step_taken", "step_trained", "step_published")
+    assert reached == [(point, step) for step in (1, 2) for point in points]

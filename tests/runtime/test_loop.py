@@ -16,11 +16,10 @@ from megarl.observe.events import Sink, StepFinished
 from megarl.observe.observer import Observer
 from megarl.results import EvalResult, PublishResult, UpdateResult, UpdateStats
 from megarl.runtime.buffer import Buffer
-from megarl.runtime.evaluate import Evaluator, NoEvaluator
+from megarl.runtime.evaluate import Evaluation, Evaluator, NoEvaluation, ScheduledEvaluation
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.phases import Offloader, SeparatePhases, SharedPhases
-from megarl.runtime.rollout_samples import NoSampleWriter
-from megarl.stages import Phases
+from megarl.stages import Phases, Stages
 from megarl.types import (
     Estimates,
     FinishReason,
@@ -196,7 +195,7 @@ def run(
     evaluator: Evaluator | None = None,
 ) -> None:
     async def main() -> None:
-        loop = Loop(
+        stages = Stages(
             prompts=cluster,
             generator=cluster,
             scorer=cluster,
@@ -204,11 +203,24 @@ def run(
             trainer=cluster,
             publisher=cluster,
             phases=phases or SeparatePhases(),
-            buffer=Buffer(prompts_per_step=4, max_staleness=max_staleness, versions=[start.version]),
-            evaluator=evaluator or NoEvaluator(),
-            keeper=NoSampleWriter(),
+        )
+        buffer = Buffer(prompts_per_step=4, max_staleness=max_staleness, versions=[start.version])
+        observer = Observer(sinks)
+        evaluation: Evaluation = NoEvaluation()
+        if evaluator is not None:
+            evaluation = ScheduledEvaluation(
+                evaluator,
+                phases=stages.phases,
+                observer=observer,
+                saver=cluster,
+                is_synchronous=buffer.is_synchronous,
+            )
+        loop = Loop(
+            stages,
+            buffer=buffer,
+            evaluation=evaluation,
             saver=cluster,
-            observer=Observer(sinks),
+            observer=observer,
             start=start,
             num_steps=num_steps,
         )

@@ -11,8 +11,9 @@ import numpy as np
 
 from megarl.config.recipe import KeptRolloutsConfig
 from megarl.data.rollout_files import list_rollouts, read_list, read_rollout
-from megarl.runtime.rollout_samples import RolloutSampler
-from megarl.types import FloatArray, ScoredGroup, TrainSample
+from megarl.results import UpdateResult
+from megarl.runtime.rollout_samples import RolloutSampler, SampledTrainer
+from megarl.types import Estimates, FloatArray, PolicyVersion, ScoredGroup, TrainSample
 from tests.data.test_rollout_files import decode, kept
 
 GROUPS = [kept(str(number), position=number) for number in range(8)]
@@ -31,12 +32,12 @@ def keep(
     folder: Path, config: KeptRolloutsConfig, *, steps: Sequence[int], samples: Sequence[TrainSample] | None = None
 ) -> tuple[Trainer, list[str]]:
     trainer, warnings = Trainer(), list[str]()
-    keeper = RolloutSampler(
+    sampler = RolloutSampler(
         config, run_folder=folder, seed=1, logprobs=trainer.logprobs, decode=decode, warn=warnings.append
     )
     groups: list[ScoredGroup] = [rollout.group for rollout in GROUPS]
     for step in steps:
-        asyncio.run(keeper.keep(step, groups, samples or [rollout.sample for rollout in GROUPS]))
+        asyncio.run(sampler.write(step, groups, samples or [rollout.sample for rollout in GROUPS]))
     return trainer, warnings
 
 
@@ -76,3 +77,34 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     blocked.write_text("a file where the folder should be")
     _, warnings = keep(tmp_path, KeptRolloutsConfig(), steps=[1, 2])
     assert warnings == ["the rollouts of step 1 are not kept: File exists"]
+
+
+def test_samples_are_written_with_the_groups_of_their_step_before_the_update(tmp_path: Path) -> None:
+    groups, samples = [rollout.group for rollout in GROUPS], [rollout.sample for rollout in GROUPS]
+    inner = Trainer()
+    sampler = RolloutSampler(
+        KeptRolloutsConfig(groups_per_step=2),
+        run_folder=tmp_path,
+        seed=1,
+        logprobs=inner.logprobs,
+        decode=decode,
+        warn=list[str]().append,
+    )
+
+    class Updating(Trainer):
+        async def estimate(self, groups: Sequence[ScoredGroup]) -> Estimates:
+            return Estimates()
+
+        async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
+            self.asked.append(len(list_rollouts(tmp_path)))
+            return UpdateResult(version=PolicyVersion(1), stats=None)
+
+    async def two_steps(trainer: SampledTrainer) -> None:
+        for _ in range(2):
+            await trainer.estimate(groups)
+            await trainer.update(samples)
+
+    trainer = Updating()
+    asyncio.run(two_steps(SampledTrainer(trainer, sampler, num_steps=6)))
+    assert list(list_rollouts(tmp_path)) == [7, 8]
+    assert trainer.asked == [1, 2], "each file is there when its update begins"

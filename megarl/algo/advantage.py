@@ -1,8 +1,7 @@
-"""How much better each rollout was than expected: one estimator per function, one `match` to choose.
+"""Advantages: how much better each rollout was than expected. One function per estimator, one `match` to choose.
 
-Pure numpy over a whole step: no micro-batch, no rank, no torch. `algorithm` turns the result into train samples.
-A new estimator is one function and one `case`. Those that judge a rollout as a whole return one number each, those
-that judge tokens return an array each, of the tokens the policy chose.
+Pure numpy over a whole step: no micro-batch, no rank, no torch. A new estimator is one function and one `case` here.
+Estimators of whole rollouts return one number per rollout, estimators of tokens one array per rollout.
 """
 
 from __future__ import annotations
@@ -10,25 +9,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal, TypeAlias, TypeVar, assert_never
+from typing import TypeAlias, TypeVar, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
+from megarl.config.algorithm import (
+    EstimatorConfig,
+    GaeConfig,
+    GdpoConfig,
+    GroupConfig,
+    GrpoConfig,
+    ReinforcePpConfig,
+    RemaxConfig,
+)
 from megarl.types import BoolArray, FloatArray
-
-EstimatorKind: TypeAlias = Literal[
-    "gae", "grpo", "rloo", "opo", "gpg", "reinforce_pp", "reinforce_pp_baseline", "remax", "grpo_passk", "gdpo"
-]
 
 _EPS = 1e-6
 _WHITEN_EPS = 1e-8
 _BLOCK = 4096
-"""Tokens that are summed at once: a core's cache holds them."""
+"""Tokens summed at once; they fit into a core's cache."""
 _MAX_LOG_POWER = 500.0
-"""A power of the discount stays above exp(-this), far from where a double underflows."""
+"""Powers of the discount stay above exp(-this), far from where a double underflows."""
 
-# Sums over a step are taken in double precision; what travels on is float32.
+# Sums over a step are taken in double precision; results are float32.
 _Wide: TypeAlias = npt.NDArray[np.float64]
 _Groups: TypeAlias = npt.NDArray[np.int64]
 _Number = TypeVar("_Number", np.float32, np.float64)
@@ -39,12 +43,12 @@ class Outcomes:
     """The rollouts of one step, in the order of their groups. B rollouts, rollout i has T_i tokens."""
 
     rewards: _Wide  # [B]
-    groups: _Groups  # [B], which group each rollout belongs to, 0 .. G-1
+    groups: _Groups  # [B], each rollout's group, 0 .. G-1
     loss_masks: tuple[BoolArray, ...]  # B of [T_i]
-    components: Mapping[str, _Wide] = field(default_factory=dict)  # [B] each; what `gdpo` judges by
-    baselines: _Wide | None = None  # [B], the reward of a greedy rollout of the same prompt; what `remax` compares with
-    penalties: tuple[FloatArray, ...] | None = None  # B of [T_i], taken off the reward token by token
-    values: tuple[FloatArray, ...] | None = None  # B of [T_i], what the critic expects; what `gae` compares with
+    components: Mapping[str, _Wide] = field(default_factory=dict)  # [B] each; `gdpo` uses them
+    baselines: _Wide | None = None  # [B], reward of a greedy rollout of the same prompt, for `remax`
+    penalties: tuple[FloatArray, ...] | None = None  # B of [T_i], subtracted from the reward per token
+    values: tuple[FloatArray, ...] | None = None  # B of [T_i], the critic's estimates, for `gae`
 
     def __post_init__(self) -> None:
         num_rollouts = len(self.rewards)
@@ -56,11 +60,11 @@ class Outcomes:
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """[B], tokens the policy chose."""
-        return _lengths(self.loss_masks)
+        return np.array([np.count_nonzero(mask) for mask in self.loss_masks], dtype=np.int64)
 
     @property
     def totals(self) -> _Wide:
-        """[B], what is left of each reward after all penalties of its tokens."""
+        """[B], each reward less all penalties of its tokens."""
         if self.penalties is None:
             return self.rewards
         pairs = zip(self.penalties, self.loss_masks, strict=True)
@@ -68,59 +72,66 @@ class Outcomes:
         return totals
 
 
-def estimate(  # noqa: C901
-    kind: EstimatorKind,
-    outcomes: Outcomes,
-    *,
-    normalize_std: bool = True,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    component_weights: Mapping[str, float] | None = None,
-) -> tuple[FloatArray, ...]:
-    """The advantage of every token, B of [T_i]; 0 where the policy did not choose the token.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """B of [T_i] each, 0 where the policy did not choose the token."""
 
-    `normalize_std` is grpo's, `gamma` that of gae, reinforce_pp and remax, `lam` gae's, `component_weights` gdpo's.
-    """
-    rewards, groups, masks = outcomes.totals, outcomes.groups, outcomes.loss_masks
-    match kind:
-        case "gae":
-            return gae(outcomes, gamma=gamma, lam=lam).advantages
-        case "grpo":
-            return _over_tokens(_grpo(rewards, groups, normalize_std=normalize_std), masks)
-        case "rloo":
-            return _over_tokens(_rloo(rewards, groups), masks)
-        case "opo":
-            return _over_tokens(_opo(rewards, groups, outcomes.lengths), masks)
-        case "gpg":
-            return _over_tokens(_gpg(rewards, groups), masks)
-        case "reinforce_pp":
-            return _placed(_whiten(_rewards_to_go(outcomes, gamma=gamma)), masks)
-        case "reinforce_pp_baseline":
-            return _over_tokens(_whiten_rollouts(_from_mean(rewards, groups), outcomes.lengths), masks)
-        case "remax":
-            return _placed(_remax(outcomes, gamma=gamma), masks)
-        case "grpo_passk":
-            return _over_tokens(_grpo_passk(rewards, groups), masks)
-        case "gdpo":
-            return _over_tokens(_gdpo(outcomes, component_weights or {}), masks)
+    advantages: tuple[FloatArray, ...]
+    returns: tuple[FloatArray, ...] | None = None
+    """Targets of the critic; None without one."""
+
+
+def estimate(config: EstimatorConfig, outcomes: Outcomes) -> Credit:
+    """Return the credit of every token, as the recipe's estimator assigns it."""
+    masks = outcomes.loss_masks
+    match config:
+        case GaeConfig():
+            return _gae(outcomes, gamma=config.gamma, lam=config.lam)
+        case GrpoConfig():
+            return _over_tokens(_grpo(outcomes.totals, outcomes.groups, normalize_std=config.normalize_std), masks)
+        case GroupConfig():
+            return _over_tokens(_compare(config, outcomes), masks)
+        case ReinforcePpConfig():
+            return Credit(advantages=_placed(_whiten(_rewards_to_go(outcomes, gamma=config.gamma)), masks))
+        case RemaxConfig():
+            return Credit(advantages=_placed(_remax(outcomes, gamma=config.gamma), masks))
+        case GdpoConfig():
+            return _over_tokens(_gdpo(outcomes, config.weights), masks)
         case _:
-            assert_never(kind)
+            assert_never(config)
+
+
+def _compare(config: GroupConfig, outcomes: Outcomes) -> _Wide:
+    rewards, groups, lengths = outcomes.totals, outcomes.groups, outcomes.lengths
+    match config.kind:
+        case "rloo":
+            return _rloo(rewards, groups)
+        case "opo":
+            return _opo(rewards, groups, lengths)
+        case "gpg":
+            return _gpg(rewards, groups)
+        case "reinforce_pp_baseline":
+            return _whiten_rollouts(_from_mean(rewards, groups), lengths)
+        case "grpo_passk":
+            return _grpo_passk(rewards, groups)
+        case _:
+            assert_never(config.kind)
 
 
 def _grpo(rewards: _Wide, groups: _Groups, *, normalize_std: bool) -> _Wide:
-    """(R - mean of its group) / (unbiased std of its group + eps); a group of one knows nothing and gets 0."""
+    """(R - mean of its group) / (unbiased std of its group + eps); 0 in a group of one."""
     distances = _from_mean(rewards, groups)
     return distances / (_group_std(rewards, groups)[groups] + _EPS) if normalize_std else distances
 
 
 def _rloo(rewards: _Wide, groups: _Groups) -> _Wide:
-    """R - mean of the others of its group."""
+    """R - mean of the other rollouts of its group."""
     sizes = np.bincount(groups)
     return (sizes / np.maximum(sizes - 1, 1))[groups] * _from_mean(rewards, groups)
 
 
 def _opo(rewards: _Wide, groups: _Groups, lengths: npt.NDArray[np.int64]) -> _Wide:
-    """R - mean of its group weighted by length: the baseline of least variance."""
+    """R - mean of its group weighted by length, the baseline of least variance."""
     totals = np.bincount(groups, weights=lengths)
     baselines: _Wide = np.bincount(groups, weights=lengths * rewards) / np.maximum(totals, 1)
     return rewards - baselines[groups]
@@ -132,7 +143,7 @@ def _gpg(rewards: _Wide, groups: _Groups) -> _Wide:
 
 
 def _grpo_passk(rewards: _Wide, groups: _Groups) -> _Wide:
-    """Only the best of a group counts, by its lead over the second; a tie for best gives nothing to anyone."""
+    """The best of a group gets its lead over the second, divided by the std; all others, and ties for best, get 0."""
     sizes = np.bincount(groups)
     by_group_and_reward = np.lexsort((rewards, groups))
     last = np.cumsum(sizes) - 1
@@ -143,8 +154,7 @@ def _grpo_passk(rewards: _Wide, groups: _Groups) -> _Wide:
 
 
 def _gdpo(outcomes: Outcomes, weights: Mapping[str, float]) -> _Wide:
-    """Each component judged within its group, so that none drowns in another's scale; the weighted sum whitened."""
-    assert weights, "gdpo without weights"
+    """Whitened weighted sum of each component's GRPO advantage, so that the components' scales do not matter."""
     total = np.zeros_like(outcomes.rewards)
     for name, weight in weights.items():
         total += weight * _grpo(outcomes.components[name], outcomes.groups, normalize_std=True)
@@ -152,14 +162,14 @@ def _gdpo(outcomes: Outcomes, weights: Mapping[str, float]) -> _Wide:
 
 
 def _remax(outcomes: Outcomes, *, gamma: float) -> list[_Wide]:
-    """Reward to go - reward of the greedy rollout of the same prompt."""
+    """Reward to go - reward of the greedy rollout of the same prompt, per token."""
     assert outcomes.baselines is not None, "remax without the rewards of greedy rollouts"
     to_go = _rewards_to_go(outcomes, gamma=gamma)
     return [tokens - baseline for tokens, baseline in zip(to_go, outcomes.baselines, strict=True)]
 
 
 def _rewards_to_go(outcomes: Outcomes, *, gamma: float) -> list[_Wide]:
-    """The reward, discounted by every later token the policy chose, and by no other; so every later penalty."""
+    """The reward, less later penalties, each discounted once per later token that the policy chose."""
     if outcomes.penalties is not None:
         return [_discounted_sum(tokens, gamma) for tokens in _token_rewards(outcomes)]
     lengths = outcomes.lengths
@@ -168,7 +178,7 @@ def _rewards_to_go(outcomes: Outcomes, *, gamma: float) -> list[_Wide]:
 
 
 def _token_rewards(outcomes: Outcomes) -> Iterator[_Wide]:
-    """Of the tokens the policy chose in each rollout: the reward on the last one, penalties on all."""
+    """Yield per rollout the rewards of the tokens the policy chose: the reward on the last, penalties on all."""
     for index, (reward, mask) in enumerate(zip(outcomes.rewards, outcomes.loss_masks, strict=True)):
         penalties = None if outcomes.penalties is None else outcomes.penalties[index][mask]
         tokens = np.zeros(np.count_nonzero(mask)) if penalties is None else -penalties.astype(np.float64)
@@ -176,18 +186,8 @@ def _token_rewards(outcomes: Outcomes) -> Iterator[_Wide]:
         yield tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GaeResult:
-    """B of [T_i] each, 0 where the policy did not choose the token."""
-
-    advantages: tuple[FloatArray, ...]
-    """Whitened over the step."""
-    returns: tuple[FloatArray, ...]
-    """What the critic learns to predict."""
-
-
-def gae(outcomes: Outcomes, *, gamma: float, lam: float) -> GaeResult:
-    """Generalised advantage estimation over the tokens the policy chose; all others are stepped over.
+def _gae(outcomes: Outcomes, *, gamma: float, lam: float) -> Credit:
+    """Generalised advantage estimation over the tokens the policy chose, whitened over the step; others are skipped.
 
     delta = r + gamma V' - V, A = delta + gamma lam A', where V' and A' belong to the policy's next token.
     """
@@ -201,7 +201,7 @@ def gae(outcomes: Outcomes, *, gamma: float, lam: float) -> GaeResult:
         deltas[:-1] += gamma * values[1:]
         sums[:] = _discounted_sum(deltas, gamma * lam)
         row[mask] = sums + values
-    return GaeResult(advantages=_placed(_whiten(raw), masks), returns=returns)
+    return Credit(advantages=_placed(_whiten(raw), masks), returns=returns)
 
 
 def _discounted_sum(tokens: _Wide, discount: float) -> _Wide:
@@ -225,14 +225,14 @@ def _discounted_sum(tokens: _Wide, discount: float) -> _Wide:
 
 @lru_cache(maxsize=4)
 def _powers(base: float) -> _Wide:
-    """From 0 on, as many as are of use: at most a block, and none so small that precision is lost."""
+    """Powers from 0 on: at most a block, and none so small that precision is lost."""
     count = _BLOCK if base == 1 else max(1, min(_BLOCK, int(_MAX_LOG_POWER / -np.log(base))))
     powers: _Wide = base ** np.arange(count + 1, dtype=np.float64)
     return powers
 
 
 def _from_mean(rewards: _Wide, groups: _Groups) -> _Wide:
-    """For each rollout, its distance from the mean of its group."""
+    """[B], each reward less the mean of its group."""
     means: _Wide = np.bincount(groups, weights=rewards) / np.bincount(groups)
     return rewards - means[groups]
 
@@ -245,7 +245,7 @@ def _group_std(rewards: _Wide, groups: _Groups) -> _Wide:
 
 
 def _whiten_rollouts(per_rollout: _Wide, lengths: npt.NDArray[np.int64]) -> _Wide:
-    """Mean 0 and variance 1 over the step's tokens, each of which has the value of its rollout."""
+    """Scale to mean 0 and variance 1 over the step's tokens, each of which has the value of its rollout."""
     num_tokens = int(lengths.sum())
     distances = per_rollout - (lengths * per_rollout).sum() / max(num_tokens, 1)
     variance = (lengths * distances**2).sum() / max(num_tokens - 1, 1)
@@ -254,7 +254,7 @@ def _whiten_rollouts(per_rollout: _Wide, lengths: npt.NDArray[np.int64]) -> _Wid
 
 
 def _whiten(chosen: Sequence[_Wide]) -> Iterator[_Wide]:
-    """Mean 0 and variance 1 over the step's tokens."""
+    """Scale to mean 0 and variance 1 over the step's tokens."""
     num_tokens = sum(len(tokens) for tokens in chosen)
     mean = sum(float(tokens.sum()) for tokens in chosen) / max(num_tokens, 1)
     variance = sum(float(np.square(tokens - mean).sum()) for tokens in chosen) / max(num_tokens - 1, 1)
@@ -262,15 +262,16 @@ def _whiten(chosen: Sequence[_Wide]) -> Iterator[_Wide]:
     return ((tokens - mean) * scale for tokens in chosen)
 
 
-def _over_tokens(per_rollout: _Wide, loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
+def _over_tokens(per_rollout: _Wide, loss_masks: tuple[BoolArray, ...]) -> Credit:
+    """Give every token the policy chose the advantage of its rollout."""
     spread = _arrays([len(mask) for mask in loss_masks], np.float32)
     for value, mask, row in zip(per_rollout.astype(np.float32), loss_masks, spread, strict=True):
         np.multiply(mask, value, out=row)
-    return spread
+    return Credit(advantages=spread)
 
 
 def _placed(chosen: Iterable[_Wide], loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
-    """Of all tokens, from those the policy chose: 0 where it did not."""
+    """Spread values of the tokens the policy chose over all tokens, with 0 elsewhere."""
     placed = _arrays([len(mask) for mask in loss_masks], np.float32)
     for tokens, mask, row in zip(chosen, loss_masks, placed, strict=True):
         row[mask] = tokens
@@ -278,11 +279,6 @@ def _placed(chosen: Iterable[_Wide], loss_masks: tuple[BoolArray, ...]) -> tuple
 
 
 def _arrays(sizes: Iterable[int], dtype: type[_Number]) -> tuple[npt.NDArray[_Number], ...]:
-    """Zeros for every rollout of the step. Allocated at once: a large array gets large pages, and is given back."""
+    """Return zeros per rollout, views of one array: a large allocation gets large pages and is freed as a whole."""
     ends = np.cumsum(list(sizes))
     return tuple(np.split(np.zeros(ends[-1], dtype), ends[:-1]))
-
-
-def _lengths(loss_masks: tuple[BoolArray, ...]) -> npt.NDArray[np.int64]:
-    """[B], tokens the policy chose."""
-    return np.array([np.count_nonzero(mask) for mask in loss_masks], dtype=np.int64)

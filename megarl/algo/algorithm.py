@@ -1,39 +1,43 @@
-"""Which groups are trained on, and what credit their tokens get. Knows scores and tokens, not losses or engines."""
+"""Selects the groups to train on and assigns credit to their tokens. Knows scores and tokens, not losses or engines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import assert_never
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.algo.advantage import Outcomes, estimate, gae
-from megarl.algo.kl_control import adapted
+from megarl.algo.advantage import Outcomes, estimate
 from megarl.algo.loss import kl
-from megarl.algo.masking import are_scored, estimates_of, is_lost, scored_only, with_masked
-from megarl.algo.overlong import length_penalty, without_cut
-from megarl.algo.selection import Selection, component
+from megarl.algo.selection import (
+    Selection,
+    are_scored,
+    component,
+    estimates_of,
+    is_lost,
+    scored_only,
+    with_unscored,
+    without_cut,
+)
 from megarl.config.algorithm import (
+    AdaptiveKlConfig,
     AlgorithmConfig,
     EstimatorConfig,
-    GaeConfig,
     GdpoConfig,
-    GroupConfig,
-    GrpoConfig,
     KlLossConfig,
     KlRewardConfig,
-    ReinforcePpConfig,
     RemaxConfig,
     SftConfig,
 )
 from megarl.stages import Algorithm
 from megarl.types import BoolArray, Estimates, FloatArray, Rollout, Score, ScoredGroup, TrainSample
 
+_MAX_KL_ERROR = 0.2
+
 
 def build_algorithm(config: AlgorithmConfig, *, max_response_tokens: int, kl_coef: float | None = None) -> Algorithm:
-    """With `kl_coef`, go on from where an adaptive coefficient stood."""
+    """`kl_coef` is the adaptive coefficient to resume from."""
     match config:
         case SftConfig():
             return Sft()
@@ -42,7 +46,7 @@ def build_algorithm(config: AlgorithmConfig, *, max_response_tokens: int, kl_coe
 
 
 class Sft:
-    """Imitation: every token of a demonstration has advantage 1, whatever its score."""
+    """Imitation: every token of a demonstration has advantage 1."""
 
     def keeps(self, group: ScoredGroup) -> bool:
         return True
@@ -65,7 +69,7 @@ class Sft:
 
 
 class PolicyGradient:
-    """Learns from rewards: rollouts are compared with others of their prompt or step, or with what a critic expects."""
+    """Learns from rewards: compares rollouts with others of their prompt or step, or with a critic's estimates."""
 
     def __init__(self, config: EstimatorConfig, *, max_response_tokens: int, kl_coef: float | None = None) -> None:
         self._config = config
@@ -86,26 +90,26 @@ class PolicyGradient:
         return {**filtered, "masked": lost} if lost else filtered
 
     def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
-        kept = are_scored(groups)
-        if all(kept):
+        is_scored = are_scored(groups)
+        if all(is_scored):
             return self._assign(groups, estimates)
-        samples = self._assign([scored_only(scored) for scored in groups], estimates_of(estimates, kept))
-        return with_masked(samples, groups, kept)
+        samples = self._assign([scored_only(scored) for scored in groups], estimates_of(estimates, is_scored))
+        return with_unscored(samples, groups, is_scored)
 
     def _assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
         config = self._config
-        advantages, returns = self._credit(self._outcomes(groups, estimates))
+        credit = estimate(config, self._outcomes(groups, estimates))
         references = estimates.reference_logprobs if isinstance(config.kl, KlLossConfig) else None
         rollouts = [(scored.group.prompt, rollout) for scored in groups for rollout in scored.group.rollouts]
         samples = [
             TrainSample(
                 prompt_ids=prompt.token_ids,
                 rollout=rollout,
-                advantages=advantages[index],
+                advantages=credit.advantages[index],
                 old_logprobs=None if estimates.logprobs is None else estimates.logprobs[index],
                 reference_logprobs=None if references is None else references[index],
                 values=None if estimates.values is None else estimates.values[index],
-                returns=None if returns is None else returns[index],
+                returns=None if credit.returns is None else credit.returns[index],
             )
             for index, (prompt, rollout) in enumerate(rollouts)
         ]
@@ -113,32 +117,14 @@ class PolicyGradient:
             return [without_cut(sample) for sample in samples]
         return samples
 
-    def _credit(self, outcomes: Outcomes) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...] | None]:
-        """Advantages and, where a critic learns, returns."""
-        config = self._config
-        match config:
-            case GaeConfig():
-                result = gae(outcomes, gamma=config.gamma, lam=config.lam)
-                return result.advantages, result.returns
-            case GrpoConfig():
-                return estimate("grpo", outcomes, normalize_std=config.normalize_std), None
-            case GroupConfig():
-                return estimate(config.kind, outcomes), None
-            case ReinforcePpConfig():
-                return estimate("reinforce_pp", outcomes, gamma=config.gamma), None
-            case RemaxConfig():
-                return estimate("remax", outcomes, gamma=config.gamma), None
-            case GdpoConfig():
-                return estimate("gdpo", outcomes, component_weights=config.weights), None
-            case _:
-                assert_never(config)
-
     def _outcomes(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> Outcomes:
         config = self._config
         names = config.weights if isinstance(config, GdpoConfig) else ()
         loss_masks = tuple(rollout.loss_mask for scored in groups for rollout in scored.group.rollouts)
         return Outcomes(
-            rewards=self._rewards([pair for scored in groups for pair in _judged(scored)]),
+            rewards=self._rewards(
+                [pair for scored in groups for pair in zip(scored.group.rollouts, scored.scores, strict=True)]
+            ),
             groups=np.repeat(np.arange(len(groups)), [len(scored.scores) for scored in groups]),
             loss_masks=loss_masks,
             components={
@@ -151,7 +137,7 @@ class PolicyGradient:
         )
 
     def _penalties(self, estimates: Estimates, loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...] | None:
-        """What the distance from the reference takes off the reward of each token; adapts what the next one costs."""
+        """Return the KL penalty of each token, B of [T_i]; adapt the coefficient for the next step."""
         config = self._config.kl
         if not isinstance(config, KlRewardConfig):
             return None
@@ -167,35 +153,46 @@ class PolicyGradient:
         if config.adaptive is not None:
             chosen = [distance[mask] for distance, mask in zip(distances, loss_masks, strict=True)]
             mean = float(np.concatenate(chosen).mean(dtype=np.float64))
-            self.kl_coef = adapted(self.kl_coef, config.adaptive, kl=mean, num_sequences=len(chosen))
+            self.kl_coef = adapted_kl_coef(self.kl_coef, config.adaptive, kl=mean, num_sequences=len(chosen))
         return penalties
 
     def _baselines(self, groups: Sequence[ScoredGroup]) -> npt.NDArray[np.float64]:
-        """For each rollout, the reward of its group's greedy one."""
+        """[B], the reward of the greedy rollout of each rollout's group."""
         return np.repeat(
-            self._rewards([_judged_baseline(scored) for scored in groups]), [len(scored.scores) for scored in groups]
+            self._rewards([_baseline(scored) for scored in groups]), [len(scored.scores) for scored in groups]
         )
 
-    def _rewards(self, judged: Sequence[tuple[Rollout, Score]]) -> npt.NDArray[np.float64]:
-        """The scores, less what being overlong costs."""
-        rewards = np.array([score.value for _, score in judged], dtype=np.float64)
+    def _rewards(self, scored: Sequence[tuple[Rollout, Score]]) -> npt.NDArray[np.float64]:
+        """[B], the scores with the penalty of overlong responses."""
+        rewards = np.array([score.value for _, score in scored], dtype=np.float64)
         overlong = self._config.overlong
         if overlong is None or overlong.buffer_tokens is None:
             return rewards
         return rewards + length_penalty(
-            np.array([len(rollout.token_ids) for rollout, _ in judged]),
+            np.array([len(rollout.token_ids) for rollout, _ in scored]),
             max_tokens=self._max_response_tokens,
             buffer_tokens=overlong.buffer_tokens,
             factor=overlong.factor,
         )
 
 
-def _judged(scored: ScoredGroup) -> Iterator[tuple[Rollout, Score]]:
-    return zip(scored.group.rollouts, scored.scores, strict=True)
-
-
-def _judged_baseline(scored: ScoredGroup) -> tuple[Rollout, Score]:
+def _baseline(scored: ScoredGroup) -> tuple[Rollout, Score]:
     rollout, score = scored.group.baseline, scored.baseline
     assert rollout is not None, f"prompt {scored.group.prompt.uid} has no greedy rollout"
     assert score is not None, f"the greedy rollout of prompt {scored.group.prompt.uid} has no score"
     return rollout, score
+
+
+def length_penalty(
+    lengths: npt.NDArray[np.int64], *, max_tokens: int, buffer_tokens: int, factor: float
+) -> npt.NDArray[np.float64]:
+    """[B], 0 up to `buffer_tokens` before the limit, then linear down to -factor at the limit."""
+    excess = lengths - (max_tokens - buffer_tokens)
+    penalty: npt.NDArray[np.float64] = np.minimum(0.0, -excess / buffer_tokens * factor)
+    return penalty
+
+
+def adapted_kl_coef(coef: float, config: AdaptiveKlConfig, *, kl: float, num_sequences: int) -> float:
+    """Return the next step's coefficient from this step's mean KL."""
+    error = min(max(kl / config.target - 1, -_MAX_KL_ERROR), _MAX_KL_ERROR)
+    return coef * (1 + error * num_sequences / config.horizon)

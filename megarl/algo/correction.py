@@ -1,7 +1,7 @@
-"""Where trainer and engine find the same token differently likely: how far apart they are, and what to do about it.
+"""Mismatch between trainer and engine, which give the same token different probabilities, and its correction.
 
-Weights are of log-probabilities before the step's first update, so they do not change while the policy does. What is
-rejected still counts in the loss's denominators: those are known before any forward pass.
+Weights are computed from the log-probabilities before the step's first update, so they stay fixed while the policy
+changes. Rejected tokens still count in the loss's denominators, which are known before any forward pass.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megarl.config.algorithm import CorrectionConfig, IcepopConfig, MaskConfig, 
 _Level: TypeAlias = Literal["token", "sequence"]
 
 _ESS_MAX_WEIGHT = 2.0
-"""The effective sample size is of weights cut off here, whatever the recipe corrects: runs can be compared."""
+"""Cut-off of the weights in the effective sample size: the same for every recipe, so that runs can be compared."""
 
 
 @torch.no_grad()
 def weights(config: CorrectionConfig, *, old_logprobs: Tensor, rollout_logprobs: Tensor, segments: Segments) -> Tensor:
-    """What the policy loss of each token is multiplied with. [N]"""
+    """Return the factor of each token's policy loss. [N]"""
     match config:
         case TisConfig():
             return _ratios(old_logprobs, rollout_logprobs, segments, config.level).clamp(max=config.max_weight)
@@ -39,7 +39,7 @@ def weights(config: CorrectionConfig, *, old_logprobs: Tensor, rollout_logprobs:
 
 
 def _ratios(old_logprobs: Tensor, rollout_logprobs: Tensor, segments: Segments, level: _Level) -> Tensor:
-    """p_train / p_rollout, of the token or of everything the policy chose in its sequence. [N]"""
+    """p_train / p_rollout of the token, or of all tokens that the policy chose in its sequence. [N]"""
     log_ratios = old_logprobs - rollout_logprobs
     if level == "sequence":
         log_ratios = segments.spread(segments.sums(log_ratios))
@@ -57,18 +57,18 @@ def _mask(config: MaskConfig, measures: Tensor, segments: Segments) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Token by token, [N] each; their means over loss tokens are what people watch."""
+    """Per token, [N] each; their means over loss tokens are statistics."""
 
     distance: Tensor
     """|p_train - p_rollout|"""
     kl: Tensor
     """log(p_rollout / p_train), whose mean is KL(rollout || train)."""
     k3: Tensor
-    """The same KL, never negative."""
+    """Estimate k3 of the same KL, never negative."""
     chi2: Tensor
     """The squared ratio p_train / p_rollout, minus 1."""
     weight: Tensor
-    """The ratio cut off; (sum)^2 / (n * sum of squares) is the effective sample size, as a share of n."""
+    """The ratio, cut off; (sum)^2 / (n * sum of squares) is the effective sample size as a share of n."""
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
-"""What ReMax compares a group with: one greedy rollout of the same prompt, and its score.
+"""The baseline of ReMax: one greedy rollout of the same prompt, and its score.
 
-Both halves wrap a stage and are stages themselves, so neither engines nor rewards know of it.
+Both classes wrap a stage and are stages themselves: engines and rewards need no code for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Second = TypeVar("_Second")
 
 
 class WithGreedyRollout:
-    """Every group with a baseline. A `stages.Generator` of two."""
+    """A `stages.Generator` that adds a greedy rollout to every group as its baseline."""
 
     def __init__(self, sampled: Generator, greedy: Generator) -> None:
         self._sampled = sampled
@@ -31,7 +31,7 @@ class WithGreedyRollout:
 
 
 class WithGreedyScore:
-    """Every group's baseline is judged as its rollouts are. A `stages.Scorer`."""
+    """A `stages.Scorer` that also scores the baseline of every group."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
@@ -47,7 +47,7 @@ class WithGreedyScore:
 async def _both(
     first: Coroutine[object, object, _First], second: Coroutine[object, object, _Second]
 ) -> tuple[_First, _Second]:
-    """Side by side; the error of one ends the other."""
+    """Run both concurrently; the error of one cancels the other."""
     tasks = asyncio.ensure_future(first), asyncio.ensure_future(second)
     try:
         return await asyncio.gather(*tasks)

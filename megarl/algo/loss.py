@@ -1,8 +1,7 @@
-"""What is minimised, token by token, and how tokens become one number. Pure torch, no ranks, no devices.
+"""Losses per token and their aggregation to one number. Pure torch, no ranks, no devices.
 
-Every function sees one micro-batch. None of them counts tokens itself: the denominators are those of the whole
-mini-batch, so the sum over micro-batches and ranks is the loss, however the sequences were split.
-A new loss is one function and one `case`.
+Every function sees one micro-batch and divides by the counts of the whole mini-batch: the sum over micro-batches and
+ranks is the loss, however the sequences were split. A new loss is one function and one `case`.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from megarl.config.algorithm import (
 )
 
 MAX_LOG_RATIO = 20.0
-"""Bound on the exponent of a probability ratio: beyond it the ratio overflows and says nothing more."""
+"""Bound on the exponent of a probability ratio, far below overflow."""
 
 _MAX_K3 = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTokens:
-    """One micro-batch as a loss sees it."""
+    """One micro-batch: the inputs of a policy loss."""
 
-    logprobs: Tensor  # [N], of the policy being updated, with its gradient
-    entropy: Tensor  # [N], likewise
+    logprobs: Tensor  # [N], of the policy being updated, with gradient
+    entropy: Tensor  # [N], of the policy being updated, with gradient
     old_logprobs: Tensor  # [N], of the policy before the step's first update
     rollout_logprobs: Tensor  # [N], of the engine that sampled; 0 in demonstrations
     advantages: Tensor  # [N]
     segments: Segments
-    reference_logprobs: Tensor | None = None  # [N], where the loss has a KL term
+    reference_logprobs: Tensor | None = None  # [N], if the loss has a KL term
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +49,11 @@ class TokenLoss:
     """Meaningful where the loss mask is set."""
 
     values: Tensor  # [N]
-    is_clipped: Tensor  # [N], True where the clip and not the policy set the value
+    is_clipped: Tensor  # [N], True where the clip set the value
 
 
 def policy_loss(config: LossConfig, tokens: PolicyTokens) -> TokenLoss:
-    """The loss of each token, of the kind and with the numbers of the recipe."""
+    """Return the loss of each token, as the recipe's section defines it."""
     match config:
         case PpoLossConfig():
             return _ppo(config, tokens)
@@ -84,28 +83,28 @@ def _ppo(config: PpoLossConfig, tokens: PolicyTokens) -> TokenLoss:
 
 
 def _gspo(config: GspoLossConfig, tokens: PolicyTokens) -> TokenLoss:
-    """PPO with the ratio of the sequence, whose gradient reaches every token as if it were its own."""
+    """PPO with the sequence's ratio in place of each token's; the gradient is that of the token's log-probability."""
     log_ratios = tokens.segments.spread(tokens.segments.means(_log_ratios(tokens).detach()))
     ratios = (tokens.logprobs - tokens.logprobs.detach() + log_ratios).exp()
     return _clipped(tokens.advantages, ratios, low=config.clip_low, high=config.clip_high)
 
 
 def _cispo(config: CispoLossConfig, tokens: PolicyTokens) -> TokenLoss:
-    """The policy gradient weighted by the clipped ratio: a clipped token still learns."""
+    """The policy gradient weighted by the clipped ratio: clipped tokens keep a gradient."""
     ratios = _log_ratios(tokens).detach().exp()
     weights = ratios.clamp(1 - config.clip_low, 1 + config.clip_high)
     return TokenLoss(values=-weights * tokens.advantages * tokens.logprobs, is_clipped=weights != ratios)
 
 
 def _sapo(config: SapoLossConfig, tokens: PolicyTokens) -> TokenLoss:
-    """A sigmoid of the ratio, of slope 1 at ratio 1, in the place of the clip."""
+    """A sigmoid of the ratio, of slope 1 at ratio 1, in place of the clip."""
     taus = torch.where(tokens.advantages > 0, config.tau_positive, config.tau_negative)
     gates = (4 / taus) * torch.sigmoid(taus * (_log_ratios(tokens).exp() - 1))
     return _unclipped(-tokens.advantages * gates)
 
 
 def _gmpo(config: GmpoLossConfig, tokens: PolicyTokens) -> TokenLoss:
-    """-A * geometric mean of the ratios, each clipped on the side the advantage pushes it to."""
+    """-A * geometric mean of the ratios, each clipped on the side to which the advantage pushes it."""
     log_ratios = _log_ratios(tokens)
     clipped = torch.where(
         tokens.advantages > 0, log_ratios.clamp(max=config.clip_high), log_ratios.clamp(min=-config.clip_low)
@@ -138,7 +137,7 @@ def aggregate(
     num_sequences: int,
     horizon_tokens: int | None = None,
 ) -> Tensor:
-    """This micro-batch's part of the mini-batch's loss. The counts are the mini-batch's, the horizon the recipe's."""
+    """Return this micro-batch's part of the mini-batch's loss. The counts are those of the mini-batch."""
     match kind:
         case "token_mean":
             return masked_sum(values, segments.loss_mask) / max(num_loss_tokens, 1)
@@ -156,14 +155,14 @@ def aggregate(
 
 
 def masked_sum(values: Tensor, loss_mask: Tensor) -> Tensor:
-    # `where`, not a product: zero times a value that is not finite would spread it.
+    # `where`, not a product: zero times a value that is not finite is not zero.
     return torch.where(loss_mask, values, torch.zeros_like(values)).sum()
 
 
 def kl(kind: KlEstimate, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Estimates of KL(policy || reference) at tokens the policy chose. [N]
+    """Return estimates of KL(policy || reference) at tokens that the policy chose. [N]
 
-    With a `+`, the value is that of the kind and the gradient that of k2, whose expectation is the KL's own.
+    A kind with `+` has the gradient of k2, whose expectation is the gradient of the KL.
     """
     delta = logprobs - reference_logprobs
     match kind:
@@ -192,6 +191,6 @@ def _with_k2_gradient(delta: Tensor, value: Tensor) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
-    """The critic's squared error, the worse of as it is and kept within `clip` of the values before the step. [N]"""
+    """Half the squared error, the larger of that of the values and of the values clipped around the old ones. [N]"""
     near = old_values + (values - old_values).clamp(-clip, clip)
     return torch.maximum((values - returns).square(), (near - returns).square()) / 2

@@ -1,6 +1,6 @@
-"""When trainer and engine have drifted apart: what to say, and what to do about it.
+"""Watches the mismatch between trainer and engine: warns, switches a correction on, or stops the run.
 
-Pure. Every rank sees the same reduced numbers, so every rank decides the same.
+Pure. Every rank sees the same reduced numbers and so takes the same decision.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from megarl.errors import NumericsError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorState:
-    """What a monitor has seen and decided so far."""
+    """The state of a monitor, saved in checkpoints."""
 
     worst_reported: float = 0.0
-    """The highest threshold that was reported."""
+    """The highest threshold reported so far."""
     has_switched_correction_on: bool = False
     baseline_sum: float = 0.0
-    """Of the steps that make the baseline, where the recipe asks for one."""
+    """Sum of the mismatch over the steps of the baseline, if the recipe asks for one."""
     num_baseline_steps: int = 0
 
 
@@ -27,36 +27,36 @@ class MonitorState:
 class _Threshold:
     limit: float
     text: str
-    """The key it comes from, and how."""
+    """The limit, with the key it comes from."""
 
     def sentence(self, mean: float) -> str:
         return f"mean |p_train - p_rollout| is {mean:.4g}, above {self.text}"
 
 
 class MismatchMonitor:
-    """Holds the algorithm as the next update is to use it: the recipe's, until a correction is switched on."""
+    """Owns the algorithm that updates use: the recipe's, until a correction is switched on."""
 
     def __init__(self, algorithm: AlgorithmConfig, state: MonitorState | None = None) -> None:
-        """With `state`, go on where another monitor stood."""
+        """`state` is that of a monitor to continue."""
         self.algorithm = algorithm
         self.state = state or MonitorState()
         if self.state.has_switched_correction_on:
             self._switch_correction_on()
 
     def stop_above(self, mean: float) -> None:
-        """Before an update is applied: refuses it where the recipe says so."""
+        """Raise before an update is applied if the recipe's action is `stop` and the mismatch is too high."""
         config = self._config
         if config is None or config.action != "stop":
             return
         thresholds = self._thresholds(config)
         if thresholds is not None and mean > thresholds[1].limit:
             raise NumericsError(
-                f"{thresholds[1].sentence(mean)}; this update was not applied. The engine samples "
-                "from another policy than the one that is trained: compare their weights, precision and sampling"
+                f"{thresholds[1].sentence(mean)}; this update was not applied. The engine does not sample from the "
+                "policy that is trained: compare their weights, precision and sampling"
             )
 
     def observe(self, mean: float) -> tuple[str, ...]:
-        """After a step: what people should know, once per threshold; and the correction, if it is time for it."""
+        """Return warnings after a step, once per threshold; switch the correction on if the recipe asks for it."""
         config = self._config
         if config is None:
             return ()
@@ -83,7 +83,7 @@ class MismatchMonitor:
         return self.algorithm.mismatch if isinstance(self.algorithm, PolicyGradientConfig) else None
 
     def _thresholds(self, config: MismatchConfig) -> tuple[_Threshold, _Threshold] | None:
-        """To warn and to act above; None while the steps that will tell are not all there."""
+        """Return the thresholds of warning and action; None until the steps of the baseline are complete."""
         key, baseline = "algorithm.mismatch", config.baseline
         if baseline is None:
             return (
@@ -96,7 +96,7 @@ class MismatchMonitor:
         warn, act = (
             _Threshold(
                 limit=times * level,
-                text=f"{times * level:.4g}, {key}.baseline.{name} {times:g} of the run's {level:.4g}",
+                text=f"{times * level:.4g} ({key}.baseline.{name} {times:g} x the run's baseline {level:.4g})",
             )
             for name, times in (("warn_times", baseline.warn_times), ("act_times", baseline.act_times))
         )

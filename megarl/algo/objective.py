@@ -1,4 +1,4 @@
-"""What the actor and the critic minimise: losses, correction, entropy bonus, KL, and their sum over a mini-batch."""
+"""The objectives of actor and critic: losses, correction, entropy bonus and KL, summed over a mini-batch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradien
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorLoss:
-    """Of one micro-batch; the token columns are meaningful where the loss mask is set."""
+    """Loss of one micro-batch; the token columns are meaningful where the loss mask is set."""
 
-    value: Tensor  # [], with its gradient: this micro-batch's part of the mini-batch's loss
+    value: Tensor  # [], with gradient: this micro-batch's part of the mini-batch's loss
     is_clipped: Tensor  # [N]
-    is_rejected: Tensor  # [N], True where the correction took the token out of the loss
-    reference_kl: Tensor | None  # [N], detached; where the loss has such a term
+    is_rejected: Tensor  # [N], True where the correction removed the token from the loss
+    reference_kl: Tensor | None  # [N], detached; None if the loss has no such term
 
 
 def actor_loss(config: AlgorithmConfig, tokens: PolicyTokens, *, num_loss_tokens: int, num_sequences: int) -> ActorLoss:
-    """The part of one micro-batch; the counts are those of its whole mini-batch."""
+    """Return the part of one micro-batch; the counts are those of its whole mini-batch."""
     match config:
         case SftConfig():
             none = torch.zeros_like(tokens.segments.loss_mask)
@@ -79,9 +79,9 @@ def _policy_gradient(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueTokens:
-    """One micro-batch as the critic's loss sees it."""
+    """One micro-batch: the inputs of the critic's loss."""
 
-    values: Tensor  # [N], with their gradient
+    values: Tensor  # [N], with gradient
     old_values: Tensor  # [N], before the step's first update
     returns: Tensor  # [N]
     segments: Segments
@@ -89,14 +89,14 @@ class ValueTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticLoss:
-    value: Tensor  # [], with its gradient: this micro-batch's part of the mini-batch's loss
+    value: Tensor  # [], with gradient: this micro-batch's part of the mini-batch's loss
     is_clipped: Tensor  # [N]
 
 
 def critic_loss(
     config: PolicyGradientConfig, tokens: ValueTokens, *, clip: float, num_loss_tokens: int, num_sequences: int
 ) -> CriticLoss:
-    """The part of one micro-batch, aggregated as the actor's loss is."""
+    """Return the part of one micro-batch, aggregated like the actor's loss."""
     losses = value_loss(tokens.values, tokens.old_values, tokens.returns, clip=clip)
     value = aggregate(
         config.aggregation,

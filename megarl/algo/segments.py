@@ -1,6 +1,6 @@
-"""Which sequence each token of a packed micro-batch belongs to. Pure torch; no loop over sequences.
+"""Sums and means over the sequences of a packed micro-batch. Pure torch; no loop over sequences.
 
-A sequence is always whole within a micro-batch, so a sum over a sequence needs no other micro-batch and no other rank.
+A sequence is never split over micro-batches, so a sum over it needs no other micro-batch and no other rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """The S sequences of one micro-batch of N tokens, padding among them. Only loss tokens count."""
+    """The S sequences of one micro-batch of N tokens, padding included. Sums are over loss tokens only."""
 
     loss_mask: Tensor  # [N], bool
     lengths: Tensor  # [S], int64: all tokens
@@ -22,7 +22,7 @@ class Segments:
 
     @classmethod
     def of(cls, loss_mask: Tensor, starts: Tensor) -> Segments:
-        """From where each sequence starts, [S + 1], ending with N."""
+        """`starts`: where each sequence starts, then N. [S + 1]"""
         lengths = starts.diff().to(torch.int64)
         numbers = torch.arange(len(lengths), device=lengths.device)
         return cls(
@@ -34,7 +34,7 @@ class Segments:
 
     def sums(self, values: Tensor) -> Tensor:
         """[N] -> [S], over loss tokens. In double precision: a sequence may have tens of thousands of tokens."""
-        # `where`, not a product: zero times a value that is not finite would spread it.
+        # `where`, not a product: zero times a value that is not finite is not zero.
         counted = torch.where(self.loss_mask, values, torch.zeros_like(values))
         return _segment_sums(counted.double(), self.lengths).to(values.dtype)
 
@@ -43,10 +43,10 @@ class Segments:
         return self.sums(values) / self.num_loss_tokens.clamp(min=1).to(values.dtype)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
-        """[S] -> [N]: to every token the value of its sequence."""
+        """[S] -> [N], each token with the value of its sequence."""
         return per_sequence[self.sequence_ids]
 
 
 def _segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    # Not index_add: on a GPU it adds in any order, and the same step would give other bits each time.
+    # Not index_add: on a GPU its order of addition varies, and with it the last bits of the result.
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)

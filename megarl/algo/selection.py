@@ -1,16 +1,24 @@
-"""Which groups are worth training on: dynamic sampling. Knows scores, not tokens or losses."""
+"""What is not trained on: groups without signal, rollouts without a score, responses cut at the limit.
+
+Knows scores, not losses.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import compress
+
+import numpy as np
 
 from megarl.config.algorithm import FilterConfig
 from megarl.errors import DataError
-from megarl.types import Score, ScoredGroup
+from megarl.types import Estimates, FinishReason, FloatArray, Score, ScoredGroup, TrainSample
 
 
 class Selection:
-    """Drops groups without signal, and ends the run when it has seen nothing else for too long."""
+    """Dynamic sampling: drops groups without signal and ends the run after too many in a row."""
 
     def __init__(self, config: FilterConfig) -> None:
         self._config = config
@@ -20,23 +28,23 @@ class Selection:
 
     def keeps(self, group: ScoredGroup) -> bool:
         values = [self._value(score, group) for score in group.scores]
-        found = self._complaint(values)
-        if found is None:
+        complaint = self._complaint(values)
+        if complaint is None:
             self._num_dropped = 0
             return True
-        cause, complaint = found
+        cause, reason = complaint
         self._causes[cause] += 1
         self._num_dropped += 1
         if self._num_dropped >= self._config.max_dropped_groups:
             raise DataError(
                 f"algorithm.filter dropped {self._num_dropped} groups in a row; the last, prompt "
-                f"{group.group.prompt.uid}, because {complaint}. The prompts are too easy or too hard for the policy, "
+                f"{group.group.prompt.uid}, because {reason}. The prompts are too easy or too hard for the policy, "
                 "or the reward is broken: look at some responses, change data.train, or widen the filter"
             )
         return False
 
     def take_dropped(self) -> dict[str, int]:
-        """How many groups were dropped since this was last asked, by cause."""
+        """Return how many groups were dropped since the last call, by cause."""
         causes, self._causes = self._causes, Counter()
         return dict(sorted(causes.items()))
 
@@ -45,7 +53,7 @@ class Selection:
         return score.value if name is None else component(score, name, group)
 
     def _complaint(self, values: list[float]) -> tuple[str, str] | None:
-        """Why a group with these values is dropped, in a word and in a clause; None where it is kept."""
+        """Return why a group with these values is dropped, as a cause and a clause; None if it is kept."""
         config = self._config
         what = config.component or "score"
         if max(values) - min(values) <= config.tolerance:
@@ -59,7 +67,7 @@ class Selection:
 
 
 def component(score: Score, name: str, group: ScoredGroup) -> float:
-    """One named part of a score; a reward that does not give it is an error, never a zero."""
+    """Return one named part of a score; its absence is an error, never a zero."""
     if name not in score.components:
         known = ", ".join(sorted(score.components)) or "none"
         raise DataError(
@@ -67,3 +75,77 @@ def component(score: Score, name: str, group: ScoredGroup) -> float:
             "return it from the reward function or change the recipe"
         )
     return score.components[name]
+
+
+def is_lost(scored: ScoredGroup) -> bool:
+    """Whether the group teaches nothing: no rollout has a score, or its baseline has none."""
+    has_no_baseline = scored.baseline is not None and scored.baseline.is_masked
+    return has_no_baseline or all(score.is_masked for score in scored.scores)
+
+
+def are_scored(groups: Sequence[ScoredGroup]) -> list[bool]:
+    """Return for every rollout of a step, in the order of the groups, whether it has a score."""
+    return [not score.is_masked for scored in groups for score in scored.scores]
+
+
+def scored_only(scored: ScoredGroup) -> ScoredGroup:
+    """Return the group without the rollouts that have no score."""
+    is_scored = are_scored([scored])
+    return replace(
+        scored,
+        group=replace(scored.group, rollouts=tuple(compress(scored.group.rollouts, is_scored))),
+        scores=tuple(compress(scored.scores, is_scored)),
+    )
+
+
+def estimates_of(estimates: Estimates, is_scored: Sequence[bool]) -> Estimates:
+    """Return the estimates of the rollouts that have a score."""
+
+    def select(arrays: tuple[FloatArray, ...] | None) -> tuple[FloatArray, ...] | None:
+        return None if arrays is None else tuple(compress(arrays, is_scored))
+
+    return Estimates(
+        logprobs=select(estimates.logprobs),
+        reference_logprobs=select(estimates.reference_logprobs),
+        values=select(estimates.values),
+    )
+
+
+def with_unscored(
+    samples: Sequence[TrainSample], groups: Sequence[ScoredGroup], is_scored: Sequence[bool]
+) -> list[TrainSample]:
+    """Return the samples with one without loss tokens inserted for each rollout that has no score."""
+    rollouts = [(scored.group.prompt, rollout) for scored in groups for rollout in scored.group.rollouts]
+    remaining = iter(samples)
+    like = samples[0]
+    result: list[TrainSample] = []
+    for (prompt, rollout), has_score in zip(rollouts, is_scored, strict=True):
+        if has_score:
+            result.append(next(remaining))
+            continue
+        nothing = np.zeros(len(rollout.token_ids), dtype=np.float32)
+        # Without loss tokens no value is read, but every sample of a batch needs the same columns.
+        result.append(
+            TrainSample(
+                prompt_ids=prompt.token_ids,
+                rollout=replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask)),
+                advantages=nothing,
+                old_logprobs=None if like.old_logprobs is None else nothing,
+                reference_logprobs=None if like.reference_logprobs is None else nothing,
+                values=None if like.values is None else nothing,
+                returns=None if like.returns is None else nothing,
+            )
+        )
+    return result
+
+
+def without_cut(sample: TrainSample) -> TrainSample:
+    """Return the sample, without loss tokens if its response was cut at the limit: its reward means little."""
+    rollout = sample.rollout
+    if rollout.finish_reason is not FinishReason.LENGTH:
+        return sample
+    return replace(
+        sample,
+        rollout=replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask)),
+        advantages=np.zeros_like(sample.advantages),
+    )

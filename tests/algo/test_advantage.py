@@ -7,10 +7,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.advantage import EstimatorKind, Outcomes, estimate, gae
+from megarl.algo.advantage import Outcomes, estimate
+from megarl.config.algorithm import (
+    EstimatorConfig,
+    GaeConfig,
+    GdpoConfig,
+    GroupConfig,
+    GrpoConfig,
+    ReinforcePpConfig,
+    RemaxConfig,
+)
 from megarl.types import BoolArray, FloatArray
 
 LENGTHS = [2, 3, 4, 1]
+GRPO = GrpoConfig(kind="grpo")
+DR_GRPO = GrpoConfig(kind="grpo", normalize_std=False)
+RLOO = GroupConfig(kind="rloo")
+OPO = GroupConfig(kind="opo")
+GPG = GroupConfig(kind="gpg")
+PASS_K = GroupConfig(kind="grpo_passk")
+PP = ReinforcePpConfig(kind="reinforce_pp")
+PP_BASELINE = GroupConfig(kind="reinforce_pp_baseline")
+REMAX = RemaxConfig(kind="remax")
+GDPO = GdpoConfig(kind="gdpo", weights={"right": 1.0, "form": 1.0})
 GROUPS = st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=6), min_size=1, max_size=5)
 MASKS = st.lists(st.lists(st.booleans(), min_size=1, max_size=7), min_size=1, max_size=5)
 
@@ -26,8 +45,8 @@ def outcomes(groups: Sequence[Sequence[float]], lengths: Sequence[int] | None = 
     )
 
 
-def values(kind: EstimatorKind, groups: Sequence[Sequence[float]], *, normalize_std: bool = True) -> list[float]:
-    return [float(tokens[0]) for tokens in estimate(kind, outcomes(groups), normalize_std=normalize_std)]
+def values(config: EstimatorConfig, groups: Sequence[Sequence[float]]) -> list[float]:
+    return [float(tokens[0]) for tokens in estimate(config, outcomes(groups)).advantages]
 
 
 def slow_grpo(group: Sequence[float], *, normalize_std: bool) -> list[float]:
@@ -40,21 +59,22 @@ def slow_grpo(group: Sequence[float], *, normalize_std: bool) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "golden"),
+    ("config", "golden"),
     [
-        ("grpo", [1.499997, -0.499999, -0.499999, -0.499999]),
-        ("rloo", [1, -0.333333, -0.333333, -0.333333]),
-        ("opo", [0.8, -0.2, -0.2, -0.2]),
-        ("gpg", [3, -1, -1, -1]),
-        ("grpo_passk", [1.999996, 0, 0, 0]),
-        ("reinforce_pp", [1.897367, -0.474342, -0.474342, -0.474342]),
-        ("reinforce_pp_baseline", [1.897367, -0.474342, -0.474342, -0.474342]),
-        ("remax", [0.75, -0.25, -0.25, -0.25]),
-        ("gdpo", [1.621037, 0.306341, -0.832219, -0.832219]),
+        (GRPO, [1.499997, -0.499999, -0.499999, -0.499999]),
+        (RLOO, [1, -0.333333, -0.333333, -0.333333]),
+        (OPO, [0.8, -0.2, -0.2, -0.2]),
+        (GPG, [3, -1, -1, -1]),
+        (PASS_K, [1.999996, 0, 0, 0]),
+        (PP, [1.897367, -0.474342, -0.474342, -0.474342]),
+        (PP_BASELINE, [1.897367, -0.474342, -0.474342, -0.474342]),
+        (REMAX, [0.75, -0.25, -0.25, -0.25]),
+        (GDPO, [1.621037, 0.306341, -0.832219, -0.832219]),
     ],
+    ids=lambda value: getattr(value, "kind", ""),
 )
-def test_one_right_answer_of_four_gives_the_golden_numbers(kind: EstimatorKind, golden: list[float]) -> None:
-    advantages = estimate(kind, outcomes([[1, 0, 0, 0]], LENGTHS), component_weights={"right": 1.0, "form": 1.0})
+def test_one_right_answer_of_four_gives_the_golden_numbers(config: EstimatorConfig, golden: list[float]) -> None:
+    advantages = estimate(config, outcomes([[1, 0, 0, 0]], LENGTHS)).advantages
     assert [len(tokens) for tokens in advantages] == LENGTHS
     assert {tokens.dtype for tokens in advantages} == {np.dtype(np.float32)}
     for tokens, value in zip(advantages, golden, strict=True):
@@ -62,13 +82,13 @@ def test_one_right_answer_of_four_gives_the_golden_numbers(kind: EstimatorKind, 
 
 
 def test_dr_grpo_does_not_divide_by_the_spread() -> None:
-    assert values("grpo", [[1, 0, 0, 0]], normalize_std=False) == [0.75, -0.25, -0.25, -0.25]
+    assert values(DR_GRPO, [[1, 0, 0, 0]]) == [0.75, -0.25, -0.25, -0.25]
 
 
 @given(groups=GROUPS, normalize_std=st.booleans())
 def test_every_group_is_judged_on_its_own(groups: list[list[float]], normalize_std: bool) -> None:
     expected = [value for group in groups for value in slow_grpo(group, normalize_std=normalize_std)]
-    np.testing.assert_allclose(values("grpo", groups, normalize_std=normalize_std), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(values(GRPO if normalize_std else DR_GRPO, groups), expected, rtol=1e-5, atol=1e-5)
 
 
 @given(groups=GROUPS)
@@ -78,14 +98,14 @@ def test_rloo_compares_with_the_mean_of_the_others(groups: list[list[float]]) ->
         for group in groups
         for reward in group
     ]
-    np.testing.assert_allclose(values("rloo", groups), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(values(RLOO, groups), expected, rtol=1e-5, atol=1e-5)
 
 
 @given(groups=GROUPS)
 def test_only_the_best_of_a_group_counts_at_pass_k(groups: list[list[float]]) -> None:
-    found = iter(values("grpo_passk", groups))
+    advantages = iter(values(PASS_K, groups))
     for group in groups:
-        of_group = [next(found) for _ in group]
+        of_group = [next(advantages) for _ in group]
         ranked = sorted(group, reverse=True)
         if len(group) == 1 or ranked[0] == ranked[1]:
             assert of_group == [0] * len(group)
@@ -95,17 +115,22 @@ def test_only_the_best_of_a_group_counts_at_pass_k(groups: list[list[float]]) ->
         np.testing.assert_allclose(of_group, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo", "opo", "gpg", "grpo_passk"])
-def test_a_group_of_one_or_of_equals_gets_nothing(kind: EstimatorKind) -> None:
-    step = [[3.0], [0.1, 0.1, 0.1]]
-    assert values(kind, step) == pytest.approx([0, 0, 0, 0], abs=1e-9)
-    assert values(kind, step, normalize_std=False) == pytest.approx([0, 0, 0, 0], abs=1e-9)
+@pytest.mark.parametrize("config", [GRPO, DR_GRPO, RLOO, OPO, GPG, PASS_K], ids=lambda config: config.kind)
+def test_a_group_of_one_or_of_equals_gets_nothing(config: EstimatorConfig) -> None:
+    assert values(config, [[3.0], [0.1, 0.1, 0.1]]) == pytest.approx([0, 0, 0, 0], abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["reinforce_pp", "reinforce_pp_baseline", "gdpo"])
-def test_whitened_over_the_tokens_of_the_step(kind: EstimatorKind) -> None:
-    step = outcomes([[1, 0.5], [0, -2]], [5, 1, 7, 3])
-    tokens = np.concatenate(estimate(kind, step, gamma=0.9, component_weights={"right": 2.0, "form": 0.5}))
+@pytest.mark.parametrize(
+    "config",
+    [
+        ReinforcePpConfig(kind="reinforce_pp", gamma=0.9),
+        PP_BASELINE,
+        GdpoConfig(kind="gdpo", weights={"right": 2.0, "form": 0.5}),
+    ],
+    ids=lambda config: config.kind,
+)
+def test_whitened_over_the_tokens_of_the_step(config: EstimatorConfig) -> None:
+    tokens = np.concatenate(estimate(config, outcomes([[1, 0.5], [0, -2]], [5, 1, 7, 3])).advantages)
     assert tokens.mean() == pytest.approx(0, abs=1e-6)
     assert tokens.std(ddof=1) == pytest.approx(1, abs=1e-6)
 
@@ -115,19 +140,23 @@ def test_a_reward_is_discounted_by_the_policys_tokens_only() -> None:
     step = Outcomes(
         rewards=np.array([1.0, 2.0]), groups=np.array([0, 1]), loss_masks=masks, baselines=np.array([0.0, 0.5])
     )
-    first, second = estimate("remax", step, gamma=0.5)
+    first, second = estimate(RemaxConfig(kind="remax", gamma=0.5), step).advantages
     assert first.tolist() == [0.25, 0, 0.5, 1, 0]
     assert second.tolist() == [1.5]
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo", "opo", "gpg", "reinforce_pp", "remax", "grpo_passk", "gdpo"])
-def test_tokens_the_policy_did_not_choose_get_nothing(kind: EstimatorKind) -> None:
+@pytest.mark.parametrize("config", [GRPO, RLOO, OPO, GPG, PP, REMAX, PASS_K, GDPO], ids=lambda config: config.kind)
+def test_tokens_the_policy_did_not_choose_get_nothing(config: EstimatorConfig) -> None:
     masks = (np.array([True, False, True]), np.array([False, True]))
     rewards = np.array([1.0, 0.0])
     step = Outcomes(
-        rewards=rewards, groups=np.array([0, 0]), loss_masks=masks, components={"x": rewards}, baselines=rewards + 1
+        rewards=rewards,
+        groups=np.array([0, 0]),
+        loss_masks=masks,
+        components={"right": rewards, "form": rewards},
+        baselines=rewards + 1,
     )
-    first, second = estimate(kind, step, component_weights={"x": 1.0})
+    first, second = estimate(config, step).advantages
     assert first[1] == 0
     assert first[0] == first[2] != 0
     assert second[0] == 0
@@ -170,23 +199,29 @@ def outcomes_of(
     )
 
 
+def gae(outcomes: Outcomes, *, gamma: float, lam: float) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...]]:
+    credit = estimate(GaeConfig(kind="gae", gamma=gamma, lam=lam), outcomes)
+    assert credit.returns is not None
+    return credit.advantages, credit.returns
+
+
 def test_gae_has_the_golden_numbers() -> None:
     value = (float32(0.5, 0.6, 0.7),)
     outcomes = Outcomes(
         rewards=np.ones(1), groups=np.zeros(1, np.int64), loss_masks=(np.array([True] * 3),), values=value
     )
-    found = gae(outcomes, gamma=1.0, lam=0.95)
-    np.testing.assert_array_equal(estimate("gae", outcomes, lam=0.95)[0], found.advantages[0])
-    np.testing.assert_allclose(found.advantages[0], [0.991344, 0.017092, -1.008436], atol=1e-5)
-    np.testing.assert_allclose(found.returns[0], [0.96575, 0.985, 1], atol=1e-5)
-    np.testing.assert_allclose(found.returns[0] - value[0], [0.46575, 0.385, 0.3], atol=1e-5)
+    advantages, returns = gae(outcomes, gamma=1.0, lam=0.95)
+    np.testing.assert_allclose(advantages[0], [0.991344, 0.017092, -1.008436], atol=1e-5)
+    np.testing.assert_allclose(returns[0], [0.96575, 0.985, 1], atol=1e-5)
+    np.testing.assert_allclose(returns[0] - value[0], [0.46575, 0.385, 0.3], atol=1e-5)
 
 
 def test_gae_steps_over_tokens_the_policy_did_not_choose() -> None:
     value = float32(0.5, 0.6, 0.7)
-    found = gae(outcomes_of((float32(0, 0, 1),), (value,), (np.array([True, False, True]),)), gamma=1.0, lam=0.95)
-    np.testing.assert_allclose(found.returns[0], [0.5 + 0.485, 0, 1], atol=1e-5)
-    assert found.advantages[0][1] == 0
+    step = outcomes_of((float32(0, 0, 1),), (value,), (np.array([True, False, True]),))
+    advantages, returns = gae(step, gamma=1.0, lam=0.95)
+    np.testing.assert_allclose(returns[0], [0.5 + 0.485, 0, 1], atol=1e-5)
+    assert advantages[0][1] == 0
 
 
 @given(masks=MASKS, seed=st.integers(0, 1000), gamma=st.floats(0.5, 1), lam=st.floats(0, 1))
@@ -194,15 +229,15 @@ def test_gae_equals_a_plain_loop(masks: list[list[bool]], seed: int, gamma: floa
     random = np.random.default_rng(seed)
     loss_masks = tuple(np.array(mask) for mask in masks)
     rewards, value = (tuple(random.standard_normal(len(mask)).astype(np.float32) for mask in masks) for _ in range(2))
-    found = gae(outcomes_of(rewards, value, loss_masks), gamma=gamma, lam=lam)
+    advantages, returns = gae(outcomes_of(rewards, value, loss_masks), gamma=gamma, lam=lam)
     slow = [slow_gae(*each, gamma=gamma, lam=lam) for each in zip(rewards, value, loss_masks, strict=True)]
     chosen = np.concatenate([np.array(raw)[mask] for (raw, _), mask in zip(slow, loss_masks, strict=True)])
     if len(chosen) > 1:
         std = np.sqrt(chosen.var(ddof=1) + 1e-8)
-        for tokens, (raw, _), mask in zip(found.advantages, slow, loss_masks, strict=True):
+        for tokens, (raw, _), mask in zip(advantages, slow, loss_masks, strict=True):
             np.testing.assert_allclose(tokens, mask * (np.array(raw) - chosen.mean()) / std, rtol=1e-4, atol=1e-5)
-    for tokens, (_, returns) in zip(found.returns, slow, strict=True):
-        np.testing.assert_allclose(tokens, returns, rtol=1e-5, atol=1e-5)
+    for tokens, (_, expected) in zip(returns, slow, strict=True):
+        np.testing.assert_allclose(tokens, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.01, 0.5, 0.95, 0.9999, 1.0])
@@ -218,7 +253,7 @@ def test_long_rollouts_are_summed_without_overflow_or_loss(lam: float) -> None:
     )
     assert step.values is not None
     for returns, reward, value, mask in zip(
-        gae(step, gamma=1.0, lam=lam).returns, step.rewards, step.values, masks, strict=True
+        gae(step, gamma=1.0, lam=lam)[1], step.rewards, step.values, masks, strict=True
     ):
         rewards = np.zeros(len(mask), dtype=np.float32)
         rewards[np.flatnonzero(mask)[-1:]] = reward

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megarl.algo.algorithm import Sft, build_algorithm
+from megarl.algo.algorithm import Sft, adapted_kl_coef, build_algorithm, length_penalty
 from megarl.config.algorithm import (
     AdaptiveKlConfig,
     AlgorithmConfig,
@@ -26,6 +26,7 @@ from megarl.types import Estimates, ScoredGroup
 from tests.algo.groups import scored_group, with_baseline
 
 NOTHING = Estimates()
+ADAPTIVE = AdaptiveKlConfig(target=0.1, horizon=10_000)
 
 
 def build(config: AlgorithmConfig) -> Algorithm:
@@ -199,3 +200,25 @@ def test_kl_in_the_loss_leaves_rewards_alone_and_gives_the_trainer_the_reference
     plain = build(GrpoConfig(kind="grpo")).assign([group], NOTHING)
     assert [s.advantages.tolist() for s in samples] == [s.advantages.tolist() for s in plain]
     assert [s.reference_logprobs for s in samples] == list(estimates.reference_logprobs or ())
+
+
+def test_the_length_penalty_has_the_golden_values() -> None:
+    lengths = np.array([100, 16384, 18432, 20480])
+    penalty = length_penalty(lengths, max_tokens=20480, buffer_tokens=4096, factor=1.0)
+    assert penalty.tolist() == pytest.approx([0, 0, -0.5, -1])
+
+
+def test_the_factor_scales_the_length_penalty() -> None:
+    assert length_penalty(np.array([8]), max_tokens=10, buffer_tokens=4, factor=3.0).tolist() == [-1.5]
+
+
+def test_the_adapted_coefficient_has_the_golden_number() -> None:
+    assert adapted_kl_coef(0.001, ADAPTIVE, kl=0.3, num_sequences=1024) == pytest.approx(0.00102048, abs=1e-10)
+
+
+@pytest.mark.parametrize(("kl", "direction"), [(0.0, -1), (0.05, -1), (0.1, 0), (0.11, 1), (5.0, 1)])
+def test_the_coefficient_follows_the_distance_by_a_fifth_at_most(kl: float, direction: int) -> None:
+    change = adapted_kl_coef(1.0, ADAPTIVE, kl=kl, num_sequences=10_000) - 1
+    assert change * direction >= 0
+    assert (change == 0) == (direction == 0)
+    assert abs(change) <= 0.2 + 1e-12

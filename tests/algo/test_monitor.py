@@ -70,9 +70,10 @@ def test_a_run_can_be_its_own_measure() -> None:
     said = [watching.observe(mean) for mean in (0.01, 0.03, 0.05, 0.07, 0.1, 0.3, 0.5)]
     assert [len(warnings) for warnings in said] == [0, 0, 0, 1, 0, 1, 0]
     assert said[3] == (
-        "mean |p_train - p_rollout| is 0.07, above 0.06, algorithm.mismatch.baseline.warn_times 3 of the run's 0.02",
+        "mean |p_train - p_rollout| is 0.07, above 0.06 "
+        "(algorithm.mismatch.baseline.warn_times 3 x the run's baseline 0.02)",
     )
-    assert "above 0.2, algorithm.mismatch.baseline.act_times 10 of the run's 0.02" in said[5][0]
+    assert "above 0.2 (algorithm.mismatch.baseline.act_times 10 x the run's baseline 0.02)" in said[5][0]
 
 
 def test_rounding_errors_are_no_measure() -> None:
@@ -80,7 +81,7 @@ def test_rounding_errors_are_no_measure() -> None:
     for mean in (1e-9, 0.0, 2e-4, 3e-4):
         watching.stop_above(mean)
         assert watching.observe(mean) == ()
-    with pytest.raises(NumericsError, match=r"act_times 10 of the run's 0\.0001"):
+    with pytest.raises(NumericsError, match=r"act_times 10 x the run's baseline 0\.0001"):
         watching.stop_above(2e-3)
 
 

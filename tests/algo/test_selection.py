@@ -1,11 +1,30 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from megarl.algo.selection import Selection
-from megarl.config.algorithm import FilterConfig
+from megarl.algo.algorithm import build_algorithm
+from megarl.algo.selection import Selection, without_cut
+from megarl.config.algorithm import (
+    AlgorithmConfig,
+    FilterConfig,
+    GaeConfig,
+    GdpoConfig,
+    GroupConfig,
+    GrpoConfig,
+    KlRewardConfig,
+    ReinforcePpConfig,
+    RemaxConfig,
+)
 from megarl.errors import DataError
-from tests.algo.groups import scored_group
+from megarl.stages import Algorithm
+from megarl.types import Estimates, FloatArray, Score, ScoredGroup, TrainSample
+from tests.algo.groups import scored_group, with_baseline
+
+MASKED = Score(value=0.0, components={}, is_masked=True)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +75,116 @@ def test_dropped_groups_are_counted_by_cause_since_the_last_time() -> None:
         selection.keeps(scored_group(0, rewards))
     assert selection.take_dropped() == {"above_band": 1, "below_band": 1, "equal": 2}
     assert selection.take_dropped() == {}
+
+
+def build(config: AlgorithmConfig) -> Algorithm:
+    return build_algorithm(config, max_response_tokens=10)
+
+
+def masked(group: ScoredGroup, *places: int) -> ScoredGroup:
+    return replace(
+        group, scores=tuple(MASKED if place in places else score for place, score in enumerate(group.scores))
+    )
+
+
+def without(group: ScoredGroup, *places: int) -> ScoredGroup:
+    kept = [place for place in range(len(group.scores)) if place not in places]
+    return replace(
+        group,
+        group=replace(group.group, rollouts=tuple(group.group.rollouts[place] for place in kept)),
+        scores=tuple(group.scores[place] for place in kept),
+    )
+
+
+def groups() -> list[ScoredGroup]:
+    parts = [{"right": value} for value in (1.0, 0.0, 0.0, 1.0)]
+    first = with_baseline(scored_group(0, [1, 0, 0, 1], components=parts), score=0.5, length=3)
+    second = with_baseline(scored_group(1, [0.5, 0, 2, 0], components=parts), score=0.0, length=2)
+    return [first, second]
+
+
+def numbers(of: Sequence[ScoredGroup]) -> tuple[FloatArray, ...]:
+    """Different for every rollout, the same wherever it stands."""
+    return tuple(
+        np.linspace(-1, 0, len(rollout.token_ids), dtype=np.float32) - scored.group.prompt.position
+        for scored in of
+        for rollout in scored.group.rollouts
+    )
+
+
+def estimates(of: Sequence[ScoredGroup]) -> Estimates:
+    found = numbers(of)
+    return Estimates(logprobs=found, reference_logprobs=tuple(array * 1.5 for array in found), values=found)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GrpoConfig(kind="grpo", kl=KlRewardConfig(kind="reward", coef=0.1)),
+        GroupConfig(kind="rloo"),
+        GroupConfig(kind="opo"),
+        GroupConfig(kind="gpg"),
+        GroupConfig(kind="grpo_passk"),
+        GroupConfig(kind="reinforce_pp_baseline"),
+        ReinforcePpConfig(kind="reinforce_pp"),
+        RemaxConfig(kind="remax"),
+        GdpoConfig(kind="gdpo", weights={"right": 1.0}),
+        GaeConfig(kind="gae"),
+    ],
+    ids=lambda config: config.kind,
+)
+def test_a_masked_rollout_is_as_if_it_had_never_been_but_for_its_place(config: AlgorithmConfig) -> None:
+    first, second = groups()
+    given = [masked(first, 1), masked(second, 0, 3)]
+    expected_of = [without(first, 1), without(second, 0, 3)]
+    samples = build(config).assign(given, estimates(given))
+    expected = build(config).assign(expected_of, estimates(expected_of))
+    assert len(samples) == 8
+    kept = [samples[place] for place in (0, 2, 3, 5, 6)]
+    for sample, other in zip(kept, expected, strict=True):
+        assert np.array_equal(sample.advantages, other.advantages)
+        assert np.array_equal(sample.rollout.loss_mask, other.rollout.loss_mask)
+        assert (sample.returns is None) == (other.returns is None)
+        if sample.returns is not None and other.returns is not None:
+            assert np.array_equal(sample.returns, other.returns)
+    for place in (1, 4, 7):
+        assert not samples[place].rollout.loss_mask.any()
+        assert not samples[place].advantages.any()
+        assert len(samples[place].advantages) == len(samples[place].rollout.token_ids)
+        assert (samples[place].returns is None) == (samples[0].returns is None)
+
+
+def test_a_group_without_a_score_is_dropped_and_counted() -> None:
+    algorithm = build(GrpoConfig(kind="grpo"))
+    first, _ = groups()
+    assert algorithm.keeps(masked(first, 0, 1, 2))
+    assert not algorithm.keeps(masked(first, 0, 1, 2, 3))
+    assert not algorithm.keeps(replace(first, baseline=MASKED))
+    assert algorithm.take_dropped() == {"masked": 2}
+    assert algorithm.take_dropped() == {}
+
+
+def test_a_filter_looks_at_scored_rollouts_only() -> None:
+    algorithm = build(GrpoConfig(kind="grpo", filter=FilterConfig(component="right")))
+    first, _ = groups()
+    assert algorithm.keeps(masked(first, 1))
+    assert not algorithm.keeps(masked(first, 1, 2))
+    assert algorithm.take_dropped() == {"equal": 1}
+
+
+def test_a_response_cut_at_the_limit_leaves_the_loss_and_nothing_else_changes() -> None:
+    finished, cut = scored_group(0, [1, 0], cut=[1]).group.rollouts
+    whole, empty = (
+        without_cut(
+            TrainSample(
+                prompt_ids=np.arange(2, dtype=np.int32),
+                rollout=rollout,
+                advantages=rollout.loss_mask.astype(np.float32),
+            )
+        )
+        for rollout in (finished, cut)
+    )
+    assert whole.rollout is finished
+    assert not empty.rollout.loss_mask.any()
+    assert not empty.advantages.any()
+    np.testing.assert_array_equal(empty.rollout.token_ids, cut.token_ids)

@@ -31,10 +31,12 @@ from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, sampl
 from megarl.rollout.process import EngineProcess, EngineSpec
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config
 from megarl.types import PolicyVersion, Prompt
-from megarl.weights.algebra.check import check_delivery
+from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.slices import TensorSpec
+from megarl.weights.executors.digest import check_digests
+from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.tensors import torch_dtype
-from megarl.weights.executors.transfer import DEFAULT_BUCKET_BYTES, Sender, TransferGroup
+from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
@@ -157,10 +159,10 @@ async def _measure_publish(server: _Server) -> AsyncIterator[Figure]:
             _noted(asyncio.to_thread(sender.send, version), spent["sent"]),
             _noted(control.stage(version), spent["staged"]),
         )
-        check_delivery([sent], arrived)
+        check_digests([sent], arrived)
         await _noted(control.commit(version), spent["committed"])
 
-    num_bytes = sum(plan.received_bytes.values())
+    num_bytes = sum(plan.traffic.received_bytes.values())
     ours_s = await _seconds(publish)
     floor_s = _copy_seconds(num_bytes)
     parts = ", ".join(f"{name} in {1e3 * median(times[_NUM_WARMUPS:]):.1f}" for name, times in spent.items())

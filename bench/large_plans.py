@@ -69,7 +69,7 @@ PUBLISHES: Mapping[str, LargePublish] = {
 def rehearse(name: str) -> str:
     """All that a process does before it can take part: layouts, plan, statistics, its own buckets. Gives the hash."""
     found = PUBLISHES[name].plan()
-    assert found.bytes_by_link, "nothing moves"
+    assert found.traffic.bytes_by_link, "nothing moves"
     buckets_from(found, 0, bucket_bytes=DEFAULT_BUCKET_BYTES)
     buckets_to(found, 0, bucket_bytes=DEFAULT_BUCKET_BYTES)
     return found.hash

@@ -33,9 +33,9 @@ from megarl.rollout.process import EngineProcess, EngineSpec
 from megarl.system.network import LOOPBACK
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config
 from megarl.types import PolicyVersion
-from megarl.weights.algebra.check import check_delivery
+from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.plan import Plan
-from megarl.weights.executors.transfer import DEFAULT_BUCKET_BYTES
+from megarl.weights.executors.digest import check_digests
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
@@ -119,12 +119,12 @@ async def _measure(folder: Path, *, gigabytes: float, repeats: int, on_news: Cal
             seconds, served = await _alternate(ways, bench, repeats=repeats, on_news=on_news)
         finally:
             bench.stop()
-    moved = sum(bench.plan.received_bytes.values())
+    moved = sum(bench.plan.traffic.received_bytes.values())
     whole = sum(parameter.num_bytes for bucket in bench.buckets for parameter in bucket)
     return ReshardReport(
         plan_bytes=moved,
         model_bytes=sum(spec.num_bytes for spec in bench.plan.source.canonical.values()),
-        bytes_by_link={link.name.lower(): size for link, size in bench.plan.bytes_by_link.items()},
+        bytes_by_link={link.name.lower(): size for link, size in bench.plan.traffic.bytes_by_link.items()},
         floor=Floor(loopback_bytes_s=floor_rates[0], copy_bytes_s=floor_rates[1], num_bytes=moved),
         ours=Timing(name="publish", seconds=seconds["publish"], group_bytes=bench.sent_bytes),
         gather=Timing(
@@ -182,7 +182,7 @@ class _Bench:
             asyncio.to_thread(self._ranks.call, "send", version), self._control.stage(version)
         )
         sent = cast("list[Sent]", answers)
-        check_delivery([part.digests for part in sent], arrived)
+        check_digests([part.digests for part in sent], arrived)
         await self._control.commit(version)
         self.sent_bytes = sum(part.num_bytes for part in sent)
 

@@ -25,7 +25,7 @@ from megarl.rollout.commands import Rendezvous
 from megarl.rollout.torchvision_ops import declare_torchvision_ops
 from megarl.system.network import LOOPBACK
 from megarl.weights.algebra.slices import Holding, Layout, Slice
-from megarl.weights.executors.box_digest import fastest_digest
+from megarl.weights.executors.digest import fastest_digest
 from megarl.weights.executors.group import Pending, StoreAddress, TransferGroup
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.executors.transfer import Sender

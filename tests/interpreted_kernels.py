@@ -14,7 +14,7 @@ from megarl.train.fused_kernels import gate, grad_gate, rotate
 from megarl.train.logprob import _grad_logits, _RowGradients, _summed
 from megarl.train.logprob_kernel import grad_rows, sum_rows
 from megarl.weights.algebra.slices import Slice
-from megarl.weights.executors.digest import MODULUS, DigestSums, Part, _bits, _bits_of_matrix, _seeds, digest
+from megarl.weights.executors.digest import MODULUS, DigestSums, Summand, _bits, _bits_of_matrix, _seeds, digest
 from megarl.weights.executors.digest_kernel import digest_rows
 
 
@@ -84,7 +84,8 @@ def digests_in_one_launch() -> float:
             ("x", values[5], Slice(name="c", offsets=(7,), shape=(1536,))),
         ]
         parts = [
-            Part(key=key, dtype=dtype, box=box, canonical_shape=(4000, 4000)[: part.dim()]) for key, part, box in boxes
+            Summand(key=key, dtype=dtype, box=box, canonical_shape=(4000, 4000)[: part.dim()])
+            for key, part, box in boxes
         ]
         sums = DigestSums(parts)
         found = sums._prepared(torch.device("cpu")).compute([_bits_of_matrix(part) for _, part, _ in boxes])

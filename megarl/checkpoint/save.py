@@ -23,13 +23,14 @@ from megarl.checkpoint.tensor_files import write_tensor_file
 from megarl.config.model import critic_architecture
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
+from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.locality import same_processes
 from megarl.weights.algebra.plan import Move, plan
 from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, TensorSpec
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.hf import INDEX_FILE
 from megarl.weights.executors.tensors import box_of, bytes_of, header_dtype, specs_of, torch_dtype
-from megarl.weights.executors.transfer import DEFAULT_BUCKET_BYTES, exchange
+from megarl.weights.executors.transfer import exchange
 from megarl.weights.layouts.pieces import whole
 
 _COPIED = (

@@ -16,12 +16,11 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.planner.hardware import LINK_EFFICIENCY, GpuModel
 from megarl.planner.placement import Placement, PlannedPlace
-from megarl.weights.algebra.assignment import nearest_order
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, staging_bound
 from megarl.weights.algebra.locality import Gpu as GpuNumber
-from megarl.weights.algebra.locality import Link, on_gpus
+from megarl.weights.algebra.locality import Link, nearest_order, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
-from megarl.weights.algebra.routing import forwarder
+from megarl.weights.algebra.routing import giver_location
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import megatron_layout
@@ -68,9 +67,9 @@ def reshard(recipe: Recipe, shape: ModelShape, placement: Placement, gpu: GpuMod
     """Of one version, from all trainer ranks to all engine ranks."""
     whole = publish_plan(recipe, shape, placement)
     load = _Load(whole, placement)
-    received = whole.received_bytes
+    received = whole.traffic.received_bytes
     neediest = max(received, key=lambda rank: (received[rank], -rank))
-    bytes_by_link = {_CLASSES[link]: whole.bytes_by_link.get(link, 0) for link in _CLASSES}
+    bytes_by_link = {_CLASSES[link]: whole.traffic.bytes_by_link.get(link, 0) for link in _CLASSES}
     parallel = placement.parallel
     return Reshard(
         bytes_by_link=bytes_by_link,
@@ -157,8 +156,8 @@ class _Load:
         locations = self._plan.locations
         num_messages = 0
         for (giver, target), num_bytes in self._plan.traffic.between.items():
-            location = locations.sources[giver] if giver >= 0 else locations.targets[forwarder(giver)]
-            if not (self._is_shared and location.link(locations.targets[target]) is Link.DEVICE):
+            link = giver_location(giver, locations).link(locations.targets[target])
+            if not (self._is_shared and link is Link.DEVICE):
                 num_messages += -(-num_bytes // DEFAULT_BUCKET_BYTES)
         return num_messages
 

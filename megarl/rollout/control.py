@@ -41,9 +41,9 @@ from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.process import LOADER
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
-from megarl.weights.algebra.check import check_holding
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.executors.group import StoreAddress, StoreServer
+from megarl.weights.executors.tensors import check_holding
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
 logger = logging.getLogger(__name__)

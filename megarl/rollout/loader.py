@@ -36,10 +36,10 @@ from megarl.rollout.commands import (
     to_bytes,
 )
 from megarl.rollout.recorder import EngineRecorder
-from megarl.weights.algebra.check import check_holding
-from megarl.weights.executors.box_digest import fastest_digest
-from megarl.weights.executors.tensors import specs_of
-from megarl.weights.executors.transfer import Receiver, TransferGroup
+from megarl.weights.executors.digest import fastest_digest
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.tensors import check_holding, specs_of
+from megarl.weights.executors.transfer import Receiver
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
 logger = logging.getLogger(__name__)

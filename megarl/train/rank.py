@@ -25,9 +25,8 @@ from megarl.train.model import Model, build_chunks
 from megarl.train.stats import gather_tokens
 from megarl.train.topology import initialize, shut_down
 from megarl.types import FloatArray, MiniBatch, TrainBatch
-from megarl.weights.algebra.check import check_holding
 from megarl.weights.executors.hf import load_hf
-from megarl.weights.executors.tensors import specs_of
+from megarl.weights.executors.tensors import check_holding, specs_of
 from megarl.weights.layouts.canonical import VALUE_HEAD
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 

@@ -17,12 +17,12 @@ from megarl.config.recipe import ActorConfig, OptimizerConfig
 from megarl.train.actor import ActorRank
 from megarl.train.offload import Offload
 from megarl.train.rank import RankSpec
-from megarl.weights.algebra.check import check_delivery
 from megarl.weights.algebra.locality import on_gpus
 from megarl.weights.algebra.plan import Plan, plan
-from megarl.weights.executors.group import StoreAddress, StoreServer
+from megarl.weights.executors.digest import check_digests
+from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
 from megarl.weights.executors.tensors import torch_dtype
-from megarl.weights.executors.transfer import Receiver, Sender, TransferGroup
+from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.gpu.test_trainer import packed_samples
@@ -142,7 +142,7 @@ def test_weights_that_leave_after_each_publish_are_free_though_another_process_h
             buffer.normal_(0.0, 0.02)
             sent = sender.send(version)
             assert here.poll(TIMEOUT_S)
-            check_delivery([sent], {0: here.recv()})
+            check_digests([sent], {0: here.recv()})
             assert here.poll(TIMEOUT_S)
             norm = next(name for name in weights if "final_layernorm" in name)
             assert here.recv() == float(weights[norm].double().sum())

@@ -80,7 +80,7 @@ def test_a_relay_takes_as_much_over_the_network_and_less_from_the_trainers() -> 
         "roles.rollout={pool: rollout, tensor: 4, memory_fraction: 0.6, relays_weights: true}",
     )
     whole = publish_plan(relayed, LARGE, place(relayed))
-    assert sum(whole.sent_bytes.values()) == model_bytes(LARGE)
+    assert sum(whole.traffic.sent_bytes.values()) == model_bytes(LARGE)
     assert resharded(relayed, LARGE).bytes_by_link == resharded(SEPARATE, LARGE).bytes_by_link
     assert resharded(relayed, LARGE).num_hops == 3
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from megarl.rollout.commands import Rendezvous
 from megarl.tools.check_sync.rehearsal import hold
-from megarl.weights.executors.box_digest import fastest_digest
+from megarl.weights.executors.digest import fastest_digest
 from megarl.weights.executors.group import Pending, TransferGroup
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.transfer_spec import TransferSpec

@@ -18,7 +18,7 @@ from megarl.errors import WeightSyncError
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import EngineState
 from megarl.types import PolicyVersion
-from megarl.weights.algebra.check import check_delivery
+from megarl.weights.executors.digest import check_digests
 from megarl.weights.executors.group import abandon_group
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.processes import Outcome, run_processes
@@ -60,7 +60,7 @@ async def publish(
         await ranks
         raise
     outcomes: list[Outcome[Digests]] = await ranks
-    check_delivery([outcome.get() for outcome in outcomes], arrived)
+    check_digests([outcome.get() for outcome in outcomes], arrived)
     await control.commit(PolicyVersion(1))
 
 

@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from megarl.rollout.commands import Rendezvous
 from megarl.rollout.control import EngineControl
 from megarl.types import PolicyVersion
-from megarl.weights.algebra.check import check_delivery
 from megarl.weights.algebra.slices import Holding
-from megarl.weights.executors.box_digest import fastest_digest
+from megarl.weights.executors.digest import check_digests, fastest_digest
 from megarl.weights.executors.group import Pending, TransferGroup
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.executors.transfer import Sender
@@ -113,7 +112,7 @@ class Trainers:
     async def publish(self, version: PolicyVersion) -> None:
         """The transaction: stage, compare, commit or abort."""
         arrived, sent = await asyncio.gather(self._control.stage(version), self.send(version))
-        check_delivery(sent, arrived)
+        check_digests(sent, arrived)
         await self._control.commit(version)
 
     def close(self) -> None:

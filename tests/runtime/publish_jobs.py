@@ -8,8 +8,9 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import ModelParallelConfig
 from megarl.rollout.commands import Rendezvous
 from megarl.train.rank import ModelRank, RankSpec
-from megarl.weights.executors.box_digest import fastest_digest
-from megarl.weights.executors.transfer import Sender, TransferGroup
+from megarl.weights.executors.digest import fastest_digest
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
 Digests = dict[tuple[int, str], int]

@@ -19,7 +19,7 @@ from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineProcess
 from megarl.types import PolicyVersion
-from megarl.weights.algebra.check import check_delivery
+from megarl.weights.executors.digest import check_digests
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.rollout.engines import REQUEST_TIMEOUT_S, control_of, engine_spec
@@ -161,7 +161,7 @@ def test_published_parameters_are_those_sglang_loads_itself(target: Target, name
             )
             await control.join(transfer, plan_hash=transfer.plan().hash, meeting=meeting)
             arrived = await control.stage(PolicyVersion(1))
-            check_delivery(await ranks, arrived)
+            check_digests(await ranks, arrived)
             assert await control.commit(PolicyVersion(1)) == target.kind.num_engines
             assert await control.fingerprints() == expected
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megarl.weights.algebra.buckets import Bucket, buckets_from, buckets_on_from, buckets_to
+from megarl.weights.algebra.buckets import Bucket, buckets_forwarded_by, buckets_from, buckets_to
 from megarl.weights.algebra.plan import Plan
 from megarl.weights.algebra.slices import Slice
 from tests.weights.reference import PADDING, Array, Arrays, box
@@ -43,7 +43,7 @@ def buckets_of(plan: Plan, *, bucket_bytes: int) -> Buckets:
     return Buckets(
         sent={rank: buckets_from(plan, rank, bucket_bytes=bucket_bytes) for rank in sources},
         received={rank: buckets_to(plan, rank, bucket_bytes=bucket_bytes) for rank in targets},
-        passed_on={rank: buckets_on_from(plan, rank, bucket_bytes=bucket_bytes) for rank in targets},
+        passed_on={rank: buckets_forwarded_by(plan, rank, bucket_bytes=bucket_bytes) for rank in targets},
     )
 
 
@@ -52,8 +52,9 @@ def execute(buckets: Buckets, sources: Mapping[int, Arrays], targets: Mapping[in
     wire: dict[Key, list[Array]] = {}
     for rank, arrays in sources.items():
         for bucket in buckets.sent[rank]:
-            moves = [parcel.move for parcel in bucket.parcels]
-            wire[_key(bucket)] = [box(arrays[m.source_name], m.source_offsets, m.slice.shape).copy() for m in moves]
+            wire[_key(bucket)] = [
+                box(arrays[move.source_name], move.source_offsets, move.slice.shape).copy() for move in bucket.moves
+            ]
     peers = {rank: Peer(incoming=buckets.received[rank], outgoing=buckets.passed_on[rank]) for rank in targets}
     while any(_advance(peer, targets[rank], wire) for rank, peer in peers.items()):
         pass
@@ -65,8 +66,7 @@ def _advance(peer: Peer, arrays: Arrays, wire: dict[Key, list[Array]]) -> bool:
     """Whether the peer could do anything."""
     if peer.num_arrived < len(peer.incoming) and _key(peer.incoming[peer.num_arrived]) in wire:
         bucket = peer.incoming[peer.num_arrived]
-        for parcel, values in zip(bucket.parcels, wire.pop(_key(bucket)), strict=True):
-            move = parcel.move
+        for move, values in zip(bucket.moves, wire.pop(_key(bucket)), strict=True):
             assert (values != PADDING).all(), f"{move} gives what its holder has not"
             target = box(arrays[move.target_name], move.target_offsets, move.slice.shape)
             assert target.shape == move.slice.shape, f"{move} leaves its target"
@@ -77,7 +77,7 @@ def _advance(peer: Peer, arrays: Arrays, wire: dict[Key, list[Array]]) -> bool:
         return True
     if peer.num_sent < len(peer.outgoing):
         bucket = peer.outgoing[peer.num_sent]
-        boxes = [parcel.move.slice for parcel in bucket.parcels]
+        boxes = [move.slice for move in bucket.moves]
         if all(part in peer.staged for part in boxes):
             wire[_key(bucket)] = [peer.staged[part] for part in boxes]
             peer.num_sent += 1
@@ -86,4 +86,4 @@ def _advance(peer: Peer, arrays: Arrays, wire: dict[Key, list[Array]]) -> bool:
 
 
 def _key(bucket: Bucket) -> Key:
-    return bucket.is_passed_on, bucket.source_rank, bucket.target_rank, bucket.index
+    return bucket.is_forwarded, bucket.source_rank, bucket.target_rank, bucket.index

@@ -157,9 +157,9 @@ def check_origins(case: Case) -> None:
     """The sources vouch for every element of every target's tensors, however far it went."""
     vouched: Counter[tuple[int, str]] = Counter()
     for holding in case.source.holdings:
-        for delivery in case.plan.deliveries_from(holding.rank):
-            for key in delivery.targets:
-                vouched[key] += delivery.slice.num_elements
+        for source_box in case.plan.boxes_from(holding.rank):
+            for key in source_box.targets:
+                vouched[key] += source_box.slice.num_elements
     needed: Counter[tuple[int, str]] = Counter()
     for holding in case.target.holdings:
         for piece in holding.pieces:
@@ -178,7 +178,7 @@ def check_buckets(case: Case) -> None:
     assert given == {bucket for received in buckets.received.values() for bucket in received}
     traffic = case.plan.traffic
     assert sum(traffic.between.values()) == sum(move.num_bytes for move in case.plan.moves)
-    assert sum(case.plan.bytes_by_link.values()) == sum(traffic.between.values())
+    assert sum(traffic.bytes_by_link.values()) == sum(traffic.between.values())
 
 
 _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -24,10 +24,10 @@ from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Engine, EngineState, Fleet
 from megarl.runtime.trainers.actor import ActorWeights
 from megarl.types import PolicyVersion
-from megarl.weights.algebra.check import check_delivery
+from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.plan import Plan
-from megarl.weights.executors.group import Backend, abandon_group
-from megarl.weights.executors.transfer import DEFAULT_BUCKET_BYTES, StoreServer
+from megarl.weights.executors.digest import check_digests
+from megarl.weights.executors.group import Backend, StoreServer, abandon_group
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
 logger = logging.getLogger(__name__)
@@ -106,13 +106,13 @@ class TransferPublisher:
             num_engines, plan = await self._publish_somewhere(version)
             self._has_published = True
             seconds = time.monotonic() - started
-        num_bytes = sum(plan.received_bytes.values())
+        num_bytes = sum(plan.traffic.received_bytes.values())
         logger.info("published version=%d bytes=%d engines=%d seconds=%.3f", version, num_bytes, num_engines, seconds)
         return PublishResult(
             version=version,
             num_bytes=num_bytes,
-            busiest_bytes=plan.busiest_bytes,
-            floor_bytes=plan.floor_bytes,
+            busiest_bytes=plan.traffic.busiest_bytes,
+            floor_bytes=plan.traffic.floor_bytes,
             seconds=seconds,
             num_engines=num_engines,
         )
@@ -173,7 +173,7 @@ class TransferPublisher:
         try:
             link = await self._linked(roster)
             sent, arrived = await self._together(link.store, self._ranks.send(version), link.control.stage(version))
-            check_delivery(sent, arrived)
+            check_digests(sent, arrived)
             num_engines = await link.control.commit(version, is_catching_up=is_catching_up)
         except (WeightSyncError, WorkerError) as error:
             self._link = None

@@ -14,7 +14,7 @@ from megarl.runtime.cluster import own_address
 from megarl.runtime.trainers.ranks import RankGroup
 from megarl.train.actor import ActorRank
 from megarl.train.rank import RankSpec
-from megarl.weights.executors.box_digest import fastest_digest
+from megarl.weights.executors.digest import fastest_digest
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.transfer_spec import TransferSpec

@@ -131,7 +131,7 @@ def _sync_check(transfer: TransferSpec, verdicts: list[ClassVerdict]) -> SyncChe
         verdicts=tuple(verdicts),
         num_sources=len(plan.source.holdings),
         num_targets=len(plan.target.holdings),
-        moved_bytes=sum(plan.bytes_by_link.values()),
+        moved_bytes=sum(plan.traffic.bytes_by_link.values()),
         shape=transfer.shape,
         dtype=transfer.engine_dtype,
     )

@@ -40,9 +40,8 @@ def rehearse(plan: Plan, model: Mapping[str, torch.Tensor]) -> list[ClassVerdict
         for bucket in buckets_to(plan, holding.rank, bucket_bytes=DEFAULT_BUCKET_BYTES)
     ]
     for bucket in sorted(buckets, key=lambda bucket: bucket.hop):
-        senders = received_bits if bucket.is_passed_on else by_rank
-        for parcel in bucket.parcels:
-            move = parcel.move
+        senders = received_bits if bucket.is_forwarded else by_rank
+        for move in bucket.moves:
             source = senders[move.source_rank][move.source_name]
             values = source[_indices(move.source_offsets, move.slice.shape)]
             received_bits[move.target_rank][move.target_name][_indices(move.target_offsets, move.slice.shape)] = values

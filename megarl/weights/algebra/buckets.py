@@ -1,6 +1,6 @@
 """How moves travel: packed end to end into buckets, equally on both sides. Pure: no torch.
 
-Buckets of one pair of ranks depend on the plan and `bucket_bytes` alone, so sender and receiver agree without a header.
+The buckets between two ranks depend on the plan and `bucket_bytes` alone, so sender and receiver need no header.
 """
 
 from __future__ import annotations
@@ -11,83 +11,79 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megarl.weights.algebra.locality import Link
-from megarl.weights.algebra.plan import Delivery, Move, Plan
+from megarl.weights.algebra.plan import Move, Plan, SourceBox
 from megarl.weights.algebra.slices import ITEM_BYTES, Slice, shift
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 
 NUM_LANES = 2
-"""Buckets of a sender under way or being packed at any time."""
+"""Buckets of a sender that travel or are being packed at any time."""
 
 _ALIGNMENT = 16
-"""Parcels start at multiples of this, so that a bucket can be viewed in any dtype."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
-    """One move inside a bucket."""
-
-    move: Move
-    start: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.move.num_bytes
+"""Moves start at multiples of this, so that a bucket can be viewed in any dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
     """One message, from a source to a target or, after the first hop, between targets.
 
-    What it carries has made the same number of hops. So a bucket never waits for one that waits for it.
+    All moves in it have made the same number of hops, so that a bucket never waits for one that waits for it.
     """
 
     source_rank: int
     target_rank: int
     hop: int
     index: int
-    """Its number among the buckets that this source, or this target, gives to this target."""
-    num_bytes: int
-    parcels: tuple[Parcel, ...]
+    """Its number among the buckets of this sender for this target."""
+    moves: tuple[Move, ...]
+    starts: tuple[int, ...]
+    """Byte at which each move begins."""
 
     @property
-    def is_passed_on(self) -> bool:
+    def num_bytes(self) -> int:
+        return self.starts[-1] + self.moves[-1].num_bytes
+
+    @property
+    def is_forwarded(self) -> bool:
         return self.hop > 0
+
+    def link(self, plan: Plan) -> Link:
+        return _link(plan, self.moves[0])
 
 
 def buckets_from(plan: Plan, rank: int, *, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """What source `rank` sends. Targets take turns, each source starting at another one, so that none waits for all."""
-    return _in_turns(plan, rank, _buckets(plan.moves_from(rank), bucket_bytes))
+    """Return what source `rank` sends. Targets take turns, and each source starts at another target."""
+    return _in_turns(plan, rank, plan.moves_from(rank), bucket_bytes)
 
 
-def buckets_on_from(plan: Plan, rank: int, *, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """What target `rank` passes on, in an order in which it can: nothing waits for a bucket of a later hop."""
-    return _in_turns(plan, rank, _buckets(plan.moves_on_from(rank), bucket_bytes))
+def buckets_forwarded_by(plan: Plan, rank: int, *, bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Return what target `rank` sends on, ordered by hop: no bucket waits for one of a later hop."""
+    return _in_turns(plan, rank + 1, plan.moves_forwarded_by(rank), bucket_bytes)
 
 
 def buckets_to(plan: Plan, rank: int, *, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """What target `rank` receives, first buckets first."""
+    """Return what target `rank` receives, in the order of sending."""
     buckets = _buckets(plan.moves_to(rank), bucket_bytes)
     return tuple(sorted(buckets, key=lambda bucket: (bucket.hop, bucket.index, bucket.source_rank)))
 
 
-def parts_of(delivery: Delivery, *, bucket_bytes: int) -> Iterator[Slice]:
-    """A box as it travels: by rows where it is larger than a bucket."""
-    return _split(delivery.slice, bucket_bytes // ITEM_BYTES[delivery.dtype])
+def split_box(box: SourceBox, *, bucket_bytes: int) -> Iterator[Slice]:
+    """Yield a box as it travels: by rows where it is larger than a bucket."""
+    return _split(box.slice, bucket_bytes // ITEM_BYTES[box.dtype])
 
 
 def staging_bound(plan: Plan, rank: int, *, bucket_bytes: int, shares_device: bool = False) -> int:
-    """Bytes that target `rank` holds at most beside its parameters: a version, and what it is passing on.
+    """Return the bytes that target `rank` holds at most beside its parameters: one version, and what it forwards.
 
-    Each parcel may be preceded by a gap; a bucket is larger than `bucket_bytes` only where a single row is. With
-    `shares_device` it reads what is on its own device, and stages the rest.
+    Each move may be preceded by a gap; a bucket is larger than `bucket_bytes` only where a single row is. With
+    `shares_device` what is on the target's own device is not staged.
     """
     near = Link.DEVICE if shares_device else Link.PROCESS
     received = [move for move in plan.moves_to(rank) if _link(plan, move) > near]
-    passed_on = plan.moves_on_from(rank)
-    lanes = NUM_LANES * _largest(passed_on, bucket_bytes) if passed_on else 0
-    num_parcels = sum(sum(1 for _ in _split(move.slice, _room(move, bucket_bytes))) for move in received)
-    return sum(move.num_bytes for move in received) + _ALIGNMENT * num_parcels + lanes
+    num_moves = sum(sum(1 for _ in _split(move.slice, _max_elements(move, bucket_bytes))) for move in received)
+    bound = sum(move.num_bytes for move in received) + _ALIGNMENT * num_moves
+    rows = [prod(move.slice.shape[1:]) * ITEM_BYTES[move.dtype] for move in plan.moves_forwarded_by(rank)]
+    return bound + NUM_LANES * max(bucket_bytes, *rows) if rows else bound
 
 
 def _link(plan: Plan, move: Move) -> Link:
@@ -95,24 +91,13 @@ def _link(plan: Plan, move: Move) -> Link:
     return givers[move.source_rank].link(plan.locations.targets[move.target_rank])
 
 
-def _largest(moves: Iterable[Move], bucket_bytes: int) -> int:
-    rows = (prod(move.slice.shape[1:]) * ITEM_BYTES[move.dtype] for move in moves)
-    return max(bucket_bytes, max(rows, default=0))
-
-
-def _in_turns(plan: Plan, rank: int, buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+def _in_turns(plan: Plan, first_target: int, moves: Iterable[Move], bucket_bytes: int) -> tuple[Bucket, ...]:
     num_targets = 1 + max((holding.rank for holding in plan.target.holdings), default=0)
-    turn = {True: rank + 1, False: rank}
-    return tuple(
-        sorted(
-            buckets,
-            key=lambda bucket: (
-                bucket.hop,
-                bucket.index,
-                (bucket.target_rank - turn[bucket.is_passed_on]) % num_targets,
-            ),
-        )
-    )
+
+    def turn(bucket: Bucket) -> tuple[int, int, int]:
+        return bucket.hop, bucket.index, (bucket.target_rank - first_target) % num_targets
+
+    return tuple(sorted(_buckets(moves, bucket_bytes), key=turn))
 
 
 def _buckets(moves: Iterable[Move], bucket_bytes: int) -> Iterator[Bucket]:
@@ -120,41 +105,41 @@ def _buckets(moves: Iterable[Move], bucket_bytes: int) -> Iterator[Bucket]:
     for move in moves:
         by_pair[move.source_rank, move.target_rank, move.hop > 0][move.hop].append(move)
     for (source_rank, target_rank, _), by_hop in by_pair.items():
-        filled = ((hop, parcels) for hop in sorted(by_hop) for parcels in _filled(by_hop[hop], bucket_bytes))
-        for index, (hop, parcels) in enumerate(filled):
+        packed = ((hop, content) for hop in sorted(by_hop) for content in _packed(by_hop[hop], bucket_bytes))
+        for index, (hop, content) in enumerate(packed):
             yield Bucket(
                 source_rank=source_rank,
                 target_rank=target_rank,
                 hop=hop,
                 index=index,
-                num_bytes=parcels[-1].start + parcels[-1].num_bytes,
-                parcels=tuple(parcels),
+                moves=tuple(move for move, _ in content),
+                starts=tuple(start for _, start in content),
             )
 
 
-def _filled(moves: Iterable[Move], bucket_bytes: int) -> Iterator[list[Parcel]]:
-    parcels: list[Parcel] = []
+def _packed(moves: Iterable[Move], bucket_bytes: int) -> Iterator[list[tuple[Move, int]]]:
+    """Yield the moves and starts of one bucket after the other."""
+    content: list[tuple[Move, int]] = []
     end = 0
     for whole in moves:
-        for box in _split(whole.slice, _room(whole, bucket_bytes)):
+        for box in _split(whole.slice, _max_elements(whole, bucket_bytes)):
             move = whole if box is whole.slice else _part(whole, box)
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            if parcels and start + move.num_bytes > bucket_bytes:
-                yield parcels
-                parcels, start = [], 0
-            parcels.append(Parcel(move=move, start=start))
+            if content and start + move.num_bytes > bucket_bytes:
+                yield content
+                content, start = [], 0
+            content.append((move, start))
             end = start + move.num_bytes
-    if parcels:
-        yield parcels
+    if content:
+        yield content
 
 
-def _room(move: Move, bucket_bytes: int) -> int:
-    """Elements."""
+def _max_elements(move: Move, bucket_bytes: int) -> int:
     return bucket_bytes // ITEM_BYTES[move.dtype]
 
 
 def _split(box: Slice, max_elements: int) -> Iterator[Slice]:
-    """Parts by rows, the same whatever travels with them; a single row that is still too large stays whole."""
+    """Yield parts by rows, whatever travels with them; a single row that is too large stays whole."""
     if box.num_elements <= max_elements:
         yield box
         return

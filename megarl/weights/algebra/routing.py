@@ -1,111 +1,109 @@
-"""Who gives a box to whom: the nearest holder, equal shares for equally near ones, and once into each node. Pure.
+"""Who gives a box to whom, and the bytes that this makes each rank and link carry. Pure.
 
-A target takes a box from a source in its own process or on its own device or node. Where a node has no source, one of
-the targets there that need the box takes it over the network and gives it to the others; they take turns from tensor
-to tensor. With a relay the boxes leave the sources once: nodes without a source pass them on from one to the next, each
-box starting at another node, so that every node receives and sends each byte once.
+A target takes a box from the nearest source: in its own process, on its own device, on its own node; equally near
+sources take equal shares. A box enters a node without a source once: one of the targets there that need it takes it
+over the network and forwards it to the others; they take turns from tensor to tensor. With a relay a box leaves the
+sources once: nodes without a source forward it from one to the next, each box starting at another node, so that every
+node receives and sends each byte once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from megarl.weights.algebra.bundles import Bundle
 from megarl.weights.algebra.locality import Link, Location, Locations
-from megarl.weights.algebra.slices import ITEM_BYTES
 
 Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """Of one bundle; arrays are [names, targets]."""
+class RoutedBundle:
+    """A bundle, and per name and target the rank that gives the box; arrays are [names, targets]."""
 
+    bundle: Bundle
     givers: Numbers
     """A source rank, or `forwarder(t)` for a target rank t."""
-    roots: Numbers
-    """The source rank the box comes from in the end."""
+    origins: Numbers
+    """The source rank that the box comes from in the end."""
     hops: Numbers
-    """0 from a source; else one more than its giver's."""
+    """0 from a source; else one more than the giver's."""
 
 
 def forwarder(target_rank: int) -> int:
-    """A target rank as a giver."""
+    """Return the code of a target rank as a giver; also the inverse."""
     return -1 - target_rank
 
 
 class BundleRouter:
-    """Routes one bundle after the other, and remembers who has done how much."""
+    """Routes one bundle after the other, and counts the bytes of each rank to keep the shares equal."""
 
     def __init__(self, locations: Locations, *, relays: bool) -> None:
         self._locations = locations
         self._relays = relays
-        self._meetings: dict[tuple[tuple[int, ...], tuple[int, ...]], _Meeting] = {}
+        self._proximities: dict[tuple[tuple[int, ...], tuple[int, ...]], _Proximity] = {}
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._fetched: defaultdict[int, int] = defaultdict(int)
         self._num_started = 0
 
-    def route(self, bundle: Bundle) -> Routing:
-        meeting = self._meeting(bundle.sources, bundle.targets)
+    def route(self, bundle: Bundle) -> RoutedBundle:
+        proximity = self._proximity(bundle.sources, bundle.targets)
         num_names, num_targets = len(bundle.names), len(bundle.targets)
-        num_bytes = int(np.prod(bundle.shape, dtype=np.int64)) * ITEM_BYTES[bundle.dtype]
         givers = np.empty((num_names, num_targets), dtype=np.int64)
-        hops = np.zeros_like(givers)
-        for column, source in meeting.own:
+        for column, source in proximity.own:
             givers[:, column] = source
-        for columns, near in meeting.near:
-            givers[:, columns] = _share(near, num_names, len(columns), self._sent, num_bytes)
-        roots = givers.copy()
-        if meeting.far:
-            self._route_far(bundle, meeting, num_bytes, givers, roots, hops)
-        return Routing(givers=givers, roots=roots, hops=hops)
+        for columns, sources in proximity.near:
+            givers[:, columns] = _share(sources, num_names, len(columns), self._sent, bundle.box_bytes)
+        routed = RoutedBundle(bundle=bundle, givers=givers, origins=givers.copy(), hops=np.zeros_like(givers))
+        if proximity.far:
+            self._route_far(routed, proximity.far)
+        return routed
 
-    def _route_far(
-        self, bundle: Bundle, meeting: _Meeting, num_bytes: int, givers: Numbers, roots: Numbers, hops: Numbers
-    ) -> None:
-        """Nodes without a source."""
-        num_names, num_nodes = len(bundle.names), len(meeting.far)
+    def _route_far(self, routed: RoutedBundle, far: tuple[Numbers, ...]) -> None:
+        """Fill in the columns of nodes without a source."""
+        bundle = routed.bundle
+        num_names, num_nodes = len(bundle.names), len(far)
         codes = -1 - np.asarray(bundle.targets, dtype=np.int64)
         numbers = np.arange(num_names)
-        entries = np.empty((num_names, num_nodes), dtype=np.int64)
-        """Columns of those who take the boxes into their nodes."""
-        for node, columns in enumerate(meeting.far):
+        entries = np.empty((num_names, num_nodes), dtype=np.int64)  # columns of the targets that boxes enter nodes at
+        for node, columns in enumerate(far):
             ranks = tuple(bundle.targets[column] for column in columns)
-            chosen = _share(ranks, num_names, 1, self._fetched, num_bytes)[:, 0]
+            chosen = _share(ranks, num_names, 1, self._fetched, bundle.box_bytes)[:, 0]
             entries[:, node] = columns[np.searchsorted(ranks, chosen)]
         if self._relays:
             starts = (self._num_started + numbers) % num_nodes
             self._num_started += num_names
-            sources = np.repeat(_share(bundle.sources, num_names, 1, self._sent, num_bytes), num_nodes, axis=1)
+            sources = _share(bundle.sources, num_names, 1, self._sent, bundle.box_bytes).repeat(num_nodes, axis=1)
             positions = (np.arange(num_nodes)[None, :] - starts[:, None]) % num_nodes
             before = np.roll(entries, 1, axis=1)
             entry_givers = np.where(positions == 0, sources, codes[before])
         else:
-            sources = _share(bundle.sources, num_names, num_nodes, self._sent, num_bytes)
+            sources = _share(bundle.sources, num_names, num_nodes, self._sent, bundle.box_bytes)
             positions = np.zeros((num_names, num_nodes), dtype=np.int64)
             entry_givers = sources
-        for node, columns in enumerate(meeting.far):
+        for node, columns in enumerate(far):
             entry = entries[:, node]
-            givers[:, columns] = codes[entry][:, None]
-            hops[:, columns] = positions[:, node][:, None] + 1
-            roots[:, columns] = sources[:, node][:, None]
-            givers[numbers, entry] = entry_givers[:, node]
-            hops[numbers, entry] = positions[:, node]
+            routed.givers[:, columns] = codes[entry][:, None]
+            routed.hops[:, columns] = positions[:, node][:, None] + 1
+            routed.origins[:, columns] = sources[:, node][:, None]
+            routed.givers[numbers, entry] = entry_givers[:, node]
+            routed.hops[numbers, entry] = positions[:, node]
 
-    def _meeting(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> _Meeting:
-        found = self._meetings.get((sources, targets))
-        if found is None:
-            found = self._meetings[sources, targets] = _meet(sources, targets, self._locations)
-        return found
+    def _proximity(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> _Proximity:
+        key = sources, targets
+        if key not in self._proximities:
+            self._proximities[key] = _proximity(sources, targets, self._locations)
+        return self._proximities[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Meeting:
+class _Proximity:
     """How near the targets of a box are to its sources; targets by their column."""
 
     own: tuple[tuple[int, int], ...]
@@ -116,7 +114,7 @@ class _Meeting:
     """Per node without a source: its targets."""
 
 
-def _meet(sources: tuple[int, ...], targets: tuple[int, ...], locations: Locations) -> _Meeting:
+def _proximity(sources: tuple[int, ...], targets: tuple[int, ...], locations: Locations) -> _Proximity:
     on_node: defaultdict[str, list[int]] = defaultdict(list)
     for source in sources:
         on_node[locations.sources[source].node].append(source)
@@ -128,31 +126,26 @@ def _meet(sources: tuple[int, ...], targets: tuple[int, ...], locations: Locatio
         if location.node not in on_node:
             far[location.node].append(column)
             continue
-        link, source = _nearest(on_node[location.node], location, locations)
+        link, source = min((location.link(locations.sources[rank]), rank) for rank in on_node[location.node])
         if link <= Link.DEVICE:
             own.append((column, source))
         else:
             near[location.node].append(column)
-    return _Meeting(
+    return _Proximity(
         own=tuple(own),
         near=tuple((np.asarray(columns), tuple(on_node[node])) for node, columns in near.items()),
         far=tuple(np.asarray(columns) for columns in far.values()),
     )
 
 
-def _nearest(sources: Sequence[int], location: Location, locations: Locations) -> tuple[Link, int]:
-    return min((location.link(locations.sources[source]), source) for source in sources)
-
-
 def _share(
     ranks: tuple[int, ...], num_names: int, num_columns: int, done: defaultdict[int, int], num_bytes: int
 ) -> Numbers:
-    """[names, columns]: a rank for each, in equal parts; what does not divide goes to those who did least so far.
+    """Return a rank for each of [names, columns], in equal parts; a remainder goes to the ranks that did least so far.
 
-    A rank's part is a few whole columns, or neighbours in one: few pairs of ranks have much to say to each other.
+    A rank's part is a few whole columns, or neighbours in one, so that few pairs of ranks exchange much.
     """
-    num_all = num_names * num_columns
-    each, more = divmod(num_all, len(ranks))
+    each, more = divmod(num_names * num_columns, len(ranks))
     sizes = np.full(len(ranks), each)
     if more:
         idlest = sorted(range(len(ranks)), key=lambda index: (done[ranks[index]], index))[:more]
@@ -161,3 +154,84 @@ def _share(
         done[rank] += size * num_bytes
     shared: Numbers = np.repeat(np.asarray(ranks, dtype=np.int64), sizes).reshape(num_columns, num_names).T
     return shared
+
+
+class Traffic:
+    """The bytes of a plan by link and rank: sent by sources, forwarded by targets, received by targets."""
+
+    def __init__(self, bundles: Iterable[RoutedBundle], locations: Locations) -> None:
+        self.sent, self.forwarded, self.received = _by_link(), _by_link(), _by_link()
+        self.between: defaultdict[tuple[int, int], int] = defaultdict(int)
+        """By giver, coded as in `RoutedBundle.givers`, and target."""
+        self._num_sources = len(locations.sources)
+        for routed in bundles:
+            for column, target in enumerate(routed.bundle.targets):
+                for giver, count in _counts(routed.givers[:, column]):
+                    self.between[giver, target] += count * routed.bundle.box_bytes
+        for (giver, target), num_bytes in self.between.items():
+            link = giver_location(giver, locations).link(locations.targets[target])
+            self.received[link][target] += num_bytes
+            if giver >= 0:
+                self.sent[link][giver] += num_bytes
+            else:
+                self.forwarded[link][forwarder(giver)] += num_bytes
+
+    @property
+    def bytes_by_link(self) -> Mapping[Link, int]:
+        return {link: num_bytes for link in Link if (num_bytes := sum(self.received[link].values()))}
+
+    @cached_property
+    def sent_bytes(self) -> Mapping[int, int]:
+        """Bytes that leave the process of each source rank."""
+        return _between_processes(self.sent)
+
+    @cached_property
+    def received_bytes(self) -> Mapping[int, int]:
+        """Bytes that enter the process of each target rank."""
+        return _between_processes(self.received)
+
+    @cached_property
+    def forwarded_bytes(self) -> Mapping[int, int]:
+        """Bytes that each target rank sends on."""
+        return _between_processes(self.forwarded)
+
+    @property
+    def peak_staging_bytes(self) -> int:
+        """Most bytes that one target holds between `stage` and `commit` beside its parameters."""
+        return max(self.received_bytes.values(), default=0)
+
+    @property
+    def busiest_bytes(self) -> int:
+        """Most bytes that one rank sends or receives."""
+        sizes = (*self.sent_bytes.values(), *self.received_bytes.values(), *self.forwarded_bytes.values())
+        return max(sizes, default=0)
+
+    @property
+    def floor_bytes(self) -> int:
+        """Lower bound of `busiest_bytes`: the neediest target's bytes, or an equal share for every source."""
+        return max(self.peak_staging_bytes, -(-sum(self.sent_bytes.values()) // max(1, self._num_sources)))
+
+
+def giver_location(giver: int, locations: Locations) -> Location:
+    """Return the location of a giver, coded as in `RoutedBundle.givers`."""
+    return locations.sources[giver] if giver >= 0 else locations.targets[forwarder(giver)]
+
+
+def _by_link() -> dict[Link, defaultdict[int, int]]:
+    return {link: defaultdict(int) for link in Link}
+
+
+def _between_processes(by_link: Mapping[Link, Mapping[int, int]]) -> dict[int, int]:
+    totals: defaultdict[int, int] = defaultdict(int)
+    for link, by_rank in by_link.items():
+        if link is not Link.PROCESS:
+            for rank, num_bytes in by_rank.items():
+                totals[rank] += num_bytes
+    return dict(totals)
+
+
+def _counts(values: Numbers) -> list[tuple[int, int]]:
+    if (values == values[0]).all():  # much faster than np.unique, and the common case
+        return [(int(values[0]), len(values))]
+    distinct, counts = np.unique(values, return_counts=True)
+    return list(zip(distinct.tolist(), counts.tolist(), strict=True))

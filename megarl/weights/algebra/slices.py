@@ -1,8 +1,8 @@
-"""The words of the slice algebra: which box of which canonical tensor lives where. Pure: no torch, no engine.
+"""The vocabulary of the slice algebra: which box of which canonical tensor lives where. Pure: no torch, no engine.
 
-A *canonical tensor* is a tensor as the Hugging Face checkpoint names and shapes it. Every holder of weights (a Megatron
-rank, an SGLang TP rank, a safetensors file) says what it has as `Piece`s; what no piece covers (vocabulary padding) is
-the holder's own business and is never moved.
+A *canonical tensor* is a tensor as the Hugging Face checkpoint names and shapes it. The weights of every holder (a
+Megatron rank, an SGLang TP rank, a safetensors file) are described as `Piece`s; elements that no piece covers
+(vocabulary padding) are never moved.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import prod
 from typing import TypeAlias
 
 Index: TypeAlias = tuple[int, ...]
-"""Offsets into, or extents of, a tensor: one number per dimension."""
+"""Offsets into a tensor, or its extents: one number per dimension."""
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -42,6 +42,12 @@ class Slice:
     def num_elements(self) -> int:
         return prod(self.shape)
 
+    def contains(self, other: Slice) -> bool:
+        return all(
+            start <= first and first + extent <= start + size
+            for start, size, first, extent in zip(self.offsets, self.shape, other.offsets, other.shape, strict=True)
+        )
+
     def __str__(self) -> str:
         ranges = ", ".join(f"{start}:{start + size}" for start, size in zip(self.offsets, self.shape, strict=True))
         return f"{self.name}[{ranges}]"
@@ -54,7 +60,7 @@ class Piece:
     slice: Slice
     local_name: str
     local_offsets: Index
-    """One number per dimension of the holder's tensor. Dimensions that the box lacks come first: they are indices."""
+    """One number per dimension of the holder's tensor; dimensions that the box lacks come first, as indices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +78,7 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One model, and everyone who holds some of it. Replicas are holders of equal boxes."""
+    """One model and all its holders. Replicas are holders of equal boxes."""
 
     canonical: Mapping[str, TensorSpec]
     holdings: tuple[Holding, ...]
@@ -85,7 +91,7 @@ class Layout:
 
 
 def intersect(a_offsets: Index, a_shape: Index, b_offsets: Index, b_shape: Index) -> tuple[Index, Index] | None:
-    """Offsets and shape of the box two boxes share, or None."""
+    """Return offsets and shape of the intersection of two boxes, or None."""
     offsets = tuple(map(max, a_offsets, b_offsets))
     ends = [
         min(a + a_size, b + b_size) for a, a_size, b, b_size in zip(a_offsets, a_shape, b_offsets, b_shape, strict=True)
@@ -95,7 +101,7 @@ def intersect(a_offsets: Index, a_shape: Index, b_offsets: Index, b_shape: Index
 
 
 def subtract(offsets: Index, shape: Index, hole_offsets: Index, hole_shape: Index) -> Iterator[tuple[Index, Index]]:
-    """The boxes that remain of a box without a `hole` inside it, at most two per dimension."""
+    """Yield what remains of a box without a `hole` inside it: at most two boxes per dimension."""
     low, size = list(offsets), list(shape)
     for axis, (hole_start, hole_size) in enumerate(zip(hole_offsets, hole_shape, strict=True)):
         for start, end in ((low[axis], hole_start), (hole_start + hole_size, low[axis] + size[axis])):
@@ -108,7 +114,7 @@ def subtract(offsets: Index, shape: Index, hole_offsets: Index, hole_shape: Inde
 
 
 def shift(offsets: Index, origin: Index, local_origin: Index) -> Index:
-    """`offsets`, given in the coordinates of `origin`, in those of `local_origin`; its indices stay in front."""
+    """Return `offsets` relative to `origin` as offsets relative to `local_origin`, behind the indices of the latter."""
     indices, local = local_origin[: -len(offsets)], local_origin[-len(offsets) :]
     shifted = (offset - start + place for offset, start, place in zip(offsets, origin, local, strict=True))
     return (*indices, *shifted)

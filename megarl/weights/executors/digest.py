@@ -1,33 +1,45 @@
-"""A 64-bit digest of canonical boxes that adds up: the digests of the parts sum to the digest of the whole.
+"""64-bit digests of canonical boxes; those of a tensor's boxes are summed modulo 2^64. They are not cryptographic.
 
-Each element contributes its bits, lifted above zero, times a key of its canonical row times a key of its column; keys
-are odd and follow from the tensor's name; contributions are summed modulo 2^64. So a sender and a receiver that cut the
-same box differently agree, one flipped bit always changes the sum, and misplaced elements change it but for a chance of
-about 2^-47. It finds accidents; it is not cryptographic. The rows of a tensor are all its axes but the last.
+`digest_tensor` does not depend on the cut: the digests of the parts sum to the digest of the whole. Each element
+contributes its bits, lifted above zero, times a key of its canonical row times a key of its column; keys are odd and
+follow from the tensor's name. One flipped bit always changes the sum, and misplaced elements change it but for a chance
+of about 2^-47. The rows of a tensor are all its axes but the last.
+
+`digest_bytes` is xxh3 of a box's bytes, seeded with its place. In host memory it is many times faster; sender and
+receiver must cut a tensor into the same boxes.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import torch
+import xxhash
 
-from megarl.weights.algebra.slices import Index, Slice
+from megarl.errors import WeightSyncError
+from megarl.weights.algebra.buckets import split_box
+from megarl.weights.algebra.plan import Plan
+from megarl.weights.algebra.slices import Index, Slice, shift
+from megarl.weights.executors.tensors import box_of, bytes_of, device_of, first_few, source_view, torch_dtype
 
 if TYPE_CHECKING:
-    from megarl.weights.executors.digest_kernel import MatrixKeys, MatrixSums
+    from megarl.weights.executors.digest_kernel import MatrixSums
 
 Key = TypeVar("Key", bound=Hashable)
+
+BoxDigest: TypeAlias = Callable[[torch.Tensor, Slice, Index], torch.Tensor]
+"""(values of a box, the box, shape of its canonical tensor) -> int64 scalar."""
 
 MODULUS = 1 << 64
 
 _MATRIX = 2
-"""Dimensions; the kernel takes no more."""
+"""Most dimensions that the kernel takes."""
 
 _MAX_ELEMENTS: Mapping[str, int] = {"cpu": 1 << 18, "cuda": 1 << 23}
 """Elements hashed at once, by kind of device: intermediates stay in a core's cache, or launches stay few."""
@@ -38,31 +50,64 @@ _FIRST_FACTOR = 0xBF58476D1CE4E5B9 - MODULUS
 _SECOND_FACTOR = 0x94D049BB133111EB - MODULUS
 
 
+def fastest_digest(*, is_on_host: bool) -> BoxDigest:
+    """Return the digest for boxes that both sides cut alike; `is_on_host` must be the same on both."""
+    return digest_bytes if is_on_host else digest_tensor
+
+
 def digest(values: torch.Tensor, box: Slice, canonical_shape: Index) -> int:
-    """The digest of one box whose elements are `values`, shaped like it."""
     return to_ints({"": digest_tensor(values, box, canonical_shape)})[""]
 
 
 def digest_tensor(values: torch.Tensor, box: Slice, canonical_shape: Index) -> torch.Tensor:
-    """Like `digest`, as an int64 scalar on the device of `values`: no wait for the device."""
+    """Return the digest of a box as an int64 scalar on the device of `values`, without a wait for the device."""
     assert tuple(values.shape) == box.shape, f"{box} has {tuple(values.shape)} values"
     bits, lift = _bits(values.detach())
     seeds = _seeds(box.name)
     if bits.is_cuda and bits.dim() <= _MATRIX:
-        # Not at the top: a machine without a GPU need not have Triton.
-        from megarl.weights.executors.digest_kernel import digest_rows  # noqa: PLC0415
+        from megarl.weights.executors.digest_kernel import digest_rows  # noqa: PLC0415 - triton is only on GPU machines
 
         first_row = box.offsets[0] if bits.dim() == _MATRIX else 0
         matrix = bits if bits.dim() == _MATRIX else bits[None]
         return digest_rows(matrix, first_row=first_row, first_column=box.offsets[-1], seeds=seeds, lift=lift)
-    rows = _rows(box, canonical_shape, bits.device)
-    columns = torch.arange(box.offsets[-1], box.offsets[-1] + box.shape[-1], device=bits.device)
-    return _sum(bits.reshape(len(rows), len(columns)), _keys(rows, seeds[0]), _keys(columns, seeds[1]), lift)
+    row_keys, column_keys = _box_keys(box, canonical_shape, bits.device)
+    return _sum(bits.reshape(len(row_keys), len(column_keys)), row_keys, column_keys, lift)
+
+
+def digest_bytes(values: torch.Tensor, box: Slice, canonical_shape: Index) -> torch.Tensor:  # noqa: ARG001 - a BoxDigest
+    assert tuple(values.shape) == box.shape, f"{box} has {tuple(values.shape)} values"
+    seed = xxhash.xxh3_64_intdigest(str(box).encode())
+    raw = xxhash.xxh3_64_digest(bytes_of(values.detach().cpu().contiguous()), seed=seed)
+    return torch.tensor(int.from_bytes(raw, "big", signed=True))
+
+
+def check_digests(sent: Iterable[Mapping[tuple[int, str], int]], arrived: Mapping[int, Mapping[str, int]]) -> None:
+    """Compare the senders' partial digests per (target rank, tensor) with every target's own digests per tensor.
+
+    A WeightSyncError names the first tensors that differ, are missing, or arrived without a sender.
+    """
+    expected: defaultdict[tuple[int, str], int] = defaultdict(int)
+    for part in sent:
+        for key, value in part.items():
+            expected[key] = (expected[key] + value) % MODULUS
+    actual = {(rank, name): value for rank, names in arrived.items() for name, value in names.items()}
+    wrong = [
+        f"target rank {rank}: {name} has digest {_text(actual.get((rank, name)))},"
+        f" the senders' is {_text(expected.get((rank, name)))}"
+        for rank, name in sorted(expected.keys() | actual.keys())
+        if expected.get((rank, name)) != actual.get((rank, name))
+    ]
+    if wrong:
+        raise WeightSyncError(first_few(wrong))
+
+
+def _text(value: int | None) -> str:
+    return "missing" if value is None else f"{value:#018x}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part(Generic[Key]):
-    """A box whose digest, as `dtype`, is one summand of the sum `key`."""
+class Summand(Generic[Key]):
+    """A box whose digest, as `dtype`, belongs to the sum `key`."""
 
     key: Key
     dtype: torch.dtype
@@ -71,65 +116,135 @@ class Part(Generic[Key]):
 
 
 class DigestSums(Generic[Key]):
-    """Digests of the same boxes again and again: on a GPU one launch for all, what it needs prepared by the first."""
+    """Digests of the same boxes again and again: on a GPU in one launch that the first call prepares."""
 
-    def __init__(self, parts: Sequence[Part[Key]]) -> None:
-        self._parts = parts
-        self._keys = list(dict.fromkeys(part.key for part in parts))
+    def __init__(self, summands: Sequence[Summand[Key]], digest: BoxDigest = digest_tensor) -> None:
+        self._summands = summands
+        self._digest = digest
+        self._keys = list(dict.fromkeys(summand.key for summand in summands))
         self._kernel: MatrixSums | None = None
 
     def compute(self, values: Sequence[torch.Tensor]) -> dict[Key, int]:
-        """By key; `values` are those of the parts."""
-        if self._suits_kernel(values):
-            found = self._prepared(values[0].device).compute([_bits_of_matrix(tensor) for tensor in values]).tolist()
-            return {key: value % MODULUS for key, value in zip(self._keys, found, strict=True)}
-        sums: dict[Key, torch.Tensor] = {}
-        for part, tensor in zip(self._parts, values, strict=True):
-            found_one = digest_tensor(tensor.to(part.dtype), part.box, part.canonical_shape)
-            sums[part.key] = sums[part.key] + found_one if part.key in sums else found_one
-        return to_ints(sums)
+        """Return the sums by key; `values` are those of the summands."""
+        if self._digest is digest_tensor and self._suits_kernel(values):
+            sums = self._prepared(values[0].device).compute([_bits_of_matrix(tensor) for tensor in values]).tolist()
+            return {key: value % MODULUS for key, value in zip(self._keys, sums, strict=True)}
+        totals: dict[Key, torch.Tensor] = {}
+        for each, tensor in zip(self._summands, values, strict=True):
+            add(totals, each.key, self._digest(tensor.to(each.dtype), each.box, each.canonical_shape))
+        return to_ints(totals)
 
     def _suits_kernel(self, values: Sequence[torch.Tensor]) -> bool:
         kinds = {(tensor.device.type, tensor.dtype) for tensor in values} | {
-            ("cuda", part.dtype) for part in self._parts
+            ("cuda", summand.dtype) for summand in self._summands
         }
         return len(kinds) == 1 and all(tensor.stride(-1) == 1 and tensor.dim() <= _MATRIX for tensor in values)
 
     def _prepared(self, device: torch.device) -> MatrixSums:
         if self._kernel is None:
-            from megarl.weights.executors.digest_kernel import MatrixSums  # noqa: PLC0415
-
-            indices = {key: index for index, key in enumerate(self._keys)}
-            self._kernel = MatrixSums(
-                [_matrix_keys(part, indices[part.key], device) for part in self._parts],
-                num_sums=len(self._keys),
-                lift=1 << (8 * self._parts[0].dtype.itemsize),
+            from megarl.weights.executors.digest_kernel import (  # noqa: PLC0415 - triton is only on GPU machines
+                MatrixKeys,
+                MatrixSums,
             )
+
+            matrices, indices = [], {key: index for index, key in enumerate(self._keys)}
+            for each in self._summands:
+                rows, columns = _box_keys(each.box, each.canonical_shape, device)
+                matrices.append(MatrixKeys(rows=rows, columns=columns, sum_index=indices[each.key]))
+            lift = 1 << (8 * self._summands[0].dtype.itemsize)
+            self._kernel = MatrixSums(matrices, num_sums=len(self._keys), lift=lift)
         return self._kernel
 
 
+def add(sums: dict[Key, torch.Tensor], key: Key, value: torch.Tensor) -> None:
+    sums[key] = sums[key] + value if key in sums else value
+
+
 def to_ints(sums: Mapping[Key, torch.Tensor]) -> dict[Key, int]:
-    """Read sums of `digest_tensor`s off their device, all at once."""
+    """Read sums of digests off their device, all at once."""
     if not sums:
         return {}
     return {key: value % MODULUS for key, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)}
 
 
+class SourceDigests:
+    """Digests of a source's boxes: on a GPU in one launch, else part by part while buckets travel."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        tensors: Mapping[str, torch.Tensor],
+        digest: BoxDigest,
+        *,
+        own_target: int,
+        bucket_bytes: int,
+    ) -> None:
+        self._plan = plan
+        self._tensors = tensors
+        self._digest = digest
+        self._bucket_bytes = bucket_bytes
+        self._boxes = [
+            replace(box, targets=targets)
+            for box in plan.boxes_from(rank)
+            if (targets := tuple(key for key in box.targets if key[0] != own_target))
+        ]
+        self._at_once: DigestSums[int] | None = None
+        if device_of(tensors).type == "cuda" and digest is digest_tensor:
+            self._at_once = DigestSums(
+                [
+                    Summand(
+                        key=number,
+                        dtype=torch_dtype(box.dtype),
+                        box=box.slice,
+                        canonical_shape=plan.target.canonical[box.slice.name].shape,
+                    )
+                    for number, box in enumerate(self._boxes)
+                ]
+            )
+            self._views = [source_view(tensors, box) for box in self._boxes]
+        self.begin()
+
+    def begin(self) -> None:
+        self._sums: dict[tuple[int, str], torch.Tensor] = {}
+        self._parts = iter(()) if self._at_once is not None else self._digest_parts()
+        self._behind_bytes = 0
+
+    def advance(self, num_bytes: int) -> None:
+        """Digest about as many bytes as were sent since the last call."""
+        self._behind_bytes += num_bytes
+        while self._behind_bytes > 0 and (digested_bytes := next(self._parts, None)) is not None:
+            self._behind_bytes -= digested_bytes
+
+    def finish(self) -> dict[tuple[int, str], int]:
+        """Return the digest per (target rank, target tensor)."""
+        if self._at_once is None:
+            for _ in self._parts:
+                pass
+            return to_ints(self._sums)
+        totals: dict[tuple[int, str], int] = {}
+        for number, value in self._at_once.compute(self._views).items():
+            for key in self._boxes[number].targets:
+                totals[key] = (totals.get(key, 0) + value) % MODULUS
+        return totals
+
+    def _digest_parts(self) -> Iterator[int]:
+        """Digest each box once, whatever the number of its targets; yield the bytes of each part."""
+        for box in self._boxes:
+            view = source_view(self._tensors, box)
+            shape = self._plan.target.canonical[box.slice.name].shape
+            for part in split_box(box, bucket_bytes=self._bucket_bytes):
+                offsets = shift(part.offsets, box.slice.offsets, (0,) * len(part.offsets))
+                values = box_of(view, offsets, part.shape).to(torch_dtype(box.dtype))
+                digest = self._digest(values, part, shape)
+                for key in box.targets:
+                    add(self._sums, key, digest)
+                yield values.numel() * values.element_size()
+
+
 def _bits_of_matrix(values: torch.Tensor) -> torch.Tensor:
     bits, _ = _bits(values.detach())
     return bits if bits.dim() == _MATRIX else bits[None]
-
-
-def _matrix_keys(part: Part[Key], sum_index: int, device: torch.device) -> MatrixKeys:
-    from megarl.weights.executors.digest_kernel import MatrixKeys  # noqa: PLC0415
-
-    box, seeds = part.box, _seeds(part.box.name)
-    columns = torch.arange(box.offsets[-1], box.offsets[-1] + box.shape[-1], device=device)
-    return MatrixKeys(
-        rows=_keys(_rows(box, part.canonical_shape, device), seeds[0]),
-        columns=_keys(columns, seeds[1]),
-        sum_index=sum_index,
-    )
 
 
 def _sum(bits: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, lift: int) -> torch.Tensor:
@@ -142,23 +257,25 @@ def _sum(bits: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, 
 
 
 def _bits(values: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The elements as integers, and what makes all of them positive, so that a zero counts too."""
+    """Return the elements as integers, and a number that makes all of them positive: a zero counts too."""
     # A view as integers wants a contiguous last dimension, which a box of columns may not have.
     width = {4: torch.int32, 2: torch.int16}[values.element_size()]
     return (values if values.stride(-1) == 1 else values.contiguous()).view(width), 1 << (8 * values.element_size())
 
 
-def _rows(box: Slice, canonical_shape: Index, device: torch.device) -> torch.Tensor:
-    """The canonical number of each row of the box."""
+def _box_keys(box: Slice, canonical_shape: Index, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys of the canonical rows and columns of a box."""
     rows = torch.zeros((), dtype=torch.int64, device=device)
     for axis, (start, size) in enumerate(zip(box.offsets[:-1], box.shape[:-1], strict=True)):
         stride = prod(canonical_shape[axis + 1 : -1])
         rows = rows.unsqueeze(-1) + torch.arange(start, start + size, device=device) * stride
-    return rows.flatten()
+    columns = torch.arange(box.offsets[-1], box.offsets[-1] + box.shape[-1], device=device)
+    row_seed, column_seed = _seeds(box.name)
+    return _keys(rows.flatten(), row_seed), _keys(columns, column_seed)
 
 
 def _keys(places: torch.Tensor, seed: int) -> torch.Tensor:
-    """Each place scattered over 64 bits; odd, so that a product with it loses nothing."""
+    """Return each place scattered over 64 bits; odd, so that a product with it loses nothing."""
     mixed = places * _INDEX_STEP + seed
     mixed.bitwise_xor_(_shifted(mixed, 30)).mul_(_FIRST_FACTOR)
     mixed.bitwise_xor_(_shifted(mixed, 27)).mul_(_SECOND_FACTOR)
@@ -166,12 +283,12 @@ def _keys(places: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _shifted(values: torch.Tensor, count: int) -> torch.Tensor:
-    """A right shift that brings in zeros; torch's own repeats the sign."""
+    """Shift right and bring in zeros; torch's own shift repeats the sign."""
     return (values >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 @lru_cache(maxsize=65536)
 def _seeds(name: str) -> tuple[int, int]:
-    """For the keys of the rows and of the columns."""
+    """Return the seeds of the row keys and of the column keys."""
     raw = hashlib.blake2b(name.encode(), digest_size=16).digest()
     return int.from_bytes(raw[:8], "little", signed=True), int.from_bytes(raw[8:], "little", signed=True)

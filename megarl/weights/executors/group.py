@@ -148,7 +148,7 @@ class TransferGroup:
         # hold up a send the other way. So what goes to lower peers has a group of its own.
         self._downwards = downwards
         self._store = store
-        self._num_meetings = 0
+        self._num_rounds = 0
         self._end = "the group is closed"
 
     @classmethod
@@ -236,14 +236,14 @@ class TransferGroup:
             for key in keys:
                 self._store.delete_key(key)
 
-    def next_meeting(self) -> int:
+    def next_round(self) -> int:
         """A number that is the same on all peers, as long as they do the same things together."""
-        self._num_meetings += 1
-        return self._num_meetings
+        self._num_rounds += 1
+        return self._num_rounds
 
     def barrier(self) -> None:
         """Return once every peer is here."""
-        number = self.next_meeting()
+        number = self.next_round()
         self.report(f"barrier {number} of peer {self.peer}", b"")
         self.collect([f"barrier {number} of peer {peer}" for peer in range(self.num_peers)], self.timeout_s)
 

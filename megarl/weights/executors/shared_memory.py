@@ -1,9 +1,8 @@
-"""Tensors of one process in the address space of another that uses the same device: no copy, no staging.
+"""Weights that need not travel: an engine process reads the tensors of a trainer process on the same device.
 
-One handle per storage, however many tensors lie in it (Megatron keeps all weights of a model chunk in one). Through
-torch's own interprocess storages: CUDA IPC on a GPU; on a CPU memory without a name, gone with the last process that
-has it, however that one ended. The owner does not write while the other reads; who may do what when is decided
-elsewhere.
+There is one handle per storage, however many tensors lie in it (Megatron keeps all weights of a model chunk in one).
+Storages are torch's own interprocess ones: CUDA IPC on a GPU; on a CPU memory without a name, which is gone with the
+last process that has it open, however that process ended.
 """
 
 from __future__ import annotations
@@ -11,24 +10,27 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from megarl.errors import WeightSyncError
+from megarl.weights.algebra.plan import Move, Plan
 from megarl.weights.algebra.slices import Index
-from megarl.weights.executors.tensors import torch_dtype
+from megarl.weights.executors.digest import BoxDigest, DigestSums, Summand
+from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.tensors import device_of, source_view, target_view, torch_dtype
 
 _DEVICE_FIELD = 0
-"""Of a CUDA handle: the number of the GPU, which another process may see under another number."""
+"""Field of a CUDA handle with the number of the GPU, which may be another number in another process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
     storage: int
-    """Index of its handle."""
+    """Index of the storage's handle."""
     offset: int
     """In elements."""
     shape: Index
@@ -36,8 +38,88 @@ class _View:
     dtype: str
 
 
+class SharedSource:
+    """The sender's end: lets receivers on its device read its tensors, which change only after the commit."""
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], rank: int, readers: Sequence[int], *, keeps_open: bool
+    ) -> None:
+        """`readers` are target ranks. Without `keeps_open` the tensors may move between versions."""
+        self._tensors = tensors
+        self._rank = rank
+        self._readers = readers
+        self._keeps_open = keeps_open
+        self._memory = b""
+
+    def offer(self, group: TransferGroup, version: int) -> None:
+        """Report to each reader where the tensors are, once they are this version's."""
+        if self._readers and (device := device_of(self._tensors)).type == "cuda":
+            torch.cuda.synchronize(device)  # another process does not wait for the streams of this one
+        for reader in self._readers:
+            if not self._memory or not self._keeps_open:
+                self._memory = export_tensors(self._tensors)  # a handle that is not kept open is for one reader
+            group.report(_memory_key(version, self._rank, reader), self._memory)
+
+
+class SharedTarget:
+    """The receiver's end: boxes in the memory of one or more senders. Nothing is staged."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        moves: Sequence[Move],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        digest: BoxDigest,
+        keeps_open: bool,
+    ) -> None:
+        self._rank = rank
+        self._moves = moves
+        self._keeps_open = keeps_open
+        self._sums = DigestSums([_summand(plan, move) for move in moves], digest)
+        self._sources: dict[int, tuple[bytes, Mapping[str, torch.Tensor]]] = {}
+        self._boxes: list[torch.Tensor] = []
+        self._targets = [target_view(tensors, move) for move in moves]
+
+    def read(self, group: TransferGroup, version: int) -> dict[str, int]:
+        """Open this version's boxes; return the digest of each target tensor, cast to its dtype."""
+        for source_rank in sorted({move.source_rank for move in self._moves}):
+            key = _memory_key(version, source_rank, self._rank)
+            memory = group.collect([key], group.timeout_s)[key]
+            group.forget([key])
+            if source_rank not in self._sources or self._sources[source_rank][0] != memory:
+                self._boxes = []
+                self._sources[source_rank] = memory, open_tensors(memory)
+        if not self._boxes:
+            self._boxes = [source_view(self._sources[move.source_rank][1], move) for move in self._moves]
+        return self._sums.compute(self._boxes)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        if self._boxes:
+            torch._foreach_copy_(self._targets, self._boxes)
+
+    def finish(self) -> None:
+        """Close the senders' memory after a commit or an abort, unless it is kept open."""
+        if self._keeps_open:
+            return
+        if self._boxes and self._boxes[0].is_cuda:
+            torch.cuda.synchronize(self._boxes[0].device)
+        self._boxes, self._sources = [], {}
+
+
+def _summand(plan: Plan, move: Move) -> Summand[str]:
+    shape = plan.target.canonical[move.slice.name].shape
+    return Summand(key=move.target_name, dtype=torch_dtype(move.dtype), box=move.slice, canonical_shape=shape)
+
+
+def _memory_key(version: int, source_rank: int, target_rank: int) -> str:
+    return f"memory of rank {source_rank} at version {version} for {target_rank}"
+
+
 def export_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """What another process needs to see them; on a CPU they move to shared memory, in place."""
+    """Return what another process needs to open the tensors; on a CPU they move to shared memory, in place."""
     storages: dict[int, torch.UntypedStorage] = {}
     indices: dict[int, int] = {}
     views = {}
@@ -66,14 +148,15 @@ def export_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def open_tensors(exported: bytes) -> dict[str, torch.Tensor]:
-    """The tensors of `export_tensors`, in memory that the other process owns, for as long as they are kept."""
-    found = json.loads(exported)
+    """Open the tensors of `export_tensors`, in memory that the other process owns."""
+    description = json.loads(exported)
     try:
-        storages = [_open(found["kind"], [_from_json(field) for field in handle]) for handle in found["handles"]]
+        handles = [[_from_json(field) for field in handle] for handle in description["handles"]]
+        storages = [_open(description["kind"], handle) for handle in handles]
     except (RuntimeError, OSError) as error:
         raise WeightSyncError(f"the trainer's memory cannot be opened in this process: {_first_line(error)}") from error
     tensors = {}
-    for name, fields in found["views"].items():
+    for name, fields in description["views"].items():
         view = _View(**fields)
         storage = storages[view.storage]
         empty = torch.empty(0, dtype=torch_dtype(view.dtype), device=storage.device)

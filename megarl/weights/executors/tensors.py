@@ -1,12 +1,14 @@
-"""Torch tensors as the slice algebra sees them: dtypes by name, boxes as views, specs. No transport, no layouts."""
+"""Torch tensors in the terms of the slice algebra: dtypes by name, boxes as views, specs. No transport, no layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from megarl.weights.algebra.slices import Index, TensorSpec
+from megarl.errors import WeightSyncError
+from megarl.weights.algebra.plan import Move, SourceBox
+from megarl.weights.algebra.slices import Holding, Index, TensorSpec
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -14,7 +16,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
 }
 HEADER_DTYPES: Mapping[str, str] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""By the names they have in the header of a safetensors file."""
+"""Dtypes by their names in the header of a safetensors file."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -22,17 +24,17 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def header_dtype(name: str) -> str:
-    """As the header of a safetensors file spells it."""
+    """Return the name of a dtype in the header of a safetensors file."""
     return next(header for header, known in HEADER_DTYPES.items() if known == name)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, without a copy."""
+    """Return the memory of a contiguous tensor on the host, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def box_of(tensor: torch.Tensor, offsets: Index, shape: Index) -> torch.Tensor:
-    """A view of the box, detached from autograd. Dimensions that it lacks come first in `offsets`, as indices."""
+    """Return a view of a box, detached from autograd. Dimensions that it lacks come first in `offsets`, as indices."""
     indices, starts = offsets[: -len(shape)], offsets[-len(shape) :]
     view = tensor.detach()[indices]
     for axis, (start, size) in enumerate(zip(starts, shape, strict=True)):
@@ -40,9 +42,46 @@ def box_of(tensor: torch.Tensor, offsets: Index, shape: Index) -> torch.Tensor:
     return view
 
 
+def source_view(tensors: Mapping[str, torch.Tensor], move: Move | SourceBox) -> torch.Tensor:
+    return box_of(tensors[move.source_name], move.source_offsets, move.slice.shape)
+
+
+def target_view(tensors: Mapping[str, torch.Tensor], move: Move) -> torch.Tensor:
+    return box_of(tensors[move.target_name], move.target_offsets, move.slice.shape)
+
+
+def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
+    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+
+
 def specs_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, TensorSpec]:
-    """What `named_parameters()` really has, to compare with a layout."""
     return {
         name: TensorSpec(shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
         for name, tensor in tensors
     }
+
+
+def check_holding(holding: Holding, actual: Mapping[str, TensorSpec], *, holder: str) -> None:
+    """Raise a WeightSyncError that names the first tensors of `holder` that differ from its layout."""
+    differences = list(_differences(holding.tensors, actual))
+    if differences:
+        raise WeightSyncError(f"{holder} does not match its layout: {first_few(differences)}")
+
+
+def first_few(sentences: Sequence[str], max_named: int = 5) -> str:
+    """Join the first sentences, and count the rest."""
+    more = [f"and {len(sentences) - max_named} more"] if len(sentences) > max_named else []
+    return "; ".join([*sentences[:max_named], *more])
+
+
+def _differences(expected: Mapping[str, TensorSpec], actual: Mapping[str, TensorSpec]) -> Iterator[str]:
+    for name, spec in expected.items():
+        if name not in actual:
+            yield f"{name} is missing"
+        elif actual[name].shape != spec.shape:
+            yield f"{name} has shape {list(actual[name].shape)}, expected {list(spec.shape)}"
+        elif actual[name].dtype != spec.dtype:
+            yield f"{name} is {actual[name].dtype}, expected {spec.dtype}"
+    for name in actual:
+        if name not in expected:
+            yield f"{name} is unexpected"

@@ -1,12 +1,12 @@
-"""Carrying out a plan between processes: pack, send, stage, pass on, digest, commit. No SGLang, no Megatron.
+"""Carrying out a plan between processes: pack, send, stage, forward, digest, commit. No SGLang, no Megatron.
 
-A sender packs a bucket while the one before it travels. A receiver keeps what arrives in staging, passes on what others
-wait for as soon as it is there, and touches its parameters only in `commit`: a version is delivered whole or not at
-all. Between two processes on one device nothing travels: the receiver sees the sender's own tensors, which do not
-change before the version is committed.
+A sender packs a bucket while the one before it travels. A receiver stages what arrives, forwards what others wait for
+as soon as it has arrived, and writes its parameters only in `commit`: a version is delivered whole or not at all. Two
+processes on one device share memory instead: the receiver reads the sender's tensors, which do not change before the
+commit.
 
-Nobody waits in a circle: receivers are ready for everything from the start, and a bucket waits only for buckets of
-earlier hops, which come first in everyone's order.
+No cycle of waits is possible: receivers post all their receives first, and a bucket waits only for buckets of earlier
+hops, which come first in every rank's order.
 
 Source rank s of a plan is peer s of the group; target rank t is peer `first_target_peer + t`.
 """
@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -26,23 +25,25 @@ from megarl.weights.algebra.buckets import (
     DEFAULT_BUCKET_BYTES,
     NUM_LANES,
     Bucket,
-    Parcel,
+    buckets_forwarded_by,
     buckets_from,
-    buckets_on_from,
     buckets_to,
-    parts_of,
 )
-from megarl.weights.algebra.check import check_delivery
 from megarl.weights.algebra.locality import Link
-from megarl.weights.algebra.plan import Delivery, Plan
-from megarl.weights.algebra.slices import shift
-from megarl.weights.executors.box_digest import BoxDigest, digest_bytes
-from megarl.weights.executors.digest import MODULUS, DigestSums, Part, digest_tensor, to_ints
-from megarl.weights.executors.group import Pending, StoreAddress, StoreServer, TransferGroup
-from megarl.weights.executors.same_device import Seen, Shown
-from megarl.weights.executors.tensors import box_of, torch_dtype
-
-__all__ = ["DEFAULT_BUCKET_BYTES", "Receiver", "Sender", "StoreAddress", "StoreServer", "TransferGroup", "exchange"]
+from megarl.weights.algebra.plan import Move, Plan
+from megarl.weights.executors.digest import (
+    MODULUS,
+    BoxDigest,
+    SourceDigests,
+    add,
+    check_digests,
+    digest_bytes,
+    digest_tensor,
+    to_ints,
+)
+from megarl.weights.executors.group import Pending, TransferGroup
+from megarl.weights.executors.shared_memory import SharedSource, SharedTarget
+from megarl.weights.executors.tensors import device_of, source_view, target_view, torch_dtype
 
 _MAX_BUCKETS_PER_PAIR = 1 << 15
 
@@ -65,99 +66,39 @@ class Sender:
     ) -> None:
         """Without `first_target_peer`, the targets come after all the sources.
 
-        `shares_device`: targets that the plan says are on this rank's device read its tensors themselves; `keeps_open`:
-        and may keep them open between versions.
+        With `shares_device`, targets on this rank's device read its tensors; with `keeps_open` they keep them open
+        between versions.
         """
-        self._plan = plan
         self._rank = rank
         self._tensors = tensors
         self._group = group
-        self._digest = digest
-        self._bucket_bytes = bucket_bytes
         first_peer = _first_target_peer(plan, first_target_peer)
         buckets = buckets_from(plan, rank, bucket_bytes=bucket_bytes)
-        sees_this = {bucket.target_rank for bucket in buckets if shares_device and _is_on_device(plan, bucket)}
-        self._shown = Shown(tensors, keeps_open=keeps_open)
-        self._readers = sorted(sees_this)
-        self._buckets = [
-            bucket
-            for bucket in buckets
-            if bucket.target_rank not in sees_this and first_peer + bucket.target_rank != group.peer
-        ]
-        self._deliveries = tuple(_besides(group.peer - first_peer, plan.deliveries_from(rank)))
-        self._device = _device_of(tensors)
-        self._wire = _Wire(self._buckets, self._device, group, first_peer)
-        self._at_once: DigestSums[int] | None = None
-        if self._device.type == "cuda" and digest is digest_tensor:
-            self._at_once = DigestSums(
-                [
-                    Part(
-                        key=number,
-                        dtype=torch_dtype(each.dtype),
-                        box=each.slice,
-                        canonical_shape=plan.target.canonical[each.slice.name].shape,
-                    )
-                    for number, each in enumerate(self._deliveries)
-                ]
-            )
-            self._boxes = [
-                box_of(tensors[each.source_name], each.source_offsets, each.slice.shape) for each in self._deliveries
-            ]
+        readers = {bucket.target_rank for bucket in buckets if shares_device and bucket.link(plan) is Link.DEVICE}
+        own_target = group.peer - first_peer
+        self._shared = SharedSource(tensors, rank, sorted(readers), keeps_open=keeps_open)
+        self._buckets = [bucket for bucket in buckets if bucket.target_rank not in {*readers, own_target}]
+        self._wire = _Wire(self._buckets, device_of(tensors), group, first_peer)
+        self._digests = SourceDigests(plan, rank, tensors, digest, own_target=own_target, bucket_bytes=bucket_bytes)
 
     def send(self, version: int) -> dict[tuple[int, str], int]:
-        """Send everything this rank owes. Returns a digest per (target rank, target tensor) that it is the origin of.
+        """Send every bucket of this rank. Return a digest per (target rank, target tensor) that it is the origin of.
 
-        Digests are of the source's own tensors, cast as they travel: an error in packing or on the way is found.
+        Digests are of the source's own tensors, cast as they travel: they reveal an error in packing or on the way.
         """
-        sums: dict[tuple[int, str], torch.Tensor] = {}
         with self._group.transfer() as deadline:
-            if self._readers:
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)  # the other process knows nothing of our streams
-                for reader in self._readers:
-                    self._group.report(_memory_key(version, self._rank, reader), self._shown.memory())
-            digested = iter(()) if self._at_once is not None else self._digest_bit_by_bit(sums)
-            sent_bytes, digested_bytes = 0, 0
+            self._shared.offer(self._group, version)
+            self._digests.begin()
             for bucket in self._buckets:
-                lane = self._wire.pack(bucket, self._source, deadline)
+                lane = self._wire.pack(bucket, lambda move: source_view(self._tensors, move), deadline)
                 if reach("bucket_packed", step=version, rank=self._rank, of=self._group.name) == "corrupt":
                     lane[0] ^= 1
                 self._wire.send(bucket, lane, version)
                 reach("bucket_sent", step=version, rank=self._rank, of=self._group.name)
-                sent_bytes += bucket.num_bytes
-                while digested_bytes < sent_bytes and (num_bytes := next(digested, None)) is not None:
-                    digested_bytes += num_bytes
-            for _ in digested:
-                pass
-            found = to_ints(sums) if self._at_once is None else self._digest_at_once(self._at_once)
+                self._digests.advance(bucket.num_bytes)
+            digests = self._digests.finish()
             self._wire.finish(deadline)
-        return found
-
-    def _digest_at_once(self, sums: DigestSums[int]) -> dict[tuple[int, str], int]:
-        """As `_digest_bit_by_bit`, on a GPU, which does not need this process to hash while buckets travel."""
-        found: dict[tuple[int, str], int] = {}
-        for number, value in sums.compute(self._boxes).items():
-            for key in self._deliveries[number].targets:
-                found[key] = (found.get(key, 0) + value) % MODULUS
-        return found
-
-    def _digest_bit_by_bit(self, sums: dict[tuple[int, str], torch.Tensor]) -> Iterator[int]:
-        """While buckets travel. A box that goes to many is hashed once. Gives the bytes of each part."""
-        for delivery in self._deliveries:
-            whole = delivery.slice
-            shape = self._plan.target.canonical[whole.name].shape
-            for part in parts_of(delivery, bucket_bytes=self._bucket_bytes):
-                offsets = shift(part.offsets, whole.offsets, delivery.source_offsets)
-                values = box_of(self._tensors[delivery.source_name], offsets, part.shape)
-                values = values.to(torch_dtype(delivery.dtype))
-                found = self._digest(values, part, shape)
-                for key in delivery.targets:
-                    sums[key] = sums[key] + found if key in sums else found
-                yield values.numel() * values.element_size()
-
-    def _source(self, parcel: Parcel) -> torch.Tensor:
-        move = parcel.move
-        return box_of(self._tensors[move.source_name], move.source_offsets, move.slice.shape)
+        return digests
 
 
 class _Wire:
@@ -169,20 +110,20 @@ class _Wire:
         self._group = group
         self._first_target_peer = first_target_peer
         largest = max((bucket.num_bytes for bucket in buckets), default=0)
-        self._lanes = [_wire_buffer(group, largest) for _ in range(NUM_LANES)]
-        # Many small copies are made on the tensors' own device; then one copy crosses to where the wire starts.
+        self._lanes = [_buffer(largest, group.wire_device) for _ in range(NUM_LANES)]
+        # Many small copies are made on the tensors' own device; then one copy crosses to the wire's device.
         self._packing = None if device == group.wire_device else _buffer(largest, device)
         self._under_way: deque[Pending] = deque()
         self._num_sent = 0
 
-    def pack(self, bucket: Bucket, content: Callable[[Parcel], torch.Tensor], deadline: float) -> torch.Tensor:
-        """The bucket, ready to travel."""
+    def pack(self, bucket: Bucket, content: Callable[[Move], torch.Tensor], deadline: float) -> torch.Tensor:
+        """Return the packed bucket, in a lane that is free."""
         if len(self._under_way) == NUM_LANES:
             self._under_way.popleft().wait(deadline)
         lane = self._lanes[self._num_sent % NUM_LANES][: bucket.num_bytes]
         packed = lane if self._packing is None else self._packing[: bucket.num_bytes]
-        for parcel in bucket.parcels:
-            _view(packed, parcel).copy_(content(parcel))
+        for move, values in _views(bucket, packed):
+            values.copy_(content(move))
         return lane if packed is lane else lane.copy_(packed)
 
     def send(self, bucket: Bucket, lane: torch.Tensor, version: int) -> None:
@@ -195,7 +136,7 @@ class _Wire:
             self._under_way.popleft().wait(deadline)
 
     def forget(self) -> None:
-        """After a failure: what was under way is not waited for again."""
+        """Forget the sends of a failed version."""
         self._under_way.clear()
 
 
@@ -215,69 +156,63 @@ class Receiver:
         shares_device: bool = False,
         keeps_open: bool = True,
     ) -> None:
-        """Staging is allocated here, once. Other arguments are those of the senders."""
-        self._plan = plan
+        """Staging is allocated here, once. The arguments mean the same as the senders'."""
+        self._canonical = plan.target.canonical
         self._rank = rank
         self._tensors = tensors
         self._group = group
         self._digest = digest
+        self._device = device_of(tensors)
         self._first_peer = _first_target_peer(plan, first_target_peer)
         expected_peer = self._first_peer + rank
         assert expected_peer == group.peer, f"target rank {rank} is peer {expected_peer}, not {group.peer}"
-        buckets = buckets_to(plan, rank, bucket_bytes=bucket_bytes)
-        beside = [bucket for bucket in buckets if shares_device and _is_on_device(plan, bucket)]
-        self._seen = Seen(plan, beside, tensors, digest=digest, keeps_open=keeps_open)
-        seen = {id(bucket) for bucket in beside}
-        away = [bucket for bucket in buckets if id(bucket) not in seen]
-        self._buckets = [bucket for bucket in away if self._giver_of(bucket) != group.peer]
-        self._staging = [_wire_buffer(group, bucket.num_bytes) for bucket in self._buckets]
-        self._device = _device_of(tensors)
-        self._passed_on = _Passing(
-            self._buckets,
-            self._staging,
-            buckets_on_from(plan, rank, bucket_bytes=bucket_bytes),
-            group,
-            self._first_peer,
-        )
+        self._buckets: list[Bucket] = []
+        shared: list[Move] = []
+        for bucket in buckets_to(plan, rank, bucket_bytes=bucket_bytes):
+            if shares_device and not bucket.is_forwarded and bucket.link(plan) is Link.DEVICE:
+                shared += bucket.moves
+            elif self._sender_of(bucket) != group.peer:
+                self._buckets.append(bucket)
+        self._shared = SharedTarget(plan, rank, shared, tensors, digest=digest, keeps_open=keeps_open)
+        self._staging = [_buffer(bucket.num_bytes, group.wire_device) for bucket in self._buckets]
+        forwarded = buckets_forwarded_by(plan, rank, bucket_bytes=bucket_bytes)
+        self._forwarding = _Forwarding(self._buckets, self._staging, forwarded, group, self._first_peer)
         self._expected: list[Pending] = []
         self._staged_version: int | None = None
 
     def expect(self, version: int) -> None:
-        """Be ready to receive without waiting; `stage` does it too. A peer that also sends calls this first."""
+        """Post all receives without waiting; `stage` does it too. A peer that also sends calls this first."""
         self._staged_version = None
         self._expected = [
-            self._group.receive(buffer, peer=self._giver_of(bucket), tag=_tag(version, bucket))
+            self._group.receive(buffer, peer=self._sender_of(bucket), tag=_tag(version, bucket))
             for bucket, buffer in zip(self._buckets, self._staging, strict=True)
         ]
 
     def stage(self, version: int) -> dict[str, int]:
-        """Receive one version into staging, and pass on what others wait for.
-
-        Returns a digest per tensor, of what arrived.
-        """
+        """Receive one version into staging, and forward what others wait for. Return a digest per received tensor."""
         sums: dict[str, torch.Tensor] = {}
         with self._group.transfer() as deadline:
             if not self._expected:
                 self.expect(version)
             expected, self._expected = self._expected, []
-            self._passed_on.begin(version, deadline)
-            beside = self._look(version)
-            for number, (bucket, pending) in enumerate(zip(self._buckets, expected, strict=True)):
+            self._forwarding.begin(version, deadline)
+            shared = self._shared.read(self._group, version)
+            for number, pending in enumerate(expected):
                 pending.wait(deadline)
                 if reach("bucket_received", step=version, rank=self._rank, of=self._group.name) == "corrupt":
                     self._staging[number][0] ^= 1
-                self._passed_on.arrived(number)
-                for parcel, values in self._arrived(bucket, self._staging[number]):
-                    self._add_digest(parcel, values, sums)
-            self._passed_on.finish()
+                self._forwarding.arrived(number)
+                for move, values in self._staged(number):
+                    digest = self._digest(values, move.slice, self._canonical[move.slice.name].shape)
+                    add(sums, move.target_name, digest)
+            self._forwarding.finish()
         self._staged_version = version
-        found = to_ints(sums)
-        for name, value in beside.items():
-            found[name] = (found.get(name, 0) + value) % MODULUS
+        digests = to_ints(sums)
+        for name, value in shared.items():
+            digests[name] = (digests.get(name, 0) + value) % MODULUS
         if reach("staged", step=version, rank=self._rank, of=self._group.name) == "corrupt":
-            name = next(iter(found))
-            found[name] ^= 1
-        return found
+            digests[next(iter(digests))] ^= 1
+        return digests
 
     def commit(self, version: int) -> None:
         """Copy staging into the parameters, in place; refused for any version but the staged one."""
@@ -285,48 +220,29 @@ class Receiver:
             who = f"{self._group.name}: peer {self._group.peer}"
             raise WeightSyncError(f"{who}: asked to commit version {version}, staged is {self._staged_version}")
         reach("committing", step=version, rank=self._rank, of=self._group.name)
-        self._seen.commit()
-        self._seen.finish()
-        for bucket, buffer in zip(self._buckets, self._staging, strict=True):
-            for parcel, values in self._arrived(bucket, buffer):
-                self._put(parcel, values)
+        self._shared.commit()
+        self._shared.finish()
+        for number in range(len(self._buckets)):
+            for move, values in self._staged(number):
+                target_view(self._tensors, move).copy_(values)
         self._staged_version = None
         reach("committed", step=version, rank=self._rank, of=self._group.name)
 
     def abort(self) -> None:
         """Forget what is staged; the parameters stay as they are."""
-        self._seen.finish()
+        self._shared.finish()
         self._staged_version = None
 
-    def _giver_of(self, bucket: Bucket) -> int:
-        """As a peer."""
-        return bucket.source_rank + (self._first_peer if bucket.is_passed_on else 0)
+    def _sender_of(self, bucket: Bucket) -> int:
+        """Return the peer that sends a bucket."""
+        return bucket.source_rank + (self._first_peer if bucket.is_forwarded else 0)
 
-    def _look(self, version: int) -> dict[str, int]:
-        """Digests of what need not travel, once the senders say that their tensors are this version's."""
-        for source in self._seen.source_ranks:
-            key = _memory_key(version, source, self._rank)
-            memory = self._group.collect([key], self._group.timeout_s)[key]
-            self._group.forget([key])
-            self._seen.open(source, memory)
-        return self._seen.digests()
-
-    def _add_digest(self, parcel: Parcel, values: torch.Tensor, sums: dict[str, torch.Tensor]) -> None:
-        box, name = parcel.move.slice, parcel.move.target_name
-        found = self._digest(values, box, self._plan.target.canonical[box.name].shape)
-        sums[name] = sums[name] + found if name in sums else found
-
-    def _put(self, parcel: Parcel, values: torch.Tensor) -> None:
-        move = parcel.move
-        box_of(self._tensors[move.target_name], move.target_offsets, move.slice.shape).copy_(values)
-
-    def _arrived(self, bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[Parcel, torch.Tensor]]:
-        arrived = buffer.to(self._device)
-        return ((parcel, _view(arrived, parcel)) for parcel in bucket.parcels)
+    def _staged(self, number: int) -> Iterator[tuple[Move, torch.Tensor]]:
+        return _views(self._buckets[number], self._staging[number].to(self._device))
 
 
-class _Passing:
-    """What a receiver sends on out of its staging: each bucket as soon as all of it is there, in a fixed order."""
+class _Forwarding:
+    """Forwards buckets out of a receiver's staging: each as soon as all of it has arrived, in a fixed order."""
 
     def __init__(
         self,
@@ -337,13 +253,11 @@ class _Passing:
         first_target_peer: int,
     ) -> None:
         self._staged = {
-            parcel.move.slice: (number, _view(staging[number], parcel))
+            move.slice: (number, values)
             for number, bucket in enumerate(received if buckets else ())
-            for parcel in bucket.parcels
+            for move, values in _views(bucket, staging[number])
         }
-        self._buckets = [
-            (bucket, max(self._staged[parcel.move.slice][0] for parcel in bucket.parcels)) for bucket in buckets
-        ]
+        self._buckets = [(bucket, max(self._staged[move.slice][0] for move in bucket.moves)) for bucket in buckets]
         self._wire = _Wire(buckets, group.wire_device, group, first_target_peer)
         self._version, self._deadline = 0, 0.0
         self._num_sent = 0
@@ -354,16 +268,16 @@ class _Passing:
         self._wire.forget()
 
     def arrived(self, number: int) -> None:
-        """Buckets up to `number`, in the order in which they are received, are here."""
+        """Send on what is complete after bucket `number` in the order of receiving."""
         for bucket, last in self._buckets[self._num_sent :]:
             if last > number:
                 return
-            lane = self._wire.pack(bucket, lambda parcel: self._staged[parcel.move.slice][1], self._deadline)
+            lane = self._wire.pack(bucket, lambda move: self._staged[move.slice][1], self._deadline)
             self._wire.send(bucket, lane, self._version)
             self._num_sent += 1
 
     def finish(self) -> None:
-        assert self._num_sent == len(self._buckets), f"{self._num_sent} of {len(self._buckets)} buckets passed on"
+        assert self._num_sent == len(self._buckets), f"{self._num_sent} of {len(self._buckets)} buckets forwarded"
         self._wire.finish(self._deadline)
 
 
@@ -375,8 +289,8 @@ def exchange(
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> None:
-    """Every peer gives and takes: source rank r and target rank r are peer r. What arrived is checked by digest."""
-    number = group.next_meeting()
+    """Send and receive on every peer, and check what arrived by digest. Source and target rank r are both peer r."""
+    number = group.next_round()
     sender = Sender(
         plan, group.peer, sources, group, first_target_peer=0, bucket_bytes=bucket_bytes, digest=digest_bytes
     )
@@ -390,19 +304,13 @@ def exchange(
     receiver.commit(number)
     for move in plan.moves_to(group.peer):
         if move.source_rank == group.peer and not move.hop:
-            values = box_of(sources[move.source_name], move.source_offsets, move.slice.shape)
-            target = box_of(targets[move.target_name], move.target_offsets, move.slice.shape)
-            # A target may be the source itself.
-            if target.data_ptr() != values.data_ptr():
+            values, target = source_view(sources, move), target_view(targets, move)
+            if target.data_ptr() != values.data_ptr():  # a target may be the source itself
                 target.copy_(values)
 
 
 def _check_with_senders(
-    plan: Plan,
-    group: TransferGroup,
-    number: int,
-    sent: Mapping[tuple[int, str], int],
-    arrived: Mapping[str, int],
+    plan: Plan, group: TransferGroup, number: int, sent: Mapping[tuple[int, str], int], arrived: Mapping[str, int]
 ) -> None:
     for target_rank in sorted({rank for rank, _ in sent}):
         mine = {name: value for (rank, name), value in sent.items() if rank == target_rank}
@@ -412,50 +320,24 @@ def _check_with_senders(
     reports = group.collect(keys, group.timeout_s)
     group.forget(keys)
     parts = [{(group.peer, name): value for name, value in json.loads(reports[key]).items()} for key in keys]
-    check_delivery(parts, {group.peer: arrived})
+    check_digests(parts, {group.peer: arrived})
 
 
 def _first_target_peer(plan: Plan, given: int | None) -> int:
     return len(plan.source.holdings) if given is None else given
 
 
-def _besides(rank: int, deliveries: Iterable[Delivery]) -> Iterator[Delivery]:
-    """Without what stays in the process of target `rank`."""
-    for delivery in deliveries:
-        targets = tuple(key for key in delivery.targets if key[0] != rank)
-        if targets:
-            yield replace(delivery, targets=targets)
-
-
-def _is_on_device(plan: Plan, bucket: Bucket) -> bool:
-    """Whether giver and taker are two processes on one device."""
-    locations = plan.locations
-    if bucket.is_passed_on:
-        return False
-    return locations.sources[bucket.source_rank].link(locations.targets[bucket.target_rank]) is Link.DEVICE
-
-
 def _tag(version: int, bucket: Bucket) -> int:
-    """Buckets of another version never match: they end in a timeout, not in the parameters."""
+    """Return a tag that no other version has: a bucket of another version ends in a timeout, not in the parameters."""
     assert bucket.index < _MAX_BUCKETS_PER_PAIR, f"bucket {bucket.index} of a pair; make buckets larger"
-    return (2 * version + bucket.is_passed_on) * _MAX_BUCKETS_PER_PAIR + bucket.index
+    return (2 * version + bucket.is_forwarded) * _MAX_BUCKETS_PER_PAIR + bucket.index
 
 
-def _memory_key(version: int, source_rank: int, target_rank: int) -> str:
-    return f"memory of rank {source_rank} at version {version} for {target_rank}"
-
-
-def _view(buffer: torch.Tensor, parcel: Parcel) -> torch.Tensor:
-    values = buffer[parcel.start : parcel.start + parcel.num_bytes].view(torch_dtype(parcel.move.dtype))
-    return values.view(parcel.move.slice.shape)
-
-
-def _device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
-    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-
-
-def _wire_buffer(group: TransferGroup, num_bytes: int) -> torch.Tensor:
-    return _buffer(num_bytes, group.wire_device)
+def _views(bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[Move, torch.Tensor]]:
+    """Yield every move of a bucket with its values in `buffer`."""
+    for move, start in zip(bucket.moves, bucket.starts, strict=True):
+        values = buffer[start : start + move.num_bytes].view(torch_dtype(move.dtype))
+        yield move, values.view(move.slice.shape)
 
 
 def _buffer(num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -26,7 +26,7 @@ from megarl.runtime.engines.supervisor import Supervisor
 from megarl.runtime.trainers.actor import ActorWeights
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
-from megarl.weights.executors.box_digest import fastest_digest
+from megarl.weights.executors.digest import fastest_digest
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.megatron import MegatronParallel
@@ -86,6 +86,7 @@ class ThreadRanks:
         self.held = min(folders)
         self._folders = folders
         self._senders: list[Sender] = []
+        self._tensors: list[dict[str, torch.Tensor]] = []
         self._groups: list[TransferGroup] = []
         self._turn = asyncio.Lock()
         self.before_send: Callable[[], Awaitable[None]] | None = None
@@ -108,11 +109,13 @@ class ThreadRanks:
 
         world = transfer.parallel.world_size
         self._groups = list(await asyncio.gather(*(asyncio.to_thread(join_rank, rank) for rank in range(world))))
+        self._layout = plan.source
+        self._tensors = [fill(plan.source.by_rank[rank], tensors) for rank in range(world)]
         self._senders = [
             Sender(
                 plan,
                 rank,
-                fill(plan.source.by_rank[rank], tensors),
+                self._tensors[rank],
                 group,
                 bucket_bytes=meeting.bucket_bytes,
                 digest=fastest_digest(is_on_host=True),
@@ -130,16 +133,16 @@ class ThreadRanks:
         """Hold other weights, as after an update."""
         self.held = version
         tensors = load_file(self._folders[version] / "model.safetensors")
-        for rank, sender in enumerate(self._senders):
-            mine = fill(sender._plan.source.by_rank[rank], tensors)
-            for name, tensor in sender._tensors.items():
+        for rank, held in enumerate(self._tensors):
+            mine = fill(self._layout.by_rank[rank], tensors)
+            for name, tensor in held.items():
                 with torch.no_grad():
                     tensor.copy_(mine[name])
 
     def close(self) -> None:
         for group in self._groups:
             group.close()
-        self._groups, self._senders = [], []
+        self._groups, self._senders, self._tensors = [], [], []
 
 
 @dataclass(frozen=True, kw_only=True)

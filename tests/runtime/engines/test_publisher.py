@@ -164,7 +164,7 @@ def test_a_version_that_arrived_whole_is_committed_and_the_group_stays() -> None
         scene = Scene()
         result = await scene.publisher.publish(PolicyVersion(4))
         assert (result.version, result.num_engines) == (4, 2)
-        assert result.num_bytes == sum(TRANSFER.plan().received_bytes.values())
+        assert result.num_bytes == sum(TRANSFER.plan().traffic.received_bytes.values())
         await scene.publisher.publish(PolicyVersion(5))
         again = ["send", "stage 0 1", "commit 5: 0 1"]
         assert scene.calls == ["join 0 1", "send", "stage 0 1", "commit 4: 0 1", *again]

@@ -33,7 +33,7 @@ def test_both_sides_pack_the_same_buckets(bucket_bytes: int) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(bucket_bytes=st.integers(16, 4000))
-def test_parcels_do_not_overlap_and_carry_the_whole_plan(bucket_bytes: int) -> None:
+def test_moves_do_not_overlap_and_carry_the_whole_plan(bucket_bytes: int) -> None:
     moves = make_plan()
     model = numbered(SHAPE)
     targets = {holding.rank: empty(holding) for holding in moves.target.holdings}
@@ -41,14 +41,14 @@ def test_parcels_do_not_overlap_and_carry_the_whole_plan(bucket_bytes: int) -> N
     for rank in range(4):
         for bucket in buckets_from(moves, rank, bucket_bytes=bucket_bytes):
             end = 0
-            for parcel in bucket.parcels:
-                assert parcel.start >= end
-                assert parcel.start % 16 == 0
-                end = parcel.start + parcel.num_bytes
+            for move, start in zip(bucket.moves, bucket.starts, strict=True):
+                assert start >= end
+                assert start % 16 == 0
+                end = start + move.num_bytes
             assert bucket.num_bytes == end
             longest_row_bytes = SHAPE.ffn_hidden // 2 * 4
             assert bucket.num_bytes <= max(bucket_bytes, longest_row_bytes)
-            apply((parcel.move for parcel in bucket.parcels), sources, targets)
+            apply(bucket.moves, sources, targets)
     for rank, arrays in targets.items():
         assert_equal(arrays, sglang_rank(SHAPE, model, tensor=rank % 2, size=2))
 

@@ -78,7 +78,7 @@ def test_replicas_share_the_load(shape: ModelShape, parallel: MegatronParallel, 
     for stage in range(parallel.pipeline):
         for tensor in range(parallel.tensor):
             ranks = [parallel.rank(tensor=tensor, data=data, pipeline=stage) for data in range(parallel.data)]
-            sent = [result.sent_bytes.get(rank, 0) for rank in ranks]
+            sent = [result.traffic.sent_bytes.get(rank, 0) for rank in ranks]
             assert max(sent) - min(sent) <= largest
 
 
@@ -114,14 +114,14 @@ def test_same_node_holders_come_first(shape: ModelShape, parallel: MegatronParal
         )
         near = {rank for rank in held_by if source_nodes[rank] == target_nodes[move.target_rank]}
         assert not near or move.source_rank in near
-    assert set(result.bytes_by_link) <= {Link.NODE, Link.NETWORK}
+    assert set(result.traffic.bytes_by_link) <= {Link.NODE, Link.NETWORK}
 
 
 def test_a_rank_that_has_the_box_itself_moves_nothing_over_a_link() -> None:
     layout = megatron_layout(make_shape(), MegatronParallel(tensor=2, data=2), dtype="float32")
     result = plan(layout, layout, locations=same_processes(layout, layout))
-    assert set(result.bytes_by_link) == {Link.PROCESS}
-    assert result.peak_staging_bytes == result.busiest_bytes == 0
+    assert set(result.traffic.bytes_by_link) == {Link.PROCESS}
+    assert result.traffic.peak_staging_bytes == result.traffic.busiest_bytes == 0
 
 
 def test_sizes_are_stated_in_the_targets_bytes_and_never_below_the_floor() -> None:
@@ -129,10 +129,10 @@ def test_sizes_are_stated_in_the_targets_bytes_and_never_below_the_floor() -> No
     trainer = megatron_layout(shape, MegatronParallel(tensor=2, data=2), dtype="float32")
     result = plan(trainer, sglang_layout(shape, tensor=2, num_engines=2, dtype="bfloat16"))
     num_bytes = sum(2 * move.slice.num_elements for move in result.moves)
-    assert sum(result.bytes_by_link.values()) == num_bytes
-    assert sum(result.sent_bytes.values()) == sum(result.received_bytes.values()) == num_bytes
-    assert result.peak_staging_bytes == max(result.received_bytes.values())
-    assert result.floor_bytes <= result.busiest_bytes <= 2 * result.floor_bytes
+    assert sum(result.traffic.bytes_by_link.values()) == num_bytes
+    assert sum(result.traffic.sent_bytes.values()) == sum(result.traffic.received_bytes.values()) == num_bytes
+    assert result.traffic.peak_staging_bytes == max(result.traffic.received_bytes.values())
+    assert result.traffic.floor_bytes <= result.traffic.busiest_bytes <= 2 * result.traffic.floor_bytes
 
 
 def one_tensor(rank: int, offsets: tuple[int, int], extent: tuple[int, int]) -> Holding:
@@ -184,7 +184,7 @@ def test_a_70b_model_is_planned_in_seconds() -> None:
     trainer = megatron_layout(shape, MegatronParallel(tensor=8, pipeline=4, data=2), dtype="bfloat16")
     result = plan(trainer, sglang_layout(shape, tensor=8, num_engines=4, dtype="bfloat16"))
     assert time.process_time() - start < 20
-    assert result.busiest_bytes < 1.5 * result.floor_bytes
+    assert result.traffic.busiest_bytes < 1.5 * result.traffic.floor_bytes
 
 
 def test_a_235b_mixture_is_planned_in_seconds() -> None:
@@ -194,4 +194,4 @@ def test_a_235b_mixture_is_planned_in_seconds() -> None:
     trainer = megatron_layout(shape, parallel, dtype="bfloat16")
     result = plan(trainer, sglang_layout(shape, tensor=32, expert=32, dtype="bfloat16"))
     assert time.process_time() - start < 20
-    assert result.busiest_bytes < 1.5 * result.floor_bytes
+    assert result.traffic.busiest_bytes < 1.5 * result.traffic.floor_bytes

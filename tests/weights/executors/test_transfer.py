@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.weights.algebra.check import check_delivery
 from megarl.weights.algebra.plan import plan
+from megarl.weights.executors.digest import check_digests
 from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup, abandon_group
 from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
@@ -72,7 +72,7 @@ def test_ranks_on_other_nodes_pass_on_what_they_receive() -> None:
     for placed, num_hops in expected.items():
         moves = make_plan(placed=placed)
         assert moves.num_hops == num_hops
-        assert bool(moves.forwarded_bytes) == (num_hops > 1)
+        assert bool(moves.traffic.forwarded_bytes) == (num_hops > 1)
 
 
 def test_staging_touches_no_parameter(logs: Logs) -> None:
@@ -87,14 +87,14 @@ def test_the_senders_digests_add_up_to_the_receivers(logs: Logs, placed: Placed,
     assert all(
         set(names) == set(make_plan(placed=placed).target.by_rank[rank].tensors) for rank, names in arrived.items()
     )
-    check_delivery([log[version] for log in senders], arrived)
+    check_digests([log[version] for log in senders], arrived)
 
 
 def test_one_flipped_bit_is_found_and_its_tensor_named(logs: Logs, placed: Placed) -> None:
     senders, engines = logs
     arrived = {rank: log.digests[CORRUPTED_VERSION] for rank, log in enumerate(engines)}
     with pytest.raises(WeightSyncError) as caught:
-        check_delivery([log[CORRUPTED_VERSION] for log in senders], arrived)
+        check_digests([log[CORRUPTED_VERSION] for log in senders], arrived)
     # What a receiver passes on is as wrong as what it got.
     assert 1 <= str(caught.value).count("has digest") <= (2 if "other nodes" in placed else 1)
 
@@ -177,7 +177,7 @@ def test_parameters_on_any_device_travel_through_host_memory(device: str) -> Non
         receiver = Receiver(moves, 0, targets, engine_group, bucket_bytes=3000)
         sending = pool.submit(Sender(moves, 0, sources, trainer_group, bucket_bytes=3000).send, 7)
         arrived = receiver.stage(7)
-        check_delivery([sending.result()], {0: arrived})
+        check_digests([sending.result()], {0: arrived})
     receiver.commit(7)
     for name, expected in cut(moves.target.holdings[0], model).items():
         assert torch.equal(targets[name], expected), name

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from megarl.errors import WeightSyncError
-from megarl.weights.algebra.check import check_delivery, check_holding
 from megarl.weights.algebra.slices import TensorSpec
+from megarl.weights.executors.tensors import check_holding
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.weights.reference import make_shape
 
@@ -34,23 +34,3 @@ def test_a_tensor_that_differs_is_named(change: dict[str, TensorSpec | None], me
 def test_only_the_first_differences_are_listed() -> None:
     with pytest.raises(WeightSyncError, match=rf"and {len(HOLDING.tensors) - 5} more$"):
         check_holding(HOLDING, {}, holder="engine 0 rank 0")
-
-
-def test_partial_digests_add_up_modulo_two_to_the_64() -> None:
-    check_delivery([{(0, "a"): (1 << 64) - 1}, {(0, "a"): 3}], {0: {"a": 2}})
-
-
-@pytest.mark.parametrize(
-    ("arrived", "message"),
-    [
-        (
-            {0: {"a": 6}, 1: {"a": 7}},
-            "target rank 0: a has digest 0x0000000000000006, the senders' is 0x0000000000000005",
-        ),
-        ({0: {"a": 5}}, "target rank 1: a has digest missing"),
-        ({0: {"a": 5, "b": 1}, 1: {"a": 7}}, "target rank 0: b has digest 0x0000000000000001, the senders' is missing"),
-    ],
-)
-def test_a_disagreement_names_rank_and_tensor(arrived: dict[int, dict[str, int]], message: str) -> None:
-    with pytest.raises(WeightSyncError, match=message):
-        check_delivery([{(0, "a"): 5, (1, "a"): 7}], arrived)

@@ -4,8 +4,7 @@ from itertools import permutations
 
 import pytest
 
-from megarl.weights.algebra.assignment import nearest_order
-from megarl.weights.algebra.locality import Gpu, Link, on_gpus
+from megarl.weights.algebra.locality import Gpu, Link, nearest_order, on_gpus
 from megarl.weights.algebra.plan import plan
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
@@ -17,7 +16,7 @@ SHAPE = make_shape(heads=8, kv_heads=4)
 def bytes_on_device(parallel: MegatronParallel, tensor: int, trainers: list[Gpu], engines: list[Gpu]) -> int:
     source = megatron_layout(SHAPE, parallel, dtype="float32")
     target = sglang_layout(SHAPE, tensor=tensor, num_engines=len(engines) // tensor, dtype="float32")
-    return plan(source, target, locations=on_gpus(trainers, engines)).bytes_by_link.get(Link.DEVICE, 0)
+    return plan(source, target, locations=on_gpus(trainers, engines)).traffic.bytes_by_link.get(Link.DEVICE, 0)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_what_is_started_is_a_possible_layout_of_at_most_eight_ranks(name: str) 
     plan = transfer_spec(started, rollout, shape, num_engines=started.num_engines).plan()
     assert len(plan.source.holdings) <= 8
     assert len(plan.target.holdings) <= 4
-    assert sum(plan.received_bytes.values()) > 0
+    assert sum(plan.traffic.received_bytes.values()) > 0
 
 
 @pytest.mark.parametrize("name", LARGE)

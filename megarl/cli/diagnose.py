@@ -20,7 +20,7 @@ from megarl.errors import NumericsError
 
 if TYPE_CHECKING:
     from megarl.compare.small_recipe import SmallRecipe
-    from megarl.tools.diagnose.diagnosis import Diagnosis, SiteError
+    from megarl.tools.diagnose.diagnosis import Diagnosis, HookPointError
 
 diagnose_app = typer.Typer(no_args_is_help=True, help="Find the cause of a problem.")
 
@@ -101,7 +101,7 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
             table.add_row("...")
         error = diagnosis.errors[index]
         mark = "first to differ" if error is diagnosis.first else "differs" if error.is_beyond else ""
-        table.add_row(error.site.name, f"{error.error:.1e}", f"{error.tolerance:.0e}", str(error.token), mark)
+        table.add_row(error.point.name, f"{error.error:.1e}", f"{error.tolerance:.0e}", str(error.token), mark)
     Console(width=_WIDTH, no_color=bool(NO_COLOR.read()), highlight=False, markup=False).print(table)
     print(diagnosis.sentence)
 
@@ -116,7 +116,7 @@ def shown_rows(diagnosis: Diagnosis) -> list[int]:
     return sorted({*near, *range(max(0, len(errors) - _NUM_LAST), len(errors))})
 
 
-def _share_of_tolerance(error: SiteError) -> float:
+def _share_of_tolerance(error: HookPointError) -> float:
     return error.error / error.tolerance if math.isfinite(error.error) else math.inf
 
 
@@ -125,20 +125,20 @@ def to_json(diagnosis: Diagnosis) -> dict[str, object]:
     return {
         "verdict": diagnosis.verdict.value,
         "sentence": diagnosis.sentence,
-        "first": None if first is None else _site_json(first),
+        "first": None if first is None else _point_json(first),
         "differing_tensors": list(diagnosis.differing_tensors),
         "num_prompt_tokens": len(diagnosis.conversation.prompt_ids),
         "num_sampled_tokens": len(diagnosis.conversation.response_ids),
-        "modules": [_site_json(error) for error in diagnosis.errors],
+        "modules": [_point_json(error) for error in diagnosis.errors],
     }
 
 
-def _site_json(error: SiteError) -> dict[str, object]:
+def _point_json(error: HookPointError) -> dict[str, object]:
     return {
-        "module": error.site.name,
+        "module": error.point.name,
         # JSON has no NaN.
         "error": error.error if math.isfinite(error.error) else str(error.error),
         "tolerance": error.tolerance,
         "token": error.token,
-        "weights": list(error.site.weights),
+        "weights": list(error.point.weights),
     }

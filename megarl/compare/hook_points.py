@@ -1,7 +1,7 @@
 """Where hidden states can be compared: the outputs of a decoder's modules, in canonical names and columns. Pure.
 
-The columns that a linear layer makes are the rows of its weight, and those it takes are the weight's columns. So what a
-rank holds says which canonical columns pass through each of its modules, whatever the parallel layout.
+The output columns of a linear layer are the rows of its weight, and its input columns are the weight's columns. The
+pieces of a rank therefore give the canonical columns that pass through each of its modules, for any parallel layout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megarl.weights.algebra.slices import Holding, Piece
 from megarl.weights.layouts.canonical import EMBEDDING, FINAL_NORM, canonical_tensors, head_name, layer_prefix
 
 LM_HEAD = "lm_head"
-"""The log-probabilities that follow from the logits."""
+"""The log-probabilities computed from the logits."""
 LOGPROBS = "logprobs"
 """The log-probabilities as they are reported."""
 
@@ -37,85 +37,85 @@ _LAYER = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """The output of one module, and the canonical tensors it depends on besides its input."""
+class HookPoint:
+    """The output of one module, and the canonical tensors that it depends on beside its input."""
 
     name: str
     weights: tuple[str, ...]
 
 
-def sites(shape: ModelShape) -> tuple[Site, ...]:
-    """All of a model, in the order of its forward pass."""
+def hook_points(shape: ModelShape) -> tuple[HookPoint, ...]:
+    """Return all hook points of a model, in the order of its forward pass."""
     tensors = canonical_tensors(shape)
 
-    def site(name: str, *modules: str) -> Site:
+    def point(name: str, *modules: str) -> HookPoint:
         candidates = [f"{module}.{kind}" for module in modules for kind in ("weight", "bias")]
-        return Site(name=name, weights=tuple(tensor for tensor in candidates if tensor in tensors))
+        return HookPoint(name=name, weights=tuple(tensor for tensor in candidates if tensor in tensors))
 
-    found = [site(_module(EMBEDDING), _module(EMBEDDING))]
+    points = [point(_module(EMBEDDING), _module(EMBEDDING))]
     for index in range(shape.num_layers):
         for module in _LAYER:
             name = f"{layer_prefix(index)}{module}"
             # Queries and keys are normalised between their projections and the attention.
             owners = [f"{layer_prefix(index)}self_attn.{norm}" for norm in ("q_norm", "k_norm")]
-            found.append(site(name, *(owners if module == _ATTENTION else [name])))
-    found.append(site(_module(FINAL_NORM), _module(FINAL_NORM)))
-    return (*found, Site(name=LM_HEAD, weights=(head_name(shape),)), Site(name=LOGPROBS, weights=()))
+            points.append(point(name, *(owners if module == _ATTENTION else [name])))
+    points.append(point(_module(FINAL_NORM), _module(FINAL_NORM)))
+    return (*points, HookPoint(name=LM_HEAD, weights=(head_name(shape),)), HookPoint(name=LOGPROBS, weights=()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Some columns of a site, and where they are in what a rank's module takes or makes."""
+    """Some columns of a hook point, and their place in the input or output of a rank's module."""
 
-    site: str
+    hook_point: str
     first: int
     local_first: int
     size: int | None
-    """None is all of them: every rank has the whole width."""
+    """None: every rank has the whole width."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
-    """One module of a rank, by its local name."""
+class ModuleHook:
+    """One module of a rank, by its local name, and the columns of hook points that pass through it."""
 
     module: str
-    takes: tuple[Columns, ...]
-    makes: tuple[Columns, ...]
+    inputs: tuple[Columns, ...]
+    outputs: tuple[Columns, ...]
 
 
-def watches(holding: Holding) -> tuple[Watch, ...]:
-    """The modules of one rank through which the columns of all its sites pass."""
+def module_hooks(holding: Holding) -> tuple[ModuleHook, ...]:
+    """Return the modules of one rank that together see the columns of all its hook points."""
     by_module: dict[str, list[Piece]] = {}
     for piece in holding.pieces:
         if piece.local_name.endswith(_WEIGHT):
             by_module.setdefault(_module(piece.local_name), []).append(piece)
-    return tuple(watch for module, pieces in by_module.items() for watch in _watch(module, pieces))
+    return tuple(hook for module, pieces in by_module.items() for hook in _module_hook(module, pieces))
 
 
-def _watch(module: str, pieces: list[Piece]) -> Iterator[Watch]:
+def _module_hook(module: str, pieces: list[Piece]) -> Iterator[ModuleHook]:
     name = _module(pieces[0].slice.name)
     prefix, _, leaf = name.rpartition(".")
     if leaf in ("embed_tokens", "norm"):
-        yield Watch(module=module, takes=(), makes=(_whole(name),))
+        yield ModuleHook(module=module, inputs=(), outputs=(_whole(name),))
     elif leaf in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
         layer, _, block = prefix.rpartition(".")
         before = _INPUT_NORM if block == "self_attn" else _POST_NORM
-        made = [_columns(piece, _module(piece.slice.name), axis=0) for piece in pieces]
-        # What enters the projections is what the norm made; some engines run the norm inside another kernel.
-        yield Watch(module=module, takes=(_whole(f"{layer}.{before}"),), makes=tuple(made))
+        outputs = tuple(_columns(piece, _module(piece.slice.name), axis=0) for piece in pieces)
+        # The input of the projections is the norm's output; some engines run the norm inside another kernel.
+        yield ModuleHook(module=module, inputs=(_whole(f"{layer}.{before}"),), outputs=outputs)
     elif leaf in ("o_proj", "down_proj"):
         before = "attention" if leaf == "o_proj" else "activation"
-        taken = [_columns(piece, f"{prefix}.{before}", axis=1) for piece in pieces]
-        yield Watch(module=module, takes=tuple(taken), makes=(_whole(name),))
+        inputs = tuple(_columns(piece, f"{prefix}.{before}", axis=1) for piece in pieces)
+        yield ModuleHook(module=module, inputs=inputs, outputs=(_whole(name),))
 
 
-def _columns(piece: Piece, site: str, *, axis: int) -> Columns:
-    box = piece.slice
-    return Columns(site=site, first=box.offsets[axis], local_first=piece.local_offsets[axis], size=box.shape[axis])
+def _columns(piece: Piece, hook_point: str, *, axis: int) -> Columns:
+    first, local_first, size = piece.slice.offsets[axis], piece.local_offsets[axis], piece.slice.shape[axis]
+    return Columns(hook_point=hook_point, first=first, local_first=local_first, size=size)
 
 
-def _whole(site: str) -> Columns:
-    return Columns(site=site, first=0, local_first=0, size=None)
+def _whole(hook_point: str) -> Columns:
+    return Columns(hook_point=hook_point, first=0, local_first=0, size=None)
 
 
 def _module(tensor: str) -> str:

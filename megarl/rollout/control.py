@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from torch._C._distributed_c10d import TCPStore
 
-from megarl.compare.weight_digests import Census
+from megarl.compare.recordings import WeightDigests
 from megarl.errors import EngineError, WeightSyncError
 from megarl.rollout.client import EngineClient
 from megarl.rollout.commands import (
@@ -165,7 +165,7 @@ class EngineControl:
         """Let every target rank keep what passes through its modules, until `record`."""
         await self._replies(Listen(transfer=transfer))
 
-    async def record(self, folder: Path) -> list[Census]:
+    async def record(self, folder: Path) -> list[WeightDigests]:
         """Let every target rank write what it heard into a file of `folder`; per rank, what it holds."""
         return [reply.digests for reply in await self._replies(RecordModules(folder=str(folder)))]
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch._C._distributed_c10d import TCPStore
 
-from megarl.compare.weight_digests import Census
+from megarl.compare.recordings import WeightDigests
 from megarl.errors import WeightSyncError
 from megarl.rollout.commands import (
     Abort,
@@ -153,13 +153,13 @@ class _Member:
         rank = transfer.target_rank(engine=envelope.engine, tp_rank=envelope.tp_rank)
         self._recorder = EngineRecorder(model, transfer.engine_layout(), rank)
 
-    def _record(self, folder: Path) -> Census:
+    def _record(self, folder: Path) -> WeightDigests:
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             raise WeightSyncError("nothing was recorded; listen comes first")
         recorder.close()
         recorder.write(folder)
-        return recorder.census()
+        return recorder.weight_digests()
 
     def _joined(self) -> Receiver:
         if self._receiver is None:

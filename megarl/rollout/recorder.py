@@ -8,9 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.compare.hook_points import LM_HEAD, watches
-from megarl.compare.recordings import ActivationPatch, PatchPlace, Recorder, write_patches
-from megarl.compare.weight_digests import Census, take_census
+from megarl.compare.hook_points import LM_HEAD, module_hooks
+from megarl.compare.recordings import (
+    ActivationPatch,
+    PatchPlace,
+    Recorder,
+    WeightDigests,
+    weight_digests,
+    write_patches,
+)
 from megarl.weights.algebra.slices import Layout
 
 FILE_PREFIX = "engine_"
@@ -25,7 +31,7 @@ class EngineRecorder:
         self._layout = layout
         self._rank = rank
         modules = dict(model.named_modules())
-        self._recorder = Recorder(modules, watches(layout.by_rank[rank]))
+        self._recorder = Recorder(modules, module_hooks(layout.by_rank[rank]))
         self._logits: list[tuple[int, Tensor]] = []
         self._num_tokens = 0
         self._handle = modules[_LOGITS].register_forward_hook(self._keep_logits, with_kwargs=True)
@@ -37,14 +43,14 @@ class EngineRecorder:
     def write(self, folder: Path) -> None:
         write_patches(folder / f"{FILE_PREFIX}{self._rank}.safetensors", self._patches())
 
-    def census(self) -> Census:
+    def weight_digests(self) -> WeightDigests:
         tensors = dict(self._model.named_parameters())
-        return take_census(self._layout.by_rank[self._rank], self._layout.canonical, tensors)
+        return weight_digests(self._layout.by_rank[self._rank], self._layout.canonical, tensors)
 
     def _patches(self) -> Iterator[ActivationPatch]:
         yield from self._recorder.patches()
         for token, values in self._logits:
-            yield ActivationPatch(place=PatchPlace(site=LM_HEAD, token=token, column=0), values=values)
+            yield ActivationPatch(place=PatchPlace(hook_point=LM_HEAD, token=token, column=0), values=values)
 
     def _keep_logits(
         self, _: torch.nn.Module, arguments: tuple[object, ...], named: dict[str, object], output: object

@@ -15,9 +15,8 @@ from megarl.algo.monitor import MismatchMonitor
 from megarl.algo.objective import actor_loss
 from megarl.algo.segments import Segments
 from megarl.checkpoint.state import TrainerState
-from megarl.compare.hook_points import watches
-from megarl.compare.recordings import Recorder, write_patches
-from megarl.compare.weight_digests import Census, take_census
+from megarl.compare.hook_points import module_hooks
+from megarl.compare.recordings import Recorder, WeightDigests, weight_digests, write_patches
 from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradientConfig, SftConfig
 from megarl.config.recipe import OptimizerConfig
 from megarl.results import UpdateResult, UpdateStats
@@ -37,7 +36,7 @@ class TrainerRecord:
     """What a rank says besides the file it wrote."""
 
     logprobs: FloatArray  # [T], of the sample's response tokens
-    census: Census
+    weight_digests: WeightDigests
 
 
 class ActorRank(TrainedRank):
@@ -113,15 +112,15 @@ class ActorRank(TrainedRank):
             for name, module in model.named_modules()
         }
         # Where micro-batches come in multiples, the sample is in the first and the others are padding.
-        recorder = Recorder(modules, watches(self._holding), max_calls=1)
+        recorder = Recorder(modules, module_hooks(self._holding), max_calls=1)
         try:
             logprobs = self.logprobs(batch)
         finally:
             recorder.close()
         part = topology.tensor_rank if self._spec.split.is_sequence_parallel else 0
         write_patches(folder / f"{RECORD_PREFIX}{self._spec.rank}.safetensors", recorder.patches(part=part))
-        census = take_census(self._holding, self._layout.canonical, self.tensors())
-        return TrainerRecord(logprobs=logprobs[0], census=census)
+        digests = weight_digests(self._holding, self._layout.canonical, self.tensors())
+        return TrainerRecord(logprobs=logprobs[0], weight_digests=digests)
 
     def keep_reference(self, folder: Path) -> None:
         """Hold this rank's share of another policy in host memory."""

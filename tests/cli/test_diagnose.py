@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from megarl.cli.main import run
-from megarl.compare.hook_points import sites
+from megarl.compare.hook_points import hook_points
 from megarl.compare.small_recipe import SmallRecipe
 from megarl.config.recipe import Recipe
-from megarl.tools.diagnose.diagnosis import Conversation, Diagnosis, SiteError, reach_verdict
+from megarl.tools.diagnose.diagnosis import Conversation, Diagnosis, HookPointError, reach_verdict
 from tests.runtime.runs import write_recipe
 from tests.weights.reference import make_shape
 
@@ -20,11 +20,11 @@ Asked = list[tuple[str | int, Path | None]]
 
 
 def diagnosis(*, broken: str | None) -> Diagnosis:
-    names = [site.name for site in sites(make_shape())]
+    names = [point.name for point in hook_points(make_shape())]
     wrong = set() if broken is None else set(names[names.index(broken) :])
     errors = [
-        SiteError(site=site, error=0.5 if site.name in wrong else 1e-6, token=3, tolerance=1e-4)
-        for site in sites(make_shape())
+        HookPointError(point=point, error=0.5 if point.name in wrong else 1e-6, token=3, tolerance=1e-4)
+        for point in hook_points(make_shape())
     ]
     conversation = Conversation(
         prompt_ids=np.arange(4, dtype=np.int32),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.compare.hook_points import LM_HEAD, LOGPROBS, sites, watches
+from megarl.compare.hook_points import LM_HEAD, LOGPROBS, hook_points, module_hooks
 from megarl.config.model import Family
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.layouts.canonical import canonical_tensors
@@ -15,14 +15,14 @@ from tests.weights.reference import make_shape
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_weight_belongs_to_a_site(family: Family, tied: bool) -> None:
     shape = make_shape(family, layers=2, tied=tied)
-    owned = [weight for site in sites(shape) for weight in site.weights]
+    owned = [weight for point in hook_points(shape) for weight in point.weights]
     # Tied embeddings are both the first and the last weight.
     assert len(owned) == len(set(owned)) + tied
     assert set(owned) == set(canonical_tensors(shape))
 
 
 def test_sites_are_in_the_order_of_the_forward_pass() -> None:
-    names = [site.name for site in sites(make_shape(layers=2))]
+    names = [point.name for point in hook_points(make_shape(layers=2))]
     assert names[:6] == [
         "model.embed_tokens",
         "model.layers.0.input_layernorm",
@@ -46,11 +46,11 @@ def test_sites_are_in_the_order_of_the_forward_pass() -> None:
 )
 def test_the_ranks_of_a_layout_see_every_site_but_the_last_two(layout: Layout) -> None:
     seen = {
-        columns.site
+        columns.hook_point
         for holding in layout.holdings
-        for watch in watches(holding)
-        for columns in (*watch.takes, *watch.makes)
+        for hook in module_hooks(holding)
+        for columns in (*hook.inputs, *hook.outputs)
     }
     layers = {name.split(".")[2] for name in layout.canonical if ".layers." in name}
     shape = make_shape(layers=len(layers))
-    assert seen == {site.name for site in sites(shape)[:-2]}
+    assert seen == {point.name for point in hook_points(shape)[:-2]}

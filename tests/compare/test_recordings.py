@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.compare.hook_points import Columns, Watch, watches
+from megarl.compare.hook_points import Columns, ModuleHook, module_hooks
 from megarl.compare.recordings import ActivationPatch, PatchPlace, Recorder, Recording, write_patches
 from megarl.config.model import Family
 from megarl.weights.algebra.slices import Holding, Layout
@@ -54,12 +54,12 @@ def modules_of(holding: Holding, weights: dict[str, Tensor]) -> dict[str, torch.
     return modules
 
 
-def taken_by(watch: Watch, width: int) -> Tensor:
+def taken_by(hook: ModuleHook, width: int) -> Tensor:
     """The rank's columns of what enters a layer; entering columns of a padded head are zero."""
-    (site,) = {columns.site for columns in watch.takes}
-    whole = random(NUM_TOKENS, 64, seed=len(site))
+    (point,) = {columns.hook_point for columns in hook.inputs}
+    whole = random(NUM_TOKENS, 64, seed=len(point))
     local = torch.zeros(NUM_TOKENS, width)
-    for columns in watch.takes:
+    for columns in hook.inputs:
         size = width if columns.size is None else columns.size
         local[:, columns.local_first : columns.local_first + size] = whole[:, columns.first : columns.first + size]
     return local
@@ -71,24 +71,24 @@ def test_the_columns_of_all_ranks_make_the_output_of_whole_layers(name: str, tmp
     weights = weights_of(layout)
     for holding in layout.holdings:
         modules = modules_of(holding, weights)
-        wanted = [watch for watch in watches(holding) if watch.takes]
+        wanted = [hook for hook in module_hooks(holding) if hook.inputs]
         recorder = Recorder(modules, wanted)
-        for watch in wanted:
-            module = modules[watch.module]
+        for hook in wanted:
+            module = modules[hook.module]
             assert isinstance(module, torch.nn.Linear)
-            module(taken_by(watch, module.weight.shape[1]))
+            module(taken_by(hook, module.weight.shape[1]))
         recorder.close()
         write_patches(tmp_path / f"{holding.rank}.safetensors", recorder.patches())
     recording = Recording(sorted(tmp_path.iterdir()), num_tokens=NUM_TOKENS)
     checked = 0
     for tensor, weight in weights.items():
-        site = tensor.removesuffix(".weight")
-        if site.endswith("_proj"):
-            before = {"o_proj": "self_attn.attention", "down_proj": "mlp.activation"}.get(site.split(".")[-1])
-            norm = "input_layernorm" if "self_attn" in site else "post_attention_layernorm"
-            layer = ".".join(site.split(".")[:3])
+        point = tensor.removesuffix(".weight")
+        if point.endswith("_proj"):
+            before = {"o_proj": "self_attn.attention", "down_proj": "mlp.activation"}.get(point.split(".")[-1])
+            norm = "input_layernorm" if "self_attn" in point else "post_attention_layernorm"
+            layer = ".".join(point.split(".")[:3])
             given = random(NUM_TOKENS, 64, seed=len(f"{layer}.{before or norm}"))[:, : weight.shape[1]]
-            torch.testing.assert_close(recording.whole(site), given @ weight.t(), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(recording.whole(point), given @ weight.t(), rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(recording.whole(f"{layer}.{before or norm}"), given)
             checked += 1
     assert checked == 7 * 4
@@ -96,8 +96,8 @@ def test_the_columns_of_all_ranks_make_the_output_of_whole_layers(name: str, tmp
 
 def test_calls_follow_each_other_and_what_is_ahead_is_left_out(tmp_path: Path) -> None:
     module = torch.nn.Identity()
-    column = Columns(site="x", first=0, local_first=0, size=None)
-    recorder = Recorder({"m": module}, [Watch(module="m", takes=(), makes=(column,))])
+    column = Columns(hook_point="x", first=0, local_first=0, size=None)
+    recorder = Recorder({"m": module}, [ModuleHook(module="m", inputs=(), outputs=(column,))])
     rows = random(6, 3, seed=0)
     for call in (rows[:3], rows[3:4], rows[4:5], rows[5:]):
         module(call)
@@ -109,8 +109,8 @@ def test_calls_follow_each_other_and_what_is_ahead_is_left_out(tmp_path: Path) -
 
 def test_what_works_in_place_later_does_not_change_what_was_heard() -> None:
     module = torch.nn.Identity()
-    column = Columns(site="x", first=0, local_first=1, size=2)
-    recorder = Recorder({"m": module}, [Watch(module="m", takes=(), makes=(column,))], max_calls=1)
+    column = Columns(hook_point="x", first=0, local_first=1, size=2)
+    recorder = Recorder({"m": module}, [ModuleHook(module="m", inputs=(), outputs=(column,))], max_calls=1)
     rows = random(2, 4, seed=0)
     kept = rows[:, 1:3].clone()
     module(rows).mul_(2)
@@ -122,7 +122,7 @@ def test_what_works_in_place_later_does_not_change_what_was_heard() -> None:
 def parts(path: Path, first: Tensor, second: Tensor, *, token: int = 0) -> Iterator[Path]:
     for index, (values, start) in enumerate(((first, 0), (second, token))):
         file = path / f"{index}.safetensors"
-        write_patches(file, [ActivationPatch(place=PatchPlace(site="x", token=start, column=0), values=values)])
+        write_patches(file, [ActivationPatch(place=PatchPlace(hook_point="x", token=start, column=0), values=values)])
         yield file
 
 

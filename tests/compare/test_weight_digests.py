@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.compare.weight_digests import WeightSide, differing_tensors, take_census
+from megarl.compare.recordings import DigestedModel, differing_tensors, weight_digests
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
@@ -20,9 +20,9 @@ def weights() -> dict[str, torch.Tensor]:
     return {name: torch.randn(spec.shape, generator=random) for name, spec in TRAINER.canonical.items()}
 
 
-def side(layout: Layout, canonical: dict[str, torch.Tensor]) -> WeightSide:
-    censuses = [take_census(holding, layout.canonical, fill(holding, canonical)) for holding in layout.holdings]
-    return WeightSide(layout=layout, censuses=censuses)
+def side(layout: Layout, canonical: dict[str, torch.Tensor]) -> DigestedModel:
+    digests = [weight_digests(holding, layout.canonical, fill(holding, canonical)) for holding in layout.holdings]
+    return DigestedModel(layout=layout, digests=digests)
 
 
 def test_sides_that_are_split_differently_agree_on_the_same_weights() -> None:
@@ -41,6 +41,6 @@ def test_copies_that_differ_within_a_side_are_named() -> None:
     changed = weights()
     changed[name][0, 0] += 1
     good, bad = side(ENGINE, weights()), side(ENGINE, changed)
-    one_bad_rank = WeightSide(layout=ENGINE, censuses=[*good.censuses[:3], bad.censuses[3]])
+    one_bad_rank = DigestedModel(layout=ENGINE, digests=[*good.digests[:3], bad.digests[3]])
     assert differing_tensors(side(TRAINER, weights()), one_bad_rank) == (name,)
     assert differing_tensors(one_bad_rank, side(TRAINER, weights())) == (name,)

@@ -91,7 +91,7 @@ def test_recording_without_listening_is_refused(model: torch.nn.Module, server: 
 def test_modules_that_are_not_those_of_the_layout_are_named(model: torch.nn.Module, server: StoreServer) -> None:
     error = give(Listen(transfer=transfer_spec()), model, server).error
     assert error is not None
-    assert error.startswith("there is no module model.embed_tokens to listen to (")
+    assert error.startswith("there is no module model.embed_tokens to record (")
 
 
 def test_another_plan_is_refused(model: torch.nn.Module, server: StoreServer) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.compare.hook_points import sites
+from megarl.compare.hook_points import hook_points
 from megarl.compare.recordings import Recording
 from tests.train import jobs
 from tests.train.cluster import Cluster
@@ -31,5 +31,5 @@ def test_recordings_do_not_depend_on_the_split(split: str, cluster: Cluster, mod
         assert len({record.logprobs.tobytes() for record in records}) == 1
         recordings.append(Recording(sorted(folder.iterdir()), num_tokens=num_tokens))
     whole, found = recordings
-    for site in sites(model.shape)[:-2]:
-        torch.testing.assert_close(found.whole(site.name), whole.whole(site.name), rtol=0, atol=1e-5)
+    for point in hook_points(model.shape)[:-2]:
+        torch.testing.assert_close(found.whole(point.name), whole.whole(point.name), rtol=0, atol=1e-5)

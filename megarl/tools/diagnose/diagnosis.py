@@ -10,7 +10,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
-from megarl.compare.hook_points import LM_HEAD, LOGPROBS, Site
+from megarl.compare.hook_points import LM_HEAD, LOGPROBS, HookPoint
 from megarl.compare.recordings import Recording
 from megarl.types import FloatArray, TokenArray
 
@@ -39,10 +39,10 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiteError:
+class HookPointError:
     """The error at one hook point, at the token where it is largest."""
 
-    site: Site
+    point: HookPoint
     error: float
     token: int
     """Position in the sequence."""
@@ -74,16 +74,16 @@ class Conversation:
 class Diagnosis:
     verdict: Verdict
     sentence: str
-    errors: tuple[SiteError, ...]
+    errors: tuple[HookPointError, ...]
     """In the order of the forward pass."""
-    first: SiteError | None
+    first: HookPointError | None
     """The first one beyond its tolerance; its inputs agree. None where all agree."""
     differing_tensors: tuple[str, ...]
     conversation: Conversation
 
 
 def diagnose(
-    sites: Sequence[Site],
+    points: Sequence[HookPoint],
     trainer: Recording,
     engine: Recording,
     conversation: Conversation,
@@ -95,8 +95,8 @@ def diagnose(
         temperature: _from_logits(engine, conversation, temperature) for temperature in (conversation.temperature, 1.0)
     }
     errors = [
-        _site_error(site, trainer, engine, conversation, from_logits[conversation.temperature], tolerance)
-        for site in sites
+        _point_error(point, trainer, engine, conversation, from_logits[conversation.temperature], tolerance)
+        for point in points
     ]
     reported = torch.from_numpy(conversation.engine_logprobs)
     is_before_temperature = bool(((reported - from_logits[1.0]).abs() <= tolerance.logprob).all())
@@ -104,7 +104,7 @@ def diagnose(
 
 
 def reach_verdict(
-    errors: Sequence[SiteError],
+    errors: Sequence[HookPointError],
     differing_tensors: tuple[str, ...],
     conversation: Conversation,
     *,
@@ -113,9 +113,9 @@ def reach_verdict(
     """Return the verdict; `is_before_temperature`: the engine reports log-probabilities at temperature 1."""
     beyond = [index for index, error in enumerate(errors) if error.is_beyond]
     first = errors[beyond[0]] if beyond else None
-    # A differing weight shows at its own site, or, where its error is within the tolerance there, further on.
+    # A differing weight shows at its own point, or, where its error is within the tolerance there, further on.
     upstream = errors if first is None else errors[: beyond[0] + 1]
-    blamed = tuple(name for error in upstream for name in error.site.weights if name in differing_tensors)
+    blamed = tuple(name for error in upstream for name in error.point.weights if name in differing_tensors)
     verdict = _verdict(first, blamed)
     return Diagnosis(
         verdict=verdict,
@@ -135,17 +135,17 @@ def reach_verdict(
     )
 
 
-def _verdict(first: SiteError | None, blamed: Sequence[str]) -> Verdict:
+def _verdict(first: HookPointError | None, blamed: Sequence[str]) -> Verdict:
     if blamed:
         return Verdict.WEIGHTS
     if first is None:
         return Verdict.NOTHING
-    return Verdict.DEFINITION if first.site.name == LOGPROBS else Verdict.COMPUTATION
+    return Verdict.DEFINITION if first.point.name == LOGPROBS else Verdict.COMPUTATION
 
 
 def _sentence(
     verdict: Verdict,
-    first: SiteError | None,
+    first: HookPointError | None,
     blamed: Sequence[str],
     *,
     before: float,
@@ -159,7 +159,7 @@ def _sentence(
             return f"nothing differs: every module agrees to {before:.1e}, and all weights are the same"
         return f"weights differ, too little to show: {_names(blamed)}; every module agrees to {before:.1e}"
     kind = "sampled token" if first.token >= num_prompt else "prompt token"
-    place = f"{first.site.name} is the first module that differs, by {first.error:.1e} at {kind} {first.token}"
+    place = f"{first.point.name} is the first module that differs, by {first.error:.1e} at {kind} {first.token}"
     match verdict:
         case Verdict.WEIGHTS:
             return f"weights differ: {_names(blamed)}; {place} (before it at most {before:.1e}){others}"
@@ -182,23 +182,23 @@ def _names(tensors: Sequence[str]) -> str:
     return ", ".join(tensors[:3]) + more
 
 
-def _site_error(
-    site: Site,
+def _point_error(
+    point: HookPoint,
     trainer: Recording,
     engine: Recording,
     conversation: Conversation,
     from_logits: Tensor,
     tolerance: Tolerance,
-) -> SiteError:
+) -> HookPointError:
     limit = tolerance.logprob
-    if site.name == LOGPROBS:
+    if point.name == LOGPROBS:
         errors = _gaps(torch.from_numpy(conversation.engine_logprobs), conversation)
-    elif site.name == LM_HEAD:
+    elif point.name == LM_HEAD:
         errors = _gaps(from_logits, conversation)
     else:
-        errors, limit = _relative_errors(trainer.whole(site.name), engine.whole(site.name)), tolerance.relative
+        errors, limit = _relative_errors(trainer.whole(point.name), engine.whole(point.name)), tolerance.relative
     worst = int(errors.nan_to_num(nan=torch.inf).argmax())
-    return SiteError(site=site, error=float(errors[worst]), token=worst, tolerance=limit)
+    return HookPointError(point=point, error=float(errors[worst]), token=worst, tolerance=limit)
 
 
 def _relative_errors(trainer: Tensor, engine: Tensor) -> Tensor:

@@ -8,9 +8,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megarl.compare.hook_points import sites
-from megarl.compare.recordings import Recording
-from megarl.compare.weight_digests import WeightSide, differing_tensors
+from megarl.compare.hook_points import hook_points
+from megarl.compare.recordings import DigestedModel, Recording, differing_tensors
 from megarl.config.fixed import PAD_MULTIPLE
 from megarl.data.packing import pack
 from megarl.rollout.control import EngineControl
@@ -51,7 +50,7 @@ async def compare(
     await fleet.engines[0].client.flush_cache()
     await control.listen(transfer)
     group = await generator.generate(prompt)
-    engine_censuses = await control.record(folder)
+    engine_digests = await control.record(folder)
     batch = _batch(group, transfer.parallel, temperature)
     records = await record_trainer(batch, folder)
     (rollout,) = group.rollouts
@@ -65,13 +64,13 @@ async def compare(
     trainer_layout = megatron_layout(transfer.shape, transfer.parallel, dtype=transfer.trainer_dtype)
     num_tokens = conversation.num_positions
     return diagnose(
-        sites(transfer.shape),
+        hook_points(transfer.shape),
         Recording(sorted(folder.glob(f"{RECORD_PREFIX}*")), num_tokens=num_tokens),
         Recording(sorted(folder.glob(f"{FILE_PREFIX}*")), num_tokens=num_tokens),
         conversation,
         differing_tensors=differing_tensors(
-            WeightSide(layout=trainer_layout, censuses=[record.census for record in records]),
-            WeightSide(layout=transfer.engine_layout(), censuses=engine_censuses),
+            DigestedModel(layout=trainer_layout, digests=[record.weight_digests for record in records]),
+            DigestedModel(layout=transfer.engine_layout(), digests=engine_digests),
         ),
         tolerance=TOLERANCES[transfer.engine_dtype],
     )

@@ -3,11 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megarl.compare.hook_points import LOGPROBS, Site
-from megarl.tools.diagnose.diagnosis import Conversation, Diagnosis, SiteError, Verdict, reach_verdict
+from megarl.compare.hook_points import LOGPROBS, HookPoint
+from megarl.tools.diagnose.diagnosis import Conversation, Diagnosis, HookPointError, Verdict, reach_verdict
 
 NAMES = ("model.embed_tokens", "model.layers.0.mlp.up_proj", "model.norm", "lm_head")
-SITES = (*(Site(name=name, weights=(f"{name}.weight",)) for name in NAMES), Site(name=LOGPROBS, weights=()))
+POINTS = (*(HookPoint(name=name, weights=(f"{name}.weight",)) for name in NAMES), HookPoint(name=LOGPROBS, weights=()))
 
 
 def found(errors: list[float], *differing: str, is_before_temperature: bool = False) -> Diagnosis:
@@ -19,8 +19,8 @@ def found(errors: list[float], *differing: str, is_before_temperature: bool = Fa
         temperature=0.5,
     )
     site_errors = [
-        SiteError(site=site, error=error, token=index, tolerance=1e-4)
-        for index, (site, error) in enumerate(zip(SITES, errors, strict=True))
+        HookPointError(point=point, error=error, token=index, tolerance=1e-4)
+        for index, (point, error) in enumerate(zip(POINTS, errors, strict=True))
     ]
     return reach_verdict(site_errors, differing, conversation, is_before_temperature=is_before_temperature)
 

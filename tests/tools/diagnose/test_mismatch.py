@@ -135,7 +135,7 @@ def test_a_weight_of_the_engine_that_differs_is_named(
     assert found.verdict is Verdict.WEIGHTS
     assert found.differing_tensors == (tensor,)
     assert found.first is not None
-    assert found.first.site.name == module
+    assert found.first.point.name == module
     assert found.sentence.startswith(f"weights differ: {tensor}; {module} is the first module that differs, by ")
     before = [error.error for error in found.errors[: found.errors.index(found.first)]]
     assert max(before) < NOISE
@@ -180,7 +180,7 @@ def test_a_computation_that_differs_is_named_and_the_weights_are_cleared(
     assert found.verdict is Verdict.COMPUTATION
     assert found.differing_tensors == ()
     assert found.first is not None
-    assert found.first.site.name == module
+    assert found.first.point.name == module
     assert found.sentence.startswith(f"computation differs: {module} is the first module that differs, by ")
 
 
@@ -219,4 +219,4 @@ def test_an_engine_whose_config_differs_computes_something_else(
     assert found.verdict is Verdict.COMPUTATION, found.sentence
     assert found.differing_tensors == ()
     assert found.first is not None
-    assert found.first.site.name == module
+    assert found.first.point.name == module

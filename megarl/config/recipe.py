@@ -336,7 +336,7 @@ class CheckpointConfig(Section):
     """After SIGTERM or SIGUSR1, to save what is trained; past it, or after a second SIGTERM, the run leaves at once."""
 
 
-class KeptRolloutsConfig(Section):
+class RolloutSamplesConfig(Section):
     groups_per_step: NonNegativeInt = 4
     """Groups of a step that are kept, chosen by the run's seed; 0 keeps none.
 
@@ -378,7 +378,7 @@ class ObserveConfig(Section):
     """A run of Weights & Biases as well; needs the extra `megarl[wandb]`."""
     mlflow: MlflowConfig | None = None
     """A run of MLflow as well; needs the extra `megarl[mlflow]`."""
-    rollouts: KeptRolloutsConfig = KeptRolloutsConfig()
+    rollouts: RolloutSamplesConfig = RolloutSamplesConfig()
     """What is kept in `<run>/rollouts` for `megarl view` and for people to read."""
 
 

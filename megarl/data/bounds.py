@@ -1,4 +1,4 @@
-"""Limits on what somebody else's text, such as a chat template, may make this process do: seconds and bytes."""
+"""Limits on the time and memory of foreign code, such as a chat template, that runs in this process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megarl.system.proc import own_address_space_bytes
 
 @contextmanager
 def bounded(*, seconds: float, num_bytes: int) -> Iterator[None]:
-    """Inside, taking longer is a TimeoutError, and taking more memory than there was before a MemoryError.
+    """Raise TimeoutError if the body takes longer, MemoryError if it allocates more.
 
-    Time is limited in the main thread alone, where signals arrive. Memory is limited for the whole process meanwhile.
+    Time is limited only in the main thread, where signals arrive. The memory limit is that of the whole process.
     """
     with _limited_memory(num_bytes), _limited_time(seconds):
         yield
@@ -37,7 +37,7 @@ def _limited_time(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if remaining_s:
-            # Somebody else's alarm, which goes off when it would have.
+            # An alarm that was set before goes off at its time.
             left_s = max(remaining_s - (time.monotonic() - began), 1e-3)
             signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
 

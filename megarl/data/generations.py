@@ -1,4 +1,4 @@
-"""What the policy wrote in an evaluation, for people to read: `<run>/evaluations/step_N.jsonl`, one rollout a line."""
+"""The rollouts of an evaluation, for people to read: `<run>/evaluations/step_N.jsonl`, one rollout per line."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _FILE = re.compile(r"step_(\d{6,})\.jsonl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One rollout of an evaluation and what the scorer made of it."""
+    """One rollout of an evaluation and its score."""
 
     prompt_uid: str
     data_source: str
     is_greedy: bool
     index: int
-    """Among the rollouts of this prompt; 0 for the greedy one."""
+    """Its place among the rollouts of the prompt; 0 for the greedy one."""
     is_right: bool
     score: float
     components: Mapping[str, float]
     prediction: str | None
-    """The answer as the scorer read it; None where it does not say."""
+    """The answer that the scorer read from the response; None if it names none."""
     ground_truth: str
     finish_reason: FinishReason
     num_tokens: int
     prompt: str
-    """As the model saw it, chat template included."""
+    """The prompt with the chat template applied."""
     response: str
 
 
@@ -45,14 +45,14 @@ def generations_file(run_folder: Path, step: int) -> Path:
 
 
 def list_generations(run_folder: Path) -> dict[int, Path]:
-    """The files by step, the first step first."""
+    """Return the files by step, in the order of steps."""
     folder = run_folder / EVALUATIONS_FOLDER
     names = {path: _FILE.fullmatch(path.name) for path in folder.iterdir()} if folder.is_dir() else {}
     return dict(sorted((int(match.group(1)), path) for path, match in names.items() if match))
 
 
 def write_generations(path: Path, generations: Iterable[Generation]) -> None:
-    """All or nothing: a file under this name is complete and on disk."""
+    """Write the file in one operation: under its name it is complete and on disk."""
     partial = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

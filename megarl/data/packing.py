@@ -1,7 +1,7 @@
-"""Samples to micro-batches and back: which sequences share a pack, on which data-parallel rank, at which offset.
+"""Packs samples into micro-batches: which sequences share one, on which data-parallel rank, at which offset.
 
-Pure and deterministic: the same samples always give the same batch. Knows nothing of models or devices.
-The loss does not depend on anything decided here; only speed and memory do.
+Pure and deterministic: equal samples give equal batches. Knows no models or devices. The packing changes speed and
+memory, not the loss.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def pack(
     temperature: float,
     has_versions: bool = False,
 ) -> TrainBatch:
-    """One step's samples as mini-batches of `samples_per_update` (all at once when None), in their order.
+    """Return one step's samples as mini-batches of `samples_per_update` (one with all if None), in their order.
 
-    Every rank gets equally many micro-batches, a multiple of `micro_batch_multiple`; those of one mini-batch are
-    padded to one length, a multiple of `pad_multiple`. `has_versions` tells the ranks which policy chose each token.
+    Every rank gets equally many micro-batches, a multiple of `micro_batch_multiple`. The micro-batches of a mini-batch
+    are padded to one length, a multiple of `pad_multiple`. `has_versions` adds the policy that chose each token.
     """
     assert samples, "nothing to pack"
     lengths = [_num_positions(sample) for sample in samples]
     longest = max(lengths)
     assert longest <= tokens_per_micro_batch, f"a sample has {longest} tokens, a micro-batch {tokens_per_micro_batch}"
     per_update = samples_per_update or len(samples)
-    given = _given(samples[0])
+    given = _credit_columns(samples[0])
     mini_batches = []
     for first in range(0, len(samples), per_update):
         sample_ids = list(range(first, min(first + per_update, len(samples))))
@@ -63,7 +63,7 @@ def pack(
 
 
 def unpack(batch: TrainBatch, columns: Sequence[FloatArray]) -> tuple[FloatArray, ...]:
-    """Per sample, of its response tokens. `columns` has one array per mini-batch: [ranks, micro-batches, N]."""
+    """Return one array per sample, over its response tokens. `columns`: [ranks, micro-batches, N] per mini-batch."""
     assert len(columns) == len(batch.mini_batches), f"{len(columns)} arrays, {len(batch.mini_batches)} mini-batches"
     by_sample: dict[int, FloatArray] = {}
     for mini_batch, of_ranks in zip(batch.mini_batches, columns, strict=True):
@@ -79,7 +79,7 @@ def unpack(batch: TrainBatch, columns: Sequence[FloatArray]) -> tuple[FloatArray
 
 
 def _num_positions(sample: TrainSample) -> int:
-    """The last token predicts nothing, so it is not an input."""
+    """Return the number of input tokens: the last token predicts nothing and is no input."""
     num_prompt, num_response = len(sample.prompt_ids), len(sample.rollout.token_ids)
     assert min(num_prompt, num_response) > 0, f"prompt of {num_prompt} tokens, response of {num_response}"
     return num_prompt + num_response - 1
@@ -88,7 +88,7 @@ def _num_positions(sample: TrainSample) -> int:
 def _fill(
     sample_ids: list[int], lengths: Sequence[int], capacity: int, data_parallel: int, micro_batch_multiple: int
 ) -> list[list[int]]:
-    """As few micro-batches as the budget allows, then as even as they get: the fullest one sets everyone's length."""
+    """Return as few micro-batches as the budget allows, filled evenly: the fullest one sets the length of all."""
     longest_first = sorted(sample_ids, key=lambda i: (-lengths[i], i))
     tight = _best_fit(longest_first, lengths, capacity)
     num_bins = _round_up(len(tight), data_parallel * micro_batch_multiple)
@@ -99,10 +99,10 @@ def _fill(
 
 
 def _best_fit(longest_first: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Each sample into the fullest micro-batch that still has room for it."""
+    """Put each sample into the fullest micro-batch with room for it."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
-    """(tokens left, index of the bin), the fullest first."""
+    """(tokens left, index of the bin), fullest first."""
     for sample_id in longest_first:
         place = bisect_left(rooms, (lengths[sample_id], 0))
         if place == len(rooms):
@@ -116,7 +116,7 @@ def _best_fit(longest_first: Sequence[int], lengths: Sequence[int], capacity: in
 
 
 def _spread(longest_first: Sequence[int], lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Each sample into the emptiest micro-batch."""
+    """Put each sample into the emptiest micro-batch."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [(0, index) for index in range(num_bins)]
     for sample_id in longest_first:
@@ -127,7 +127,7 @@ def _spread(longest_first: Sequence[int], lengths: Sequence[int], num_bins: int)
 
 
 def _share_out(bins: list[list[int]], lengths: Sequence[int], data_parallel: int) -> list[list[list[int]]]:
-    """Equally many micro-batches to every rank, the fullest first to the rank with the fewest tokens."""
+    """Give every rank equally many micro-batches, the fullest first, each to the rank with the fewest tokens."""
     per_rank = len(bins) // data_parallel
     shares: list[list[list[int]]] = [[] for _ in range(data_parallel)]
     loads = [0] * data_parallel
@@ -138,14 +138,14 @@ def _share_out(bins: list[list[int]], lengths: Sequence[int], data_parallel: int
     return shares
 
 
-def _given(sample: TrainSample) -> tuple[str, ...]:
-    """The columns that this sample, and so every sample of its step, has besides those of its rollout."""
+def _credit_columns(sample: TrainSample) -> tuple[str, ...]:
+    """Return the credit columns that this sample has; all samples of a step have the same."""
     return tuple(name for name in _CREDIT if getattr(sample, name) is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """The columns of one micro-batch, to be filled. [N] each."""
+    """The columns of one micro-batch, [N] each, to be filled."""
 
     token_ids: TokenArray
     loss_mask: BoolArray
@@ -155,7 +155,7 @@ class _Row:
 
 
 def _rows(num_rows: int, num_tokens: int, given: tuple[str, ...], *, has_versions: bool) -> Iterator[_Row]:
-    """Zeros for one micro-batch after the other. Whole columns are allocated at once: large ones get large pages."""
+    """Yield zeros for each micro-batch. The columns of all are allocated at once: large arrays get large pages."""
     shape = (num_rows, num_tokens)
     token_ids = np.zeros(shape, np.int32)
     loss_mask, rollout_logprobs = np.zeros(shape, np.bool_), np.zeros(shape, np.float32)

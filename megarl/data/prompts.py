@@ -1,6 +1,6 @@
-"""From parquet files to tokenised prompts, with or without demonstrations. `rows` checks the files, `stream` orders.
+"""From parquet files to tokenised prompts, and the demonstrations among them. `rows` checks the files, `stream` orders.
 
-Knows nothing of epochs: every prompt comes at its place among those kept, epoch 0.
+Knows no epochs: the position of a prompt is its place in the set, its epoch is 0.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from megarl.config.recipe import DataConfig
 from megarl.data.rows import DataRow, read_rows
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import DataError
-from megarl.types import Prompt
+from megarl.types import DEMONSTRATION, FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +29,11 @@ _ROWS_PER_ENCODING = 1024
 class PromptSet:
     prompts: tuple[Prompt, ...]
     num_dropped: int
-    """Rows left out for their length, where the recipe allows that."""
+    """Rows dropped for their length, if the recipe allows that."""
 
     @cached_property
     def digest(self) -> str:
-        """Of every prompt as it is trained on, in this order: a place in the stream means the same prompt again."""
+        """Digest of all prompts in their order: equal digests mean that positions in the stream are comparable."""
         digest = hashlib.blake2b(digest_size=16)
         for prompt in self.prompts:
             demonstration = b"" if prompt.demonstration is None else prompt.demonstration.tobytes()
@@ -42,7 +44,7 @@ class PromptSet:
 
 
 def load_prompts(files: Sequence[Path], config: DataConfig, tokenizer: Tokenizer) -> PromptSet:
-    """Prompts to generate answers to; each has a ground truth to be scored against."""
+    """Return the prompts to generate answers to, each with the ground truth that its score needs."""
     prompts = _tokenise(read_rows(files, config, as_demonstrations=False), tokenizer)
     return _without_overlong(prompts, [_prompt_limit(config)], config)
 
@@ -50,7 +52,7 @@ def load_prompts(files: Sequence[Path], config: DataConfig, tokenizer: Tokenizer
 def load_demonstrations(
     files: Sequence[Path], config: DataConfig, tokenizer: Tokenizer, *, max_response_tokens: int
 ) -> PromptSet:
-    """Prompts with the answers to imitate: the response column, else the last assistant message."""
+    """Return the prompts with the answers to imitate: the response column, or else the last assistant message."""
     prompts = _tokenise(read_rows(files, config, as_demonstrations=True), tokenizer)
     response_limit = _Limit(
         key="sampling.max_response_tokens",
@@ -63,9 +65,9 @@ def load_demonstrations(
 def _tokenise(rows: Sequence[DataRow], tokenizer: Tokenizer) -> list[Prompt]:
     prompts: list[Prompt] = []
     for start in range(0, len(rows), _ROWS_PER_ENCODING):
-        some = rows[start : start + _ROWS_PER_ENCODING]
-        questions = tokenizer.encode([_render(row, tokenizer) for row in some])
-        answers = iter(tokenizer.encode_responses([row.response for row in some if row.response is not None]))
+        chunk = rows[start : start + _ROWS_PER_ENCODING]
+        questions = tokenizer.encode([_render(row, tokenizer) for row in chunk])
+        answers = iter(tokenizer.encode_responses([row.response for row in chunk if row.response is not None]))
         prompts += [
             Prompt(
                 uid=row.uid,
@@ -77,7 +79,7 @@ def _tokenise(rows: Sequence[DataRow], tokenizer: Tokenizer) -> list[Prompt]:
                 extra_info=row.extra_info,
                 demonstration=None if row.response is None else next(answers),
             )
-            for place, (row, token_ids) in enumerate(zip(some, questions, strict=True))
+            for place, (row, token_ids) in enumerate(zip(chunk, questions, strict=True))
         ]
     return prompts
 
@@ -105,24 +107,24 @@ def _prompt_limit(config: DataConfig) -> _Limit:
 
 
 def _without_overlong(prompts: Sequence[Prompt], limits: Sequence[_Limit], config: DataConfig) -> PromptSet:
-    """All prompts where each is within the limits; else what the recipe says: an error, or those that are."""
+    """Return the prompts within the limits; a longer one is dropped or an error, as the recipe says."""
     complaints = [complaint for limit in limits if (complaint := _complaint(prompts, limit))]
     if complaints and config.overlong_prompts == "refuse":
         raise DataError(f"{'; '.join(complaints)}; or set data.overlong_prompts to drop")
-    kept = [prompt for prompt in prompts if all(limit.length(prompt) <= limit.max_tokens for limit in limits)]
-    if not kept:
+    within = [prompt for prompt in prompts if all(limit.length(prompt) <= limit.max_tokens for limit in limits)]
+    if not within:
         raise DataError(f"no prompt is left: {'; '.join(complaints)}")
-    num_dropped = len(prompts) - len(kept)
+    num_dropped = len(prompts) - len(within)
     if num_dropped:
-        logger.warning("dropped overlong prompts num_dropped=%d num_kept=%d", num_dropped, len(kept))
+        logger.warning("dropped overlong prompts num_dropped=%d num_prompts=%d", num_dropped, len(within))
     return PromptSet(
-        prompts=tuple(replace(prompt, position=place) for place, prompt in enumerate(kept)),
+        prompts=tuple(replace(prompt, position=place) for place, prompt in enumerate(within)),
         num_dropped=num_dropped,
     )
 
 
 def _complaint(prompts: Sequence[Prompt], limit: _Limit) -> str:
-    """Which rows are over the limit, in one line; empty when none is."""
+    """Return one line about the rows over the limit; empty without any."""
     overlong = [prompt for prompt in prompts if limit.length(prompt) > limit.max_tokens]
     if not overlong:
         return ""
@@ -131,3 +133,30 @@ def _complaint(prompts: Sequence[Prompt], limit: _Limit) -> str:
         f"{len(overlong)} of {len(prompts)} rows are longer than {limit.key} {limit.max_tokens} "
         f"(longest: {longest.uid} with {limit.length(longest)} tokens); raise it"
     )
+
+
+class Demonstrations:
+    """A `stages.Generator` that answers each prompt with the response of the data set."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def generate(self, prompt: Prompt) -> RolloutGroup:
+        token_ids = prompt.demonstration
+        assert token_ids is not None, f"prompt {prompt.uid} has no demonstration; it was not loaded as one"
+        rollout = Rollout(
+            token_ids=token_ids,
+            logprobs=np.zeros(len(token_ids), dtype=np.float32),
+            versions=np.full(len(token_ids), DEMONSTRATION, dtype=np.int32),
+            loss_mask=np.ones(len(token_ids), dtype=np.bool_),
+            finish_reason=FinishReason.STOP,
+            text=self._tokenizer.decode_response(token_ids),
+        )
+        return RolloutGroup(prompt=prompt, rollouts=(rollout,))
+
+
+class DemonstrationScorer:
+    """A `stages.Scorer` that gives every demonstration the score 1."""
+
+    async def score(self, group: RolloutGroup) -> ScoredGroup:
+        return ScoredGroup(group=group, scores=tuple(Score(value=1.0, components={}) for _ in group.rollouts))

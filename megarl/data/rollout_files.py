@@ -1,6 +1,6 @@
-"""Rollouts in parquet files, for people to look at: `<run>/rollouts/step_N.parquet`, one rollout a row.
+"""Sampled rollouts in parquet files, for people to read: `<run>/rollouts/step_N.parquet`, one rollout per row.
 
-Rows that are listed are described by small columns; the columns of every token are read for one rollout at a time.
+A list of rollouts needs only small columns; the columns per token are read for one rollout at a time.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ ROLLOUTS_FOLDER = "rollouts"
 
 _FILE = re.compile(r"step_(\d{6,})\.parquet")
 _ROWS_PER_GROUP = 64
-"""What is read to show one rollout."""
+"""Rows that are read to show one rollout."""
 _LINE_CHARS = 160
 _MAX_TOKENS_PER_CHAR = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptRollout:
-    """One rollout with everything that was known of it when it was trained on."""
+class SampledRollout:
+    """A rollout with its score, its training sample and the trainer's log-probabilities."""
 
     group: ScoredGroup
     index: int
-    """Among the rollouts of its prompt."""
+    """Its place among the rollouts of the prompt."""
     sample: TrainSample
     trainer_logprobs: FloatArray  # [T], of the policy before the step's first update
 
@@ -43,7 +43,7 @@ class KeptRollout:
 
     @property
     def largest_gap(self) -> float:
-        """Between the log-probabilities of engine and trainer, over the tokens the policy chose."""
+        """Largest difference between the log-probabilities of engine and trainer, over the tokens in the loss."""
         rollout = self.sample.rollout
         gaps = np.abs(rollout.logprobs - self.trainer_logprobs)[rollout.loss_mask]
         return float(gaps.max()) if len(gaps) else 0.0
@@ -54,36 +54,36 @@ def rollouts_file(run_folder: Path, step: int) -> Path:
 
 
 def list_rollouts(run_folder: Path) -> dict[int, Path]:
-    """The files by step, the first step first."""
+    """Return the files by step, in the order of steps."""
     folder = run_folder / ROLLOUTS_FOLDER
     names = {path: _FILE.fullmatch(path.name) for path in folder.iterdir()} if folder.is_dir() else {}
     return dict(sorted((int(match.group(1)), path) for path, match in names.items() if match))
 
 
-def write_rollouts(path: Path, kept: Sequence[KeptRollout], *, decode: Callable[[TokenArray], str]) -> None:
-    """All or nothing. `decode` gives the text of any tokens, special ones included."""
-    prompts = [rollout.group.group.prompt for rollout in kept]
-    samples = [rollout.sample for rollout in kept]
+def write_rollouts(path: Path, rollouts: Sequence[SampledRollout], *, decode: Callable[[TokenArray], str]) -> None:
+    """Write the file in one operation. `decode` returns the text of tokens, special ones included."""
+    prompts = [rollout.group.group.prompt for rollout in rollouts]
+    samples = [rollout.sample for rollout in rollouts]
     table = pa.table(
         {
             "prompt_uid": [prompt.uid for prompt in prompts],
             "data_source": [prompt.data_source for prompt in prompts],
-            "index": [rollout.index for rollout in kept],
-            "score": [rollout.score.value for rollout in kept],
-            "is_masked": [rollout.score.is_masked for rollout in kept],
+            "index": [rollout.index for rollout in rollouts],
+            "score": [rollout.score.value for rollout in rollouts],
+            "is_masked": [rollout.score.is_masked for rollout in rollouts],
             "components": pa.array(
-                [list(rollout.score.components.items()) for rollout in kept], pa.map_(pa.string(), pa.float64())
+                [list(rollout.score.components.items()) for rollout in rollouts], pa.map_(pa.string(), pa.float64())
             ),
-            "prediction": pa.array([rollout.score.prediction for rollout in kept], pa.string()),
+            "prediction": pa.array([rollout.score.prediction for rollout in rollouts], pa.string()),
             "ground_truth": [prompt.ground_truth for prompt in prompts],
             "num_tokens": [len(sample.rollout.token_ids) for sample in samples],
-            "largest_gap": [rollout.largest_gap for rollout in kept],
+            "largest_gap": [rollout.largest_gap for rollout in rollouts],
             "first_version": [int(sample.rollout.versions.min()) for sample in samples],
             "last_version": [int(sample.rollout.versions.max()) for sample in samples],
             "line": [_line(sample.rollout.text) for sample in samples],
             "prompt": [decode(sample.prompt_ids) for sample in samples],
             "pieces": [_pieces(sample.rollout.token_ids, decode) for sample in samples],
-            "trainer_logprobs": [rollout.trainer_logprobs for rollout in kept],
+            "trainer_logprobs": [rollout.trainer_logprobs for rollout in rollouts],
             **_columns(samples),
         },
     )
@@ -94,13 +94,13 @@ def write_rollouts(path: Path, kept: Sequence[KeptRollout], *, decode: Callable[
 
 
 def write_samples(path: Path, samples: Sequence[TrainSample]) -> None:
-    """One row per sample: its tokens and text, and every number that was known of each token."""
+    """Write one row per sample: its tokens and text, and every number per token."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(_columns(samples)), path)
 
 
 def prune_rollouts(run_folder: Path, *, max_bytes: int) -> None:
-    """Remove the oldest files until the rest is small enough; the newest stays."""
+    """Remove the oldest files until the rest has at most `max_bytes`; the newest one stays."""
     files = list(list_rollouts(run_folder).values())
     total = sum(path.stat().st_size for path in files)
     for path in files[:-1]:
@@ -126,7 +126,7 @@ _LISTED = (
 
 
 def read_list(path: Path) -> list[dict[str, Any]]:
-    """What a list shows of every rollout of a file, in its order."""
+    """Return the columns of `_LISTED` for every rollout of a file, in its order."""
     try:
         rows: list[dict[str, Any]] = pq.read_table(path, columns=list(_LISTED)).to_pylist()
     except (OSError, pa.ArrowException) as error:
@@ -135,18 +135,18 @@ def read_list(path: Path) -> list[dict[str, Any]]:
 
 
 def read_rollout(path: Path, row: int) -> Mapping[str, Any]:
-    """Everything about one rollout of a file."""
+    """Return all columns of one rollout."""
     try:
         with pq.ParquetFile(path) as file:
             group, offset = divmod(row, _ROWS_PER_GROUP)
             if group >= file.num_row_groups:
                 raise DataError(f"{path}: has no row {row}")
-            (found,) = file.read_row_group(group).slice(offset, 1).to_pylist() or [None]
+            (columns,) = file.read_row_group(group).slice(offset, 1).to_pylist() or [None]
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
-    if found is None:
+    if columns is None:
         raise DataError(f"{path}: has no row {row}")
-    return {**found, "components": dict(found["components"])}
+    return {**columns, "components": dict(columns["components"])}
 
 
 def _columns(samples: Sequence[TrainSample]) -> dict[str, list[Any]]:
@@ -167,7 +167,7 @@ def _columns(samples: Sequence[TrainSample]) -> dict[str, list[Any]]:
 
 
 def _pieces(token_ids: TokenArray, decode: Callable[[TokenArray], str]) -> list[str]:
-    """The text of each token. Bytes of a character that several tokens share appear with the last of them."""
+    """Return the text of each token. A character of several tokens appears with the last of them."""
     pieces: list[str] = []
     first = 0
     for end in range(1, len(token_ids) + 1):
@@ -180,5 +180,5 @@ def _pieces(token_ids: TokenArray, decode: Callable[[TokenArray], str]) -> list[
 
 
 def _line(text: str) -> str:
-    """The beginning, on one line."""
+    """Return the beginning of the text, on one line."""
     return " ".join(text[: 2 * _LINE_CHARS].split())[:_LINE_CHARS]

@@ -1,7 +1,7 @@
-"""Parquet files as typed rows. Finds every mistake a file can contain; knows no tokenizer and no model.
+"""Reads parquet files as typed rows and finds every mistake in them. Knows no tokenizer and no model.
 
-A row is named by its file and its number in it, counted from 0: rows of equal content stay distinct, and the name
-survives a move of the folder. (`extra_info.index` would not do: files that are used together often repeat it.)
+The name of a row is its file and its number there, from 0: rows of equal content stay distinct, and the name survives
+a move of the folder. (`extra_info.index` does not work: files that are used together often repeat it.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROWS_PER_READ = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRow:
-    """One row, checked: the chat ends where the assistant is to answer."""
+    """One checked row; the chat ends where the assistant has to answer."""
 
     uid: str
     chat: tuple[Mapping[str, JsonValue], ...]
@@ -36,11 +36,11 @@ class DataRow:
     ground_truth: str
     extra_info: Mapping[str, JsonValue]
     response: str | None
-    """What to imitate, where rows are read as demonstrations."""
+    """The answer to imitate; None unless rows are read as demonstrations."""
 
 
 def read_rows(files: Sequence[Path], config: DataConfig, *, as_demonstrations: bool) -> list[DataRow]:
-    """All rows of all files, in order. A DataError names the first bad row of a file and counts its others."""
+    """Return all rows of all files, in order. A DataError names the first bad row of a file and counts the others."""
     check_files(files, config, as_demonstrations=as_demonstrations)
     rows: list[DataRow] = []
     for path, name in zip(files, _file_names(files), strict=True):
@@ -57,7 +57,7 @@ def read_rows(files: Sequence[Path], config: DataConfig, *, as_demonstrations: b
 
 
 def check_files(files: Sequence[Path], config: DataConfig, *, as_demonstrations: bool) -> None:
-    """Everything that can be known without reading a row: files, row counts, columns and their types."""
+    """Check everything but the rows: files, row counts, columns and their types."""
     for path, count in Counter(path.resolve() for path in files).items():
         if count > 1:
             raise DataError(f"{path} is named {count} times; name each file once")
@@ -75,7 +75,7 @@ class _Column:
 
 
 def _columns(config: DataConfig, *, as_demonstrations: bool) -> tuple[_Column, ...]:
-    """The columns of a data set. One that is only imitated needs no reward."""
+    """Return the columns of a data set; demonstrations need no reward."""
     return (
         _Column(
             name=config.prompt_key,
@@ -120,7 +120,7 @@ def _check_file(path: Path, columns: Sequence[_Column]) -> None:
 
 
 def _file_names(files: Sequence[Path]) -> list[str]:
-    """The file's name where no other file has it, else its path as the recipe writes it."""
+    """Return the name of each file, or its path as in the recipe if another file has the same name."""
     counts = Counter(path.name for path in files)
     return [path.name if counts[path.name] == 1 else str(path) for path in files]
 
@@ -141,7 +141,7 @@ def _one_line(error: Exception) -> str:
 
 
 class _RowError(DataError):
-    """What is wrong with a row; the caller knows which."""
+    """A fault of a row; the caller adds which row."""
 
 
 def _row(raw: Mapping[str, JsonValue], uid: str, config: DataConfig, *, as_demonstrations: bool) -> DataRow:
@@ -153,7 +153,7 @@ def _row(raw: Mapping[str, JsonValue], uid: str, config: DataConfig, *, as_demon
         chat, response = chat[:-1], _last_answer(chat, config)
     if not chat or chat[-1]["role"] == "assistant":
         raise _RowError(f"column {config.prompt_key}: no question is left to answer; end it with a user message")
-    # A demonstration is imitated whatever its score, so it may come without what only a reward needs.
+    # A demonstration is not scored, so the columns for the reward may be missing.
     reward, extra_info = raw.get(_REWARD), raw.get(_EXTRA)
     truth = reward if isinstance(reward, dict) else {}
     return DataRow(
@@ -171,12 +171,12 @@ def _chat(value: JsonValue, column: str) -> tuple[Mapping[str, JsonValue], ...]:
         raise _RowError(f"column {column}: is {'null' if value is None else 'empty'}; give it a message")
     if isinstance(value, str):
         return ({"role": "user", "content": value},)
-    assert isinstance(value, list), f"{column} is a {type(value).__name__}, the schema said list"
+    assert isinstance(value, list), f"{column} is a {type(value).__name__}, the schema has a list"
     return tuple(_message(message, column, place) for place, message in enumerate(value))
 
 
 def _message(value: JsonValue, column: str, place: int) -> Mapping[str, JsonValue]:
-    # Parquet gives every message the keys of all; those a message does not have are null.
+    # Parquet gives every message the keys of all messages; missing ones are null.
     message = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
     for key in ("role", "content"):
         if key not in message:

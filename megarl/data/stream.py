@@ -1,6 +1,6 @@
-"""The endless stream of prompts: a seeded order per epoch, and where one stands in it. Knows no files, no tokenizer.
+"""The endless stream of prompts, in a seeded order per epoch, and the position in it. Knows no files, no tokenizer.
 
-The order of an epoch depends on (seed, epoch) alone, so a position is all there is to remember.
+The order of an epoch depends only on (seed, epoch), so that the position is the whole state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megarl.types import Prompt
 
 
 class PromptStream:
-    """Every prompt once per epoch, epoch after epoch. A `stages.PromptSource`."""
+    """A `stages.PromptSource` that draws every prompt once per epoch."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class PromptStream:
         cursor: int = 0,
         pending: Sequence[int] = (),
     ) -> None:
-        """`pending` are positions before the cursor that are drawn again, before any other."""
+        """`pending` are positions before the cursor that are drawn again first."""
         assert len(prompts) > 0, "a stream needs at least one prompt"
         assert cursor >= 0, f"cursor is {cursor}"
         assert all(0 <= position < cursor for position in pending), f"{pending} are not all before {cursor}"
@@ -42,7 +42,7 @@ class PromptStream:
 
     @property
     def cursor(self) -> int:
-        """How many prompts were drawn since the run began; a stream made with it goes on where this one stands."""
+        """The number of prompts drawn since the run began; a stream created with it continues this one."""
         return self._cursor
 
     @property
@@ -52,13 +52,13 @@ class PromptStream:
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Positions that are still to be drawn again."""
+        """The positions that are still to be drawn again."""
         return self._pending[self._num_drawn :]
 
     def position_of(self, number: int) -> int:
-        """Of the prompt that was drawn from this stream after `number` others."""
-        is_again = number < len(self._pending)
-        return self._pending[number] if is_again else self._first + number - len(self._pending)
+        """Return the position of the prompt that this stream draws after `number` others."""
+        is_pending = number < len(self._pending)
+        return self._pending[number] if is_pending else self._first + number - len(self._pending)
 
     def next(self) -> Prompt:
         prompt = self.at(self.position_of(self._num_drawn))
@@ -67,7 +67,7 @@ class PromptStream:
         return prompt
 
     def at(self, position: int) -> Prompt:
-        """The prompt at one place of the stream."""
+        """Return the prompt at a position."""
         epoch, place = divmod(position, len(self._prompts))
         if epoch != self._order_epoch:
             self._order, self._order_epoch = self._order_of(epoch), epoch

@@ -1,6 +1,6 @@
-"""The model folder's tokenizer, as much of it as a run needs: chats in, token ids out, and back to text.
+"""The tokenizer of the model folder: from chats to token ids, and back to text.
 
-The only place that knows transformers' tokenizers. It never touches a model class.
+The only module that uses transformers' tokenizers; it uses no model class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.errors import ConfigError, DataError, Problem
 from megarl.types import JsonValue, TokenArray
 
 Message: TypeAlias = Mapping[str, JsonValue]
-"""`role` and `content`, and whatever else the chat template reads."""
+"""`role`, `content` and other keys that the chat template reads."""
 
 Chat: TypeAlias = Sequence[Message]
 
@@ -28,7 +28,7 @@ TEMPLATE_BYTES = 1 << 30
 
 
 class _HuggingFaceTokenizer(Protocol):
-    """What is used of transformers' tokenizer."""
+    """The part of transformers' tokenizer that is used."""
 
     @property
     def chat_template(self) -> str | None: ...
@@ -43,9 +43,8 @@ class _HuggingFaceTokenizer(Protocol):
 
 
 def load_tokenizer(folder: Path, *, vocab: int) -> Tokenizer:
-    """The tokenizer of the model in `folder`, whose embedding has `vocab` rows; a ConfigError says what it lacks."""
-    # Not at the top: transformers brings torch along, seconds that checking a recipe or a data file must not cost.
-    from transformers import AutoTokenizer  # noqa: PLC0415
+    """Return the tokenizer of the model in `folder`, whose embedding has `vocab` rows; a ConfigError if it is unfit."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - imports torch: seconds that checking a recipe need not pay
 
     if not folder.is_dir():
         raise _error(f"{folder} is not a folder")
@@ -72,52 +71,52 @@ class Tokenizer:
     def __init__(self, inner: _HuggingFaceTokenizer, *, eos_ids: tuple[int, ...], vocab: int) -> None:
         self._inner = inner
         self.eos_ids = eos_ids
-        """Each of these ends a response; the first is the one a demonstration is closed with."""
+        """Each ends a response; a demonstration ends with the first."""
         self.vocab = vocab
         """Rows of the model's embedding: every valid token id is below it."""
 
     def render_chat(self, chat: Chat) -> str:
-        """The chat through the chat template, up to where the assistant begins to answer.
+        """Apply the chat template, up to where the assistant begins to answer.
 
-        The template is a program that came with the model: transformers renders it in Jinja's immutable sandbox, where
-        it reaches nothing but the messages, and here it has a deadline and a limit of memory.
+        The template is a program that came with the model. transformers runs it in Jinja's immutable sandbox, where it
+        can read only the messages; here its time and memory are limited too.
         """
         try:
             with bounded(seconds=TEMPLATE_TIMEOUT_S, num_bytes=TEMPLATE_BYTES):
                 return self._inner.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        except (TemplateError, TypeError) as error:  # TypeError: it wants another file
+        except (TemplateError, TypeError) as error:  # TypeError: it loads another file
             raise DataError(f"the model's chat template refuses the messages: {error}") from error
         except (TimeoutError, MemoryError, OverflowError) as error:
             limit = f"{TEMPLATE_TIMEOUT_S:g} s and {TEMPLATE_BYTES >> 20} MiB for one chat"
             raise DataError(f"the model's chat template needs more than {limit}: {type(error).__name__}") from None
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Rendered chats or plain texts; special tokens are those written in the text, none is added."""
-        # The chat template has written the first token already: one that is added would be its double.
+        """Encode rendered chats or plain texts. Special tokens are those in the text; none is added."""
+        # The chat template has already written the first token.
         encoded = self._inner(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
         return [np.array(token_ids, dtype=np.int32) for token_ids in encoded]
 
     def encode_responses(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Each text as the model would have to produce it, end token included."""
+        """Encode each text as a response, with the end token."""
         end = np.array(self.eos_ids[:1], dtype=np.int32)
         return [np.concatenate([token_ids, end]) for token_ids in self.encode(texts)]
 
     def decode(self, token_ids: TokenArray) -> str:
-        """The text, special tokens included."""
+        """Return the text, special tokens included."""
         return self._inner.decode(token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def decode_response(self, token_ids: TokenArray) -> str:
-        """The text of a response without its end token.
+        """Return the text of a response without its end token.
 
-        Other special tokens stay visible: rewards and tool parsers may need them, and a response that abuses them
-        must not pass for a clean one.
+        Other special tokens stay: rewards and tool parsers may need them, and a response that abuses them must not look
+        clean.
         """
         has_end = len(token_ids) > 0 and int(token_ids[-1]) in self.eos_ids
         return self.decode(token_ids[:-1] if has_end else token_ids)
 
 
 def _eos_ids(folder: Path, tokenizer_eos_id: int | None) -> tuple[int, ...]:
-    """The tokenizer's own end token first, then those the model's generation_config.json adds."""
+    """Return the tokenizer's own end token, then those of the model's generation_config.json."""
     path = folder / "generation_config.json"
     try:
         raw = json.loads(path.read_text()) if path.exists() else {}

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from random import Random
 
-from megarl.config.recipe import KeptRolloutsConfig
-from megarl.data.rollout_files import KeptRollout, prune_rollouts, rollouts_file, write_rollouts
+from megarl.config.recipe import RolloutSamplesConfig
+from megarl.data.rollout_files import SampledRollout, prune_rollouts, rollouts_file, write_rollouts
 from megarl.results import UpdateResult
 from megarl.stages import Trainer
 from megarl.types import Estimates, FloatArray, ScoredGroup, TokenArray, TrainSample
@@ -21,7 +21,7 @@ class RolloutSampler:
 
     def __init__(
         self,
-        config: KeptRolloutsConfig,
+        config: RolloutSamplesConfig,
         *,
         run_folder: Path,
         seed: int,
@@ -51,7 +51,7 @@ class RolloutSampler:
 
     async def _choose(
         self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[TrainSample]
-    ) -> list[KeptRollout]:
+    ) -> list[SampledRollout]:
         firsts = [0]
         for scored in groups:
             firsts.append(firsts[-1] + len(scored.scores))
@@ -64,12 +64,12 @@ class RolloutSampler:
         known = [sample.old_logprobs for sample in chosen if sample.old_logprobs is not None]
         logprobs = known if len(known) == len(chosen) else await self._logprobs(chosen)
         return [
-            KeptRollout(group=scored, index=index, sample=sample, trainer_logprobs=of_trainer)
+            SampledRollout(group=scored, index=index, sample=sample, trainer_logprobs=of_trainer)
             for (scored, index, sample), of_trainer in zip(rows, logprobs, strict=True)
         ]
 
-    def _write(self, step: int, kept: Sequence[KeptRollout]) -> None:
-        write_rollouts(rollouts_file(self._run_folder, step), kept, decode=self._decode)
+    def _write(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
+        write_rollouts(rollouts_file(self._run_folder, step), rollouts, decode=self._decode)
         prune_rollouts(self._run_folder, max_bytes=self._config.max_megabytes * _MEGABYTE)
 
 

@@ -20,7 +20,7 @@ from megarl.checkpoint.resume import ResumePoint
 from megarl.config.algorithm import PolicyGradientConfig, RemaxConfig, SftConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
-from megarl.data.demonstrations import Demonstrations, DemonstrationScorer
+from megarl.data.prompts import Demonstrations, DemonstrationScorer
 from megarl.data.stream import PromptStream
 from megarl.errors import WorkerError
 from megarl.observe.events import ALL_TRAINERS

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megarl.config.recipe import DataConfig
-from megarl.data.prompts import PromptSet, load_demonstrations, load_prompts
+from megarl.data.prompts import Demonstrations, DemonstrationScorer, PromptSet, load_demonstrations, load_prompts
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import DataError
+from megarl.types import DEMONSTRATION, FinishReason, Prompt
 
 MakeRow = Callable[..., dict[str, object]]
 WriteParquet = Callable[..., Path]
@@ -101,3 +105,44 @@ def test_a_demonstration_may_not_be_longer_than_a_response(
     with pytest.raises(DataError, match=r"1 of 2 rows are longer than sampling.max_response_tokens 3 .* 4 tokens"):
         load_answered(path, tokenizer, max_response_tokens=3)
     assert load_answered(path, tokenizer, max_response_tokens=3, overlong_prompts="drop").num_dropped == 1
+
+
+def prompt_with(tokenizer: Tokenizer, response: str) -> Prompt:
+    return Prompt(
+        uid="sft.parquet:4",
+        position=0,
+        epoch=0,
+        token_ids=tokenizer.encode(["1+1="])[0],
+        data_source="sums",
+        ground_truth="2",
+        extra_info={},
+        demonstration=tokenizer.encode_responses([response])[0],
+    )
+
+
+def test_the_group_is_the_data_sets_own_answer(tokenizer: Tokenizer) -> None:
+    prompt = prompt_with(tokenizer, "12")
+    group = asyncio.run(Demonstrations(tokenizer).generate(prompt))
+    (rollout,) = group.rollouts
+    assert group.prompt is prompt
+    assert rollout.token_ids is prompt.demonstration
+    assert rollout.text == "12"
+    assert rollout.finish_reason is FinishReason.STOP
+    assert rollout.versions.tolist() == [DEMONSTRATION] * 3
+    assert rollout.logprobs.tolist() == [0.0] * 3
+    assert rollout.logprobs.dtype == np.float32
+    # The end token is part of what is imitated.
+    assert rollout.loss_mask.tolist() == [True] * 3
+
+
+def test_every_demonstration_scores_one(tokenizer: Tokenizer) -> None:
+    group = asyncio.run(Demonstrations(tokenizer).generate(prompt_with(tokenizer, "wrong")))
+    scored = asyncio.run(DemonstrationScorer().score(group))
+    assert scored.group is group
+    assert [score.value for score in scored.scores] == [1.0]
+
+
+def test_a_prompt_without_a_demonstration_is_a_bug(tokenizer: Tokenizer) -> None:
+    prompt = replace(prompt_with(tokenizer, "2"), demonstration=None)
+    with pytest.raises(AssertionError, match=r"sft.parquet:4 has no demonstration"):
+        asyncio.run(Demonstrations(tokenizer).generate(prompt))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.data.rollout_files import (
-    KeptRollout,
+    SampledRollout,
     list_rollouts,
     prune_rollouts,
     read_list,
@@ -34,7 +34,7 @@ def decode(token_ids: TokenArray) -> str:
     return bytes(token_ids.tolist()).decode("utf-8", errors="replace")
 
 
-def kept(text: str, *, position: int = 0, reward: float = 1.0, gap: float = 0.0) -> KeptRollout:
+def sampled(text: str, *, position: int = 0, reward: float = 1.0, gap: float = 0.0) -> SampledRollout:
     token_ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     size = len(token_ids)
     rollout = Rollout(
@@ -59,12 +59,12 @@ def kept(text: str, *, position: int = 0, reward: float = 1.0, gap: float = 0.0)
     trainer_logprobs[-1] += gap
     sample = TrainSample(prompt_ids=prompt.token_ids, rollout=rollout, advantages=np.zeros(size, np.float32))
     scored = ScoredGroup(group=RolloutGroup(prompt=prompt, rollouts=(rollout,)), scores=(score,))
-    return KeptRollout(group=scored, index=0, sample=sample, trainer_logprobs=trainer_logprobs)
+    return SampledRollout(group=scored, index=0, sample=sample, trainer_logprobs=trainer_logprobs)
 
 
 def test_a_list_shows_the_small_columns_of_every_rollout(tmp_path: Path) -> None:
     path = rollouts_file(tmp_path, 3)
-    write_rollouts(path, [kept("2"), kept("three\nlines", position=1, reward=0.0, gap=0.25)], decode=decode)
+    write_rollouts(path, [sampled("2"), sampled("three\nlines", position=1, reward=0.0, gap=0.25)], decode=decode)
     assert list_rollouts(tmp_path) == {3: path}
     first, second = read_list(path)
     assert first["score"] == 1.0
@@ -86,7 +86,7 @@ def test_a_list_shows_the_small_columns_of_every_rollout(tmp_path: Path) -> None
 
 def test_one_rollout_has_every_token_whatever_its_row_group(tmp_path: Path) -> None:
     path = rollouts_file(tmp_path, 1)
-    write_rollouts(path, [kept(str(number), position=number) for number in range(200)], decode=decode)
+    write_rollouts(path, [sampled(str(number), position=number) for number in range(200)], decode=decode)
     found = read_rollout(path, 150)
     assert found["prompt"] == "1+1="
     assert found["pieces"] == ["1", "5", "0"]
@@ -99,7 +99,7 @@ def test_one_rollout_has_every_token_whatever_its_row_group(tmp_path: Path) -> N
 
 def test_a_character_of_several_tokens_appears_once_with_the_last(tmp_path: Path) -> None:
     path = rollouts_file(tmp_path, 1)
-    write_rollouts(path, [kept("aé∑😀b")], decode=decode)
+    write_rollouts(path, [sampled("aé∑😀b")], decode=decode)
     pieces = read_rollout(path, 0)["pieces"]
     assert "".join(pieces) == "aé∑😀b"
     assert pieces == ["a", "", "é", "", "", "∑", "", "", "", "😀", "b"]
@@ -107,7 +107,7 @@ def test_a_character_of_several_tokens_appears_once_with_the_last(tmp_path: Path
 
 def test_the_oldest_files_go_first_and_the_newest_stays(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
-        write_rollouts(rollouts_file(tmp_path, step), [kept("2")], decode=decode)
+        write_rollouts(rollouts_file(tmp_path, step), [sampled("2")], decode=decode)
     size = rollouts_file(tmp_path, 1).stat().st_size
     prune_rollouts(tmp_path, max_bytes=2 * size)
     assert list(list_rollouts(tmp_path)) == [3, 4]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.config.recipe import KeptRolloutsConfig
+from megarl.config.recipe import RolloutSamplesConfig
 from megarl.data.rollout_files import list_rollouts, read_list, read_rollout
 from megarl.results import UpdateResult
 from megarl.runtime.rollout_samples import RolloutSampler, SampledTrainer
 from megarl.types import Estimates, FloatArray, PolicyVersion, ScoredGroup, TrainSample
-from tests.data.test_rollout_files import decode, kept
+from tests.data.test_rollout_files import decode, sampled
 
-GROUPS = [kept(str(number), position=number) for number in range(8)]
+GROUPS = [sampled(str(number), position=number) for number in range(8)]
 
 
 class Trainer:
@@ -29,7 +29,7 @@ class Trainer:
 
 
 def keep(
-    folder: Path, config: KeptRolloutsConfig, *, steps: Sequence[int], samples: Sequence[TrainSample] | None = None
+    folder: Path, config: RolloutSamplesConfig, *, steps: Sequence[int], samples: Sequence[TrainSample] | None = None
 ) -> tuple[Trainer, list[str]]:
     trainer, warnings = Trainer(), list[str]()
     sampler = RolloutSampler(
@@ -42,7 +42,7 @@ def keep(
 
 
 def test_the_same_groups_are_kept_each_time_and_others_in_another_step(tmp_path: Path) -> None:
-    config = KeptRolloutsConfig(groups_per_step=3)
+    config = RolloutSamplesConfig(groups_per_step=3)
     uids = []
     for folder in (tmp_path / "a", tmp_path / "b"):
         keep(folder, config, steps=[1, 2])
@@ -53,7 +53,7 @@ def test_the_same_groups_are_kept_each_time_and_others_in_another_step(tmp_path:
 
 
 def test_only_every_nth_step_is_kept_and_only_then_the_trainer_is_asked(tmp_path: Path) -> None:
-    trainer, _ = keep(tmp_path, KeptRolloutsConfig(groups_per_step=2, every=4), steps=range(1, 10))
+    trainer, _ = keep(tmp_path, RolloutSamplesConfig(groups_per_step=2, every=4), steps=range(1, 10))
     assert list(list_rollouts(tmp_path)) == [4, 8]
     assert trainer.asked == [2, 2]
     assert read_rollout(list_rollouts(tmp_path)[4], 0)["largest_gap"] == 0.5
@@ -61,13 +61,13 @@ def test_only_every_nth_step_is_kept_and_only_then_the_trainer_is_asked(tmp_path
 
 def test_nobody_is_asked_what_is_known(tmp_path: Path) -> None:
     samples = [replace(rollout.sample, old_logprobs=rollout.sample.rollout.logprobs) for rollout in GROUPS]
-    trainer, _ = keep(tmp_path, KeptRolloutsConfig(), steps=[1], samples=samples)
+    trainer, _ = keep(tmp_path, RolloutSamplesConfig(), steps=[1], samples=samples)
     assert not trainer.asked
     assert read_rollout(list_rollouts(tmp_path)[1], 0)["largest_gap"] == 0.0
 
 
 def test_zero_groups_keep_nothing(tmp_path: Path) -> None:
-    trainer, _ = keep(tmp_path, KeptRolloutsConfig(groups_per_step=0), steps=[1])
+    trainer, _ = keep(tmp_path, RolloutSamplesConfig(groups_per_step=0), steps=[1])
     assert not trainer.asked
     assert not list_rollouts(tmp_path)
 
@@ -75,7 +75,7 @@ def test_zero_groups_keep_nothing(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     blocked = tmp_path / "rollouts"
     blocked.write_text("a file where the folder should be")
-    _, warnings = keep(tmp_path, KeptRolloutsConfig(), steps=[1, 2])
+    _, warnings = keep(tmp_path, RolloutSamplesConfig(), steps=[1, 2])
     assert warnings == ["the rollouts of step 1 are not kept: File exists"]
 
 
@@ -83,7 +83,7 @@ def test_samples_are_written_with_the_groups_of_their_step_before_the_update(tmp
     groups, samples = [rollout.group for rollout in GROUPS], [rollout.sample for rollout in GROUPS]
     inner = Trainer()
     sampler = RolloutSampler(
-        KeptRolloutsConfig(groups_per_step=2),
+        RolloutSamplesConfig(groups_per_step=2),
         run_folder=tmp_path,
         seed=1,
         logprobs=inner.logprobs,

@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.data.rollout_files import rollouts_file, write_rollouts
 from megarl.observe.events import EVENTS_FILE, Event, EventLog, PhaseEnded, PhaseStarted, Record, RunFinished, RunStatus
 from megarl.observe.summary import Phase
-from tests.data.test_rollout_files import decode, kept
+from tests.data.test_rollout_files import decode, sampled
 from tests.observe.samples import BEGAN, evaluated, run_started, step_finished
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"></script>"
@@ -42,7 +42,7 @@ def make_run(folder: Path, *, num_steps: int = 4, rollouts_per_step: int = 8, is
     write_events(folder, [*events_of(num_steps), *end])
     for step in range(1, num_steps + 1):
         rows = [
-            kept(
+            sampled(
                 f"{step} {number} {HOSTILE if number == 0 else 'words'}",
                 position=number,
                 reward=float(number % 2),

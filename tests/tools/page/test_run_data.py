@@ -14,7 +14,7 @@ from megarl.observe.events import RunFinished, RunStatus
 from megarl.observe.history import Series
 from megarl.tools.page.charts import thinned
 from megarl.tools.page.run_data import MAX_ROWS, RolloutQuery, RunFolder
-from tests.data.test_rollout_files import decode, kept
+from tests.data.test_rollout_files import decode, sampled
 from tests.observe.samples import step_finished
 from tests.tools.page.runs import make_run, write_events
 
@@ -72,7 +72,7 @@ def test_a_page_is_never_longer_than_the_limit(tmp_path: Path) -> None:
 def test_a_step_that_is_written_again_is_read_again(folder: Path) -> None:
     run = RunFolder(folder)
     run.rollouts(RolloutQuery())
-    write_rollouts(rollouts_file(folder, 4), [kept("anew")], decode=decode)
+    write_rollouts(rollouts_file(folder, 4), [sampled("anew")], decode=decode)
     answer: dict[str, Any] = run.rollouts(RolloutQuery(step=4))
     assert [row["line"] for row in answer["rows"]] == ["anew"]
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from bench.figures import Failure, Figure
-from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import ModelShape, read_model_shape
-from megarl.config.recipe import RolloutRoleConfig
+from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.roles import RolloutRoleConfig
 from megarl.errors import MegarlError
 from megarl.rollout.client import EngineClient, EngineKeys, GenerateRequest
 from megarl.rollout.commands import Rendezvous
@@ -86,7 +86,7 @@ async def measure_engine(model: str, folder: Path, options: Mapping[str, object]
 
 @asynccontextmanager
 async def _serving(model: str, folder: Path, options: Mapping[str, object]) -> AsyncIterator[_Server]:
-    write_config(folder / "model", TinyShape.like(CATALOGUE[model]))
+    write_config(folder / "model", TinyShape.like(PUBLIC_MODELS[model]))
     config = RolloutRoleConfig(
         pool="gpu",
         max_running_requests=_NUM_PROMPTS * _NUM_ROLLOUTS,

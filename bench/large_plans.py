@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megarl.config.catalogue import CATALOGUE
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, buckets_from, buckets_to
 from megarl.weights.algebra.locality import on_gpus
 from megarl.weights.algebra.plan import Plan, plan
@@ -27,7 +27,7 @@ class LargePublish:
     num_engines: int
 
     def plan(self) -> Plan:
-        shape = CATALOGUE[self.model]
+        shape = PUBLIC_MODELS[self.model]
         target = sglang_layout(
             shape, tensor=self.tensor, expert=self.expert, num_engines=self.num_engines, dtype="bfloat16"
         )

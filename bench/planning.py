@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.large_plans import PUBLISHES
-from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import ModelShape
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.env import NO_COLOR
 from megarl.errors import MachineError
 from megarl.tools.quickstart.arithmetic import make_arithmetic
@@ -129,7 +129,7 @@ def start_in_fresh_process(arguments: Sequence[str]) -> Sample:
 def write_large_recipe(folder: Path) -> Path:
     """A recipe with everything that `validate` opens: data, and a model's folder with all but its weights."""
     files = make_arithmetic(folder, num_sft=1)
-    (files.model / "config.json").write_text(json.dumps(_config(CATALOGUE[_SHAPE])))
+    (files.model / "config.json").write_text(json.dumps(_config(PUBLIC_MODELS[_SHAPE])))
     recipe = {
         "run": {"name": "bench", "folder": str(folder / "runs"), "steps": 100, "ray_address": "auto"},
         "model": {"path": str(files.model)},

@@ -23,7 +23,7 @@ import torch
 
 from bench.reshard_ranks import SGLANG_GROUP, BenchRanks, Parameter, Sent, canonical_names, parameters_of
 from megarl.config.model import ModelShape, read_model_shape
-from megarl.config.recipe import RolloutRoleConfig
+from megarl.config.roles import RolloutRoleConfig
 from megarl.errors import WeightSyncError
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.rollout.commands import Rendezvous

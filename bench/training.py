@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from bench.figures import Figure
-from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import ModelShape
-from megarl.config.recipe import ActorConfig, OptimizerConfig
+from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.errors import MachineError
 from megarl.system.network import LOOPBACK
 from megarl.train.logprob import token_scores, vocab_shard
@@ -55,7 +55,7 @@ class Workload:
 
     @property
     def shape(self) -> ModelShape:
-        return replace(CATALOGUE[self.model], num_layers=self.num_layers)
+        return replace(PUBLIC_MODELS[self.model], num_layers=self.num_layers)
 
     @property
     def num_tokens(self) -> int:
@@ -198,7 +198,7 @@ def measure_scores(*, num_tokens: int = 16_384, vocab: int = 151_936, hidden: in
 
 def measure_phases() -> Iterator[Figure]:
     """A rank leaves the device and comes back: weights, master weights and moments, at the rate of pinned copies."""
-    shape = CATALOGUE[_PHASE_MODEL]
+    shape = PUBLIC_MODELS[_PHASE_MODEL]
     with _alone() as topology:
         chunks = build_chunks(shape, topology, MegatronParallel(), is_sequence_parallel=False, device="cuda", native={})
         optimizer = ModelOptimizer(chunks, OptimizerConfig(), ActorConfig(pool="gpu", offload="everything"))

@@ -15,7 +15,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config.native.library import Library, NativeField, NativeLibrary, sorted_choices, write_library
+from megarl.config.native.options import NativeField, NativeLibrary, sorted_choices, write_library
+from megarl.config.native.owned import Library
 
 _SIMPLE = (bool, int, float, str)
 

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Mapping
 from importlib.metadata import version
 
-from megarl.config.native.library import JSON, NativeField, NativeLibrary, sorted_choices, write_library
+from megarl.config.native.options import JSON, NativeField, NativeLibrary, sorted_choices, write_library
 from megarl.rollout.torchvision_ops import declare_torchvision_ops
 
 _TYPE_NAMES: Mapping[str, str] = {

@@ -7,7 +7,7 @@ import re
 import yaml
 
 from megarl import errors
-from megarl.config import Recipe
+from megarl.config.recipe import Recipe
 from tests.repository import ROOT
 
 README = (ROOT / "README.md").read_text()

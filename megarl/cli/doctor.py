@@ -19,7 +19,7 @@ from megarl.env import NO_COLOR, RAY_ADDRESS
 from megarl.errors import ConfigError, MachineError, Problem
 
 if TYPE_CHECKING:
-    from megarl.config import Recipe
+    from megarl.config.recipe import Recipe
     from megarl.tools.doctor.checks import Check
     from megarl.tools.doctor.diagnosis import RunDiagnosis
     from megarl.tools.doctor.findings import Finding

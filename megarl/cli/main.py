@@ -21,8 +21,8 @@ from megarl.cli.plan import plan
 from megarl.cli.recipes import Overrides, RecipePath, load_checked
 from megarl.cli.schema import schema
 from megarl.cli.verl import import_command
-from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import Family
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.errors import ConfigError, MachineError, MegarlError, Problem
 from megarl.system.secret import masked
 
@@ -220,7 +220,7 @@ def _root(
 def _random_shape(name: str) -> TinyShape:
     from megarl.tools.quickstart.tiny_model import TinyShape
 
-    known = {known: shape for known, shape in CATALOGUE.items() if shape.family is Family.QWEN2}
+    known = {known: shape for known, shape in PUBLIC_MODELS.items() if shape.family is Family.QWEN2}
     if name not in known:
         problem = Problem(key="--like", message=f"{name} is not known; one of {', '.join(known)}")
         raise ConfigError("megarl data make arithmetic", (problem,))

@@ -196,7 +196,7 @@ def _time_table(timing: Timing) -> Table:
 def _padding_notes(answer: PlanAnswer) -> list[str]:
     """Rows of the vocabulary that exist only to divide it."""
     vocab = answer.plan.shapes.policy.vocab
-    sizes = sorted({split.tensor for split in answer.recipe.megatron_roles.values()})
+    sizes = sorted({split.tensor for split in answer.recipe.roles.megatron_roles.values()})
     return [
         f"the vocabulary of {vocab:,} is padded to {padded_vocab(vocab, tensor):,} rows for tensor {tensor}"
         for tensor in sizes

@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
-from megarl.config import Recipe, load_recipe, read_model_shape
 from megarl.config.advice import advise
 from megarl.config.checks.recipe import check_recipe
+from megarl.config.load import load_recipe
+from megarl.config.model import read_model_shape
+from megarl.config.recipe import Recipe
 from megarl.errors import Problem
 from megarl.reward.build import check_reward
 

@@ -10,10 +10,10 @@ import typer
 import yaml
 from pydantic import ValidationError
 
-from megarl.config.catalogue import CATALOGUE, catalogue_name
 from megarl.config.checks.recipe import check_without_files
-from megarl.config.complaints import complaints
 from megarl.config.document import Tree
+from megarl.config.load import schema_problems
+from megarl.config.public_models import PUBLIC_MODELS, public_model_name
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, MachineError, Problem
 from megarl.tools.import_verl import Entry, Imported, import_verl
@@ -55,10 +55,14 @@ def _problems(tree: dict[str, Tree]) -> tuple[Problem, ...]:
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
-        return complaints(error, Recipe)
-    entry, critic = catalogue_name(recipe.model.path), recipe.roles.critic
-    of_critic = catalogue_name(critic.path) if critic is not None and critic.path is not None else None
-    return tuple(check_without_files(recipe, CATALOGUE[entry], critic=CATALOGUE[of_critic or entry])) if entry else ()
+        return schema_problems(error, Recipe)
+    entry, critic = public_model_name(recipe.model.path), recipe.roles.critic
+    of_critic = public_model_name(critic.path) if critic is not None and critic.path is not None else None
+    return (
+        tuple(check_without_files(recipe, PUBLIC_MODELS[entry], critic=PUBLIC_MODELS[of_critic or entry]))
+        if entry
+        else ()
+    )
 
 
 def _print_report(imported: Imported, stream: TextIO) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from megarl.config.algorithm import GrpoConfig
 from megarl.config.model import Experts, ModelShape
-from megarl.config.recipe import ActorConfig, PoolConfig, Recipe, RolesConfig, RolloutRoleConfig, RunConfig
+from megarl.config.recipe import Recipe, RunConfig
+from megarl.config.roles import ActorConfig, PoolConfig, RolesConfig, RolloutRoleConfig
 from megarl.errors import ConfigError, MachineError, Problem
 
 _TRAINER, _ENGINE = "trainer", "engine"

@@ -67,7 +67,7 @@ def _evaluation(recipe: Recipe) -> Iterator[Problem]:
 
 def _ranks(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
     rollout = recipe.roles.rollout
-    splits = [(f"roles.{role}.tensor", split.tensor) for role, split in recipe.megatron_roles.items()]
+    splits = [(f"roles.{role}.tensor", split.tensor) for role, split in recipe.roles.megatron_roles.items()]
     splits += [("roles.rollout.tensor", rollout.tensor)] if rollout else []
     for key, tensor in splits:
         if tensor > shape.num_kv_heads:

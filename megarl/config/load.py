@@ -1,18 +1,24 @@
-"""From a YAML file and `--set` overrides to a Recipe, or to every problem at once; and where each value came from."""
+"""Reads a recipe from a YAML file and `--set` overrides, reports every problem at once, and explains each value.
+
+What the schema refuses is reported in the words of a recipe: the key, the value, the way out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from megarl.config.checks.recipe import check_recipe
-from megarl.config.complaints import complaints, misplaced_truths
-from megarl.config.document import Document, Key, ValueOrigin, override, read_document
+from megarl.config.document import Document, Key, Tree, ValueOrigin, override, read_document
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, Problem
+
+_Location: TypeAlias = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +41,7 @@ class Explained:
 def load_recipe(
     path: Path, overrides: Sequence[str] = (), *, checks: Sequence[Callable[[Recipe], list[Problem]]] = (check_recipe,)
 ) -> Recipe:
-    """Read, override, validate and cross-check; raises ConfigError with all that is wrong."""
+    """Read, override, validate and cross-check; raise ConfigError with every problem."""
     recipe = read_recipe(path, overrides).recipe
     problems = [problem for check in checks for problem in check(recipe)]
     if problems:
@@ -44,15 +50,15 @@ def load_recipe(
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> ReadRecipe:
-    """Read, override and validate: what needs neither the model's folder nor the data."""
+    """Read, override and validate; needs neither the model's folder nor the data."""
     document = read_document(path)
     for assignment in overrides:
         document = override(document, assignment)
-    problems = list(misplaced_truths(document.tree, Recipe))
+    problems = list(misplaced_booleans(document.tree, Recipe))
     try:
         recipe = Recipe.model_validate(document.tree)
     except ValidationError as error:
-        problems += complaints(error, Recipe)
+        problems += schema_problems(error, Recipe)
     if problems:
         raise ConfigError(str(path), _first_per_key(problems))
     return ReadRecipe(recipe=recipe, document=document)
@@ -90,3 +96,122 @@ def _as_yaml(value: object) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(_as_yaml(item) for item in value)}]"
     return str(value)
+
+
+def schema_problems(error: ValidationError, root: type[BaseModel]) -> tuple[Problem, ...]:
+    """Return one problem per value that the schema `root` refuses."""
+    return tuple(_problem(details, root) for details in error.errors())
+
+
+def misplaced_booleans(tree: dict[str, Tree], root: type[BaseModel]) -> Iterator[Problem]:
+    """Yield each `true` and `false` in place of a number: pydantic would read `metrics_port: false` as port 0."""
+    for key, value in _leaves(tree, ()):
+        fields = [model.model_fields.get(key[-1]) for model in _models_at(key[:-1], root)]
+        is_number = any(field is not None and not _takes_bool(field.annotation) for field in fields)
+        if isinstance(value, bool) and is_number:
+            yield Problem(key=".".join(key), message=f"{_quoted(value)}: not a truth value; write the value itself")
+
+
+def _leaves(value: Tree, key: Key) -> Iterator[tuple[Key, Tree]]:
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield from _leaves(child, (*key, name))
+    else:
+        yield key, value
+
+
+def _takes_bool(annotation: object) -> bool:
+    return annotation is bool or any(_takes_bool(argument) for argument in get_args(annotation))
+
+
+def _problem(details: object, root: type[BaseModel]) -> Problem:
+    assert isinstance(details, dict)
+    location = tuple(details["loc"])
+    key = ".".join(str(part) for part in _without_tags(location, root))
+    match details["type"]:
+        case "extra_forbidden":
+            known = _siblings(location, root)
+            near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.6)
+            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
+            return Problem(key=key, message=f"unknown key{hint}")
+        case "missing":
+            return Problem(key=key, message="missing; this key has no default")
+        case "union_tag_not_found":
+            kinds = ", ".join(_kinds(location, root))
+            return Problem(key=f"{key}.kind", message=f"missing; one of {kinds}")
+        case "union_tag_invalid":
+            expected = str(details["ctx"]["expected_tags"])
+            return Problem(key=f"{key}.kind", message=f"unknown {details['ctx']['tag']!r}; one of {expected}")
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return Problem(key=key, message=f"{_quoted(details['input'])}: a section belongs here; write its keys")
+        case "tuple_type" | "list_type":
+            return Problem(key=key, message=f"{_quoted(details['input'])}: a list belongs here; write [a, b]")
+        case "too_short":
+            return Problem(key=key, message="empty; at least one is needed")
+        case _:
+            message = str(details["msg"])
+            sentence = message[0].lower() + message[1:]
+            return Problem(key=key, message=f"{_quoted(details['input'])}: {sentence}")
+
+
+def _quoted(value: object) -> str:
+    return _as_yaml(value) if value is None or isinstance(value, bool) else repr(value)
+
+
+def _without_tags(location: _Location, root: type[BaseModel]) -> list[str | int]:
+    """Return the path without the tags of unions, which pydantic puts into it (`algorithm.grpo.clip_low`)."""
+    kept: list[str | int] = []
+    models = [root]
+    is_name = False
+    for part in location:
+        tagged = [] if is_name else _tagged(models, part)
+        if not tagged:
+            kept.append(part)
+        is_name = not is_name and _is_mapping(models, part)
+        models = tagged or _children(models, part) or models
+    return kept
+
+
+def _is_mapping(models: list[type[BaseModel]], part: str | int) -> bool:
+    """Whether the next part of the path is a name that the user chose; it may equal a kind."""
+    fields = (model.model_fields.get(str(part)) for model in models)
+    return any(field is not None and get_origin(field.annotation) is dict for field in fields)
+
+
+def _siblings(location: _Location, root: type[BaseModel]) -> list[str]:
+    return sorted({name for model in _models_at(location[:-1], root) for name in model.model_fields})
+
+
+def _kinds(location: _Location, root: type[BaseModel]) -> list[str]:
+    return [str(tag) for model in _models_at(location, root) for tag in _tags(model)]
+
+
+def _models_at(location: _Location, root: type[BaseModel]) -> list[type[BaseModel]]:
+    models = [root]
+    is_name = False
+    for part in location:
+        tagged = [] if is_name else _tagged(models, part)
+        is_name = not is_name and _is_mapping(models, part)
+        models = tagged or _children(models, part) or models
+    return models
+
+
+def _tagged(models: list[type[BaseModel]], part: str | int) -> list[type[BaseModel]]:
+    return [model for model in models if len(models) > 1 and part in _tags(model)]
+
+
+def _tags(model: type[BaseModel]) -> tuple[object, ...]:
+    kind = model.model_fields.get("kind")
+    return get_args(kind.annotation) if kind else ()
+
+
+def _children(models: Iterable[type[BaseModel]], part: str | int) -> list[type[BaseModel]]:
+    fields = [model.model_fields[str(part)] for model in models if part in model.model_fields]
+    return [section for field in fields for section in _sections_in(field.annotation)]
+
+
+def _sections_in(annotation: object) -> list[type[BaseModel]]:
+    """Return the sections that a value of this type may be or hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _sections_in(argument)]

@@ -1,11 +1,40 @@
-"""What every section of a recipe has in common: unknown keys are refused, values do not change after loading."""
+"""The base class of every section, and what several sections share: the device with its dtype, sizes without a key.
+
+The processes of a run and the planner must agree on these sizes; a user never has to choose them.
+"""
 
 from __future__ import annotations
+
+from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
+    """A part of a recipe: unknown keys are refused, values do not change after loading."""
+
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, strict=False, allow_inf_nan=False
     )
+
+
+Device: TypeAlias = Literal["cpu", "cuda"]
+DtypeName: TypeAlias = Literal["float32", "bfloat16"]
+
+
+def dtype_on(device: Device) -> DtypeName:
+    """Return the dtype of weights and activations, in trainers and engines alike."""
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+LOGIT_CHUNK_BYTES = 640 << 20
+"""Logits in memory at a time: enough for full-speed matrix kernels, little beside the activations."""
+
+PAD_MULTIPLE = 8
+"""Packed lengths are rounded up to this times the tensor-parallel size: even shares under sequence parallelism."""
+
+CPU_CACHED_TOKENS = 32_768
+"""Size of an engine's KV cache on a CPU, where it could otherwise take all memory of the machine."""
+
+CPU_SLOT = "megarl_slot"
+"""The Ray resource that stands for a GPU on a CPU run."""

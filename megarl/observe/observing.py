@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from megarl import __version__
-from megarl.config import Recipe
+from megarl.config.recipe import Recipe
 from megarl.observe import catalogue as names
 from megarl.observe.events import (
     EVENTS_FILE,

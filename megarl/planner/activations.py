@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.fixed import LOGIT_CHUNK_BYTES, PAD_MULTIPLE
 from megarl.config.model import ModelShape
-from megarl.config.recipe import Device, ModelParallelConfig, Recipe, dtype_on
+from megarl.config.recipe import Recipe
+from megarl.config.roles import ModelParallelConfig
+from megarl.config.section import LOGIT_CHUNK_BYTES, PAD_MULTIPLE, Device, dtype_on
 from megarl.weights.algebra.slices import ITEM_BYTES
 from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
 

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from megarl.config.checks.recipe import check_without_files
 from megarl.config.document import Document, override
-from megarl.config.recipe import Recipe, TrainedModelConfig
+from megarl.config.recipe import Recipe
+from megarl.config.roles import TrainedModelConfig
 from megarl.planner.hardware import GpuModel
 from megarl.planner.placement import place
 from megarl.planner.run_plan import size
@@ -78,7 +79,7 @@ def _changes(recipe: Recipe) -> Iterator[_Change]:
     tokens = recipe.train.tokens_per_micro_batch
     smaller = {max(recipe.max_context_tokens, tokens // factor) for factor in (2, 4)} - {tokens}
     yield from ((f"train.tokens_per_micro_batch={number}",) for number in sorted(smaller, reverse=True))
-    for role, split in recipe.megatron_roles.items():
+    for role, split in recipe.roles.megatron_roles.items():
         key = f"roles.{role}"
         if split.tensor > 1 and not split.is_sequence_parallel:
             yield (f"{key}.is_sequence_parallel=true",)

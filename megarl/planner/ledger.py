@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megarl.config.algorithm import KlRewardConfig, PolicyGradientConfig
-from megarl.config.recipe import ModelParallelConfig, Recipe, TrainedModelConfig
+from megarl.config.recipe import Recipe
+from megarl.config.roles import ModelParallelConfig, TrainedModelConfig
 from megarl.planner.activations import ModelWork, activation_bytes, forward_bytes, scoring_bytes
 from megarl.planner.hardware import GIB, GpuModel
 from megarl.planner.memory import EngineMemory, StageMemory, bare_weights, engine_memory, stage_memory
@@ -79,7 +80,7 @@ def ledgers(recipe: Recipe, shapes: RoleShapes, placement: Placement, gpu: GpuMo
     """Pool after pool."""
     return tuple(
         ledger
-        for pool in dict.fromkeys(recipe.used_pools.values())
+        for pool in dict.fromkeys(recipe.roles.used_pools.values())
         for ledger in _Pool(recipe, shapes, placement, pool, None if recipe.run.device == "cpu" else gpu).ledgers()
     )
 
@@ -92,7 +93,7 @@ class _Pool:
     ) -> None:
         self._recipe = recipe
         self._capacity = None if gpu is None else gpu.memory_bytes
-        roles = [role for role, where in recipe.used_pools.items() if where == pool]
+        roles = [role for role, where in recipe.roles.used_pools.items() if where == pool]
         self._where = " + ".join("engine" if role == "rollout" else role for role in roles)
         names = [role for role in roles if role in placement.models]
         self._models = {
@@ -161,7 +162,7 @@ class _Model:
         self._role = role
         self._prefix = prefix
         shape = shapes.of(role)
-        self._work = ModelWork.of(recipe, shape, recipe.megatron_roles[role])
+        self._work = ModelWork.of(recipe, shape, recipe.roles.megatron_roles[role])
         self._bare = bare_weights(shape, placement.parallel, dtype=recipe.run.dtype)
         self._held: list[tuple[Item, ...]]
         if role == "reference":
@@ -289,7 +290,7 @@ def _kept_in_host(recipe: Recipe, shapes: RoleShapes, role: str, model: ModelPla
     if role == "actor" and keeps_reference(recipe):
         for stage, weights in enumerate(bare_weights(shapes.policy, model.parallel, dtype=recipe.run.dtype)):
             stages[stage].append(Item(name="reference weights", num_bytes=weights.num_bytes, is_exact=True))
-    away = _offloaded(recipe.megatron_roles[role])
+    away = _offloaded(recipe.roles.megatron_roles[role])
     if away and recipe.run.device != "cpu":
         for number, trained in enumerate(stage_memory(shapes.of(role), model.parallel, dtype=recipe.run.dtype)):
             num_bytes = trained.optimizer_bytes + (trained.weight_bytes if "weights" in away else 0)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
-from megarl.config.fixed import CPU_CACHED_TOKENS
 from megarl.config.model import ModelShape
-from megarl.config.recipe import Device, RolloutRoleConfig, dtype_on
+from megarl.config.roles import RolloutRoleConfig
+from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
 from megarl.weights.algebra.slices import ITEM_BYTES, Holding
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.config.recipe import ModelParallelConfig, Recipe
+from megarl.config.recipe import Recipe
+from megarl.config.roles import ModelParallelConfig
 from megarl.weights.layouts.megatron import MegatronParallel
 
 
@@ -94,7 +95,7 @@ def place(recipe: Recipe) -> Placement:
 
     A pool has nodes of its own, unless everything runs on the one machine where megarl is started.
     """
-    pools = recipe.used_pools
+    pools = recipe.roles.used_pools
     rollout = recipe.roles.rollout
     engine_ranks: tuple[EnginePlace, ...] = ()
     if rollout is not None and rollout.pool is not None:
@@ -104,7 +105,9 @@ def place(recipe: Recipe) -> Placement:
             for index, where in enumerate(places[: len(places) // rollout.tensor * rollout.tensor])
         )
     return Placement(
-        models={role: _model(split, _places(recipe, pools[role])) for role, split in recipe.megatron_roles.items()},
+        models={
+            role: _model(split, _places(recipe, pools[role])) for role, split in recipe.roles.megatron_roles.items()
+        },
         engine_ranks=engine_ranks,
     )
 

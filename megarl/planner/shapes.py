@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.catalogue import CATALOGUE, catalogue_name
 from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.public_models import PUBLIC_MODELS, public_model_name
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, Problem
 
@@ -29,9 +29,9 @@ def find_shapes(recipe: Recipe, *, name: str | None = None) -> RoleShapes:
 
     A critic has the policy's shape, unless it starts from a folder of its own.
     """
-    if name is not None and name not in CATALOGUE:
-        raise _error("--shape", f"unknown {name!r}; one of {', '.join(CATALOGUE)}")
-    policy, source = (CATALOGUE[name], _entry(name)) if name else _find(recipe.model.path, "model.path")
+    if name is not None and name not in PUBLIC_MODELS:
+        raise _error("--shape", f"unknown {name!r}; one of {', '.join(PUBLIC_MODELS)}")
+    policy, source = (PUBLIC_MODELS[name], _entry(name)) if name else _find(recipe.model.path, "model.path")
     critic = recipe.roles.critic
     body = policy if critic is None or critic.path is None else _find(critic.path, "roles.critic.path")[0]
     return RoleShapes(policy=policy, critic=body.as_critic(), source=source)
@@ -40,11 +40,11 @@ def find_shapes(recipe: Recipe, *, name: str | None = None) -> RoleShapes:
 def _find(path: Path, key: str) -> tuple[ModelShape, str]:
     if (path / "config.json").is_file():
         return read_model_shape(path), str(path)
-    entry = catalogue_name(path)
+    entry = public_model_name(path)
     if entry is None:
         remedy = "name a shape with --shape" if key == "model.path" else "name its folder as one of"
-        raise _error(key, f"{path} is neither here nor a known model; {remedy}: {', '.join(CATALOGUE)}")
-    return CATALOGUE[entry], _entry(entry)
+        raise _error(key, f"{path} is neither here nor a known model; {remedy}: {', '.join(PUBLIC_MODELS)}")
+    return PUBLIC_MODELS[entry], _entry(entry)
 
 
 def _entry(name: str) -> str:

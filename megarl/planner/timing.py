@@ -160,7 +160,7 @@ def _work(recipe: Recipe, models: Mapping[str, _TimedModel]) -> tuple[_Work, _Wo
 
 def _side_by_side(recipe: Recipe, work: _Work) -> Iterator[PhaseTime]:
     """Pools work at the same time, the models of one pool in turn: the step waits for the pool that needs longest."""
-    pools = recipe.used_pools
+    pools = recipe.roles.used_pools
     by_pool: defaultdict[str, float] = defaultdict(float)
     for role, seconds in work.values():
         by_pool[pools[role]] += seconds
@@ -192,7 +192,7 @@ class _TimedModel:
         sequences: int,
     ) -> None:
         shape, parallel = shapes.of(role), placement.parallel
-        self._work = ModelWork.of(recipe, shape, recipe.megatron_roles[role])
+        self._work = ModelWork.of(recipe, shape, recipe.roles.megatron_roles[role])
         self._weight_bytes = max(stage.num_bytes for stage in bare_weights(shape, parallel, dtype=recipe.run.dtype))
         per_rank = sequences * workload.sequence_tokens / _mini_batches(recipe, role) / parallel.data
         self.num_micro_batches = max(1, -(-int(per_rank) // recipe.train.tokens_per_micro_batch))

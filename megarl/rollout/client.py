@@ -19,7 +19,7 @@ import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
-from megarl.config.recipe import Device
+from megarl.config.section import Device
 from megarl.errors import EngineError
 from megarl.rollout.bounded import BoundedTransport
 from megarl.system.secret import Secret

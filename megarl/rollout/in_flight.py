@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from megarl.config.recipe import InFlight
+from megarl.config.roles import InFlight
 from megarl.errors import EngineError
 from megarl.results import PublishResult
 from megarl.rollout.client import PauseMode

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from megarl.config.native import read_library
-from megarl.config.native.library import JSON
+from megarl.config.native.options import JSON, read_library
 
 
 def native_words(options: Mapping[str, object]) -> list[str]:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megarl.config.fixed import CPU_CACHED_TOKENS
-from megarl.config.recipe import Device, RolloutRoleConfig, dtype_on
+from megarl.config.roles import RolloutRoleConfig
+from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
 from megarl.env import engine_environment
 from megarl.errors import EngineError, MachineError
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest

@@ -14,7 +14,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from megarl.config.recipe import InFlight
+from megarl.config.roles import InFlight
 from megarl.errors import EngineError
 from megarl.types import FinishReason, FloatArray, JsonValue, PolicyVersion, TokenArray
 

@@ -21,15 +21,14 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.config.recipe import PoolConfig, Recipe
+from megarl.config.recipe import Recipe
+from megarl.config.roles import PoolConfig
+from megarl.config.section import CPU_SLOT
 from megarl.env import current_environment
 from megarl.errors import MachineError
 from megarl.system.guard import start_guarded, stop_guarded
 from megarl.system.network import LOOPBACK, address_in
 from megarl.weights.algebra.locality import Gpu
-
-CPU_SLOT = "megarl_slot"
-"""On a CPU run a Ray resource stands for the GPU a process would have."""
 
 PLACEMENT_TIMEOUT_S = 120.0
 OBJECT_STORE_BYTES = 256 << 20

@@ -18,7 +18,7 @@ from megarl.checkpoint.state import TrainerState
 from megarl.compare.hook_points import module_hooks
 from megarl.compare.recordings import Recorder, WeightDigests, weight_digests, write_patches
 from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradientConfig, SftConfig
-from megarl.config.recipe import OptimizerConfig
+from megarl.config.roles import OptimizerConfig
 from megarl.results import UpdateResult, UpdateStats
 from megarl.train.logprob import TokenScores
 from megarl.train.passes import accumulate_gradients, forward

@@ -8,7 +8,7 @@ from torch import Tensor
 from megarl.algo.objective import ValueTokens, critic_loss
 from megarl.algo.segments import Segments
 from megarl.config.algorithm import PolicyGradientConfig
-from megarl.config.recipe import OptimizerConfig
+from megarl.config.roles import OptimizerConfig
 from megarl.results import CriticResult
 from megarl.train.passes import accumulate_gradients, forward
 from megarl.train.rank import RankSpec

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megarl.config.fixed import LOGIT_CHUNK_BYTES
+from megarl.config.section import LOGIT_CHUNK_BYTES
 
 _CHUNK_MULTIPLE = 256
 """Tokens: what matrix kernels are tiled by."""

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.model import Experts, ModelShape, RopeScaling
-from megarl.config.recipe import Device, dtype_on
+from megarl.config.section import Device, dtype_on
 from megarl.errors import ConfigError, Problem
 from megarl.train.attention import PackedAttention
 from megarl.train.fused import GatedActivation, Rotation

@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.config.recipe import OptimizerConfig, TrainedModelConfig
+from megarl.config.roles import OptimizerConfig, TrainedModelConfig
 from megarl.train.model import Model
 from megarl.train.offload import Offload
 from megarl.train.shards import Shard, shards_of

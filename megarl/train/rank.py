@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megarl.config.model import ModelShape
-from megarl.config.recipe import Device, ModelParallelConfig, dtype_on
+from megarl.config.roles import ModelParallelConfig
+from megarl.config.section import Device, dtype_on
 from megarl.data.packing import unpack
 from megarl.system.faults import Spoil, StepPoint, reach
 from megarl.train import cpu

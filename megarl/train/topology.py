@@ -15,7 +15,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch._C._distributed_c10d import TCPStore
 
-from megarl.config.recipe import Device, ModelParallelConfig
+from megarl.config.roles import ModelParallelConfig
+from megarl.config.section import Device
 from megarl.errors import MachineError
 
 

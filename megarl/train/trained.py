@@ -9,7 +9,7 @@ import torch
 
 from megarl.checkpoint.manifest import Contents, FileDigest
 from megarl.checkpoint.state import TrainerState
-from megarl.config.recipe import OptimizerConfig, TrainedModelConfig
+from megarl.config.roles import OptimizerConfig, TrainedModelConfig
 from megarl.errors import NumericsError
 from megarl.train.checkpoint import RankSaver, load_optimizer, weights_of
 from megarl.train.micro_batch import DeviceMicroBatch

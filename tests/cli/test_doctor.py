@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main as cli
-from megarl.config import load_recipe
+from megarl.config.load import load_recipe
 from megarl.tools.doctor import examination
 from megarl.tools.doctor.checks import Check, CheckStatus
 from tests.tools.doctor.runs import Step, write_run

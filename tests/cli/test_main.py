@@ -16,7 +16,7 @@ import pytest
 from megarl import __version__
 from megarl.cli import main as cli
 from megarl.cli import recipes
-from megarl.config import Recipe
+from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, EngineError, MegarlError, NumericsError, PreemptedError, Problem
 
 RECIPE = """\

@@ -12,9 +12,9 @@ from megarl.compare.small_recipe import (
     tiny_for_layouts,
     tiny_shape,
 )
-from megarl.config.catalogue import CATALOGUE
 from megarl.config.load import read_recipe
 from megarl.config.model import ModelShape
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, MachineError
 from megarl.planner.shapes import find_shapes
@@ -93,7 +93,7 @@ def test_a_recipe_without_engines_or_with_engines_that_run_already_is_refused() 
 
 def test_every_model_of_the_catalogue_has_a_tiny_one() -> None:
     recipe, _ = read("grpo_7b", "roles.actor={pool: train, tensor: 2, pipeline: 2}")
-    for shape in CATALOGUE.values():
+    for shape in PUBLIC_MODELS.values():
         tiny = tiny_shape(shape, recipe.roles.actor)
         assert tiny.family is shape.family
         assert tiny.has_tied_embeddings is shape.has_tied_embeddings

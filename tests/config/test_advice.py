@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import read_model_shape, read_recipe
 from megarl.config.advice import advise
+from megarl.config.load import read_recipe
+from megarl.config.model import read_model_shape
 
 GOOD = Path(__file__).parent / "good.yaml"
 

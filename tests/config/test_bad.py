@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli.main import run
-from megarl.config import load_recipe
+from megarl.config.load import load_recipe
 
 HERE = Path(__file__).parent
 RECIPES = sorted((HERE / "bad").glob("*.yaml"))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import load_recipe
 from megarl.config.algorithm import GrpoConfig, PpoLossConfig
+from megarl.config.load import load_recipe
 from megarl.errors import ConfigError
 from tests.config.conftest import write_model
 

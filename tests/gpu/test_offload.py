@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megarl.config.algorithm import SftConfig
-from megarl.config.catalogue import CATALOGUE
-from megarl.config.recipe import ActorConfig, OptimizerConfig
+from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.train.actor import ActorRank
 from megarl.train.offload import Offload
 from megarl.train.rank import RankSpec
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpu
 NUM_PHASES = 50
 SLACK_BYTES = 96 << 20
 """Less than any one of the models here: allocators round."""
-SHAPE = CATALOGUE["qwen2.5-0.5b"]
+SHAPE = PUBLIC_MODELS["qwen2.5-0.5b"]
 TIMEOUT_S = 60.0
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.config.algorithm import SftConfig
-from megarl.config.recipe import ActorConfig, OptimizerConfig
+from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import pack
 from megarl.train.actor import ActorRank
 from megarl.train.rank import RankSpec

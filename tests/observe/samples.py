@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.config import Recipe
+from megarl.config.recipe import Recipe
 from megarl.data.generations import Generation
 from megarl.observe.events import (
     CheckpointFailed,

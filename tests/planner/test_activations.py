@@ -7,9 +7,10 @@ from math import prod
 
 import pytest
 
-from megarl.config.catalogue import CATALOGUE
-from megarl.config.fixed import LOGIT_CHUNK_BYTES
-from megarl.config.recipe import ActorConfig, Recipe
+from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.recipe import Recipe
+from megarl.config.roles import ActorConfig
+from megarl.config.section import LOGIT_CHUNK_BYTES
 from megarl.planner.activations import (
     ModelWork,
     activation_bytes,
@@ -22,7 +23,7 @@ from megarl.planner.activations import (
 from megarl.weights.layouts.canonical import canonical_tensors
 from tests.planner.recipes import make_recipe
 
-SHAPE = replace(CATALOGUE["qwen2.5-7b"], num_layers=8)
+SHAPE = replace(PUBLIC_MODELS["qwen2.5-7b"], num_layers=8)
 
 
 def work_of(*assignments: str) -> ModelWork:
@@ -119,7 +120,7 @@ def test_the_estimate_is_near_the_peaks_seen_on_a_gpu(
 
     At the peak the backward pass has begun: the output matrix has its gradient, the layers have none yet.
     """
-    shape = replace(CATALOGUE[name], num_layers=num_layers)
+    shape = replace(PUBLIC_MODELS[name], num_layers=num_layers)
     weight_bytes = 2 * sum(prod(spec.shape) for spec in canonical_tensors(shape).values())
     others = weight_bytes + 2 * shape.vocab * shape.hidden + LOGIT_CHUNK_BYTES
     work = ModelWork(shape=shape, split=ActorConfig(pool="train"), tokens=tokens, device="cuda")

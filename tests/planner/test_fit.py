@@ -2,14 +2,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megarl.config.catalogue import CATALOGUE
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.planner.fit import proposals
 from megarl.planner.hardware import GPUS
 from megarl.planner.run_plan import size
 from megarl.planner.timing import StepWorkload
 from tests.planner.recipes import PPO, make_recipe, shapes_of
 
-SHAPES = shapes_of(CATALOGUE["qwen2.5-7b"])
+SHAPES = shapes_of(PUBLIC_MODELS["qwen2.5-7b"])
 H100 = GPUS["h100"]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.config.catalogue import CATALOGUE
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.planner.hardware import GPUS
 from megarl.planner.ledger import TRAINER_CONTEXT_BYTES, HostLedger, MemoryLedger, Phase, host_ledgers, ledgers
@@ -15,7 +15,7 @@ from megarl.planner.placement import place
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.planner.recipes import PPO, make_recipe, shapes_of
 
-SHAPE = replace(CATALOGUE["qwen2.5-7b"], num_layers=8)
+SHAPE = replace(PUBLIC_MODELS["qwen2.5-7b"], num_layers=8)
 SHAPES = shapes_of(SHAPE)
 H100 = GPUS["h100"]
 SPLIT = MegatronParallel(tensor=4, pipeline=2, data=2)
@@ -157,7 +157,7 @@ def test_one_gpu_for_both_roles_holds_what_was_seen_on_an_h200() -> None:
         "sampling.max_response_tokens=5",
         "train.tokens_per_micro_batch=5720",
     )
-    shape = CATALOGUE["qwen2.5-0.5b"]
+    shape = PUBLIC_MODELS["qwen2.5-0.5b"]
     found = {
         ledger.phase: ledger.total_bytes / 2**20
         for ledger in ledgers(recipe, shapes_of(shape), place(recipe), GPUS["h200"])

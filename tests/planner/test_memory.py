@@ -7,14 +7,14 @@ from math import prod
 
 import pytest
 
-from megarl.config.catalogue import CATALOGUE
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.planner.hardware import GPUS
 from megarl.planner.memory import bare_weights, engine_memory, stage_memory
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.planner.recipes import make_recipe
 
-SHAPE = replace(CATALOGUE["qwen2.5-7b"], num_layers=8)
+SHAPE = replace(PUBLIC_MODELS["qwen2.5-7b"], num_layers=8)
 H100 = GPUS["h100"]
 
 
@@ -51,7 +51,7 @@ def test_weights_gradients_and_optimizer_are_those_of_the_full_layout(
     ],
 )
 def test_experts_are_divided_and_sharded_over_their_own_replicas(parallel: MegatronParallel) -> None:
-    shape = replace(CATALOGUE["qwen3-30b-a3b"], num_layers=9 if parallel.pipeline == 3 else 4)
+    shape = replace(PUBLIC_MODELS["qwen3-30b-a3b"], num_layers=9 if parallel.pipeline == 3 else 4)
     layout = megatron_layout(shape, parallel, dtype="bfloat16")
     for stage in stage_memory(shape, parallel, dtype="bfloat16"):
         tensors = layout.by_rank[parallel.rank(tensor=0, data=0, pipeline=stage.stage)].tensors

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.algorithm import GaeConfig, SftConfig
-from megarl.config.recipe import ActorConfig, CriticConfig, OptimizerConfig
+from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.planner.memory import bare_weights, stage_memory
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import Experts, ModelShape
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.planner.hardware import GPUS
 from megarl.planner.placement import place
@@ -15,10 +15,10 @@ from megarl.weights.layouts.canonical import canonical_tensors
 from tests.planner.recipes import make_recipe
 
 H100 = GPUS["h100"]
-SHAPE = replace(CATALOGUE["qwen2.5-0.5b"], num_layers=8, num_heads=16, num_kv_heads=4, head_dim=64)
-LARGE = CATALOGUE["llama-3.1-70b"]
+SHAPE = replace(PUBLIC_MODELS["qwen2.5-0.5b"], num_layers=8, num_heads=16, num_kv_heads=4, head_dim=64)
+LARGE = PUBLIC_MODELS["llama-3.1-70b"]
 MIXTURE = replace(
-    CATALOGUE["qwen3-30b-a3b"], num_layers=6, experts=Experts(num=16, per_token=2, is_normalized=True), vocab=4096
+    PUBLIC_MODELS["qwen3-30b-a3b"], num_layers=6, experts=Experts(num=16, per_token=2, is_normalized=True), vocab=4096
 )
 
 SEPARATE = make_recipe(

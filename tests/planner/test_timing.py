@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import ModelShape
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.planner.hardware import GPUS, HOST_GB_PER_S, TRAIN_EFFICIENCY
 from megarl.planner.memory import bare_weights, engine_memory
@@ -11,7 +11,7 @@ from megarl.planner.placement import place
 from megarl.planner.timing import PhaseName, StepWorkload, Timing, estimate
 from tests.planner.recipes import PPO, make_recipe, shapes_of
 
-SHAPE = CATALOGUE["qwen2.5-7b"]
+SHAPE = PUBLIC_MODELS["qwen2.5-7b"]
 H100 = GPUS["h100"]
 
 
@@ -38,7 +38,7 @@ def test_an_update_is_six_operations_per_weight_and_token() -> None:
 
 
 def test_a_mixture_computes_with_the_experts_of_a_token_and_reads_those_of_the_batch() -> None:
-    mixture = CATALOGUE["qwen3-30b-a3b"]
+    mixture = PUBLIC_MODELS["qwen3-30b-a3b"]
     recipe = make_recipe("roles.actor={pool: train, expert: 8}")
     timing = time_of(recipe, shape=mixture)
     attention = 2 * 48 * 32 * 128 * 1100

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 
 from megarl.config.model import ModelShape
-from megarl.config.recipe import RolloutRoleConfig
+from megarl.config.roles import RolloutRoleConfig
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet

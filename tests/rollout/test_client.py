@@ -8,7 +8,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from megarl.config.recipe import Device
+from megarl.config.section import Device
 from megarl.errors import EngineError
 from megarl.rollout.client import EngineKeys, GenerateRequest, PauseMode
 from megarl.types import JsonValue, PolicyVersion

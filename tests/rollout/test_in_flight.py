@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from megarl.config.recipe import InFlight
+from megarl.config.roles import InFlight
 from megarl.errors import WeightSyncError
 from megarl.results import PublishResult
 from megarl.rollout.fleet import Fleet

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.native import read_library
+from megarl.config.native.options import read_library
 from megarl.config.native.owned import owned
-from megarl.config.recipe import Device
+from megarl.config.section import Device
 from megarl.errors import MachineError
 from megarl.rollout.process import EngineProcess, command_line, last_words
 from megarl.system.proc import ZOMBIE, all_processes
@@ -129,7 +129,7 @@ def test_a_server_that_is_late_is_stopped(tmp_path: Path) -> None:
 PARENT = """
 import sys, time
 from pathlib import Path
-from megarl.config.recipe import RolloutRoleConfig
+from megarl.config.roles import RolloutRoleConfig
 from megarl.rollout.client import EngineKeys
 from megarl.rollout.process import EngineProcess, EngineSpec
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.config.recipe import InFlight
+from megarl.config.roles import InFlight
 from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.types import FinishReason, PolicyVersion
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.config.model import ModelShape
-from megarl.config.recipe import ModelParallelConfig
+from megarl.config.roles import ModelParallelConfig
 from megarl.rollout.commands import Rendezvous
 from megarl.train.rank import ModelRank, RankSpec
 from megarl.weights.executors.digest import fastest_digest

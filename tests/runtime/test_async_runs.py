@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoint.state import RunState, read_state
-from megarl.config.recipe import InFlight
+from megarl.config.roles import InFlight
 from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.runtime.runs import Run, finished, run, started

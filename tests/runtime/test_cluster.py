@@ -3,7 +3,8 @@ from __future__ import annotations
 from ray._raylet import PlacementGroupID
 from ray.util.placement_group import PlacementGroup
 
-from megarl.runtime.cluster import CPU_SLOT, Place, gpu_numbers
+from megarl.config.section import CPU_SLOT
+from megarl.runtime.cluster import Place, gpu_numbers
 
 
 def place(pool: str, bundle: int, node: str, gpu: int | None = None) -> Place:

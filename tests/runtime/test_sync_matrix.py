@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.recipe import ModelParallelConfig
+from megarl.config.roles import ModelParallelConfig
 from megarl.rollout.client import EngineClient
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.native import Library, read_library
+from megarl.config.native.options import read_library
+from megarl.config.native.owned import Library
 from scripts.megatron_fields import CONFIGS, megatron_fields
 
 

@@ -14,7 +14,7 @@ from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.state import TrainerState
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from megarl.config.model import ModelShape
-from megarl.config.recipe import ActorConfig, CriticConfig, OptimizerConfig
+from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.errors import CheckpointError, ConfigError, MachineError, NumericsError
 from megarl.results import CriticResult, CriticStats, UpdateResult, UpdateStats
 from megarl.train import cpu

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PpoLossConfig, SftConfig
 from megarl.config.model import ModelShape
-from megarl.config.recipe import OptimizerConfig
+from megarl.config.roles import OptimizerConfig
 from megarl.types import TrainSample
 
 

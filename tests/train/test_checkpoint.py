@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.checkpoint.state import TrainerState
 from megarl.config.model import ModelShape
-from megarl.config.recipe import ActorConfig, OptimizerConfig
+from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.train.checkpoint import has_own_master
 from megarl.types import TrainBatch
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout

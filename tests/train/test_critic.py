@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megarl.config.algorithm import GaeConfig
 from megarl.config.model import read_model_shape
-from megarl.config.recipe import ActorConfig, CriticConfig
+from megarl.config.roles import ActorConfig, CriticConfig
 from megarl.types import FloatArray, TrainSample
 from megarl.weights.layouts.canonical import VALUE_HEAD
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout

@@ -8,9 +8,9 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import read_model_shape
 from megarl.config.native.owned import owned
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.train import model as model_module
 from megarl.train.model import rotary_frequencies, transformer_config
 from megarl.weights.layouts.megatron import MegatronParallel
@@ -26,7 +26,7 @@ LLAMA3 = {
 
 
 def config_with(name: str = "qwen3-8b", **native: object) -> TransformerConfig:
-    shape = CATALOGUE[name]
+    shape = PUBLIC_MODELS[name]
     return transformer_config(shape, MegatronParallel(), is_sequence_parallel=False, device="cpu", native=native)
 
 
@@ -34,7 +34,7 @@ def test_fields_of_the_recipe_reach_megatron() -> None:
     assert config_with().recompute_granularity is None
     config = config_with(recompute_granularity="selective", recompute_modules=["mlp"])
     assert (config.recompute_granularity, config.recompute_modules) == ("selective", ["mlp"])
-    assert config.num_layers == CATALOGUE["qwen3-8b"].num_layers
+    assert config.num_layers == PUBLIC_MODELS["qwen3-8b"].num_layers
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b"])

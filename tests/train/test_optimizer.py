@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config.algorithm import SftConfig
 from megarl.config.native.owned import owned
-from megarl.config.recipe import ActorConfig, OptimizerConfig
+from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import pack
 from megarl.train import optimizer as optimizer_module
 from megarl.train.optimizer import buffer_config, optimizer_config

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
-from megarl.config.recipe import ActorConfig, OptimizerConfig
+from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import pack
 from megarl.types import TrainBatch, TrainSample
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout

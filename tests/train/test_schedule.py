@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megarl.config.recipe import OptimizerConfig
+from megarl.config.roles import OptimizerConfig
 from megarl.train.schedule import learning_rate
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 
-from megarl.config.recipe import ActorConfig
+from megarl.config.roles import ActorConfig
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.train import jobs
 from tests.train.cluster import Cluster

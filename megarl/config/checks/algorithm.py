@@ -1,10 +1,16 @@
-"""What an algorithm section can get wrong together with the rest of a recipe: combinations that make no sense."""
+"""Combinations of algorithm, reward, staleness and the rest of a recipe that make no sense.
+
+Starts no reward worker and opens no file.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from megarl.config.algorithm import (
+    EstimatorConfig,
     GaeConfig,
     GdpoConfig,
     GmpoLossConfig,
@@ -20,14 +26,19 @@ from megarl.config.algorithm import (
     RemaxConfig,
     SftConfig,
 )
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import Recipe, SamplingConfig, TrainConfig
 from megarl.config.reward import (
+    BySourceRewardConfig,
     ExactRewardConfig,
     Gsm8kRewardConfig,
+    HttpRewardConfig,
     MathRewardConfig,
     MultipleChoiceRewardConfig,
     RegexRewardConfig,
+    RewardConfig,
+    SingleRewardConfig,
 )
+from megarl.config.roles import RolesConfig
 from megarl.errors import Problem
 
 _WITHOUT_COMPONENTS = (
@@ -40,47 +51,89 @@ _WITHOUT_COMPONENTS = (
 
 
 def check_algorithm(recipe: Recipe) -> list[Problem]:
-    """Every problem of the algorithm, in the order of its keys."""
-    algorithm = recipe.algorithm
+    """Return every problem of the algorithm, in the order of its keys."""
+    algorithm, sampling = recipe.algorithm, recipe.sampling
     if isinstance(algorithm, SftConfig):
-        return list(_imitation(recipe))
+        return list(_imitation(recipe.train, recipe.roles, is_evaluated=recipe.evaluation is not None))
     return [
-        *_rollouts(recipe),
-        *_models(algorithm, recipe),
-        *_loss(algorithm, recipe),
+        *_rollouts(algorithm, recipe.roles, sampling),
+        *_models(algorithm, recipe.roles),
+        *_loss(algorithm, recipe.train, sampling),
         *_correction(algorithm),
-        *_mismatch(algorithm, recipe),
-        *_filter(algorithm, recipe),
-        *_overlong(algorithm, recipe),
-        *_components(algorithm, recipe),
+        *_mismatch(algorithm, recipe.run.steps),
+        *_filter(algorithm, sampling),
+        *_overlong(algorithm, sampling),
+        *_components(algorithm, recipe.reward),
     ]
 
 
-def _imitation(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.train.prompts_per_update is not None:
-        yield Problem(key="train.prompts_per_update", message="has no use in sft; remove it")
-    for name, role in (("critic", recipe.roles.critic), ("reference", recipe.roles.reference)):
-        if role is not None:
-            yield Problem(key=f"roles.{name}", message="has no use in sft; remove it")
-    if recipe.roles.rollout is not None and recipe.evaluation is None:
-        yield Problem(key="roles.rollout", message="sft generates only for an evaluation; remove one, add the other")
+def check_rewards(config: RewardConfig) -> Iterator[Problem]:
+    if isinstance(config, BySourceRewardConfig):
+        for name, part in config.sources.items():
+            yield from _reward(part, f"reward.sources.{name}")
+    else:
+        yield from _reward(config, "reward")
 
 
-def _rollouts(recipe: Recipe) -> Iterator[Problem]:
-    kind = recipe.algorithm.kind
-    if recipe.roles.rollout is None:
-        yield Problem(key="roles.rollout", message=f"missing; {kind} needs engines that generate")
-    judges_alone = GaeConfig | ReinforcePpConfig | RemaxConfig
-    if recipe.sampling.rollouts_per_prompt == 1 and not isinstance(recipe.algorithm, judges_alone):
+def check_staleness(recipe: Recipe) -> Iterator[Problem]:
+    """Yield what does not go together with generating while training, or with the lack of it."""
+    rollout, staleness, algorithm = recipe.roles.rollout, recipe.train.max_staleness, recipe.algorithm
+    if staleness == 0:
+        if rollout is not None and rollout.in_flight is not None:
+            yield Problem(
+                key="roles.rollout.in_flight",
+                message="has no use with train.max_staleness 0, where no request runs during a publish; remove it",
+            )
+        return
+    if isinstance(algorithm, SftConfig):
+        message = f"{staleness} has no use in sft, which generates nothing to train on; remove it"
+        yield Problem(key="train.max_staleness", message=message)
+    pools = recipe.roles.used_pools
+    sharing = [role for role, pool in pools.items() if role != "rollout" and pool == pools.get("rollout")]
+    if sharing:
         yield Problem(
-            key="sampling.rollouts_per_prompt",
-            message=f"1 leaves nothing to compare in a group; {kind} needs at least 2",
+            key="train.max_staleness",
+            message=f"{staleness} generates while {sharing[0]} works, but both have pool {pools['rollout']}; "
+            "give roles.rollout a pool of its own or set it to 0",
+        )
+    filtering = algorithm.filter if isinstance(algorithm, PolicyGradientConfig) else None
+    if filtering is not None and filtering.oversampling > 1:
+        yield Problem(
+            key="algorithm.filter.oversampling",
+            message=f"{filtering.oversampling:g} has no use with train.max_staleness {staleness}, which lets "
+            f"{1 + staleness} steps' worth of prompts be under way; remove it",
+        )
+    if recipe.checkpoint.keep_best is not None:
+        yield Problem(
+            key="checkpoint.keep_best",
+            message=f"with train.max_staleness {staleness} an evaluation ends when the weights it began with are "
+            "trained on; remove it or set train.max_staleness to 0",
         )
 
 
-def _models(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem]:
-    """Critic and reference are there where they are needed, and nowhere else."""
-    roles = recipe.roles
+def _imitation(train: TrainConfig, roles: RolesConfig, *, is_evaluated: bool) -> Iterator[Problem]:
+    if train.prompts_per_update is not None:
+        yield Problem(key="train.prompts_per_update", message="has no use in sft; remove it")
+    for name, role in (("critic", roles.critic), ("reference", roles.reference)):
+        if role is not None:
+            yield Problem(key=f"roles.{name}", message="has no use in sft; remove it")
+    if roles.rollout is not None and not is_evaluated:
+        yield Problem(key="roles.rollout", message="sft generates only for an evaluation; remove one, add the other")
+
+
+def _rollouts(algorithm: EstimatorConfig, roles: RolesConfig, sampling: SamplingConfig) -> Iterator[Problem]:
+    if roles.rollout is None:
+        yield Problem(key="roles.rollout", message=f"missing; {algorithm.kind} needs engines that generate")
+    needs_no_group = isinstance(algorithm, GaeConfig | ReinforcePpConfig | RemaxConfig)
+    if sampling.rollouts_per_prompt == 1 and not needs_no_group:
+        yield Problem(
+            key="sampling.rollouts_per_prompt",
+            message=f"1 leaves nothing to compare in a group; {algorithm.kind} needs at least 2",
+        )
+
+
+def _models(algorithm: EstimatorConfig, roles: RolesConfig) -> Iterator[Problem]:
+    """Yield a critic or reference that is missing, or that nothing uses."""
     if isinstance(algorithm, GaeConfig) and roles.critic is None:
         yield Problem(key="roles.critic", message="missing; gae needs a critic: name a pool for it, or choose grpo")
     if not isinstance(algorithm, GaeConfig) and roles.critic is not None:
@@ -99,30 +152,30 @@ def _models(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem
         )
 
 
-def _loss(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem]:
+def _loss(algorithm: EstimatorConfig, train: TrainConfig, sampling: SamplingConfig) -> Iterator[Problem]:
     loss, aggregation = algorithm.loss, algorithm.aggregation
     if isinstance(loss, GspoLossConfig | GmpoLossConfig) and aggregation != "seq_mean_token_mean":
         yield Problem(
             key="algorithm.aggregation",
             message=f"{aggregation} does not weigh sequences alike, as {loss.kind} does; set seq_mean_token_mean",
         )
-    if isinstance(loss, GpgLossConfig) and recipe.train.updates_per_step > 1:
+    if isinstance(loss, GpgLossConfig) and train.updates_per_step > 1:
         yield Problem(
             key="algorithm.loss.kind",
             message=f"gpg has no ratio to the policy that sampled, but train.prompts_per_update and train.epochs make "
-            f"{recipe.train.updates_per_step} updates a step; remove them or choose ppo",
+            f"{train.updates_per_step} updates a step; remove them or choose ppo",
         )
     if (aggregation == "seq_mean_token_sum_norm") != (algorithm.horizon_tokens is not None):
         yield Problem(
             key="algorithm.horizon_tokens",
-            message=f"missing; seq_mean_token_sum_norm divides by it, {recipe.sampling.max_response_tokens} "
+            message=f"missing; seq_mean_token_sum_norm divides by it, {sampling.max_response_tokens} "
             "(sampling.max_response_tokens) is usual"
             if algorithm.horizon_tokens is None
             else f"{algorithm.horizon_tokens} has no use with {aggregation}; remove it or set seq_mean_token_sum_norm",
         )
 
 
-def _correction(algorithm: PolicyGradientConfig) -> Iterator[Problem]:
+def _correction(algorithm: EstimatorConfig) -> Iterator[Problem]:
     match algorithm.correction:
         case IcepopConfig(min_weight=low, max_weight=high) if low >= high:
             yield Problem(key="algorithm.correction.min_weight", message=f"{low} is not below max_weight {high}")
@@ -130,10 +183,10 @@ def _correction(algorithm: PolicyGradientConfig) -> Iterator[Problem]:
             yield Problem(key="algorithm.correction.lowest", message=f"{low} is not below highest {high}")
 
 
-def _mismatch(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem]:
+def _mismatch(algorithm: EstimatorConfig, steps: int) -> Iterator[Problem]:
     mismatch = algorithm.mismatch
     if mismatch.baseline is not None:
-        yield from _baseline(mismatch, mismatch.baseline, recipe)
+        yield from _baseline(mismatch, mismatch.baseline, steps)
     elif mismatch.warn_above >= mismatch.act_above:
         yield Problem(
             key="algorithm.mismatch.warn_above",
@@ -147,7 +200,7 @@ def _mismatch(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Probl
         )
 
 
-def _baseline(mismatch: MismatchConfig, baseline: MismatchBaselineConfig, recipe: Recipe) -> Iterator[Problem]:
+def _baseline(mismatch: MismatchConfig, baseline: MismatchBaselineConfig, steps: int) -> Iterator[Problem]:
     key = "algorithm.mismatch.baseline"
     for name in sorted(mismatch.model_fields_set & {"warn_above", "act_above"}):
         yield Problem(key=f"algorithm.mismatch.{name}", message="has no use with a baseline; remove one of the two")
@@ -155,28 +208,28 @@ def _baseline(mismatch: MismatchConfig, baseline: MismatchBaselineConfig, recipe
         yield Problem(
             key=f"{key}.warn_times", message=f"{baseline.warn_times:g} is not below act_times {baseline.act_times:g}"
         )
-    if baseline.steps >= recipe.run.steps:
+    if baseline.steps >= steps:
         yield Problem(
             key=f"{key}.steps",
-            message=f"{baseline.steps} leaves none of the run's {recipe.run.steps} steps to compare with it",
+            message=f"{baseline.steps} leaves none of the run's {steps} steps to compare with it",
         )
 
 
-def _filter(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem]:
+def _filter(algorithm: EstimatorConfig, sampling: SamplingConfig) -> Iterator[Problem]:
     if algorithm.filter is None:
         return
     low, high = algorithm.filter.lowest_mean, algorithm.filter.highest_mean
     if low is not None and high is not None and low >= high:
         yield Problem(key="algorithm.filter.lowest_mean", message=f"{low} is not below highest_mean {high}")
-    if recipe.sampling.rollouts_per_prompt == 1:
+    if sampling.rollouts_per_prompt == 1:
         yield Problem(
             key="algorithm.filter",
             message="drops every group of one; remove it or raise sampling.rollouts_per_prompt",
         )
 
 
-def _overlong(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem]:
-    overlong, limit = algorithm.overlong, recipe.sampling.max_response_tokens
+def _overlong(algorithm: EstimatorConfig, sampling: SamplingConfig) -> Iterator[Problem]:
+    overlong, limit = algorithm.overlong, sampling.max_response_tokens
     if overlong is None:
         return
     if overlong.buffer_tokens is None and not overlong.is_filtered:
@@ -196,8 +249,8 @@ def _overlong(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Probl
         )
 
 
-def _components(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Problem]:
-    if not isinstance(recipe.reward, _WITHOUT_COMPONENTS):
+def _components(algorithm: EstimatorConfig, reward: RewardConfig) -> Iterator[Problem]:
+    if not isinstance(reward, _WITHOUT_COMPONENTS):
         return
     keys = []
     if isinstance(algorithm, GdpoConfig):
@@ -205,4 +258,23 @@ def _components(algorithm: PolicyGradientConfig, recipe: Recipe) -> Iterator[Pro
     if algorithm.filter is not None and algorithm.filter.component is not None:
         keys.append("algorithm.filter.component")
     for key in keys:
-        yield Problem(key=key, message=f"the {recipe.reward.kind} reward has no components; set reward.kind function")
+        yield Problem(key=key, message=f"the {reward.kind} reward has no components; set reward.kind function")
+
+
+def _reward(config: SingleRewardConfig, key: str) -> Iterator[Problem]:
+    if isinstance(config, ExactRewardConfig):
+        return
+    if config.on_error == "value" and config.error_value is None:
+        yield Problem(key=f"{key}.error_value", message="missing; on_error value needs the score to give")
+    if config.on_error != "value" and config.error_value is not None:
+        yield Problem(
+            key=f"{key}.error_value", message=f"has no use with on_error {config.on_error}; remove it or set value"
+        )
+    if isinstance(config, HttpRewardConfig) and urlsplit(config.url).username is not None:
+        # The message leaves the value out: it is a secret.
+        yield Problem(key=f"{key}.url", message="has a user or password in it; put the key in api_key_file")
+    if isinstance(config, RegexRewardConfig):
+        try:
+            re.compile(config.pattern)
+        except re.error as error:
+            yield Problem(key=f"{key}.pattern", message=f"{config.pattern!r} is no regular expression: {error}")

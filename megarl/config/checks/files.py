@@ -1,59 +1,81 @@
-"""Whether the files and folders a recipe names are there, and whether the model's folder has all of its parts."""
+"""Whether this machine has what a recipe names: files, folders, all parts of the model, packages of loggers."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import DataConfig, ObserveConfig
+from megarl.config.roles import RolloutRoleConfig
 from megarl.errors import Problem
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+_LOGGER_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
+"""By key of `observe`, which is also the name of megarl's extra."""
 
 
-def check_files(recipe: Recipe) -> Iterator[Problem]:
-    for key, paths in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
+def check_data_files(data: DataConfig) -> Iterator[Problem]:
+    for key, paths in (("data.train", data.train), ("data.eval", data.eval)):
         for path in paths:
             if not path.is_file():
                 yield Problem(key=key, message=f"{path} does not exist")
         for path in sorted({path for path in paths if paths.count(path) > 1}):
             yield Problem(key=key, message=f"{path} is given twice; name each file once")
-    folder = _existing_parent(recipe.run_folder)
-    if not folder.is_dir():
-        yield Problem(key="run.folder", message=f"{folder} is a file; choose another folder")
-    elif not os.access(folder, os.W_OK):
-        yield Problem(key="run.folder", message=f"{folder} is not writable; choose another folder")
+
+
+def check_run_folder(folder: Path) -> Iterator[Problem]:
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        yield Problem(key="run.folder", message=f"{existing} is a file; choose another folder")
+    elif not os.access(existing, os.W_OK):
+        yield Problem(key="run.folder", message=f"{existing} is not writable; choose another folder")
+
+
+def check_key_files(rollout: RolloutRoleConfig | None) -> Iterator[Problem]:
+    for index, endpoint in enumerate(rollout.endpoints if rollout else ()):
+        files = {"api_key_file": endpoint.api_key_file, "admin_key_file": endpoint.admin_key_file}
+        for name, path in files.items():
+            if path is not None and not path.is_file():
+                yield Problem(key=f"roles.rollout.endpoints.{index}.{name}", message=f"{path} does not exist")
+
+
+def check_loggers(observe: ObserveConfig) -> Iterator[Problem]:
+    """Look for the packages of loggers without importing them."""
+    wanted = {"tensorboard": observe.tensorboard, "wandb": observe.wandb, "mlflow": observe.mlflow}
+    for key, config in wanted.items():
+        package = _LOGGER_PACKAGES[key]
+        if config is not None and find_spec(package) is None:
+            yield Problem(
+                key=f"observe.{key}",
+                message=f"{package} is not installed; run `pip install 'megarl[{key}]'` or remove the key",
+            )
 
 
 def check_model_folder(folder: Path) -> Iterator[Problem]:
-    """Weights, tokenizer and chat template; the shape in config.json is read elsewhere."""
+    """Check weights, tokenizer and chat template; `read_model_shape` reads config.json."""
     if not (folder / "config.json").is_file():
         return
     if not any(folder.glob("*.safetensors")):
-        yield _problem(f"{folder} has no safetensors file; convert the weights to safetensors first")
+        yield _model_problem(f"{folder} has no safetensors file; convert the weights to safetensors first")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        yield _problem(f"{folder} has no tokenizer; add tokenizer.json")
+        yield _model_problem(f"{folder} has no tokenizer; add tokenizer.json")
         return
     settings_path = folder / "tokenizer_config.json"
     try:
         settings = json.loads(settings_path.read_text()) if settings_path.is_file() else {}
     except json.JSONDecodeError as error:
-        yield _problem(f"{settings_path} is not JSON: {error}")
+        yield _model_problem(f"{settings_path} is not JSON: {error}")
         return
     has_template = any((folder / name).is_file() for name in _TEMPLATE_FILES)
     if not has_template and not settings.get("chat_template"):
-        yield _problem(f"the tokenizer in {folder} has no chat template; add chat_template.jinja to the folder")
+        yield _model_problem(f"the tokenizer in {folder} has no chat template; add chat_template.jinja to the folder")
 
 
-def _existing_parent(path: Path) -> Path:
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
-
-
-def _problem(message: str) -> Problem:
+def _model_problem(message: str) -> Problem:
     return Problem(key="model.path", message=message)

@@ -1,6 +1,6 @@
-"""What a well-formed recipe can still get wrong: sizes that do not divide, files that are not there, keys that fight.
+"""The checks of a well-formed recipe: sizes that do not divide, files that do not exist, keys that contradict.
 
-Each check returns its problems; all are reported together. Needs no torch and reads no weights and no data.
+Each check yields its problems; all are reported together. Needs no torch and reads no weights and no data.
 """
 
 from __future__ import annotations
@@ -9,26 +9,28 @@ import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.checks.algorithm import check_algorithm
-from megarl.config.checks.endpoints import check_endpoints, check_key_files
-from megarl.config.checks.evaluation import check_evaluation
-from megarl.config.checks.files import check_files, check_model_folder
-from megarl.config.checks.loggers import check_loggers
-from megarl.config.checks.rewards import check_rewards
-from megarl.config.checks.sizes import check_role_split, check_split, check_step
-from megarl.config.checks.splits import check_stages
-from megarl.config.checks.staleness import check_staleness
+from megarl.config.checks.algorithm import check_algorithm, check_rewards, check_staleness
+from megarl.config.checks.files import (
+    check_data_files,
+    check_key_files,
+    check_loggers,
+    check_model_folder,
+    check_run_folder,
+)
+from megarl.config.checks.roles import check_endpoints, check_role_split, check_split, check_step, check_unused_keys
 from megarl.config.model import ModelShape, read_model_shape
-from megarl.config.native import check_native
-from megarl.config.recipe import CriticConfig, Recipe
+from megarl.config.native.options import check_native
+from megarl.config.recipe import CheckpointConfig, DataConfig, EvaluationConfig, Recipe, SampledEvaluationConfig
+from megarl.config.roles import CriticConfig, RolesConfig, RolloutRoleConfig
 from megarl.errors import ConfigError, Problem
 
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
-    """Everything wrong with the recipe that can be seen without starting anything."""
+    """Return every problem that can be found without starting anything."""
     problems = [
-        *check_files(recipe),
-        *check_key_files(recipe),
+        *check_data_files(recipe.data),
+        *check_run_folder(recipe.run_folder),
+        *check_key_files(recipe.roles.rollout),
         *check_loggers(recipe.observe),
         *check_model_folder(recipe.model.path),
         *_network(recipe.network.bind),
@@ -41,7 +43,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     if shape.has_value_head:
         message = f"{recipe.model.path} is a critic and has no language head; name it in roles.critic.path"
         return [*problems, Problem(key="model.path", message=message)]
-    return [*problems, *check_split(recipe, shape), *_other_models(recipe, shape)]
+    return [*problems, *check_split(recipe, shape), *_other_models(recipe.roles, shape)]
 
 
 def _network(bind: str | None) -> Iterator[Problem]:
@@ -56,34 +58,34 @@ def _network(bind: str | None) -> Iterator[Problem]:
         yield Problem(key="network.bind", message=f"{bind} means every network; name the one the machines share")
 
 
-def _other_models(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
-    """Those that start from a folder of their own."""
-    critic, reference = recipe.roles.critic, recipe.roles.reference
+def _other_models(roles: RolesConfig, policy: ModelShape) -> Iterator[Problem]:
+    """Check the models that start from a folder of their own."""
+    critic, reference = roles.critic, roles.reference
     if critic is not None and critic.path is not None:
-        found = _shape_in(critic.path, "roles.critic.path")
-        if isinstance(found, Problem):
-            yield found
+        shape = _shape_or_problem(critic.path, "roles.critic.path")
+        if isinstance(shape, Problem):
+            yield shape
         else:
-            yield from _critic_of_its_own(critic, found, shape)
+            yield from _critic(critic, shape, policy)
     if reference is not None and reference.path is not None:
-        found = _shape_in(reference.path, "roles.reference.path")
-        if isinstance(found, Problem):
-            yield found
-        elif found != shape:
+        shape = _shape_or_problem(reference.path, "roles.reference.path")
+        if isinstance(shape, Problem):
+            yield shape
+        elif shape != policy:
             yield Problem(key="roles.reference.path", message="not a model of the same shape and dtype as model.path")
 
 
-def _critic_of_its_own(critic: CriticConfig, found: ModelShape, policy: ModelShape) -> Iterator[Problem]:
-    yield from check_role_split(found, critic, role="critic")
-    if found.vocab != policy.vocab:
+def _critic(critic: CriticConfig, shape: ModelShape, policy: ModelShape) -> Iterator[Problem]:
+    yield from check_role_split(shape, critic, role="critic")
+    if shape.vocab != policy.vocab:
         yield Problem(
             key="roles.critic.path",
-            message=f"its vocabulary has {found.vocab} tokens, that of model.path {policy.vocab}; "
+            message=f"its vocabulary has {shape.vocab} tokens, that of model.path {policy.vocab}; "
             "a critic reads the policy's tokens",
         )
 
 
-def _shape_in(folder: Path, key: str) -> ModelShape | Problem:
+def _shape_or_problem(folder: Path, key: str) -> ModelShape | Problem:
     try:
         return read_model_shape(folder)
     except ConfigError as error:
@@ -91,10 +93,10 @@ def _shape_in(folder: Path, key: str) -> ModelShape | Problem:
 
 
 def check_without_files(recipe: Recipe, shape: ModelShape, *, critic: ModelShape) -> list[Problem]:
-    """The same for a machine that has neither the models nor the data: all but what is in files."""
+    """Return the problems that can be found on a machine that has neither the models nor the data."""
     problems = [*_without_shape(recipe), *check_split(recipe, shape)]
     if recipe.roles.critic is not None and recipe.roles.critic.path is not None:
-        problems += _critic_of_its_own(recipe.roles.critic, critic, shape)
+        problems += _critic(recipe.roles.critic, critic, shape)
     return problems
 
 
@@ -102,52 +104,55 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from check_step(recipe)
     yield from check_algorithm(recipe)
     yield from check_rewards(recipe.reward)
-    yield from check_native(recipe)
-    yield from check_endpoints(recipe)
-    yield from check_evaluation(recipe)
+    yield from check_native(recipe.roles, device=recipe.run.device)
+    yield from check_endpoints(recipe.roles.rollout)
+    yield from _evaluation(recipe.evaluation, recipe.data, recipe.roles.rollout)
     yield from check_staleness(recipe)
-    yield from _without_effect(recipe)
-    yield from _keep_best(recipe)
+    yield from check_unused_keys(recipe.roles)
+    yield from _keep_best(recipe.checkpoint, recipe.evaluation)
 
 
-def _keep_best(recipe: Recipe) -> Iterator[Problem]:
-    is_judged = recipe.evaluation is not None and recipe.evaluation.every_steps is not None
-    if recipe.checkpoint.keep_best is not None and not is_judged:
+def _keep_best(checkpoint: CheckpointConfig, evaluation: EvaluationConfig | None) -> Iterator[Problem]:
+    if checkpoint.keep_best is not None and (evaluation is None or evaluation.every_steps is None):
         yield Problem(
             key="checkpoint.keep_best",
             message="only the last step would be evaluated; set evaluation.every_steps or remove it",
         )
 
 
-def _offload(recipe: Recipe) -> Iterator[Problem]:
-    rollout = recipe.roles.rollout
-    for role in ("actor", "critic"):
-        config = recipe.roles.actor if role == "actor" else recipe.roles.critic
-        if config is None or config.offload == "nothing":
-            continue
-        if rollout is None or rollout.pool != config.pool:
-            yield Problem(
-                key=f"roles.{role}.offload",
-                message=f"{config.offload} makes room for engines, and none are in pool {config.pool}; remove it",
-            )
+def _evaluation(
+    evaluation: EvaluationConfig | None, data: DataConfig, rollout: RolloutRoleConfig | None
+) -> Iterator[Problem]:
+    if evaluation is None:
+        if data.eval:
+            yield Problem(key="data.eval", message="is not used; add `evaluation: {}` or remove it")
+        return
+    if rollout is None:
+        yield Problem(key="evaluation", message="needs engines; add roles.rollout or remove the section")
+    if not data.eval:
+        yield Problem(key="evaluation", message="nothing to evaluate on; set data.eval or remove the section")
+    if evaluation.sampled is not None:
+        yield from _pass_at(evaluation.sampled)
+    elif not evaluation.is_greedy:
+        yield Problem(key="evaluation.is_greedy", message="false leaves nothing to answer with; add evaluation.sampled")
+    response, cached_tokens = evaluation.max_response_tokens, rollout.max_cached_tokens if rollout else None
+    if response is not None and cached_tokens is not None and data.max_prompt_tokens + response > cached_tokens:
+        yield Problem(
+            key="evaluation.max_response_tokens",
+            message=f"{response} with data.max_prompt_tokens {data.max_prompt_tokens} "
+            f"does not fit in roles.rollout.max_cached_tokens {cached_tokens}",
+        )
 
 
-def _without_effect(recipe: Recipe) -> Iterator[Problem]:
-    """Keys that somebody set and nobody would read."""
-    for role, split in recipe.megatron_roles.items():
-        yield from check_stages(split, prefix=f"roles.{role}.")
-        if split.is_sequence_parallel and split.tensor == 1:
-            yield Problem(key=f"roles.{role}.is_sequence_parallel", message="does nothing with tensor 1; remove it")
-        if split.expert == 1 and split.expert_tensor not in (None, split.tensor):
-            yield Problem(
-                key=f"roles.{role}.expert_tensor",
-                message="needs expert > 1; without it experts are divided by tensor as all else is; remove it",
-            )
-    yield from _offload(recipe)
-    reference = recipe.roles.reference
-    if reference is not None and reference.pool is None:
-        for name in sorted(reference.model_fields_set - {"pool", "path"}):
-            yield Problem(
-                key=f"roles.reference.{name}",
-                message="has no use in the actor's ranks, which split it as the actor; remove it or name a pool",
-            )
+def _pass_at(sampled: SampledEvaluationConfig) -> Iterator[Problem]:
+    ks = sampled.pass_at or ()
+    too_large = [k for k in ks if k > sampled.rollouts_per_prompt]
+    if too_large:
+        yield Problem(
+            key="evaluation.sampled.pass_at",
+            message=f"{too_large[0]} is more than rollouts_per_prompt {sampled.rollouts_per_prompt}; "
+            f"raise that to at least {max(too_large)} or leave {too_large[0]} out",
+        )
+    twice = [k for index, k in enumerate(ks) if k in ks[:index]]
+    if twice:
+        yield Problem(key="evaluation.sampled.pass_at", message=f"{twice[0]} is there twice")

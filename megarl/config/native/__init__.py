@@ -1,9 +1,4 @@
-"""Options of Megatron and SGLang that a recipe passes on: their names, their types, and which of them megarl owns.
+"""Options of Megatron and SGLang that a recipe passes on: their names, their types, and which of them megarl sets.
 
-Neither library is imported: what they take is in a data file each, written from the pinned release.
+Neither library is imported: a data file per library, written from the pinned release, lists its options.
 """
-
-from megarl.config.native.check import check_native, complain
-from megarl.config.native.library import Library, NativeField, NativeLibrary, read_library
-
-__all__ = ["Library", "NativeField", "NativeLibrary", "check_native", "complain", "read_library"]

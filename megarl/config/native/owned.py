@@ -1,14 +1,17 @@
-"""Options that a recipe must not pass on, and what to do instead: megarl sets them, or they would break or do nothing.
+"""Options that a recipe must not pass on, each with its remedy: megarl sets them, or they would break or do nothing.
 
-By name or pattern, first match wins. Whatever `train` and `rollout` set themselves is here; a test compares.
+By name or pattern, first match wins. A test compares them with the options that `train` and `rollout` set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
 
-from megarl.config.native.library import Library
+from megarl.config.section import Device
+
+Library: TypeAlias = Literal["megatron", "megatron_optimizer", "megatron_ddp", "sglang"]
 
 _SHAPE = "comes from the model's config.json; remove it"
 _LAYOUT = "megarl divides a model by the keys of roles.actor only; remove it"
@@ -138,7 +141,7 @@ _STATE = "checkpoints hold master weights and moments in float32, on the GPUs; r
 _SHARDS = "gradients and optimizer are sharded by Megatron's distributed optimizer only; remove it"
 _FINITE = "updates that are not finite are skipped and counted; remove it"
 _SUMS = "gradients are summed in float32: the loss has its global denominator; remove it"
-_UNSEEN = "nobody would see it; remove it"
+_UNSEEN = "its output is not collected; remove it"
 
 _MEGATRON_OPTIMIZER: Mapping[str, str] = {
     "lr": "set learning_rate in the optimizer section instead",
@@ -271,8 +274,8 @@ _TABLES: Mapping[Library, tuple[Mapping[str, str], ...]] = {
 }
 
 
-def owned(library: Library, name: str, *, device: str) -> str | None:
-    """What to do instead of passing the option on; None where it may be passed."""
+def owned(library: Library, name: str, *, device: Device) -> str | None:
+    """Return what to do instead of passing the option on; None for an option that may be passed on."""
     tables = [table for table in _TABLES[library] if table is not _SGLANG_ON_CPU or device == "cpu"]
     for table in tables:
         for pattern, remedy in table.items():
@@ -282,5 +285,5 @@ def owned(library: Library, name: str, *, device: str) -> str | None:
 
 
 def owned_patterns(library: Library) -> list[str]:
-    """Every pattern, so that a test can find one that no longer names anything."""
+    """Return every pattern, so that a test can find one that matches no option."""
     return [pattern for table in _TABLES[library] for pattern in table]

@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest
-from megarl.config.recipe import EndpointConfig
+from megarl.config.roles import EndpointConfig
 from megarl.errors import CheckpointError, EngineError, MachineError, WeightSyncError
 from megarl.results import PublishResult
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys

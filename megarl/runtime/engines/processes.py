@@ -10,7 +10,8 @@ from typing import cast
 import ray
 from ray.actor import ActorHandle
 
-from megarl.config.recipe import Recipe, RolloutRoleConfig
+from megarl.config.recipe import Recipe
+from megarl.config.roles import RolloutRoleConfig
 from megarl.env import ENGINE_HOST_ENVIRONMENT, visible_gpus
 from megarl.errors import EngineError, MegarlError
 from megarl.rollout.client import EngineEndpoint, EngineKeys

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megarl.config.model import ModelShape
-from megarl.config.recipe import Recipe, RolloutRoleConfig
+from megarl.config.recipe import Recipe
+from megarl.config.roles import RolloutRoleConfig
 from megarl.observe.observer import Observer
 from megarl.rollout.client import EngineClient, EngineEndpoint
 from megarl.rollout.control import EngineControl

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from megarl.config.algorithm import KlRewardConfig, PolicyGradientConfig, SftConfig
-from megarl.config.fixed import PAD_MULTIPLE
 from megarl.config.model import ModelShape
-from megarl.config.recipe import ModelParallelConfig, Recipe
+from megarl.config.recipe import Recipe
+from megarl.config.roles import ModelParallelConfig
+from megarl.config.section import PAD_MULTIPLE
 from megarl.data.packing import pack
 from megarl.runtime.trainers.start import Trainers
 from megarl.runtime.trainers.trainer import (

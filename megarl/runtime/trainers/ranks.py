@@ -16,7 +16,7 @@ from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 import ray
 from ray.actor import ActorHandle
 
-from megarl.config.recipe import Device
+from megarl.config.section import Device
 from megarl.env import GLOO_INTERFACE, trainer_environment
 from megarl.errors import WorkerError
 from megarl.runtime.cluster import Place, own_address

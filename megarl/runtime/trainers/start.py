@@ -17,7 +17,8 @@ from megarl.checkpoint.resume import ResumePoint
 from megarl.checkpoint.state import TrainerState
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from megarl.config.model import ModelShape, read_model_shape
-from megarl.config.recipe import CriticConfig, ModelParallelConfig, Recipe, TrainConfig
+from megarl.config.recipe import Recipe, TrainConfig
+from megarl.config.roles import CriticConfig, ModelParallelConfig
 from megarl.runtime.cluster import Pool
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.actor import PublishingActor

@@ -10,7 +10,7 @@ import numpy as np
 
 from megarl.compare.hook_points import hook_points
 from megarl.compare.recordings import DigestedModel, Recording, differing_tensors
-from megarl.config.fixed import PAD_MULTIPLE
+from megarl.config.section import PAD_MULTIPLE
 from megarl.data.packing import pack
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet

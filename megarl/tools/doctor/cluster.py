@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config import Recipe
+from megarl.config.recipe import Recipe
 from megarl.errors import MachineError
 from megarl.runtime.launch import joined_ray, private_ray
 from megarl.tools.doctor.checks import Check, CheckStatus

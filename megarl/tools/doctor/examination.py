@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config import Recipe
 from megarl.config.checks.recipe import check_recipe
 from megarl.config.model import read_model_shape
+from megarl.config.recipe import Recipe
 from megarl.config.reward import BySourceRewardConfig, CodeTestsRewardConfig, RewardConfig
 from megarl.errors import ConfigError
 from megarl.tools.doctor.checks import Check, CheckStatus

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config import Recipe
 from megarl.config.model import ModelShape
+from megarl.config.recipe import Recipe
 from megarl.env import SLURM_CPUS_ON_NODE, SLURM_JOB_ID
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
 from megarl.system.network import LOOPBACK

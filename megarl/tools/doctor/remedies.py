@@ -157,7 +157,7 @@ def less_per_micro_batch(story: Story) -> Sequence[Change]:
 def more_engines(story: Story) -> Sequence[Change]:
     recipe = story.recipe
     rollout = recipe.roles.rollout
-    if rollout is None or rollout.pool is None or list(recipe.used_pools.values()).count(rollout.pool) > 1:
+    if rollout is None or rollout.pool is None or list(recipe.roles.used_pools.values()).count(rollout.pool) > 1:
         return ()
     pool = recipe.pools[rollout.pool]
     if pool.nodes > 1:

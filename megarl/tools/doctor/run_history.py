@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 
 from pydantic import JsonValue, ValidationError
 
-from megarl.config import Recipe
+from megarl.config.recipe import Recipe
 from megarl.errors import DataError
 from megarl.observe.events import (
     CheckpointFailed,

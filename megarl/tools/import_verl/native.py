@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megarl.config.document import Tree
-from megarl.config.native import Library, complain
+from megarl.config.native.options import refusal
+from megarl.config.native.owned import Library
 from megarl.tools.import_verl.rules import KeyVerdict, Treatment, rule_for
 
 _INNER: Mapping[str, Library] = {
@@ -54,5 +55,5 @@ def _judge(library: Library, name: str, value: Tree, *, recomputes: bool) -> tup
         return KeyVerdict.NO_EFFECT, "off, as in megarl"
     if name.startswith("recompute_") and not recomputes:
         return KeyVerdict.NO_EFFECT, "nothing is recomputed without recompute_granularity"
-    complaint = complain(library, name, value, device="cuda")
+    complaint = refusal(library, name, value, device="cuda")
     return (KeyVerdict.MAPPED, "") if complaint is None else (KeyVerdict.NOT_SUPPORTED, complaint)

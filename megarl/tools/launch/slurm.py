@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config import Recipe
+from megarl.config.recipe import Recipe
+from megarl.config.section import CPU_SLOT
 from megarl.errors import ConfigError, Problem
 
 BODY = Path(__file__).parent / "slurm_job.sh"
-CPU_SLOT = "megarl_slot"
-"""What the runtime calls a process's place on a CPU run."""
 READY_TIMEOUT_S = 300
 _SPARE_S = 60
 """Slurm's clock has this grain."""

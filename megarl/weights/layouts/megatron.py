@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megarl.config.checks.splits import check_expert_ranks, check_megatron_split, check_stages
 from megarl.config.model import ModelShape
-from megarl.config.recipe import ModelParallelConfig
+from megarl.config.roles import ModelParallelConfig
 from megarl.errors import ConfigError
 from megarl.weights.algebra.slices import Holding, Layout, TensorSpec
 from megarl.weights.layouts.canonical import (

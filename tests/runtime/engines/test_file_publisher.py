@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest
-from megarl.config.recipe import EndpointConfig
+from megarl.config.roles import EndpointConfig
 from megarl.errors import CheckpointError, MachineError, WeightSyncError
 from megarl.rollout.client import EngineClient
 from megarl.rollout.fleet import EngineState, Fleet

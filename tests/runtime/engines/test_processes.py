@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.recipe import RolloutRoleConfig
+from megarl.config.roles import RolloutRoleConfig
 from megarl.rollout.client import EngineKeys
 from megarl.rollout.process import EngineSpec, PortTakenError
 from megarl.runtime.engines import processes as engines

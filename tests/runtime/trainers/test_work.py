@@ -3,12 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megarl.config.catalogue import CATALOGUE
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.results import RankUsage, TrainingWork
 from megarl.runtime.trainers.work import peak_flops, training_work
 from megarl.types import MicroBatch, MiniBatch, TrainBatch
 
-SHAPE = CATALOGUE["qwen2.5-7b"]
+SHAPE = PUBLIC_MODELS["qwen2.5-7b"]
 
 
 def micro_batch(lengths: list[int], *, padding: int = 0) -> MicroBatch:

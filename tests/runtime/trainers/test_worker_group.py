@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import load_recipe
+from megarl.config.load import load_recipe
 from megarl.env import RAY_AUTH_TOKEN_PATH
 from megarl.errors import MachineError, NumericsError, WorkerError
 from megarl.runtime.launch import private_ray
@@ -23,7 +23,7 @@ with private_ray():
     # Ray reads its environment when it is imported, here as in a run.
     import ray
 
-    from megarl.config.recipe import PoolConfig
+    from megarl.config.roles import PoolConfig
     from megarl.runtime import cluster as cluster_module
     from megarl.runtime.cluster import Cluster, open_cluster
     from megarl.runtime.trainers.worker_group import WorkerGroup

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.config.model import ModelShape
-from megarl.config.recipe import ActorConfig
+from megarl.config.roles import ActorConfig
 from megarl.rollout.process import EngineProcess
 from megarl.tools.diagnose.diagnosis import Diagnosis, Verdict
 from megarl.tools.diagnose.mismatch import compare

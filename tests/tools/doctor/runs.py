@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from megarl.config import Recipe
+from megarl.config.recipe import Recipe
 from megarl.observe.events import (
     EVENTS_FILE,
     EngineChanged,

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import Recipe, load_recipe, read_model_shape
+from megarl.config.load import load_recipe
+from megarl.config.model import read_model_shape
+from megarl.config.recipe import Recipe
 from megarl.tools.doctor.checks import CheckStatus
 from megarl.tools.doctor.machine import (
     Cpus,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import Recipe, load_recipe
 from megarl.config.checks.algorithm import check_algorithm
-from megarl.config.checks.sizes import check_step
-from megarl.config.load import read_recipe
+from megarl.config.checks.roles import check_step
+from megarl.config.load import load_recipe, read_recipe
+from megarl.config.recipe import Recipe
 from megarl.errors import DataError
 from megarl.observe.events import CheckpointFailed, Event, PhaseStarted
 from megarl.tools.doctor.diagnosis import diagnose_run

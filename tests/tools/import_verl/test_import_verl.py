@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from megarl.config.algorithm import AdaptiveKlConfig, GaeConfig, GrpoConfig, KlLossConfig, KlRewardConfig
-from megarl.config.catalogue import CATALOGUE
 from megarl.config.checks.recipe import check_without_files
 from megarl.config.document import Tree
-from megarl.config.native import check_native
-from megarl.config.recipe import OptimizerConfig, Recipe, ReferenceConfig
+from megarl.config.native.options import check_native
+from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.recipe import Recipe
+from megarl.config.roles import OptimizerConfig, ReferenceConfig
 from megarl.errors import ConfigError
 from megarl.tools.import_verl import Entry, Imported, import_verl
 from megarl.tools.import_verl.rules import KeyVerdict, Treatment, known_keys, rule_for
@@ -44,7 +45,7 @@ def entry(result: Imported, key: str) -> Entry:
 @pytest.mark.parametrize(("name", "model"), [("grpo.yaml", "qwen2.5-7b"), ("ppo.sh", "qwen2.5-72b")])
 def test_the_documented_examples_become_valid_recipes(name: str, model: str) -> None:
     recipe = Recipe.model_validate(import_verl(HERE / name).tree)
-    assert check_without_files(recipe, CATALOGUE[model], critic=CATALOGUE[model]) == []
+    assert check_without_files(recipe, PUBLIC_MODELS[model], critic=PUBLIC_MODELS[model]) == []
 
 
 def test_the_yaml_example_is_translated() -> None:
@@ -62,7 +63,7 @@ def test_the_yaml_example_is_translated() -> None:
 def test_ppo_with_critic_reference_and_kl_is_translated() -> None:
     result = import_verl(HERE / "ppo_kl.yaml")
     recipe = Recipe.model_validate(result.tree)
-    assert check_without_files(recipe, CATALOGUE["qwen2.5-7b"], critic=CATALOGUE["qwen2.5-14b"]) == []
+    assert check_without_files(recipe, PUBLIC_MODELS["qwen2.5-7b"], critic=PUBLIC_MODELS["qwen2.5-14b"]) == []
     assert isinstance(recipe.algorithm, GaeConfig)
     assert (recipe.algorithm.gamma, recipe.algorithm.lam) == (0.99, 0.95)
     assert recipe.algorithm.kl == KlRewardConfig(
@@ -238,7 +239,7 @@ def test_recomputation_is_taken_over_whole(tmp_path: Path) -> None:
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
     }
-    assert not list(check_native(recipe))
+    assert not list(check_native(recipe.roles, device=recipe.run.device))
 
 
 def test_variables_of_a_script_are_expanded(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from megarl import __version__
-from megarl.config import Recipe
+from megarl.config.recipe import Recipe
 from megarl.env import LOCAL_RAY_ENVIRONMENT
 from megarl.tools.doctor.versions import pinned_versions
 from megarl.tools.launch.slurm import BODY

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main as cli
-from megarl.config import Recipe
 from megarl.config.load import read_recipe
+from megarl.config.recipe import Recipe
+from megarl.config.section import CPU_SLOT
 from megarl.errors import ConfigError
-from megarl.runtime import cluster
-from megarl.tools.launch.slurm import CPU_SLOT, SlurmJob, parse_time, render
+from megarl.tools.launch.slurm import SlurmJob, parse_time, render
 from tests.packages import program
 from tests.repository import ROOT
 
@@ -81,7 +81,6 @@ def test_gpus_are_asked_for_only_where_there_are_some() -> None:
     on_cpus = render(JOB, recipe())
     assert not [option for option in options(on_cpus) if "gpu" in option]
     assert f"""devices=('--resources={{"{CPU_SLOT}": 2}}')""" in on_cpus
-    assert CPU_SLOT == cluster.CPU_SLOT
 
 
 def test_the_token_is_in_a_private_file_and_in_no_argument() -> None:

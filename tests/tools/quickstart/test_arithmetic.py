@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import read_model_shape
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import DataConfig
 from megarl.data.prompts import load_demonstrations, load_prompts
 from megarl.data.tokenizer import load_tokenizer
@@ -105,7 +105,7 @@ def test_the_files_load_as_a_data_set(files: ArithmeticFiles) -> None:
 
 
 def test_a_model_may_have_the_size_of_a_public_one_in_bfloat16(tmp_path: Path) -> None:
-    small = replace(TinyShape.like(CATALOGUE["qwen2.5-0.5b"]), num_layers=1, hidden=28, ffn_hidden=32, vocab=300)
+    small = replace(TinyShape.like(PUBLIC_MODELS["qwen2.5-0.5b"]), num_layers=1, hidden=28, ffn_hidden=32, vocab=300)
     write_tiny_model(tmp_path, small, seed=1)
     shape = read_model_shape(tmp_path)
     assert (shape.num_heads, shape.num_kv_heads, shape.vocab, shape.has_tied_embeddings) == (14, 2, 300, True)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.catalogue import CATALOGUE
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.weights.algebra.bundles import Box, atoms, bundles
 from megarl.weights.algebra.slices import Holding, Layout, Piece, Slice, TensorSpec
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
@@ -35,7 +35,7 @@ def test_atoms_are_disjoint_and_say_which_boxes_are_around_them(given_boxes: lis
 
 
 def test_a_large_model_is_a_few_hundred_bundles() -> None:
-    shape = CATALOGUE["llama-3.1-70b"]
+    shape = PUBLIC_MODELS["llama-3.1-70b"]
     source = megatron_layout(shape, MegatronParallel(tensor=8, pipeline=4, data=16), dtype="bfloat16")
     found = list(bundles(source, sglang_layout(shape, tensor=4, num_engines=64, dtype="bfloat16")))
     assert len(found) < 300

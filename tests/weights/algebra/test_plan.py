@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megarl.config.catalogue import CATALOGUE
 from megarl.config.model import Family, ModelShape
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.locality import Link, on_gpus, same_processes
 from megarl.weights.algebra.plan import plan
@@ -188,7 +188,7 @@ def test_a_70b_model_is_planned_in_seconds() -> None:
 
 
 def test_a_235b_mixture_is_planned_in_seconds() -> None:
-    shape = CATALOGUE["qwen3-235b-a22b"]
+    shape = PUBLIC_MODELS["qwen3-235b-a22b"]
     parallel = MegatronParallel(tensor=4, pipeline=8, data=4, expert=16, expert_tensor=1, last_stage_layers=10)
     start = time.process_time()
     trainer = megatron_layout(shape, parallel, dtype="bfloat16")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.checks import loggers as module
-from megarl.config.checks.loggers import check_loggers
+from megarl.config.checks import files as module
+from megarl.config.checks.files import check_loggers
 from megarl.config.recipe import MlflowConfig, ObserveConfig, TensorboardConfig, WandbConfig
 
 

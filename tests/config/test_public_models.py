@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.catalogue import CATALOGUE, catalogue_name
+from megarl.config.public_models import PUBLIC_MODELS, public_model_name
 from megarl.weights.layouts.canonical import num_active_parameters, num_parameters
 
 PARAMETERS = {
@@ -32,12 +32,12 @@ PARAMETERS = {
 
 
 def test_every_entry_is_counted() -> None:
-    assert set(PARAMETERS) == set(CATALOGUE)
+    assert set(PARAMETERS) == set(PUBLIC_MODELS)
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("name", PUBLIC_MODELS)
 def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
-    assert num_parameters(CATALOGUE[name]) == PARAMETERS[name]
+    assert num_parameters(PUBLIC_MODELS[name]) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
     [("qwen3-30b-a3b", 3_353_032_704), ("qwen3-235b-a22b", 22_190_763_520), ("qwen3-8b", 8_190_735_360)],
 )
 def test_a_token_meets_as_many_parameters_as_was_published(name: str, active: int) -> None:
-    assert num_active_parameters(CATALOGUE[name]) == active
+    assert num_active_parameters(PUBLIC_MODELS[name]) == active
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_a_token_meets_as_many_parameters_as_was_published(name: str, active: in
     ],
 )
 def test_folders_and_hub_names_are_recognised(path: str, name: str | None) -> None:
-    assert catalogue_name(Path(path)) == name
+    assert public_model_name(Path(path)) == name

@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from megarl.config.native import Library, complain, read_library
-from megarl.config.native.owned import owned, owned_patterns
+from megarl.config.native.options import read_library, refusal
+from megarl.config.native.owned import Library, owned, owned_patterns
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from megarl.config.native.owned import owned, owned_patterns
     ],
 )
 def test_an_option_of_the_right_type_is_passed_on(library: Library, name: str, value: object) -> None:
-    assert complain(library, name, value, device="cuda") is None
+    assert refusal(library, name, value, device="cuda") is None
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_an_option_of_the_right_type_is_passed_on(library: Library, name: str, v
     ],
 )
 def test_what_cannot_be_passed_on_is_explained(library: Library, name: str, value: object, message: str) -> None:
-    assert complain(library, name, value, device="cuda") == message
+    assert refusal(library, name, value, device="cuda") == message
 
 
 def test_an_option_may_be_owned_on_one_device_only() -> None:
-    assert complain("sglang", "chunked_prefill_size", 4096, device="cuda") is None
-    assert complain("sglang", "chunked_prefill_size", 4096, device="cpu") == (
+    assert refusal("sglang", "chunked_prefill_size", 4096, device="cuda") is None
+    assert refusal("sglang", "chunked_prefill_size", 4096, device="cpu") == (
         "prompts are never cut on a CPU; remove it"
     )
 

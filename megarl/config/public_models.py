@@ -85,7 +85,7 @@ def _llama3(layers: int, hidden: int, ffn: int, heads: int) -> ModelShape:
     )
 
 
-CATALOGUE: Mapping[str, ModelShape] = {
+PUBLIC_MODELS: Mapping[str, ModelShape] = {
     "qwen2.5-0.5b": _qwen2(24, 896, 4864, 14, 2, vocab=151936),
     "qwen2.5-1.5b": _qwen2(28, 1536, 8960, 12, 2, vocab=151936),
     "qwen2.5-3b": _qwen2(36, 2048, 11008, 16, 2, vocab=151936),
@@ -109,7 +109,7 @@ CATALOGUE: Mapping[str, ModelShape] = {
 _DECORATION = re.compile(r"^(meta-)|(-instruct|-base|-chat|-hf)+$")
 
 
-def catalogue_name(path: Path) -> str | None:
+def public_model_name(path: Path) -> str | None:
     """The entry that a folder or hub name stands for: `models/Qwen2.5-7B-Instruct` is qwen2.5-7b."""
     name = _DECORATION.sub("", path.name.lower())
-    return name if name in CATALOGUE else None
+    return name if name in PUBLIC_MODELS else None

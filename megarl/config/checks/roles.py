@@ -1,0 +1,232 @@
+"""Whether roles fit their pools, batches fit the roles, and the model can be split over its ranks. Opens no file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megarl.config.checks.splits import (
+    check_engine_experts,
+    check_engine_split,
+    check_expert_ranks,
+    check_megatron_split,
+    check_stages,
+)
+from megarl.config.model import ModelShape
+from megarl.config.recipe import DataConfig, Recipe, SamplingConfig, TrainConfig
+from megarl.config.roles import (
+    CriticConfig,
+    ModelParallelConfig,
+    OptimizerConfig,
+    PoolConfig,
+    RolesConfig,
+    RolloutRoleConfig,
+)
+from megarl.config.section import Device
+from megarl.errors import Problem
+
+_KEYS_OF_STARTED_ENGINES = (
+    "tensor",
+    "expert",
+    "max_cached_tokens",
+    "memory_fraction",
+    "is_deterministic",
+    "start_timeout_s",
+    "sglang",
+)
+
+
+def check_step(recipe: Recipe) -> Iterator[Problem]:
+    """Yield what is wrong with pools and batches, whatever the model."""
+    roles, train, steps = recipe.roles, recipe.train, recipe.run.steps
+    yield from _pools(recipe.pools, roles)
+    if train.prompts_per_update is not None and train.prompts_per_step % train.prompts_per_update:
+        yield Problem(
+            key="train.prompts_per_update",
+            message=f"{train.prompts_per_update} does not divide train.prompts_per_step {train.prompts_per_step}",
+        )
+    yield from _lengths(recipe.data, recipe.sampling, train, roles.rollout)
+    yield from _optimizer(train.optimizer, steps, key="train.optimizer")
+    if roles.critic is not None:
+        yield from _critic(roles.critic, train, steps)
+
+
+def check_split(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
+    """Yield what keeps the model from being split as the recipe says, or from holding the recipe's sequences.
+
+    A critic that starts from a folder of its own is checked with its own shape.
+    """
+    for role, split in recipe.roles.megatron_roles.items():
+        if not (isinstance(split, CriticConfig) and split.path is not None):
+            yield from check_role_split(shape, split, role=role)
+    if recipe.roles.rollout is not None:
+        yield from _rollout_split(shape, recipe.roles.rollout, device=recipe.run.device)
+    lengths = {"sampling.max_response_tokens": recipe.sampling.max_response_tokens}
+    if recipe.evaluation is not None and recipe.evaluation.max_response_tokens is not None:
+        lengths["evaluation.max_response_tokens"] = recipe.evaluation.max_response_tokens
+    prompt = recipe.data.max_prompt_tokens
+    for key, response in lengths.items():
+        if prompt + response > shape.max_context_tokens:
+            yield Problem(
+                key=key,
+                message=f"prompt {prompt} + response {response} = {prompt + response} tokens exceed the model's "
+                f"context of {shape.max_context_tokens}",
+            )
+
+
+def check_role_split(shape: ModelShape, split: ModelParallelConfig, *, role: str) -> Iterator[Problem]:
+    """Yield what keeps Megatron from splitting a model of this shape as the role says."""
+    prefix = f"roles.{role}."
+    yield from check_megatron_split(shape, split, prefix=prefix)
+    if shape.experts is None:
+        yield from _no_experts(prefix, expert=split.expert > 1, expert_tensor=split.expert_tensor is not None)
+    elif split.tensor > 1 and not split.is_sequence_parallel:
+        yield Problem(
+            key=f"{prefix}is_sequence_parallel",
+            message=f"must be true for a mixture of experts with tensor {split.tensor}: "
+            "each rank sends its own part of the tokens to the experts",
+        )
+
+
+def check_unused_keys(roles: RolesConfig) -> Iterator[Problem]:
+    """Yield keys of roles that are set and have no effect."""
+    for role, split in roles.megatron_roles.items():
+        yield from check_stages(split, prefix=f"roles.{role}.")
+        if split.is_sequence_parallel and split.tensor == 1:
+            yield Problem(key=f"roles.{role}.is_sequence_parallel", message="does nothing with tensor 1; remove it")
+        if split.expert == 1 and split.expert_tensor not in (None, split.tensor):
+            yield Problem(
+                key=f"roles.{role}.expert_tensor",
+                message="needs expert > 1; without it experts are divided by tensor as all else is; remove it",
+            )
+    engine_pool = None if roles.rollout is None else roles.rollout.pool
+    for role, trained in (("actor", roles.actor), ("critic", roles.critic)):
+        if trained is not None and trained.offload != "nothing" and trained.pool != engine_pool:
+            yield Problem(
+                key=f"roles.{role}.offload",
+                message=f"{trained.offload} makes room for engines, and none are in pool {trained.pool}; remove it",
+            )
+    reference = roles.reference
+    if reference is not None and reference.pool is None:
+        for name in sorted(reference.model_fields_set - {"pool", "path"}):
+            yield Problem(
+                key=f"roles.reference.{name}",
+                message="has no use in the actor's ranks, which split it as the actor; remove it or name a pool",
+            )
+
+
+def check_endpoints(rollout: RolloutRoleConfig | None) -> Iterator[Problem]:
+    """Yield what contradicts the choice between engines that are started and engines that run already."""
+    if rollout is None:
+        return
+    if not rollout.endpoints:
+        if rollout.pool is None:
+            message = "missing; name a pool, or with endpoints engines that run already"
+            yield Problem(key="roles.rollout.pool", message=message)
+        if rollout.publish_folder is not None:
+            message = "only engines of endpoints are published to by files; remove it"
+            yield Problem(key="roles.rollout.publish_folder", message=message)
+        return
+    if rollout.pool is not None:
+        message = "either a pool, in which engines are started, or endpoints of those that run already; remove one"
+        yield Problem(key="roles.rollout.endpoints", message=message)
+    for name in sorted(rollout.model_fields_set.intersection(_KEYS_OF_STARTED_ENGINES)):
+        message = "has no effect on engines that run already; remove it, and start them with it"
+        yield Problem(key=f"roles.rollout.{name}", message=message)
+    urls = [endpoint.url for endpoint in rollout.endpoints]
+    for url in sorted({url for url in urls if urls.count(url) > 1}):
+        yield Problem(key="roles.rollout.endpoints", message=f"{url} is given twice; name each engine once")
+
+
+def _pools(pools: Mapping[str, PoolConfig], roles: RolesConfig) -> Iterator[Problem]:
+    used, rollout = roles.used_pools, roles.rollout
+    known = ", ".join(sorted(pools))
+    for role, pool in used.items():
+        if pool not in pools:
+            yield Problem(key=f"roles.{role}.pool", message=f"no pool named {pool}; pools are {known}")
+    for role, split in roles.megatron_roles.items():
+        pool = used[role]
+        if pool in pools and pools[pool].gpus % split.model_parallel:
+            yield Problem(
+                key=f"roles.{role}",
+                message=f"tensor {split.tensor} * pipeline {split.pipeline} = {split.model_parallel} "
+                f"does not divide the {pools[pool].gpus} gpus of pool {pool}",
+            )
+        elif pool in pools:
+            stage_ranks = pools[pool].gpus // split.pipeline
+            yield from check_expert_ranks(split, stage_ranks=stage_ranks, prefix=f"roles.{role}.")
+    if rollout is not None and rollout.pool is not None and rollout.pool in pools:
+        per_node = pools[rollout.pool].gpus_per_node
+        if per_node % rollout.tensor:
+            yield Problem(
+                key="roles.rollout.tensor",
+                message=f"{rollout.tensor} does not divide the {per_node} gpus of a node of pool {rollout.pool}; "
+                "an engine stays on one node",
+            )
+        yield from check_engine_experts(tensor=rollout.tensor, expert=rollout.expert, prefix="roles.rollout.")
+    for name in sorted(set(pools) - set(used.values())):
+        yield Problem(key=f"pools.{name}", message="no role uses this pool; remove it or name it in a role")
+
+
+def _lengths(
+    data: DataConfig, sampling: SamplingConfig, train: TrainConfig, rollout: RolloutRoleConfig | None
+) -> Iterator[Problem]:
+    num_tokens = data.max_prompt_tokens + sampling.max_response_tokens
+    longest = (
+        f"one sequence of data.max_prompt_tokens {data.max_prompt_tokens} + "
+        f"sampling.max_response_tokens {sampling.max_response_tokens}"
+    )
+    if num_tokens > train.tokens_per_micro_batch:
+        yield Problem(
+            key="train.tokens_per_micro_batch", message=f"{train.tokens_per_micro_batch} cannot hold {longest}"
+        )
+    cached_tokens = rollout.max_cached_tokens if rollout else None
+    if cached_tokens is not None and num_tokens > cached_tokens:
+        yield Problem(key="roles.rollout.max_cached_tokens", message=f"{cached_tokens} cannot hold {longest}")
+
+
+def _critic(critic: CriticConfig, train: TrainConfig, steps: int) -> Iterator[Problem]:
+    yield from _optimizer(critic.optimizer, steps, key="roles.critic.optimizer")
+    if critic.prompts_per_update is not None and train.prompts_per_step % critic.prompts_per_update:
+        yield Problem(
+            key="roles.critic.prompts_per_update",
+            message=f"{critic.prompts_per_update} does not divide train.prompts_per_step {train.prompts_per_step}",
+        )
+    if critic.warmup_steps >= steps:
+        yield Problem(
+            key="roles.critic.warmup_steps",
+            message=f"{critic.warmup_steps} leaves the actor none of run.steps {steps} to learn in",
+        )
+
+
+def _optimizer(optimizer: OptimizerConfig, steps: int, *, key: str) -> Iterator[Problem]:
+    if optimizer.warmup_steps > steps:
+        yield Problem(
+            key=f"{key}.warmup_steps",
+            message=f"{optimizer.warmup_steps} is more than run.steps {steps}; "
+            "the learning rate would never be reached",
+        )
+    if optimizer.min_learning_rate > optimizer.learning_rate:
+        yield Problem(
+            key=f"{key}.min_learning_rate",
+            message=f"{optimizer.min_learning_rate} is above learning_rate {optimizer.learning_rate}",
+        )
+    elif optimizer.min_learning_rate > 0 and optimizer.decay == "constant":
+        yield Problem(
+            key=f"{key}.min_learning_rate",
+            message=f"{optimizer.min_learning_rate} is never reached with decay constant; set decay or remove it",
+        )
+
+
+def _rollout_split(shape: ModelShape, rollout: RolloutRoleConfig, *, device: Device) -> Iterator[Problem]:
+    prefix = "roles.rollout."
+    yield from check_engine_split(
+        shape, tensor=rollout.tensor, expert=rollout.expert, pads_vocabulary=device == "cpu", prefix=prefix
+    )
+    if shape.experts is None:
+        yield from _no_experts(prefix, expert=rollout.expert > 1)
+
+
+def _no_experts(prefix: str, **is_set: bool) -> Iterator[Problem]:
+    for name, is_claimed in is_set.items():
+        if is_claimed:
+            yield Problem(key=f"{prefix}{name}", message="the model has no experts; remove it")

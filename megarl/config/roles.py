@@ -1,0 +1,191 @@
+"""The recipe's `pools` and `roles`: which GPUs there are, and how trainers and engines are placed and split on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megarl.config.section import Section
+
+
+class PoolConfig(Section):
+    nodes: PositiveInt = 1
+    """Machines; on one, all GPUs of the pool are taken from the same machine."""
+    gpus_per_node: PositiveInt
+    """On a CPU run, processes."""
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerConfig(Section):
+    learning_rate: PositiveFloat = 1e-6
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Where `decay` ends."""
+    warmup_steps: NonNegativeInt = 0
+    """Linear, from zero."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up, until `run.steps`."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Not applied to norms and biases."""
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: PositiveFloat = 1e-8
+    clip_grad_norm: PositiveFloat = 1.0
+    """Bound on the norm of all gradients together."""
+
+
+class ModelParallelConfig(Section):
+    """How a Megatron model is split over the ranks of its pool; the rest is data parallel."""
+
+    tensor: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    virtual_pipeline: PositiveInt = 1
+    """Model chunks per pipeline stage (interleaved schedule when > 1)."""
+    is_sequence_parallel: bool = False
+    """Shard activations along the sequence between the tensor-parallel ranks."""
+    expert: PositiveInt = 1
+    """Ranks that share out the experts of a mixture; each rank of a pipeline stage belongs to one such set."""
+    expert_tensor: PositiveInt | None = None
+    """Ranks that share one expert, with `expert` > 1; null is `tensor`. Small experts are faster with 1."""
+    first_stage_layers: PositiveInt | None = None
+    """Layers of the first pipeline stage; null: as many as the other stages."""
+    last_stage_layers: PositiveInt | None = None
+    """Layers of the last pipeline stage; null: as many as the other stages."""
+    megatron: dict[str, object] = Field(default={})
+    """Further fields of megatron-core's TransformerConfig, such as `recompute_granularity: full`."""
+
+    @property
+    def model_parallel(self) -> int:
+        return self.tensor * self.pipeline
+
+    @property
+    def ranks_per_expert(self) -> int:
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
+
+
+class TrainedModelConfig(ModelParallelConfig):
+    offload: Literal["nothing", "optimizer", "everything"] = "nothing"
+    """What goes to host memory while engines generate in the same pool: the optimizer's states, or the weights as well;
+    with either, gradients are freed meanwhile."""
+    megatron_optimizer: dict[str, object] = Field(default={})
+    """Further fields of megatron-core's OptimizerConfig, such as `decoupled_weight_decay: false`."""
+    megatron_ddp: dict[str, object] = Field(default={})
+    """Further fields of megatron-core's DistributedDataParallelConfig, such as `overlap_grad_reduce: true`."""
+
+
+class ActorConfig(TrainedModelConfig):
+    pool: str
+
+
+class CriticConfig(TrainedModelConfig):
+    """Learns which reward to expect at every token; its ranks are processes of their own in any pool."""
+
+    pool: str
+    path: Path | None = None
+    """A folder like `model.path`, of a language model or an earlier critic; null starts from `model.path`."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    prompts_per_update: PositiveInt | None = None
+    """Mini-batch of one update of the critic; null is that of `train`."""
+    epochs: PositiveInt = 1
+    """How often the critic sees the rollouts of a step."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps in which only the critic learns."""
+    clip: PositiveFloat = 0.5
+    """How far an update may move a value before its loss stops falling."""
+
+
+class ReferenceConfig(ModelParallelConfig):
+    """The policy that `algorithm.kl` measures the distance to; never trained."""
+
+    pool: str | None = None
+    """null keeps it in host memory of the actor's ranks, which take its weights for a forward pass in every step."""
+    path: Path | None = None
+    """A folder like `model.path`, of a model of the same shape; null is `model.path`."""
+
+
+InFlight: TypeAlias = Literal["abort", "retract", "in_place"]
+
+
+class EndpointConfig(Section):
+    """An SGLang server that runs already; megarl neither starts nor stops it."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^/@:\s]+:[0-9]+$")]
+    """With its port, such as http://10.0.0.7:30000."""
+    api_key_file: Path | None = None
+    """File with the key of `--api-key`; null for a server that was started without one."""
+    admin_key_file: Path | None = None
+    """File with the key of `--admin-api-key`; null is `api_key_file`."""
+
+
+class RolloutRoleConfig(Section):
+    pool: str | None = None
+    """Where engines are started; null where `endpoints` names engines that run already."""
+    endpoints: tuple[EndpointConfig, ...] = ()
+    """Engines that megarl does not start. They are published to by files, which they read from `publish_folder`."""
+    publish_folder: Path | None = None
+    """Holds the newest version for `endpoints`, which see it under the same path; null is `<run>/published`."""
+    tensor: PositiveInt = 1
+    """GPUs per engine; the pool holds as many engines as fit."""
+    expert: PositiveInt = 1
+    """Sets that the experts of a mixture are divided into, of `tensor` / `expert` GPUs each."""
+    max_running_requests: PositiveInt = 128
+    """Requests that an engine computes at the same time; further ones wait."""
+    max_cached_tokens: PositiveInt | None = None
+    """Size of the KV cache in tokens; null takes the memory that is left (on CPU: 32,768)."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """Share of GPU memory for weights and KV cache."""
+    is_deterministic: bool = True
+    """Same tokens whatever the order and size of the batch, at some cost in speed."""
+    start_timeout_s: PositiveFloat = 300
+    """Until an engine has generated its first tokens."""
+    request_timeout_s: PositiveFloat = 600
+    """For one request with all its tokens."""
+    publish_timeout_s: PositiveFloat = 600
+    """Deadline of each exchange of weights with the trainer ranks."""
+    relays_weights: bool = False
+    """Weights leave the trainers once and pass from one rollout node to the next: for many nodes and few trainers."""
+    in_flight: InFlight | None = None
+    """What a publish does to the requests that are running, with `train.max_staleness` above 0. `abort` (if null): they
+    end, and go on from where they were as new requests; `retract`: they wait in the engine and go on with a KV cache
+    that is computed again; `in_place`: they go on with the one they have, of the weights before."""
+    canary_every: PositiveInt | None = 10
+    """Publishes from one comparison of an engine's log-probabilities with the trainer's to the next; null: none."""
+    max_attempts: PositiveInt = 3
+    """How often one request is tried, each time on another engine where there is one."""
+    max_restarts: NonNegativeInt = 3
+    """Restarts of an engine that dies or hangs; an hour of service restores them all."""
+    restart_back_off_s: PositiveFloat = 1
+    """Pause before the first restart; it doubles with each further one, up to a minute."""
+    silence_timeout_s: PositiveFloat = 30
+    """An engine that does not answer for this long counts as dead; after a third of it, it gets no more requests."""
+    sglang: dict[str, object] = Field(default={})
+    """Further options of the SGLang server, such as `attention_backend: fa3` for `--attention-backend fa3`."""
+
+
+class RolesConfig(Section):
+    actor: ActorConfig
+    critic: CriticConfig | None = None
+    """Needed by `gae`; only `gae` uses it."""
+    reference: ReferenceConfig | None = None
+    """Needed by `algorithm.kl`; only `algorithm.kl` uses it."""
+    rollout: RolloutRoleConfig | None = None
+    """Not needed by `sft` without an evaluation."""
+
+    @property
+    def used_pools(self) -> dict[str, str]:
+        """The pool of each role that has one."""
+        named = {"actor": self.actor, "critic": self.critic, "reference": self.reference, "rollout": self.rollout}
+        return {name: role.pool for name, role in named.items() if role is not None and role.pool is not None}
+
+    @property
+    def megatron_roles(self) -> dict[str, ModelParallelConfig]:
+        """The roles with Megatron ranks of their own; a reference in the actor's ranks is not one."""
+        named = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        return {name: role for name, role in named.items() if role is not None and role.pool is not None}

@@ -5,6 +5,7 @@ A job is a module-level function `job(rank, world, port, *arguments)`; the first
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import socket
@@ -100,6 +101,8 @@ def _serve(pipe: Connection) -> None:
             pipe.send(_Done(value=job(rank, world, port, *arguments)))
         except BaseException as error:  # noqa: BLE001 - whatever it was, the test should see it
             pipe.send(Failure(error=error, text=traceback.format_exc()))
+        # Models and optimizers are in reference cycles and hold process groups, each with threads of its own.
+        gc.collect()
 
 
 def _free_port() -> int:

@@ -27,9 +27,9 @@ def load_checked(path: Path, overrides: list[str] | None) -> Recipe:
     """The recipe, and everything that can be known to be wrong before a run starts."""
     recipe = load_recipe(path, overrides or (), checks=(check_recipe, _check_reward))
 
-    from megarl.runtime import preflight
+    from megarl.runtime.inputs import check_data
 
-    preflight.check_data(recipe)
+    check_data(recipe)
     for warning in advise(recipe, read_model_shape(recipe.model.path)):
         print(f"warning: {warning}", file=sys.stderr)
     return recipe

@@ -1,14 +1,13 @@
 """Scored groups between the producers and the trainer, and the rule that bounds staleness.
 
-Age is counted in steps: a step trains from the version that was published last, and a token is as old as the number
-of versions published since the one that chose it. A prompt is admitted only while at most `1 + max_staleness` steps'
-worth of prompts are open, and a step is handed over only if what it leaves behind can still be trained in time,
-`prompts_per_step` at a time: where it could not, the step waits for older prompts. So age is bounded at admission;
-what is handed over is held against the bound all the same.
+Age is counted in steps: the age of a token is the number of versions published since the one that chose it. A prompt
+is admitted only while at most `1 + max_staleness` steps' worth of prompts are open. A step is handed over only if the
+prompts that it leaves behind can still be trained in time, `prompts_per_step` at a time; otherwise it waits for older
+prompts. So age is bounded at admission, and each step is checked against the bound again.
 
 With `max_staleness` 0 the prompts of a step depend on their order in the stream and on what the algorithm keeps, never
-on timing. With `oversampling` more prompts than a step needs are admitted at once; a step waits for all of them, and
-what is then left over is carried to the next ones: those are as much older as the surplus is in steps.
+on timing. With `oversampling` more prompts than a step needs are admitted at once; a step waits for all of them and
+carries the surplus to the next steps, where it is older by as many steps.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ from megarl.types import DEMONSTRATION, PolicyVersion, ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Ticket:
-    """Permission to generate one prompt, and when it was given."""
+    """Permission to generate one prompt."""
 
     admitted_in_step: int
     number: int
-    """Counts from 0; the prompt drawn with it has the same number among all that are drawn."""
+    """Counts from 0; the prompt drawn with this ticket has the same number among all drawn prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What became of every ticket."""
+    """The state of every ticket."""
 
     num_taken: int
     num_given_up: int
     under_way: tuple[int, ...]
-    """Numbers of those that have no group yet."""
+    """Numbers of the tickets that have no group yet."""
     carried: tuple[ScoredGroup, ...]
-    """Groups that have not been taken, in the order they will be."""
+    """Groups that have not been taken, in the order in which they will be."""
 
 
 class Buffer:
@@ -59,7 +58,7 @@ class Buffer:
         versions: Sequence[PolicyVersion] = (PolicyVersion(0),),
         carried: Sequence[ScoredGroup] = (),
     ) -> None:
-        """`carried` is what another buffer had left over, and `versions` those it knew; the last one is served now."""
+        """Continue an earlier buffer with its `carried` groups and its `versions`; the last version is served now."""
         self._prompts_per_step = prompts_per_step
         self._max_staleness = max_staleness
         self._num_at_once = math.ceil(oversampling * prompts_per_step)
@@ -72,19 +71,19 @@ class Buffer:
         self._under_way: set[Ticket] = set()
         self._scored = {self._ticket_of_carried(place, len(carried)): group for place, group in enumerate(carried)}
         self._num_to_oversample = self._num_at_once - len(self._scored)
-        """In this step, still to be admitted whatever becomes of the others."""
+        """Prompts of this step that are still to be admitted, whether or not others are kept."""
         self._producer_wait_s = 0.0
         self._flow: Flow | None = None
         self._changed = asyncio.Condition()
 
     @property
     def capacity(self) -> int:
-        """The most prompts that can be open at once."""
+        """The largest number of prompts that can be open at once."""
         return max(self._prompts_per_step * (1 + self._max_staleness), self._num_at_once)
 
     @property
     def max_age(self) -> int:
-        """In steps, of anything that is trained: `max_staleness`, unless a step oversamples more than that."""
+        """The largest age in steps of a trained token: `max_staleness`, unless a step oversamples by more."""
         return math.ceil(self.capacity / self._prompts_per_step) - 1
 
     @property
@@ -94,7 +93,7 @@ class Buffer:
 
     @property
     def versions(self) -> tuple[PolicyVersion, ...]:
-        """Those that tokens of the next step may be of, as published; the last one is served now."""
+        """The versions that may have chosen tokens of the next step; the last one is served now."""
         return tuple(self._versions)
 
     @property
@@ -108,7 +107,7 @@ class Buffer:
 
     @property
     def flow(self) -> Flow:
-        """Of the step taken last."""
+        """The waiting times and ages of the last taken step."""
         assert self._flow is not None, "take_step comes first"
         return self._flow
 
@@ -132,14 +131,14 @@ class Buffer:
             self._changed.notify_all()
 
     async def give_up(self, ticket: Ticket) -> None:
-        """The group is not trained on: another prompt takes its place. Unblocks `reserve`."""
+        """Drop a group; another prompt takes its place. Unblocks `reserve`."""
         async with self._changed:
             self._under_way.remove(ticket)
             self._num_given_up += 1
             self._changed.notify_all()
 
     async def take_step(self) -> list[ScoredGroup]:
-        """Wait for the groups of one step, the oldest first; in the order their prompts were admitted."""
+        """Wait for the groups of one step; return the oldest in the order in which their prompts were admitted."""
         began = time.monotonic()
         async with self._changed:
             await self._changed.wait_for(self._has_step)
@@ -159,10 +158,7 @@ class Buffer:
             return groups
 
     async def release_step(self, version: PolicyVersion) -> None:
-        """The step taken last is trained and published as `version`: admit one more step's prompts.
-
-        Unblocks `reserve`.
-        """
+        """Admit one more step's prompts: the last taken step is published as `version`. Unblocks `reserve`."""
         async with self._changed:
             self._versions.append(version)
             self._step += 1
@@ -170,18 +166,18 @@ class Buffer:
             self._changed.notify_all()
 
     def _check_carried(self, carried: Sequence[ScoredGroup], versions: Sequence[PolicyVersion]) -> None:
-        """Whether they are young enough for this buffer too."""
+        """Refuse groups that would be too old when this buffer hands them over."""
         for place, scored in enumerate(carried):
             age = place // self._prompts_per_step + int(_ages([scored], versions).max())
             if age > self.max_age:
                 raise CheckpointError(
-                    f"prompt {scored.group.prompt.uid}: its rollouts are carried over and {age} steps old when their "
-                    f"turn comes, {self.max_age} are allowed; go on with train.max_staleness, train.prompts_per_step "
-                    "and algorithm.filter.oversampling as they were"
+                    f"prompt {scored.group.prompt.uid}: its carried rollouts will be trained {age} steps old, "
+                    f"{self.max_age} are allowed; resume with the earlier values of train.max_staleness, "
+                    "train.prompts_per_step and algorithm.filter.oversampling"
                 )
 
     def _ticket_of_carried(self, place: int, num_carried: int) -> Ticket:
-        """As if admitted just in time to be trained first: the buffer it comes from promised no less."""
+        """Return a ticket so old that the group is trained first, as the earlier buffer guaranteed."""
         return Ticket(
             admitted_in_step=place // self._prompts_per_step - self.max_age,
             number=place - num_carried,
@@ -189,7 +185,7 @@ class Buffer:
 
     def _may_admit(self) -> bool:
         num_open = len(self._under_way) + len(self._scored)
-        # Between taking a step and releasing it, what was taken still counts.
+        # Between take_step and release_step the taken groups still count.
         num_taken_now = self._num_taken - self._step * self._prompts_per_step
         if num_open + num_taken_now < self._prompts_per_step * (1 + self._max_staleness):
             return True
@@ -203,7 +199,7 @@ class Buffer:
         if len(taken) < self._prompts_per_step or (self.is_synchronous and self._under_way):
             return False
         left = sorted((self._scored.keys() | self._under_way) - set(taken))
-        # The steps after this one take what is left in this order, so many at a time.
+        # The next steps take the rest in this order, prompts_per_step at a time.
         return all(
             self._step + 1 + place // self._prompts_per_step - ticket.admitted_in_step <= self.max_age
             for place, ticket in enumerate(left)
@@ -218,7 +214,7 @@ class Buffer:
 
 
 def _ages(groups: Sequence[ScoredGroup], versions: Sequence[PolicyVersion]) -> npt.NDArray[np.int64]:
-    """Of every token, in steps; demonstrations have none. A version that was never served gives what is no age."""
+    """Return the age of every token in steps, without demonstrations; -1 for a version that was never served."""
     tokens = np.concatenate([rollout.versions for scored in groups for rollout in scored.group.rollouts])
     chosen = tokens[tokens != DEMONSTRATION]
     if not len(chosen):

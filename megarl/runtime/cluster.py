@@ -1,4 +1,4 @@
-"""Ray, started on this machine or joined, and the pools as placement groups. Knows devices and slots, not roles."""
+"""Ray, started on this machine or joined, and the pools as placement groups. It places devices, not roles."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Place:
     gpu: int | None = None
     """Its number on its node; None for a CPU slot."""
     node: str = ""
-    """Ray's word for it."""
+    """Ray's id of the node."""
 
     def options(self, environment: Mapping[str, str], *, share: float, is_actor: bool = True) -> dict[str, object]:
-        """What Ray's `options` needs to run an actor or a task here, taking `share` of the device."""
+        """Return Ray's options for an actor or a task that takes `share` of this device."""
         options: dict[str, object] = {
             "num_cpus": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundle),
@@ -61,7 +61,7 @@ class Place:
 
 
 class Pool:
-    """The places of a pool, and how the roles that have it share it."""
+    """The places of a pool, divided equally between the roles that use it."""
 
     def __init__(self, places: Sequence[Place], num_roles: int) -> None:
         self.places = places
@@ -79,7 +79,7 @@ class Cluster:
         self._groups: list[PlacementGroup] = []
 
     def reserve(self, pools: Mapping[str, PoolConfig]) -> dict[str, list[Place]]:
-        """Take the GPUs of every pool, or say which pool the cluster cannot hold."""
+        """Reserve the GPUs of every pool; raise MachineError for the first pool that the cluster cannot hold."""
         places: dict[str, list[Place]] = {}
         for name, pool in pools.items():
             bundle = {self._resource: 1.0}
@@ -107,7 +107,7 @@ class Cluster:
 
 
 def gpu_numbers(*pools: Sequence[Place]) -> list[tuple[Gpu, ...]]:
-    """Places as numbers: of nodes and, within them, of GPUs or slots; equal ones are the same place."""
+    """Return each place as (node number, GPU or slot number); equal pairs are the same place."""
     nodes: dict[str, int] = {}
     slots: dict[tuple[object, int], int] = {}
 
@@ -121,10 +121,10 @@ def gpu_numbers(*pools: Sequence[Place]) -> list[tuple[Gpu, ...]]:
 
 
 def _in_order(places: Sequence[Place]) -> list[Place]:
-    """Node by node and GPU by GPU: neighbours in the list are neighbours in the machine, which Ray does not promise."""
+    """Sort by node and GPU, which Ray does not: neighbours in the list are neighbours in the machine."""
     ask = ray.remote(_where)
-    found = ray.get([ask.options(**place.options({}, share=1.0, is_actor=False)).remote() for place in places])
-    located = sorted(zip(found, places, strict=True), key=lambda item: item[0])
+    locations = ray.get([ask.options(**place.options({}, share=1.0, is_actor=False)).remote() for place in places])
+    located = sorted(zip(locations, places, strict=True), key=lambda item: item[0])
     return [replace(place, gpu=gpu) for (_, gpu), place in located]
 
 
@@ -142,10 +142,10 @@ def _where() -> tuple[str, int]:
 
 @contextmanager
 def _local_ray(*, device: str, num_slots: int, log_path: Path) -> Iterator[str]:
-    """A Ray of our own: loopback only, token auth, no dashboard (see `launch`). Gives its address; dies with us.
+    """Start a private Ray on loopback, with a token and no dashboard, and yield its address; it ends with this process.
 
-    A child in a session of its own, not `ray.init()`: what is sent to our process group must not reach Ray before we
-    have taken down what runs on it.
+    It is a child in a session of its own, not `ray.init()`: a signal to our process group must not end Ray before
+    everything that runs on it is down.
     """
     resources = {} if device == "cuda" else {CPU_SLOT: num_slots}
     with socket.create_server((LOOPBACK, 0)) as listener:
@@ -183,9 +183,9 @@ def _joined(address: str, *, log_hint: str = "") -> Iterator[None]:
 
 @contextmanager
 def open_cluster(recipe: Recipe, *, address: str | None, tasks_file: Path | None = None) -> Iterator[Cluster]:
-    """Ray for one run, joined at `address` or started here; what was placed on it is gone when the block ends.
+    """Yield the Ray of one run, joined at `address` or started here; everything placed on it ends with the block.
 
-    What Ray knows of its tasks by then goes to `tasks_file`, in Chrome's trace format.
+    A trace of Ray's tasks is then written to `tasks_file`, in Chrome's format.
     """
     with ExitStack() as stack:
         if address is None:

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_SPOKEN = b"."
+_PRINTED = b"."
 _WAIT_S = 5.0
 
 
 @contextmanager
 def exit_notice(run_folder: Path) -> Iterator[None]:
-    """Should this process end inside the block, its standard error gets a sentence that says how to go on."""
-    # In a session of its own: what ends our process group must not silence it.
+    """Have the notice printed to standard error if this process is killed inside the block."""
+    # In a session of its own, so that a signal to our process group does not end it too.
     process = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", __name__, str(run_folder)], stdin=subprocess.PIPE, start_new_session=True
     )
@@ -29,7 +29,7 @@ def exit_notice(run_folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(BrokenPipeError):
-            process.stdin.write(_SPOKEN)
+            process.stdin.write(_PRINTED)
             process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=_WAIT_S)
@@ -37,19 +37,19 @@ def exit_notice(run_folder: Path) -> Iterator[None]:
 
 def sentence(run_folder: Path) -> str:
     is_saved = (run_folder / "checkpoints" / "latest").exists()
-    next_time = "goes on from its last checkpoint" if is_saved else "begins anew: it had no checkpoint yet"
+    remedy = "resume from its last checkpoint" if is_saved else "start again: no checkpoint was saved yet"
     log = run_folder / "ray.log"
-    # A Ray that was joined has its log elsewhere.
-    where = f"Ray's log: {log}; " if log.exists() else ""
+    # The log of a cluster that was joined is not in the run's folder.
+    ray_log = f" (its log is {log})" if log.exists() else ""
     return (
-        "megarl: the run ended without a word: its process was killed, or one of Ray's own was, which ends it; "
-        f"{where}everything it started is gone, and the same command {next_time}"
+        f"megarl: the driver was killed, or a process of Ray{ray_log} was, which ends the driver; "
+        f"nothing it started is left; run the same command to {remedy}"
     )
 
 
 def main(run_folder: Path) -> None:
-    if os.read(sys.stdin.fileno(), 1) != _SPOKEN:
-        with suppress(OSError):  # a terminal that is gone as well
+    if os.read(sys.stdin.fileno(), 1) != _PRINTED:
+        with suppress(OSError):  # the terminal is gone, too
             sys.stderr.write(f"{sentence(run_folder)}\n")
             sys.stderr.flush()
 

@@ -1,4 +1,4 @@
-"""What a run reads before it starts anything: the model's shape, its tokenizer, the prompts."""
+"""The inputs of a run, read before anything is started: the model's shape, its tokenizer, the prompts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from megarl.config.algorithm import PolicyGradientConfig, SftConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.prompts import PromptSet, load_demonstrations, load_prompts
+from megarl.data.rows import check_files
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.types import Prompt
 
@@ -21,22 +22,23 @@ class Inputs:
 
 
 def read_inputs(recipe: Recipe) -> Inputs:
-    """Everything, checked; a DataError or ConfigError says what is wrong with which file."""
+    """Read and check everything; raise a DataError or ConfigError that names the file."""
     shape = read_model_shape(recipe.model.path)
     tokenizer = load_tokenizer(recipe.model.path, vocab=shape.vocab)
-    return Inputs(shape=shape, tokenizer=tokenizer, train=_train(recipe, tokenizer), eval=_held_out(recipe, tokenizer))
-
-
-def _train(recipe: Recipe, tokenizer: Tokenizer) -> PromptSet:
     match recipe.algorithm:
         case SftConfig():
             max_tokens = recipe.sampling.max_response_tokens
-            return load_demonstrations(recipe.data.train, recipe.data, tokenizer, max_response_tokens=max_tokens)
+            train = load_demonstrations(recipe.data.train, recipe.data, tokenizer, max_response_tokens=max_tokens)
         case PolicyGradientConfig():
-            return load_prompts(recipe.data.train, recipe.data, tokenizer)
+            train = load_prompts(recipe.data.train, recipe.data, tokenizer)
+    held_out: tuple[Prompt, ...] = ()
+    if recipe.evaluation is not None:
+        held_out = load_prompts(recipe.data.eval, recipe.data, tokenizer).prompts[: recipe.evaluation.max_prompts]
+    return Inputs(shape=shape, tokenizer=tokenizer, train=train, eval=held_out)
 
 
-def _held_out(recipe: Recipe, tokenizer: Tokenizer) -> tuple[Prompt, ...]:
-    if recipe.evaluation is None:
-        return ()
-    return load_prompts(recipe.data.eval, recipe.data, tokenizer).prompts[: recipe.evaluation.max_prompts]
+def check_data(recipe: Recipe) -> None:
+    """Raise a DataError for the first row that a run would refuse; needs no model."""
+    check_files(recipe.data.train, recipe.data, as_demonstrations=isinstance(recipe.algorithm, SftConfig))
+    if recipe.evaluation is not None:
+        check_files(recipe.data.eval, recipe.data, as_demonstrations=False)

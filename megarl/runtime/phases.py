@@ -1,4 +1,4 @@
-"""Who may use the devices when: the only place that knows whether trainer and engines share a pool."""
+"""When trainers and engines may use the devices. Only this module distinguishes shared from separate pools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Sleeper(Protocol):
-    """An engine that can give its memory, or at least its time, back."""
+    """Engines that can stop using their devices for a while."""
 
     async def sleep(self) -> None: ...
 
@@ -26,7 +26,7 @@ class Offloader:
 
 
 class SeparatePhases:
-    """Everyone has a pool of its own: nobody waits."""
+    """Trainers and engines have separate pools: neither waits for the other."""
 
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:
@@ -39,7 +39,7 @@ class SeparatePhases:
 
 class SharedPhases:
     """Trainers and engines take turns on one pool: engines sleep except while generating, and trainers that offload are
-    away meanwhile. Between the two, when weights are published, both are there.
+    on the host meanwhile. While weights are published, both are on the devices.
     """
 
     def __init__(self, engines: Sequence[Sleeper]) -> None:
@@ -49,7 +49,7 @@ class SharedPhases:
         self._are_away = False
 
     def take_turns_with(self, trainers: Sequence[Offloader]) -> None:
-        """With these, which have just started, from now on."""
+        """Take turns with these trainers, which have just started and are on the devices."""
         self._trainers = trainers
         self._are_away = False
 

@@ -1,6 +1,6 @@
-"""SIGTERM or SIGUSR1: the run is asked to leave. It saves what it has trained and goes; past its grace, at once.
+"""Preemption by SIGTERM or SIGUSR1: the run saves its last trained step and ends; after `grace_s` it ends at once.
 
-SIGUSR1 may come as often as it likes (a scheduler's early warning); a second SIGTERM means now.
+SIGUSR1 may be repeated (a scheduler's early warning); a second SIGTERM ends the run at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megarl.errors import PreemptedError
 class Preemption:
     def __init__(self, task: asyncio.Task[None], *, grace_s: float) -> None:
         self.signal_name = ""
-        """Of the first signal."""
+        """The first signal that was received."""
         self._asked = asyncio.Event()
         self._task = task
         self._grace_s = grace_s
@@ -29,11 +29,11 @@ class Preemption:
         return self._asked.is_set()
 
     async def wait(self) -> None:
-        """Until the run is asked to leave."""
+        """Wait until a signal is received."""
         await self._asked.wait()
 
     def begin_steps(self) -> None:
-        """From now on there is something to finish and to save."""
+        """Save on preemption from now on; before, the run just ends."""
         self._has_steps = True
 
     def request(self, number: signal.Signals) -> None:
@@ -46,7 +46,7 @@ class Preemption:
             self._cancel()
 
     def _cancel(self) -> None:
-        # Once: a second cancellation would interrupt the taking down that the first one began.
+        # A second cancellation would interrupt the shutdown that the first one began.
         if not self._is_cancelled:
             self._is_cancelled = True
             self._task.cancel()
@@ -54,7 +54,7 @@ class Preemption:
 
 @contextmanager
 def preemptible(*, grace_s: float) -> Iterator[Preemption]:
-    """Inside, the signals end the run with a PreemptedError, and what was running is taken down first."""
+    """Turn the signals into a PreemptedError, raised after everything inside the block has been shut down."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     preemption = Preemption(task, grace_s=grace_s)

@@ -1,4 +1,4 @@
-"""From `--resume` to a place to go on from, and whether the model and the data still fit it. Starts nothing."""
+"""Where a run resumes, whether its model and data still fit, and how often lost ranks are restarted. Starts nothing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from megarl.checkpoint.resume import Decision, ResumePoint, decide, identity_dig
 from megarl.checkpoint.state import Ledger
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, WorkerError
 
 ResumeChoice: TypeAlias = Path | Literal["auto", "never"]
-"""`auto` goes on from the run's own newest checkpoint, where it has one."""
+"""`auto` resumes from the run's own newest checkpoint, if it has one."""
 
 _TOKENIZER = "tokenizer.json"
+_MAX_PAUSE_S = 60.0
 
 
 def choose(recipe: Recipe, choice: ResumeChoice) -> Decision:
-    """Where the run goes on; every byte of it is verified."""
+    """Return the checkpoint to resume from, with every byte verified."""
     recipe_digest, num_steps = identity_digest(recipe.model_dump(mode="json")), recipe.run.steps
     match choice:
         case "never":
@@ -35,16 +36,16 @@ def choose(recipe: Recipe, choice: ResumeChoice) -> Decision:
 
 
 def is_of_run(point: ResumePoint, recipe: Recipe) -> bool:
-    """Whether a checkpoint is one of the run's own, so that its folder is continued."""
+    """Whether a checkpoint lies in the run's own folder, which is then continued."""
     return point.folder.resolve().is_relative_to(recipe.run_folder.resolve())
 
 
 def last_good(
     recipe: Recipe, *, first: ResumePoint | None, saved_steps: Sequence[int], warn: Callable[[str], None]
 ) -> ResumePoint | None:
-    """Where a run goes on whose ranks were lost: at the newest checkpoint of its own, or where it began.
+    """Return where a run resumes after losing ranks: its newest checkpoint, or the point where it began.
 
-    Others may lie in its folder, of a run that went further from the same point: they are not its own.
+    Only checkpoints of `saved_steps` count: the folder may hold others, of an earlier run that went further.
     """
     parent = recipe.run_folder.absolute() / CHECKPOINTS_FOLDER
     if recipe.checkpoint.contents == "everything":
@@ -55,11 +56,11 @@ def last_good(
             except CheckpointError as error:
                 warn(f"skipped {folder}: {error}")
     if first is not None and not first.folder.exists():
-        raise CheckpointError(f"{first.folder}: the run went on from it, and it is gone; no later checkpoint verifies")
+        raise CheckpointError(f"{first.folder}: the run resumed from it, and it is gone; no later checkpoint verifies")
     return first
 
 
-def fitted(
+def checked_resume_point(
     point: ResumePoint,
     *,
     model_folder: Path,
@@ -68,17 +69,17 @@ def fitted(
     allows_data_change: bool,
     warn: Callable[[str], None],
 ) -> ResumePoint:
-    """The point as this run goes on from it; refuses another model or vocabulary, and other prompts unless allowed.
+    """Refuse another model or tokenizer, and other prompts unless allowed; return the point to resume from.
 
-    A place in the stream means nothing among other prompts: those begin with their first epoch.
+    Other prompts start with their first epoch, since a position in the stream means nothing among them.
     """
     remedy = "go back to it, or start anew with --resume never"
     if read_model_shape(point.folder / MODEL_FOLDER) != shape:
         raise CheckpointError(f"model.path {model_folder}: not the model {point.folder} was made with; {remedy}")
     saved = point.manifest.files.get(f"{MODEL_FOLDER}/{_TOKENIZER}")
     path = model_folder / _TOKENIZER
-    found = digest_file(path) if path.exists() else None
-    if found != saved:
+    current = digest_file(path) if path.exists() else None
+    if current != saved:
         raise CheckpointError(f"{path}: not the tokenizer {point.folder} was made with; {remedy}")
     if point.state.data_digest != data_digest:
         if not allows_data_change:
@@ -89,3 +90,33 @@ def fitted(
         warn(f"data.train: not the prompts {point.folder} was made with; the new ones start with their first epoch")
         return replace(point, state=replace(point.state, prompt_cursor=0, ledger=Ledger()))
     return point
+
+
+class Restarts:
+    """Allows `max_restarts` between two checkpoints: a run that makes progress may lose ranks any number of times."""
+
+    def __init__(self, *, max_restarts: int, pause_s: float) -> None:
+        self._max_restarts = max_restarts
+        self._pause_s = pause_s
+        self._num_restarts = 0
+        self._saved_step = 0
+        self._last = ""
+
+    def spend(self, error: WorkerError, *, saved_step: int) -> float:
+        """Return the seconds to wait before the next start after `error`; raise if there is to be none."""
+        if saved_step > self._saved_step:
+            self._saved_step, self._num_restarts, self._last = saved_step, 0, ""
+        before, self._last = self._last, str(error)
+        if self._max_restarts == 0:
+            raise error
+        # An error that a rank itself reported twice in a row is permanent; a death or a hang may not be.
+        if type(error) is WorkerError and before == str(error):
+            raise WorkerError(f"{error}; it failed the same way when the ranks were started again") from error
+        if self._num_restarts == self._max_restarts:
+            raise WorkerError(
+                f"{error}; the ranks were started again {self._num_restarts} times since step {saved_step} was saved "
+                "(train.max_restarts)"
+            ) from error
+        self._num_restarts += 1
+        pause_s: float = self._pause_s * 2 ** (self._num_restarts - 1)
+        return min(pause_s, _MAX_PAUSE_S)

@@ -37,8 +37,7 @@ from megarl.runtime.evaluate import Evaluator, HeldOutEvaluator, NoEvaluation, S
 from megarl.runtime.inputs import Inputs, read_inputs
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.preemption import Preemption, preemptible
-from megarl.runtime.restarts import Restarts
-from megarl.runtime.resume import fitted, last_good
+from megarl.runtime.resume import Restarts, checked_resume_point, last_good
 from megarl.runtime.rollout_samples import RolloutSampler, SampledTrainer
 from megarl.runtime.saver import RunSaver, SavedModel
 from megarl.runtime.tasks import task_group
@@ -82,7 +81,7 @@ async def _run(
     with observer.phase("start"):
         inputs = read_inputs(recipe)
         if resume is not None:
-            resume = fitted(
+            resume = checked_resume_point(
                 resume,
                 model_folder=recipe.model.path,
                 shape=inputs.shape,

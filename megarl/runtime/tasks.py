@@ -1,4 +1,4 @@
-"""Work side by side, where the first failure is the news."""
+"""Concurrent work that fails with its first error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup whose first failure is raised as itself; what its cancellation did to the others is not news."""
+    """Open a TaskGroup that raises its first error itself, not in a group with the errors that cancelling caused."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks

@@ -281,7 +281,7 @@ def test_a_run_that_loses_ray_ends_with_a_sentence_and_the_next_one_goes_on(
         process.wait(timeout=30)
     ended = finished(folder, name, process)
     assert ended.exit_code == 1
-    assert "the same command goes on from its last checkpoint" in ended.output.splitlines()[-1]
+    assert "run the same command to resume from its last checkpoint" in ended.output.splitlines()[-1]
     with nothing_left() as footprint:
         done = run(folder, name, *SFT, footprint=footprint)
     check_same_end(done, undisturbed)

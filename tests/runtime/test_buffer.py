@@ -234,7 +234,7 @@ def test_a_run_that_goes_on_keeps_the_bound_though_it_carries_old_groups(max_sta
 
 def test_carried_groups_that_are_too_old_for_a_changed_recipe_are_refused() -> None:
     versions = [PolicyVersion(version) for version in range(4)]
-    with pytest.raises(CheckpointError, match=r"prompt 1.* 4 steps old .* 3 are allowed; .*max_staleness"):
+    with pytest.raises(CheckpointError, match=r"prompt 1.* 4 steps old, 3 are allowed; .*max_staleness"):
         Buffer(prompts_per_step=1, max_staleness=3, versions=versions, carried=[scored_group(0, 0), scored_group(1, 0)])
 
 

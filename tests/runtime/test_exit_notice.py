@@ -1,4 +1,4 @@
-"""Runs in processes of their own: who can still speak says it, and of who cannot it is said."""
+"""The exit notice of drivers that are killed, and its absence for those that end by themselves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from megarl.runtime.exit_notice import epitaph
-with epitaph(Path(sys.argv[1])):
+from megarl.runtime.exit_notice import exit_notice
+with exit_notice(Path(sys.argv[1])):
     {}
 """
 
@@ -32,10 +32,10 @@ def test_nothing_is_said_of_a_run_that_ends_by_itself(end: str, tmp_path: Path) 
 def test_of_one_that_cannot_speak_any_more_it_is_said_how_to_go_on(end: str, tmp_path: Path) -> None:
     said = last_words(tmp_path, end)
     assert said.count("\n") == 1
-    assert "Ray's log" not in said
-    assert said.endswith("the same command begins anew: it had no checkpoint yet\n")
+    assert "log" not in said
+    assert said.endswith("run the same command to start again: no checkpoint was saved yet\n")
     (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
     (tmp_path / "ray.log").touch()
     said = last_words(tmp_path, end)
-    assert f"Ray's log: {tmp_path / 'ray.log'}; " in said
-    assert said.endswith("the same command goes on from its last checkpoint\n")
+    assert f"(its log is {tmp_path / 'ray.log'})" in said
+    assert said.endswith("run the same command to resume from its last checkpoint\n")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.errors import WorkerError
-from megarl.runtime.restarts import Restarts
+from megarl.runtime.resume import Restarts
 from megarl.runtime.trainers.worker_group import WorkerDiedError
 
 DEATH = WorkerDiedError("actor rank 1: died during update")

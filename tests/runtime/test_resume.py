@@ -13,7 +13,7 @@ from megarl.checkpoint.state import Ledger, read_state
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.errors import CheckpointError
-from megarl.runtime.resume import choose, fitted, is_of_run, last_good
+from megarl.runtime.resume import checked_resume_point, choose, is_of_run, last_good
 from tests.checkpoint.samples import DATA_DIGEST, make_recipe, write_checkpoint
 from tests.tiny_models import write_tiny_model
 
@@ -70,7 +70,7 @@ def point(saved: Path, model: tuple[Path, ModelShape]) -> ResumePoint:
 
 def fit(point: ResumePoint, model: tuple[Path, ModelShape], *, data: str = DATA_DIGEST, allows: bool = False) -> Fit:
     warnings: list[str] = []
-    found = fitted(
+    point = checked_resume_point(
         point,
         model_folder=model[0],
         shape=model[1],
@@ -78,7 +78,7 @@ def fit(point: ResumePoint, model: tuple[Path, ModelShape], *, data: str = DATA_
         allows_data_change=allows,
         warn=warnings.append,
     )
-    return found, warnings
+    return point, warnings
 
 
 @pytest.mark.parametrize("allows", [False, True])
@@ -151,5 +151,5 @@ def test_a_beginning_that_is_gone_is_said(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path)
     first = open_verified(write_checkpoint(tmp_path / "elsewhere", 2))
     gone = replace(first, folder=tmp_path / "gone")
-    with pytest.raises(CheckpointError, match="the run went on from it, and it is gone"):
+    with pytest.raises(CheckpointError, match="the run resumed from it, and it is gone"):
         go_on(recipe, first=gone)

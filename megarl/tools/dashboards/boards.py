@@ -7,6 +7,7 @@ from megarl.tools.dashboards.panels import (
     Dashboard,
     Panel,
     PanelRow,
+    complete,
     formula,
     increase,
     mean,
@@ -20,6 +21,7 @@ OVERVIEW = Dashboard(
     uid="megarl-overview",
     title="megarl / Overview",
     text="Is it learning, is it fast, is it healthy?",
+    sections=("run", "data", "eval"),
     rows=(
         PanelRow(
             title="Now",
@@ -143,6 +145,7 @@ ROLLOUT = Dashboard(
     uid="megarl-rollout",
     title="megarl / Rollout",
     text="What the policy writes, who scores it, and how long it takes.",
+    sections=("reward", "rollout"),
     rows=(
         PanelRow(
             title="Responses",
@@ -270,6 +273,7 @@ TRAINER = Dashboard(
     uid="megarl-trainer",
     title="megarl / Trainer",
     text="Loss, gradients, the policy's distance from others, the critic, and how well the hardware is used.",
+    sections=("trainer", "critic"),
     rows=(
         PanelRow(
             title="Update",
@@ -393,6 +397,7 @@ OPERATIONS = Dashboard(
     uid="megarl-operations",
     title="megarl / Operations",
     text="What may stop a run: engines, publishing, checkpoints, memory, disk.",
+    sections=("fleet", "publish", "checkpoint", "machine"),
     rows=(
         PanelRow(
             title="Progress",
@@ -536,4 +541,4 @@ OPERATIONS = Dashboard(
     ),
 )
 
-DASHBOARDS = (OVERVIEW, ROLLOUT, TRAINER, OPERATIONS)
+DASHBOARDS = complete((OVERVIEW, ROLLOUT, TRAINER, OPERATIONS))

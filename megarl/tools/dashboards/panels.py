@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from megarl.observe.catalogue import Metric
+from megarl.observe.catalogue import METRICS, Metric, Section
 
 SCHEMA_VERSION = 39
 """Of Grafana 10.4 and later; older servers refuse it, newer ones migrate it."""
@@ -60,11 +60,30 @@ class Dashboard:
     """Also the name of its file, without the ending."""
     title: str
     text: str
+    sections: tuple[Section, ...]
+    """Sections of the catalogue whose metrics belong on this board; one that no row shows gets a panel at the end."""
     rows: tuple[PanelRow, ...]
 
     @property
     def queries(self) -> tuple[Query, ...]:
         return tuple(query for row in self.rows for panel in row.panels for query in panel.queries)
+
+
+def complete(boards: Sequence[Dashboard]) -> tuple[Dashboard, ...]:
+    """Add a panel for each metric of the catalogue that no board shows."""
+    shown = {metric for board in boards for query in board.queries for metric in metrics_in(query.text, METRICS)}
+    complete_boards = []
+    for board in boards:
+        others = tuple(_panel_of(m) for m in METRICS if m.section in board.sections and m not in shown)
+        rows = (*board.rows, PanelRow(title="Other", panels=others)) if others else board.rows
+        complete_boards.append(replace(board, rows=rows))
+    return tuple(complete_boards)
+
+
+def _panel_of(metric: Metric) -> Panel:
+    units: dict[str, Unit] = {"seconds": "s", "bytes": "bytes", "ratio": "percentunit", "per_second": "ops"}
+    queries = {"gauge": value, "counter": increase, "histogram": mean}
+    return Panel(title=metric.text, unit=units.get(metric.unit, "short"), queries=(queries[metric.kind](metric),))
 
 
 def value(metric: Metric, legend: str = "", *, where: str = "") -> Query:

@@ -6,6 +6,7 @@ from megarl.tools.dashboards.panels import (
     Dashboard,
     Panel,
     PanelRow,
+    complete,
     formula,
     mean,
     metrics_in,
@@ -36,7 +37,11 @@ def test_panels_fill_rows_from_left_to_right_and_never_overlap() -> None:
         Panel(title=str(index), queries=(value(names.LOSS),), width=10, height=5 + index) for index in range(5)
     )
     board = Dashboard(
-        uid="x", title="x", text="", rows=(PanelRow(title="a", panels=panels), PanelRow(title="b", panels=panels))
+        uid="x",
+        title="x",
+        text="",
+        sections=(),
+        rows=(PanelRow(title="a", panels=panels), PanelRow(title="b", panels=panels)),
     )
     drawn = to_grafana(board)["panels"]
     assert isinstance(drawn, list)
@@ -50,3 +55,12 @@ def test_panels_fill_rows_from_left_to_right_and_never_overlap() -> None:
         assert left + width <= COLUMNS
         assert not cells & taken
         taken |= cells
+
+
+def test_a_metric_that_no_row_shows_gets_a_panel_on_the_board_of_its_section() -> None:
+    rows = (PanelRow(title="a", panels=(Panel(title="Epoch", queries=(value(names.EPOCH),)),)),)
+    (board,) = complete([Dashboard(uid="x", title="x", text="", sections=("data",), rows=rows)])
+    assert [row.title for row in board.rows] == ["a", "Other"]
+    metrics = [names.DATA_PROMPTS, names.DATA_DROPPED, names.TRAINED_PROMPTS, names.PROMPT_TOKENS]
+    assert [panel.title for panel in board.rows[1].panels] == [metric.text for metric in metrics]
+    assert board.rows[1].panels[2].queries[0].text == 'increase(megarl_trained_prompts_total{run=~"$run"}[1h])'

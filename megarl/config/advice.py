@@ -1,12 +1,13 @@
-"""What is allowed but probably not meant. Nothing here stops a run."""
+"""Warnings about what is allowed but probably not meant. Nothing here stops a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.algorithm import PolicyGradientConfig, SftConfig
+from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, SftConfig
 from megarl.config.model import ModelShape
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import CheckpointConfig, DataConfig, EvaluationConfig, Recipe, SamplingConfig, TrainConfig
+from megarl.config.roles import RolesConfig
 from megarl.errors import Problem
 
 _HOT = 1.5
@@ -14,19 +15,27 @@ _HOT = 1.5
 
 
 def advise(recipe: Recipe, shape: ModelShape) -> list[Problem]:
-    """Warnings, for whoever starts the run or only asks about it."""
+    algorithm, train, steps = recipe.algorithm, recipe.train, recipe.run.steps
+    critic = recipe.roles.critic
     return [
-        *_sampling(recipe),
-        *_staleness(recipe),
-        *_evaluation(recipe),
-        *_ranks(recipe, shape),
-        *_unused(recipe),
+        *_sampling(recipe.sampling, algorithm),
+        *_staleness(train.max_staleness, algorithm),
+        *_evaluation(recipe.evaluation, recipe.data, steps),
+        *_replicated_heads(recipe.roles, shape),
+        *_idle_ranks(
+            train,
+            recipe.roles,
+            rollouts_per_prompt=1 if isinstance(algorithm, SftConfig) else recipe.sampling.rollouts_per_prompt,
+            actor_ranks=recipe.data_parallel,
+            critic_ranks=0 if critic is None else recipe.pools[critic.pool].gpus // critic.model_parallel,
+        ),
+        *_unused_data(recipe.data, algorithm),
+        *_unused_saves(recipe.checkpoint, steps),
     ]
 
 
-def _sampling(recipe: Recipe) -> Iterator[Problem]:
-    sampling = recipe.sampling
-    if isinstance(recipe.algorithm, SftConfig):
+def _sampling(sampling: SamplingConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    if isinstance(algorithm, SftConfig):
         for name in sorted(sampling.model_fields_set - {"max_response_tokens"}):
             yield Problem(key=f"sampling.{name}", message="has no use in sft")
         return
@@ -38,69 +47,67 @@ def _sampling(recipe: Recipe) -> Iterator[Problem]:
         if is_cut:
             yield Problem(
                 key=f"sampling.{name}",
-                message="cuts off what the policy may sample, but not what it is trained to say; "
+                message="restricts what is sampled, but not the distribution that is trained; "
                 "leave it out unless the mismatch is wanted",
             )
 
 
-def _staleness(recipe: Recipe) -> Iterator[Problem]:
-    algorithm, staleness = recipe.algorithm, recipe.train.max_staleness
+def _staleness(staleness: int, algorithm: AlgorithmConfig) -> Iterator[Problem]:
     if staleness and isinstance(algorithm, PolicyGradientConfig) and algorithm.correction is None:
         yield Problem(
             key="train.max_staleness",
-            message=f"{staleness} trains on what earlier policies chose as if the current one had; "
+            message=f"{staleness} trains on what earlier policies chose as if the current one had chosen it; "
             "`algorithm.correction: {kind: tis}` weighs it by how likely it is now",
         )
 
 
-def _evaluation(recipe: Recipe) -> Iterator[Problem]:
-    shared = sorted(set(recipe.data.train) & set(recipe.data.eval))
+def _evaluation(evaluation: EvaluationConfig | None, data: DataConfig, steps: int) -> Iterator[Problem]:
+    shared = sorted(set(data.train) & set(data.eval))
     if shared:
-        yield Problem(key="data.eval", message=f"{shared[0]} is trained on as well: its accuracy says little")
-    every_steps = recipe.evaluation.every_steps if recipe.evaluation else None
-    if every_steps is not None and every_steps > recipe.run.steps:
+        yield Problem(key="data.eval", message=f"{shared[0]} is trained on as well: its accuracy shows little")
+    every_steps = evaluation.every_steps if evaluation else None
+    if every_steps is not None and every_steps > steps:
         yield Problem(
             key="evaluation.every_steps",
-            message=f"{every_steps} is more than run.steps {recipe.run.steps}: only before and after the run",
+            message=f"{every_steps} is more than run.steps {steps}: only before and after the run",
         )
 
 
-def _ranks(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
-    rollout = recipe.roles.rollout
-    splits = [(f"roles.{role}.tensor", split.tensor) for role, split in recipe.roles.megatron_roles.items()]
-    splits += [("roles.rollout.tensor", rollout.tensor)] if rollout else []
+def _replicated_heads(roles: RolesConfig, shape: ModelShape) -> Iterator[Problem]:
+    splits = [(f"roles.{role}.tensor", split.tensor) for role, split in roles.megatron_roles.items()]
+    splits += [("roles.rollout.tensor", roles.rollout.tensor)] if roles.rollout else []
     for key, tensor in splits:
         if tensor > shape.num_kv_heads:
             copies = tensor // shape.num_kv_heads
             yield Problem(key=key, message=f"each of the {shape.num_kv_heads} key/value heads is on {copies} ranks")
-    train, critic = recipe.train, recipe.roles.critic
+
+
+def _idle_ranks(
+    train: TrainConfig, roles: RolesConfig, *, rollouts_per_prompt: int, actor_ranks: int, critic_ranks: int
+) -> Iterator[Problem]:
+    """Yield updates that have fewer sequences than data-parallel ranks."""
     key = "train.prompts_per_step" if train.prompts_per_update is None else "train.prompts_per_update"
-    prompts = train.prompts_per_update or train.prompts_per_step
-    yield from _idle_ranks(recipe, key, prompts, recipe.data_parallel)
-    if critic is not None:
-        if critic.prompts_per_update is not None:
-            key, prompts = "roles.critic.prompts_per_update", critic.prompts_per_update
-        ranks = recipe.pools[critic.pool].gpus // critic.model_parallel
-        if ranks > recipe.data_parallel or critic.prompts_per_update is not None:
-            yield from _idle_ranks(recipe, key, prompts, ranks)
+    updates = [(key, train.prompts_per_update or train.prompts_per_step, actor_ranks)]
+    if roles.critic is not None and roles.critic.prompts_per_update is not None:
+        updates.append(("roles.critic.prompts_per_update", roles.critic.prompts_per_update, critic_ranks))
+    elif critic_ranks > actor_ranks:
+        updates.append((key, updates[0][1], critic_ranks))
+    for key, prompts, ranks in updates:
+        sequences = prompts * rollouts_per_prompt
+        if sequences < ranks:
+            yield Problem(
+                key=key,
+                message=f"{sequences} sequences per update for {ranks} data-parallel ranks: "
+                f"{ranks - sequences} of them compute padding only",
+            )
 
 
-def _idle_ranks(recipe: Recipe, key: str, prompts: int, ranks: int) -> Iterator[Problem]:
-    is_sft = isinstance(recipe.algorithm, SftConfig)
-    sequences = prompts * (1 if is_sft else recipe.sampling.rollouts_per_prompt)
-    if sequences < ranks:
-        yield Problem(
-            key=key,
-            message=f"{sequences} sequences per update for {ranks} data-parallel ranks: "
-            f"{ranks - sequences} of them compute padding only",
-        )
-
-
-def _unused(recipe: Recipe) -> Iterator[Problem]:
-    """Keys that somebody set and this run does not read."""
-    if "response_key" in recipe.data.model_fields_set and not isinstance(recipe.algorithm, SftConfig):
+def _unused_data(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    if "response_key" in data.model_fields_set and not isinstance(algorithm, SftConfig):
         yield Problem(key="data.response_key", message="only sft reads it")
-    checkpoint, steps = recipe.checkpoint, recipe.run.steps
+
+
+def _unused_saves(checkpoint: CheckpointConfig, steps: int) -> Iterator[Problem]:
     every_steps = checkpoint.save_every_steps
     if "save_every_steps" in checkpoint.model_fields_set and every_steps is not None and every_steps > steps:
         yield Problem(

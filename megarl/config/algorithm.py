@@ -1,4 +1,4 @@
-"""What is learned from a step: one tagged section per estimator, and within it the loss and what goes with it."""
+"""The recipe's `algorithm` section: one tagged section per estimator, with the loss and its corrections inside."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class PpoLossConfig(Section):
     kind: Literal["ppo"]
     clip_low: _ClipLow = 0.2
     clip_high: PositiveFloat = 0.2
-    """Above `clip_low` it leaves unlikely tokens room to grow; DAPO has 0.28."""
+    """Above `clip_low`, unlikely tokens can grow; DAPO uses 0.28."""
     clip_dual: Annotated[float, Field(gt=1)] = 3.0
-    """Bound on the loss where the advantage is negative and the ratio large."""
+    """Bounds the loss where the advantage is negative and the ratio large."""
 
 
 class GspoLossConfig(Section):
@@ -52,7 +52,7 @@ class SapoLossConfig(Section):
     kind: Literal["sapo"]
     tau_positive: PositiveFloat = 1.0
     tau_negative: PositiveFloat = 1.05
-    """Where the advantage is not positive."""
+    """Used where the advantage is not positive."""
 
 
 class GmpoLossConfig(Section):
@@ -70,7 +70,7 @@ LossConfig: TypeAlias = Annotated[
 
 
 class TisConfig(Section):
-    """Weigh what was sampled by p_train / p_rollout, cut off at `max_weight`."""
+    """Weigh each sampled token by p_train / p_rollout, at most `max_weight`."""
 
     kind: Literal["tis"]
     level: Literal["token", "sequence"] = "token"
@@ -78,7 +78,7 @@ class TisConfig(Section):
 
 
 class IcepopConfig(Section):
-    """The same weight where it lies within the bounds; what lies outside leaves the loss."""
+    """The weight of `tis` within the bounds; tokens or sequences outside leave the loss."""
 
     kind: Literal["icepop"]
     level: Literal["token", "sequence"] = "token"
@@ -92,7 +92,7 @@ class MaskConfig(Section):
     kind: Literal["mask"]
     level: Literal["token", "sequence"] = "token"
     measure: Literal["k1", "k2", "k3"] = "k3"
-    """Of KL(rollout || train). k1 has a sign: it is positive where the engine was surer than the trainer."""
+    """Estimate of KL(rollout || train). k1 has a sign: it is positive where the engine was surer than the trainer."""
     lowest: float | None = None
     highest: float
 
@@ -101,7 +101,7 @@ CorrectionConfig: TypeAlias = Annotated[TisConfig | IcepopConfig | MaskConfig, F
 
 
 class MismatchBaselineConfig(Section):
-    """Thresholds as multiples of the run's own mismatch, the mean over its first steps; until then nothing is above."""
+    """Thresholds as multiples of the run's own mismatch, the mean over its first `steps`, during which none applies."""
 
     steps: PositiveInt = 10
     warn_times: Annotated[float, Field(gt=1)] = 3.0
@@ -111,41 +111,41 @@ class MismatchBaselineConfig(Section):
 
 
 class MismatchConfig(Section):
-    """How far trainer and engine may be apart, as the mean of |p_train - p_rollout| over a step's loss tokens."""
+    """How far trainer and engine may differ: the mean of |p_train - p_rollout| over a step's loss tokens."""
 
     warn_above: PositiveFloat = 0.005
     act_above: PositiveFloat = 0.01
     baseline: MismatchBaselineConfig | None = None
-    """Instead of these two: for engines that are never close, such as FP8, where a change is what matters."""
+    """Replaces `warn_above` and `act_above` for engines that always differ, such as FP8: only a change matters."""
     action: Literal["warn", "correct", "stop"] = "warn"
     """`correct` switches `correction: {kind: tis}` on for the rest of the run; `stop` ends it before the update."""
 
 
 class FilterConfig(Section):
-    """Dynamic sampling: a group without signal is replaced by another prompt. Looks at rewards before `overlong`."""
+    """Dynamic sampling: another prompt replaces a group without signal. Uses the rewards before `overlong`."""
 
     component: str | None = None
-    """The part of the reward to look at; without it the score."""
+    """The component of the reward to compare; null compares the score."""
     tolerance: NonNegativeFloat = 1e-6
     """A group is dropped when its rollouts differ by no more than this."""
     lowest_mean: float | None = None
     highest_mean: float | None = None
-    """With `lowest_mean` the band a group's mean must lie in: neither too hard nor too easy."""
+    """With `lowest_mean`, the band in which a group's mean must lie: neither too hard nor too easy."""
     oversampling: Annotated[float, Field(ge=1)] = 1.0
     """Prompts generated at once, as a multiple of those a step needs: fewer rounds where many groups are dropped.
-    What is left over is trained first in the next step, and was sampled by an older policy."""
+    Groups left over are trained first in the next step; an older policy sampled them."""
     max_dropped_groups: PositiveInt = 1024
-    """This many dropped in a row end the run: nothing is left to learn, or the reward is broken."""
+    """The run ends after this many dropped in a row: nothing is left to learn, or the reward is broken."""
 
 
 class OverlongConfig(Section):
-    """What becomes of responses near or at `sampling.max_response_tokens`."""
+    """How responses near or at `sampling.max_response_tokens` are treated."""
 
     buffer_tokens: PositiveInt | None = None
-    """Over the last so many tokens before the limit the reward falls by up to `factor`."""
+    """Over this many tokens before the limit the reward falls by up to `factor`."""
     factor: PositiveFloat = 1.0
     is_filtered: bool = False
-    """Responses cut at the limit leave the loss; their group is still judged with them."""
+    """Responses cut at the limit leave the loss but stay in the statistics of their group."""
 
 
 KlEstimate: TypeAlias = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
@@ -156,7 +156,7 @@ class KlLossConfig(Section):
 
     kind: Literal["loss"]
     estimate: KlEstimate = "k3+"
-    """Of each token. With a `+` the gradient is that of k2, whose expectation is the gradient of the KL itself."""
+    """Estimate per token. With a `+` the gradient is that of k2, whose expectation is the gradient of the KL."""
     coef: PositiveFloat = 0.001
 
 
@@ -165,17 +165,17 @@ class AdaptiveKlConfig(Section):
 
     target: PositiveFloat
     horizon: PositiveFloat = 10_000
-    """Sequences over which such a change takes full effect."""
+    """Sequences over which a change takes full effect."""
 
 
 class KlRewardConfig(Section):
-    """The distance from the reference taken off the reward of every token, before credit is assigned."""
+    """The distance from the reference, subtracted from the reward of every token before credit is assigned."""
 
     kind: Literal["reward"]
     estimate: Literal["k1", "abs", "k2", "k3"] = "k1"
-    """Of each token; k1 is unbiased and may be negative."""
+    """Estimate per token; k1 is unbiased and may be negative."""
     coef: PositiveFloat = 0.001
-    """Where `adaptive` starts from."""
+    """The first value of `adaptive`."""
     adaptive: AdaptiveKlConfig | None = None
 
 
@@ -187,25 +187,25 @@ class SftConfig(Section):
 
 
 class PolicyGradientConfig(Section):
-    """What every estimator over rollouts is combined with."""
+    """The keys that all estimators over rollouts share."""
 
     loss: LossConfig = PpoLossConfig(kind="ppo")
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number, over all tokens and sequences of an update whatever their split."""
+    """How token losses become one number, over all tokens and sequences of an update however they are split."""
     horizon_tokens: PositiveInt | None = None
-    """What `seq_mean_token_sum_norm` divides a sequence's sum by, instead of its length."""
+    """The divisor of a sequence's sum in `seq_mean_token_sum_norm`, instead of its length."""
     entropy_coef: NonNegativeFloat = 0.0
     kl: KlConfig | None = None
     """Keeps the policy near `roles.reference`."""
     correction: CorrectionConfig | None = None
-    """For tokens the trainer and the engine find differently likely."""
+    """Corrects for tokens whose probability differs between trainer and engine."""
     mismatch: MismatchConfig = MismatchConfig()
     filter: FilterConfig | None = None
     overlong: OverlongConfig | None = None
 
 
 class GaeConfig(PolicyGradientConfig):
-    """PPO: what a critic (`roles.critic`) expects is the baseline of every token. Needs no group."""
+    """PPO: the value of a critic (`roles.critic`) is the baseline of every token. Needs no group."""
 
     kind: Literal["gae"]
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -221,7 +221,7 @@ class GrpoConfig(PolicyGradientConfig):
 
 
 class GroupConfig(PolicyGradientConfig):
-    """Estimators that compare the rollouts of a group and have nothing to set."""
+    """Estimators that compare the rollouts of a group and have no keys of their own."""
 
     kind: Literal["rloo", "opo", "gpg", "reinforce_pp_baseline", "grpo_passk"]
 
@@ -235,7 +235,7 @@ class ReinforcePpConfig(PolicyGradientConfig):
 
 
 class RemaxConfig(PolicyGradientConfig):
-    """Rewards to go minus the reward of a greedy rollout, which is generated for every prompt besides its group."""
+    """Rewards to go minus the reward of a greedy rollout, which is generated for every prompt as well."""
 
     kind: Literal["remax"]
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -243,11 +243,11 @@ class RemaxConfig(PolicyGradientConfig):
 
 
 class GdpoConfig(PolicyGradientConfig):
-    """Every component of the reward is compared within the group on its own, then they are added up."""
+    """Compares each component of the reward within the group, then adds them up."""
 
     kind: Literal["gdpo"]
     weights: Annotated[dict[str, float], Field(min_length=1)]
-    """Of the components to use; the score itself is not."""
+    """Weight of each component to use; the score itself is not used."""
 
 
 EstimatorConfig: TypeAlias = GaeConfig | GrpoConfig | GroupConfig | ReinforcePpConfig | RemaxConfig | GdpoConfig

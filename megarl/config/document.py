@@ -1,4 +1,4 @@
-"""From YAML files and `--set` overrides to one tree of values, each with the place it was written. No schema here.
+"""Reads YAML files and `--set` overrides into one tree of values, each with its origin. Does not know the schema.
 
 YAML without its traps: only `true` and `false` are booleans, `1e-6` is a number, `12:30` and `010` are not read in base
 60 or 8, duplicate keys, aliases, tags and files that cannot be a recipe are refused.
@@ -45,7 +45,7 @@ class Document:
     origins: Mapping[Key, ValueOrigin]
 
     def origin(self, key: Key) -> ValueOrigin | None:
-        """Of a value or of the list or section it is a part of; None where nobody wrote it."""
+        """Return the origin of a value, or of the list or section that holds it; None for a default."""
         for length in range(len(key), 0, -1):
             if key[:length] in self.origins:
                 return self.origins[key[:length]]
@@ -53,12 +53,12 @@ class Document:
 
 
 def read_document(path: Path) -> Document:
-    """The file, laid over the one it `extends`; raises ConfigError."""
+    """Read the file and merge it into the one it `extends`; raise ConfigError if that fails."""
     return _read_family(path, ())
 
 
 def override(document: Document, assignment: str) -> Document:
-    """`a.b=c` sets one key; `c` is YAML, so `--set pools.train={gpus_per_node: 4}` works too."""
+    """Set one key by `a.b=c`; `c` is YAML, so `--set pools.train={gpus_per_node: 4}` works too."""
     name, equals, text = assignment.partition("=")
     key = tuple(name.split("."))
     if not equals or not all(key):
@@ -71,7 +71,7 @@ def override(document: Document, assignment: str) -> Document:
 
 
 def override_value(document: Document, key: Key, value: Tree) -> Document:
-    """The same with a value that is read already."""
+    """Set one key to a value that is parsed already."""
     for length in range(1, len(key)):
         if not isinstance(_at(document.tree, key[:length]), dict | None):
             raise _override_error(".".join(key), f"{key[length - 1]} is a value, not a section")
@@ -162,7 +162,7 @@ def _leaves(value: Tree, key: Key) -> Iterator[Key]:
 def _read_family(path: Path, heirs: tuple[Path, ...]) -> Document:
     if path.resolve() in [heir.resolve() for heir in heirs]:
         circle = " -> ".join(str(heir) for heir in (*heirs, path))
-        raise _error(heirs[-1], f"goes round in a circle: {circle}", key=EXTENDS)
+        raise _error(heirs[-1], f"forms a circle: {circle}", key=EXTENDS)
     own = _read(path)
     tree = dict(own.tree)
     base = tree.pop(EXTENDS, None)
@@ -188,7 +188,7 @@ def _lay_over(base: Document, own: Document) -> Document:
 
 
 def _merged(base: dict[str, Tree], own: dict[str, Tree]) -> dict[str, Tree]:
-    """Sections are merged key by key; a section of another `kind`, a list or a value replaces what was there."""
+    """Merge sections key by key; a section of another `kind`, a list or a value replaces the inherited one."""
     merged = dict(base)
     for name, value in own.items():
         before = merged.get(name)

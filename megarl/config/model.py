@@ -1,4 +1,4 @@
-"""What a Hugging Face `config.json` says about the shape of a model, read once at the border."""
+"""The shape of a model, read once from its Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the rotary frequencies."""
+    """Llama 3.1's scaling of the rotary frequencies."""
 
     factor: float
     low_freq_factor: float
@@ -30,12 +30,12 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture in place of every layer's feed-forward block: a router sends each token to a few of many equal ones."""
+    """A mixture in place of every layer's feed-forward block: a router sends each token to a few of them."""
 
     num: int
     per_token: int
     is_normalized: bool
-    """Whether a token's weights add up to 1 over the experts it is sent to, or over all of them."""
+    """A token's weights add up to 1 over the experts it is sent to; false: over all experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class ModelShape:
     num_layers: int
     hidden: int
     ffn_hidden: int
-    """Of a feed-forward block; where there are experts, of one of them."""
+    """Inner size of a feed-forward block; in a mixture, of one expert."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -59,23 +59,23 @@ class ModelShape:
     has_qkv_bias: bool
     has_qk_norm: bool
     dtype: str
-    """Of the checkpoint: float32, bfloat16 or float16."""
+    """The checkpoint's: float32, bfloat16 or float16."""
     experts: Experts | None = None
     """None in a dense model."""
     has_value_head: bool = False
-    """A critic: one number per token in the place of logits."""
+    """True for a critic: one number per token in the place of logits."""
 
     def as_critic(self) -> ModelShape:
-        """The same body with a value head."""
+        """Return the same shape with a value head in place of the language head."""
         return replace(self, has_value_head=True, has_tied_embeddings=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What a family has that others may not; all else follows from `config.json`."""
+    """How a family differs from the others; everything else is in `config.json`."""
 
     architecture: str
-    """As transformers names the language model."""
+    """The name of the language model in transformers."""
     has_qkv_bias: bool = False
     has_qk_norm: bool = False
     has_experts: bool = False
@@ -92,7 +92,7 @@ _FAMILIES = {traits.architecture: family for family, traits in TRAITS.items()}
 
 
 def critic_architecture(language_model: str) -> str:
-    """What transformers calls a model of the same body that has one number to say."""
+    """Return transformers' name for a model with the same layers and one output per token."""
     return language_model.replace("ForCausalLM", "ForSequenceClassification")
 
 
@@ -100,7 +100,7 @@ _CRITICS = {critic_architecture(name): family for name, family in _FAMILIES.item
 
 
 def read_model_shape(folder: Path) -> ModelShape:
-    """The shape of the model in `folder`; a ConfigError names what is missing or not supported."""
+    """Return the shape of the model in `folder`; raise ConfigError for what is missing or not supported."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())

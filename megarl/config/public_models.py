@@ -1,6 +1,6 @@
-"""Shapes of public models, so that a recipe can be planned where their folders are not. No hub is asked.
+"""Shapes of public models, so that a recipe can be planned without their folders and without a network.
 
-Sizes as the models' own `config.json` gives them, for the instruction-tuned releases.
+Sizes are those of `config.json` in the instruction-tuned releases.
 """
 
 from __future__ import annotations
@@ -110,6 +110,6 @@ _DECORATION = re.compile(r"^(meta-)|(-instruct|-base|-chat|-hf)+$")
 
 
 def public_model_name(path: Path) -> str | None:
-    """The entry that a folder or hub name stands for: `models/Qwen2.5-7B-Instruct` is qwen2.5-7b."""
+    """Return the model that a folder or hub name stands for: `models/Qwen2.5-7B-Instruct` is qwen2.5-7b."""
     name = _DECORATION.sub("", path.name.lower())
     return name if name in PUBLIC_MODELS else None

@@ -1,4 +1,4 @@
-"""The recipe's `reward` section: who judges a response, with what limits, and what an error means."""
+"""The recipe's `reward` section: how a response is scored, with what limits, and what an error does."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from megarl.config.section import Section
 
 class _Tolerance(Section):
     on_error: Literal["fail", "mask", "value"] = "fail"
-    """A rollout without a score stops the run, leaves the group's statistics and the loss, or gets `error_value`."""
+    """What a rollout without a score does: it stops the run, leaves the group's statistics and the loss, or gets
+    `error_value`."""
     error_value: FiniteFloat | None = None
-    """The score of such a rollout, for `on_error: value`."""
+    """The score of a rollout without one, with `on_error: value`."""
 
 
 class _InWorkers(_Tolerance):
@@ -23,7 +24,7 @@ class _InWorkers(_Tolerance):
     deadline_s: PositiveFloat = 30
     """Per rollout; a worker that is later is killed and replaced."""
     samples_per_worker: PositiveInt = 1000
-    """A worker that has scored so many makes room for a fresh process, with whatever it has leaked."""
+    """After this many a fresh process replaces the worker, so that leaked memory is freed."""
     memory_gib: PositiveFloat | None = 16
     """Address space of one worker; null sets no limit, which a function that uses CUDA needs."""
     cpu_s: PositiveInt | None = 120
@@ -58,7 +59,7 @@ class MultipleChoiceRewardConfig(_BuiltIn):
     kind: Literal["multiple_choice"]
     """1 when the letter the response settles on is the ground truth, else 0."""
     letters: Annotated[str, Field(pattern=r"^[A-Z]{2,26}$")] = "ABCD"
-    """Those that are choices."""
+    """The letters that are choices."""
 
 
 class Gsm8kRewardConfig(_BuiltIn):
@@ -86,54 +87,55 @@ class CodeTestsRewardConfig(_Tolerance):
     sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
     """`none` runs the model's code as you, with your files and your network: only where the machine is the sandbox."""
     gives_partial_credit: bool = False
-    """The share of tests that pass, not all or nothing."""
+    """The score is the share of tests that pass, not all or nothing."""
     workers: PositiveInt = 2
     """Programs that run at the same time."""
     samples_per_worker: PositiveInt = 1000
-    """A worker that has scored so many makes room for a fresh process."""
+    """After this many a fresh process replaces the worker."""
     deadline_s: PositiveFloat = 10
     """For all tests of one rollout; a test that has not passed by then has failed."""
     memory_gib: PositiveFloat = 1
-    """Of all processes of the program together; each process's address space has the same limit."""
+    """Memory of all processes of the program together; each process's address space has the same limit."""
     disk_mib: PositiveInt = 64
-    """Of the sandbox's /tmp and /dev/shm, each; both are memory."""
+    """Size of the sandbox's /tmp and of its /dev/shm; both are in memory."""
     max_processes: PositiveInt = 32
     """Processes and threads of the program."""
     max_output_bytes: PositiveInt = 1_000_000
     """A test that writes more has failed."""
     python: Path | None = None
-    """The interpreter, with its packages; null takes that of megarl, without packages."""
+    """The interpreter, with its packages; null is megarl's, without packages."""
 
 
 class HttpRewardConfig(_Tolerance):
     kind: Literal["http"]
-    """A judge: gets data_source, solution_str, ground_truth, extra_info as JSON; answers as a function may."""
+    """A server that gets data_source, solution_str, ground_truth, extra_info as JSON and replies as a `function` may
+    return."""
     url: Annotated[str, Field(pattern=r"^https?://\S+$")]
-    """Where it is posted to. No user or password in it: see `api_key_file`."""
+    """Where requests are posted. Holds no user or password: see `api_key_file`."""
     api_key_file: Path | None = None
-    """Its content is sent as `Authorization: Bearer ...`, and nowhere else."""
+    """Its content is sent only as `Authorization: Bearer ...`."""
     concurrency: PositiveInt = 32
     """Requests at the same time."""
     requests_per_second: PositiveFloat | None = None
-    """null sets no limit."""
+    """Rate of requests; null sets no limit."""
     timeout_s: PositiveFloat = 60
-    """Of one attempt."""
+    """Deadline of one attempt."""
     max_attempts: PositiveInt = 4
-    """A time-out, a lost connection, 429 and 5xx are tried again, after a pause that doubles each time."""
+    """A time-out, a lost connection, 429 and 5xx are retried, after a pause that doubles each time."""
     max_reply_bytes: PositiveInt = 1_000_000
     """A longer reply is an error."""
     weights: Annotated[dict[str, FiniteFloat], Field(min_length=1)] | None = None
-    """As of `function`."""
+    """As in `function`."""
 
 
 class FunctionRewardConfig(_InWorkers):
     kind: Literal["function"]
     path: Path
-    """A Python file of yours; that it changes during the run is an error."""
+    """Your Python file; a change of it during the run is an error."""
     name: str = "compute_score"
     """`name(data_source, solution_str, ground_truth, extra_info=None)` returns a float, or a dict with `score`."""
     weights: Annotated[dict[str, FiniteFloat], Field(min_length=1)] | None = None
-    """The score is the weighted sum of these numbers of the dict, all of which it must have; null takes its `score`."""
+    """The score is the weighted sum of these numbers of the dict, which must have them all; null uses its `score`."""
 
 
 _BuiltInRewardConfig: TypeAlias = (
@@ -146,7 +148,7 @@ _BuiltInRewardConfig: TypeAlias = (
 )
 
 WorkerRewardConfig: TypeAlias = FunctionRewardConfig | _BuiltInRewardConfig
-"""Those that score in worker processes."""
+"""The rewards that are scored in worker processes."""
 
 _AnySingle: TypeAlias = ExactRewardConfig | _BuiltInRewardConfig | HttpRewardConfig | FunctionRewardConfig
 
@@ -157,7 +159,7 @@ class BySourceRewardConfig(Section):
     kind: Literal["by_source"]
     """Another scorer for each data_source."""
     sources: Annotated[dict[str, SingleRewardConfig], Field(min_length=1)]
-    """By data_source; one that is not here is an error."""
+    """By data_source; a prompt with another data_source is an error."""
 
 
 RewardConfig = Annotated[_AnySingle | BySourceRewardConfig, Field(discriminator="kind")]

@@ -1,4 +1,4 @@
-"""The schema of a recipe for editors (JSON Schema) and for people (a reference in Markdown), both from the sections."""
+"""Writes the schema of a recipe for editors (JSON Schema) and for people (a reference in Markdown)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Every key of a recipe, from the schema itself: `megarl schema --docs` writes thi
 that editors use (`# yaml-language-server: $schema=...` in the first line of a recipe).
 
 A key without a default must be given. Unknown keys are refused. Relative paths are relative to where megarl is started.
-`--set a.b=VALUE` overrides one key; `megarl validate RECIPE --explain` says where each value came from.
+`--set a.b=VALUE` overrides one key; `megarl validate RECIPE --explain` shows where each value came from.
 
 `{EXTENDS}: base.yaml` in the first level of a recipe: {_EXTENDS_TEXT[0].lower()}{_EXTENDS_TEXT[1:]}
 """
 
 
 def json_schema() -> Schema:
-    """For editors. A recipe may extend another, so that only one that does not has to be complete."""
+    """Return the JSON Schema for editors. Only a recipe that does not extend another has to be complete."""
     schema = _plain_schema()
     complete = schema.pop("required")
     for section in _children(schema, "$defs").values():
@@ -46,7 +46,7 @@ def json_schema() -> Schema:
 
 
 def reference() -> str:
-    """For people: one table per section."""
+    """Return the reference in Markdown: one table per section."""
     schema = _plain_schema()
     return "\n".join([_INTRODUCTION, *_section(schema, schema, "", set())]).rstrip() + "\n"
 
@@ -55,10 +55,10 @@ def _plain_schema() -> Schema:
     return cast("Schema", Recipe.model_json_schema())
 
 
-def _section(root: Schema, section: Schema, path: str, told: set[str]) -> Iterator[str]:
-    """The table of the section's own keys, then the sections in it.
+def _section(root: Schema, section: Schema, path: str, written: set[str]) -> Iterator[str]:
+    """Yield the table of the section's own keys, then the sections in it.
 
-    What is under one key is `told` once: the kinds of an algorithm share their losses.
+    `written` holds what is written already: the kinds of an algorithm share their losses.
     """
     properties = _children(section, "properties")
     required = _strings(section, "required")
@@ -71,12 +71,12 @@ def _section(root: Schema, section: Schema, path: str, told: set[str]) -> Iterat
             default = "" if name in required else f"`{_as_yaml(field.get('default'))}`"
             rows.append(f"| `{key}` | {_type(field)} | {default} | {_cell(field)} |")
         for heading, child in sections:
-            if f"{key}{heading}" in told:
+            if f"{key}{heading}" in written:
                 continue
-            told.add(f"{key}{heading}")
+            written.add(f"{key}{heading}")
             child_path = f"{key}.<name>." if "additionalProperties" in field else f"{key}."
             child_path = f"{key}.<number>." if field.get("type") == "array" else child_path
-            inner = list(_section(root, child, child_path, told))
+            inner = list(_section(root, child, child_path, written))
             about = list(_about(field, child, is_required=name in required))
             has_own_keys = bool(inner) and inner[0].startswith("|")
             nested += [*([f"## {key}{heading}", ""] if has_own_keys or about else []), *about, *inner]
@@ -98,7 +98,7 @@ def _sections_of(root: Schema, field: Schema) -> Iterator[tuple[str, Schema]]:
     choices = field.get("oneOf") or nested
     for choice in _list(field, "oneOf") + _list(field, "anyOf") + nested + [field]:
         references = (choice, _mapping(choice, "additionalProperties"), _mapping(choice, "items"))
-        reference = next((found["$ref"] for found in references if "$ref" in found), None)
+        reference = next((each["$ref"] for each in references if "$ref" in each), None)
         if isinstance(reference, str):
             section = _children(root, "$defs")[reference.rpartition("/")[2]]
             kind = _mapping(_mapping(section, "properties"), "kind")

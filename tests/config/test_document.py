@@ -111,4 +111,4 @@ def test_a_circle_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_document(tmp_path / "a.yaml")
     names = " -> ".join(str(tmp_path / f"{name}.yaml") for name in "abca")
-    assert str(caught.value.problems[0]) == f"extends: goes round in a circle: {names}"
+    assert str(caught.value.problems[0]) == f"extends: forms a circle: {names}"

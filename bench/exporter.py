@@ -165,7 +165,7 @@ def _measure_step(workload: Workload, repeats: int) -> float:
             seconds=workload.step_seconds,
         )
         observer.published(PublishResult(version=PolicyVersion(step), num_bytes=0, seconds=1.0, num_engines=1))
-        observer.step_finished(summary)
+        observer.step_summarized(summary)
         seconds.append(time.thread_time() - began)
     num_scrapes = workload.step_seconds / SCRAPE_EVERY_S
     return statistics.median(seconds) + num_scrapes * _measure_scrape(meter).cpu_seconds

@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from megarl.observe.report import Report, ReportRow
+from megarl.observe.report import ReportRow, RunReport
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: RunReport, console: Console) -> None:
     table = Table("", "first", "last", "best", "best at step")
     for column in table.columns[1:]:
         column.justify = "right"

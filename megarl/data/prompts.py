@@ -1,4 +1,4 @@
-"""From parquet files to tokenised prompts, and the demonstrations among them. `rows` checks the files, `stream` orders.
+"""Tokenised prompts from parquet files, and the demonstrations among them. `rows` checks the files, `stream` orders.
 
 Knows no epochs: the position of a prompt is its place in the set, its epoch is 0.
 """

@@ -42,12 +42,12 @@ class Metric:
     """One row of the table. Compared by identity, which makes it a cheap dictionary key."""
 
     name: str
-    """Without the prefix and without the `_total` of a counter. Ends in the unit, if it has one."""
+    """Has neither the prefix nor the `_total` of a counter; ends in the unit, if there is one."""
     kind: Kind
     section: Section
     text: str
     labels: tuple[str, ...] = ()
-    """In addition to `run`."""
+    """All labels but `run`."""
     source: str = ""
     """Field that `Metrics` reads: of a step's summary (`step.`), a publish (`publish.`), an evaluation (`evaluation.`)
     or a saved checkpoint (`save.`). `*` stands for every key of a mapping; the key is the label's value.

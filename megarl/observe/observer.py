@@ -77,7 +77,7 @@ class Observer:
             self._phase_seconds[phase] = self._phase_seconds.get(phase, 0.0) + seconds
             self._emit(PhaseEnded(phase=phase, seconds=seconds))
 
-    def step_ended(
+    def step_finished(
         self,
         step: int,
         groups: Sequence[ScoredGroup],
@@ -88,7 +88,7 @@ class Observer:
         kl_coef: float | None,
         flow: Flow | None,
     ) -> None:
-        """Summarize a step that has been published. It began with the last `generate` phase."""
+        """Summarize and record a step, after its publish. It began with the last `generate` phase."""
         for text in update.warnings:
             self.warned(text)
         summary = summarize_step(
@@ -101,9 +101,9 @@ class Observer:
             flow=flow,
             seconds=time.monotonic() - self._step_began,
         )
-        self.step_finished(summary)
+        self.step_summarized(summary)
 
-    def step_finished(self, summary: StepSummary) -> None:
+    def step_summarized(self, summary: StepSummary) -> None:
         for text in self._step_warnings.after(summary):
             self.warned(text)
         phase_seconds, self._phase_seconds = self._phase_seconds, {}

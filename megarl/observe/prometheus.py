@@ -1,4 +1,4 @@
-"""How Prometheus reads a run: an HTTP endpoint for the registry, and the file that lists what to scrape.
+"""The Prometheus interface of a run: an HTTP endpoint for the registry, and the file that lists what to scrape.
 
 `<run>/prometheus_targets.json` has the format of Prometheus's `file_sd_configs`, which reads it again when it changes.
 `.prometheus/`, next to the run folders, has a link to each of these files: Prometheus takes a `*` only in the last part

@@ -42,17 +42,17 @@ class ReportRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RunReport:
     rows: tuple[ReportRow, ...]
     curves: Path
 
 
-def make_report(run_folder: Path) -> Report:
+def make_report(run_folder: Path) -> RunReport:
     """Tabulate the events of a run and draw `curves.png` next to them."""
     history = fold_history(read_events(run_folder / EVENTS_FILE))
     curves = run_folder / CURVES_FILE
     draw_curves(history, curves)
-    return Report(rows=tabulate(history), curves=curves)
+    return RunReport(rows=tabulate(history), curves=curves)
 
 
 def tabulate(history: History) -> tuple[ReportRow, ...]:

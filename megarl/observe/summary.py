@@ -88,7 +88,7 @@ class RolloutSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """How trainer and producers waited for each other in one step, and the age of its tokens."""
+    """The waiting times of trainer and producers in one step, and the age of its tokens."""
 
     trainer_wait_s: float
     """Time that the trainer waited for the step's groups."""
@@ -128,7 +128,7 @@ class StepSummary:
     flow: Flow | None
     """None without a buffer between generator and trainer."""
     seconds: float
-    """From asking for the step's groups to the end of the publish; evaluations between steps are not included."""
+    """Time from asking for the step's groups to the end of the publish, without evaluations between steps."""
     tokens_per_second: float
 
 

@@ -1,4 +1,4 @@
-"""From the recipe's `reward` section to its scorer, and the checks of that section. Knows the kinds of rewards."""
+"""Builds the scorer of the recipe's `reward` section and checks the section. Knows the kinds of rewards."""
 
 from __future__ import annotations
 

@@ -58,14 +58,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """How a program ended."""
+    """The end of a program: status, output, and the limit that it exceeded."""
 
     code: int
     """Its exit status; negative or above 128 for a signal."""
     output: bytes
     """Its standard output, up to the limit."""
     stopped: str | None
-    """Why it was killed; None if it was not."""
+    """The reason it was killed; None if it was not."""
 
     @property
     def is_done(self) -> bool:

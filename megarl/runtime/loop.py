@@ -92,7 +92,7 @@ class Loop:
         if update.version != self._published:
             await self._publish(update.version)
         dropped, kl_coef = stages.algorithm.take_dropped(), stages.algorithm.kl_coef
-        observer.step_ended(step, groups, samples, update, dropped=dropped, kl_coef=kl_coef, flow=self._buffer.flow)
+        observer.step_finished(step, groups, samples, update, dropped=dropped, kl_coef=kl_coef, flow=self._buffer.flow)
         return update.version
 
     async def _publish(self, version: PolicyVersion) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megarl.cli.report import print_report
-from megarl.observe.report import Report, ReportRow
+from megarl.observe.report import ReportRow, RunReport
 
 
 def test_the_table_has_every_row_and_the_picture_its_path() -> None:
@@ -16,7 +16,7 @@ def test_the_table_has_every_row_and_the_picture_its_path() -> None:
         ReportRow(name="entropy", first=1.5, last=2e-5, best=None, best_step=None),
         ReportRow(name="tokens/s", first=1200.4, last=1500, best=1500, best_step=3),
     )
-    print_report(Report(rows=rows, curves=Path("runs/sample/curves.png")), Console(file=out, width=100))
+    print_report(RunReport(rows=rows, curves=Path("runs/sample/curves.png")), Console(file=out, width=100))
     header, *lines = [line.strip("┃│ ").split() for line in out.getvalue().splitlines() if line[0] in "┃│"]
     assert [word for word in header if word != "┃"] == ["first", "last", "best", "best", "at", "step"]
     assert [[word for word in line if word != "│"] for line in lines] == [

@@ -54,6 +54,6 @@ class ScriptedRun:
         with observer.phase("evaluate"):
             pass
         observer.published(published(step).result)
-        observer.step_finished(replace(step_summary(step), critic=CRITIC, kl_coef=0.1))
+        observer.step_summarized(replace(step_summary(step), critic=CRITIC, kl_coef=0.1))
         observer.evaluated(step, evaluated(step, 0.5, sampled=grades(0.5, rollouts_per_prompt=4)).result)
         observer.checkpoint_saved(step, Path("x"), num_bytes=4096, blocking_seconds=0.1, seconds=0.5)

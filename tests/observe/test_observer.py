@@ -18,8 +18,8 @@ def test_phases_are_timed_and_their_seconds_go_to_the_next_step() -> None:
             pass
     with observer.phase("update"):
         asyncio.run(asyncio.sleep(0.05))
-    observer.step_finished(step_summary(1))
-    observer.step_finished(step_summary(2))
+    observer.step_summarized(step_summary(1))
+    observer.step_summarized(step_summary(2))
     assert [event.phase for event in sink.events if isinstance(event, PhaseStarted)] == [
         "generate",
         "generate",
@@ -37,7 +37,7 @@ def test_phases_are_timed_and_their_seconds_go_to_the_next_step() -> None:
 def test_the_warnings_of_a_step_come_before_it() -> None:
     sink = ListSink()
     with Observer([sink]) as observer:
-        observer.step_finished(step_summary(1, num_zero_signal_groups=8))
+        observer.step_summarized(step_summary(1, num_zero_signal_groups=8))
     assert [type(event) for event in sink.events[:2]] == [Warned, StepFinished]
 
 
@@ -55,7 +55,7 @@ def test_the_fault_points_of_a_step_follow_its_phases(monkeypatch: pytest.Monkey
             pass
         with observer.phase("publish"):
             pass
-        observer.step_finished(step_summary(step))
+        observer.step_summarized(step_summary(step))
         with observer.phase("evaluate"):
             pass
     points = ("step_begun", "step_taken", "step_trained", "step_published")

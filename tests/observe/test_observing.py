@@ -25,7 +25,7 @@ def test_file_endpoint_and_display_are_told_the_same(tmp_path: Path) -> None:
         with observer.phase("generate"):
             pass
         observer.published(published(1).result)
-        observer.step_finished(step_summary(1))
+        observer.step_summarized(step_summary(1))
         observer.evaluated(1, evaluated(1, 0.5).result)
         observer.checkpoint_saved(1, tmp_path / "step_000001", num_bytes=8, blocking_seconds=0.1, seconds=0.5)
         observer.checkpoint_failed(2, "no room")

@@ -23,7 +23,7 @@ def test_groups_are_counted_and_the_slowest_is_told_with_the_step() -> None:
     prompt = scored_group([0.0, 1.0], lengths=[2, 4]).group.prompt
     for _ in range(3):
         asyncio.run(generator.generate(prompt))
-    observer.step_finished(step_summary(1))
+    observer.step_summarized(step_summary(1))
     values = meter.values("rollout")
     assert (values["rollout/generated_rollouts"], values["rollout/generated_tokens"]) == (6, 18)
     assert values["rollout/group_tail_ratio"] > 2

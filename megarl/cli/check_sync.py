@@ -45,11 +45,11 @@ def check_sync(
     from megarl.compare.small_recipe import describe_layout, small_layouts, tiny_shape
     from megarl.config.checks.recipe import check_without_files
     from megarl.config.load import read_recipe
-    from megarl.planner.shapes import find_shapes
+    from megarl.planner.deployment import find_shapes
     from megarl.runtime.launch import private_ray
 
     read = read_recipe(recipe, overrides or []).recipe
-    shapes = find_shapes(read, name=shape)
+    shapes = find_shapes(read.model, read.roles.critic, name=shape)
     problems = check_without_files(read, shapes.policy, critic=shapes.critic)
     if problems:
         raise ConfigError(str(recipe), tuple(problems))

@@ -30,8 +30,8 @@ def plan(
     from rich.console import Console
 
     from megarl.cli.plan_tables import as_json, comparison, tables
-    from megarl.planner.answer import PlanQuestion, answer
     from megarl.planner.hardware import parse_gpu
+    from megarl.planner.run_plan import PlanQuestion, answer
 
     question = PlanQuestion(gpu=parse_gpu(gpu), shape_name=shape, mean_response_tokens=mean_response_tokens)
     first = answer(recipe, overrides or [], question)

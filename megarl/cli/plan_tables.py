@@ -10,11 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from megarl.config.advice import advise
-from megarl.planner.answer import PlanAnswer
+from megarl.planner.deployment import Placement, RankPlace
 from megarl.planner.fit import Proposal
 from megarl.planner.ledger import MemoryLedger, saves
-from megarl.planner.placement import Placement, RankPlace
-from megarl.planner.run_plan import RunPlan
+from megarl.planner.run_plan import PlanAnswer, RunPlan
 from megarl.planner.timing import PhaseName, PhaseTime, Timing
 from megarl.weights.layouts.megatron import padded_vocab
 
@@ -216,7 +215,7 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
         f"{timing.num_micro_batches} micro-batches per rank and update, {timing.bubble:.0%} of it pipeline bubble; "
         f"{timing.running_requests} requests run per engine",
     ]
-    if saves(answer.recipe):
+    if saves(answer.recipe.checkpoint):
         notes.append(
             f"saving: training waits about {_seconds(timing.copy_s)} for the copy to host memory; "
             f"writing it takes about {_seconds(timing.save_s)}"

@@ -1,1 +1,1 @@
-"""What a recipe will need before anything is started: places, memory, traffic, time. No torch, no engine, no Ray."""
+"""Estimates for a recipe before anything is started: places, memory, traffic, time. No torch, no engine, no Ray."""

@@ -1,6 +1,6 @@
-"""What a pass through a model needs besides the weights: an estimate from the tensors that the trainer's layers make.
+"""Memory of activations: an estimate from the tensors that the trainer's layers make for packed sequences.
 
-Sequences are packed. What Megatron recomputes is not kept, and is there once more while its layer goes backward.
+Recomputed tensors are not kept; they exist again while their layer runs its backward pass.
 """
 
 from __future__ import annotations
@@ -8,25 +8,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.model import ModelShape
-from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import LOGIT_CHUNK_BYTES, PAD_MULTIPLE, Device, dtype_on
 from megarl.weights.algebra.slices import ITEM_BYTES
 from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
 
 NUM_CPU_LOGIT_CHUNKS = 4
-"""On a CPU logits, their exponentials and gradients of one chunk of tokens exist together; on a GPU gradients take the
-place of the logits."""
+"""On a CPU logits, exponentials and gradients of one chunk of tokens exist together; on a GPU gradients overwrite the
+logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
-    """One model, how it is split, and what it computes on at a time."""
+    """One model, its split, and the size of a full micro-batch."""
 
     shape: ModelShape
     split: ModelParallelConfig
     tokens: int
-    """Of a full micro-batch."""
+    """Tokens of a full micro-batch, with padding."""
     device: Device
 
     @property
@@ -34,23 +33,21 @@ class ModelWork:
         return ITEM_BYTES[dtype_on(self.device)]
 
     @classmethod
-    def of(cls, recipe: Recipe, shape: ModelShape, split: ModelParallelConfig) -> ModelWork:
-        return cls(
-            shape=shape,
-            split=split,
-            tokens=_round_up(recipe.train.tokens_per_micro_batch, PAD_MULTIPLE * split.tensor),
-            device=recipe.run.device,
-        )
+    def of(
+        cls, shape: ModelShape, split: ModelParallelConfig, *, tokens_per_micro_batch: int, device: Device
+    ) -> ModelWork:
+        tokens = _round_up(tokens_per_micro_batch, PAD_MULTIPLE * split.tensor)
+        return cls(shape=shape, split=split, tokens=tokens, device=device)
 
     def chunk_layers(self, stage: int) -> int:
-        """Of each chunk of a stage."""
+        """Return the number of layers of each chunk of a stage."""
         parallel = MegatronParallel.of(self.split, data=1)
         return len(parallel.chunk_layers(self.shape.num_layers, stage=stage, chunk=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """What `megatron` says about it."""
+    """The recomputation that the role's `megatron` options ask for."""
 
     is_full: bool
     method: str
@@ -74,19 +71,19 @@ class Recomputation:
 
 
 def activation_bytes(work: ModelWork, stage: int) -> int:
-    """What the micro-batches in flight on a stage keep for the backward pass, and what one layer's backward needs."""
+    """Return what the micro-batches in flight on a stage keep for backward, and what one layer's backward needs."""
     layers = work.chunk_layers(stage)
     kept = chunks_in_flight(work.split, stage) * _kept_bytes_per_token(work, layers)
     return work.tokens * (kept + _recomputed_bytes_per_token(work, layers) + _backward_bytes_per_token(work))
 
 
 def forward_bytes(work: ModelWork) -> int:
-    """Of a pass without gradients: one layer at a time, nothing is kept."""
+    """Return the activations of a pass without gradients: one layer at a time, nothing is kept."""
     return work.tokens * layer_bytes(work).total
 
 
 def chunks_in_flight(split: ModelParallelConfig, stage: int) -> int:
-    """Forward passes of model chunks whose backward has not come, at most: 1F1B, interleaved with virtual stages."""
+    """Return the most chunks whose backward is still to come: 1F1B, interleaved with virtual stages."""
     behind = split.pipeline - 1 - stage
     if split.virtual_pipeline == 1:
         return behind + 1
@@ -95,16 +92,16 @@ def chunks_in_flight(split: ModelParallelConfig, stage: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """Made by one layer and wanted again by its backward pass, per token of the micro-batch and rank."""
+    """Tensors that one layer makes and its backward pass reads, per token of the micro-batch and rank."""
 
     inputs: int
-    """Of the two norms: of the layer itself, and after attention."""
+    """Inputs of the two norms: of the layer itself, and after attention."""
     normed: int
     attention: int
-    """Projections, rotated ones and what was attended to."""
+    """Projections, rotated projections and the attention's output."""
     statistics: int
     feed_forward: int
-    """With a mixture's router."""
+    """Includes the router of a mixture."""
     is_mixture: bool
 
     @property
@@ -112,11 +109,11 @@ class LayerBytes:
         return self.inputs + self.normed + self.attention + self.statistics + self.feed_forward
 
     @property
-    def of_layer_input(self) -> int:
+    def layer_input(self) -> int:
         return self.inputs // 2
 
     def recomputed(self, modules: frozenset[str]) -> int:
-        """What is not kept with selective recomputation. The output of attention is kept: its projection wants it."""
+        """Return what selective recomputation does not keep. Attention's output is kept: its projection reads it."""
         by_module = {
             "core_attn": self.statistics,
             "mlp": 0 if self.is_mixture else self.feed_forward,
@@ -137,7 +134,7 @@ def layer_bytes(work: ModelWork) -> LayerBytes:
     feed_forward = 3 * shape.ffn_hidden // tensor  # gate and up, and their product
     router = 0
     if shape.experts is not None:
-        # What goes in, gate and up, and their product before and after its weight, if experts are used alike.
+        # Inputs, gate and up, and their product before and after the router's weight, for equally used experts.
         copies = shape.experts.per_token
         feed_forward = copies * (work.split.ranks_per_expert * shape.hidden + 4 * shape.ffn_hidden) // tensor
         router = 4 * (shape.hidden + 2 * shape.experts.num) // split  # in float32
@@ -152,8 +149,8 @@ def layer_bytes(work: ModelWork) -> LayerBytes:
 
 
 def scoring_bytes(work: ModelWork, *, has_gradients: bool) -> int:
-    """Logits of a chunk of tokens and the gathered hidden states; with gradients also theirs, and that of the output
-    matrix in float32 and in the weights' type. A critic makes no logits."""
+    """Return the memory of a chunk's logits and of the gathered hidden states; with gradients also theirs, and that of
+    the output matrix in float32 and in the weights' type. A critic makes no logits."""
     hidden_bytes = work.item_bytes * work.tokens * work.shape.hidden
     if work.shape.has_value_head:
         return (2 if has_gradients else 1) * hidden_bytes
@@ -166,44 +163,44 @@ def scoring_bytes(work: ModelWork, *, has_gradients: bool) -> int:
 
 
 def recomputed_share(work: ModelWork) -> float:
-    """Of the arithmetic of a forward pass, what the backward pass repeats."""
-    found = Recomputation.of(work.split)
-    if found is None:
+    """Return the share of a forward pass that the backward pass repeats."""
+    recomputation = Recomputation.of(work.split)
+    if recomputation is None:
         return 0.0
-    if found.is_full:
-        return 1.0 if found.method == "uniform" else min(1.0, found.num_layers / work.chunk_layers(0))
+    if recomputation.is_full:
+        return 1.0 if recomputation.method == "uniform" else min(1.0, recomputation.num_layers / work.chunk_layers(0))
     shape = work.shape
     feed_forward = 3 * shape.ffn_hidden * (1 if shape.experts is None else shape.experts.per_token)
     projections = shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
     module = "mlp" if shape.experts is None else "moe"
-    return feed_forward / (feed_forward + projections) if module in found.modules else 0.0
+    return feed_forward / (feed_forward + projections) if module in recomputation.modules else 0.0
 
 
 def _kept_bytes_per_token(work: ModelWork, layers: int) -> int:
-    """By all layers of a chunk."""
-    each, found = layer_bytes(work), Recomputation.of(work.split)
-    if found is None:
-        return layers * each.total
-    if not found.is_full:
-        return layers * (each.total - each.recomputed(found.modules))
-    if found.method == "uniform":
-        return -(-layers // found.num_layers) * each.of_layer_input
-    recomputed = min(layers, found.num_layers)
-    return recomputed * each.of_layer_input + (layers - recomputed) * each.total
+    """Return what all layers of a chunk keep."""
+    layer, recomputation = layer_bytes(work), Recomputation.of(work.split)
+    if recomputation is None:
+        return layers * layer.total
+    if not recomputation.is_full:
+        return layers * (layer.total - layer.recomputed(recomputation.modules))
+    if recomputation.method == "uniform":
+        return -(-layers // recomputation.num_layers) * layer.layer_input
+    recomputed = min(layers, recomputation.num_layers)
+    return recomputed * layer.layer_input + (layers - recomputed) * layer.total
 
 
 def _recomputed_bytes_per_token(work: ModelWork, layers: int) -> int:
-    """Made once more, for as long as the layers they belong to go backward."""
-    each, found = layer_bytes(work), Recomputation.of(work.split)
-    if found is None:
+    """Return the recomputed tensors that exist while their layers run backward."""
+    layer, recomputation = layer_bytes(work), Recomputation.of(work.split)
+    if recomputation is None:
         return 0
-    if not found.is_full:
-        return each.recomputed(found.modules)
-    return each.total * (min(found.num_layers, layers) if found.method == "uniform" else 1)
+    if not recomputation.is_full:
+        return layer.recomputed(recomputation.modules)
+    return layer.total * (min(recomputation.num_layers, layers) if recomputation.method == "uniform" else 1)
 
 
 def _backward_bytes_per_token(work: ModelWork) -> int:
-    """Gradients of the widest tensors of one layer, alive together."""
+    """Return the gradients of the widest tensors of one layer, which exist together."""
     shape, split = work.shape, work.split
     if shape.experts is None:
         return work.item_bytes * (4 * shape.ffn_hidden // split.tensor + 2 * shape.hidden)

@@ -1,8 +1,11 @@
-"""Which single changes make a recipe fit, the cheapest first: fewest GPUs, then shortest step."""
+"""Whether a recipe fits its GPUs, and which changes of one or two settings make it fit, cheapest first.
+
+The cheapest change needs the fewest GPUs, and among equal ones the shortest step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -11,20 +14,43 @@ from pydantic import ValidationError
 from megarl.config.checks.recipe import check_without_files
 from megarl.config.document import Document, override
 from megarl.config.recipe import Recipe
-from megarl.config.roles import TrainedModelConfig
+from megarl.config.roles import ModelParallelConfig, PoolConfig, RolloutRoleConfig, TrainedModelConfig
+from megarl.planner.deployment import Deployment, RoleShapes, deploy
 from megarl.planner.hardware import GpuModel
-from megarl.planner.placement import place
-from megarl.planner.run_plan import size
-from megarl.planner.shapes import RoleShapes
-from megarl.planner.timing import StepWorkload
+from megarl.planner.ledger import HostLedger, MemoryLedger, host_ledgers, ledgers, snapshot_bytes
+from megarl.planner.memory import EngineMemory
+from megarl.planner.timing import StepWorkload, Timing, estimate
 
 NUM_PROPOSALS = 3
-_MAX_GROWTH = 4
+_FACTORS = (2, 4)
 _RECOMPUTE = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
 _FRACTIONS = (0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25, 0.2)
 
 _Change: TypeAlias = tuple[str, ...]
 """Assignments that belong together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Memory and time of a run."""
+
+    ledgers: tuple[MemoryLedger, ...]
+    hosts: tuple[HostLedger, ...]
+    engine: EngineMemory | None
+    timing: Timing | None
+    """None on a CPU run, for which no rates are stated."""
+
+    @property
+    def worst(self) -> MemoryLedger | None:
+        """The fullest ledger; None without a limit."""
+        limited = [(ledger.margin_bytes, ledger) for ledger in self.ledgers if ledger.margin_bytes is not None]
+        return min(limited, key=lambda pair: pair[0])[1] if limited else None
+
+    @property
+    def fits(self) -> bool:
+        worst = self.worst
+        has_cache = self.engine is None or self.engine.cached_tokens > 0
+        return has_cache and (worst is None or worst.margin_bytes is None or worst.margin_bytes >= 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,72 +63,112 @@ class Proposal:
     step_s: float
 
 
+def size(recipe: Recipe, deployment: Deployment, workload: StepWorkload, *, publish_s: float) -> Sizes:
+    """Return memory and time; `publish_s` is given, because planning a publish takes longest."""
+    timing = None
+    if deployment.device != "cpu":
+        timing = estimate(
+            deployment,
+            workload,
+            algorithm=recipe.algorithm,
+            train=recipe.train,
+            sampling=recipe.sampling,
+            snapshots={
+                role: snapshot_bytes(model, recipe.checkpoint)
+                for role, model in deployment.models.items()
+                if role != "reference"
+            },
+            publish_s=publish_s,
+        )
+    return Sizes(
+        ledgers=ledgers(deployment, recipe.algorithm),
+        hosts=host_ledgers(deployment, recipe.checkpoint),
+        engine=deployment.engine,
+        timing=timing,
+    )
+
+
 def proposals(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload) -> list[Proposal]:
-    """At most three, each enough by itself; pairs of changes where no single one is."""
-    singles = list(_changes(recipe))
-    found = list(_fitting(recipe, shapes, gpu, workload, singles))
-    if not found:
+    """Return at most three proposals, each sufficient by itself; pairs of changes if no single change is."""
+    singles: list[_Change] = [
+        *_micro_batch_changes(recipe.train.tokens_per_micro_batch, smallest=recipe.max_context_tokens),
+        *(change for role, split in recipe.roles.megatron_roles.items() for change in _model_changes(role, split)),
+        *_pool_changes(recipe.pools),
+        *_engine_changes(recipe.roles.rollout),
+    ]
+    # Only keys that were written: some keys are refused where they have no use, whatever their value.
+    document = Document(tree=recipe.model_dump(mode="json", exclude_unset=True), origins={})
+    fitting = list(_fitting(document, shapes, gpu, workload, singles))
+    if not fitting:
         pairs = [a + b for index, a in enumerate(singles) for b in singles[index + 1 :] if _keys(a) != _keys(b)]
-        found = list(_fitting(recipe, shapes, gpu, workload, pairs))
-    return _best_per_keys(found)[:NUM_PROPOSALS]
+        fitting = list(_fitting(document, shapes, gpu, workload, pairs))
+    return _best_per_keys(fitting)[:NUM_PROPOSALS]
 
 
-def _best_per_keys(found: list[Proposal]) -> list[Proposal]:
-    """Of several values for the same keys only the cheapest is worth saying."""
+def _best_per_keys(fitting: list[Proposal]) -> list[Proposal]:
+    """Return the cheapest proposal of each set of keys."""
     best: dict[tuple[str, ...], Proposal] = {}
-    # Stable: of equally cheap ones the smallest change, which was tried first.
-    for proposal in sorted(found, key=lambda item: (item.num_gpus, item.step_s)):
+    # The sort is stable: among equally cheap proposals the smallest change, tried first, stays first.
+    for proposal in sorted(fitting, key=lambda item: (item.num_gpus, item.step_s)):
         best.setdefault(_keys(proposal.assignments), proposal)
     return list(best.values())
 
 
 def _fitting(
-    recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload, candidates: Sequence[_Change]
+    document: Document, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload, candidates: Sequence[_Change]
 ) -> Iterator[Proposal]:
     for assignments in candidates:
-        changed = _changed(recipe, assignments)
+        changed = _changed(document, assignments)
         if changed is None or check_without_files(changed, shapes.policy, critic=shapes.critic):
             continue
-        sizes = size(changed, shapes, gpu, workload, publish_s=0.0)
+        deployment = deploy(changed, shapes, gpu)
+        sizes = size(changed, deployment, workload, publish_s=0.0)
         worst = sizes.worst
         if sizes.fits and worst is not None and worst.margin_bytes is not None and sizes.timing is not None:
             yield Proposal(
                 assignments=assignments,
-                num_gpus=place(changed).num_gpus,
+                num_gpus=deployment.placement.num_gpus,
                 margin_bytes=worst.margin_bytes,
                 step_s=sizes.timing.step_s,
             )
 
 
-def _changes(recipe: Recipe) -> Iterator[_Change]:
-    """What a person would try, none of which changes what is learned."""
-    tokens = recipe.train.tokens_per_micro_batch
-    smaller = {max(recipe.max_context_tokens, tokens // factor) for factor in (2, 4)} - {tokens}
+# The changes below are those a person would try; none changes what is learned.
+
+
+def _micro_batch_changes(tokens: int, *, smallest: int) -> Iterator[_Change]:
+    smaller = {max(smallest, tokens // factor) for factor in _FACTORS} - {tokens}
     yield from ((f"train.tokens_per_micro_batch={number}",) for number in sorted(smaller, reverse=True))
-    for role, split in recipe.roles.megatron_roles.items():
-        key = f"roles.{role}"
-        if split.tensor > 1 and not split.is_sequence_parallel:
-            yield (f"{key}.is_sequence_parallel=true",)
-        if isinstance(split, TrainedModelConfig) and split.offload == "nothing":
-            yield (f"{key}.offload=optimizer",)
-        if role != "reference" and "recompute_granularity" not in split.megatron:
-            yield tuple(f"{key}.megatron.{option}" for option in _RECOMPUTE)
-        for factor in (2, _MAX_GROWTH):
-            yield (f"{key}.tensor={split.tensor * factor}",)
-            yield (f"{key}.pipeline={split.pipeline * factor}",)
-            yield (f"{key}.expert={split.expert * factor}",)
-    for name, pool in recipe.pools.items():
-        yield from ((f"pools.{name}.nodes={pool.nodes * factor}",) for factor in (2, _MAX_GROWTH))
-    rollout = recipe.roles.rollout
+
+
+def _model_changes(role: str, split: ModelParallelConfig) -> Iterator[_Change]:
+    key = f"roles.{role}"
+    if split.tensor > 1 and not split.is_sequence_parallel:
+        yield (f"{key}.is_sequence_parallel=true",)
+    if isinstance(split, TrainedModelConfig) and split.offload == "nothing":
+        yield (f"{key}.offload=optimizer",)
+    if role != "reference" and "recompute_granularity" not in split.megatron:
+        yield tuple(f"{key}.megatron.{option}" for option in _RECOMPUTE)
+    for factor in _FACTORS:
+        yield (f"{key}.tensor={split.tensor * factor}",)
+        yield (f"{key}.pipeline={split.pipeline * factor}",)
+        yield (f"{key}.expert={split.expert * factor}",)
+
+
+def _pool_changes(pools: Mapping[str, PoolConfig]) -> Iterator[_Change]:
+    for name, pool in pools.items():
+        yield from ((f"pools.{name}.nodes={pool.nodes * factor}",) for factor in _FACTORS)
+
+
+def _engine_changes(rollout: RolloutRoleConfig | None) -> Iterator[_Change]:
     if rollout is not None:
-        smaller_shares = [fraction for fraction in _FRACTIONS if fraction < rollout.memory_fraction]
-        yield from ((f"roles.rollout.memory_fraction={fraction}",) for fraction in smaller_shares)
-        yield from ((f"roles.rollout.tensor={rollout.tensor * factor}",) for factor in (2, _MAX_GROWTH))
+        smaller = [fraction for fraction in _FRACTIONS if fraction < rollout.memory_fraction]
+        yield from ((f"roles.rollout.memory_fraction={fraction}",) for fraction in smaller)
+        yield from ((f"roles.rollout.tensor={rollout.tensor * factor}",) for factor in _FACTORS)
 
 
-def _changed(recipe: Recipe, assignments: _Change) -> Recipe | None:
-    # As it was written: some keys are refused where they have no use, whatever their value.
-    document = Document(tree=recipe.model_dump(mode="json", exclude_unset=True), origins={})
+def _changed(document: Document, assignments: _Change) -> Recipe | None:
+    """Return the changed recipe, None if it is not valid."""
     for assignment in assignments:
         document = override(document, assignment)
     try:

@@ -1,4 +1,4 @@
-"""What a GPU and its links can do at most, and which part of that a run may hope for. Stated figures, not measured."""
+"""Peak rates of GPUs and their links, and the share of them that a run reaches. Stated figures, not measured."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ GIB = 1 << 30
 class GpuModel:
     name: str
     memory_gib: float
-    """What the driver leaves to programs."""
+    """Memory that the driver leaves to programs."""
     tflops: float
     """Dense bfloat16."""
     memory_gb_per_s: float
     node_gb_per_s: float
-    """To another GPU of the node, one direction."""
+    """Rate to another GPU of the node, in one direction."""
     network_gb_per_s: float
-    """To a GPU of another node, one direction, per GPU."""
+    """Rate to a GPU of another node, in one direction, per GPU."""
 
     @property
     def memory_bytes(self) -> int:
@@ -48,17 +48,17 @@ GPUS: Mapping[str, GpuModel] = {
 TRAIN_EFFICIENCY = 0.45
 PREFILL_EFFICIENCY = 0.5
 DECODE_EFFICIENCY = 0.6
-"""Of the memory bandwidth."""
+"""Share of the memory bandwidth."""
 LINK_EFFICIENCY = 0.8
 HOST_GB_PER_S = 25.0
-"""Between a GPU and pinned host memory, one direction."""
+"""Rate between a GPU and pinned host memory, in one direction."""
 DISK_GB_PER_S_PER_NODE = 2.0
 
 _CUSTOM = ("memory_gib", "tflops", "memory_gb_per_s", "node_gb_per_s", "network_gb_per_s")
 
 
 def parse_gpu(text: str) -> GpuModel:
-    """`h100`, or one with other figures: `h100,memory_gib=94,network_gb_per_s=25`."""
+    """Return the GPU named like `h100`, or one with other figures like `h100,memory_gib=94,network_gb_per_s=25`."""
     name, *changes = text.split(",")
     if name not in GPUS:
         raise _error(text, f"unknown {name!r}; one of {', '.join(GPUS)}")

@@ -1,7 +1,7 @@
-"""Who holds how much where and when: the fullest GPU of every kind in every phase, and host memory per node.
+"""Memory of the fullest GPU of every kind in every phase, and host memory per node.
 
-Roles that share a pool share its GPUs: all of them hold what they always hold, and one at a time computes. An engine
-that sleeps gives back its KV cache and keeps its weights; a trainer that offloads is in host memory while it generates.
+Roles that share a pool share its GPUs: each holds its memory at all times, and one at a time computes. A sleeping
+engine gives back its KV cache and keeps its weights; a trainer with `offload` is in host memory while engines generate.
 """
 
 from __future__ import annotations
@@ -11,34 +11,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megarl.config.algorithm import KlRewardConfig, PolicyGradientConfig
-from megarl.config.recipe import Recipe
+from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig, PolicyGradientConfig
+from megarl.config.recipe import CheckpointConfig
 from megarl.config.roles import ModelParallelConfig, TrainedModelConfig
-from megarl.planner.activations import ModelWork, activation_bytes, forward_bytes, scoring_bytes
-from megarl.planner.hardware import GIB, GpuModel
-from megarl.planner.memory import EngineMemory, StageMemory, bare_weights, engine_memory, stage_memory
-from megarl.planner.placement import ModelPlacement, Placement
-from megarl.planner.shapes import RoleShapes
+from megarl.planner.activations import activation_bytes, forward_bytes, scoring_bytes
+from megarl.planner.deployment import Deployment, PlannedModel
+from megarl.planner.hardware import GIB
+from megarl.planner.memory import StageMemory
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES
 
 TRAINER_CONTEXT_BYTES = 7 * GIB // 2
-"""CUDA context, loaded kernels, workspaces and NCCL buffers of one rank: an allowance. One on an H200 had 3.7 GiB."""
+"""Allowance for CUDA context, loaded kernels, workspaces and NCCL buffers of one rank; 3.7 GiB seen on an H200."""
 ENGINE_CONTEXT_BYTES = GIB
-"""The same of an engine, without its graphs: an allowance."""
+"""Allowance for the same of an engine, without its graphs."""
 GRAPH_BYTES = 3 * GIB // 2
-"""CUDA graphs and activations of an engine: an allowance. With the context, one of 0.5B on an H200 had 1.4 GiB."""
+"""Allowance for CUDA graphs and activations of an engine; with the context, 1.4 GiB seen for 0.5B on an H200."""
 
 
-class Phase(StrEnum):
+class MemoryPhase(StrEnum):
     GENERATING = "generating"
     SCORING = "scoring"
-    """Values, and log-probabilities of the reference and of the policy before it learns."""
+    """Values, and log-probabilities of the reference and of the policy before its update."""
     TRAINING = "training"
     PUBLISHING = "publishing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class LedgerItem:
     name: str
     num_bytes: int
     is_exact: bool
@@ -46,14 +45,14 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLedger:
-    """One GPU (the fullest of its kind) in one phase."""
+    """Memory of one GPU, the fullest of its kind, in one phase."""
 
     where: str
-    """The roles that share it."""
-    phase: Phase
-    items: tuple[Item, ...]
+    """The roles that share the GPU."""
+    phase: MemoryPhase
+    items: tuple[LedgerItem, ...]
     capacity_bytes: int | None
-    """None on a CPU run: the ledger is then of host memory."""
+    """None on a CPU run, whose ledger is of host memory."""
 
     @property
     def total_bytes(self) -> int:
@@ -66,54 +65,49 @@ class MemoryLedger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLedger:
-    """What is kept in host memory of one node, the fullest of its kind."""
+    """Host memory that ranks of one node hold; the node is the fullest of its kind."""
 
     where: str
-    items: tuple[Item, ...]
+    """The roles of the node."""
+    items: tuple[LedgerItem, ...]
 
     @property
     def total_bytes(self) -> int:
         return _total(self.items)
 
 
-def ledgers(recipe: Recipe, shapes: RoleShapes, placement: Placement, gpu: GpuModel) -> tuple[MemoryLedger, ...]:
-    """Pool after pool."""
+def ledgers(deployment: Deployment, algorithm: AlgorithmConfig) -> tuple[MemoryLedger, ...]:
+    """Return the ledgers of all phases, pool after pool."""
     return tuple(
         ledger
-        for pool in dict.fromkeys(recipe.roles.used_pools.values())
-        for ledger in _Pool(recipe, shapes, placement, pool, None if recipe.run.device == "cpu" else gpu).ledgers()
+        for pool in dict.fromkeys(deployment.roles.used_pools.values())
+        for ledger in _PoolLedgers(deployment, pool, algorithm).ledgers()
     )
 
 
-class _Pool:
-    """The GPUs of one pool, without a `gpu` on a CPU run."""
+class _PoolLedgers:
+    """Makes the ledgers of one pool's GPUs."""
 
-    def __init__(
-        self, recipe: Recipe, shapes: RoleShapes, placement: Placement, pool: str, gpu: GpuModel | None
-    ) -> None:
-        self._recipe = recipe
-        self._capacity = None if gpu is None else gpu.memory_bytes
-        roles = [role for role, where in recipe.roles.used_pools.items() if where == pool]
+    def __init__(self, deployment: Deployment, pool: str, algorithm: AlgorithmConfig) -> None:
+        self._deployment = deployment
+        roles = [role for role, used in deployment.roles.used_pools.items() if used == pool]
         self._where = " + ".join("engine" if role == "rollout" else role for role in roles)
-        names = [role for role in roles if role in placement.models]
+        models = {role: deployment.models[role] for role in roles if role in deployment.models}
         self._models = {
-            role: _Model(
-                recipe, shapes, role, placement.models[role], prefix="" if names == [role] else f"{role} ", gpu=gpu
+            role: _ModelMemory(
+                deployment, model, prefix="" if len(models) == 1 else f"{role} ", kl=kl_config(algorithm)
             )
-            for role in names
+            for role, model in models.items()
         }
-        rollout = recipe.roles.rollout
-        self._engine: EngineMemory | None = None
-        if rollout is not None and rollout.pool == pool:
-            self._engine = engine_memory(shapes.policy, rollout, self._capacity)
+        self._engine = deployment.engine if "rollout" in roles else None
 
     def ledgers(self) -> Iterator[MemoryLedger]:
         held = [item for model in self._models.values() for item in model.held]
         if self._engine is not None:
-            cache = Item(name="KV cache", num_bytes=self._engine.cache_bytes, is_exact=True)
+            cache = LedgerItem(name="KV cache", num_bytes=self._engine.cache_bytes, is_exact=True)
             resting = [item for model in self._models.values() for item in model.resting]
-            yield self._ledger(Phase.GENERATING, [*resting, *self._asleep(), cache])
-        for phase in (Phase.SCORING, Phase.TRAINING):
+            yield self._ledger(MemoryPhase.GENERATING, [*resting, *self._asleep(), cache])
+        for phase in (MemoryPhase.SCORING, MemoryPhase.TRAINING):
             busy = {role: model.busy(phase) for role, model in self._models.items()}
             possible = [
                 [*computing, *(item for other, model in self._models.items() if other != role for item in model.held)]
@@ -122,126 +116,107 @@ class _Pool:
             ]
             if possible:
                 yield self._ledger(phase, [*max(possible, key=_total), *self._asleep()])
-        if "actor" in self._models and self._recipe.roles.rollout is not None:
-            yield self._ledger(Phase.PUBLISHING, [*held, *self._asleep()])
+        if "actor" in self._models and self._deployment.engine is not None:
+            yield self._ledger(MemoryPhase.PUBLISHING, [*held, *self._asleep()])
 
-    def _asleep(self) -> Iterator[Item]:
+    def _asleep(self) -> Iterator[LedgerItem]:
+        """Yield the memory of an engine without its KV cache."""
         engine = self._engine
         if engine is not None:
-            yield Item(name="engine weights", num_bytes=engine.weight_bytes, is_exact=True)
-            if not publishes_in_place(self._recipe):
-                yield Item(name="staging", num_bytes=engine.staging_bytes, is_exact=True)
-            if self._capacity is not None:
-                yield Item(name="engine graphs", num_bytes=GRAPH_BYTES, is_exact=False)
+            yield LedgerItem(name="engine weights", num_bytes=engine.weight_bytes, is_exact=True)
+            if not self._deployment.publishes_in_place:
+                yield LedgerItem(name="staging", num_bytes=engine.staging_bytes, is_exact=True)
+            if self._deployment.capacity_bytes is not None:
+                yield LedgerItem(name="engine graphs", num_bytes=GRAPH_BYTES, is_exact=False)
 
-    def _ledger(self, phase: Phase, items: Sequence[Item]) -> MemoryLedger:
+    def _ledger(self, phase: MemoryPhase, items: Sequence[LedgerItem]) -> MemoryLedger:
+        capacity_bytes = self._deployment.capacity_bytes
         sizes = [TRAINER_CONTEXT_BYTES] * len(self._models) + [ENGINE_CONTEXT_BYTES] * (self._engine is not None)
-        contexts = [Item(name="context", num_bytes=size, is_exact=False) for size in sizes]
+        contexts = [LedgerItem(name="context", num_bytes=size, is_exact=False) for size in sizes]
         return MemoryLedger(
             where=self._where,
             phase=phase,
-            items=(*items, *(contexts if self._capacity is not None else ())),
-            capacity_bytes=self._capacity,
+            items=(*items, *(contexts if capacity_bytes is not None else ())),
+            capacity_bytes=capacity_bytes,
         )
 
 
-class _Model:
-    """One role's share of a GPU; `prefix` tells it from others there."""
+class _ModelMemory:
+    """One model's memory on a GPU; `prefix` distinguishes it from other models there."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        shapes: RoleShapes,
-        role: str,
-        placement: ModelPlacement,
-        *,
-        prefix: str,
-        gpu: GpuModel | None,
-    ) -> None:
-        self._recipe = recipe
-        self._role = role
+    def __init__(self, deployment: Deployment, model: PlannedModel, *, prefix: str, kl: KlConfig | None) -> None:
+        self._model = model
+        self._work = model.work
         self._prefix = prefix
-        shape = shapes.of(role)
-        self._work = ModelWork.of(recipe, shape, recipe.roles.megatron_roles[role])
-        self._bare = bare_weights(shape, placement.parallel, dtype=recipe.run.dtype)
-        self._held: list[tuple[Item, ...]]
-        if role == "reference":
-            self._held = [(self._item("weights", stage.num_bytes),) for stage in self._bare]
+        self._exchanges_weights = model.role == "actor" and deployment.keeps_reference
+        self._is_scored = model.role != "actor" or isinstance(kl, KlRewardConfig) or self._exchanges_weights
+        self._sends_buckets = (
+            model.role == "actor" and deployment.engine is not None and not deployment.publishes_in_place
+        )
+        self._held: list[tuple[LedgerItem, ...]]
+        if model.role == "reference":
+            self._held = [(self._item("weights", stage.num_bytes),) for stage in model.bare_weights]
         else:
-            trained = stage_memory(shape, placement.parallel, dtype=recipe.run.dtype)
-            self._held = [tuple(self._trained(stage)) for stage in trained]
+            self._held = [tuple(self._trained(stage)) for stage in model.stages]
 
     @property
-    def held(self) -> tuple[Item, ...]:
-        """At all times, by a rank of the fullest stage."""
+    def held(self) -> tuple[LedgerItem, ...]:
+        """Memory of a rank of the fullest stage at all times."""
         return max(self._held, key=_total)
 
     @property
-    def resting(self) -> tuple[Item, ...]:
-        """While engines generate: what it does not offload."""
-        gone = {self._prefix + name for name in _offloaded(self._work.split) if self._work.device != "cpu"}
-        return tuple(item for item in self.held if item.name not in gone)
+    def resting(self) -> tuple[LedgerItem, ...]:
+        """Memory while engines generate, without what is offloaded."""
+        offloaded = {self._prefix + name for name in _offloaded(self._work.split) if self._work.device != "cpu"}
+        return tuple(item for item in self.held if item.name not in offloaded)
 
-    def busy(self, phase: Phase) -> tuple[Item, ...]:
-        """While it computes, on the fullest stage; empty where it does not in this phase."""
+    def busy(self, phase: MemoryPhase) -> tuple[LedgerItem, ...]:
+        """Memory of the fullest stage while the model computes; empty if it does not in this phase."""
         stages = range(self._work.split.pipeline)
-        if phase is Phase.SCORING and self._is_asked:
-            return max(((*self._held[stage], *self._asked(stage)) for stage in stages), key=_total)
-        if phase is Phase.TRAINING and self._role != "reference":
-            return max(((*self._held[stage], *self._updated(stage)) for stage in stages), key=_total)
+        if phase is MemoryPhase.SCORING and self._is_scored:
+            return max(((*self._held[stage], *self._scoring(stage)) for stage in stages), key=_total)
+        if phase is MemoryPhase.TRAINING and self._model.role != "reference":
+            return max(((*self._held[stage], *self._updating(stage)) for stage in stages), key=_total)
         return ()
 
-    @property
-    def _is_asked(self) -> bool:
-        if self._role != "actor":
-            return True
-        algorithm = self._recipe.algorithm
-        kl = algorithm.kl if isinstance(algorithm, PolicyGradientConfig) else None
-        return isinstance(kl, KlRewardConfig) or keeps_reference(self._recipe)
-
-    def _trained(self, stage: StageMemory) -> Iterator[Item]:
+    def _trained(self, stage: StageMemory) -> Iterator[LedgerItem]:
         yield self._item("weights", stage.weight_bytes)
         yield self._item("gradients", stage.gradient_bytes)
         yield self._item("optimizer", stage.optimizer_bytes)
-        is_sending = self._role == "actor" and self._recipe.roles.rollout is not None
-        if is_sending and not publishes_in_place(self._recipe):
-            yield Item(name="send buckets", num_bytes=NUM_LANES * DEFAULT_BUCKET_BYTES, is_exact=True)
+        if self._sends_buckets:
+            yield LedgerItem(name="send buckets", num_bytes=NUM_LANES * DEFAULT_BUCKET_BYTES, is_exact=True)
 
-    def _asked(self, stage: int) -> Iterator[Item]:
+    def _scoring(self, stage: int) -> Iterator[LedgerItem]:
         yield self._item("activations", forward_bytes(self._work), is_exact=False)
-        yield from self._scores(stage, has_gradients=False)
-        if self._role == "actor" and keeps_reference(self._recipe):
-            yield Item(name="exchanged tensor", num_bytes=self._bare[stage].largest_bytes, is_exact=True)
+        yield from self._outputs(stage, has_gradients=False)
+        if self._exchanges_weights:
+            largest_bytes = self._model.bare_weights[stage].largest_bytes
+            yield LedgerItem(name="exchanged tensor", num_bytes=largest_bytes, is_exact=True)
 
-    def _updated(self, stage: int) -> Iterator[Item]:
+    def _updating(self, stage: int) -> Iterator[LedgerItem]:
         yield self._item("activations", activation_bytes(self._work, stage), is_exact=False)
-        yield from self._scores(stage, has_gradients=True)
+        yield from self._outputs(stage, has_gradients=True)
 
-    def _scores(self, stage: int, *, has_gradients: bool) -> Iterator[Item]:
+    def _outputs(self, stage: int, *, has_gradients: bool) -> Iterator[LedgerItem]:
         if stage == self._work.split.pipeline - 1:
             name = "values" if self._work.shape.has_value_head else "log-probabilities"
             num_bytes = scoring_bytes(self._work, has_gradients=has_gradients)
-            yield Item(name=name, num_bytes=num_bytes, is_exact=False)
+            yield LedgerItem(name=name, num_bytes=num_bytes, is_exact=False)
 
-    def _item(self, name: str, num_bytes: int, *, is_exact: bool = True) -> Item:
-        return Item(name=f"{self._prefix}{name}", num_bytes=num_bytes, is_exact=is_exact)
-
-
-def keeps_reference(recipe: Recipe) -> bool:
-    """Whether the actor's ranks hold it in host memory."""
-    return recipe.roles.reference is not None and recipe.roles.reference.pool is None
+    def _item(self, name: str, num_bytes: int, *, is_exact: bool = True) -> LedgerItem:
+        return LedgerItem(name=f"{self._prefix}{name}", num_bytes=num_bytes, is_exact=is_exact)
 
 
-def publishes_in_place(recipe: Recipe) -> bool:
-    """Whether every engine finds the whole model in the memory of the trainer rank on its own GPU."""
-    actor, rollout = recipe.roles.actor, recipe.roles.rollout
-    if rollout is None or recipe.run.device == "cpu" or rollout.pool != actor.pool:
-        return False
-    return actor.model_parallel == actor.expert == rollout.tensor == 1
+def kl_config(algorithm: AlgorithmConfig) -> KlConfig | None:
+    return algorithm.kl if isinstance(algorithm, PolicyGradientConfig) else None
+
+
+def saves(checkpoint: CheckpointConfig) -> bool:
+    return checkpoint.save_at_end or checkpoint.save_every_steps is not None
 
 
 def _offloaded(split: ModelParallelConfig) -> tuple[str, ...]:
-    """Names of what leaves the GPU while engines generate."""
+    """Return the names of the items that leave the GPU while engines generate."""
     offload = split.offload if isinstance(split, TrainedModelConfig) else "nothing"
     return {
         "nothing": (),
@@ -250,64 +225,61 @@ def _offloaded(split: ModelParallelConfig) -> tuple[str, ...]:
     }[offload]
 
 
-def host_ledgers(recipe: Recipe, shapes: RoleShapes, placement: Placement) -> tuple[HostLedger, ...]:
-    """Nodes that hold the same roles are of one kind; those that keep nothing are left out."""
-    by_node: defaultdict[str, dict[str, list[Item]]] = defaultdict(dict)
-    for role, model in placement.models.items():
-        kept = _kept_in_host(recipe, shapes, role, model)
-        for rank in model.ranks:
-            by_node[rank.place.node].setdefault(role, []).extend(kept[rank.pipeline])
+def host_ledgers(deployment: Deployment, checkpoint: CheckpointConfig) -> tuple[HostLedger, ...]:
+    """Return a ledger per kind of node, which is the set of its roles; nodes that hold nothing are left out."""
+    by_node: defaultdict[str, dict[str, list[LedgerItem]]] = defaultdict(dict)
+    for role, model in deployment.models.items():
+        stages = _host_items(model, checkpoint, keeps_reference=role == "actor" and deployment.keeps_reference)
+        for rank in model.placement.ranks:
+            by_node[rank.place.node].setdefault(role, []).extend(stages[rank.pipeline])
     kinds: defaultdict[str, list[HostLedger]] = defaultdict(list)
     for by_role in by_node.values():
         where = " + ".join(by_role)
-        items = _summed([item for found in by_role.values() for item in found])
+        items = _summed([item for role_items in by_role.values() for item in role_items])
         kinds[where].append(HostLedger(where=where, items=items))
-    fullest = [max(found, key=lambda ledger: ledger.total_bytes) for found in kinds.values()]
+    fullest = [max(nodes, key=lambda ledger: ledger.total_bytes) for nodes in kinds.values()]
     return tuple(ledger for ledger in fullest if ledger.items)
 
 
-def snapshot_bytes(recipe: Recipe, shapes: RoleShapes, role: str, model: ModelPlacement) -> list[int]:
-    """Per stage, what a rank copies to host memory for a checkpoint: replicas share the weights, and a rank's part of
-    the optimizer is its own."""
-    shape, parallel = shapes.of(role), model.parallel
+def snapshot_bytes(model: PlannedModel, checkpoint: CheckpointConfig) -> list[int]:
+    """Return the bytes per stage that a rank copies to host memory for a checkpoint: replicas share the weights, and
+    each rank copies its own part of the optimizer."""
+    parallel = model.placement.parallel
     sizes = [
         stage.dense_bytes // parallel.data + (stage.num_bytes - stage.dense_bytes) // parallel.expert_data
-        for stage in bare_weights(shape, parallel, dtype=recipe.run.dtype)
+        for stage in model.bare_weights
     ]
-    if recipe.checkpoint.contents == "weights":
+    if checkpoint.contents == "weights":
         return sizes
-    trained = stage_memory(shape, parallel, dtype=recipe.run.dtype)
-    return [size + stage.optimizer_bytes for size, stage in zip(sizes, trained, strict=True)]
+    return [size + stage.optimizer_bytes for size, stage in zip(sizes, model.stages, strict=True)]
 
 
-def saves(recipe: Recipe) -> bool:
-    return recipe.checkpoint.save_at_end or recipe.checkpoint.save_every_steps is not None
-
-
-def _kept_in_host(recipe: Recipe, shapes: RoleShapes, role: str, model: ModelPlacement) -> list[list[Item]]:
-    """Per stage, by one rank."""
-    stages: list[list[Item]] = [[] for _ in range(model.parallel.pipeline)]
-    if role == "actor" and keeps_reference(recipe):
-        for stage, weights in enumerate(bare_weights(shapes.policy, model.parallel, dtype=recipe.run.dtype)):
-            stages[stage].append(Item(name="reference weights", num_bytes=weights.num_bytes, is_exact=True))
-    away = _offloaded(recipe.roles.megatron_roles[role])
-    if away and recipe.run.device != "cpu":
-        for number, trained in enumerate(stage_memory(shapes.of(role), model.parallel, dtype=recipe.run.dtype)):
-            num_bytes = trained.optimizer_bytes + (trained.weight_bytes if "weights" in away else 0)
-            stages[number].append(Item(name=f"{role}'s offloaded memory", num_bytes=num_bytes, is_exact=True))
-    if role != "reference" and saves(recipe):
-        for stage, num_bytes in enumerate(snapshot_bytes(recipe, shapes, role, model)):
-            stages[stage].append(Item(name=f"{role}'s snapshot, while saving", num_bytes=num_bytes, is_exact=False))
+def _host_items(model: PlannedModel, checkpoint: CheckpointConfig, *, keeps_reference: bool) -> list[list[LedgerItem]]:
+    """Return the items that one rank of each stage holds in host memory."""
+    role, work = model.role, model.work
+    stages: list[list[LedgerItem]] = [[] for _ in range(work.split.pipeline)]
+    if keeps_reference:
+        for stage, weights in enumerate(model.bare_weights):
+            stages[stage].append(LedgerItem(name="reference weights", num_bytes=weights.num_bytes, is_exact=True))
+    offloaded = _offloaded(work.split)
+    if offloaded and work.device != "cpu":
+        for stage, trained in enumerate(model.stages):
+            num_bytes = trained.optimizer_bytes + (trained.weight_bytes if "weights" in offloaded else 0)
+            stages[stage].append(LedgerItem(name=f"{role}'s offloaded memory", num_bytes=num_bytes, is_exact=True))
+    if role != "reference" and saves(checkpoint):
+        for stage, num_bytes in enumerate(snapshot_bytes(model, checkpoint)):
+            name = f"{role}'s snapshot, while saving"
+            stages[stage].append(LedgerItem(name=name, num_bytes=num_bytes, is_exact=False))
     return stages
 
 
-def _summed(items: Sequence[Item]) -> tuple[Item, ...]:
-    sums: dict[str, Item] = {}
+def _summed(items: Sequence[LedgerItem]) -> tuple[LedgerItem, ...]:
+    sums: dict[str, LedgerItem] = {}
     for item in items:
         before = sums[item.name].num_bytes if item.name in sums else 0
-        sums[item.name] = Item(name=item.name, num_bytes=before + item.num_bytes, is_exact=item.is_exact)
+        sums[item.name] = LedgerItem(name=item.name, num_bytes=before + item.num_bytes, is_exact=item.is_exact)
     return tuple(sums.values())
 
 
-def _total(items: Sequence[Item]) -> int:
+def _total(items: Sequence[LedgerItem]) -> int:
     return sum(item.num_bytes for item in items)

@@ -1,4 +1,4 @@
-"""What a rank and an engine hold all the time: weights, gradients, optimizer, staging, KV cache. All of it exact."""
+"""Memory that ranks and engines hold at all times: weights, gradients, optimizer, staging, KV cache. All exact."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megarl.weights.layouts.sglang import sglang_layout
 
 PARAM_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
-"""Elements. Megatron starts each parameter at a multiple of the one, and ends a bucket at one of the other."""
+"""Elements. Megatron starts a parameter at a multiple of the first, and ends a bucket at a multiple of the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """What the fullest rank of a pipeline stage holds at all times."""
+    """Memory of the fullest rank of a pipeline stage."""
 
     stage: int
     weight_bytes: int
@@ -33,20 +33,20 @@ class StageMemory:
 class EngineMemory:
     weight_bytes: int
     expert_bytes: int
-    """Of the weights, those in experts."""
+    """Weights in experts; part of `weight_bytes`."""
     staging_bytes: int
-    """A version beside the one that is served, until it is committed; allocated once."""
+    """The next version until it is committed; allocated once."""
     cache_bytes: int
     cache_bytes_per_token: int
     cached_tokens: int
-    """Of one engine, all its TP ranks together holding them once."""
+    """Tokens that one engine caches; its TP ranks share each token's cache."""
 
 
 @cache
 def stage_memory(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -> tuple[StageMemory, ...]:
-    """Per pipeline stage: weights of `dtype`, float32 gradients, and the distributed optimizer's shard of float32
-    master weights and two moments."""
-    # Float32 weights serve as their own master.
+    """Return per pipeline stage the weights in `dtype`, float32 gradients, and the distributed optimizer's shard of
+    float32 master weights and two moments."""
+    # Float32 weights are their own master weights.
     state_bytes = 8 if dtype == "float32" else 12
     thin = _one_layer_per_chunk(parallel)
     layout = megatron_layout(
@@ -61,7 +61,7 @@ def stage_memory(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -
                 gradient_buffers(layout.by_rank[rank], shape, parallel, stage)
                 for rank in (thin.rank(tensor=t, data=0, pipeline=stage) for t in range(parallel.tensor))
             ),
-            key=lambda found: found.num_elements,
+            key=lambda each: each.num_elements,
         )
         sharded = buffers.dense // parallel.data + buffers.expert // parallel.expert_data
         stages.append(
@@ -77,25 +77,25 @@ def stage_memory(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BareWeights:
-    """Of the fullest rank of a stage, without buffers: of a model that is only asked, or kept in host memory."""
+    """Weights of a stage's fullest rank without Megatron's buffers: of an untrained model, or in host memory."""
 
     num_bytes: int
     dense_bytes: int
-    """Of these, what is not in experts."""
+    """Weights outside of experts; part of `num_bytes`."""
     largest_bytes: int
-    """Of its largest tensor."""
+    """Size of the largest tensor."""
 
 
 @cache
 def bare_weights(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -> tuple[BareWeights, ...]:
-    """Per pipeline stage."""
+    """Return the weights per pipeline stage."""
     thin = _one_layer_per_chunk(parallel)
     layout = megatron_layout(
         replace(shape, num_layers=parallel.pipeline * parallel.virtual_pipeline),
         thin,
         dtype=dtype,
     )
-    found = []
+    stages = []
     for stage in range(parallel.pipeline):
         layers = {
             f"chunk{chunk}": len(parallel.chunk_layers(shape.num_layers, stage=stage, chunk=chunk))
@@ -110,31 +110,31 @@ def bare_weights(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -
             for rank in ranks
         ]
         fullest = max(sizes, key=lambda each: sum(each.values()))
-        found.append(
+        stages.append(
             BareWeights(
                 num_bytes=sum(fullest.values()),
                 dense_bytes=sum(size for name, size in fullest.items() if not _is_expert(name)),
                 largest_bytes=max(spec.num_bytes for rank in ranks for spec in layout.by_rank[rank].tensors.values()),
             )
         )
-    return tuple(found)
+    return tuple(stages)
 
 
 def _one_layer_per_chunk(parallel: MegatronParallel) -> MegatronParallel:
-    """The same shares of a layer, with as few replicas as hold all of them."""
-    of_experts = parallel.expert * parallel.ranks_per_expert
-    data = of_experts // math.gcd(of_experts, parallel.tensor)
+    """Return a split with the same shares of a layer and the fewest replicas that hold all of them."""
+    expert_ranks = parallel.expert * parallel.ranks_per_expert
+    data = expert_ranks // math.gcd(expert_ranks, parallel.tensor)
     return replace(parallel, data=data, first_stage_layers=None, last_stage_layers=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientBuffers:
-    """Elements of a rank's buffers, with Megatron's padding. Weights lie in equal ones."""
+    """Elements of a rank's gradient buffers with Megatron's padding; its weight buffers have the same sizes."""
 
     dense: int
-    """Reduced over, and sharded by, the data-parallel ranks."""
+    """Reduced over and sharded by the data-parallel ranks."""
     expert: int
-    """The same over the replicas of the experts, which are fewer where they are divided."""
+    """Reduced over and sharded by the replicas of the experts; 0 if experts are not divided."""
 
     @property
     def num_elements(self) -> int:
@@ -142,10 +142,10 @@ class GradientBuffers:
 
 
 def gradient_buffers(holding: Holding, shape: ModelShape, parallel: MegatronParallel, stage: int) -> GradientBuffers:
-    """`holding` has one layer per chunk, which stands for all of them.
+    """Return the buffers of a rank; `holding` has one layer per chunk, which stands for all layers of the chunk.
 
     A chunk is one bucket, because gradients are reduced after the backward pass; tied embeddings on two stages have a
-    bucket of their own, and so have experts that are divided.
+    bucket of their own, and so have divided experts.
     """
     dense, expert = 0, 0
     for chunk in range(parallel.virtual_pipeline):
@@ -156,21 +156,24 @@ def gradient_buffers(holding: Holding, shape: ModelShape, parallel: MegatronPara
             if name.startswith(f"chunk{chunk}.")
         }
         is_tied_apart = shape.has_tied_embeddings and parallel.pipeline > 1
-        apart = [size for name, size in sizes.items() if is_tied_apart and _is_vocabulary(name)]
-        of_experts = sum(size for name, size in sizes.items() if parallel.expert > 1 and _is_expert(name))
-        together = sum(sizes.values()) - sum(apart) - of_experts
-        dense += sum(_round_up(size, math.lcm(parallel.data, BUCKET_ALIGNMENT)) for size in (*apart, together))
-        expert += _round_up(of_experts, math.lcm(parallel.expert_data, BUCKET_ALIGNMENT))
+        tied = [size for name, size in sizes.items() if is_tied_apart and _is_vocabulary(name)]
+        experts = sum(size for name, size in sizes.items() if parallel.expert > 1 and _is_expert(name))
+        rest = sum(sizes.values()) - sum(tied) - experts
+        dense += sum(_round_up(size, math.lcm(parallel.data, BUCKET_ALIGNMENT)) for size in (*tied, rest))
+        expert += _round_up(experts, math.lcm(parallel.expert_data, BUCKET_ALIGNMENT))
     return GradientBuffers(dense=dense, expert=expert)
 
 
 def repeats(name: str, layers: int) -> int:
-    """How often a tensor of a model with one layer occurs in one with `layers`: they are all alike."""
+    """Return how often a tensor of a one-layer model occurs in a model of `layers` equal layers."""
     return layers if ".layers." in name else 1
 
 
 def engine_memory(shape: ModelShape, rollout: RolloutRoleConfig, capacity_bytes: int | None) -> EngineMemory:
-    """Of the fullest TP rank. The KV cache has as many tokens as asked for, or what the fraction leaves."""
+    """Return the memory of the fullest TP rank; the KV cache has `max_cached_tokens`, or what `memory_fraction` leaves.
+
+    `capacity_bytes` is None on a CPU.
+    """
     device: Device = "cpu" if capacity_bytes is None else "cuda"
     item_bytes = ITEM_BYTES[dtype_on(device)]
     weights = _engine_weights(shape, rollout.tensor, rollout.expert, device)
@@ -200,7 +203,7 @@ class _EngineWeights:
 
 @cache
 def _engine_weights(shape: ModelShape, tensor: int, expert: int, device: Device) -> _EngineWeights:
-    """Of the fullest TP rank. Remembered: a search for a recipe that fits asks for the same engine again and again."""
+    """Return the weights of the fullest TP rank; cached, because a search for proposals computes few engines often."""
     layout = sglang_layout(
         replace(shape, num_layers=1),
         tensor=tensor,

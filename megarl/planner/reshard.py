@@ -1,8 +1,8 @@
-"""What one publish moves and how long that takes: the run's own plan, on the run's own layouts and placement.
+"""Traffic and time of one publish, from the run's own plan on its own layouts and placement.
 
-Seconds are a model from stated link rates: what the busiest GPU does over one kind of link after the other, though a
-run does much of it at the same time, and the copies into and out of buckets. The floor is what no plan can be below
-with these layouts and this placement, at the full rate of the links.
+Seconds are modelled from stated link rates: the transfers of the busiest GPU, one kind of link after the other although
+a run overlaps much of it, and the copies into and out of buckets. The floor is the least time of any plan with these
+layouts and this placement, at the full rate of the links.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from megarl.config.model import ModelShape
-from megarl.config.recipe import Recipe
+from megarl.config.section import dtype_on
+from megarl.planner.deployment import Deployment, GpuPlace, Placement
 from megarl.planner.hardware import LINK_EFFICIENCY, GpuModel
-from megarl.planner.placement import Placement, PlannedPlace
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, staging_bound
 from megarl.weights.algebra.locality import Gpu as GpuNumber
 from megarl.weights.algebra.locality import Link, nearest_order, on_gpus
@@ -44,18 +43,18 @@ _CLASSES: Mapping[Link, LinkClass] = {
 class Reshard:
     bytes_by_link: Mapping[LinkClass, int]
     busiest_bytes: Mapping[LinkClass, int]
-    """Most that one GPU sends or receives over each kind of link."""
+    """Most bytes that one GPU sends or receives over each kind of link."""
     staging_bytes: int
-    """A bound on what one engine rank holds beside its weights until the version is committed."""
+    """Upper bound on what one engine rank holds beside its weights until the version is committed."""
     num_messages: int
     num_hops: int
-    """The longest way of a byte."""
+    """Hops of the longest route."""
     floor_bytes: Mapping[LinkClass, int]
-    """What `busiest_bytes` cannot be below."""
+    """Lower bound of `busiest_bytes`."""
     seconds: float
     floor_s: float
     gathered_bytes: int
-    """What would move if every rank of a replica gathered the whole model and every engine rank received all of it."""
+    """Bytes that would move if every rank of a replica gathered the model and every engine rank received all of it."""
     hash: str
 
     @property
@@ -63,9 +62,10 @@ class Reshard:
         return sum(self.bytes_by_link.values())
 
 
-def reshard(recipe: Recipe, shape: ModelShape, placement: Placement, gpu: GpuModel) -> Reshard:
-    """Of one version, from all trainer ranks to all engine ranks."""
-    whole = publish_plan(recipe, shape, placement)
+def reshard(deployment: Deployment) -> Reshard:
+    """Return the traffic of one version, from all trainer ranks to all engine ranks."""
+    placement, gpu = deployment.placement, deployment.gpu
+    whole = publish_plan(deployment)
     load = _Load(whole, placement)
     received = whole.traffic.received_bytes
     neediest = max(received, key=lambda rank: (received[rank], -rank))
@@ -83,17 +83,18 @@ def reshard(recipe: Recipe, shape: ModelShape, placement: Placement, gpu: GpuMod
         seconds=sum(load.busiest[link] / (_rate(gpu, link) * LINK_EFFICIENCY) for link in LinkClass)
         + load.copied_bytes / (_rate(gpu, LinkClass.SAME_GPU) * LINK_EFFICIENCY),
         floor_s=max(load.floor[link] / _rate(gpu, link) for link in LinkClass),
-        gathered_bytes=_model_bytes(recipe, shape)
+        gathered_bytes=_model_bytes(deployment)
         * (parallel.tensor * parallel.pipeline - 1 + len(placement.engine_ranks)),
         hash=whole.hash,
     )
 
 
-def publish_plan(recipe: Recipe, shape: ModelShape, placement: Placement) -> Plan:
-    """The plan that the run would carry out if its pools are placed as `placement` says."""
-    rollout = recipe.roles.rollout
-    assert rollout is not None, "nobody to publish to"
-    source = megatron_layout(shape, placement.parallel, dtype=recipe.run.dtype)
+def publish_plan(deployment: Deployment) -> Plan:
+    """Return the plan that the run carries out if its pools are placed as in the deployment."""
+    rollout, placement = deployment.roles.rollout, deployment.placement
+    assert rollout is not None, "no engine to publish to"
+    shape, dtype = deployment.models["actor"].work.shape, dtype_on(deployment.device)
+    source = megatron_layout(shape, placement.parallel, dtype=dtype)
 
     def engines(count: int) -> Layout:
         return sglang_layout(
@@ -101,8 +102,8 @@ def publish_plan(recipe: Recipe, shape: ModelShape, placement: Placement) -> Pla
             tensor=rollout.tensor,
             expert=rollout.expert,
             num_engines=count,
-            dtype=recipe.run.dtype,
-            is_cpu_engine=recipe.run.device == "cpu",
+            dtype=dtype,
+            is_cpu_engine=deployment.device == "cpu",
         )
 
     numbers = _node_numbers(placement)
@@ -116,7 +117,7 @@ def publish_plan(recipe: Recipe, shape: ModelShape, placement: Placement) -> Pla
 
 
 class _Load:
-    """What GPUs and nodes do in one publish."""
+    """Bytes that GPUs and nodes send, receive and copy in one publish."""
 
     def __init__(self, whole: Plan, placement: Placement) -> None:
         self._plan = whole
@@ -125,7 +126,7 @@ class _Load:
         self.busiest = dict.fromkeys(LinkClass, 0)
         self.floor = dict.fromkeys(LinkClass, 0)
         self.copied_bytes = 0
-        """Most that one GPU packs, or writes from its staging into its weights."""
+        """Most bytes that one GPU packs into buckets, or writes from its staging into its weights."""
         copied: defaultdict[str, int] = defaultdict(int)
         num_on = _counted(location.node for location in locations.targets.values())
         for link, kind in _CLASSES.items():
@@ -152,11 +153,11 @@ class _Load:
 
     @property
     def num_messages(self) -> int:
-        """Each giver fills buckets of its own for each engine rank."""
+        """Number of buckets; each sender fills its own for each engine rank."""
         locations = self._plan.locations
         num_messages = 0
-        for (giver, target), num_bytes in self._plan.traffic.between.items():
-            link = giver_location(giver, locations).link(locations.targets[target])
+        for (sender, target), num_bytes in self._plan.traffic.between.items():
+            link = giver_location(sender, locations).link(locations.targets[target])
             if not (self._is_shared and link is Link.DEVICE):
                 num_messages += -(-num_bytes // DEFAULT_BUCKET_BYTES)
         return num_messages
@@ -173,16 +174,17 @@ def _node_numbers(placement: Placement) -> dict[str, int]:
     return {node: number for number, node in enumerate(dict.fromkeys(place.node for place in placement.places))}
 
 
-def _number(place: PlannedPlace, numbers: Mapping[str, int]) -> GpuNumber:
+def _number(place: GpuPlace, numbers: Mapping[str, int]) -> GpuNumber:
     return numbers[place.node], place.gpu
 
 
-def _model_bytes(recipe: Recipe, shape: ModelShape) -> int:
-    return sum(spec.num_bytes for spec in canonical_tensors(replace(shape, dtype=recipe.run.dtype)).values())
+def _model_bytes(deployment: Deployment) -> int:
+    shape = replace(deployment.models["actor"].work.shape, dtype=dtype_on(deployment.device))
+    return sum(spec.num_bytes for spec in canonical_tensors(shape).values())
 
 
 def _rate(gpu: GpuModel, link: LinkClass) -> float:
-    """Bytes per second."""
+    """Return the rate of a link in bytes per second."""
     rates = {
         LinkClass.SAME_GPU: gpu.memory_gb_per_s / 2,  # each byte is read and written
         LinkClass.SAME_NODE: gpu.node_gb_per_s,

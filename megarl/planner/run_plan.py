@@ -1,41 +1,36 @@
-"""The whole plan of a run, from a recipe and the shapes of its models."""
+"""The whole plan of a run, and the answer to a question about a recipe file: its plan and changes that make it fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from megarl.config.recipe import Recipe
+from megarl.config.checks.recipe import check_without_files
+from megarl.config.load import read_recipe
+from megarl.config.recipe import DataConfig, Recipe, SamplingConfig
+from megarl.config.roles import RolesConfig
+from megarl.errors import ConfigError
+from megarl.planner.deployment import Placement, RoleShapes, deploy, find_shapes
+from megarl.planner.fit import Proposal, Sizes, proposals, size
 from megarl.planner.hardware import GpuModel
-from megarl.planner.ledger import HostLedger, MemoryLedger, host_ledgers, ledgers
-from megarl.planner.memory import EngineMemory, StageMemory, engine_memory, stage_memory
-from megarl.planner.placement import Placement, place
+from megarl.planner.memory import StageMemory
 from megarl.planner.reshard import Reshard, reshard
-from megarl.planner.shapes import RoleShapes
-from megarl.planner.timing import StepWorkload, Timing, estimate
+from megarl.planner.timing import StepWorkload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Memory and time: what changes when a key is changed."""
+class PlanQuestion:
+    gpu: GpuModel
+    shape_name: str | None = None
+    """A catalogue entry that replaces the shape of `model.path`."""
+    mean_response_tokens: int | None = None
 
-    ledgers: tuple[MemoryLedger, ...]
-    hosts: tuple[HostLedger, ...]
-    engine: EngineMemory | None
-    timing: Timing | None
-    """None on a CPU run: no rates are stated for it."""
-
-    @property
-    def worst(self) -> MemoryLedger | None:
-        """The fullest; None where there is no limit."""
-        limited = [(ledger.margin_bytes, ledger) for ledger in self.ledgers if ledger.margin_bytes is not None]
-        return min(limited, key=lambda pair: pair[0])[1] if limited else None
-
-    @property
-    def fits(self) -> bool:
-        worst = self.worst
-        has_cache = self.engine is None or self.engine.cached_tokens > 0
-        return has_cache and (worst is None or worst.margin_bytes is None or worst.margin_bytes >= 0)
+    def workload(self, data: DataConfig, sampling: SamplingConfig) -> StepWorkload:
+        half = StepWorkload.half(data, sampling)
+        if self.mean_response_tokens is None:
+            return half
+        return replace(half, mean_response_tokens=self.mean_response_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,43 +40,50 @@ class RunPlan:
     workload: StepWorkload
     placement: Placement
     stages: Mapping[str, tuple[StageMemory, ...]]
-    """By trained role, stage after stage."""
+    """Memory per pipeline stage, by trained role."""
     sizes: Sizes
     reshard: Reshard | None
-    """None where nobody generates."""
+    """None for a run without engines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAnswer:
+    recipe: Recipe
+    plan: RunPlan
+    proposals: tuple[Proposal, ...]
+    """Empty if the recipe fits, or if no proposal helps."""
+
+
+def answer(path: Path, overrides: Sequence[str], question: PlanQuestion) -> PlanAnswer:
+    """Read the recipe, make all checks that need no file, and plan it; a ConfigError has every problem."""
+    recipe = read_recipe(path, overrides).recipe
+    shapes = find_shapes(recipe.model, recipe.roles.critic, name=question.shape_name)
+    problems = check_without_files(recipe, shapes.policy, critic=shapes.critic)
+    if problems:
+        raise ConfigError(str(path), tuple(problems))
+    recipe = recipe.model_copy(update={"roles": _without_running_engines(recipe.roles)})
+    plan = make_plan(recipe, shapes, question.gpu, question.workload(recipe.data, recipe.sampling))
+    fitting = [] if plan.sizes.fits else proposals(recipe, shapes, plan.gpu, plan.workload)
+    return PlanAnswer(recipe=recipe, plan=plan, proposals=tuple(fitting))
+
+
+def _without_running_engines(roles: RolesConfig) -> RolesConfig:
+    """Return the roles without engines that run already: those use none of the pools."""
+    if roles.rollout is None or roles.rollout.pool is not None:
+        return roles
+    return roles.model_copy(update={"rollout": None})
 
 
 def make_plan(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload) -> RunPlan:
-    """For a recipe that passed its checks."""
-    placement = place(recipe)
-    published = None if recipe.roles.rollout is None else reshard(recipe, shapes.policy, placement, gpu)
+    """Return the plan of a recipe that passed its checks."""
+    deployment = deploy(recipe, shapes, gpu)
+    published = None if deployment.engine is None else reshard(deployment)
     return RunPlan(
         shapes=shapes,
         gpu=gpu,
         workload=workload,
-        placement=placement,
-        stages={
-            role: tuple(stage_memory(shapes.of(role), model.parallel, dtype=recipe.run.dtype))
-            for role, model in placement.models.items()
-            if role != "reference"
-        },
-        sizes=size(recipe, shapes, gpu, workload, publish_s=published.seconds if published else 0.0),
+        placement=deployment.placement,
+        stages={role: model.stages for role, model in deployment.models.items() if role != "reference"},
+        sizes=size(recipe, deployment, workload, publish_s=published.seconds if published else 0.0),
         reshard=published,
-    )
-
-
-def size(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload, *, publish_s: float) -> Sizes:
-    """Without the traffic of a publish, which takes longest to plan and matters least for memory."""
-    placement = place(recipe)
-    rollout = recipe.roles.rollout
-    is_cpu = recipe.run.device == "cpu"
-    engine = None if rollout is None else engine_memory(shapes.policy, rollout, None if is_cpu else gpu.memory_bytes)
-    timing = None
-    if not is_cpu:
-        timing = estimate(recipe, shapes, placement, gpu, workload, engine=engine, publish_s=publish_s)
-    return Sizes(
-        ledgers=ledgers(recipe, shapes, placement, gpu),
-        hosts=host_ledgers(recipe, shapes, placement),
-        engine=engine,
-        timing=timing,
     )

@@ -17,7 +17,7 @@ from megarl.config.model import ModelShape
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, MachineError
-from megarl.planner.shapes import find_shapes
+from megarl.planner.deployment import find_shapes
 from megarl.runtime.engines.serving import transfer_spec
 from tests.planner.recipes import make_recipe
 from tests.repository import ROOT
@@ -28,7 +28,7 @@ LARGE = ("grpo_7b", "grpo_70b", "ppo_70b", "grpo_235b", "dapo_32b")
 
 def read(name: str, *overrides: str) -> tuple[Recipe, ModelShape]:
     recipe = read_recipe(RECIPES / f"{name}.yaml", overrides).recipe
-    return recipe, find_shapes(recipe).policy
+    return recipe, find_shapes(recipe.model, recipe.roles.critic).policy
 
 
 def small(name: str, *overrides: str, max_engines: int = 2) -> SmallRecipe:

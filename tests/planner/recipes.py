@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.config.document import Document, Tree, override
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
-from megarl.planner.shapes import RoleShapes
+from megarl.planner.deployment import Placement, RoleShapes, place
 
 _TREE: dict[str, Tree] = {
     "run": {"name": "test", "steps": 10, "ray_address": "auto"},
@@ -40,3 +40,8 @@ def make_recipe(*assignments: str) -> Recipe:
     for assignment in assignments:
         document = override(document, assignment)
     return Recipe.model_validate(document.tree)
+
+
+def placement_of(*assignments: str) -> Placement:
+    recipe = make_recipe(*assignments)
+    return place(recipe.roles, recipe.pools, is_cluster=recipe.run.ray_address is not None)

@@ -3,9 +3,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.config.public_models import PUBLIC_MODELS
-from megarl.planner.fit import proposals
-from megarl.planner.hardware import GPUS
-from megarl.planner.run_plan import size
+from megarl.config.recipe import Recipe
+from megarl.planner.deployment import deploy
+from megarl.planner.fit import Proposal, Sizes, proposals, size
+from megarl.planner.hardware import GPUS, GpuModel
 from megarl.planner.timing import StepWorkload
 from tests.planner.recipes import PPO, make_recipe, shapes_of
 
@@ -13,15 +14,26 @@ SHAPES = shapes_of(PUBLIC_MODELS["qwen2.5-7b"])
 H100 = GPUS["h100"]
 
 
+def workload_of(recipe: Recipe) -> StepWorkload:
+    return StepWorkload.half(recipe.data, recipe.sampling)
+
+
+def size_of(recipe: Recipe) -> Sizes:
+    return size(recipe, deploy(recipe, SHAPES, H100), workload_of(recipe), publish_s=0)
+
+
+def proposals_for(recipe: Recipe, gpu: GpuModel = H100) -> list[Proposal]:
+    return proposals(recipe, SHAPES, gpu, workload_of(recipe))
+
+
 def test_each_proposal_makes_the_recipe_fit() -> None:
     recipe = make_recipe("roles.rollout.memory_fraction=0.95")
-    workload = StepWorkload.half(recipe)
-    assert not size(recipe, SHAPES, H100, workload, publish_s=0).fits
-    found = proposals(recipe, SHAPES, H100, workload)
+    assert not size_of(recipe).fits
+    found = proposals_for(recipe)
     assert 1 <= len(found) <= 3
     for proposal in found:
         changed = make_recipe("roles.rollout.memory_fraction=0.95", *proposal.assignments)
-        sizes = size(changed, SHAPES, H100, workload, publish_s=0)
+        sizes = size_of(changed)
         assert sizes.fits
         assert sizes.worst is not None
         assert sizes.worst.margin_bytes == proposal.margin_bytes
@@ -29,33 +41,32 @@ def test_each_proposal_makes_the_recipe_fit() -> None:
 
 def test_the_smallest_change_of_a_key_is_proposed() -> None:
     recipe = make_recipe("roles.rollout.memory_fraction=0.95")
-    found = proposals(recipe, SHAPES, H100, StepWorkload.half(recipe))
+    found = proposals_for(recipe)
     (assignment,) = next(item.assignments for item in found if "memory_fraction" in item.assignments[0])
     assert assignment == "roles.rollout.memory_fraction=0.75"
 
 
 def test_two_changes_are_proposed_where_one_is_not_enough() -> None:
     recipe = make_recipe("roles.rollout.memory_fraction=0.95", "train.tokens_per_micro_batch=65536")
-    found = proposals(recipe, SHAPES, H100, StepWorkload.half(recipe))
+    found = proposals_for(recipe)
     assert found
     assert all("roles.rollout.memory_fraction" in str(item.assignments) for item in found)
     assert all(len(item.assignments) > 1 for item in found)
 
 
 def test_nothing_is_proposed_for_a_gpu_that_is_far_too_small() -> None:
-    recipe = make_recipe()
-    assert proposals(recipe, SHAPES, replace(H100, memory_gib=2), StepWorkload.half(recipe)) == []
+    assert proposals_for(make_recipe(), replace(H100, memory_gib=2)) == []
 
 
 def test_recomputation_is_a_way_out_and_a_change_of_three_keys() -> None:
     recipe = make_recipe("train.tokens_per_micro_batch=120000")
-    found = proposals(recipe, SHAPES, H100, StepWorkload.half(recipe))
+    found = proposals_for(recipe)
     options = [f"roles.actor.megatron.recompute_{name}" for name in ("granularity", "method", "num_layers")]
     assert options in [[assignment.partition("=")[0] for assignment in item.assignments] for item in found]
 
 
 def test_a_critic_that_is_too_large_gets_ways_out_of_its_own() -> None:
     recipe = make_recipe(*PPO, "pools.critic={gpus_per_node: 4}", "roles.critic={pool: critic}")
-    found = proposals(recipe, SHAPES, H100, StepWorkload.half(recipe))
+    found = proposals_for(recipe)
     assert found
     assert all("critic" in assignment for item in found for assignment in item.assignments[:1])

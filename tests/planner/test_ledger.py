@@ -8,10 +8,10 @@ import pytest
 
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
+from megarl.planner.deployment import deploy
 from megarl.planner.hardware import GPUS
-from megarl.planner.ledger import TRAINER_CONTEXT_BYTES, HostLedger, MemoryLedger, Phase, host_ledgers, ledgers
+from megarl.planner.ledger import TRAINER_CONTEXT_BYTES, HostLedger, MemoryLedger, MemoryPhase, host_ledgers, ledgers
 from megarl.planner.memory import bare_weights, stage_memory
-from megarl.planner.placement import place
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.planner.recipes import PPO, make_recipe, shapes_of
 
@@ -21,9 +21,9 @@ H100 = GPUS["h100"]
 SPLIT = MegatronParallel(tensor=4, pipeline=2, data=2)
 
 
-def found_in(recipe: Recipe) -> dict[tuple[str, Phase], dict[str, int]]:
-    found: dict[tuple[str, Phase], dict[str, int]] = {}
-    for ledger in ledgers(recipe, SHAPES, place(recipe), H100):
+def found_in(recipe: Recipe) -> dict[tuple[str, MemoryPhase], dict[str, int]]:
+    found: dict[tuple[str, MemoryPhase], dict[str, int]] = {}
+    for ledger in ledgers(deploy(recipe, SHAPES, H100), recipe.algorithm):
         items = found.setdefault((ledger.where, ledger.phase), {})
         for item in ledger.items:
             items[item.name] = items.get(item.name, 0) + item.num_bytes
@@ -36,11 +36,11 @@ def names(ledger: MemoryLedger | HostLedger) -> set[str]:
 
 def test_a_shared_pool_holds_trainer_and_engine_at_once() -> None:
     recipe = make_recipe("roles.rollout.pool=train")
-    found = {item.phase: item for item in ledgers(recipe, SHAPES, place(recipe), H100)}
-    assert set(found) == {Phase.GENERATING, Phase.TRAINING, Phase.PUBLISHING}
-    assert {"optimizer", "KV cache", "engine weights"} <= names(found[Phase.GENERATING])
-    assert "KV cache" not in names(found[Phase.TRAINING])
-    assert "activations" in names(found[Phase.TRAINING])
+    found = {item.phase: item for item in ledgers(deploy(recipe, SHAPES, H100), recipe.algorithm)}
+    assert set(found) == {MemoryPhase.GENERATING, MemoryPhase.TRAINING, MemoryPhase.PUBLISHING}
+    assert {"optimizer", "KV cache", "engine weights"} <= names(found[MemoryPhase.GENERATING])
+    assert "KV cache" not in names(found[MemoryPhase.TRAINING])
+    assert "activations" in names(found[MemoryPhase.TRAINING])
 
 
 def test_what_an_actor_offloads_is_in_host_memory_while_engines_generate() -> None:
@@ -51,9 +51,12 @@ def test_what_an_actor_offloads_is_in_host_memory_while_engines_generate() -> No
     ):
         recipe = make_recipe("roles.rollout.pool=train", f"roles.actor.offload={offload}")
         found = found_in(recipe)
-        assert set(plain["actor + engine", Phase.GENERATING]) - set(found["actor + engine", Phase.GENERATING]) == gone
-        assert found["actor + engine", Phase.TRAINING] == plain["actor + engine", Phase.TRAINING]
-        (host,) = host_ledgers(recipe, SHAPES, place(recipe))
+        assert (
+            set(plain["actor + engine", MemoryPhase.GENERATING]) - set(found["actor + engine", MemoryPhase.GENERATING])
+            == gone
+        )
+        assert found["actor + engine", MemoryPhase.TRAINING] == plain["actor + engine", MemoryPhase.TRAINING]
+        (host,) = host_ledgers(deploy(recipe, SHAPES, H100), recipe.checkpoint)
         (kept,) = (item.num_bytes for item in host.items if item.name == "actor's offloaded memory")
         stages = stage_memory(SHAPE, SPLIT, dtype="bfloat16")
         # A node has the eight ranks of one stage.
@@ -66,12 +69,12 @@ def test_nothing_is_staged_where_engines_find_the_whole_model_on_their_own_gpu()
     recipe = make_recipe("roles.rollout={pool: train, tensor: 1}", "roles.actor.tensor=1", "roles.actor.pipeline=1")
     for items in found_in(recipe).values():
         assert not {"staging", "send buckets"} & set(items)
-    assert "staging" in found_in(make_recipe("roles.rollout.pool=train"))["actor + engine", Phase.PUBLISHING]
+    assert "staging" in found_in(make_recipe("roles.rollout.pool=train"))["actor + engine", MemoryPhase.PUBLISHING]
 
 
 def test_separate_pools_are_counted_apart() -> None:
     recipe = make_recipe()
-    found = ledgers(recipe, SHAPES, place(recipe), H100)
+    found = ledgers(deploy(recipe, SHAPES, H100), recipe.algorithm)
     assert {item.where for item in found} == {"actor", "engine"}
     for ledger in found:
         assert ("optimizer" in names(ledger)) != ("KV cache" in names(ledger))
@@ -79,13 +82,13 @@ def test_separate_pools_are_counted_apart() -> None:
 
 def test_a_cpu_run_has_no_limit() -> None:
     recipe = make_recipe("run.device=cpu")
-    assert all(item.margin_bytes is None for item in ledgers(recipe, SHAPES, place(recipe), H100))
+    assert all(item.margin_bytes is None for item in ledgers(deploy(recipe, SHAPES, H100), recipe.algorithm))
 
 
 def test_a_critic_of_its_own_pool_holds_what_an_actor_would_without_logits() -> None:
     found = found_in(make_recipe(*PPO))
-    assert [phase for where, phase in found if where == "critic"] == [Phase.SCORING, Phase.TRAINING]
-    critic = found["critic", Phase.TRAINING]
+    assert [phase for where, phase in found if where == "critic"] == [MemoryPhase.SCORING, MemoryPhase.TRAINING]
+    critic = found["critic", MemoryPhase.TRAINING]
     stage = max(stage_memory(SHAPE.as_critic(), SPLIT, dtype="bfloat16"), key=lambda stage: stage.weight_bytes)
     assert critic["weights"] == stage.weight_bytes
     assert critic["gradients"] == 2 * critic["weights"]
@@ -96,18 +99,18 @@ def test_a_critic_of_its_own_pool_holds_what_an_actor_would_without_logits() -> 
 def test_a_reference_in_host_memory_costs_the_gpu_one_tensor_while_scoring() -> None:
     found = found_in(make_recipe(*PPO))
     largest = max(stage.largest_bytes for stage in bare_weights(SHAPE, SPLIT, dtype="bfloat16"))
-    assert found["actor", Phase.SCORING]["exchanged tensor"] == largest
-    assert "exchanged tensor" not in found["actor", Phase.TRAINING]
+    assert found["actor", MemoryPhase.SCORING]["exchanged tensor"] == largest
+    assert "exchanged tensor" not in found["actor", MemoryPhase.TRAINING]
     plain = found_in(make_recipe())
-    assert ("actor", Phase.SCORING) not in plain
-    assert found["actor", Phase.TRAINING] == plain["actor", Phase.TRAINING]
+    assert ("actor", MemoryPhase.SCORING) not in plain
+    assert found["actor", MemoryPhase.TRAINING] == plain["actor", MemoryPhase.TRAINING]
 
 
 def test_a_reference_with_a_pool_holds_its_weights_and_nothing_else() -> None:
     pool = ("pools.reference={gpus_per_node: 8}", "roles.reference={pool: reference, tensor: 4}")
     found = found_in(make_recipe(*PPO, *pool))
-    assert [phase for where, phase in found if where == "reference"] == [Phase.SCORING]
-    reference = found["reference", Phase.SCORING]
+    assert [phase for where, phase in found if where == "reference"] == [MemoryPhase.SCORING]
+    reference = found["reference", MemoryPhase.SCORING]
     (stage,) = bare_weights(SHAPE, MegatronParallel(tensor=4), dtype="bfloat16")
     assert reference["weights"] == stage.num_bytes
     assert set(reference) == {"weights", "activations", "log-probabilities", "context"}
@@ -117,17 +120,17 @@ def test_models_of_one_pool_are_all_held_and_compute_in_turn() -> None:
     recipe = make_recipe(*PPO[1:], "roles.critic.pool=train", "roles.reference={pool: train, tensor: 4}")
     found = found_in(recipe)
     where = "actor + critic + reference"
-    for phase in (Phase.SCORING, Phase.TRAINING, Phase.PUBLISHING):
+    for phase in (MemoryPhase.SCORING, MemoryPhase.TRAINING, MemoryPhase.PUBLISHING):
         assert {"actor weights", "critic optimizer", "reference weights"} <= set(found[where, phase])
         assert found[where, phase]["context"] == 3 * TRAINER_CONTEXT_BYTES
-    training = found[where, Phase.TRAINING]
+    training = found[where, MemoryPhase.TRAINING]
     assert sum(name.endswith("activations") for name in training) == 1
 
 
 @pytest.mark.parametrize("contents", ["weights", "everything"])
 def test_host_memory_holds_the_reference_and_what_a_save_copies(contents: str) -> None:
     recipe = make_recipe(*PPO, f"checkpoint.contents={contents}")
-    actor, critic = host_ledgers(recipe, SHAPES, place(recipe))
+    actor, critic = host_ledgers(deploy(recipe, SHAPES, H100), recipe.checkpoint)
     assert (actor.where, critic.where) == ("actor", "critic")
     # A node has the eight ranks of one stage: four shares of it, each twice.
     weights = bare_weights(SHAPE, SPLIT, dtype="bfloat16")
@@ -144,7 +147,7 @@ def test_host_memory_holds_the_reference_and_what_a_save_copies(contents: str) -
 
 def test_nothing_is_copied_where_nothing_is_saved() -> None:
     recipe = make_recipe("checkpoint={save_every_steps: null, save_at_end: false}")
-    assert host_ledgers(recipe, SHAPES, place(recipe)) == ()
+    assert host_ledgers(deploy(recipe, SHAPES, H100), recipe.checkpoint) == ()
 
 
 def test_one_gpu_for_both_roles_holds_what_was_seen_on_an_h200() -> None:
@@ -160,7 +163,7 @@ def test_one_gpu_for_both_roles_holds_what_was_seen_on_an_h200() -> None:
     shape = PUBLIC_MODELS["qwen2.5-0.5b"]
     found = {
         ledger.phase: ledger.total_bytes / 2**20
-        for ledger in ledgers(recipe, shapes_of(shape), place(recipe), GPUS["h200"])
+        for ledger in ledgers(deploy(recipe, shapes_of(shape), GPUS["h200"]), recipe.algorithm)
     }
-    assert found[Phase.GENERATING] == pytest.approx(8573, rel=0.15)
-    assert found[Phase.TRAINING] == pytest.approx(20_781, rel=0.15)
+    assert found[MemoryPhase.GENERATING] == pytest.approx(8573, rel=0.15)
+    assert found[MemoryPhase.TRAINING] == pytest.approx(20_781, rel=0.15)

@@ -7,12 +7,12 @@ import pytest
 from megarl.config.model import Experts, ModelShape
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
+from megarl.planner.deployment import Deployment, deploy
 from megarl.planner.hardware import GPUS
-from megarl.planner.placement import place
 from megarl.planner.reshard import LinkClass, Reshard, publish_plan, reshard
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, buckets_to
 from megarl.weights.layouts.canonical import canonical_tensors
-from tests.planner.recipes import make_recipe
+from tests.planner.recipes import make_recipe, shapes_of
 
 H100 = GPUS["h100"]
 SHAPE = replace(PUBLIC_MODELS["qwen2.5-0.5b"], num_layers=8, num_heads=16, num_kv_heads=4, head_dim=64)
@@ -30,8 +30,12 @@ SHARED = make_recipe(
 )
 
 
+def deployed(recipe: Recipe, shape: ModelShape) -> Deployment:
+    return deploy(recipe, shapes_of(shape), H100)
+
+
 def resharded(recipe: Recipe, shape: ModelShape) -> Reshard:
-    return reshard(recipe, shape, place(recipe), H100)
+    return reshard(deployed(recipe, shape))
 
 
 def model_bytes(shape: ModelShape) -> int:
@@ -49,7 +53,7 @@ def model_bytes(shape: ModelShape) -> int:
 )
 def test_figures_are_those_of_the_plan_that_is_carried_out(shape: ModelShape, assignments: tuple[str, ...]) -> None:
     recipe = make_recipe(*assignments)
-    whole = publish_plan(recipe, shape, place(recipe))
+    whole = publish_plan(deployed(recipe, shape))
     found = resharded(recipe, shape)
     buckets = [
         bucket
@@ -79,7 +83,7 @@ def test_a_relay_takes_as_much_over_the_network_and_less_from_the_trainers() -> 
         "pools.rollout.nodes=2",
         "roles.rollout={pool: rollout, tensor: 4, memory_fraction: 0.6, relays_weights: true}",
     )
-    whole = publish_plan(relayed, LARGE, place(relayed))
+    whole = publish_plan(deployed(relayed, LARGE))
     assert sum(whole.traffic.sent_bytes.values()) == model_bytes(LARGE)
     assert resharded(relayed, LARGE).bytes_by_link == resharded(SEPARATE, LARGE).bytes_by_link
     assert resharded(relayed, LARGE).num_hops == 3

@@ -5,25 +5,30 @@ import pytest
 from megarl.config.model import ModelShape
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
+from megarl.planner.deployment import deploy
 from megarl.planner.hardware import GPUS, HOST_GB_PER_S, TRAIN_EFFICIENCY
-from megarl.planner.memory import bare_weights, engine_memory
-from megarl.planner.placement import place
+from megarl.planner.ledger import snapshot_bytes
+from megarl.planner.memory import bare_weights
 from megarl.planner.timing import PhaseName, StepWorkload, Timing, estimate
-from tests.planner.recipes import PPO, make_recipe, shapes_of
+from tests.planner.recipes import PPO, make_recipe, placement_of, shapes_of
 
 SHAPE = PUBLIC_MODELS["qwen2.5-7b"]
 H100 = GPUS["h100"]
 
 
 def time_of(recipe: Recipe, *, response: int = 1000, shape: ModelShape = SHAPE) -> Timing:
-    assert recipe.roles.rollout is not None
+    deployment = deploy(recipe, shapes_of(shape), H100)
     return estimate(
-        recipe,
-        shapes_of(shape),
-        place(recipe),
-        H100,
+        deployment,
         StepWorkload(mean_prompt_tokens=100, mean_response_tokens=response),
-        engine=engine_memory(shape, recipe.roles.rollout, H100.memory_bytes),
+        algorithm=recipe.algorithm,
+        train=recipe.train,
+        sampling=recipe.sampling,
+        snapshots={
+            role: snapshot_bytes(model, recipe.checkpoint)
+            for role, model in deployment.models.items()
+            if role != "reference"
+        },
         publish_s=0.5,
     )
 
@@ -82,7 +87,10 @@ def test_a_step_is_the_sum_of_its_phases() -> None:
 
 
 def test_half_of_what_is_allowed_is_assumed() -> None:
-    assert StepWorkload.half(make_recipe()) == StepWorkload(mean_prompt_tokens=512, mean_response_tokens=1536)
+    recipe = make_recipe()
+    assert StepWorkload.half(recipe.data, recipe.sampling) == StepWorkload(
+        mean_prompt_tokens=512, mean_response_tokens=1536
+    )
 
 
 def test_epochs_repeat_the_updates_and_not_the_questions() -> None:
@@ -118,7 +126,7 @@ def test_models_of_one_pool_wait_for_each_other() -> None:
 def test_weights_that_change_places_cost_time_over_the_host_link() -> None:
     timing = time_of(make_recipe(*PPO))
     exchange = timing.seconds(PhaseName.REFERENCE) - timing.seconds(PhaseName.OLD)
-    weights = max(stage.num_bytes for stage in bare_weights(SHAPE, place(make_recipe()).parallel, dtype="bfloat16"))
+    weights = max(stage.num_bytes for stage in bare_weights(SHAPE, placement_of().parallel, dtype="bfloat16"))
     assert exchange == pytest.approx(4 * weights / (HOST_GB_PER_S * 1e9))
 
 

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from megarl.planner.placement import place
-from tests.planner.recipes import PPO, make_recipe
+from tests.planner.recipes import PPO, placement_of
 
 
 def test_ranks_have_the_coordinates_of_the_weights_layout() -> None:
-    placement = place(make_recipe())
+    placement = placement_of()
     assert len(placement.ranks) == 16
     for rank in placement.ranks:
         found = placement.parallel.rank(tensor=rank.tensor, data=rank.data, pipeline=rank.pipeline)
@@ -13,45 +12,45 @@ def test_ranks_have_the_coordinates_of_the_weights_layout() -> None:
 
 
 def test_tensor_neighbours_share_a_node() -> None:
-    placement = place(make_recipe())
+    placement = placement_of()
     for first in range(0, 16, 4):
         assert len({rank.place.node for rank in placement.ranks[first : first + 4]}) == 1
 
 
 def test_an_engine_stays_on_one_node() -> None:
-    placement = place(make_recipe("pools.rollout.nodes=2"))
+    placement = placement_of("pools.rollout.nodes=2")
     assert placement.num_engines == 8
     for engine in range(8):
         assert len({rank.place.node for rank in placement.engine_ranks if rank.engine == engine}) == 1
 
 
 def test_separate_pools_share_no_gpu_and_a_shared_one_is_counted_once() -> None:
-    separate = place(make_recipe())
+    separate = placement_of()
     assert not separate.is_shared
     assert (separate.num_gpus, separate.num_nodes) == (24, 3)
-    shared = place(make_recipe("roles.rollout.pool=train"))
+    shared = placement_of("roles.rollout.pool=train")
     assert shared.is_shared
     assert (shared.num_gpus, shared.num_engines) == (16, 8)
 
 
 def test_pools_lie_side_by_side_on_one_machine() -> None:
-    placement = place(make_recipe("run.ray_address=null", "pools.train={gpus_per_node: 8}"))
+    placement = placement_of("run.ray_address=null", "pools.train={gpus_per_node: 8}")
     assert placement.num_nodes == 1
     assert not placement.is_shared
     assert {rank.place.gpu for rank in placement.engine_ranks} == set(range(8, 16))
 
 
 def test_a_run_without_engines_has_none() -> None:
-    placement = place(make_recipe("roles.rollout=null", "algorithm={kind: sft}"))
+    placement = placement_of("roles.rollout=null", "algorithm={kind: sft}")
     assert placement.num_engines == 0
     assert not placement.is_shared
 
 
 def test_critic_and_reference_have_ranks_where_they_have_a_pool() -> None:
-    apart = place(make_recipe(*PPO))
+    apart = placement_of(*PPO)
     assert list(apart.models) == ["actor", "critic"]
     assert (apart.num_gpus, apart.num_nodes) == (40, 5)
-    shared = place(make_recipe(*PPO[1:], "roles.critic.pool=train", "roles.reference={pool: train, tensor: 8}"))
+    shared = placement_of(*PPO[1:], "roles.critic.pool=train", "roles.reference={pool: train, tensor: 8}")
     assert list(shared.models) == ["actor", "critic", "reference"]
     assert shared.models["reference"].parallel.data == 2
     assert (shared.num_gpus, shared.num_nodes) == (24, 3)

@@ -1,0 +1,281 @@
+"""The roles of a run on their GPUs: the shape of each model, its split, and the places of its ranks and of the engines.
+
+Ranks and engines fill a pool in the order in which the runtime fills it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.public_models import PUBLIC_MODELS, public_model_name
+from megarl.config.recipe import ModelConfig, Recipe
+from megarl.config.roles import CriticConfig, ModelParallelConfig, PoolConfig, RolesConfig
+from megarl.config.section import Device, dtype_on
+from megarl.errors import ConfigError, Problem
+from megarl.planner.activations import ModelWork
+from megarl.planner.hardware import GpuModel
+from megarl.planner.memory import BareWeights, EngineMemory, StageMemory, bare_weights, engine_memory, stage_memory
+from megarl.weights.layouts.megatron import MegatronParallel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleShapes:
+    policy: ModelShape
+    """Shape of the actor, the reference and the engines."""
+    critic: ModelShape
+    """Shape with a value head; set even for a run without a critic."""
+    source: str
+    """Folder or catalogue entry of the policy's shape."""
+
+    def of(self, role: str) -> ModelShape:
+        return self.critic if role == "critic" else self.policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuPlace:
+    """One GPU. Two roles in a shared pool have equal places."""
+
+    pool: str
+    node: str
+    gpu: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    rank: int
+    tensor: int
+    data: int
+    pipeline: int
+    place: GpuPlace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlace:
+    """One TP rank of one engine."""
+
+    engine: int
+    tensor: int
+    place: GpuPlace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelPlacement:
+    """All ranks of one model."""
+
+    parallel: MegatronParallel
+    ranks: tuple[RankPlace, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    models: Mapping[str, ModelPlacement]
+    """By role: the actor, and critic and reference if they have a pool."""
+    engine_ranks: tuple[EnginePlace, ...]
+
+    @property
+    def parallel(self) -> MegatronParallel:
+        """Split of the actor."""
+        return self.models["actor"].parallel
+
+    @property
+    def ranks(self) -> tuple[RankPlace, ...]:
+        """Ranks of the actor."""
+        return self.models["actor"].ranks
+
+    @cached_property
+    def is_shared(self) -> bool:
+        """Whether actor and engines take turns on the same GPUs."""
+        return bool({rank.place for rank in self.ranks} & {rank.place for rank in self.engine_ranks})
+
+    @property
+    def num_engines(self) -> int:
+        return 1 + max((rank.engine for rank in self.engine_ranks), default=-1)
+
+    @property
+    def num_gpus(self) -> int:
+        return len(set(self.places))
+
+    @property
+    def num_nodes(self) -> int:
+        return len({place.node for place in self.places})
+
+    @cached_property
+    def places(self) -> tuple[GpuPlace, ...]:
+        """Places of all processes, role after role."""
+        return tuple(self._places())
+
+    def _places(self) -> Iterator[GpuPlace]:
+        for model in self.models.values():
+            yield from (rank.place for rank in model.ranks)
+        yield from (rank.place for rank in self.engine_ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedModel:
+    """One Megatron model of the run: its work, and the GPUs that do it."""
+
+    role: str
+    pool: str
+    work: ModelWork
+    placement: ModelPlacement
+
+    @property
+    def stages(self) -> tuple[StageMemory, ...]:
+        """Memory of a trained model, per pipeline stage."""
+        return stage_memory(self.work.shape, self.placement.parallel, dtype=dtype_on(self.work.device))
+
+    @property
+    def bare_weights(self) -> tuple[BareWeights, ...]:
+        """Weights without Megatron's buffers, per pipeline stage."""
+        return bare_weights(self.work.shape, self.placement.parallel, dtype=dtype_on(self.work.device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """The roles of a run on their GPUs; memory, publishing and time are computed from it."""
+
+    roles: RolesConfig
+    device: Device
+    gpu: GpuModel
+    """The kind of all GPUs; on a CPU run only its link rates are used."""
+    models: Mapping[str, PlannedModel]
+    """By role, in the order of the placement."""
+    engine: EngineMemory | None
+    """None without engines."""
+    placement: Placement
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Memory of one GPU; None on a CPU run, which has no stated limit."""
+        return None if self.device == "cpu" else self.gpu.memory_bytes
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the actor's ranks keep the reference in host memory."""
+        return self.roles.reference is not None and self.roles.reference.pool is None
+
+    @property
+    def publishes_in_place(self) -> bool:
+        """Whether every engine finds the whole model in the memory of the trainer rank on its own GPU."""
+        actor, rollout = self.roles.actor, self.roles.rollout
+        if rollout is None or self.device == "cpu" or rollout.pool != actor.pool:
+            return False
+        return actor.model_parallel == actor.expert == rollout.tensor == 1
+
+
+def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:
+    """Return the deployment of a recipe that passed its checks."""
+    device, rollout = recipe.run.device, recipe.roles.rollout
+    placement = place(recipe.roles, recipe.pools, is_cluster=recipe.run.ray_address is not None)
+    capacity_bytes = None if device == "cpu" else gpu.memory_bytes
+    return Deployment(
+        roles=recipe.roles,
+        device=device,
+        gpu=gpu,
+        models={
+            role: PlannedModel(
+                role=role,
+                pool=recipe.roles.used_pools[role],
+                work=ModelWork.of(
+                    shapes.of(role),
+                    split,
+                    tokens_per_micro_batch=recipe.train.tokens_per_micro_batch,
+                    device=device,
+                ),
+                placement=placement.models[role],
+            )
+            for role, split in recipe.roles.megatron_roles.items()
+        },
+        engine=None if rollout is None else engine_memory(shapes.policy, rollout, capacity_bytes),
+        placement=placement,
+    )
+
+
+def place(roles: RolesConfig, pools: Mapping[str, PoolConfig], *, is_cluster: bool) -> Placement:
+    """Return the places of all ranks and engines: each role fills its pool in the order of its ranks.
+
+    A pool has nodes of its own, unless everything runs on the one machine where megarl is started.
+    """
+    gpus = _gpus(pools, is_cluster=is_cluster)
+    rollout = roles.rollout
+    engine_ranks: tuple[EnginePlace, ...] = ()
+    if rollout is not None and rollout.pool is not None:
+        places = gpus[rollout.pool]
+        engine_ranks = tuple(
+            EnginePlace(engine=index // rollout.tensor, tensor=index % rollout.tensor, place=gpu)
+            for index, gpu in enumerate(places[: len(places) // rollout.tensor * rollout.tensor])
+        )
+    return Placement(
+        models={
+            role: _place_model(split, gpus[roles.used_pools[role]]) for role, split in roles.megatron_roles.items()
+        },
+        engine_ranks=engine_ranks,
+    )
+
+
+def _place_model(split: ModelParallelConfig, places: list[GpuPlace]) -> ModelPlacement:
+    parallel = MegatronParallel.of(split, data=len(places) // split.model_parallel)
+    ranks = tuple(_place_rank(parallel, rank, places[rank]) for rank in range(parallel.world_size))
+    return ModelPlacement(parallel=parallel, ranks=ranks)
+
+
+def _place_rank(parallel: MegatronParallel, rank: int, gpu: GpuPlace) -> RankPlace:
+    """Return the coordinates of a rank: the inverse of `MegatronParallel.rank`."""
+    rest, tensor = divmod(rank, parallel.tensor)
+    pipeline, data = divmod(rest, parallel.data)
+    return RankPlace(rank=rank, tensor=tensor, data=data, pipeline=pipeline, place=gpu)
+
+
+def _gpus(pools: Mapping[str, PoolConfig], *, is_cluster: bool) -> dict[str, list[GpuPlace]]:
+    """Return the GPUs of each pool; on one machine the pools lie side by side."""
+    is_one_machine = not is_cluster and all(pool.nodes == 1 for pool in pools.values())
+    places: dict[str, list[GpuPlace]] = {}
+    first_gpu = 0
+    for name, pool in pools.items():
+        places[name] = [
+            GpuPlace(
+                pool=name,
+                node="this machine" if is_one_machine else f"{name}-{node}",
+                gpu=first_gpu + gpu,
+            )
+            for node in range(pool.nodes)
+            for gpu in range(pool.gpus_per_node)
+        ]
+        if is_one_machine:
+            first_gpu += pool.gpus
+    return places
+
+
+def find_shapes(model: ModelConfig, critic: CriticConfig | None, *, name: str | None = None) -> RoleShapes:
+    """Return the shapes of the models' folders, or of the catalogue where a folder does not exist.
+
+    `name` selects a catalogue entry for the policy instead of `model.path`. A critic has the policy's shape unless it
+    has a path of its own.
+    """
+    if name is not None and name not in PUBLIC_MODELS:
+        raise _error("--shape", f"unknown {name!r}; one of {', '.join(PUBLIC_MODELS)}")
+    policy, source = (PUBLIC_MODELS[name], _entry(name)) if name else _find_shape(model.path, "model.path")
+    body = policy if critic is None or critic.path is None else _find_shape(critic.path, "roles.critic.path")[0]
+    return RoleShapes(policy=policy, critic=body.as_critic(), source=source)
+
+
+def _find_shape(path: Path, key: str) -> tuple[ModelShape, str]:
+    if (path / "config.json").is_file():
+        return read_model_shape(path), str(path)
+    entry = public_model_name(path)
+    if entry is None:
+        remedy = "name a shape with --shape" if key == "model.path" else "name its folder as one of"
+        raise _error(key, f"{path} is neither here nor a known model; {remedy}: {', '.join(PUBLIC_MODELS)}")
+    return PUBLIC_MODELS[entry], _entry(entry)
+
+
+def _entry(name: str) -> str:
+    return f"catalogue: {name}"
+
+
+def _error(key: str, message: str) -> ConfigError:
+    return ConfigError("megarl plan", (Problem(key=key, message=message),))

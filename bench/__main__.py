@@ -1,4 +1,4 @@
-"""`python -m bench`: figures that megarl promises about itself, measured on this machine."""
+"""`python -m bench`: the figures of megarl that have a goal, measured on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bench_plan(
 ) -> None:
     """Time `validate` and `plan` of a 70B recipe on 512 + 256 GPUs, and the plans of two large publishes; one core.
 
-    Exit code 1 where a goal is missed by more than a factor of 2.
+    Exit code 1 if a goal is missed by more than a factor of 2.
     """
     from bench.planning import TOLERANCE, measure_planning, print_table
 
@@ -51,15 +51,15 @@ def bench_plan(
 @bench_app.command("checkpoint")
 def bench_checkpoint(
     folder: Annotated[
-        Path, typer.Option(metavar="DIR", exists=True, file_okay=False, help="On the disk to measure.")
+        Path, typer.Option(metavar="DIR", exists=True, file_okay=False, help="A folder on the disk to measure.")
     ] = Path(),
-    gigabytes: Annotated[float, typer.Option(min=0.1, help="Of the model.")] = 2.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Saves; the median counts.")] = 3,
+    gigabytes: Annotated[float, typer.Option(min=0.1, help="Size of the model.")] = 2.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of saves; the median counts.")] = 3,
     is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
 ) -> None:
     """Time saving against `dd`, verifying, and exporting, with random weights; needs 4 times the model on the disk.
 
-    Exit code 1 where a goal is missed by more than a factor of 2.
+    Exit code 1 if a goal is missed by more than a factor of 2.
     """
     from bench.checkpoint import as_json, measure_checkpoint, print_figures
     from bench.planning import TOLERANCE
@@ -74,14 +74,14 @@ def bench_checkpoint(
 
 @bench_app.command("algo")
 def bench_algo(
-    rollouts: Annotated[int, typer.Option(min=16, help="Of the step, in groups of 16.")] = 8192,
-    tokens: Annotated[int, typer.Option(min=1, help="Of each response.")] = 8192,
+    rollouts: Annotated[int, typer.Option(min=16, help="Rollouts of the step, in groups of 16.")] = 8192,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each response.")] = 8192,
     repeats: Annotated[int, typer.Option(min=1, help="Processes per estimator; the fastest counts.")] = 3,
     is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
 ) -> None:
-    """Time credit and packing of one large step, and how much memory they need, on two cores.
+    """Measure time and memory of credit assignment and packing of one large step, on two cores.
 
-    Exit code 1 where a goal is missed by more than a factor of 2.
+    Exit code 1 if a goal is missed by more than a factor of 2.
     """
     from bench.algo import measure_steps, print_step_table
     from bench.planning import TOLERANCE
@@ -96,30 +96,30 @@ def bench_algo(
 
 @bench_app.command("page")
 def bench_page(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run whose rollouts were kept.", show_default=False)],
-    rollouts: Annotated[int, typer.Option(min=1, help="At least so many are shown.")] = 10_000,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run with kept rollouts.", show_default=False)],
+    rollouts: Annotated[int, typer.Option(min=1, help="The least number of rollouts to show.")] = 10_000,
 ) -> None:
-    """Time the run page in Chromium. Exit code 1 where the goal of its first paint is missed by more than twice."""
+    """Time the run page in Chromium. Exit code 1 if the first paint takes more than twice its goal."""
     from bench.page import measure_page
     from bench.planning import TOLERANCE
 
     goal_s = 1.0
-    found = asyncio.run(measure_page(run, num_rollouts=rollouts))
-    print(f"{found.num_rollouts} rollouts, {found.num_elements} elements in the list")
-    print(f"first paint {found.first_paint_s:.2f} s (goal {goal_s:.0f} s), first rollouts {found.list_s:.2f} s")
-    print(f"slowest of the jumps through the list {found.jump_s:.2f} s")
-    if found.first_paint_s > TOLERANCE * goal_s:
+    figures = asyncio.run(measure_page(run, num_rollouts=rollouts))
+    print(f"{figures.num_rollouts} rollouts, {figures.num_elements} elements in the list")
+    print(f"first paint {figures.first_paint_s:.2f} s (goal {goal_s:.0f} s), first rollouts {figures.list_s:.2f} s")
+    print(f"slowest jump through the list {figures.jump_s:.2f} s")
+    if figures.first_paint_s > TOLERANCE * goal_s:
         raise typer.Exit(1)
 
 
 @bench_app.command("exporter")
 def bench_exporter(
-    repeats: Annotated[int, typer.Option(min=1, help="Steps; the median counts.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of steps; the median counts.")] = 5,
     is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
 ) -> None:
-    """Time what being watched costs a step, and a scrape with as many series as there can be.
+    """Time the metrics of a step, and a scrape with the most series that are possible.
 
-    Exit code 1 where a goal is missed.
+    Exit code 1 if a goal is missed.
     """
     from bench.exporter import as_json, measure_exporter, print_figures
 
@@ -133,13 +133,15 @@ def bench_exporter(
 
 @bench_app.command("async")
 def bench_async(
-    steps: Annotated[int, typer.Option(min=2, help="Of each run that count; the median does.")] = 12,
-    slow_share: Annotated[float, typer.Option(min=0.05, max=1, help="Of the time that the slower engine runs.")] = 0.3,
+    steps: Annotated[int, typer.Option(min=2, help="Measured steps of each run; the median counts.")] = 12,
+    slow_share: Annotated[
+        float, typer.Option(min=0.05, max=1, help="Share of the time in which the slower engine runs.")
+    ] = 0.3,
     is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
 ) -> None:
     """Time a step with `max_staleness` 0, 1 and 3 and two engines of different speed, on this machine's CPUs.
 
-    Exit code 1 where generating beside training gains nothing.
+    Exit code 1 if generating beside training gains nothing.
     """
     from bench.asynchronous import measure_async, print_async_table
 
@@ -153,14 +155,14 @@ def bench_async(
 
 @bench_app.command("reshard")
 def bench_reshard(
-    gigabytes: Annotated[float, typer.Option(min=0.05, help="Of the model, in fp32.")] = 1.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Publishes of each kind, in turn; the median counts.")] = 5,
+    gigabytes: Annotated[float, typer.Option(min=0.05, help="Size of the model in fp32.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Publishes of each kind, alternating; the median counts.")] = 5,
     is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
 ) -> None:
     """Time publishing from four trainer ranks to a real engine of two, on the CPU.
 
-    Against the plan's floor, a scheme that gathers every tensor on every rank, and SGLang's flattened buckets.
-    Exit code 1 where a promise is broken.
+    The comparison is with the plan's floor, a scheme that gathers every tensor on every rank, and SGLang's flattened
+    buckets. Exit code 1 if a goal is missed.
     """
     from bench.reshard import measure_reshard
     from bench.reshard_report import as_json, print_reshard, verdicts
@@ -179,17 +181,19 @@ def bench_reshard(
 @bench_app.command("gpu")
 def bench_gpu(
     piece: Annotated[
-        list[str] | None, typer.Option(help="Only this one; again for more. All of them without it.")
+        list[str] | None, typer.Option(help="Measure only this piece; may be repeated. The default is all.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Gets each figure as soon as it is known.")] = None,
-    engine_model: Annotated[str, typer.Option(help="A Qwen2 model of the catalogue, for its size.")] = "qwen2.5-7b",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Gets each figure when it is measured.")] = None,
+    engine_model: Annotated[str, typer.Option(help="A Qwen2 model of the catalogue with the size to measure.")] = (
+        "qwen2.5-7b"
+    ),
     engine_option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of SGLang; VALUE is JSON or a word.")
     ] = None,
 ) -> None:
     """Time training, publishing and generating on one GPU, each against ceilings and peers of the same run.
 
-    Exit code 1 where a ratio is more than 15 % below its record, or a figure could not be had.
+    Exit code 1 if a ratio is more than 15 % below its record, or a figure could not be measured.
     """
     from bench.gpu_figures import print_results
     from bench.gpu_pieces import PIECES, PieceOptions, run_pieces
@@ -197,7 +201,7 @@ def bench_gpu(
 
     for name in piece or ():
         if name not in PIECES:
-            raise typer.BadParameter(f"{name}: no such piece; choose of {', '.join(PIECES)}", param_hint="--piece")
+            raise typer.BadParameter(f"{name}: no such piece; one of {', '.join(PIECES)}", param_hint="--piece")
     options = PieceOptions(engine_model=engine_model, engine_options=_options(engine_option or []))
     need_gpu()
     results = run_pieces(piece or list(PIECES), options, out=out)
@@ -208,7 +212,7 @@ def bench_gpu(
 
 @bench_app.command("gpu-piece", hidden=True)
 def bench_gpu_piece(name: str, options: str) -> None:
-    """One piece of `bench gpu`, in this process."""
+    """Measure one piece of `python -m bench gpu` in this process."""
     from bench.gpu_pieces import PieceOptions, run_piece
 
     run_piece(name, PieceOptions(**json.loads(options)))

@@ -1,7 +1,7 @@
-"""How long credit and packing of one large step take and how much memory they need, against what they may.
+"""Time and memory of credit assignment and packing of one large step, against goals.
 
-A step of rollouts is made up in a fresh process on two cores; only what follows is measured. Half of the tokens are the
-policy's, in turns, as where a tool answers between them.
+A fresh process on two cores makes up the rollouts of a step, which is not measured. Half of the tokens are the
+policy's, in alternating turns, as in episodes with tool results.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megarl.types import (
 
 Kind: TypeAlias = Literal["grpo", "gae"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""The usual estimator, and the one with the most to do."""
+"""The usual estimator, and the most expensive one."""
 
 GOAL_SECONDS = 2.0
 GOAL_MEMORY_RATIO = 3.0
@@ -60,19 +60,19 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasurement:
-    """Of one step: the fastest of its runs, and the largest of their peaks."""
+    """One step: the times of its fastest run, and the largest peak of all runs."""
 
     kind: str
     num_rollouts: int
     num_tokens: int
-    """Of each rollout's response."""
+    """Tokens of each response."""
     assign_seconds: float
     pack_seconds: float
     cpu_seconds: float
-    """Beside the seconds it shows whether the machine had other things to do."""
+    """Much less than `seconds` on a machine that was busy."""
     input_megabytes: float
     peak_megabytes: float
-    """The input and everything made of it, at its most."""
+    """Peak of the input and everything made of it."""
 
     @property
     def seconds(self) -> float:
@@ -84,7 +84,7 @@ class StepMeasurement:
 
     @property
     def worst_ratio(self) -> float:
-        """How much of a goal is used up; above 1 it is missed."""
+        """The larger ratio of a value to its goal; above 1 a goal is missed."""
         return max(self.seconds / GOAL_SECONDS, self.memory_ratio / GOAL_MEMORY_RATIO)
 
 
@@ -99,17 +99,17 @@ def _best(runs: Sequence[StepMeasurement]) -> StepMeasurement:
 
 
 def _in_fresh_process(kind: Kind, num_rollouts: int, num_tokens: int) -> StepMeasurement:
-    """A peak is one of a process, so each measurement has its own."""
+    """Measure in a process of its own: a peak is one of a whole process."""
     command = [sys.executable, "-m", __name__, kind, str(num_rollouts), str(num_tokens)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603 - ours
     if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["it was killed, perhaps for its memory"])[-1]
+        reason = (done.stderr.strip().splitlines() or ["the process was killed; is there enough memory?"])[-1]
         raise MachineError(f"bench algo: {kind} failed: {reason}; choose fewer --rollouts or --tokens")
     return StepMeasurement(**json.loads(done.stdout))
 
 
 def measure_step(kind: Kind, *, num_rollouts: int, num_tokens: int) -> StepMeasurement:
-    """In this process."""
+    """Measure in this process."""
     before = _resident_megabytes("VmRSS")
     random = np.random.default_rng(0)
     groups = [_group(random, index, num_tokens) for index in range(num_rollouts // _GROUP)]
@@ -172,7 +172,7 @@ def _group(random: np.random.Generator, index: int, num_tokens: int) -> ScoredGr
 
 
 def _turns(random: np.random.Generator, num_tokens: int) -> BoolArray:
-    """True and False in turns of random lengths, half and half."""
+    """Return alternating runs of True and False of random lengths, half of each."""
     shortest = _MEAN_TURN_TOKENS // 2
     lengths = random.integers(shortest, 3 * shortest + 1, num_tokens // shortest + 1)
     return np.repeat(np.arange(len(lengths)) % 2 == 0, lengths)[:num_tokens]
@@ -188,7 +188,7 @@ def _estimates(kind: Kind, random: np.random.Generator, rollouts: Sequence[Rollo
 
 
 def _num_bytes(groups: Sequence[ScoredGroup], estimates: Estimates) -> int:
-    """Of the arrays that the step is given."""
+    """Return the size of the step's input arrays."""
     total = sum(group.group.prompt.token_ids.nbytes for group in groups)
     for group in groups:
         for rollout in group.group.rollouts:
@@ -198,11 +198,10 @@ def _num_bytes(groups: Sequence[ScoredGroup], estimates: Estimates) -> int:
 
 
 def _resident_megabytes(field: Literal["VmRSS", "VmHWM"]) -> float:
-    # Not `ru_maxrss`: on Linux a child starts with the peak of its parent.
-    status = Path("/proc/self/status").read_text()
-    found = re.search(rf"{field}:\s+(\d+)", status)
-    assert found is not None, f"no {field} in /proc/self/status"
-    return int(found[1]) * 1024 / 1e6
+    # `ru_maxrss` does not serve: on Linux a child starts with the peak of its parent.
+    match = re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert match is not None, f"no {field} in /proc/self/status"
+    return int(match[1]) * 1024 / 1e6
 
 
 def print_step_table(measurements: Sequence[StepMeasurement]) -> None:
@@ -211,17 +210,17 @@ def print_step_table(measurements: Sequence[StepMeasurement]) -> None:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("estimator", "assign s", "pack s", "both s", "CPU s", "input MB", "peak MB", "/ input", ""):
         table.add_column(name, justify="left" if name in ("estimator", "") else "right")
-    for found in measurements:
+    for item in measurements:
         table.add_row(
-            found.kind,
-            f"{found.assign_seconds:.2f}",
-            f"{found.pack_seconds:.2f}",
-            f"{found.seconds:.2f}",
-            f"{found.cpu_seconds:.2f}",
-            f"{found.input_megabytes:.0f}",
-            f"{found.peak_megabytes:.0f}",
-            f"{found.memory_ratio:.2f}",
-            "met" if found.worst_ratio <= 1 else f"missed, {found.worst_ratio:.1f} times",
+            item.kind,
+            f"{item.assign_seconds:.2f}",
+            f"{item.pack_seconds:.2f}",
+            f"{item.seconds:.2f}",
+            f"{item.cpu_seconds:.2f}",
+            f"{item.input_megabytes:.0f}",
+            f"{item.peak_megabytes:.0f}",
+            f"{item.memory_ratio:.2f}",
+            "met" if item.worst_ratio <= 1 else f"missed, {item.worst_ratio:.1f} times",
         )
     console = Console(width=_WIDTH, no_color=bool(NO_COLOR.read()), highlight=False)
     console.print(table)

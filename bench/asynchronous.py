@@ -1,7 +1,7 @@
-"""What generating beside training gains where engines are not equally fast: whole runs on this machine, side by side.
+"""Gain of generating beside training with engines of different speed, from whole runs on this machine.
 
-One of two engines is slowed down for real: it is stopped for a part of every tenth of a second, whatever it does. A
-synchronous step waits for it; one that may be a little stale does not.
+One of two engines is stopped for a part of every tenth of a second. A synchronous step waits for it; a step with
+`max_staleness` above 0 does not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megarl.system.proc import descendants
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 
 GOAL = 0.75
-"""Of the time of a synchronous step."""
+"""Share of the time of a synchronous step."""
 
 _NUM_WARM_UP_STEPS = 2
 _PERIOD_S = 0.1
@@ -56,19 +56,19 @@ observe: {{metrics_port: null}}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsyncFigures:
-    """Of one run, after its first steps."""
+    """One run, without its warm-up steps."""
 
     max_staleness: int
     step_s: float
-    """Wall time from the end of a step to the end of the next: the median."""
+    """Median wall time from the end of a step to the end of the next."""
     trainer_wait_s: float
     age_mean: float
     load: float
-    """Processes that wanted a core, on average over the minute before the run ended."""
+    """Load average of the minute before the run ended."""
 
 
 def measure_async(*, steps: int, stalenesses: Sequence[int], slow_share: float) -> list[AsyncFigures]:
-    """The same run for each staleness; the slower engine runs for `slow_share` of the time."""
+    """Run the same recipe with each staleness; the slower engine runs for `slow_share` of the time."""
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
         folder = Path(name)
         make_arithmetic(folder / "arithmetic", seed=1)
@@ -133,13 +133,13 @@ def _figures(staleness: int, ends: Sequence[float], summaries: Sequence[StepSumm
 
 @contextmanager
 def _slowed(root: int, *, share: float) -> Iterator[None]:
-    """Inside, the last engine that descends from process `root` runs only so much of the time."""
+    """Let the last engine among the descendants of process `root` run for `share` of the time, until the end."""
     is_over = threading.Event()
 
     def slow_down() -> None:
         while not is_over.wait(_PERIOD_S * share):
             engines = [pid for pid in descendants(root) if _is_engine(pid)]
-            # The first one alone is the fast one, or all that has started yet.
+            # A single engine is the fast one, or the second has not started yet.
             if len(engines) < 2:
                 continue
             with suppress(ProcessLookupError):

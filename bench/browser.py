@@ -1,16 +1,14 @@
-"""Chromium without a window, driven over its own debugging protocol: for tests and figures of the page."""
+"""Headless Chromium, driven over its debugging protocol, for tests and benchmarks of the page."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import re
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from itertools import count
-from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
@@ -23,7 +21,7 @@ _START_TIMEOUT_S = 60.0
 
 
 class Page:
-    """One tab. What its scripts complain about is in `complaints`."""
+    """One tab; `complaints` has the errors of its scripts."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, session_id: str) -> None:
         self.complaints: list[str] = []
@@ -67,7 +65,7 @@ class Page:
         return answer["result"].get("value")
 
     async def until(self, expression: str, *, timeout_s: float = 20.0) -> Any:
-        """What the expression gives as soon as that is true."""
+        """Return the value of the expression as soon as it is true."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not (value := await self.evaluate(expression)):
@@ -76,14 +74,10 @@ class Page:
             raise MachineError(f"not within {timeout_s:.0f} s: {expression}; {self.complaints}") from None
         return value
 
-    async def screenshot(self, path: Path) -> None:
-        answer = await self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(answer["data"]))
-
 
 @asynccontextmanager
 async def open_browser() -> AsyncIterator[Page]:
-    """One tab of a browser of its own; both are gone afterwards."""
+    """Yield one tab of a new browser, which ends afterwards."""
     chromium = shutil.which("chromium")
     if chromium is None:
         raise MachineError("chromium is not installed: run scripts/install_debian_packages.sh")
@@ -114,10 +108,10 @@ async def open_browser() -> AsyncIterator[Page]:
 async def _address(process: asyncio.subprocess.Process) -> str:
     assert process.stderr is not None
     async for line in process.stderr:
-        found = _ADDRESS.search(line)
-        if found:
-            return found.group(1).decode()
-    raise MachineError("chromium ended before it listened")
+        match = _ADDRESS.search(line)
+        if match:
+            return match.group(1).decode()
+    raise MachineError("chromium ended before it opened its debugging port")
 
 
 async def _reply(socket: aiohttp.ClientWebSocketResponse, number: int) -> Any:

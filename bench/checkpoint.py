@@ -1,6 +1,6 @@
-"""What saving, verifying and exporting cost on this machine and this disk, against what they may.
+"""Rates of saving, verifying and exporting on this machine and this disk, against goals.
 
-Random weights of a model's shape, in as many rank processes as a small run has, go through the code a run saves with.
+Rank processes with random weights of a model's shape save through the code of a run.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ _SHAPE = ModelShape(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class CheckpointFigure:
     name: str
     value: float
     unit: str
     goal: float | None = None
-    """The least it may be or, where `is_cost`, the most; None is for comparison only."""
+    """The smallest value allowed or, with `is_cost`, the largest; None is for comparison only."""
     is_cost: bool = False
 
     @property
     def miss(self) -> float:
-        """1 is the goal; above it is missed."""
+        """Factor to the goal; above 1 the goal is missed."""
         if self.goal is None:
             return 0.0
         return self.value / self.goal if self.is_cost else self.goal / max(self.value, 1e-9)
@@ -87,21 +87,21 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTimes:
-    """Of one rank; the seconds are those of all ranks together."""
+    """Times of one rank; all ranks save together."""
 
     stages_s: tuple[float, ...]
-    """Each rank has whole tensors: what is left is writing them."""
+    """Saves in which each rank holds whole tensors and only writes them."""
     tensor_s: tuple[float, ...]
-    """Each rank has a part of every tensor, so that half of all bytes travel before they are written."""
+    """Saves in which each rank holds a part of every tensor, so that half of all bytes are exchanged first."""
     blocking_s: tuple[float, ...]
-    """Until every rank has its part in host memory and training could go on."""
+    """Copies to host memory, for which training would wait."""
     dd_s: tuple[float, ...]
-    """Of `dd`, taken in turn with the saves, by rank 0."""
+    """Runs of `dd` by rank 0, alternating with the saves."""
     files: dict[str, FileDigest]
 
 
-def measure_checkpoint(folder: Path, *, gigabytes: float, repeats: int) -> list[Figure]:
-    """Everything is written below `folder`, whose disk is measured, and removed again."""
+def measure_checkpoint(folder: Path, *, gigabytes: float, repeats: int) -> list[CheckpointFigure]:
+    """Measure the disk of `folder`; everything written there is removed again."""
     shape = shape_of(gigabytes)
     num_bytes = sum(spec.num_bytes for spec in canonical_tensors(shape).values())
     with _room(folder, num_bytes=4 * num_bytes) as inner:
@@ -114,24 +114,24 @@ def measure_checkpoint(folder: Path, *, gigabytes: float, repeats: int) -> list[
         cold, warm, warm_all = _verify(checkpoint)
         exported = start_in_fresh_process(["export", str(checkpoint), str(inner / "exported"), "--no-load-check"])
     return [
-        Figure(name="model", value=gigabytes, unit="GB"),
-        Figure(name="dd with fsync", value=dd_rate, unit="GB/s"),
-        Figure(name="blocking part of a save, per GB", value=blocking_s / gigabytes, unit="s"),
-        Figure(name=f"save, {NUM_RANKS} stages", value=stages_rate, unit="GB/s"),
-        Figure(name="  against dd", value=stages_rate / dd_rate, unit="times", goal=0.70),
-        Figure(name=f"save, tensor parallel {NUM_RANKS}", value=tensor_rate, unit="GB/s"),
-        Figure(name="  against dd", value=tensor_rate / dd_rate, unit="times"),
-        Figure(name="verify, from disk", value=gigabytes / cold, unit="GB/s"),
-        Figure(name="verify, from memory, one core", value=gigabytes / warm, unit="GB/s", goal=2.0),
-        Figure(name=f"verify, from memory, {os.cpu_count()} cores", value=gigabytes / warm_all, unit="GB/s"),
-        Figure(name="export, one core", value=gigabytes / exported.seconds, unit="GB/s"),
-        # In proportion below 2 GB would flatter nobody: most of a small export is the interpreter and torch.
-        Figure(name="export, peak memory", value=exported.megabytes / 1e3, unit="GB", goal=1.5, is_cost=True),
+        CheckpointFigure(name="model", value=gigabytes, unit="GB"),
+        CheckpointFigure(name="dd with fsync", value=dd_rate, unit="GB/s"),
+        CheckpointFigure(name="blocking part of a save, per GB", value=blocking_s / gigabytes, unit="s"),
+        CheckpointFigure(name=f"save, {NUM_RANKS} stages", value=stages_rate, unit="GB/s"),
+        CheckpointFigure(name="  against dd", value=stages_rate / dd_rate, unit="times", goal=0.70),
+        CheckpointFigure(name=f"save, tensor parallel {NUM_RANKS}", value=tensor_rate, unit="GB/s"),
+        CheckpointFigure(name="  against dd", value=tensor_rate / dd_rate, unit="times"),
+        CheckpointFigure(name="verify, from disk", value=gigabytes / cold, unit="GB/s"),
+        CheckpointFigure(name="verify, from memory, one core", value=gigabytes / warm, unit="GB/s", goal=2.0),
+        CheckpointFigure(name=f"verify, from memory, {os.cpu_count()} cores", value=gigabytes / warm_all, unit="GB/s"),
+        CheckpointFigure(name="export, one core", value=gigabytes / exported.seconds, unit="GB/s"),
+        # The goal does not shrink with the model: most of a small export's memory is the interpreter and torch.
+        CheckpointFigure(name="export, peak memory", value=exported.megabytes / 1e3, unit="GB", goal=1.5, is_cost=True),
     ]
 
 
 def shape_of(gigabytes: float) -> ModelShape:
-    """A model of about that size, of as many layers as it takes; each rank can have as many."""
+    """Return a shape of about that size, with as many layers as it takes, equally many for each rank."""
     sizes = [
         sum(spec.num_bytes for spec in canonical_tensors(replace(_SHAPE, num_layers=layers)).values())
         for layers in (1, 2)
@@ -140,7 +140,7 @@ def shape_of(gigabytes: float) -> ModelShape:
     return replace(_SHAPE, num_layers=NUM_RANKS * max(1, num_groups))
 
 
-def print_figures(figures: Sequence[Figure]) -> None:
+def print_figures(figures: Sequence[CheckpointFigure]) -> None:
     table = Table(title="checkpoints on this machine", title_justify="left", box=box.SIMPLE_HEAD)
     for title in ("figure", "value", "", "goal", ""):
         table.add_column(title, justify="right" if title in ("value", "goal") else "left")
@@ -151,7 +151,7 @@ def print_figures(figures: Sequence[Figure]) -> None:
     Console(width=_WIDTH, no_color=bool(NO_COLOR.read()), highlight=False).print(table)
 
 
-def as_json(figures: Sequence[Figure]) -> str:
+def as_json(figures: Sequence[CheckpointFigure]) -> str:
     return json.dumps([{**asdict(figure), "value": round(figure.value, 4)} for figure in figures])
 
 
@@ -166,7 +166,7 @@ def _room(folder: Path, *, num_bytes: int) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="megarl-bench-", dir=folder) as inner:
             yield Path(inner)
     except OSError as error:
-        raise MachineError(f"{folder}: cannot be measured: {error}") from error
+        raise MachineError(f"{folder}: the disk cannot be measured: {error}") from error
 
 
 def _save(folder: Path, shape: ModelShape, *, repeats: int) -> tuple[Path, SaveTimes]:
@@ -184,7 +184,7 @@ def _save(folder: Path, shape: ModelShape, *, repeats: int) -> tuple[Path, SaveT
             ]
             ranks = [call.result() for call in calls]
     except BrokenProcessPool as error:
-        raise MachineError("a rank process died; is there memory for the model in it?") from error
+        raise MachineError("a rank process died; is there enough memory? lower --gigabytes") from error
     files = below(MODEL_FOLDER, {name: file for rank in ranks for name, file in rank.files.items()})
     manifest = Manifest(
         format=FORMAT,
@@ -202,7 +202,7 @@ def _save(folder: Path, shape: ModelShape, *, repeats: int) -> tuple[Path, SaveT
 def save_as_rank(
     address: StoreAddress, rank: int, shape: ModelShape, folder: Path, source: Path, repeats: int
 ) -> SaveTimes:
-    """One rank process: saves `repeats` times in either layout, all ranks together; the last one stays."""
+    """Save `repeats` times in each layout as one rank, all ranks together; the last save is kept."""
     torch.set_num_threads(1)
     group = TransferGroup.join(address, name="bench", peer=rank, num_peers=NUM_RANKS, timeout_s=_TIMEOUT_S)
     times: dict[str, list[float]] = {"stages": [], "tensor": [], "blocking": [], "dd": []}
@@ -244,7 +244,7 @@ def _box(tensors: Mapping[str, torch.Tensor], name: str, offsets: Index, shape: 
 
 
 def _random(spec: TensorSpec, *, seed: int) -> torch.Tensor:
-    """Bytes no disk can compress; a pattern repeated, because making each anew would take longer than saving."""
+    """Return values that a disk cannot compress; a pattern is repeated, because new values take longer than saving."""
     generator = torch.Generator().manual_seed(seed)
     pattern = torch.randn(_PATTERN_ITEMS, generator=generator).to(torch_dtype(spec.dtype))
     num_items = prod(spec.shape)
@@ -252,7 +252,7 @@ def _random(spec: TensorSpec, *, seed: int) -> torch.Tensor:
 
 
 def _dd(path: Path, num_bytes: int) -> float:
-    """Seconds that `dd` takes for as many bytes, down to the disk."""
+    """Return the seconds that `dd` takes to write `num_bytes` to the disk."""
     os.sync()
     command = ["dd", "if=/dev/zero", f"of={path}", "bs=1M", f"count={num_bytes >> 20}", "conv=fsync", "status=none"]
     began = time.monotonic()
@@ -265,7 +265,7 @@ def _dd(path: Path, num_bytes: int) -> float:
 
 
 def _verify(checkpoint: Path) -> tuple[float, float, float]:
-    """Seconds from disk with all cores, from memory with one, from memory with all."""
+    """Return the seconds from disk with all cores, from memory with one, and from memory with all."""
     for path in checkpoint.rglob("*.safetensors"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,6 +1,6 @@
-"""How fast one GPU takes a new version and generates with it, beside SGLang's own ways, on one server in one run.
+"""Times of publishing to and generating with one engine on one GPU, next to SGLang's own ways on the same server.
 
-The trainer is played by this process: one buffer with all weights in it, as Megatron has them.
+This process stands in for the trainer: one buffer holds all weights, as in Megatron.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PART_TIMEOUT_S = 120.0
 _NUM_WARMUPS = 2
 _NUM_REPEATS = 5
 _ALIGNMENT = 64
-"""Elements: where Megatron lets a parameter begin."""
+"""Elements; Megatron starts a parameter at a multiple of it."""
 _FLATTENED_BYTES = (512 << 20, 2 << 30)
 _NUM_PROMPTS = 32
 _NUM_ROLLOUTS = 8
@@ -67,9 +67,9 @@ class _Server:
 
 
 async def measure_engine(model: str, folder: Path, options: Mapping[str, object]) -> AsyncIterator[Figure | Failure]:
-    """Publishing to and generating with an engine that starts with weights of no meaning; `options` are SGLang's.
+    """Measure an engine that starts with dummy weights; `options` are SGLang's.
 
-    A part that fails or is late says so and takes none of the others with it.
+    A part that fails or times out yields a Failure; the others are still measured.
     """
     parts = {"publish": _measure_publish, "sleep": _measure_sleep, "rollouts": _measure_generation}
     async with _serving(model, folder, options) as server:
@@ -195,7 +195,7 @@ async def _noted(call: Awaitable[Result], seconds: list[float]) -> Result:
 
 
 def _random_weights(specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-    """Views of one buffer."""
+    """Return random tensors that are views of one buffer."""
     dtype = torch_dtype("bfloat16")
     starts, end = {}, 0
     for name, spec in specs.items():
@@ -210,7 +210,7 @@ def _random_weights(specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
 
 
 async def _measure_flattened(server: _Server, bucket_bytes: int) -> float:
-    """The same number of bytes under names and shapes that SGLang's loader knows, as trainers of today send them."""
+    """Time sending as many bytes in SGLang's flattened buckets, under the names and shapes of its loader."""
     from sglang.srt.utils.common import MultiprocessingSerializer
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
@@ -237,7 +237,7 @@ async def _measure_flattened(server: _Server, bucket_bytes: int) -> float:
 
 
 async def _measure_sleep(server: _Server) -> AsyncIterator[Figure]:
-    """How long an engine takes to give its cache back and to take it again."""
+    """Time releasing and allocating an engine's cache."""
     sleeps, wakes = [], []
     for _ in range(_NUM_REPEATS):
         start = time.perf_counter()
@@ -246,12 +246,12 @@ async def _measure_sleep(server: _Server) -> AsyncIterator[Figure]:
         await server.fleet.wake()
         sleeps.append(middle - start)
         wakes.append(time.perf_counter() - middle)
-    for name, found in (("engine gives its cache back", sleeps), ("engine takes its cache again", wakes)):
-        yield Figure(key=name, name=name, value=1e3 * median(found), unit="ms", against="nothing", ratio=1.0)
+    for name, times in (("engine releases its cache", sleeps), ("engine allocates its cache again", wakes)):
+        yield Figure(key=name, name=name, value=1e3 * median(times), unit="ms", against="nothing", ratio=1.0)
 
 
 async def _measure_generation(server: _Server) -> AsyncIterator[Figure]:
-    """The same requests through the generator and straight to the server; each of them twice, the better counts."""
+    """Time the same requests through the generator and directly to the server; each twice, the better counts."""
     random = np.random.default_rng(0)
     prompts = [
         Prompt(

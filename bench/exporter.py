@@ -1,8 +1,8 @@
-"""What being watched costs a run: time per step, series, and the time of a scrape, against what they may.
+"""Cost of a run's metrics: time per step, number of series, and time of a scrape, against goals.
 
 One process does everything that a step does for its metrics: it counts groups and scores, summarises, fills the meter,
-and answers Prometheus as often as it asks. Time is that of the processor: a busy machine measures the same. Only
-the scrape of all series that there can be is timed as who asks sees it.
+and answers Prometheus at its interval. CPU time is measured, so that a busy machine gives the same figures; only the
+scrape of the most possible series is measured in wall time, by its client.
 """
 
 from __future__ import annotations
@@ -33,78 +33,82 @@ from megarl.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGr
 MAX_OVERHEAD = 0.005
 MAX_SCRAPE_S = 0.05
 SCRAPE_EVERY_S = 5.0
-"""As launch/monitoring does."""
+"""The interval of launch/monitoring."""
 
 _NUM_SCRAPES = 20
 _WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """A step that is watched."""
+class WatchedStep:
+    """A step whose metrics are measured."""
 
     name: str
     num_groups: int
     num_rollouts: int
-    """Of each group."""
+    """Rollouts per group."""
     num_tokens: int
-    """Of each response."""
+    """Tokens per response."""
     num_engines: int
     step_seconds: float
-    """How long such a step takes: measured on two cores for the quickstart, assumed for others."""
+    """Time of such a step: measured on two cores for the quickstart, assumed for others."""
 
 
-QUICKSTART = Workload(name="quickstart", num_groups=64, num_rollouts=8, num_tokens=5, num_engines=1, step_seconds=2.4)
-LARGE = Workload(
+QUICKSTART = WatchedStep(
+    name="quickstart", num_groups=64, num_rollouts=8, num_tokens=5, num_engines=1, step_seconds=2.4
+)
+LARGE = WatchedStep(
     name="512 x 16 of 8192", num_groups=512, num_rollouts=16, num_tokens=8192, num_engines=64, step_seconds=120.0
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class ExporterFigure:
     name: str
     value: float
     unit: str
     goal: float
-    """The most it may be."""
+    """The largest value allowed."""
 
     @property
     def miss(self) -> float:
-        """How many times the goal it is."""
+        """Ratio to the goal; above 1 the goal is missed."""
         return self.value / self.goal
 
 
-def measure_exporter(workloads: Sequence[Workload] = (QUICKSTART, LARGE), *, repeats: int = 5) -> list[Figure]:
+def measure_exporter(steps: Sequence[WatchedStep] = (QUICKSTART, LARGE), *, repeats: int = 5) -> list[ExporterFigure]:
     meter = _full_meter()
     all_series = _measure_scrape(meter)
     figures = []
-    for workload in workloads:
-        seconds = _measure_step(workload, repeats)
+    for watched in steps:
+        seconds = _measure_step(watched, repeats)
         figures.append(
-            Figure(
-                name=f"overhead, {workload.name} ({1000 * seconds:.1f} ms in {workload.step_seconds:g} s)",
-                value=100 * seconds / workload.step_seconds,
+            ExporterFigure(
+                name=f"overhead, {watched.name} ({1000 * seconds:.1f} ms in {watched.step_seconds:g} s)",
+                value=100 * seconds / watched.step_seconds,
                 unit="% of a step",
                 goal=100 * MAX_OVERHEAD,
             )
         )
     return [
         *figures,
-        Figure(name="series, every label at its limit", value=all_series.num_series, unit="", goal=MAX_SERIES),
-        Figure(name="scrape of all of them", value=1000 * all_series.seconds, unit="ms", goal=1000 * MAX_SCRAPE_S),
+        ExporterFigure(name="series, every label at its limit", value=all_series.num_series, unit="", goal=MAX_SERIES),
+        ExporterFigure(
+            name="scrape of all of them", value=1000 * all_series.seconds, unit="ms", goal=1000 * MAX_SCRAPE_S
+        ),
     ]
 
 
 def _full_meter() -> Meter:
-    """Every metric with as many labels as it may have."""
+    """Return a meter in which every metric has the most labels allowed."""
     meter = Meter("bench")
     for metric in METRICS:
         if metric.kind == "histogram":
             meter.observe(metric, 1.0)
             continue
-        tell: Callable[..., None] = meter.set if metric.kind == "gauge" else meter.add
+        record: Callable[..., None] = meter.set if metric.kind == "gauge" else meter.add
         for index in range(metric.limit - len(metric.known)):
-            tell(metric, 1.0, *(f"value{index}" for _ in metric.labels))
+            record(metric, 1.0, *(f"value{index}" for _ in metric.labels))
     return meter
 
 
@@ -112,13 +116,13 @@ def _full_meter() -> Meter:
 class _Scrape:
     num_series: int
     seconds: float
-    """Until whoever asks has them."""
+    """Time until the client has them."""
     cpu_seconds: float
-    """Of the process, the part of whoever asks included."""
+    """CPU time of the process, the client's part included."""
 
 
 def _measure_scrape(meter: Meter) -> _Scrape:
-    """Medians."""
+    """Return the medians of some scrapes."""
     endpoint = MetricsEndpoint(meter.registry, port=0)
     try:
         with httpx.Client() as client:
@@ -138,13 +142,13 @@ def _measure_scrape(meter: Meter) -> _Scrape:
     )
 
 
-def _measure_step(workload: Workload, repeats: int) -> float:
-    """Median time of everything that is done for metrics in one step, with the scrapes that fall into it."""
-    groups, samples = _groups(workload)
+def _measure_step(watched: WatchedStep, repeats: int) -> float:
+    """Return the median time of all work for metrics in one step, with the scrapes during it."""
+    groups, samples = _groups(watched)
     meter = Meter("bench")
     observer = Observer([Metrics(meter)], meter=meter)
     update = UpdateResult(version=PolicyVersion(1), stats=None)
-    for index in range(workload.num_engines):
+    for index in range(watched.num_engines):
         observer.engine_changed(
             index, "healthy", is_serving=True, is_running=True, version=PolicyVersion(0), address=f"{LOOPBACK}:{index}"
         )
@@ -152,8 +156,8 @@ def _measure_step(workload: Workload, repeats: int) -> float:
     for step in range(1, repeats + 1):
         began = time.thread_time()
         for _ in groups:
-            observer.group_generated(seconds=1.0, num_rollouts=workload.num_rollouts, num_tokens=workload.num_tokens)
-            for _ in range(workload.num_rollouts):
+            observer.group_generated(seconds=1.0, num_rollouts=watched.num_rollouts, num_tokens=watched.num_tokens)
+            for _ in range(watched.num_rollouts):
                 observer.scored(0.01)
         summary = summarize_step(
             step=step,
@@ -162,19 +166,19 @@ def _measure_step(workload: Workload, repeats: int) -> float:
             dropped_groups={},
             update=update,
             kl_coef=None,
-            seconds=workload.step_seconds,
+            seconds=watched.step_seconds,
         )
         observer.published(PublishResult(version=PolicyVersion(step), num_bytes=0, seconds=1.0, num_engines=1))
         observer.step_summarized(summary)
         seconds.append(time.thread_time() - began)
-    num_scrapes = workload.step_seconds / SCRAPE_EVERY_S
+    num_scrapes = watched.step_seconds / SCRAPE_EVERY_S
     return statistics.median(seconds) + num_scrapes * _measure_scrape(meter).cpu_seconds
 
 
-def _groups(workload: Workload) -> tuple[list[ScoredGroup], list[TrainSample]]:
-    """Different rollouts for as many as are looked at closely; the others share their arrays."""
+def _groups(watched: WatchedStep) -> tuple[list[ScoredGroup], list[TrainSample]]:
+    """Return the groups and samples of a step; all groups share the arrays of one group."""
     random = np.random.default_rng(1)
-    size = workload.num_tokens
+    size = watched.num_tokens
     rollouts = [
         Rollout(
             token_ids=random.integers(0, 1000, size, dtype=np.int32),
@@ -184,7 +188,7 @@ def _groups(workload: Workload) -> tuple[list[ScoredGroup], list[TrainSample]]:
             finish_reason=FinishReason.STOP,
             text="",
         )
-        for _ in range(workload.num_rollouts)
+        for _ in range(watched.num_rollouts)
     ]
     advantages = np.ones(size, np.float32)
     prompt = Prompt(
@@ -196,13 +200,13 @@ def _groups(workload: Workload) -> tuple[list[ScoredGroup], list[TrainSample]]:
         ground_truth="",
         extra_info={},
     )
-    scores = tuple(Score(value=float(value), components={"a": 1.0}) for value in random.random(workload.num_rollouts))
+    scores = tuple(Score(value=float(value), components={"a": 1.0}) for value in random.random(watched.num_rollouts))
     group = ScoredGroup(group=RolloutGroup(prompt=prompt, rollouts=tuple(rollouts)), scores=scores)
     samples = [TrainSample(prompt_ids=prompt.token_ids, rollout=item, advantages=advantages) for item in rollouts]
-    return [group] * workload.num_groups, samples * workload.num_groups
+    return [group] * watched.num_groups, samples * watched.num_groups
 
 
-def print_figures(figures: Sequence[Figure]) -> None:
+def print_figures(figures: Sequence[ExporterFigure]) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("figure", "measured", "goal"):
         table.add_column(column, justify="left" if column == "figure" else "right")
@@ -211,5 +215,5 @@ def print_figures(figures: Sequence[Figure]) -> None:
     Console(no_color=bool(NO_COLOR.read()), width=_WIDTH, highlight=False).print(table)
 
 
-def as_json(figures: Sequence[Figure]) -> str:
+def as_json(figures: Sequence[ExporterFigure]) -> str:
     return json.dumps([asdict(figure) for figure in figures])

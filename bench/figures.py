@@ -1,11 +1,11 @@
-"""Figures of a benchmark: what was measured, against what, and what was recorded before. Numbers only, no printing."""
+"""Figures of the GPU benchmark with their recorded ratios. Numbers only, no printing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 TOLERANCE = 0.15
-"""How far below its record a ratio may fall: runs of one machine differ, and machines of one kind do too."""
+"""Share by which a ratio may fall below its record, because runs and machines of one kind differ."""
 
 RECORDS: dict[str, float] = {
     "step 7B": 0.565,
@@ -24,7 +24,7 @@ RECORDS: dict[str, float] = {
     "publish, copy": 0.17,
     "rollouts": 0.97,
 }
-"""Ratios of one H200, by the key of their figure; docs/performance.md says when and with what."""
+"""Ratios of one H200, by the key of their figure; docs/performance.md has the date and the versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +32,18 @@ class Figure:
     """One measured value and its ratio to a ceiling or a peer that was measured in the same run."""
 
     key: str
-    """Under which its ratio is recorded."""
+    """Key of its ratio in `RECORDS`."""
     name: str
     value: float
     unit: str
     against: str
-    """What the ratio is to."""
+    """The ceiling or peer of the ratio."""
     ratio: float
-    """Above 1 is better than `against`, whatever the unit."""
+    """Above 1 is better than `against`, for every unit."""
 
     @property
     def record(self) -> float | None:
-        """None where there is none yet."""
+        """The recorded ratio; None if there is none."""
         return RECORDS.get(self.key)
 
     @property
@@ -53,7 +53,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A part of a benchmark that gave no figure, and why."""
+    """A part of a benchmark that gave no figure, with the reason."""
 
     part: str
     reason: str

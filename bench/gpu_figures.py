@@ -1,4 +1,4 @@
-"""Figures of a GPU as a table, and as JSON in the last line."""
+"""Prints the figures of `python -m bench gpu` as a table, and as JSON in the last line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The pieces of `megarl bench gpu`: each runs in a process of its own with a deadline, and tells what it finds at once.
+"""The pieces of `python -m bench gpu`: each runs in a process of its own with a deadline, and prints figures at once.
 
-One that fails, hangs or takes the device with it costs its own figures and no others.
+A piece that fails, hangs or breaks the device loses its own figures and no others.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from megarl.env import current_environment
 from megarl.system.guard import start_guarded, stop_guarded
 
 Machine = dict[str, object]
-Found = Figure | Failure | Machine
-Tell = Callable[[Found], None]
+Outcome = Figure | Failure | Machine
+Report = Callable[[Outcome], None]
 
 _STOP_GRACE_S = 5.0
 _MARK = "megarl-bench "
-"""Before the lines that are meant for the parent: libraries print too."""
+"""Prefix of the lines for the parent process: libraries print to the same stream."""
 _COMMAND = (sys.executable, "-W", "ignore", "-m", "bench", "gpu-piece")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceOptions:
     engine_model: str
-    """Of the catalogue, for its size."""
+    """A catalogue entry, for its size."""
     engine_options: Mapping[str, object]
-    """SGLang's."""
+    """Options of SGLang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class GpuPiece:
     timeout_s: float
-    measure: Callable[[PieceOptions, Tell], None]
+    measure: Callable[[PieceOptions, Report], None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,18 +52,18 @@ class Results:
     figures: list[Figure] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
 
-    def add(self, found: Found) -> None:
-        match found:
+    def add(self, outcome: Outcome) -> None:
+        match outcome:
             case Figure():
-                self.figures.append(found)
+                self.figures.append(outcome)
             case Failure():
-                self.failures.append(found)
+                self.failures.append(outcome)
             case _:
-                self.machine |= found
+                self.machine |= outcome
 
 
 def run_pieces(names: Sequence[str], options: PieceOptions, *, out: Path | None) -> Results:
-    """One after the other; each line that comes is in `out` before the next one."""
+    """Run the pieces one after the other; every line is written to `out` when it arrives."""
     results = Results()
     if out is not None:
         out.write_text("")
@@ -77,8 +77,8 @@ def run_pieces(names: Sequence[str], options: PieceOptions, *, out: Path | None)
 
 
 def run_piece(name: str, options: PieceOptions) -> None:
-    """In the piece's own process."""
-    PIECES[name].measure(options, lambda found: print(f"{_MARK}{_to_line(found)}", flush=True))
+    """Measure in this process, which is the piece's own."""
+    PIECES[name].measure(options, lambda outcome: print(f"{_MARK}{_to_line(outcome)}", flush=True))
 
 
 def _lines_of(name: str, options: PieceOptions) -> Iterator[str]:
@@ -114,17 +114,17 @@ def _lines_of(name: str, options: PieceOptions) -> Iterator[str]:
         yield _to_line(Failure(part=name, reason=f"ended with {code}: {last[:300]}"))
 
 
-def _to_line(found: Found) -> str:
-    match found:
+def _to_line(outcome: Outcome) -> str:
+    match outcome:
         case Figure():
-            return json.dumps({"figure": asdict(found)})
+            return json.dumps({"figure": asdict(outcome)})
         case Failure():
-            return json.dumps({"failure": asdict(found)})
+            return json.dumps({"failure": asdict(outcome)})
         case _:
-            return json.dumps({"machine": found})
+            return json.dumps({"machine": outcome})
 
 
-def _read(line: str) -> Found:
+def _read(line: str) -> Outcome:
     ((kind, fields),) = json.loads(line).items()
     match kind:
         case "figure":
@@ -139,12 +139,12 @@ def _read(line: str) -> Found:
 # --- what the pieces measure --------------------------------------------------------------------------------------
 
 
-def _machine(_: PieceOptions, tell: Tell) -> None:
+def _machine(_: PieceOptions, report: Report) -> None:
     import torch
 
     from bench.training import measure_ceilings
 
-    tell(
+    report(
         {
             "device": torch.cuda.get_device_name(),
             "python": platform.python_version(),
@@ -153,43 +153,43 @@ def _machine(_: PieceOptions, tell: Tell) -> None:
             **{name: _version(name) for name in ("megatron-core", "sglang", "transformers", "triton")},
         }
     )
-    tell({name: round(value) for name, value in measure_ceilings().items()})
+    report({name: round(value) for name, value in measure_ceilings().items()})
 
 
-def _scores(_: PieceOptions, tell: Tell) -> None:
+def _scores(_: PieceOptions, report: Report) -> None:
     from bench.training import measure_scores
 
     for figure in measure_scores():
-        tell(figure)
+        report(figure)
 
 
-def _step(_: PieceOptions, tell: Tell, *, index: int) -> None:
+def _step(_: PieceOptions, report: Report, *, index: int) -> None:
     from bench.training import PEERS, WORKLOADS, measure_step
 
     for figure in measure_step(WORKLOADS[index], peers=PEERS):
-        tell(figure)
+        report(figure)
 
 
-def _long_step(_: PieceOptions, tell: Tell) -> None:
+def _long_step(_: PieceOptions, report: Report) -> None:
     from bench.training import LONG_WORKLOAD, measure_step
 
     for figure in measure_step(LONG_WORKLOAD, peers=()):
-        tell(figure)
+        report(figure)
 
 
-def _phases(_: PieceOptions, tell: Tell) -> None:
+def _phases(_: PieceOptions, report: Report) -> None:
     from bench.training import measure_phases
 
     for figure in measure_phases():
-        tell(figure)
+        report(figure)
 
 
-def _engine(options: PieceOptions, tell: Tell) -> None:
+def _engine(options: PieceOptions, report: Report) -> None:
     from bench.engine import measure_engine
 
     async def measure(folder: Path) -> None:
-        async for found in measure_engine(options.engine_model, folder, options.engine_options):
-            tell(found)
+        async for outcome in measure_engine(options.engine_model, folder, options.engine_options):
+            report(outcome)
 
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
         asyncio.run(measure(Path(folder)))
@@ -202,12 +202,12 @@ def _version(package: str) -> str:
         return "(unknown)"
 
 
-PIECES: Mapping[str, Piece] = {
-    "machine": Piece(timeout_s=60, measure=_machine),
-    "scores": Piece(timeout_s=90, measure=_scores),
-    "step-7b": Piece(timeout_s=240, measure=partial(_step, index=0)),
-    "step-1.5b": Piece(timeout_s=240, measure=partial(_step, index=1)),
-    "step-16k": Piece(timeout_s=90, measure=_long_step),
-    "phases": Piece(timeout_s=120, measure=_phases),
-    "engine": Piece(timeout_s=420, measure=_engine),
+PIECES: Mapping[str, GpuPiece] = {
+    "machine": GpuPiece(timeout_s=60, measure=_machine),
+    "scores": GpuPiece(timeout_s=90, measure=_scores),
+    "step-7b": GpuPiece(timeout_s=240, measure=partial(_step, index=0)),
+    "step-1.5b": GpuPiece(timeout_s=240, measure=partial(_step, index=1)),
+    "step-16k": GpuPiece(timeout_s=90, measure=_long_step),
+    "phases": GpuPiece(timeout_s=120, measure=_phases),
+    "engine": GpuPiece(timeout_s=420, measure=_engine),
 }

@@ -1,6 +1,6 @@
-"""Two large publishes, planned as every process of such a run would plan them. Pure: a plan needs no weights.
+"""Plans of two large publishes, made as every process of such a run makes them; `python -m bench plan` times them.
 
-`megarl bench plan` times them.
+Pure: a plan needs no weights.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PUBLISHES: Mapping[str, LargePublish] = {
             data=16,
             expert=16,
             expert_tensor=1,
-            # 94 layers: what is left of them divides by the six stages in between.
+            # 94 layers: the 72 between the first and the last stage divide by six stages.
             first_stage_layers=11,
             last_stage_layers=11,
         ),
@@ -67,9 +67,10 @@ PUBLISHES: Mapping[str, LargePublish] = {
 
 
 def rehearse(name: str) -> str:
-    """All that a process does before it can take part: layouts, plan, statistics, its own buckets. Gives the hash."""
-    found = PUBLISHES[name].plan()
-    assert found.traffic.bytes_by_link, "nothing moves"
-    buckets_from(found, 0, bucket_bytes=DEFAULT_BUCKET_BYTES)
-    buckets_to(found, 0, bucket_bytes=DEFAULT_BUCKET_BYTES)
-    return found.hash
+    """Make everything that a process needs before it takes part: layouts, plan, statistics, its own buckets. Return
+    the plan's hash."""
+    publish_plan = PUBLISHES[name].plan()
+    assert publish_plan.traffic.bytes_by_link, "nothing moves"
+    buckets_from(publish_plan, 0, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    buckets_to(publish_plan, 0, bucket_bytes=DEFAULT_BUCKET_BYTES)
+    return publish_plan.hash

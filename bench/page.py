@@ -1,4 +1,4 @@
-"""How fast the page of a large run is in a real browser."""
+"""Times of a large run's page in a real browser."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class PageFigures:
     num_rollouts: int
     first_paint_s: float
     list_s: float
-    """From opening the page to the first rollouts on it."""
+    """Time from opening the page to the first rollouts."""
     jump_s: float
-    """From scrolling somewhere far away to seeing what is there; the slowest of some."""
+    """Time from a long scroll to the rollouts there; the slowest of several."""
     num_elements: int
-    """In the list, however long it is."""
+    """Elements of the list, which shows a window of its rows."""
 
 
 async def measure_page(run: Path, *, num_rollouts: int) -> PageFigures:
-    """With the rollouts that a run kept, again and again until there are enough."""
+    """Measure the page with the rollouts that a run kept, repeated until there are enough."""
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as name:
         folder = Path(name) / run.name
         count = await asyncio.to_thread(_enlarge, run, folder, num_rollouts)
@@ -61,7 +61,7 @@ async def measure_page(run: Path, *, num_rollouts: int) -> PageFigures:
 def _enlarge(run: Path, folder: Path, num_rollouts: int) -> int:
     files = list(list_rollouts(run).values())
     if not files:
-        raise DataError(f"{run}: no rollouts are kept here; name a run with a {ROLLOUTS_FOLDER} folder")
+        raise DataError(f"{run}: has no kept rollouts; name a run with a {ROLLOUTS_FOLDER} folder")
     (folder / ROLLOUTS_FOLDER).mkdir(parents=True)
     shutil.copyfile(run / EVENTS_FILE, folder / EVENTS_FILE)
     count = step = 0

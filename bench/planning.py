@@ -1,7 +1,6 @@
-"""How long a command of megarl takes and how much memory it needs, against what it may.
+"""Time and memory of `megarl validate`, `megarl plan` and two large publish plans, against goals.
 
-Each command runs in fresh processes on one core, as a person would start it. The large recipe and the files it names
-are written for the occasion: nothing has to be at hand.
+Each runs in fresh processes on one core. The large recipe and its files are written to a temporary folder.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from megarl.errors import MachineError
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 
 TOLERANCE = 2.0
-"""A goal that is missed by more than this factor fails the benchmark: machines differ, but not that much."""
+"""Factor by which a goal may be missed, because machines differ."""
 
 _SHAPE = "llama-3.1-70b"
 _WIDTH = 100
 _TIMEOUT_S = 300.0
 
-# Not `ru_maxrss`: on Linux a child starts with the peak of its parent.
+# `ru_maxrss` does not serve: on Linux a child starts with the peak of its parent.
 _CHILD = """\
 import os, re, sys, time
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -58,28 +57,28 @@ class Goal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Of one process, from its start to its end."""
+    """One process, from its start to its end."""
 
     seconds: float
     cpu_seconds: float
     megabytes: float
-    """The most it held at once."""
+    """Peak memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Of one command or plan: medians of its runs, and the largest of their peaks."""
+    """One command or plan: medians of its runs, and the largest of their peaks."""
 
     command: str
     seconds: float
     cpu_seconds: float
-    """Beside `seconds` it shows whether the machine had other things to do."""
+    """Much less than `seconds` on a machine that was busy."""
     megabytes: float
     goal: Goal
 
     @property
     def worst_ratio(self) -> float:
-        """How much of a goal is used up; above 1 it is missed."""
+        """The larger ratio of a value to its goal; above 1 a goal is missed."""
         return max(self.seconds / self.goal.seconds, self.megabytes / self.goal.megabytes)
 
 
@@ -95,17 +94,17 @@ def measure_planning(*, repeats: int) -> list[Measurement]:
         jobs = [(f"megarl {command}", [command, str(recipe)], goal) for command, goal in GOALS.items()]
         jobs += [(name, ["rehearse", name], goal) for name, goal in PUBLISH_GOALS.items()]
         return [
-            measure(what, arguments, goal, repeats=repeats, start=start_in_fresh_process)
-            for what, arguments, goal in jobs
+            measure(name, arguments, goal, repeats=repeats, start=start_in_fresh_process)
+            for name, arguments, goal in jobs
         ]
 
 
 def measure(
-    what: str, arguments: Sequence[str], goal: Goal, *, repeats: int, start: Callable[[Sequence[str]], Sample]
+    name: str, arguments: Sequence[str], goal: Goal, *, repeats: int, start: Callable[[Sequence[str]], Sample]
 ) -> Measurement:
     samples = [start(arguments) for _ in range(repeats)]
     return Measurement(
-        command=what,
+        command=name,
         seconds=round(statistics.median(sample.seconds for sample in samples), 3),
         cpu_seconds=round(statistics.median(sample.cpu_seconds for sample in samples), 3),
         megabytes=round(max(sample.megabytes for sample in samples), 1),
@@ -114,7 +113,7 @@ def measure(
 
 
 def start_in_fresh_process(arguments: Sequence[str]) -> Sample:
-    """One command of megarl from the start of its interpreter to its end; a MachineError where it fails."""
+    """Run one command of megarl, from the start of its interpreter to its end; a failure raises a MachineError."""
     command = [sys.executable, "-c", _CHILD, *arguments]
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603 - ours
@@ -127,7 +126,7 @@ def start_in_fresh_process(arguments: Sequence[str]) -> Sample:
 
 
 def write_large_recipe(folder: Path) -> Path:
-    """A recipe with everything that `validate` opens: data, and a model's folder with all but its weights."""
+    """Write a recipe with everything that `validate` opens: data, and a model's folder without weights."""
     files = make_arithmetic(folder, num_sft=1)
     (files.model / "config.json").write_text(json.dumps(_config(PUBLIC_MODELS[_SHAPE])))
     recipe = {
@@ -176,14 +175,14 @@ def print_table(measurements: Sequence[Measurement]) -> None:
     )
     for title in ("command", "seconds", "goal", "CPU seconds", "peak MB", "goal", ""):
         table.add_column(title, justify="left" if title in ("command", "") else "right")
-    for found in measurements:
+    for item in measurements:
         table.add_row(
-            found.command,
-            f"{found.seconds:.2f}",
-            f"{found.goal.seconds:g}",
-            f"{found.cpu_seconds:.2f}",
-            f"{found.megabytes:.0f}",
-            f"{found.goal.megabytes:g}",
-            "met" if found.worst_ratio <= 1 else f"missed, {found.worst_ratio:.1f} times the goal",
+            item.command,
+            f"{item.seconds:.2f}",
+            f"{item.goal.seconds:g}",
+            f"{item.cpu_seconds:.2f}",
+            f"{item.megabytes:.0f}",
+            f"{item.goal.megabytes:g}",
+            "met" if item.worst_ratio <= 1 else f"missed, {item.worst_ratio:.1f} times the goal",
         )
     Console(width=_WIDTH, no_color=bool(NO_COLOR.read()), highlight=False).print(table)

@@ -1,7 +1,7 @@
-"""How long a publish takes on this machine, beside its floor and the two ways it replaces, on one engine in one run.
+"""Time of a publish on this machine, next to its floor and the two schemes that it replaces, with one engine.
 
-Four trainer ranks (TP2, PP2) publish to a real engine of two TP ranks. Every way delivers the same weights to the same
-engine, which is asked afterwards: what it serves must be the same bytes each time.
+Four trainer ranks (TP2, PP2) publish to a real engine of two TP ranks. Every scheme delivers the same weights to the
+same engine; its fingerprints afterwards must be the same each time.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _SPLIT = MegatronParallel(tensor=2, pipeline=2)
 _LAYER_BYTES = 60_300_000
 _CHUNK_BYTES = 4 << 20
 _NUM_STREAMS = 2
-"""Threads that move bytes at the same time when a rate is measured: as many as engine ranks."""
+"""Threads that move bytes concurrently when a rate is measured: one per engine rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """Of one way to publish."""
+class PublishTimes:
+    """Times of one scheme."""
 
     name: str
     seconds: tuple[float, ...]
     group_bytes: int
-    """That crossed between processes in one publish."""
+    """Bytes that crossed between processes in one publish."""
 
     @property
     def best_s(self) -> float:
@@ -69,7 +69,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
-    """What moving the plan's bytes takes at the rates of this machine: once over loopback, once into the parameters."""
+    """Time to move the plan's bytes at this machine's rates: once over loopback, once into the parameters."""
 
     loopback_bytes_s: float
     copy_bytes_s: float
@@ -86,15 +86,15 @@ class ReshardReport:
     model_bytes: int
     bytes_by_link: Mapping[str, int]
     floor: Floor
-    ours: Timing
-    gather: Timing
-    flattened: Timing
+    ours: PublishTimes
+    gather: PublishTimes
+    flattened: PublishTimes
     is_equal: bool
-    """Whether the engine served the same bytes after each of them."""
+    """Whether the engine served the same bytes after each scheme."""
 
 
 def measure_reshard(folder: Path, *, gigabytes: float, repeats: int, on_news: Callable[[str], None]) -> ReshardReport:
-    """Everything is started here and gone when this returns; `folder` gets the engine's log."""
+    """Start ranks and engine, measure, and stop them; `folder` gets the engine's log."""
     return asyncio.run(_measure(folder, gigabytes=gigabytes, repeats=repeats, on_news=on_news))
 
 
@@ -115,8 +115,8 @@ async def _measure(folder: Path, *, gigabytes: float, repeats: int, on_news: Cal
         bench = _Bench(transfer, fleet, endpoint)
         try:
             await bench.connect()
-            ways = {"publish": bench.publish, "gather": bench.gather, "flattened": bench.feed}
-            seconds, served = await _alternate(ways, bench, repeats=repeats, on_news=on_news)
+            schemes = {"publish": bench.publish, "gather": bench.gather, "flattened": bench.feed}
+            seconds, served = await _alternate(schemes, bench, repeats=repeats, on_news=on_news)
         finally:
             bench.stop()
     moved = sum(bench.plan.traffic.received_bytes.values())
@@ -126,17 +126,17 @@ async def _measure(folder: Path, *, gigabytes: float, repeats: int, on_news: Cal
         model_bytes=sum(spec.num_bytes for spec in bench.plan.source.canonical.values()),
         bytes_by_link={link.name.lower(): size for link, size in bench.plan.traffic.bytes_by_link.items()},
         floor=Floor(loopback_bytes_s=floor_rates[0], copy_bytes_s=floor_rates[1], num_bytes=moved),
-        ours=Timing(name="publish", seconds=seconds["publish"], group_bytes=bench.sent_bytes),
-        gather=Timing(
+        ours=PublishTimes(name="publish", seconds=seconds["publish"], group_bytes=bench.sent_bytes),
+        gather=PublishTimes(
             name="gather", seconds=seconds["gather"], group_bytes=_gathered_bytes(bench.plan, whole) + _TENSOR * whole
         ),
-        flattened=Timing(name="flattened", seconds=seconds["flattened"], group_bytes=_TENSOR * whole),
+        flattened=PublishTimes(name="flattened", seconds=seconds["flattened"], group_bytes=_TENSOR * whole),
         is_equal=all(found == served["publish"] for found in served.values()),
     )
 
 
 class _Bench:
-    """One engine, all ranks, and the three ways to bring weights from these to that."""
+    """One engine, all ranks, and the three schemes that send weights from the ranks to the engine."""
 
     def __init__(self, transfer: TransferSpec, fleet: Fleet, endpoint: EngineEndpoint) -> None:
         self.plan: Plan = transfer.plan()
@@ -175,7 +175,7 @@ class _Bench:
         )
 
     async def publish(self) -> None:
-        """The transaction of a run: stage, compare digests, commit."""
+        """Publish as a run does: stage, compare digests, commit."""
         self._version += 1
         version = PolicyVersion(self._version)
         answers, arrived = await asyncio.gather(
@@ -234,29 +234,29 @@ class _Bench:
 
 
 async def _alternate(
-    ways: Mapping[str, Callable[[], Awaitable[None]]],
+    schemes: Mapping[str, Callable[[], Awaitable[None]]],
     bench: _Bench,
     *,
     repeats: int,
     on_news: Callable[[str], None],
 ) -> tuple[dict[str, tuple[float, ...]], dict[str, list[Mapping[str, str]]]]:
-    """Each way twice to warm up and to see that it delivers, then in turn."""
+    """Run each scheme twice to warm up and to check that it delivers, then all of them alternating."""
     served = {}
-    for (_, other), (name, way) in pairwise([*ways.items(), next(iter(ways.items()))]):
-        # The engine has other weights before, from another way, so that the bytes found are this one's.
+    for (_, other), (name, scheme) in pairwise([*schemes.items(), next(iter(schemes.items()))]):
+        # Another scheme sends other weights first, so that the fingerprints afterwards are due to this scheme.
         await bench.negate()
         await other()
         before = await bench.fingerprints()
         await bench.negate()
-        await way()
+        await scheme()
         served[name] = await bench.fingerprints()
         if any(old[tensor] == new[tensor] for old, new in zip(before, served[name], strict=True) for tensor in old):
-            raise WeightSyncError(f"{name} left a parameter of the engine as it was")
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+            raise WeightSyncError(f"{name} did not change a parameter of the engine")
+    seconds: dict[str, list[float]] = {name: [] for name in schemes}
     for turn in range(repeats):
-        for name, way in ways.items():
+        for name, scheme in schemes.items():
             start = time.perf_counter()
-            await way()
+            await scheme()
             seconds[name].append(time.perf_counter() - start)
         took = ", ".join(f"{name} {times[-1]:.2f} s" for name, times in seconds.items())
         on_news(f"turn {turn + 1} of {repeats}: {took}")
@@ -276,12 +276,12 @@ def _buckets(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
 
 
 def _gathered_bytes(plan: Plan, whole: int) -> int:
-    """What every rank receives so that it has everything: all but what it holds."""
+    """Return the bytes that all ranks receive when each gathers what it does not hold."""
     return sum(whole - holding.num_bytes for holding in plan.source.holdings)
 
 
 def _write_model(folder: Path, gigabytes: float) -> ModelShape:
-    """A Qwen2 configuration of about this size in fp32; its weights are made up by the ranks."""
+    """Write a Qwen2 configuration of about this size in fp32; the ranks make up its weights."""
     num_layers = 2 * max(1, round(gigabytes * 1e9 / _LAYER_BYTES / 2))
     shape = TinyShape(
         num_layers=num_layers, hidden=1024, ffn_hidden=4096, num_heads=16, num_kv_heads=4, vocab=2048, weight_std=0.02
@@ -317,7 +317,7 @@ async def _serving(folder: Path) -> AsyncIterator[tuple[Fleet, EngineEndpoint]]:
 
 
 def _loopback_rate(num_bytes: int = 1 << 30) -> float:
-    """Bytes per second over loopback TCP, all streams together."""
+    """Return the bytes per second over loopback TCP, of all streams together."""
 
     def send(stream: socket.socket) -> None:
         chunk = memoryview(bytearray(_CHUNK_BYTES))
@@ -341,7 +341,7 @@ def _loopback_rate(num_bytes: int = 1 << 30) -> float:
 
 
 def _copy_rate(num_bytes: int = 1 << 28, repeats: int = 4) -> float:
-    """Bytes per second from memory to memory, all streams together."""
+    """Return the bytes per second from memory to memory, of all streams together."""
 
     def copy(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
         for _ in range(repeats):

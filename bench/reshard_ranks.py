@@ -1,7 +1,7 @@
-"""Trainer ranks for the benchmark of a publish: processes that hold a Megatron layout's share of known random weights.
+"""Trainer rank processes of the publish benchmark; each holds its share of known random weights in a Megatron layout.
 
-Each can send by the plan, as a rank of a run does, and in the two ways it is measured against: gather every full tensor
-on every rank and let rank 0 feed the engines, or feed them from a rank 0 that has everything already.
+A rank can send by the plan, as in a run, and by the two schemes of the comparison: every rank gathers every full tensor
+and rank 0 broadcasts to the engines, or rank 0 has everything already and broadcasts.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ SGLANG_GROUP = "flattened"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A Megatron parameter of one pipeline stage; gathered, it is a few whole canonical tensors."""
+    """A Megatron parameter of one pipeline stage; gathered, it consists of a few whole canonical tensors."""
 
     stage: int
     name: str
     num_bytes: int
-    """Of the whole tensors."""
+    """Size of the whole tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
     digests: Mapping[tuple[int, str], int]
     num_bytes: int
-    """That this rank gave to the transfer group."""
+    """Bytes that this rank sent through the transfer group."""
 
 
 class _CountingGroup(TransferGroup):
@@ -98,7 +98,7 @@ class BenchRank:
         )
 
     def send(self, version: int) -> Sent:
-        """As a rank of a run does."""
+        """Send as a rank of a run does."""
         assert self._sender is not None, "join comes first"
         assert self._group is not None, "join comes first"
         before = self._group.num_bytes
@@ -110,7 +110,7 @@ class BenchRank:
             tensor.neg_()
 
     def connect(self, port: int) -> None:
-        """Rank 0 meets the engine's ranks in the kind of group that SGLang receives broadcasts in."""
+        """Join, as rank 0, the process group in which SGLang's ranks receive broadcasts."""
         if self._rank:
             return
         declare_torchvision_ops()
@@ -130,7 +130,7 @@ class BenchRank:
         )
 
     def gather(self, bucket: Sequence[Parameter]) -> None:
-        """Every rank makes every full tensor of the bucket; rank 0 feeds it to the engines."""
+        """Gather every full tensor of the bucket on every rank; rank 0 broadcasts it to the engines."""
         tensors: dict[str, torch.Tensor] = {}
         for parameter in bucket:
             tensors |= self._gathered(parameter)
@@ -138,7 +138,7 @@ class BenchRank:
             self._broadcast(tensors)
 
     def feed(self, bucket: Sequence[Parameter]) -> None:
-        """Rank 0 has every full tensor and feeds it to the engines."""
+        """Broadcast the full tensors of the bucket, which rank 0 has, to the engines."""
         if self._rank == 0:
             names = [name for parameter in bucket for name in canonical_names(self._layout, self._transfer, parameter)]
             self._broadcast({name: self._everything[name] for name in names})
@@ -188,20 +188,20 @@ class BenchRank:
 
 
 def parameters_of(layout: Layout, transfer: TransferSpec) -> list[Parameter]:
-    """Of all stages, in the order in which they are gathered."""
-    found = []
+    """Return the parameters of all stages, in the order in which they are gathered."""
+    parameters = []
     for stage in range(transfer.parallel.pipeline):
         holding = layout.by_rank[transfer.parallel.rank(tensor=0, data=0, pipeline=stage)]
         for name in holding.tensors:
             parameter = Parameter(stage=stage, name=name, num_bytes=0)
             names = canonical_names(layout, transfer, parameter)
             size = sum(layout.canonical[each].num_bytes for each in names)
-            found.append(Parameter(stage=stage, name=name, num_bytes=size))
-    return found
+            parameters.append(Parameter(stage=stage, name=name, num_bytes=size))
+    return parameters
 
 
 def canonical_names(layout: Layout, transfer: TransferSpec, parameter: Parameter) -> list[str]:
-    """The canonical tensors that a parameter has a share of."""
+    """Return the canonical tensors that a parameter has a share of."""
     parallel = transfer.parallel
     ranks = [parallel.rank(tensor=part, data=0, pipeline=parameter.stage) for part in range(parallel.tensor)]
     pieces = [piece for rank in ranks for piece in layout.by_rank[rank].pieces]
@@ -264,7 +264,7 @@ def _serve(pipe: Connection, transfer: TransferSpec, rank: int, address: StoreAd
     while True:
         try:
             pipe.send((call(*arguments), None))
-        except Exception as error:  # noqa: BLE001 - whatever it was, the benchmark shall end with it
+        except Exception as error:  # noqa: BLE001 - any failure is sent to the parent, which raises it
             traceback.print_exc()
             pipe.send((None, f"{type(error).__name__}: {error}"))
         try:
@@ -283,7 +283,7 @@ def _fill(holding: Holding, layout: Layout) -> dict[str, torch.Tensor]:
 
 
 def _values(box: Slice, layout: Layout) -> torch.Tensor:
-    """Of a box of a canonical tensor; the same whoever asks."""
+    """Return the values of a box of a canonical tensor; every process makes the same."""
     generator = torch.Generator().manual_seed(zlib.crc32(box.name.encode()))
     whole = torch.empty(layout.canonical[box.name].shape).uniform_(-_STD, _STD, generator=generator)
     return box_of(whole, box.offsets, box.shape)

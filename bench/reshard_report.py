@@ -1,4 +1,4 @@
-"""The table of `megarl bench reshard`."""
+"""The table and the goals of `python -m bench reshard`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.reshard import GATHER_BUCKET_BYTES, ReshardReport
 from megarl.env import NO_COLOR
 
 GOAL = 0.5
-"""Of the time of the gather scheme."""
+"""Share of the gather scheme's time."""
 _WIDTH = 120
 _NAMES = {
     "publish": "megarl: by the plan, digests, commit",
@@ -57,7 +57,7 @@ def print_reshard(report: ReshardReport) -> None:
 
 
 def verdicts(report: ReshardReport) -> list[tuple[str, bool]]:
-    """Each promise in words, and whether it is kept."""
+    """Return each goal as a sentence, and whether it is met."""
     share = report.ours.median_s / report.gather.median_s
     sends_exactly = report.ours.group_bytes == report.plan_bytes
     return [

@@ -1,6 +1,6 @@
-"""How fast one GPU trains: forward and backward of the policy, and its scores, beside ceilings and peers of that run.
+"""Times of training on one GPU: forward and backward of the policy, and its scores, next to ceilings and peers.
 
-Weights and inputs are random, never zero: a chip runs zeros faster than real data.
+Weights and inputs are random, because a GPU computes zeros faster than real data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megarl.types import MicroBatch
 from megarl.weights.layouts.megatron import MegatronParallel
 
 PEAK_TFLOPS = 990.0
-"""Dense bfloat16 of an H100 or H200, by its datasheet."""
+"""Dense bfloat16 rate of an H100 or H200, from the datasheet."""
 
 _NUM_WARMUPS = 3
 _NUM_REPEATS = 7
@@ -43,8 +43,8 @@ _NUM_PHASE_REPEATS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """Sequences of one length, packed, through a model of a public size cut to some layers."""
+class TrainWorkload:
+    """Packed sequences of one length, and a public model cut to some layers."""
 
     key: str
     name: str
@@ -63,7 +63,7 @@ class Workload:
 
     @property
     def num_flops(self) -> float:
-        """Of forward and backward: every matrix three times, attention over the half below the diagonal."""
+        """Operations of forward and backward: three products per matrix, and the causal half of attention."""
         shape = self.shape
         query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         layer = shape.hidden * (2 * query + 2 * kv + 3 * shape.ffn_hidden)
@@ -74,12 +74,14 @@ class Workload:
 
 PEERS = ("transformers", "transformers compiled")
 WORKLOADS = (
-    Workload(
+    TrainWorkload(
         key="step 7B", name="7B, 14 layers", model="qwen2.5-7b", num_layers=14, num_sequences=2, sequence_tokens=4096
     ),
-    Workload(key="step 1.5B", name="1.5B", model="qwen2.5-1.5b", num_layers=28, num_sequences=4, sequence_tokens=4096),
+    TrainWorkload(
+        key="step 1.5B", name="1.5B", model="qwen2.5-1.5b", num_layers=28, num_sequences=4, sequence_tokens=4096
+    ),
 )
-LONG_WORKLOAD = Workload(
+LONG_WORKLOAD = TrainWorkload(
     key="step 1.5B 16k", name="1.5B", model="qwen2.5-1.5b", num_layers=28, num_sequences=1, sequence_tokens=16384
 )
 
@@ -87,18 +89,18 @@ LONG_WORKLOAD = Workload(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
     seconds: float
-    """The median."""
+    """Median time."""
     peak_bytes: int
-    """Most that was allocated, what was there before included."""
+    """Most memory allocated, including what was allocated before."""
 
 
 def need_gpu() -> None:
     if not torch.cuda.is_available():
-        raise MachineError("this benchmark needs a CUDA device, and torch sees none")
+        raise MachineError("this benchmark needs a CUDA device, and torch finds none")
 
 
 def measure_ceilings() -> dict[str, float]:
-    """What the device can do: copies in GB/s, read and written bytes counted, and matrix products in TFLOP/s."""
+    """Return the device's rates: copies in GB/s, counting bytes read and written, and matrix products in TFLOP/s."""
     source = torch.randn(1 << 29, device="cuda")
     target = torch.empty_like(source)
     copy = _timed(lambda: target.copy_(source))
@@ -107,8 +109,8 @@ def measure_ceilings() -> dict[str, float]:
     return {"copy_gb_s": 2 * 4 * (1 << 29) / copy.seconds / 1e9, "matmul_tflops": 2 * 8192**3 / product.seconds / 1e12}
 
 
-def measure_step(workload: Workload, *, peers: Sequence[str]) -> Iterator[Figure]:
-    """Utilisation of the datasheet's peak, and time and memory against each peer, as soon as each is known."""
+def measure_step(workload: TrainWorkload, *, peers: Sequence[str]) -> Iterator[Figure]:
+    """Yield the utilisation of the datasheet's peak, then time and memory against each peer."""
     ours = _measure_ours(workload)
     tflops = workload.num_flops / ours.seconds / 1e12
     label = f"train step, {workload.name}, {workload.num_sequences} x {workload.sequence_tokens}"
@@ -142,7 +144,7 @@ def measure_step(workload: Workload, *, peers: Sequence[str]) -> Iterator[Figure
 
 
 def measure_scores(*, num_tokens: int = 16_384, vocab: int = 151_936, hidden: int = 3584) -> Iterator[Figure]:
-    """Log-probabilities and entropies from hidden states, forward and backward, ours and with all logits at once."""
+    """Time log-probabilities and entropies from hidden states, forward and backward, and the same with all logits."""
     hidden_states = torch.randn(num_tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
     weight = (torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16) * _STD).requires_grad_()
     targets = torch.randint(vocab, (num_tokens,), device="cuda")
@@ -168,7 +170,7 @@ def measure_scores(*, num_tokens: int = 16_384, vocab: int = 151_936, hidden: in
         timed[call] = replace(result, peak_bytes=result.peak_bytes - before)
     fast, slow = timed[ours], timed[naive]
     label = f"scores, {num_tokens} x {vocab} x {hidden}"
-    # Three products of the hidden states and the matrix, and one more because logits are made again.
+    # Three products of the hidden states and the matrix, and a fourth because logits are recomputed.
     floor_s = 8.0 * num_tokens * vocab * hidden / (1e12 * measure_ceilings()["matmul_tflops"])
     yield Figure(
         key="scores",
@@ -197,7 +199,7 @@ def measure_scores(*, num_tokens: int = 16_384, vocab: int = 151_936, hidden: in
 
 
 def measure_phases() -> Iterator[Figure]:
-    """A rank leaves the device and comes back: weights, master weights and moments, at the rate of pinned copies."""
+    """Time the offload and reload of weights, master weights and moments against the rate of pinned copies."""
     shape = PUBLIC_MODELS[_PHASE_MODEL]
     with _alone() as topology:
         chunks = build_chunks(shape, topology, MegatronParallel(), is_sequence_parallel=False, device="cuda", native={})
@@ -206,7 +208,7 @@ def measure_phases() -> Iterator[Figure]:
         optimizer.adopt_weights()
         optimizer.zero_grad()
         optimizer.grad_norm()
-        optimizer.step(1e-6)  # moments come with the first update
+        optimizer.step(1e-6)  # the first update allocates the moments
         num_bytes = sum(tensor.nbytes for tensor in optimizer.tensors_to_offload())
         releases, reloads = [], []
         for _ in range(_NUM_PHASE_REPEATS):
@@ -215,14 +217,14 @@ def measure_phases() -> Iterator[Figure]:
             optimizer.release()
             middle = time.perf_counter()
             optimizer.reload()
-            optimizer.shards()  # waits for all of it
+            optimizer.shards()  # waits for the reload
             torch.cuda.synchronize()
             releases.append(middle - start)
             reloads.append(time.perf_counter() - middle)
-    # Host memory is pinned in the first turn.
+    # The first turn pins host memory and is left out.
     to_host, to_device = _pinned_rates()
-    found = (("release", median(releases[1:]), to_host), ("reload", median(reloads[1:]), to_device))
-    for name, seconds, ceiling in found:
+    phases = (("release", median(releases[1:]), to_host), ("reload", median(reloads[1:]), to_device))
+    for name, seconds, ceiling in phases:
         yield Figure(
             key=f"phase, {name}",
             name=f"{name} of {num_bytes / 1e9:.1f} GB, a 1.5B model with its optimizer: {1e3 * seconds:.0f} ms",
@@ -234,7 +236,7 @@ def measure_phases() -> Iterator[Figure]:
 
 
 def _pinned_rates() -> tuple[float, float]:
-    """To the host and back, GB/s."""
+    """Return the rates to the host and to the device, in GB/s."""
     num_bytes = 1 << 30
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
@@ -243,7 +245,7 @@ def _pinned_rates() -> tuple[float, float]:
     return num_bytes / down.seconds / 1e9, num_bytes / up.seconds / 1e9
 
 
-def _measure_ours(workload: Workload) -> Timed:
+def _measure_ours(workload: TrainWorkload) -> Timed:
     with _alone() as topology:
         (model,) = build_chunks(
             workload.shape, topology, MegatronParallel(), is_sequence_parallel=False, device="cuda", native={}
@@ -261,7 +263,7 @@ def _step(model: PolicyModel, batch: DeviceMicroBatch) -> None:
     (-scores.logprobs.mean()).backward()
 
 
-def _measure_transformers(workload: Workload, *, is_compiled: bool) -> Timed:
+def _measure_transformers(workload: TrainWorkload, *, is_compiled: bool) -> Timed:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     shape = workload.shape
@@ -293,7 +295,7 @@ def _measure_transformers(workload: Workload, *, is_compiled: bool) -> Timed:
 
 @contextmanager
 def _alone() -> Iterator[Topology]:
-    """One rank that is all ranks."""
+    """Yield the topology of a single rank."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
     topology = initialize(
@@ -312,7 +314,7 @@ def _alone() -> Iterator[Topology]:
         shut_down()
 
 
-def _micro_batch(workload: Workload, topology: Topology) -> DeviceMicroBatch:
+def _micro_batch(workload: TrainWorkload, topology: Topology) -> DeviceMicroBatch:
     num_tokens = workload.num_tokens
     random = np.random.default_rng(0)
     token_ids = random.integers(workload.shape.vocab, size=num_tokens, dtype=np.int32)

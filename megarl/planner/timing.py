@@ -125,10 +125,8 @@ def estimate(
         rollout = [PhaseTime(name=PhaseName.ROLLOUT, seconds=seconds, is_waited_for=True)]
     publish = [PhaseTime(name=PhaseName.PUBLISH, seconds=publish_s, is_waited_for=True)] if deployment.engine else []
     scoring, learning = _work(deployment, models, train, kl_config(algorithm))
-    training = [
-        *_side_by_side(scoring, deployment.roles.used_pools),
-        *_side_by_side(learning, deployment.roles.used_pools),
-    ]
+    pools = deployment.roles.used_pools
+    training = [*_side_by_side(scoring, pools), *_side_by_side(learning, pools)]
     if train.max_staleness > 0:
         rollout, training = _overlapped(rollout, training)
     actor = models["actor"]

@@ -8,7 +8,7 @@ import pytest
 
 from bench import checkpoint as module
 from bench.__main__ import run
-from bench.checkpoint import Figure, measure_checkpoint, shape_of
+from bench.checkpoint import CheckpointFigure, measure_checkpoint, shape_of
 from megarl.errors import MachineError
 from megarl.weights.layouts.canonical import canonical_tensors
 
@@ -46,9 +46,9 @@ def test_only_a_goal_that_is_missed_widely_fails(
     value: float, code: int, verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = [
-        Figure(name="save against dd", value=value, unit="times", goal=0.7),
-        Figure(name="memory", value=1.0, unit="GB", goal=1.5, is_cost=True),
-        Figure(name="dd", value=1.0, unit="GB/s"),
+        CheckpointFigure(name="save against dd", value=value, unit="times", goal=0.7),
+        CheckpointFigure(name="memory", value=1.0, unit="GB", goal=1.5, is_cost=True),
+        CheckpointFigure(name="dd", value=1.0, unit="GB/s"),
     ]
     monkeypatch.setattr(module, "measure_checkpoint", lambda folder, **options: figures)
     assert run(["checkpoint", "--json"]) == code

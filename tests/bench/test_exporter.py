@@ -6,7 +6,7 @@ import pytest
 
 from bench import exporter as module
 from bench.__main__ import run
-from bench.exporter import QUICKSTART, Figure, measure_exporter
+from bench.exporter import QUICKSTART, ExporterFigure, measure_exporter
 from megarl.observe.catalogue import MAX_SERIES, METRICS
 
 
@@ -22,7 +22,7 @@ def test_every_series_there_can_be_is_scraped() -> None:
 def test_a_missed_goal_is_an_exit_code(
     value: float, exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = [Figure(name="overhead", value=value, unit="% of a step", goal=0.5)]
+    figures = [ExporterFigure(name="overhead", value=value, unit="% of a step", goal=0.5)]
     monkeypatch.setattr(module, "measure_exporter", lambda repeats: figures)
     assert run(["exporter", "--json"]) == exit_code
     assert json.loads(capsys.readouterr().out.splitlines()[-1])[0]["value"] == value

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ from bench import planning as measure
 from bench.__main__ import run
 from bench.figures import RECORDS, Failure, Figure
 from bench.gpu_figures import print_results
-from bench.gpu_pieces import Piece, PieceOptions, Results, Tell, run_pieces
+from bench.gpu_pieces import GpuPiece, PieceOptions, Report, Results, run_pieces
 from bench.planning import Goal, Measurement
+from tests.repository import ROOT
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -48,12 +51,12 @@ def test_the_last_line_is_json_on_request(monkeypatch: pytest.MonkeyPatch, capsy
 def test_figures_of_a_gpu_need_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run(["gpu"]) == 5
-    assert "megarl: this benchmark needs a CUDA device, and torch sees none\n" in capsys.readouterr().err
+    assert "megarl: this benchmark needs a CUDA device, and torch finds none\n" in capsys.readouterr().err
 
 
 def test_a_piece_that_is_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["gpu", "--piece", "step-8b"]) == 2
-    assert "step-8b: no such piece; choose of machine, " in " ".join(capsys.readouterr().err.split())
+    assert "step-8b: no such piece; one of machine, " in " ".join(capsys.readouterr().err.split())
 
 
 FIGURE = Figure(key="step", name="step", value=1.0, unit="ms", against="peak", ratio=0.4)
@@ -102,14 +105,14 @@ if name == "fails":
 print(_MARK + _to_line({"device": "some GPU"}), flush=True)
 """
 
-    def nothing(_options: PieceOptions, _tell: Tell) -> None:
+    def nothing(_options: PieceOptions, _tell: Report) -> None:
         raise AssertionError("measured in the parent")
 
     monkeypatch.setattr(gpu_pieces, "_COMMAND", (sys.executable, "-c", code))
     monkeypatch.setattr(
         gpu_pieces,
         "PIECES",
-        {name: Piece(timeout_s=3, measure=nothing) for name in ("hangs", "fails", "works")},
+        {name: GpuPiece(timeout_s=3, measure=nothing) for name in ("hangs", "fails", "works")},
     )
     options = PieceOptions(engine_model="qwen2.5-7b", engine_options={})
     results = run_pieces(["hangs", "fails", "works"], options, out=tmp_path / "lines")
@@ -120,3 +123,16 @@ print(_MARK + _to_line({"device": "some GPU"}), flush=True)
     ]
     assert results.machine == {"device": "some GPU"}
     assert len((tmp_path / "lines").read_text().splitlines()) == 6
+
+
+@pytest.mark.parametrize("command", ["plan", "checkpoint", "algo", "page", "exporter", "async", "reshard", "gpu"])
+def test_every_benchmark_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "--help"]) == 0
+    assert f"Usage: python -m bench {command}" in capsys.readouterr().out
+
+
+def test_the_wheel_has_megarl_and_no_benchmark() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert "bench" in packages
+    assert {name for name in packages if any(fnmatch(name, pattern) for pattern in patterns)} == {"megarl"}

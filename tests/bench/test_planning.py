@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.__main__ import run
 from bench.planning import Goal, Measurement, Sample, measure, start_in_fresh_process, write_large_recipe
+from megarl.cli.main import run
 from megarl.errors import MachineError
 
 GOAL = Goal(seconds=1.0, megabytes=500.0)

@@ -8,7 +8,7 @@ import pytest
 
 from bench import reshard as measure_reshard
 from bench.__main__ import run
-from bench.reshard import Floor, ReshardReport, Timing
+from bench.reshard import Floor, PublishTimes, ReshardReport
 from bench.reshard_report import print_reshard, verdicts
 
 REPORT = ReshardReport(
@@ -16,9 +16,9 @@ REPORT = ReshardReport(
     model_bytes=990_000_000,
     bytes_by_link={"network": 1_000_000_000},
     floor=Floor(loopback_bytes_s=4e9, copy_bytes_s=8e9, num_bytes=1_000_000_000),
-    ours=Timing(name="publish", seconds=(1.2, 1.0, 1.4), group_bytes=1_000_000_000),
-    gather=Timing(name="gather", seconds=(6.0, 5.0, 7.0), group_bytes=4_000_000_000),
-    flattened=Timing(name="flattened", seconds=(2.0, 3.0, 2.5), group_bytes=2_000_000_000),
+    ours=PublishTimes(name="publish", seconds=(1.2, 1.0, 1.4), group_bytes=1_000_000_000),
+    gather=PublishTimes(name="gather", seconds=(6.0, 5.0, 7.0), group_bytes=4_000_000_000),
+    flattened=PublishTimes(name="flattened", seconds=(2.0, 3.0, 2.5), group_bytes=2_000_000_000),
     is_equal=True,
 )
 

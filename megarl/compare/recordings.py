@@ -1,4 +1,4 @@
-"""What the ranks of both sides record of themselves: module outputs in files, and digests of their weights.
+"""Records that the ranks of both sides make of themselves: module outputs in files, and digests of their weights.
 
 The parts of all ranks are put together in canonical names and columns. Knows neither Megatron nor SGLang.
 """

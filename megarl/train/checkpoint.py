@@ -28,7 +28,7 @@ from megarl.weights.algebra.slices import Holding, Index, Layout, TensorSpec
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import box_of
-from megarl.weights.layouts.optimizer import FlatRange, restrict, restrict_all
+from megarl.weights.layouts.pieces import FlatRange, restrict, restrict_all
 
 _MASTER = "master"
 _DTYPE = "float32"

@@ -15,7 +15,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 from megarl.weights.algebra.slices import Index
-from megarl.weights.layouts.optimizer import FlatRange
+from megarl.weights.layouts.pieces import FlatRange
 
 Moment: TypeAlias = Literal["exp_avg", "exp_avg_sq"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)

@@ -20,7 +20,7 @@ from megarl.weights.executors.group import StoreServer, TransferGroup
 from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import box_of
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
-from megarl.weights.layouts.optimizer import FlatRange, restrict_all
+from megarl.weights.layouts.pieces import FlatRange, restrict_all
 from tests.weights.reference import parallels, shapes
 
 FEW = st.sampled_from([(1, 1), (2, 1), (2, 2)]).flatmap(

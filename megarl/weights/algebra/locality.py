@@ -18,7 +18,7 @@ from megarl.weights.algebra.slices import Layout
 
 
 class Link(IntEnum):
-    """What a move travels over, nearest first."""
+    """The link that a move travels over, nearest first."""
 
     PROCESS = 0
     DEVICE = 1
@@ -28,7 +28,7 @@ class Link(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Where one rank runs. Names of devices and processes are unique over all nodes."""
+    """The place of one rank. Names of devices and processes are unique over all nodes."""
 
     node: str
     device: str

@@ -104,7 +104,7 @@ class BundleRouter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Proximity:
-    """How near the targets of a box are to its sources; targets by their column."""
+    """The targets of a box, by column, sorted by their distance to its sources."""
 
     own: tuple[tuple[int, int], ...]
     """(column, source) in one process or on one device."""
@@ -162,7 +162,7 @@ class Traffic:
     def __init__(self, bundles: Iterable[RoutedBundle], locations: Locations) -> None:
         self.sent, self.forwarded, self.received = _by_link(), _by_link(), _by_link()
         self.between: defaultdict[tuple[int, int], int] = defaultdict(int)
-        """By giver, coded as in `RoutedBundle.givers`, and target."""
+        """Bytes by giver, coded as in `RoutedBundle.givers`, and target."""
         self._num_sources = len(locations.sources)
         for routed in bundles:
             for column, target in enumerate(routed.bundle.targets):

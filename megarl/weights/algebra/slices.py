@@ -23,7 +23,7 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 class TensorSpec:
     shape: Index
     dtype: str
-    """As torch and `config.json` spell it: float32, bfloat16 or float16."""
+    """Spelled as in torch and `config.json`: float32, bfloat16 or float16."""
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +55,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Where a box lives in its holder's own tensor: a box of the same shape, never transposed."""
+    """The place of a box in its holder's own tensor: a box of the same shape, never transposed."""
 
     slice: Slice
     local_name: str

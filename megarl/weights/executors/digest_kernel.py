@@ -1,4 +1,4 @@
-"""Digests on a GPU in one pass over the bytes, of one matrix or of many: to the last bit what `digest` defines."""
+"""Digests on a GPU in one pass over the bytes, of one matrix or of many: bit-equal to `digest_tensor`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _COLUMNS = 1024
 _TILE_COLUMNS = 512
 _TILE_ROWS = 64
 _STEP = 8
-"""Rows that are under way at once."""
+"""Rows that are loaded at once."""
 
 
 def digest_rows(
     bits: torch.Tensor, *, first_row: int, first_column: int, seeds: tuple[int, int], lift: int
 ) -> torch.Tensor:
-    """The sum over a matrix of integers whose columns lie side by side, as an int64 scalar."""
+    """Return the sum over a matrix of integers with contiguous columns, as an int64 scalar."""
     rows, columns = bits.shape
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     grid = (triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS))
@@ -32,19 +32,19 @@ def digest_rows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixKeys:
-    """What the elements of a matrix are multiplied by."""
+    """The factors of the elements of a matrix."""
 
     rows: torch.Tensor  # [rows], int64
     columns: torch.Tensor  # [columns], int64
     sum_index: int
-    """Which sum the matrix belongs to."""
+    """Index of the sum that the matrix belongs to."""
 
 
 class MatrixSums:
-    """Of many matrices of one dtype, in one launch."""
+    """The sums over many matrices of one dtype, in one launch."""
 
     def __init__(self, keys: Sequence[MatrixKeys], *, num_sums: int, lift: int) -> None:
-        self._keys = keys  # the kernel has but their addresses
+        self._keys = keys  # the kernel has their addresses only
         self._num_sums = num_sums
         self._lift = lift
         self._device = keys[0].rows.device
@@ -59,7 +59,7 @@ class MatrixSums:
         self._places = torch.empty(0)
 
     def compute(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[num_sums], int64; matrices of integers whose columns lie side by side, in the order of their keys."""
+        """Return [num_sums], int64. Matrices are of integers, with contiguous columns, in the order of their keys."""
         known = [(matrix.data_ptr(), matrix.stride(0)) for matrix in matrices]
         if known != self._known:
             self._known, self._places = known, self._located(known)
@@ -113,7 +113,7 @@ def _sum_tiles(  # type: ignore[no-untyped-def]
     for first in range(0, ROWS, STEP):
         row = start + first + tl.arange(0, STEP)
         is_row = row < rows
-        # What is outside has a key of zero.
+        # Rows outside the matrix have a key of zero.
         row_key = tl.load(row_keys + row, mask=is_row, other=0).to(tl.uint64, bitcast=True)
         offsets = row[:, None] * row_stride + column[None, :]
         is_inside = is_row[:, None] & is_column[None, :]

@@ -1,7 +1,7 @@
-"""Trainer ranks and engine ranks as peers that exchange bytes, each wait with a deadline. No layouts, no engine.
+"""Trainer ranks and engine ranks as peers that exchange bytes; every wait has a deadline. No layouts, no engine.
 
-The group is a process group of its own beside whatever default group its processes have (inside SGLang there is one
-already). It cannot lose a member: after any failure it is broken for good, and its peers join a new one by a new name.
+The group is separate from the default process group of its processes (SGLang has one). It cannot lose a member: after
+any failure it is broken for good, and its peers join a new one under a new name.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from megarl.system.network import LOOPBACK
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
-
 _POLL_S = 0.005
 _WATCH_S = 0.2
-"""How often a waiting peer looks whether another one has given up."""
+"""Interval at which a waiting peer checks whether another has abandoned the group."""
 _NUM_TAGS = 1 << 30
 _ABANDONED = "abandoned"
 
@@ -42,7 +41,7 @@ class StoreAddress:
 
 
 class StoreServer:
-    """A key-value store, served by this process for as long as this object lives."""
+    """A key-value store that this process serves while this object lives."""
 
     def __init__(self, host: str = LOOPBACK) -> None:
         # The store would listen on every interface; it takes over a listener that is bound to one.
@@ -58,7 +57,7 @@ class StoreServer:
 
 
 class _PointToPoint(Protocol):
-    """What torch's process groups of both backends can do, which their type stubs do not say."""
+    """The methods of torch's process groups that their type stubs lack."""
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
 
@@ -66,22 +65,22 @@ class _PointToPoint(Protocol):
 
 
 class Pending(Protocol):
-    """A transfer under way. Its buffer must not be touched before `wait` returns."""
+    """A send or receive under way. Its buffer must not be touched before `wait` returns."""
 
     def wait(self, deadline: float) -> None:
-        """Until `deadline`, on the clock of time.monotonic, or until another peer gives up."""
+        """Wait until `deadline` on the clock of time.monotonic, or until another peer abandons the group."""
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class _GlooPending:
-    def __init__(self, work: Work, what: str, store: Store) -> None:
-        self._work = work
-        self._what = what
-        self._store = store
+    work: Work
+    what: str
+    store: Store
 
     def wait(self, deadline: float) -> None:
-        # In a thread: gloo now and then leaves a send waiting whose receiver has closed the connection, and nothing
-        # but a timeout, which ends the whole group, gets it back.
+        # In a thread: gloo sometimes leaves a send waiting whose receiver has closed the connection, and only a
+        # timeout, which ends the whole group, gets it back.
         outcome: SimpleQueue[RuntimeError | None] = SimpleQueue()
         seconds = max(_WATCH_S, deadline - time.monotonic())
         Thread(target=self._wait, args=(seconds, outcome), daemon=True).start()
@@ -89,41 +88,41 @@ class _GlooPending:
             with suppress(Empty):
                 error = outcome.get(timeout=_WATCH_S)
                 break
-            _refuse_abandoned(self._store, self._what)
+            _refuse_abandoned(self.store, self.what)
         if error is not None:
-            raise WeightSyncError(f"{self._what} failed: {_reason(error)}") from error
+            raise WeightSyncError(f"{self.what} failed: {_reason(error)}") from error
 
     def _wait(self, seconds: float, outcome: SimpleQueue[RuntimeError | None]) -> None:
         try:
-            self._work.wait(timedelta(seconds=seconds))
+            self.work.wait(timedelta(seconds=seconds))
             outcome.put(None)
         except RuntimeError as error:
             outcome.put(error)
 
 
+@dataclass(frozen=True, slots=True)
 class _NcclPending:
-    def __init__(self, work: Work, what: str, store: Store) -> None:
-        self._work = work
-        self._what = what
-        self._store = store
+    work: Work
+    what: str
+    store: Store
 
     def wait(self, deadline: float) -> None:
         # Waiting on NCCL work only orders the stream; the deadline needs the transfer itself to be over.
-        with _failing_as(self._what):
+        with _failing_as(self.what):
             next_watch = time.monotonic() + _WATCH_S
-            while not self._work.is_completed():
+            while not self.work.is_completed():
                 now = time.monotonic()
                 if now > deadline:
-                    raise WeightSyncError(f"{self._what} failed: its deadline has passed")
+                    raise WeightSyncError(f"{self.what} failed: its deadline has passed")
                 if now > next_watch:
-                    _refuse_abandoned(self._store, self._what)
+                    _refuse_abandoned(self.store, self.what)
                     next_watch = now + _WATCH_S
                 time.sleep(_POLL_S)
-            self._work.wait()
+            self.work.wait()
 
 
 class TransferGroup:
-    """Peers 0..num_peers-1: by convention trainer ranks first, then engine ranks."""
+    """Peers 0..num_peers-1: trainer ranks first, then engine ranks."""
 
     def __init__(
         self,
@@ -141,11 +140,11 @@ class TransferGroup:
         self.peer = peer
         self.num_peers = num_peers
         self.timeout_s = timeout_s
-        """Deadline of one whole transfer, and of every other operation that is given none."""
+        """Deadline of one whole transfer, and of other operations without a timeout of their own."""
         self._backend = backend
         self._process_group: _PointToPoint | None = process_group
-        # What NCCL does between two peers it does in one order for both directions: a receive that is waiting would
-        # hold up a send the other way. So what goes to lower peers has a group of its own.
+        # NCCL keeps one order for both directions between two peers: a waiting receive would hold up a send the other
+        # way. So sends to lower peers have a group of their own.
         self._downwards = downwards
         self._store = store
         self._num_rounds = 0
@@ -163,7 +162,7 @@ class TransferGroup:
         backend: Backend = "gloo",
         host: str = LOOPBACK,
     ) -> TransferGroup:
-        """Meet the other peers at the store. `host` is the address at which they reach this process."""
+        """Meet the other peers at the store. `host` is the address at which other peers reach this process."""
         what = f"peer {peer} of {num_peers} joining {name}"
         with _failing_as(what):
             timeout = timedelta(seconds=timeout_s)
@@ -171,17 +170,15 @@ class TransferGroup:
             store = PrefixStore(name, client)
             store.set(f"peer {peer}", "")
             _await_keys(store, [f"peer {i}" for i in range(num_peers)], timeout_s, what)
-            process_group, downwards = (
-                _process_group(
-                    backend, PrefixStore(way, store), peer=peer, num_peers=num_peers, timeout_s=timeout_s, host=host
-                )
-                if way == "up" or backend == "nccl"
-                else None
-                for way in ("up", "down")
-            )
-            assert process_group is not None
+
+            def connect(way: str) -> _PointToPoint:
+                prefixed = PrefixStore(way, store)
+                return _process_group(backend, prefixed, peer=peer, num_peers=num_peers, timeout=timeout, host=host)
+
+            upwards = connect("up")
+            downwards = connect("down") if backend == "nccl" else None
         return cls(
-            process_group,
+            upwards,
             store,
             downwards=downwards,
             name=name,
@@ -193,7 +190,7 @@ class TransferGroup:
 
     @property
     def wire_device(self) -> torch.device:
-        """Where buffers that travel live."""
+        """The device of buffers that travel."""
         return torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else torch.device("cpu")
 
     def send(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Pending:
@@ -211,7 +208,7 @@ class TransferGroup:
 
     @contextmanager
     def transfer(self) -> Iterator[float]:
-        """One transfer and its deadline. A failure ends the group for all peers: bytes may still be under way."""
+        """Yield the deadline of one transfer. A failure ends the group for all peers: bytes may still be under way."""
         try:
             yield time.monotonic() + self.timeout_s
         except WeightSyncError as error:
@@ -219,42 +216,42 @@ class TransferGroup:
             raise
 
     def report(self, key: str, payload: bytes) -> None:
-        """Leave a message for whoever collects `key`."""
+        """Store a message for the peer that collects `key`."""
         with _failing_as(f"{self.name}: peer {self.peer} reporting {key}"):
             self._store.set(key, payload)  # type: ignore[arg-type]  # takes bytes as well
 
     def collect(self, keys: Sequence[str], timeout_s: float) -> dict[str, bytes]:
-        """The messages under `keys`, once all are there; the error names those that are not."""
+        """Wait for the messages under `keys` and return them; the error names missing ones."""
         what = f"{self.name}: peer {self.peer} collecting reports"
         with _failing_as(what):
             _await_keys(self._store, keys, timeout_s, what)
             return {key: self._store.get(key) for key in keys}
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Drop messages that nobody will collect any more."""
+        """Delete messages that were collected."""
         with _failing_as(f"{self.name}: peer {self.peer} forgetting reports"):
             for key in keys:
                 self._store.delete_key(key)
 
     def next_round(self) -> int:
-        """A number that is the same on all peers, as long as they do the same things together."""
+        """Return a number that is the same on all peers, provided that all call this equally often."""
         self._num_rounds += 1
         return self._num_rounds
 
     def barrier(self) -> None:
-        """Return once every peer is here."""
+        """Return once every peer has called this."""
         number = self.next_round()
         self.report(f"barrier {number} of peer {self.peer}", b"")
         self.collect([f"barrier {number} of peer {peer}" for peer in range(self.num_peers)], self.timeout_s)
 
     def abandon(self, reason: str) -> None:
-        """End the group here and tell the others why: their connections close and their waits end."""
+        """Close the group, and end the waits of the other peers with this reason."""
         self.close(reason)
         with suppress(RuntimeError):
             self._store.set(_ABANDONED, f"peer {self.peer} gave up: {reason}")
 
     def close(self, reason: str = "the group is closed") -> None:
-        # Dropping the process group closes its connections; gloo's own `shutdown` leaves them open.
+        # Dropping the process group closes its connections; gloo's `shutdown` leaves them open.
         self._process_group = self._downwards = None
         self._end = reason
 
@@ -268,23 +265,22 @@ class TransferGroup:
                 assert_never(self._backend)
 
     def _connected(self, what: str, *, is_down: bool) -> _PointToPoint:
-        """The group for one direction between two peers."""
+        """Return the process group for one direction between two peers."""
         if self._process_group is None:
-            raise WeightSyncError(f"{what}: not possible any more, join a new group: {self._end}")
+            raise WeightSyncError(f"{what}: the group has ended, join a new group: {self._end}")
         return self._downwards if is_down and self._downwards is not None else self._process_group
 
 
 def abandon_group(address: StoreAddress, *, name: str, reason: str, timeout_s: float = 10) -> None:
-    """End a group from outside, for whoever knows that one of its peers is dead: all waits in it end."""
+    """End a group from outside when one of its peers is dead: all waits in it end."""
     with _failing_as(f"ending {name}"):
         client = TCPStore(address.host, address.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
         PrefixStore(name, client).set(_ABANDONED, reason)
 
 
 def _process_group(
-    backend: Backend, store: Store, *, peer: int, num_peers: int, timeout_s: float, host: str
+    backend: Backend, store: Store, *, peer: int, num_peers: int, timeout: timedelta, host: str
 ) -> _PointToPoint:
-    timeout = timedelta(seconds=timeout_s)
     match backend:
         case "gloo":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -301,7 +297,7 @@ def _process_group(
 
 
 def _await_keys(store: Store, keys: Sequence[str], timeout_s: float, what: str) -> None:
-    # Asking again and again, not store.wait: a blocked client would keep the other threads of its process waiting.
+    # Polling, not store.wait: a blocked client would block the other threads of its process.
     deadline = time.monotonic() + timeout_s
     pause_s = _POLL_S
     while not store.check(list(keys)):
@@ -328,5 +324,5 @@ def _failing_as(what: str) -> Iterator[None]:
 
 
 def _reason(error: RuntimeError) -> str:
-    """The first sentence, without the place in torch's source that comes before it."""
+    """Return the first sentence of an error, without the place in torch's source before it."""
     return re.sub(r"^\[[^\]]*\] ", "", str(error).strip().splitlines()[0]).split(". ")[0]

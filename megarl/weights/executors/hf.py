@@ -1,6 +1,6 @@
-"""Hugging Face folders as holders of weights: what their safetensors files hold, and filling a rank from them.
+"""Hugging Face folders as holders of weights: the contents of their safetensors files, and filling a rank from them.
 
-Only headers and the boxes a rank needs are read. Knows no transport and no engine.
+Only headers and the boxes that a rank needs are read. Knows no transport and no engine.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class HfFolder:
 
 
 def read_hf_folder(folder: Path, canonical: Mapping[str, TensorSpec]) -> HfFolder:
-    """Which file holds which canonical tensor; one that is missing or misshapen is a CheckpointError.
+    """Return which file holds which canonical tensor; a missing or misshapen one is a CheckpointError.
 
-    Tensors of other names are left alone: some checkpoints of tied models repeat the embedding as the head.
+    Tensors of other names are ignored: some checkpoints of tied models repeat the embedding as the head.
     """
     files = tensor_files(folder)
     headers = [_header(path) for path in files]
-    found = {name: spec for header in headers for name, spec in header.items()}
+    specs = {name: spec for header in headers for name, spec in header.items()}
     for name, spec in canonical.items():
-        if name not in found:
+        if name not in specs:
             raise CheckpointError(f"{folder}: tensor {name} is in no safetensors file")
-        if found[name].shape != spec.shape:
-            shapes = f"{list(found[name].shape)}, config.json says {list(spec.shape)}"
+        if specs[name].shape != spec.shape:
+            shapes = f"{list(specs[name].shape)}, config.json says {list(spec.shape)}"
             raise CheckpointError(f"{folder}: tensor {name} has shape {shapes}")
     holdings = tuple(_holding(rank, header, canonical) for rank, header in enumerate(headers))
     return HfFolder(files=files, layout=Layout(canonical=canonical, holdings=holdings))
@@ -58,9 +58,9 @@ def load_hf(
     *,
     may_lack: Collection[str] = (),
 ) -> None:
-    """Fill one rank's tensors in place, in their own dtype; what no piece covers (padding) becomes zero.
+    """Fill one rank's tensors in place, in their own dtype; elements that no piece covers (padding) become zero.
 
-    So does what is in `may_lack` and not in the folder.
+    Tensors of `may_lack` that are not in the folder become zero too.
     """
     if may_lack:
         lacking = set(may_lack) - {name for path in tensor_files(folder) for name in _header(path)}
@@ -77,7 +77,7 @@ def load_hf(
 
 
 def tensor_files(folder: Path) -> tuple[Path, ...]:
-    """The files the index names or, without one, all there are."""
+    """Return the files that the index names or, without an index, all safetensors files."""
     index = folder / INDEX_FILE
     if not index.exists():
         files = tuple(sorted(folder.glob("*.safetensors")))

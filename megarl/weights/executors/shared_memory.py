@@ -32,7 +32,7 @@ class _View:
     storage: int
     """Index of the storage's handle."""
     offset: int
-    """In elements."""
+    """Counted in elements."""
     shape: Index
     strides: Index
     dtype: str

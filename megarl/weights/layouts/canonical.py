@@ -15,11 +15,11 @@ HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
 ROUTER = "mlp.gate.weight"
 DENSE_BLOCK = "mlp."
-"""Within a layer, as ROUTER: what the names of a feed-forward block's matrices begin with."""
+"""Prefix of the matrices of a feed-forward block; like ROUTER, named within a layer."""
 
 
 def canonical_tensors(shape: ModelShape) -> dict[str, TensorSpec]:
-    """Name and shape of every tensor, in the order of the model. Tied embeddings are one tensor."""
+    """Return name and spec of every tensor, in the order of the model. Tied embeddings are one tensor."""
     _refuse_unsupported(shape)
     shapes: dict[str, Index] = {EMBEDDING: (shape.vocab, shape.hidden)}
     layer = _layer_shapes(shape)
@@ -40,7 +40,7 @@ def layer_prefix(index: int) -> str:
 
 
 def layer_of(canonical: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors of one layer, named within it; all layers are alike."""
+    """Return the tensors of one layer, named within it; all layers are alike."""
     prefix = layer_prefix(0)
     return {name.removeprefix(prefix): spec for name, spec in canonical.items() if name.startswith(prefix)}
 
@@ -54,13 +54,13 @@ def num_parameters(shape: ModelShape) -> int:
 
 
 def num_active_parameters(shape: ModelShape) -> int:
-    """Those that one token meets: of the experts only as many as it is sent to."""
+    """Return the parameters that one token uses: all, less the experts that it is not sent to."""
     idle = 0 if shape.experts is None else shape.experts.num - shape.experts.per_token
     return num_parameters(shape) - idle * shape.num_layers * 3 * shape.ffn_hidden * shape.hidden
 
 
 def head_name(shape: ModelShape) -> str:
-    """The canonical tensor that makes logits."""
+    """Return the canonical tensor that produces the logits."""
     return EMBEDDING if shape.has_tied_embeddings else HEAD
 
 

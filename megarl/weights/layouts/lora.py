@@ -1,10 +1,10 @@
-"""LoRA adapters as extra canonical tensors: what a holder of a matrix holds of its adapter. Layouts only. Pure.
+"""The layout of LoRA adapters, as extra canonical tensors. Pure.
 
-An adapter adds B @ A to a matrix W: A is [rank, columns of W], B is [rows of W, rank]. It follows its matrix: who has
-some rows of W has these rows of B, and who has some columns of W has these columns of A. So the layout of the adapters
-follows from the layout of any holder, trainer or engine, and a plan moves them like all else.
+An adapter adds B @ A to a matrix W: A is [rank, columns of W], B is [rows of W, rank]. A holder of some rows of W holds
+the same rows of B, and a holder of some columns of W holds the same columns of A. The layout of the adapters therefore
+follows from the layout of the matrices, for trainer and engine alike, and a plan moves adapters like other tensors.
 
-In a fused parameter B is fused in the same way; the A of its matrices are stacked in the order in which they come.
+In a fused parameter B is fused in the same way; the A of its matrices are stacked in their order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LAYERS = "model.layers."
 class LoraShape:
     rank: int
     modules: frozenset[str]
-    """Last words of the adapted linear layers' names, such as q_proj."""
+    """Names of the adapted linear layers within their block, such as q_proj."""
 
     def adapts(self, name: str) -> bool:
         """Whether a canonical tensor is a matrix with an adapter."""
@@ -31,7 +31,7 @@ class LoraShape:
 
 
 def canonical_a(name: str) -> str:
-    """As the adapter's file names it, for the matrix `name`."""
+    """Return the name of A in the adapter's file, for the matrix `name`."""
     return f"base_model.model.{name.removesuffix(_WEIGHT)}.lora_A.weight"
 
 
@@ -40,18 +40,18 @@ def canonical_b(name: str) -> str:
 
 
 def adapter_tensors(canonical: Mapping[str, TensorSpec], lora: LoraShape) -> dict[str, TensorSpec]:
-    """Name and shape of every tensor of the adapters of a model."""
-    found: dict[str, TensorSpec] = {}
+    """Return name and spec of every adapter tensor of a model."""
+    tensors: dict[str, TensorSpec] = {}
     for name, spec in canonical.items():
         if lora.adapts(name):
             rows, columns = spec.shape
-            found[canonical_a(name)] = TensorSpec(shape=(lora.rank, columns), dtype=spec.dtype)
-            found[canonical_b(name)] = TensorSpec(shape=(rows, lora.rank), dtype=spec.dtype)
-    return found
+            tensors[canonical_a(name)] = TensorSpec(shape=(lora.rank, columns), dtype=spec.dtype)
+            tensors[canonical_b(name)] = TensorSpec(shape=(rows, lora.rank), dtype=spec.dtype)
+    return tensors
 
 
 def adapter_layout(layout: Layout, lora: LoraShape) -> Layout:
-    """What the same holders have of the adapters. Replicas stay replicas."""
+    """Return what the same holders hold of the adapters. Replicas stay replicas."""
     done: dict[int, Holding] = {}
     holdings = []
     for holding in layout.holdings:
@@ -82,7 +82,7 @@ def _adapters(holding: Holding, lora: LoraShape) -> Holding:
 
 
 def _stack(parts: Sequence[Piece]) -> dict[str, int]:
-    """The position of each matrix's A; each expert of a stacked parameter has a stack of its own."""
+    """Return the position of each matrix's A; each expert of a stacked parameter has a stack of its own."""
     seen: defaultdict[Index, list[str]] = defaultdict(list)
     for piece in parts:
         names = seen[piece.local_offsets[:-2]]

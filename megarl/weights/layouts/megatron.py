@@ -1,5 +1,4 @@
-"""What each Megatron rank holds: GPTModel with the local layer spec, under any TP, PP, VPP, EP, ETP and DP. Pure: no
-Megatron.
+"""The parameters of each Megatron rank: GPTModel of the local layer spec, under any TP, PP, VPP, EP, ETP, DP. Pure.
 
 Local names are `chunk{i}.{parameter name}`, i the virtual-pipeline chunk (0 without VPP). Ranks follow Megatron's
 default order: tensor fastest, then data, pipeline slowest. For experts the ranks of a stage are numbered again, as
@@ -32,7 +31,7 @@ from megarl.weights.layouts.canonical import (
 from megarl.weights.layouts.pieces import LocalTensor, Segment, column_window, repeated, replicate, row_window, whole
 
 _VOCAB_ROWS = 64
-"""Rows of a rank's vocabulary shard come in multiples of this: a good size for matrix kernels."""
+"""A rank's vocabulary shard has a multiple of this many rows: a good size for matrix kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,22 +75,22 @@ class MegatronParallel:
         return self.tensor * self.data // (self.expert * self.ranks_per_expert)
 
     def rank(self, *, tensor: int, data: int, pipeline: int) -> int:
-        """The global rank at these coordinates."""
+        """Return the global rank at these coordinates."""
         return tensor + self.tensor * (data + self.data * pipeline)
 
     def expert_place(self, *, tensor: int, data: int) -> ExpertPlace:
-        """Which part of which experts the rank at these coordinates has, in any stage."""
+        """Return which part of which experts the rank at these coordinates has, in any stage."""
         rest, part = divmod(tensor + self.tensor * data, self.ranks_per_expert)
         return ExpertPlace(expert=rest % self.expert, part=part)
 
     def chunk_layers(self, num_layers: int, *, stage: int, chunk: int) -> range:
-        """The layers of a stage's chunk: chunk c of stage s is number c * pipeline + s in the order of the layers."""
+        """Return the layers of a chunk: chunk c of stage s is number c * pipeline + s in the order of the layers."""
         sizes = self._stage_layers(num_layers)
         before = chunk * sum(sizes) + sum(sizes[:stage])
         return range(before, before + sizes[stage])
 
     def _stage_layers(self, num_layers: int) -> list[int]:
-        """Of one chunk of each stage."""
+        """Return the number of layers in one chunk of each stage."""
         num_chunks = self.pipeline * self.virtual_pipeline
         ends = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
         fixed = {stage: layers for stage, layers in ends.items() if layers is not None}
@@ -104,17 +103,17 @@ class ExpertPlace:
     expert: int
     """The set of experts, of `expert` such sets."""
     part: int
-    """Of each of them."""
+    """Number of the part of each of these experts."""
 
 
 def padded_vocab(vocab: int, tensor: int) -> int:
-    """Rows of the embedding and output matrices over all tensor-parallel ranks."""
+    """Return the rows of the embedding and output matrices over all tensor-parallel ranks."""
     step = _VOCAB_ROWS * tensor
     return -(-vocab // step) * step
 
 
 def megatron_layout(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -> Layout:
-    """What every global rank holds, as parameters of `dtype`. A split that Megatron cannot make is a ConfigError."""
+    """Return what every global rank holds, as parameters of `dtype`. An impossible split is a ConfigError."""
     _refuse_impossible(shape, parallel)
     canonical = canonical_tensors(shape)
     specs = canonical | layer_of(canonical)
@@ -139,7 +138,7 @@ class _Cut:
 
     shape: ModelShape
     canonical: dict[str, TensorSpec]
-    """By name, and those of a layer by their names within it."""
+    """Tensors by name; those of a layer also by their names within it."""
     rank: int
     size: int
 
@@ -161,7 +160,7 @@ class _Share:
     """One rank's share of every layer."""
 
     dense: _Cut
-    """Of all that is not in an expert."""
+    """The cut of all tensors outside the experts."""
     expert: _Cut
     experts: range
 
@@ -178,7 +177,7 @@ def _share(
 
 
 def _stage_tensors(share: _Share, parallel: MegatronParallel, stage: int) -> Iterator[LocalTensor]:
-    """All parameters of one stage."""
+    """Yield all parameters of one stage."""
     cut = share.dense
     layer = tuple(_layer_tensors(share))
     for chunk in range(parallel.virtual_pipeline):
@@ -205,7 +204,7 @@ def _vocab_tensor(cut: _Cut, local: str, name: str) -> LocalTensor:
 
 
 def _layer_tensors(share: _Share) -> Iterator[LocalTensor]:
-    """Of any layer, named within it."""
+    """Yield the parameters of any layer, named within it."""
     cut, shape = share.dense, share.dense.shape
     yield cut.whole("input_layernorm.weight", "input_layernorm.weight")
     yield cut.columns("self_attention.linear_proj.weight", "self_attn.o_proj.weight")
@@ -225,7 +224,7 @@ def _layer_tensors(share: _Share) -> Iterator[LocalTensor]:
 
 
 def _qkv(cut: _Cut, local: str, suffix: str, *, columns: tuple[int, ...]) -> LocalTensor:
-    """[queries of a group | its key | its value], group after group, cut into equal rows.
+    """Return [queries of a group | its key | its value], group after group, cut into equal rows.
 
     With fewer groups than ranks a rank's rows end inside a group: Megatron gathers the activations, not the weights.
     """
@@ -241,7 +240,7 @@ def _qkv(cut: _Cut, local: str, suffix: str, *, columns: tuple[int, ...]) -> Loc
 
 
 def _feed_forward(cut: _Cut, local: str, block: str) -> Iterator[LocalTensor]:
-    """[gate of the rank; up of the rank], and the columns of down that go with them."""
+    """Yield [gate of the rank; up of the rank], and the columns of down that go with them."""
     share = cut.shape.ffn_hidden // cut.size
     segments = tuple(
         Segment(name=f"{block}{projection}.weight", start=cut.rank * share, num_rows=share)

@@ -1,19 +1,27 @@
-"""How a parallel parameter is put together from canonical tensors: stacked by rows, cut into windows. Pure.
+"""How a rank's tensors are cut out of canonical ones: windows of stacked rows and of columns, and flat ranges. Pure.
 
 Megatron and SGLang differ in what they stack and in which order; both cut a rank's part out of a list of row segments.
+The distributed optimizer cuts the flat buffer of all parameters evenly over the data-parallel ranks, so a rank has a
+range of elements of each parameter, in row-major order: at most `2 * dimensions - 1` boxes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import TypeAlias
 
-from megarl.weights.algebra.slices import Holding, Index, Piece, Slice, TensorSpec
+from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, Slice, TensorSpec, intersect, shift
+
+FlatRange: TypeAlias = tuple[int, int]
+"""First element and the one after the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Rows `start:start + num_rows` of canonical tensor `name`, or padding that belongs to none."""
+    """Rows `start:start + num_rows` of canonical tensor `name`, or padding where `name` is None."""
 
     name: str | None
     start: int
@@ -32,9 +40,9 @@ class LocalTensor:
 def row_window(
     local_name: str, segments: Iterable[Segment], *, start: int, num_rows: int, columns: Index
 ) -> LocalTensor:
-    """Rows `start:start + num_rows` of segments laid end to end; what lies beyond the last one is padding.
+    """Return rows `start:start + num_rows` of segments laid end to end; rows beyond the last one are padding.
 
-    `columns` are the other dimensions: (hidden,) of a matrix, () of a bias.
+    `columns` are the other dimensions: (hidden,) for a matrix, () for a bias.
     """
     zeros = tuple(0 for _ in columns)
     pieces = []
@@ -50,7 +58,7 @@ def row_window(
 
 
 def column_window(local_name: str, name: str, spec: TensorSpec, *, start: int, num_columns: int) -> LocalTensor:
-    """Columns `start:start + num_columns` of one matrix; columns beyond the matrix are padding."""
+    """Return columns `start:start + num_columns` of one matrix; columns beyond the matrix are padding."""
     num_rows, width = spec.shape
     size = min(start + num_columns, width) - start
     pieces: tuple[Piece, ...] = ()
@@ -61,7 +69,7 @@ def column_window(local_name: str, name: str, spec: TensorSpec, *, start: int, n
 
 
 def stacked(local_name: str, layers: Sequence[LocalTensor]) -> LocalTensor:
-    """Tensors of one shape, one after the other along a new first dimension."""
+    """Stack tensors of one shape along a new first dimension."""
     (shape,) = {layer.shape for layer in layers}
     pieces = tuple(
         Piece(slice=piece.slice, local_name=local_name, local_offsets=(index, *piece.local_offsets))
@@ -72,9 +80,9 @@ def stacked(local_name: str, layers: Sequence[LocalTensor]) -> LocalTensor:
 
 
 def repeated(template: Sequence[LocalTensor], *, local: str, source: str) -> Iterator[LocalTensor]:
-    """The tensors of a layer like the one that `template` describes without its prefixes: `local` and `source`.
+    """Yield the tensors of a layer: those of `template` with the prefixes `local` and `source`.
 
-    Layers are alike, and naming what is known is much faster than working it out again.
+    Layers are alike, and renaming one layer's tensors is much faster than deriving each layer's again.
     """
     for tensor in template:
         name = local + tensor.name
@@ -90,7 +98,7 @@ def repeated(template: Sequence[LocalTensor], *, local: str, source: str) -> Ite
 
 
 def whole(local_name: str, name: str, spec: TensorSpec) -> LocalTensor:
-    """A tensor that every rank has in full."""
+    """Return a tensor that holds all of a canonical one."""
     origin = tuple(0 for _ in spec.shape)
     box = Slice(name=name, offsets=origin, shape=spec.shape)
     piece = Piece(slice=box, local_name=local_name, local_offsets=origin)
@@ -98,9 +106,69 @@ def whole(local_name: str, name: str, spec: TensorSpec) -> LocalTensor:
 
 
 def replicate(ranks: Sequence[int], tensors: Iterable[LocalTensor], *, dtype: str) -> list[Holding]:
-    """Equal holdings for replicas; they share one table, so a large layout stays small in memory."""
+    """Return equal holdings for replicas, which share one table: a large layout stays small in memory."""
     listed = tuple(tensors)
     specs = {tensor.name: TensorSpec(shape=tensor.shape, dtype=dtype) for tensor in listed}
     assert len(specs) == len(listed), f"{len(listed)} tensors, {len(specs)} different names"
     pieces = tuple(piece for tensor in listed for piece in tensor.pieces)
     return [Holding(rank=rank, tensors=specs, pieces=pieces) for rank in ranks]
+
+
+def flat_boxes(shape: Index, start: int, end: int) -> Iterator[tuple[Index, Index]]:
+    """Yield offsets and shapes of the boxes that make up elements `start:end` of a tensor."""
+    if start >= end:
+        return
+    if len(shape) <= 1:
+        yield (start,)[: len(shape)], (end - start,)[: len(shape)]
+        return
+    row_elements = prod(shape[1:])
+    first, into_first = divmod(start, row_elements)
+    last, into_last = divmod(end, row_elements)
+    if first == last:
+        yield from _in_row(shape, first, into_first, into_last)
+        return
+    if into_first:
+        yield from _in_row(shape, first, into_first, row_elements)
+        first += 1
+    if last > first:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, 0, into_last)
+
+
+def _in_row(shape: Index, row: int, start: int, end: int) -> Iterator[tuple[Index, Index]]:
+    for offsets, extent in flat_boxes(shape[1:], start, end):
+        yield (row, *offsets), (1, *extent)
+
+
+def restrict(holding: Holding, ranges: Mapping[str, FlatRange], *, dtype: str) -> Holding:
+    """Return a holding of only the elements in `ranges`, as `dtype`; a tensor without a range is left out."""
+    pieces: defaultdict[str, list[Piece]] = defaultdict(list)
+    for piece in holding.pieces:
+        pieces[piece.local_name].append(piece)
+    specs = {name: TensorSpec(shape=holding.tensors[name].shape, dtype=dtype) for name in ranges}
+    kept = [
+        part
+        for name, (start, end) in ranges.items()
+        for offsets, shape in flat_boxes(specs[name].shape, start, end)
+        for piece in pieces[name]
+        if (part := _part(piece, offsets, shape)) is not None
+    ]
+    return Holding(rank=holding.rank, tensors=specs, pieces=tuple(kept))
+
+
+def restrict_all(layout: Layout, ranges: Mapping[int, Mapping[str, FlatRange]], *, dtype: str) -> Layout:
+    """Return the layout of what every rank has in its ranges; canonical tensors are of `dtype` too."""
+    canonical = {name: TensorSpec(shape=spec.shape, dtype=dtype) for name, spec in layout.canonical.items()}
+    holdings = tuple(restrict(holding, ranges[holding.rank], dtype=dtype) for holding in layout.holdings)
+    return Layout(canonical=canonical, holdings=holdings)
+
+
+def _part(piece: Piece, offsets: Index, shape: Index) -> Piece | None:
+    """Return the part of a piece inside a box of its holder's tensor, or None."""
+    shared = intersect(piece.local_offsets, piece.slice.shape, offsets, shape)
+    if shared is None:
+        return None
+    local_offsets, extent = shared
+    canonical_offsets = shift(local_offsets, piece.local_offsets, piece.slice.offsets)
+    box = Slice(name=piece.slice.name, offsets=canonical_offsets, shape=extent)
+    return Piece(slice=box, local_name=piece.local_name, local_offsets=local_offsets)

@@ -1,7 +1,7 @@
-"""What each SGLang tensor-parallel rank holds. Pure: no SGLang.
+"""The parameters of each SGLang tensor-parallel rank. Pure: no SGLang.
 
 The rank of TP rank t of engine e is `e * tensor + t`. Tied embeddings are one parameter: `lm_head` is `embed_tokens`.
-The experts of a layer are two parameters, stacked. With expert parallelism neighbours share a set of experts.
+The experts of a layer are two stacked parameters. With expert parallelism neighbouring ranks share a set of experts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CPU_FFN_STEP = 32
 def sglang_layout(
     shape: ModelShape, *, tensor: int, expert: int = 1, num_engines: int = 1, dtype: str, is_cpu_engine: bool = False
 ) -> Layout:
-    """What every TP rank of every engine holds, as parameters of `dtype`.
+    """Return what every TP rank of every engine holds, as parameters of `dtype`.
 
     Where the ranks do not divide heads or feed-forward rows, an engine on CPU pads them; one on GPU replicates KV heads
     and refuses the rest.
@@ -74,7 +74,7 @@ def _refuse_impossible(shape: ModelShape, tensor: int, expert: int, *, is_cpu_en
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Grid:
-    """How many heads, rows and columns every rank has, padding included."""
+    """The heads, rows and columns of every rank, padding included."""
 
     heads: int
     kv_heads: int
@@ -84,7 +84,7 @@ class _Grid:
     ffn_ranks: int
     """Ranks that share a feed-forward block; the next ones have other experts."""
     experts: int
-    """Of every rank; 0 in a dense model."""
+    """Experts of every rank; 0 in a dense model."""
     vocab: int
 
 
@@ -136,7 +136,7 @@ def _vocab_tensor(shape: ModelShape, grid: _Grid, rank: int, name: str) -> Local
 def _layer_tensors(
     shape: ModelShape, canonical: dict[str, TensorSpec], grid: _Grid, rank: int
 ) -> Iterator[LocalTensor]:
-    """Of any layer, named within it."""
+    """Yield the parameters of any layer, named within it."""
     attention = "self_attn."
     yield _qkv(shape, grid, rank, attention, "weight", columns=(shape.hidden,))
     if shape.has_qkv_bias:
@@ -161,7 +161,7 @@ def _layer_tensors(
 
 
 def _gate_up(shape: ModelShape, grid: _Grid, part: int, name: str, block: str) -> LocalTensor:
-    """[gate of the rank; up of the rank]."""
+    """Return [gate of the rank; up of the rank]."""
     segments = (
         *_share(f"{block}gate_proj.weight", part, grid.ffn, shape.ffn_hidden),
         *_share(f"{block}up_proj.weight", part, grid.ffn, shape.ffn_hidden),
@@ -172,7 +172,7 @@ def _gate_up(shape: ModelShape, grid: _Grid, part: int, name: str, block: str) -
 def _qkv(
     shape: ModelShape, grid: _Grid, rank: int, attention: str, suffix: str, *, columns: tuple[int, ...]
 ) -> LocalTensor:
-    """[queries | keys | values] of the rank's heads."""
+    """Return [queries | keys | values] of the rank's heads."""
     queries, kv_rows = grid.heads * shape.head_dim, grid.kv_heads * shape.head_dim
     all_queries, all_kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     kv_rank = rank // grid.kv_replicas
@@ -186,7 +186,7 @@ def _qkv(
 
 
 def _share(name: str, rank: int, share: int, total: int) -> tuple[Segment, Segment]:
-    """The rank's rows of a canonical tensor with `total` rows, padded to `share`."""
+    """Return the rank's rows of a canonical tensor with `total` rows, padded to `share`."""
     start = min(rank * share, total)
     size = min(start + share, total) - start
     return Segment(name=name, start=start, num_rows=size), Segment(name=None, start=0, num_rows=share - size)

@@ -35,7 +35,7 @@ class TransferSpec:
     engine_gpus: tuple[Gpu, ...] = ()
     """GPU of each target rank; empty: a node each, with `shares_devices` that of the same trainer rank."""
     relays: bool = False
-    """Whether nodes of engines pass weights on to each other."""
+    """Whether nodes of engines forward weights to each other."""
     keeps_open: bool = True
     """Whether engines keep the trainer's memory open between publishes; the trainer cannot free it meanwhile."""
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
-from megarl.weights.layouts.optimizer import flat_boxes, restrict, restrict_all
+from megarl.weights.layouts.pieces import flat_boxes, restrict, restrict_all
 from tests.weights.reference import make_shape
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)

@@ -26,13 +26,21 @@ from megarl.errors import WorkerError
 from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
-from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, evaluation_seed
 from megarl.rollout.in_flight import Pauses, PausingPublisher
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.cluster import Pool, open_cluster
 from megarl.runtime.engines.canary import Canary, CanaryPublisher, CanaryQuestion
-from megarl.runtime.engines.serving import Roles, Rollout, connect, reserve_pools, start_rollout
+from megarl.runtime.engines.serving import (
+    ExternalServing,
+    ManagedServing,
+    NoServing,
+    Roles,
+    Serving,
+    connect,
+    reserve_pools,
+    start_serving,
+)
 from megarl.runtime.evaluate import Evaluator, HeldOutEvaluator, NoEvaluation, ScheduledEvaluation
 from megarl.runtime.inputs import Inputs, read_inputs
 from megarl.runtime.loop import Loop, Start
@@ -96,9 +104,9 @@ async def _run(
         open_cluster(recipe, address=ray_address, tasks_file=tasks_file) as cluster,
         preemptible(grace_s=recipe.checkpoint.grace_s) as leave,
     ):
-        pools = reserve_pools(recipe, cluster)
+        pools = reserve_pools(cluster, recipe.pools, recipe.roles.used_pools)
         async with AsyncExitStack() as stack, task_group() as tasks:
-            starting = start_rollout(recipe, inputs.shape, pools, stack, observer=observer)
+            starting = start_serving(recipe, inputs.shape, pools, stack, observer=observer)
             generating = tasks.create_task(starting)
             scorer = build_scorer(recipe.reward, log_path=recipe.run_folder / "reward.log", observer=observer)
             stack.callback(scorer.close)
@@ -121,7 +129,7 @@ class _Run:
     recipe: Recipe
     inputs: Inputs
     pools: Mapping[str, Pool]
-    generating: asyncio.Task[Rollout]
+    generating: asyncio.Task[Serving]
     scorer: Scorer
     observer: Observer
     preemption: Preemption
@@ -154,8 +162,8 @@ class _Run:
                 starting = running_trainers(recipe, shape, self.pools, resume=point)
                 trainers = await stack.enter_async_context(starting)
                 # Shielded: ranks that are lost meanwhile are no reason to begin with the engines again.
-                rollout = await asyncio.shield(self.generating)
-                roles = await connect(recipe, trainers, rollout, stack, observer=self.observer)
+                serving = await asyncio.shield(self.generating)
+                roles = await connect(recipe.roles, trainers, serving, stack, observer=self.observer)
             loop = _build_loop(
                 recipe, self.inputs, roles, self.scorer, self.observer, self.preemption, point, self.saved_steps
             )
@@ -249,9 +257,12 @@ def _checked_publisher(
     recipe: Recipe, inputs: Inputs, roles: Roles, pauses: Pauses | None, learner: ModelsTrainer, observer: Observer
 ) -> Publisher:
     """The canary asks after the pause: a paused engine would not answer."""
-    publisher = _publisher(roles, pauses)
-    rollout, fleet = recipe.roles.rollout, roles.fleet
-    if rollout is None or fleet is None or rollout.canary_every is None:
+    publisher, serving = roles.publisher, roles.serving
+    if isinstance(serving, NoServing):
+        return publisher
+    if pauses is not None:
+        publisher = PausingPublisher(publisher, serving.fleet, pauses)
+    if serving.config.canary_every is None:
         return publisher
     question = CanaryQuestion.of(
         max_prompt_tokens=recipe.data.max_prompt_tokens,
@@ -261,9 +272,11 @@ def _checked_publisher(
         eos_ids=inputs.tokenizer.eos_ids,
         dtype=recipe.run.dtype,
     )
-    canary = Canary(fleet, question=question, logprobs=learner.logprobs, phases=roles.phases, warn=observer.warned)
+    canary = Canary(
+        serving.fleet, question=question, logprobs=learner.logprobs, phases=roles.phases, warn=observer.warned
+    )
     # By files nothing but the canary shows that what was written is what an engine computes with.
-    every = 1 if rollout.endpoints else rollout.canary_every
+    every = 1 if isinstance(serving, ExternalServing) else serving.config.canary_every
     return CanaryPublisher(publisher, canary, every=every)
 
 
@@ -306,33 +319,28 @@ def _start(resume: ResumePoint | None) -> Start:
     return Start(step=resume.step, version=PolicyVersion(resume.state.trainer.num_updates))
 
 
-def _publisher(roles: Roles, pauses: Pauses | None) -> Publisher:
-    if roles.fleet is None or pauses is None:
-        return roles.publisher
-    return PausingPublisher(roles.publisher, roles.fleet, pauses)
-
-
 def _producers(
     recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer, observer: Observer, pauses: Pauses | None
 ) -> tuple[Generator, Scorer]:
     """Who answers the prompts, and who judges the answers."""
-    if isinstance(recipe.algorithm, SftConfig) or roles.fleet is None:
+    serving = roles.serving
+    if isinstance(recipe.algorithm, SftConfig) or isinstance(serving, NoServing):
         return Demonstrations(inputs.tokenizer), DemonstrationScorer()
     max_tokens, seed = recipe.sampling.max_response_tokens, recipe.run.seed
     sampling = Sampling.of(recipe.sampling, max_response_tokens=max_tokens)
-    sampled = _generator(recipe, inputs, roles.fleet, sampling, seed=seed, pauses=pauses)
+    sampled = _generator(inputs, serving, sampling, seed=seed, pauses=pauses)
     if isinstance(recipe.algorithm, RemaxConfig):
         sampling = Sampling.nearly_greedy(max_response_tokens=max_tokens)
-        greedy = _generator(recipe, inputs, roles.fleet, sampling, seed=seed, pauses=pauses)
+        greedy = _generator(inputs, serving, sampling, seed=seed, pauses=pauses)
         return TimedGenerator(WithGreedyRollout(sampled, greedy), observer), WithGreedyScore(scorer)
     return TimedGenerator(sampled, observer), scorer
 
 
 def _evaluator(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer, pauses: Pauses | None) -> Evaluator | None:
-    config = recipe.evaluation
-    if config is None or roles.fleet is None:
+    config, serving = recipe.evaluation, roles.serving
+    if config is None or isinstance(serving, NoServing):
         return None
-    generator = partial(_generator, recipe, inputs, roles.fleet, seed=evaluation_seed(recipe.run.seed), pauses=pauses)
+    generator = partial(_generator, inputs, serving, seed=evaluation_seed(recipe.run.seed), pauses=pauses)
     max_tokens = recipe.evaluation_response_tokens
     # Beside rollouts of the next steps it must not change what their seeds mean.
     greedy = Sampling.greedy if pauses is None else Sampling.nearly_greedy
@@ -348,15 +356,18 @@ def _evaluator(recipe: Recipe, inputs: Inputs, roles: Roles, scorer: Scorer, pau
 
 
 def _generator(
-    recipe: Recipe, inputs: Inputs, fleet: Fleet, sampling: Sampling, *, seed: int, pauses: Pauses | None
+    inputs: Inputs,
+    serving: ExternalServing | ManagedServing,
+    sampling: Sampling,
+    *,
+    seed: int,
+    pauses: Pauses | None,
 ) -> Generator:
-    rollout = recipe.roles.rollout
-    assert rollout is not None, "a fleet without a rollout role"
     return FleetGenerator(
-        fleet,
+        serving.fleet,
         sampling=sampling,
         vocabulary=Vocabulary.of(inputs.shape, inputs.tokenizer),
         seed=seed,
-        max_attempts=rollout.max_attempts,
+        max_attempts=serving.config.max_attempts,
         pauses=pauses,
     )

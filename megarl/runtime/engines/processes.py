@@ -10,11 +10,9 @@ from typing import cast
 import ray
 from ray.actor import ActorHandle
 
-from megarl.config.recipe import Recipe
-from megarl.config.roles import RolloutRoleConfig
 from megarl.env import ENGINE_HOST_ENVIRONMENT, visible_gpus
 from megarl.errors import EngineError, MegarlError
-from megarl.rollout.client import EngineEndpoint, EngineKeys
+from megarl.rollout.client import EngineEndpoint
 from megarl.rollout.process import EngineProcess, EngineSpec, PortTakenError
 from megarl.runtime.cluster import Place, own_address
 
@@ -130,28 +128,12 @@ class Engines:
 
 
 async def start_engines(
-    recipe: Recipe, config: RolloutRoleConfig, places: Sequence[Place], *, share: float, is_shared: bool
+    specs: Sequence[EngineSpec], places: Sequence[Place], *, share: float
 ) -> tuple[Engines, list[EngineEndpoint]]:
-    """As many engines as the pool holds; returns when all of them generate."""
-    keys = EngineKeys.fresh()
-    num_engines = len(places) // config.tensor
-    specs = [
-        EngineSpec(
-            index=index,
-            model_folder=recipe.model.path.absolute(),
-            config=config,
-            device=recipe.run.device,
-            seed=recipe.run.seed,
-            run_folder=recipe.run_folder.absolute(),
-            keys=keys,
-            can_sleep=is_shared,
-            bind=recipe.network.bind,
-        )
-        for index in range(num_engines)
-    ]
-    seats = [places[index * config.tensor : (index + 1) * config.tensor] for index in range(num_engines)]
-    engines = Engines(specs, seats, share=share)
-    return engines, await asyncio.gather(*(engines.start(index) for index in range(num_engines)))
+    """Start one engine per spec, each on the next `tensor` places; returns when all of them generate."""
+    tensor = len(places) // len(specs)
+    engines = Engines(specs, [places[index * tensor :][:tensor] for index in range(len(specs))], share=share)
+    return engines, await asyncio.gather(*(engines.start(index) for index in range(len(specs))))
 
 
 def _environment(seat: Sequence[Place]) -> dict[str, str]:

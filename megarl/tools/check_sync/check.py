@@ -21,8 +21,7 @@ from megarl.errors import WeightSyncError
 from megarl.rollout.commands import dump_file
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
-from megarl.runtime.cluster import own_address
-from megarl.runtime.engines.serving import Roles, started_roles, transfer_spec
+from megarl.runtime.engines.serving import ManagedServing, Roles, started_roles, transfer_spec
 from megarl.tools.check_sync.comparison import ClassVerdict, compare_holding, sum_by_class
 from megarl.tools.check_sync.random_model import random_tensors, write_random_model
 from megarl.tools.check_sync.rehearsal import rehearse
@@ -72,10 +71,11 @@ async def _check(small: SmallRecipe, shape: ModelShape, other: Path, ray_address
     recipe, rollout = small.recipe, small.recipe.roles.rollout
     assert rollout is not None, "a check without engines"
     async with started_roles(recipe, shape, ray_address=ray_address) as roles:
-        fleet = roles.fleet
-        assert fleet is not None, "roles without engines"
+        serving = roles.serving
+        assert isinstance(serving, ManagedServing), "a check without engines"
+        fleet = serving.fleet
         transfer = transfer_spec(recipe, rollout, shape, num_engines=len(fleet.engines))
-        control = EngineControl(fleet, timeout_s=rollout.publish_timeout_s, host=own_address(recipe.network.bind))
+        control = EngineControl(fleet, timeout_s=rollout.publish_timeout_s, host=serving.host)
         run_folder = recipe.run_folder.absolute()
         verdicts = await _publish_and_compare(roles, fleet, control, transfer, recipe.model.path, other, run_folder)
         return _sync_check(transfer, sum_by_class(verdicts))

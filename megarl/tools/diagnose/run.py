@@ -18,8 +18,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import ConfigError, DataError, Problem
 from megarl.rollout.control import EngineControl
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
-from megarl.runtime.cluster import own_address
-from megarl.runtime.engines.serving import started_roles, transfer_spec
+from megarl.runtime.engines.serving import ManagedServing, started_roles, transfer_spec
 from megarl.runtime.inputs import read_inputs
 from megarl.tools.diagnose.diagnosis import Diagnosis
 from megarl.tools.diagnose.mismatch import NUM_SAMPLED_TOKENS, compare
@@ -81,17 +80,16 @@ async def _diagnose(
     recipe, rollout, sampling = small.recipe, small.recipe.roles.rollout, small.recipe.sampling
     assert rollout is not None, "a diagnosis without an engine"
     async with started_roles(recipe, shape, ray_address=ray_address) as roles:
-        assert roles.fleet is not None, "roles without an engine"
+        serving = roles.serving
+        assert isinstance(serving, ManagedServing), "a diagnosis without an engine"
         await roles.publisher.publish(PolicyVersion(0))
         return await compare(
             prompt,
             record_trainer=roles.trainers.actor.calling(ActorRank.record),
-            fleet=roles.fleet,
-            control=EngineControl(
-                roles.fleet, timeout_s=rollout.publish_timeout_s, host=own_address(recipe.network.bind)
-            ),
+            fleet=serving.fleet,
+            control=EngineControl(serving.fleet, timeout_s=rollout.publish_timeout_s, host=serving.host),
             generator=FleetGenerator(
-                roles.fleet,
+                serving.fleet,
                 sampling=Sampling(
                     num_rollouts=1,
                     temperature=sampling.temperature,

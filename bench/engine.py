@@ -132,7 +132,7 @@ async def _measure_publish(server: _Server) -> AsyncIterator[Figure]:
     )
     plan = transfer.plan()
     control = EngineControl(server.fleet, timeout_s=_TIMEOUT_S)
-    meeting = Rendezvous(
+    rendezvous = Rendezvous(
         address=control.address,
         name="publish",
         timeout_s=_TIMEOUT_S,
@@ -143,12 +143,12 @@ async def _measure_publish(server: _Server) -> AsyncIterator[Figure]:
 
     def join() -> Sender:
         group = TransferGroup.join(
-            meeting.address, name=meeting.name, peer=0, num_peers=2, timeout_s=_TIMEOUT_S, backend="gloo"
+            rendezvous.address, name=rendezvous.name, peer=0, num_peers=2, timeout_s=_TIMEOUT_S, backend="gloo"
         )
         return Sender(plan, 0, weights, group, shares_device=True)
 
     sender, _ = await asyncio.gather(
-        asyncio.to_thread(join), control.join(transfer, plan_hash=plan.hash, meeting=meeting)
+        asyncio.to_thread(join), control.join(transfer, plan_hash=plan.hash, rendezvous=rendezvous)
     )
     versions = iter(range(1, 1000))
     spent: dict[str, list[float]] = {"sent": [], "staged": [], "committed": []}

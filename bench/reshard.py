@@ -27,7 +27,7 @@ from megarl.config.roles import RolloutRoleConfig
 from megarl.errors import WeightSyncError
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.rollout.commands import Rendezvous
-from megarl.rollout.control import EngineControl
+from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineProcess, EngineSpec
 from megarl.system.network import LOOPBACK
@@ -144,13 +144,13 @@ class _Bench:
         self.buckets = _buckets(parameters_of(self.plan.source, transfer))
         self._transfer = transfer
         self._endpoint = endpoint
-        self._control = EngineControl(fleet, timeout_s=_TIMEOUT_S)
+        self._control = ToolControl(fleet, timeout_s=_TIMEOUT_S)
         self._ranks = BenchRanks(transfer, self._control.address, timeout_s=_TIMEOUT_S)
         self._version = 0
 
     async def connect(self) -> None:
         await asyncio.to_thread(self._ranks.wait_ready)
-        meeting = Rendezvous(
+        rendezvous = Rendezvous(
             address=self._control.address,
             name="publish",
             timeout_s=_TIMEOUT_S,
@@ -158,8 +158,8 @@ class _Bench:
             bucket_bytes=DEFAULT_BUCKET_BYTES,
         )
         await asyncio.gather(
-            asyncio.to_thread(self._ranks.call, "join", meeting),
-            self._control.join(self._transfer, plan_hash=self.plan.hash, meeting=meeting),
+            asyncio.to_thread(self._ranks.call, "join", rendezvous),
+            self._control.join(self._transfer, plan_hash=self.plan.hash, rendezvous=rendezvous),
         )
         port = _free_port()
         group = {
@@ -192,7 +192,7 @@ class _Bench:
     async def feed(self) -> None:
         await self._broadcast("feed")
 
-    async def fingerprints(self) -> list[Mapping[str, str]]:
+    async def fingerprints(self) -> list[Mapping[str, int]]:
         return await self._control.fingerprints()
 
     async def negate(self) -> None:
@@ -239,7 +239,7 @@ async def _alternate(
     *,
     repeats: int,
     on_news: Callable[[str], None],
-) -> tuple[dict[str, tuple[float, ...]], dict[str, list[Mapping[str, str]]]]:
+) -> tuple[dict[str, tuple[float, ...]], dict[str, list[Mapping[str, int]]]]:
     """Run each scheme twice to warm up and to check that it delivers, then all of them alternating."""
     served = {}
     for (_, other), (name, scheme) in pairwise([*schemes.items(), next(iter(schemes.items()))]):

@@ -77,14 +77,14 @@ class BenchRank:
         self._engines: dist.ProcessGroup | None = None
         self._meet(address)
 
-    def join(self, meeting: Rendezvous) -> None:
+    def join(self, rendezvous: Rendezvous) -> None:
         group = _CountingGroup.join(
-            meeting.address,
-            name=meeting.name,
+            rendezvous.address,
+            name=rendezvous.name,
             peer=self._rank,
             num_peers=self._transfer.num_peers,
-            timeout_s=meeting.timeout_s,
-            backend=meeting.backend,
+            timeout_s=rendezvous.timeout_s,
+            backend=rendezvous.backend,
         )
         assert isinstance(group, _CountingGroup)
         self._group = group
@@ -93,7 +93,7 @@ class BenchRank:
             self._rank,
             self._tensors,
             group,
-            bucket_bytes=meeting.bucket_bytes,
+            bucket_bytes=rendezvous.bucket_bytes,
             digest=fastest_digest(is_on_host=self._transfer.is_cpu_engine),
         )
 

@@ -1,7 +1,8 @@
-"""What the driver can ask of an engine's TP ranks, and what they answer: JSON in a tensor, JSON in a store.
+"""The commands of a publish, from the driver to the TP ranks of an engine, and the replies.
 
-SGLang hands weights to a loader function inside each TP process and tells nothing back, so an order travels as the only
-"weight" of an update and the answer through a key-value store. All of it is small: no weights, no plan, no secrets.
+SGLang hands weights to a loader function inside each TP process and returns nothing from it. A command therefore
+travels as JSON in the only tensor of a weight update, and its reply as JSON in a key-value store. Commands are small:
+no weights, no plan, no secrets.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Annotated, Literal, TypeAlias
 import torch
 from pydantic import Field, TypeAdapter
 
+from megarl.rollout.tool_commands import ToolCommand
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.executors.group import Backend, StoreAddress
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
-_TENSOR_NAME = "megarl.order"
+_TENSOR_NAME = "megarl.command"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,31 +31,31 @@ class Rendezvous:
     address: StoreAddress
     name: str
     timeout_s: float
-    """Deadline of the meeting itself and of each transfer after it."""
+    """Deadline of the rendezvous itself and of each transfer after it."""
     backend: Backend
     bucket_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspect:
-    """Say which parameters you have."""
+    """Reply with the name, shape and dtype of every parameter."""
 
     op: Literal["inspect"] = "inspect"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """Compute the plan, compare its hash, and meet the others."""
+    """Compute the plan, compare its hash, and join the transfer group; an earlier group is left first."""
 
     transfer: TransferSpec
     plan_hash: str
-    meeting: Rendezvous
+    rendezvous: Rendezvous
     op: Literal["join"] = "join"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Receive a version beside the parameters; answer with a digest per parameter."""
+    """Receive a version beside the parameters; reply with a digest per parameter."""
 
     version: int
     op: Literal["stage"] = "stage"
@@ -61,7 +63,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """Make the staged version the one that is served."""
+    """Serve the staged version."""
 
     version: int
     op: Literal["commit"] = "commit"
@@ -69,93 +71,54 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """Forget what is staged."""
+    """Discard the staged version."""
 
     op: Literal["abort"] = "abort"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fingerprint:
-    """Hash the bytes of every parameter as it is served."""
-
-    op: Literal["fingerprint"] = "fingerprint"
+PublishCommand: TypeAlias = Inspect | Join | Stage | Commit | Abort
+Command: TypeAlias = Annotated[PublishCommand | ToolCommand, Field(discriminator="op")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dump:
-    """Write every parameter as it is served into a file of `folder`; see `dump_file`."""
+class CommandMessage:
+    """A command with its addressee and the place for the reply."""
 
-    folder: str
-    op: Literal["dump"] = "dump"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listen:
-    """From now on, keep what passes through your modules."""
-
-    transfer: TransferSpec
-    op: Literal["listen"] = "listen"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordModules:
-    """Write what was heard since `listen` into a file, listen no more; answer with a digest per canonical box."""
-
-    folder: str
-    op: Literal["record"] = "record"
-
-
-Command: TypeAlias = Annotated[
-    Inspect | Join | Stage | Commit | Abort | Fingerprint | Dump | Listen | RecordModules,
-    Field(discriminator="op"),
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
-    """An order, whom it is for, and where the answer goes."""
-
-    order: Command
+    command: Command
     engine: int
-    """Position among the engines that are asked together."""
+    """Position among the engines that get the command."""
     tp_rank: int
     host: str
-    """At which the engine is reached by the other members of a transfer group."""
+    """The engine's address for the other members of a transfer group."""
     mailbox: StoreAddress
     reply_key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """`error` is None when the order was carried out; the rest is filled where the order asks for it."""
+    """`error` is None after a success; the other fields are filled by the commands that ask for them."""
 
     error: str | None = None
     parameters: Mapping[str, TensorSpec] = field(default_factory=dict)
     digests: Mapping[str, int] = field(default_factory=dict)
-    fingerprints: Mapping[str, str] = field(default_factory=dict)
 
 
-def dump_file(*, engine: int, tp_rank: int) -> str:
-    """What a TP rank calls the file it dumps its parameters into."""
-    return f"engine_{engine}_rank_{tp_rank}.safetensors"
-
-
-_ENVELOPE: TypeAdapter[Envelope] = TypeAdapter(Envelope)
+_MESSAGE: TypeAdapter[CommandMessage] = TypeAdapter(CommandMessage)
 _REPLY: TypeAdapter[Reply] = TypeAdapter(Reply)
 
 
-def to_payload(envelope: Envelope) -> str:
-    """As SGLang's endpoint takes it. A plain pickle of a CPU tensor needs nothing shared between the processes."""
-    tensor = torch.frombuffer(bytearray(_ENVELOPE.dump_json(envelope)), dtype=torch.uint8)
+def to_payload(message: CommandMessage) -> str:
+    """Encode a message for SGLang's endpoint. A plain pickle of a CPU tensor needs no memory that processes share."""
+    tensor = torch.frombuffer(bytearray(_MESSAGE.dump_json(message)), dtype=torch.uint8)
     return base64.b64encode(pickle.dumps([(_TENSOR_NAME, tensor)])).decode("ascii")
 
 
-def read_envelope(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Envelope:
-    """Inverse of `to_payload`, after SGLang has unpickled it. A ValueError says what is wrong with it."""
+def read_message(named_tensors: Sequence[tuple[str, torch.Tensor]]) -> CommandMessage:
+    """Decode what SGLang has unpickled from `to_payload`; ValueError where it is something else."""
     tensors = dict(named_tensors)
     if set(tensors) != {_TENSOR_NAME}:
         raise ValueError(f"expected one tensor named {_TENSOR_NAME}, got {sorted(tensors)[:5]}")
-    return _ENVELOPE.validate_json(tensors[_TENSOR_NAME].cpu().numpy().tobytes())
+    return _MESSAGE.validate_json(tensors[_TENSOR_NAME].cpu().numpy().tobytes())
 
 
 def to_bytes(reply: Reply) -> bytes:

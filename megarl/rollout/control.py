@@ -1,18 +1,17 @@
-"""The driver's end of a publish: gives orders to all TP ranks of all engines and gathers their replies.
+"""The driver's end of a publish: sends commands to all TP ranks of all engines and collects their replies.
 
-It moves no weights: trainer and engine ranks do that between themselves while `stage` waits. Every order is one HTTP
-call per engine; SGLang returns from it when all its TP ranks have replied, so a missing reply is a broken engine.
+It moves no weights: trainer and engine ranks do that among themselves while `stage` waits. A command is one HTTP call
+per engine; SGLang returns from it when all its TP ranks have replied, so a missing reply means a broken engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import copy
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, Self, TypeAlias
 from uuid import uuid4
 
 from torch._C._distributed_c10d import TCPStore
@@ -23,14 +22,10 @@ from megarl.rollout.client import EngineClient
 from megarl.rollout.commands import (
     Abort,
     Command,
+    CommandMessage,
     Commit,
-    Dump,
-    Envelope,
-    Fingerprint,
     Inspect,
     Join,
-    Listen,
-    RecordModules,
     Rendezvous,
     Reply,
     Stage,
@@ -39,6 +34,7 @@ from megarl.rollout.commands import (
 )
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.process import LOADER
+from megarl.rollout.tool_commands import Dump, Fingerprint, StartRecording, WriteRecording
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import TensorSpec
@@ -46,23 +42,23 @@ from megarl.weights.executors.group import StoreAddress, StoreServer
 from megarl.weights.executors.tensors import check_holding
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
-logger = logging.getLogger(__name__)
-
 _GRACE_S = 30.0
-"""An order may take this much longer than what it waits for: the engine's own deadline speaks first, and better."""
-
+"""Added to a command's deadline: the engine's own deadline passes first, and its message says more."""
 
 _Replies: TypeAlias = tuple[Reply, ...]
-"""Of one engine, by TP rank."""
+"""The replies of one engine, by TP rank."""
 
 
 class EngineControl:
-    """Orders for some engines of a fleet, by default all that are reachable when it is made. One publish at a time."""
+    """Commands for some engines of a fleet: all that are reachable when it is made, or those given to `among`.
+
+    One publish at a time.
+    """
 
     def __init__(self, fleet: Fleet, *, timeout_s: float, host: str = LOOPBACK, flushes_cache: bool = True) -> None:
-        """`timeout_s` bounds what an order waits for; `host` is where the engines reach this process.
+        """`timeout_s` is the deadline of a command; `host` is this process's address for the engines.
 
-        Without `flushes_cache` prefixes computed with earlier weights stay for requests that go on with them.
+        Without `flushes_cache`, prefixes computed with earlier weights stay cached for the requests that use them.
         """
         self._fleet = fleet
         self._flushes_cache = flushes_cache
@@ -71,17 +67,17 @@ class EngineControl:
         self._server = StoreServer(host)
         self._mailbox = TCPStore(host, self._server.address.port, timeout=timedelta(seconds=_GRACE_S))
         self._late: dict[EngineClient, asyncio.Task[_Replies]] = {}
-        """Calls that outlived the failure of another engine. Each has a deadline of its own."""
+        """Calls that were still running when another engine failed. Each has a deadline of its own."""
 
-    def among(self, engines: Sequence[Engine]) -> EngineControl:
-        """The same, for these engines."""
+    def among(self, engines: Sequence[Engine]) -> Self:
+        """Return a control of these engines; it shares mailbox and late calls with this one."""
         control = copy(self)
         control._engines = tuple(engines)
         return control
 
     @property
     def address(self) -> StoreAddress:
-        """A store that engines and trainer ranks reach: they can meet here."""
+        """A store that engines and trainer ranks can reach, for a rendezvous."""
         return self._server.address
 
     @property
@@ -89,36 +85,38 @@ class EngineControl:
         return len(self._engines)
 
     async def inspect(self) -> list[Mapping[str, TensorSpec]]:
-        """The parameters each target rank really has."""
+        """Return the parameters of each target rank."""
         return [reply.parameters for reply in await self._replies(Inspect())]
 
     async def check_layout(self, transfer: TransferSpec) -> None:
-        """Compare the engines' parameters with the layout the plan is made for; the error names the tensor."""
+        """Compare the engines' parameters with the layout that the plan assumes; the error names the tensor."""
         by_rank = transfer.engine_layout().by_rank
         for rank, parameters in enumerate(await self.inspect()):
             engine = self._engines[rank // transfer.tensor]
             check_holding(by_rank[rank], parameters, holder=f"{engine}, TP rank {rank % transfer.tensor}")
 
-    async def join(self, transfer: TransferSpec, *, plan_hash: str, meeting: Rendezvous) -> None:
-        """Meet the trainer ranks, which join at the same time. The plan must be the same on both sides."""
+    async def join(self, transfer: TransferSpec, *, plan_hash: str, rendezvous: Rendezvous) -> None:
+        """Join a transfer group with the trainer ranks, which join at the same time and must have the same plan."""
         assert transfer.num_engines == len(self._engines), (
             f"{transfer.num_engines} engines, {len(self._engines)} reachable"
         )
-        assert meeting.timeout_s <= self._timeout_s, f"meeting {meeting.timeout_s} s, orders {self._timeout_s} s"
-        await self._replies(Join(transfer=transfer, plan_hash=plan_hash, meeting=meeting))
+        assert rendezvous.timeout_s <= self._timeout_s, (
+            f"rendezvous {rendezvous.timeout_s} s, commands {self._timeout_s} s"
+        )
+        await self._replies(Join(transfer=transfer, plan_hash=plan_hash, rendezvous=rendezvous))
 
     async def stage(self, version: PolicyVersion) -> dict[int, Mapping[str, int]]:
-        """Let every target rank receive `version` beside its parameters: a digest per parameter, of what arrived.
+        """Let every target rank receive `version` beside its parameters; return a digest per parameter and rank.
 
-        Trainer ranks send at the same time. The first failure ends the wait; the engines go on serving what they have.
+        Trainer ranks send at the same time. The first failure ends the wait; the engines keep serving what they have.
         """
         replies = await self._replies(Stage(version=version))
         return {rank: reply.digests for rank, reply in enumerate(replies)}
 
     async def commit(self, version: PolicyVersion, *, is_catching_up: bool = False) -> int:
-        """Serve what is staged, everywhere. An engine that fails is stale from now on; returns how many succeeded.
+        """Let all engines serve what is staged; return how many do. The others are stale from now on.
 
-        So is every engine that was not asked, unless those that were are `is_catching_up` with them.
+        So is every engine outside this control, unless the engines of this control are only `is_catching_up`.
         """
 
         async def commit_one(engine: Engine, position: int) -> _Replies:
@@ -150,40 +148,25 @@ class EngineControl:
         return len(succeeded)
 
     async def abort(self) -> None:
-        """Forget what is staged; every engine goes on serving the version it has."""
+        """Discard what is staged; every engine keeps serving the version it has."""
         await self._replies(Abort())
 
-    async def fingerprints(self) -> list[Mapping[str, str]]:
-        """A hash of the bytes of every parameter, per target rank, as it is served now."""
-        return [reply.fingerprints for reply in await self._replies(Fingerprint())]
+    async def _replies(self, command: Command) -> list[Reply]:
+        """Send one command to every TP rank of every engine; return the replies by target rank, or raise all failures.
 
-    async def dump(self, folder: Path) -> None:
-        """Let every target rank write its parameters, as they are served now, into a file of `folder`."""
-        await self._replies(Dump(folder=str(folder)))
-
-    async def listen(self, transfer: TransferSpec) -> None:
-        """Let every target rank keep what passes through its modules, until `record`."""
-        await self._replies(Listen(transfer=transfer))
-
-    async def record(self, folder: Path) -> list[WeightDigests]:
-        """Let every target rank write what it heard into a file of `folder`; per rank, what it holds."""
-        return [reply.digests for reply in await self._replies(RecordModules(folder=str(folder)))]
-
-    async def _replies(self, order: Command) -> list[Reply]:
-        """One order to every TP rank of every engine: replies in the order of target ranks, or the first failure.
-
-        The calls to the other engines go on: a weight update that is cut off would leave its session open.
+        The first failure ends the wait. The calls to the other engines continue: cutting off a weight update would
+        leave its session open.
         """
 
         async def ask_one(engine: Engine, position: int) -> _Replies:
-            return await self._ask(engine, position, order)
+            return await self._ask(engine, position, command)
 
         tasks = self._start(ask_one)
         done, unfinished = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for engine, task in zip(self._engines, tasks, strict=True):
             if task in unfinished:
                 self._late[engine.client] = task
-                task.add_done_callback(_hear)
+                task.add_done_callback(ignore_outcome)
         failures = [error for task in tasks if task in done and (error := task.exception()) is not None]
         for error in failures:
             if not isinstance(error, EngineError | WeightSyncError):
@@ -205,42 +188,62 @@ class EngineControl:
         self,
         engine: Engine,
         position: int,
-        order: Command,
+        command: Command,
         *,
         version: PolicyVersion | None = None,
     ) -> _Replies:
         endpoint = engine.client.endpoint
-        envelopes = [
-            Envelope(
-                order=order,
+        messages = [
+            CommandMessage(
+                command=command,
                 engine=position,
                 tp_rank=tp_rank,
                 host=endpoint.host,
                 mailbox=self._server.address,
-                reply_key=f"{order.op}/{endpoint.index}/{tp_rank}/{uuid4().hex}",
+                reply_key=f"{command.op}/{endpoint.index}/{tp_rank}/{uuid4().hex}",
             )
             for tp_rank in range(endpoint.tensor)
         ]
         await engine.client.load_weights(
-            [to_payload(envelope) for envelope in envelopes],
+            [to_payload(message) for message in messages],
             load_format=LOADER,
             version=version,
             timeout_s=self._timeout_s + _GRACE_S,
         )
-        return tuple(self._take(engine, envelope) for envelope in envelopes)
+        return tuple(self._take(engine, message) for message in messages)
 
-    def _take(self, engine: Engine, envelope: Envelope) -> Reply:
-        where = f"{engine}, TP rank {envelope.tp_rank}: {envelope.order.op}"
-        if not self._mailbox.check([envelope.reply_key]):
-            raise WeightSyncError(f"{where}: no reply; the engine's log says why")
-        reply = read_reply(self._mailbox.get(envelope.reply_key))
-        self._mailbox.delete_key(envelope.reply_key)
+    def _take(self, engine: Engine, message: CommandMessage) -> Reply:
+        where = f"{engine}, TP rank {message.tp_rank}: {message.command.op}"
+        if not self._mailbox.check([message.reply_key]):
+            raise WeightSyncError(f"{where}: no reply; see the engine's log")
+        reply = read_reply(self._mailbox.get(message.reply_key))
+        self._mailbox.delete_key(message.reply_key)
         if reply.error is not None:
             raise WeightSyncError(f"{where}: {reply.error}")
         return reply
 
 
-def _hear(task: asyncio.Task[_Replies]) -> None:
-    """A late failure is no news, and asyncio complains of those that nobody looked at."""
+class ToolControl(EngineControl):
+    """An EngineControl with the commands that only tools and tests send."""
+
+    async def fingerprints(self) -> list[Mapping[str, int]]:
+        """Return a hash of the bytes of every parameter, per target rank."""
+        return [reply.digests for reply in await self._replies(Fingerprint())]
+
+    async def dump(self, folder: Path) -> None:
+        """Let every target rank write its parameters into a file of `folder`."""
+        await self._replies(Dump(folder=str(folder)))
+
+    async def start_recording(self, transfer: TransferSpec) -> None:
+        """Let every target rank record the outputs of its modules."""
+        await self._replies(StartRecording(transfer=transfer))
+
+    async def write_recording(self, folder: Path) -> list[WeightDigests]:
+        """Let every target rank write its recording into a file of `folder`; return the digests of its weights."""
+        return [reply.digests for reply in await self._replies(WriteRecording(folder=str(folder)))]
+
+
+def ignore_outcome(task: asyncio.Task[Any]) -> None:
+    """Mark the exception of a finished task as retrieved; asyncio prints those that are not."""
     if not task.cancelled():
         task.exception()

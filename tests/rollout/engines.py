@@ -14,7 +14,7 @@ import numpy as np
 from megarl.config.model import ModelShape
 from megarl.config.roles import RolloutRoleConfig
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
-from megarl.rollout.control import EngineControl
+from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.rollout.in_flight import Pauses
@@ -26,7 +26,7 @@ EOS = 2
 """What tiny models end with."""
 CONTEXT = 512
 REQUEST_TIMEOUT_S = 120.0
-ORDER_TIMEOUT_S = 60.0
+COMMAND_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +81,8 @@ def engine_spec(
     )
 
 
-def control_of(fleet: Fleet) -> EngineControl:
-    return EngineControl(fleet, timeout_s=ORDER_TIMEOUT_S)
+def control_of(fleet: Fleet) -> ToolControl:
+    return ToolControl(fleet, timeout_s=COMMAND_TIMEOUT_S)
 
 
 def generator_of(

@@ -60,22 +60,26 @@ class _AccidentGroup(TransferGroup):
 
 
 def run_rank(
-    transfer: TransferSpec, meeting: Rendezvous, folder: Path, rank: int, version: int, accident: Accident | None
+    transfer: TransferSpec, rendezvous: Rendezvous, folder: Path, rank: int, version: int, accident: Accident | None
 ) -> Digests:
     """Join and send one version of the weights in `folder`."""
     torch.set_num_threads(1)
     group = _AccidentGroup.join(
-        meeting.address, name=meeting.name, peer=rank, num_peers=transfer.num_peers, timeout_s=meeting.timeout_s
+        rendezvous.address,
+        name=rendezvous.name,
+        peer=rank,
+        num_peers=transfer.num_peers,
+        timeout_s=rendezvous.timeout_s,
     )
     assert isinstance(group, _AccidentGroup)
     group.accident = accident
     plan = transfer.plan()
     tensors = hold(plan.source.by_rank[rank], load_file(folder / "model.safetensors"), padding=float("nan"))
     sender = Sender(
-        plan, rank, tensors, group, bucket_bytes=meeting.bucket_bytes, digest=fastest_digest(is_on_host=True)
+        plan, rank, tensors, group, bucket_bytes=rendezvous.bucket_bytes, digest=fastest_digest(is_on_host=True)
     )
     if accident is Accident.LATE:
-        time.sleep(1.5 * meeting.timeout_s)
+        time.sleep(1.5 * rendezvous.timeout_s)
     return sender.send(version + 100 if accident is Accident.OLD else version)
 
 
@@ -83,10 +87,10 @@ Call = tuple[Callable[..., Digests], tuple[object, ...]]
 
 
 def rank_calls(
-    transfer: TransferSpec, meeting: Rendezvous, folder: Path, *, version: int, accidents: Mapping[int, Accident]
+    transfer: TransferSpec, rendezvous: Rendezvous, folder: Path, *, version: int, accidents: Mapping[int, Accident]
 ) -> list[Call]:
     """One per rank, for `run_processes`."""
     return [
-        (run_rank, (transfer, meeting, folder, rank, version, accidents.get(rank)))
+        (run_rank, (transfer, rendezvous, folder, rank, version, accidents.get(rank)))
         for rank in range(transfer.parallel.world_size)
     ]

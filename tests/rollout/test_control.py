@@ -15,12 +15,12 @@ import pytest
 
 from megarl.errors import WeightSyncError
 from megarl.rollout.client import EngineClient
-from megarl.rollout.control import EngineControl
+from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import EngineState, Fleet
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.rollout.engines import REQUEST_TIMEOUT_S, ServedModel, control_of, generator_of, prompt_of, serve
-from tests.rollout.trainers import GROUP_TIMEOUT_S, SPLIT, FlippingGroup, Trainers, meeting_at, transfer_to
+from tests.rollout.trainers import GROUP_TIMEOUT_S, SPLIT, FlippingGroup, Trainers, rendezvous_at, transfer_to
 from tests.tiny_models import FAMILIES
 
 PROMPT = prompt_of(5, 17, 33, 90, 8)
@@ -33,7 +33,7 @@ async def greedy(fleet: Fleet) -> tuple[list[int], list[int]]:
     return rollout.token_ids.tolist(), rollout.versions.tolist()
 
 
-async def fingerprints_from_disk(control: EngineControl, fleet: Fleet, folder: Path) -> list[Mapping[str, str]]:
+async def fingerprints_from_disk(control: ToolControl, fleet: Fleet, folder: Path) -> list[Mapping[str, int]]:
     """What SGLang's own loading of a folder leaves in the parameters."""
     client: EngineClient = fleet.engines[0].client
     await client.load_weights_from_disk(folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
@@ -194,7 +194,7 @@ def test_another_plan_hash_is_refused(qwen2_tp1: ServedModel) -> None:
     async def scenario() -> None:
         async with qwen2_tp1.fleet() as fleet:
             control = control_of(fleet)
-            await control.join(transfer_to(qwen2_tp1), plan_hash="0" * 32, meeting=meeting_at(control))
+            await control.join(transfer_to(qwen2_tp1), plan_hash="0" * 32, rendezvous=rendezvous_at(control))
 
     with pytest.raises(WeightSyncError, match=r"TP rank 0: join: plan hash is .* here and 0{32} at the driver"):
         asyncio.run(scenario())

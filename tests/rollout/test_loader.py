@@ -1,4 +1,4 @@
-"""The loader without SGLang: a module with parameters, a mailbox, orders. What matters is that it never raises."""
+"""The loader without SGLang: a module with parameters, a mailbox, commands. It never raises."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from torch._C._distributed_c10d import TCPStore
 from megarl.rollout.commands import (
     Abort,
     Command,
+    CommandMessage,
     Commit,
-    Envelope,
-    Fingerprint,
     Inspect,
     Join,
-    Listen,
-    RecordModules,
     Rendezvous,
     Reply,
     Stage,
@@ -28,6 +25,7 @@ from megarl.rollout.commands import (
     to_payload,
 )
 from megarl.rollout.loader import load
+from megarl.rollout.tool_commands import Fingerprint, StartRecording, WriteRecording
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.executors.group import StoreAddress, StoreServer
 from tests.weights.layouts.test_transfer_spec import transfer_spec
@@ -43,18 +41,20 @@ def model() -> torch.nn.Module:
     return torch.nn.Linear(3, 2)
 
 
-def give(order: Command, model: torch.nn.Module, server: StoreServer) -> Reply:
+def give(command: Command, model: torch.nn.Module, server: StoreServer) -> Reply:
     store = TCPStore("127.0.0.1", server.address.port, timeout=timedelta(seconds=5))
-    envelope = Envelope(order=order, engine=0, tp_rank=0, host="127.0.0.1", mailbox=server.address, reply_key="reply")
-    load(model, pickle.loads(base64.b64decode(to_payload(envelope))))
+    message = CommandMessage(
+        command=command, engine=0, tp_rank=0, host="127.0.0.1", mailbox=server.address, reply_key="reply"
+    )
+    load(model, pickle.loads(base64.b64decode(to_payload(message))))
     reply = read_reply(store.get("reply"))
     store.delete_key("reply")
     return reply
 
 
 def join_of(server: StoreServer, plan_hash: str) -> Join:
-    meeting = Rendezvous(address=server.address, name="group", timeout_s=1.0, backend="gloo", bucket_bytes=1024)
-    return Join(transfer=transfer_spec(), plan_hash=plan_hash, meeting=meeting)
+    rendezvous = Rendezvous(address=server.address, name="group", timeout_s=1.0, backend="gloo", bucket_bytes=1024)
+    return Join(transfer=transfer_spec(), plan_hash=plan_hash, rendezvous=rendezvous)
 
 
 def test_inspect_tells_names_shapes_and_dtypes(model: torch.nn.Module, server: StoreServer) -> None:
@@ -65,31 +65,36 @@ def test_inspect_tells_names_shapes_and_dtypes(model: torch.nn.Module, server: S
 
 
 def test_a_fingerprint_changes_with_one_bit_of_its_parameter(model: torch.nn.Module, server: StoreServer) -> None:
-    before = give(Fingerprint(), model, server).fingerprints
-    assert give(Fingerprint(), model, server).fingerprints == before
+    before = give(Fingerprint(), model, server).digests
+    assert give(Fingerprint(), model, server).digests == before
     model.get_parameter("weight").data.view(torch.int32)[1, 2] ^= 1
-    after = give(Fingerprint(), model, server).fingerprints
+    after = give(Fingerprint(), model, server).digests
     assert after["bias"] == before["bias"]
     assert after["weight"] != before["weight"]
 
 
-@pytest.mark.parametrize("order", [Stage(version=1), Commit(version=1)], ids=lambda order: order.op)
-def test_orders_that_need_a_group_are_refused_without_one(
-    order: Command, model: torch.nn.Module, server: StoreServer
+@pytest.mark.parametrize("command", [Stage(version=1), Commit(version=1)], ids=lambda command: command.op)
+def test_commands_that_need_a_group_are_refused_without_one(
+    command: Command, model: torch.nn.Module, server: StoreServer
 ) -> None:
-    assert give(order, model, server).error == "not in a transfer group; join comes first"
+    assert give(command, model, server).error == "not in a transfer group; join comes first"
 
 
 def test_an_abort_is_harmless_without_a_group(model: torch.nn.Module, server: StoreServer) -> None:
     assert give(Abort(), model, server).error is None
 
 
-def test_recording_without_listening_is_refused(model: torch.nn.Module, server: StoreServer, tmp_path: Path) -> None:
-    assert give(RecordModules(folder=str(tmp_path)), model, server).error == "nothing was recorded; listen comes first"
+def test_writing_a_recording_that_was_not_started_is_refused(
+    model: torch.nn.Module, server: StoreServer, tmp_path: Path
+) -> None:
+    assert (
+        give(WriteRecording(folder=str(tmp_path)), model, server).error
+        == "nothing was recorded; start_recording comes first"
+    )
 
 
 def test_modules_that_are_not_those_of_the_layout_are_named(model: torch.nn.Module, server: StoreServer) -> None:
-    error = give(Listen(transfer=transfer_spec()), model, server).error
+    error = give(StartRecording(transfer=transfer_spec()), model, server).error
     assert error is not None
     assert error.startswith("there is no module model.embed_tokens to record (")
 
@@ -105,12 +110,12 @@ def test_parameters_that_are_not_those_of_the_layout_are_named(model: torch.nn.M
     assert error.startswith("TP rank 0 does not match its layout: model.embed_tokens.weight is missing;")
 
 
-def test_what_is_not_an_order_is_survived(model: torch.nn.Module) -> None:
+def test_what_is_not_a_command_is_survived(model: torch.nn.Module) -> None:
     load(model, [("weight", torch.zeros(2, 3))])
 
 
 def test_a_mailbox_out_of_reach_is_survived(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.rollout.loader._MAILBOX_TIMEOUT_S", 1.0)
     nobody = StoreAddress(host="127.0.0.1", port=1)
-    envelope = Envelope(order=Inspect(), engine=0, tp_rank=0, host="127.0.0.1", mailbox=nobody, reply_key="k")
-    load(model, pickle.loads(base64.b64decode(to_payload(envelope))))
+    message = CommandMessage(command=Inspect(), engine=0, tp_rank=0, host="127.0.0.1", mailbox=nobody, reply_key="k")
+    load(model, pickle.loads(base64.b64decode(to_payload(message))))

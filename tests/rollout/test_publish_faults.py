@@ -15,7 +15,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.errors import WeightSyncError
-from megarl.rollout.control import EngineControl
+from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import EngineState
 from megarl.types import PolicyVersion
 from megarl.weights.executors.digest import check_digests
@@ -25,7 +25,7 @@ from tests.processes import Outcome, run_processes
 from tests.rollout.engines import ServedModel, control_of
 from tests.rollout.faulty_ranks import Accident, Digests, rank_calls
 from tests.rollout.test_control import fingerprints_from_disk
-from tests.rollout.trainers import Trainers, meeting_at, transfer_to
+from tests.rollout.trainers import Trainers, rendezvous_at, transfer_to
 
 SPLIT = MegatronParallel(tensor=2)
 ENDED_BY_DEADLINE = (Accident.DUPLICATED, Accident.LATE, Accident.OLD)
@@ -45,18 +45,18 @@ ACCIDENTS = {
 
 
 async def publish(
-    served: ServedModel, control: EngineControl, *, accidents: Mapping[int, Accident], timeout_s: float
+    served: ServedModel, control: ToolControl, *, accidents: Mapping[int, Accident], timeout_s: float
 ) -> None:
     """The transaction, with ranks that live for one publish."""
     transfer = transfer_to(served, SPLIT)
-    meeting = replace(meeting_at(control), timeout_s=timeout_s)
-    calls = rank_calls(transfer, meeting, served.other_folder, version=1, accidents=accidents)
+    rendezvous = replace(rendezvous_at(control), timeout_s=timeout_s)
+    calls = rank_calls(transfer, rendezvous, served.other_folder, version=1, accidents=accidents)
     ranks = asyncio.create_task(asyncio.to_thread(run_processes, calls))
     try:
-        await control.join(transfer, plan_hash=transfer.plan().hash, meeting=meeting)
+        await control.join(transfer, plan_hash=transfer.plan().hash, rendezvous=rendezvous)
         arrived = await control.stage(PolicyVersion(1))
     except WeightSyncError as error:
-        abandon_group(meeting.address, name=meeting.name, reason=str(error))
+        abandon_group(rendezvous.address, name=rendezvous.name, reason=str(error))
         await ranks
         raise
     outcomes: list[Outcome[Digests]] = await ranks
@@ -116,7 +116,7 @@ def test_a_version_is_committed_once(qwen2_tp1: ServedModel) -> None:
 
 
 @contextmanager
-def honest(served: ServedModel, control: EngineControl) -> Iterator[Trainers]:
+def honest(served: ServedModel, control: ToolControl) -> Iterator[Trainers]:
     trainers = Trainers(transfer_to(served, SPLIT), control, served.other_folder)
     try:
         yield trainers

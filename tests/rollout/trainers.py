@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.rollout.commands import Rendezvous
-from megarl.rollout.control import EngineControl
+from megarl.rollout.control import ToolControl
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import Holding
 from megarl.weights.executors.digest import check_digests, fastest_digest
@@ -43,7 +43,7 @@ def transfer_to(served: ServedModel, parallel: MegatronParallel = SPLIT) -> Tran
     )
 
 
-def meeting_at(control: EngineControl) -> Rendezvous:
+def rendezvous_at(control: ToolControl) -> Rendezvous:
     return Rendezvous(
         address=control.address,
         name=uuid4().hex,
@@ -72,7 +72,7 @@ class Trainers:
     def __init__(
         self,
         transfer: TransferSpec,
-        control: EngineControl,
+        control: ToolControl,
         folder: Path,
         *,
         group_type: type[TransferGroup] = TransferGroup,
@@ -87,11 +87,11 @@ class Trainers:
 
     async def join(self) -> None:
         """Meet the engines."""
-        meeting = meeting_at(self._control)
+        rendezvous = rendezvous_at(self._control)
         ranks = [
-            asyncio.to_thread(self._join_rank, rank, meeting) for rank in range(self._transfer.parallel.world_size)
+            asyncio.to_thread(self._join_rank, rank, rendezvous) for rank in range(self._transfer.parallel.world_size)
         ]
-        engines = self._control.join(self._transfer, plan_hash=self._plan.hash, meeting=meeting)
+        engines = self._control.join(self._transfer, plan_hash=self._plan.hash, rendezvous=rendezvous)
         self._groups, _ = await asyncio.gather(asyncio.gather(*ranks), engines)
         tensors = load_file(self._folder / "model.safetensors")
         self._senders = [
@@ -119,13 +119,13 @@ class Trainers:
         for group in self._groups:
             group.close()
 
-    def _join_rank(self, rank: int, meeting: Rendezvous) -> TransferGroup:
+    def _join_rank(self, rank: int, rendezvous: Rendezvous) -> TransferGroup:
         return self._group_type.join(
-            meeting.address,
-            name=meeting.name,
+            rendezvous.address,
+            name=rendezvous.name,
             peer=rank,
             num_peers=self._transfer.num_peers,
-            timeout_s=meeting.timeout_s,
+            timeout_s=rendezvous.timeout_s,
         )
 
 

@@ -24,7 +24,7 @@ def load_and_send(
     shape: ModelShape,
     folder: Path,
     transfer: TransferSpec,
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
     version: int,
 ) -> Digests:
     spec = RankSpec(
@@ -36,13 +36,17 @@ def load_and_send(
         split=split,
         shape=shape,
         seed=1,
-        timeout_s=meeting.timeout_s,
+        timeout_s=rendezvous.timeout_s,
     )
     model = ModelRank(spec)
     try:
         model.load(folder)
         group = TransferGroup.join(
-            meeting.address, name=meeting.name, peer=rank, num_peers=transfer.num_peers, timeout_s=meeting.timeout_s
+            rendezvous.address,
+            name=rendezvous.name,
+            peer=rank,
+            num_peers=transfer.num_peers,
+            timeout_s=rendezvous.timeout_s,
         )
         try:
             sender = Sender(
@@ -50,7 +54,7 @@ def load_and_send(
                 rank,
                 model.tensors(),
                 group,
-                bucket_bytes=meeting.bucket_bytes,
+                bucket_bytes=rendezvous.bucket_bytes,
                 digest=fastest_digest(is_on_host=True),
             )
             return sender.send(version)

@@ -15,7 +15,7 @@ import pytest
 
 from megarl.config.roles import ModelParallelConfig
 from megarl.rollout.client import EngineClient
-from megarl.rollout.control import EngineControl
+from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineProcess
 from megarl.types import PolicyVersion
@@ -23,7 +23,7 @@ from megarl.weights.executors.digest import check_digests
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.rollout.engines import REQUEST_TIMEOUT_S, control_of, engine_spec
-from tests.rollout.trainers import BUCKET_BYTES, meeting_at
+from tests.rollout.trainers import BUCKET_BYTES, rendezvous_at
 from tests.runtime.publish_jobs import load_and_send
 from tests.tiny_models import write_tiny_model
 from tests.train.cluster import Cluster
@@ -115,7 +115,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             process.stop()
 
 
-async def fingerprints_of(control: EngineControl, fleet: Fleet, folder: Path) -> list[Mapping[str, str]]:
+async def fingerprints_of(control: ToolControl, fleet: Fleet, folder: Path) -> list[Mapping[str, int]]:
     """What SGLang's own loading of a folder leaves in the parameters."""
     for engine in fleet.engines:
         await engine.client.load_weights_from_disk(folder, version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S)
@@ -145,7 +145,7 @@ def test_published_parameters_are_those_sglang_loads_itself(target: Target, name
             expected = await fingerprints_of(control, fleet, target.folder / "published")
             before = await fingerprints_of(control, fleet, target.folder / "served")
             assert all(old[key] != new[key] for old, new in zip(before, expected, strict=True) for key in old)
-            meeting = replace(meeting_at(control), timeout_s=60.0, bucket_bytes=4 * BUCKET_BYTES)
+            rendezvous = replace(rendezvous_at(control), timeout_s=60.0, bucket_bytes=4 * BUCKET_BYTES)
             ranks = asyncio.create_task(
                 asyncio.to_thread(
                     cluster.run,
@@ -155,11 +155,11 @@ def test_published_parameters_are_those_sglang_loads_itself(target: Target, name
                     shape,
                     target.folder / "published",
                     transfer,
-                    meeting,
+                    rendezvous,
                     1,
                 )
             )
-            await control.join(transfer, plan_hash=transfer.plan().hash, meeting=meeting)
+            await control.join(transfer, plan_hash=transfer.plan().hash, rendezvous=rendezvous)
             arrived = await control.stage(PolicyVersion(1))
             check_digests(await ranks, arrived)
             assert await control.commit(PolicyVersion(1)) == target.kind.num_engines

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest
@@ -21,7 +22,6 @@ from megarl.errors import CheckpointError, EngineError, MachineError, WeightSync
 from megarl.results import PublishResult
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.rollout.fleet import Engine, Fleet
-from megarl.runtime.trainers.actor import ActorWeights
 from megarl.types import JsonValue, PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -31,9 +31,17 @@ PUBLISH_FOLDER = "published"
 _PREFIX = "version_"
 
 
+class ExportingRanks(Protocol):
+    """The trainer ranks, as publishing by files needs them."""
+
+    async def export(self, folder: Path, source_folder: Path, /) -> Mapping[str, FileDigest]:
+        """Write the weights as a Hugging Face folder `model` in `folder`; return every file that a rank wrote."""
+        ...
+
+
 class FilePublisher:
     def __init__(
-        self, *, ranks: ActorWeights, fleet: Fleet, folder: Path, source_folder: Path, timeout_s: float
+        self, *, ranks: ExportingRanks, fleet: Fleet, folder: Path, source_folder: Path, timeout_s: float
     ) -> None:
         """`folder` is where engines find what is published; `source_folder` has the configuration and tokenizer."""
         self._ranks = ranks

@@ -12,17 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.results import PublishResult
 from megarl.rollout.commands import Rendezvous
-from megarl.rollout.control import EngineControl
+from megarl.rollout.control import ignore_outcome
 from megarl.rollout.fleet import Engine, EngineState, Fleet
-from megarl.runtime.trainers.actor import ActorWeights
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.plan import Plan
@@ -42,6 +41,38 @@ _GIVE_UP_S = 10.0
 """For engines to hear that nothing comes any more."""
 
 
+class SendingRanks(Protocol):
+    """The trainer ranks, as a publish needs them."""
+
+    def at_rest(self) -> AbstractAsyncContextManager[None]:
+        """Return a context in which no rank computes, so that weights do not change."""
+        ...
+
+    async def join(self, transfer: TransferSpec, rendezvous: Rendezvous, /) -> None: ...
+
+    async def version(self) -> int: ...
+
+    async def send(self, version: int, /) -> Sequence[Mapping[tuple[int, str], int]]:
+        """Return per rank the digests of what it sent, by target rank and tensor."""
+        ...
+
+
+class ReceivingEngines(Protocol):
+    """The engines, as a publish needs them; see `EngineControl`."""
+
+    def among(self, engines: Sequence[Engine], /) -> Self: ...
+
+    async def check_layout(self, transfer: TransferSpec, /) -> None: ...
+
+    async def join(self, transfer: TransferSpec, /, *, plan_hash: str, rendezvous: Rendezvous) -> None: ...
+
+    async def stage(self, version: PolicyVersion, /) -> Mapping[int, Mapping[str, int]]: ...
+
+    async def commit(self, version: PolicyVersion, /, *, is_catching_up: bool) -> int: ...
+
+    async def abort(self) -> None: ...
+
+
 class NoPublisher:
     """For runs without engines."""
 
@@ -57,7 +88,7 @@ class _Link:
     """The clients of the roster: a restarted engine has another one."""
     store: StoreServer
     """Where its peers meet, and nobody else: a group that was given up is remembered there."""
-    control: EngineControl
+    control: ReceivingEngines
     plan: Plan
 
 
@@ -67,9 +98,9 @@ class TransferPublisher:
     def __init__(
         self,
         *,
-        ranks: ActorWeights,
+        ranks: SendingRanks,
         fleet: Fleet,
-        control: EngineControl,
+        control: ReceivingEngines,
         transfer: TransferSpec,
         timeout_s: float,
         host: str,
@@ -195,7 +226,7 @@ class TransferPublisher:
         plan = transfer.plan()
         control = self._control.among(roster)
         store = StoreServer(self._host)
-        meeting = Rendezvous(
+        rendezvous = Rendezvous(
             address=store.address,
             name=_GROUP,
             timeout_s=self._timeout_s,
@@ -203,7 +234,9 @@ class TransferPublisher:
             bucket_bytes=DEFAULT_BUCKET_BYTES,
         )
         await self._together(
-            store, self._ranks.join(transfer, meeting), control.join(transfer, plan_hash=plan.hash, meeting=meeting)
+            store,
+            self._ranks.join(transfer, rendezvous),
+            control.join(transfer, plan_hash=plan.hash, rendezvous=rendezvous),
         )
         self._link = _Link(members=members, store=store, control=control, plan=plan)
         return self._link
@@ -222,7 +255,7 @@ class TransferPublisher:
         """Both ends of one exchange. The first failure is the news, and whoever still waits for the other is told."""
         tasks = asyncio.create_task(trainers), asyncio.create_task(engines)
         for task in tasks:
-            task.add_done_callback(_ignore)
+            task.add_done_callback(ignore_outcome)
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
@@ -239,9 +272,3 @@ class TransferPublisher:
             loss = tasks[0].exception()
             raise loss if isinstance(loss, WorkerError) else failures[0]
         return tasks[0].result(), tasks[1].result()
-
-
-def _ignore(task: asyncio.Task[Any]) -> None:
-    """Whatever it ended with: asyncio would print the second of two failures, which nobody asks for."""
-    if not task.cancelled():
-        task.exception()

@@ -18,9 +18,9 @@ from megarl.compare.small_recipe import SmallRecipe, tiny_for_layouts
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.errors import WeightSyncError
-from megarl.rollout.commands import dump_file
-from megarl.rollout.control import EngineControl
+from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import Fleet
+from megarl.rollout.tool_commands import dump_file
 from megarl.runtime.engines.serving import ManagedServing, Roles, started_roles, transfer_spec
 from megarl.tools.check_sync.comparison import ClassVerdict, compare_holding, sum_by_class
 from megarl.tools.check_sync.random_model import random_tensors, write_random_model
@@ -75,7 +75,7 @@ async def _check(small: SmallRecipe, shape: ModelShape, other: Path, ray_address
         assert isinstance(serving, ManagedServing), "a check without engines"
         fleet = serving.fleet
         transfer = transfer_spec(recipe, rollout, shape, num_engines=len(fleet.engines))
-        control = EngineControl(fleet, timeout_s=rollout.publish_timeout_s, host=serving.host)
+        control = ToolControl(fleet, timeout_s=rollout.publish_timeout_s, host=serving.host)
         run_folder = recipe.run_folder.absolute()
         verdicts = await _publish_and_compare(roles, fleet, control, transfer, recipe.model.path, other, run_folder)
         return _sync_check(transfer, sum_by_class(verdicts))
@@ -84,7 +84,7 @@ async def _check(small: SmallRecipe, shape: ModelShape, other: Path, ray_address
 async def _publish_and_compare(
     roles: Roles,
     fleet: Fleet,
-    control: EngineControl,
+    control: ToolControl,
     transfer: TransferSpec,
     model: Path,
     other: Path,

@@ -12,9 +12,9 @@ from megarl.compare.hook_points import hook_points
 from megarl.compare.recordings import DigestedModel, Recording, differing_tensors
 from megarl.config.section import PAD_MULTIPLE
 from megarl.data.packing import pack
-from megarl.rollout.control import EngineControl
+from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import Fleet
-from megarl.rollout.recorder import FILE_PREFIX
+from megarl.rollout.tool_commands import FILE_PREFIX
 from megarl.stages import Generator
 from megarl.tools.diagnose.diagnosis import TOLERANCES, Conversation, Diagnosis, diagnose
 from megarl.train.actor import RECORD_PREFIX, TrainerRecord
@@ -35,7 +35,7 @@ async def compare(
     *,
     record_trainer: RecordTrainer,
     fleet: Fleet,
-    control: EngineControl,
+    control: ToolControl,
     generator: Generator,
     transfer: TransferSpec,
     temperature: float,
@@ -48,9 +48,9 @@ async def compare(
     _clear(folder)
     # A prompt whose prefix is cached would not be computed.
     await fleet.engines[0].client.flush_cache()
-    await control.listen(transfer)
+    await control.start_recording(transfer)
     group = await generator.generate(prompt)
-    engine_digests = await control.record(folder)
+    engine_digests = await control.write_recording(folder)
     batch = _batch(group, transfer.parallel, temperature)
     records = await record_trainer(batch, folder)
     (rollout,) = group.rollouts

@@ -16,7 +16,7 @@ from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import ConfigError, DataError, Problem
-from megarl.rollout.control import EngineControl
+from megarl.rollout.control import ToolControl
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.runtime.engines.serving import ManagedServing, started_roles, transfer_spec
 from megarl.runtime.inputs import read_inputs
@@ -87,7 +87,7 @@ async def _diagnose(
             prompt,
             record_trainer=roles.trainers.actor.calling(ActorRank.record),
             fleet=serving.fleet,
-            control=EngineControl(serving.fleet, timeout_s=rollout.publish_timeout_s, host=serving.host),
+            control=ToolControl(serving.fleet, timeout_s=rollout.publish_timeout_s, host=serving.host),
             generator=FleetGenerator(
                 serving.fleet,
                 sampling=Sampling(

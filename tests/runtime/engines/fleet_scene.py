@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from safetensors.torch import load_file
@@ -17,13 +16,12 @@ from safetensors.torch import load_file
 from megarl.config.model import ModelShape
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.rollout.commands import Rendezvous
-from megarl.rollout.control import EngineControl
+from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import RestartPolicy
 from megarl.rollout.process import EngineProcess
 from megarl.runtime.engines.publisher import TransferPublisher
 from megarl.runtime.engines.supervisor import Supervisor
-from megarl.runtime.trainers.actor import ActorWeights
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
 from megarl.weights.executors.digest import fastest_digest
@@ -31,7 +29,7 @@ from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
-from tests.rollout.engines import ORDER_TIMEOUT_S, REQUEST_TIMEOUT_S, engine_spec
+from tests.rollout.engines import COMMAND_TIMEOUT_S, REQUEST_TIMEOUT_S, engine_spec
 from tests.rollout.trainers import fill
 from tests.tiny_models import write_tiny_model
 
@@ -97,14 +95,18 @@ class ThreadRanks:
     async def version(self) -> int:
         return self.held
 
-    async def join(self, transfer: TransferSpec, meeting: Rendezvous) -> None:
+    async def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
         self.close()
         plan = transfer.plan()
         tensors = load_file(self._folders[self.held] / "model.safetensors")
 
         def join_rank(rank: int) -> TransferGroup:
             return TransferGroup.join(
-                meeting.address, name=meeting.name, peer=rank, num_peers=transfer.num_peers, timeout_s=meeting.timeout_s
+                rendezvous.address,
+                name=rendezvous.name,
+                peer=rank,
+                num_peers=transfer.num_peers,
+                timeout_s=rendezvous.timeout_s,
             )
 
         world = transfer.parallel.world_size
@@ -117,7 +119,7 @@ class ThreadRanks:
                 rank,
                 self._tensors[rank],
                 group,
-                bucket_bytes=meeting.bucket_bytes,
+                bucket_bytes=rendezvous.bucket_bytes,
                 digest=fastest_digest(is_on_host=True),
             )
             for rank, group in enumerate(self._groups)
@@ -153,7 +155,7 @@ class Scene:
     fleet: Fleet
     supervisor: Supervisor
     publisher: TransferPublisher
-    control: EngineControl
+    control: ToolControl
     ranks: ThreadRanks
 
     async def publish(self, version: int) -> None:
@@ -190,14 +192,14 @@ class Duo:
             publish_timeout_s=START_TIMEOUT_S,
             policy=RestartPolicy(max_restarts=max_restarts, back_off_s=0.1, silence_timeout_s=SILENCE_TIMEOUT_S),
         )
-        control = EngineControl(fleet, timeout_s=ORDER_TIMEOUT_S)
+        control = ToolControl(fleet, timeout_s=COMMAND_TIMEOUT_S)
         ranks = ThreadRanks(self.folders)
         publisher = TransferPublisher(
-            ranks=cast(ActorWeights, ranks),
+            ranks=ranks,
             fleet=fleet,
             control=control,
             transfer=self._transfer,
-            timeout_s=ORDER_TIMEOUT_S,
+            timeout_s=COMMAND_TIMEOUT_S,
             host=LOOPBACK,
         )
         supervisor = Supervisor(fleet, self.processes, connect=connect)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import httpx
 import pytest
@@ -18,7 +17,6 @@ from megarl.rollout.client import EngineClient
 from megarl.rollout.fleet import EngineState, Fleet
 from megarl.rollout.process import EngineProcess
 from megarl.runtime.engines.file_publisher import FilePublisher, endpoints_of
-from megarl.runtime.trainers.actor import ActorWeights
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import PolicyVersion
 from tests.rollout.engines import REQUEST_TIMEOUT_S, Handler, ServedModel, control_of, engine_spec, scripted_fleet
@@ -45,7 +43,7 @@ class FolderRanks:
 
 def publisher_to(fleet: Fleet, ranks: FolderRanks, folder: Path, source_folder: Path) -> FilePublisher:
     return FilePublisher(
-        ranks=cast("ActorWeights", ranks),
+        ranks=ranks,
         fleet=fleet,
         folder=folder,
         source_folder=source_folder,

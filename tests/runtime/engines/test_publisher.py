@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import cast
 
 import httpx
 import pytest
@@ -14,11 +13,9 @@ import pytest
 from megarl.config.model import Family, ModelShape
 from megarl.errors import FleetError, WeightSyncError, WorkerError
 from megarl.rollout.commands import Rendezvous
-from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Engine, EngineState, Fleet
 from megarl.rollout.lifecycle import Ended, RestartPolicy, Started, Ticked
 from megarl.runtime.engines.publisher import TransferPublisher
-from megarl.runtime.trainers.actor import ActorWeights
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.megatron import MegatronParallel
@@ -69,7 +66,7 @@ class FakeRanks:
     async def version(self) -> int:
         return self.held
 
-    async def join(self, transfer: TransferSpec, meeting: Rendezvous) -> None:
+    async def join(self, transfer: TransferSpec, rendezvous: Rendezvous) -> None:
         self._num_engines = transfer.num_engines
 
     async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
@@ -80,7 +77,7 @@ class FakeRanks:
 
 
 class FakeControl:
-    """What becomes of an order to some engines; `mischief` is done before each stage."""
+    """Commands to some engines; `mischief` is done before each stage."""
 
     def __init__(self, fleet: Fleet, calls: list[str], mischief: Mischief) -> None:
         self._fleet = fleet
@@ -97,7 +94,10 @@ class FakeControl:
     def _names(self) -> str:
         return " ".join(str(engine.index) for engine in self._engines)
 
-    async def join(self, transfer: TransferSpec, *, plan_hash: str, meeting: Rendezvous) -> None:
+    async def check_layout(self, transfer: TransferSpec) -> None:
+        raise AssertionError("not part of a publish")
+
+    async def join(self, transfer: TransferSpec, *, plan_hash: str, rendezvous: Rendezvous) -> None:
         assert transfer.num_engines == len(self._engines)
         assert plan_hash == transfer.plan().hash
         self._calls.append(f"join {self._names}")
@@ -138,9 +138,9 @@ class Scene:
         self.fleet = scripted_fleet(self._answer(0), self._answer(1))
         self.ranks = FakeRanks(self.calls, dies=dies)
         self.publisher = TransferPublisher(
-            ranks=cast(ActorWeights, self.ranks),
+            ranks=self.ranks,
             fleet=self.fleet,
-            control=cast(EngineControl, FakeControl(self.fleet, self.calls, mischief)),
+            control=FakeControl(self.fleet, self.calls, mischief),
             transfer=TRANSFER,
             timeout_s=5,
             host=LOOPBACK,

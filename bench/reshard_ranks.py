@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl.errors import WeightSyncError
 from megarl.rollout.commands import Rendezvous
-from megarl.rollout.torchvision_ops import declare_torchvision_ops
+from megarl.rollout.cpu_kernels import declare_torchvision_ops
 from megarl.system.network import LOOPBACK
 from megarl.weights.algebra.slices import Holding, Layout, Slice
 from megarl.weights.executors.digest import fastest_digest

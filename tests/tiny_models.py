@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megarl.config.model import ModelShape, read_model_shape
-from megarl.rollout.torchvision_ops import declare_torchvision_ops
+from megarl.rollout.cpu_kernels import declare_torchvision_ops
 
 declare_torchvision_ops()
 

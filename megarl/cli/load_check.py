@@ -10,7 +10,7 @@ import torch
 
 from megarl.checkpoint.locate import CONFIG_FILE, ModelSource
 from megarl.errors import CheckpointError, MachineError
-from megarl.rollout.torchvision_ops import declare_torchvision_ops
+from megarl.rollout.cpu_kernels import declare_torchvision_ops
 from megarl.weights.executors.tensors import torch_dtype
 
 NUM_TOKENS = 64

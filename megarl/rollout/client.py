@@ -1,7 +1,7 @@
-"""One SGLang server over HTTP: every call it is asked, each with a deadline. Knows no fleet and no policy.
+"""HTTP calls to one SGLang server, each with a deadline. Knows no fleet and no policy.
 
-Whatever goes wrong on the way becomes an EngineError that names the engine and the operation. SGLang's failure model is
-unkind (a bad token id or tensor ends the whole server), so callers check what they send.
+Every failure on the way is an EngineError that names the engine and the operation. A bad token id or tensor ends the
+whole server, so callers check what they send.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from httpx_aiohttp import AiohttpTransport
 
 from megarl.config.section import Device
 from megarl.errors import EngineError
-from megarl.rollout.bounded import BoundedTransport
 from megarl.system.secret import Secret
 from megarl.types import JsonValue, PolicyVersion
 
 MAX_REPLY_BYTES = 256 << 20
-"""Of one reply: a million tokens with their log-probabilities have a quarter of it."""
+"""Limit of one reply: a million tokens with their log-probabilities take a quarter of it."""
 _CONNECT_TIMEOUT_S = 10.0
 _CONTROL_TIMEOUT_S = 60.0
 _HEALTH_TIMEOUT_S = 5.0
@@ -34,17 +33,17 @@ _HEALTH_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKeys:
-    """Who may generate and who may control: whoever can send weights can run code in the engine."""
+    """One key to generate, one to control: a caller that can send weights can run code in the engine."""
 
     api: str = field(repr=False)
     admin: str = field(repr=False)
 
     def __post_init__(self) -> None:
         for value in (self.api, self.admin):
-            Secret(value)  # from now on struck out of whatever is written
+            Secret(value)  # masked in all output from now on
 
     def __reduce__(self) -> tuple[Callable[[], EngineKeys], tuple[()]]:
-        # Made anew where it arrives: that process writes logs as well.
+        # Made anew in the receiving process, so that its logs mask the keys as well.
         return partial(EngineKeys, api=self.api, admin=self.admin), ()
 
     @classmethod
@@ -54,14 +53,14 @@ class EngineKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEndpoint:
-    """Where one engine listens, and what its callers must know of it."""
+    """The address of one engine, and what a caller needs to know about it."""
 
     index: int
     """Position in the fleet."""
     host: str
     port: int
     tensor: int
-    """Tensor-parallel ranks: each gets a weight payload of its own."""
+    """Number of tensor-parallel ranks; each gets its own weight payload."""
     device: Device
     keys: EngineKeys
     scheme: str = "http"
@@ -75,19 +74,19 @@ class EngineEndpoint:
 
 
 class PauseMode(StrEnum):
-    """What becomes of the requests that are running when an engine is paused."""
+    """What happens to running requests when an engine is paused."""
 
     ABORT = "abort"
-    """They end, with what they have."""
+    """They end and return their tokens so far."""
     IN_PLACE = "in_place"
-    """They wait and go on with their KV cache."""
+    """They wait and continue with their KV cache."""
     RETRACT = "retract"
-    """They wait and go on with a KV cache computed again."""
+    """They wait and continue with a recomputed KV cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One response to one prompt. SGLang's own `n` is not used: it loses the request's name."""
+    """A request for one response. SGLang's own `n` is not used: it drops the request id."""
 
     rid: str
     input_ids: tuple[int, ...]
@@ -99,7 +98,7 @@ class GenerateRequest:
     stop_token_ids: tuple[int, ...] = ()
     sampling_seed: int | None = None
     cache_key: str | None = None
-    """Prefixes are shared only among requests with the same one."""
+    """Only requests with the same key share cached prefixes."""
 
     def to_json(self) -> dict[str, JsonValue]:
         sampling: dict[str, JsonValue] = {
@@ -121,7 +120,7 @@ class GenerateRequest:
 
 
 class EngineClient:
-    """The calls of one engine. Close it when done: it holds connections."""
+    """A client of one engine. It holds connections until `close`."""
 
     def __init__(
         self, endpoint: EngineEndpoint, *, request_timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
@@ -131,45 +130,44 @@ class EngineClient:
         self._has_sessions: bool | None = None
         self._is_asleep = False
         self._urls: dict[str, httpx.URL] = {}
-        # Without httpx's client around it, which costs the driver as much per request as sending it.
+        # httpx's own client is left out: it costs the driver as much per request as the sending itself.
         transport = transport or AiohttpTransport(client=_open_session)
-        self._transport = BoundedTransport(transport, max_bytes=MAX_REPLY_BYTES)
+        self._transport = _BoundedTransport(transport, max_bytes=MAX_REPLY_BYTES)
 
     async def close(self) -> None:
         await self._transport.aclose()
 
     async def generate(self, request: GenerateRequest) -> JsonValue:
-        """The reply as it came; see `reply` for what it must contain. Cancelling this ends the request there too."""
+        """Return the reply unchecked; `reply` checks it. Cancelling this also ends the request in the engine."""
         response = await self._call(
             "generate", "/generate", request.to_json(), key=self.endpoint.keys.api, timeout_s=self._request_timeout_s
         )
         return _json(response)
 
     async def abort(self, rid: str) -> None:
-        """End one request; its `generate` returns what it has, with finish reason abort."""
+        """End one request; its `generate` returns the tokens so far, with finish reason abort."""
         assert rid, "SGLang takes an empty rid for all requests"
         await self._control("abort", "/abort_request", {"rid": rid})
 
     async def abort_all(self) -> None:
-        """The same for every request there is."""
         await self._control("abort all", "/abort_request", {"abort_all": True})
 
     async def pause(self, mode: PauseMode) -> None:
         await self._control("pause", "/pause_generation", {"mode": mode.value})
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         await self._control("resume", "/continue_generation", {"torch_empty_cache": False})
 
     async def flush_cache(self) -> None:
-        """Forget cached prefixes; refused while requests are running."""
+        """Discard cached prefixes. The engine refuses while requests are running."""
         await self._control("flush cache", "/flush_cache", {})
 
     async def sleep(self) -> None:
-        """Give time and, on a GPU, the memory of the KV cache back; weights stay and can be published to.
+        """Stop computing and, on a GPU, release the memory of the KV cache. Weights stay and can be published to.
 
-        The engine must be idle: SGLang ends itself when memory is released under a running request. Requests that come
-        while it sleeps wait until it is awake.
+        The engine must be idle: SGLang ends itself when memory is released during a request. Requests that arrive
+        meanwhile wait until `wake`.
         """
         if self._is_asleep:
             return
@@ -187,7 +185,7 @@ class EngineClient:
         self._is_asleep = False
 
     async def is_healthy(self, *, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
-        """Whether the server answers. A paused or sleeping engine is healthy too."""
+        """Return whether the server answers; a paused or sleeping engine does."""
         try:
             response = await self._exchange("GET", "/health", None, None, timeout_s)
         except httpx.HTTPError:
@@ -195,23 +193,22 @@ class EngineClient:
         return response.status_code == HTTPStatus.OK
 
     async def probe(self, *, timeout_s: float) -> str:
-        """Let the scheduler itself answer; returns what the engine calls the weights it serves.
+        """Return the weight version that the engine reports, after an answer of its scheduler.
 
-        By asking for its state: SGLang's own generating check samples greedily, and a greedy request that meets sampled
-        ones in a batch changes what their seeds mean.
+        SGLang's own health check generates greedily, and a greedy request in a batch changes what the seeds of the
+        sampled ones mean. The scheduler is asked for its state instead.
         """
         await self._get("probe", "/server_info", timeout_s=timeout_s)
         info = await self._get("probe", "/model_info", timeout_s=timeout_s)
         return str(info.get("weight_version"))
 
     async def model_info(self) -> Mapping[str, JsonValue]:
-        """Which model it serves, and which version of its weights."""
         return await self._get("model info", "/model_info", timeout_s=_CONTROL_TIMEOUT_S)
 
     async def load_weights(
         self, payloads: Sequence[str], *, load_format: str, version: PolicyVersion | None = None, timeout_s: float
     ) -> None:
-        """Hand one payload to each TP rank's loader; `version` is what the engine calls its weights afterwards.
+        """Pass one payload to the loader of each TP rank; the engine reports `version` afterwards.
 
         Waits until no request is running, unless the engine is paused.
         """
@@ -219,7 +216,7 @@ class EngineClient:
         body: dict[str, JsonValue] = {
             "serialized_named_tensors": list(payloads),
             "load_format": load_format,
-            # Flushing here ends the server when a request is running; `flush_cache` only refuses.
+            # Flushing here ends the server if a request is running; `flush_cache` only refuses.
             "flush_cache": False,
         }
         if version is not None:
@@ -228,7 +225,7 @@ class EngineClient:
             await self._control("load weights", "/update_weights_from_tensor", body, timeout_s=timeout_s)
 
     async def load_weights_from_disk(self, folder: Path, *, version: PolicyVersion, timeout_s: float) -> None:
-        """SGLang's own loading of a Hugging Face folder."""
+        """Let SGLang load a Hugging Face folder."""
         body: dict[str, JsonValue] = {
             "model_path": str(folder),
             "weight_version": str(version),
@@ -238,19 +235,19 @@ class EngineClient:
 
     @asynccontextmanager
     async def _weight_session(self) -> AsyncIterator[None]:
-        """SGLang from 0.5.21 wants updates between begin and end; earlier ones answer 404 to both."""
+        """Enclose an update in begin and end, which SGLang needs from 0.5.21; earlier releases answer 404 to both."""
         if self._has_sessions is not False:
             response = await self._send(
                 "begin weight update", "/begin_weight_update", {}, self.endpoint.keys.admin, _CONTROL_TIMEOUT_S
             )
-            # A path it does not know is guarded by the other key.
+            # An unknown path is guarded by the other key.
             self._has_sessions = response.status_code not in (HTTPStatus.NOT_FOUND, HTTPStatus.UNAUTHORIZED)
             if self._has_sessions:
                 self._checked("begin weight update", response)
         try:
             yield
         except EngineError:
-            with suppress(EngineError):  # the first failure is the news
+            with suppress(EngineError):  # the first failure is raised
                 await self._end_weight_session()
             raise
         await self._end_weight_session()
@@ -266,7 +263,7 @@ class EngineClient:
             raise self._error(operation, _reason(error, timeout_s)) from error
         info = _json(self._checked(operation, response))
         if not isinstance(info, dict):
-            raise self._error(operation, f"{path} gave a {type(info).__name__}")
+            raise self._error(operation, f"{path} returned a {type(info).__name__}")
         return info
 
     async def _control(
@@ -295,7 +292,7 @@ class EngineClient:
         request = httpx.Request(
             method,
             self._urls[path],
-            # A compressed reply could be larger than it looks.
+            # The size limit counts bytes on the wire.
             headers={"Accept-Encoding": "identity", **({} if key is None else _bearer(key))},
             json=body,
             extensions={"timeout": httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S).as_dict()},
@@ -316,10 +313,44 @@ class EngineClient:
         return EngineError(f"{self.endpoint}: {operation}: {reason}")
 
 
-def _open_session() -> aiohttp.ClientSession:
-    """Under httpx, for speed: its own transport costs the driver milliseconds per request, aiohttp's a fraction of one.
+class _BoundedTransport(httpx.AsyncBaseTransport):
+    """Wraps a transport; a reply over `max_bytes` fails like a broken connection before all of it is read."""
 
-    A connection per request: one that is kept can be closed by the server just as the next request is written to it.
+    def __init__(self, inner: httpx.AsyncBaseTransport, *, max_bytes: int) -> None:
+        self._inner = inner
+        self._max_bytes = max_bytes
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await self._inner.handle_async_request(request)
+        assert isinstance(response.stream, httpx.AsyncByteStream), f"the reply is a {type(response.stream).__name__}"
+        response.stream = _BoundedStream(response.stream, self._max_bytes)
+        return response
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class _BoundedStream(httpx.AsyncByteStream):
+    def __init__(self, inner: httpx.AsyncByteStream, max_bytes: int) -> None:
+        self._inner = inner
+        self._max_bytes = max_bytes
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        num_bytes = 0
+        async for chunk in self._inner:
+            num_bytes += len(chunk)
+            if num_bytes > self._max_bytes:
+                raise httpx.ReadError(f"the reply has more than {self._max_bytes} bytes")
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+def _open_session() -> aiohttp.ClientSession:
+    """Return the session under httpx. Its transport costs a fraction of a millisecond per request, httpx's own several.
+
+    Each request has its own connection: the server can close a kept one just as the next request is written to it.
     """
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
 
@@ -330,7 +361,7 @@ def _bearer(key: str) -> dict[str, str]:
 
 def _reason(error: httpx.HTTPError, timeout_s: float) -> str:
     cause = error.__cause__
-    # The transport calls every connection that breaks a timeout.
+    # The transport reports every broken connection as a timeout.
     is_broken = isinstance(cause, aiohttp.ClientConnectionError) and not isinstance(cause, aiohttp.ServerTimeoutError)
     if isinstance(error, httpx.TimeoutException) and not is_broken:
         return f"no answer within {timeout_s:.0f} s"

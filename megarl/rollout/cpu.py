@@ -1,8 +1,8 @@
 """Released SGLang on a machine without a GPU: `python -m megarl.rollout.cpu <arguments of sglang.launch_server>`.
 
-SGLang's wheel lacks what only its compiled kernels bring; this module stands in for that before SGLang starts. It is
-never loaded where there is a GPU. SGLang spawns its workers, and each of them imports the main module again: whatever
-they need runs at module level here.
+SGLang's wheel has no compiled kernels for CPUs; this module installs stand-ins before SGLang starts. It is never loaded
+on a machine with a GPU. SGLang spawns its workers, and each imports the main module again: so the stand-ins are
+installed at module level.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from megarl.rollout.cpu_kernels import (
     addmm_in_blocks,
     assign_req_to_token_pool,
+    declare_torchvision_ops,
     mm_in_blocks,
     murmur_hash32,
     own_experts,
 )
-from megarl.rollout.torchvision_ops import declare_torchvision_ops
 
 
 def _install() -> None:
-    """Everything SGLang misses on a CPU, once per process."""
+    """Install everything that SGLang lacks on a CPU, once per process."""
     declare_torchvision_ops()
     sys.modules["sgl_kernel"] = _kernel_module()
     torch.library.define("sgl_kernel::murmur_hash32_cpu", "(Tensor seed, Tensor positions, Tensor cols) -> Tensor")
@@ -38,7 +38,7 @@ def _install() -> None:
 
 
 class _KernelModule(types.ModuleType):
-    """In place of the compiled `sgl_kernel`: importing a name succeeds, calling it does not."""
+    """Replaces the compiled `sgl_kernel`: importing a name succeeds, calling it fails."""
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         if name.startswith("__"):
@@ -62,12 +62,12 @@ def _kernel_module() -> types.ModuleType:
 
 
 def _use_gloo_on_arm() -> None:
-    """On ARM SGLang binds threads and reduces through compiled kernels; on other CPUs it does without.
+    """Make SGLang believe that this is not ARM, where it binds threads and reduces through compiled kernels.
 
-    It asks its own function for the architecture, after it has settled (and remembered) that this is a CPU.
+    SGLang asks its own function for the architecture, after it has determined (and cached) that this is a CPU.
     """
-    from sglang.srt import utils  # noqa: PLC0415
-    from sglang.srt.utils import common  # noqa: PLC0415
+    from sglang.srt import utils  # noqa: PLC0415 - needs the stand-ins
+    from sglang.srt.utils import common  # noqa: PLC0415 - needs the stand-ins
 
     assert common.is_cpu(), "SGLANG_USE_CPU_ENGINE=1 is not set, or this is neither x86 nor ARM"
     for module in (utils, common):
@@ -75,15 +75,15 @@ def _use_gloo_on_arm() -> None:
 
 
 def _allow_deterministic_inference() -> None:
-    from sglang.srt import batch_invariant_ops  # noqa: PLC0415
-    from sglang.srt.arg_groups.choices import add_deterministic_attention_backend_choices  # noqa: PLC0415
+    from sglang.srt import batch_invariant_ops  # noqa: PLC0415 - needs the stand-ins
+    from sglang.srt.arg_groups import choices  # noqa: PLC0415 - needs the stand-ins
 
-    add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = _enable_batch_invariant_mode
 
 
 class _Experts(Protocol):
-    """SGLang's layer, as far as it is needed here."""
+    """The fields of SGLang's layer that are used here."""
 
     moe_ep_size: int
     w13_weight: torch.Tensor
@@ -96,8 +96,8 @@ class _Routing(Protocol):
 
 
 def _divide_experts() -> None:
-    """SGLang's CPU version of a mixture takes it that a rank has all experts; its compiled kernels do not."""
-    from sglang.srt.layers.moe import fused_moe_native  # noqa: PLC0415
+    """Let a rank hold a part of the experts: SGLang's CPU version assumes all, unlike its compiled kernels."""
+    from sglang.srt.layers.moe import fused_moe_native  # noqa: PLC0415 - needs the stand-ins
 
     undivided = fused_moe_native.moe_forward_native
 
@@ -111,16 +111,16 @@ def _divide_experts() -> None:
 
 
 def _enable_batch_invariant_mode() -> None:
-    """In place of SGLang's Triton version: the same logits for a request, whatever shares its batch.
+    """Replace SGLang's Triton version: the logits of a request do not depend on the rest of its batch.
 
-    The other operators of a decoder (norms, softmax, attention request by request) treat rows alike as they are.
+    The other operators of a decoder (norms, softmax, attention request by request) treat rows alike already.
     """
     torch.library.impl("aten::mm", "CPU", mm_in_blocks)
     torch.library.impl("aten::addmm", "CPU", addmm_in_blocks)
 
 
 if torch.cuda.is_available():
-    raise RuntimeError("megarl.rollout.cpu is for machines without a GPU; start sglang.launch_server there")
+    raise RuntimeError("megarl.rollout.cpu is for machines without a GPU; on this one start sglang.launch_server")
 _install()
 
 if __name__ == "__main__":

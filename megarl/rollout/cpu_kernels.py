@@ -1,4 +1,4 @@
-"""In torch, what SGLang's compiled kernels do on other machines. Pure functions: `cpu` puts them in their places."""
+"""Stand-ins in torch for SGLang's compiled kernels, and for torchvision's. `cpu` installs them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 ROWS_PER_BLOCK = 16
-"""Matrix products run in blocks of this many rows, so that a row's result does not depend on its neighbours."""
+"""Rows per block of a matrix product, so that a row's result does not depend on its neighbours."""
 
 _MASK = 0xFFFFFFFF
 
@@ -19,7 +19,7 @@ def assign_req_to_token_pool(
     locations: torch.Tensor,  # [sum of ends - starts]
     _num_positions: int,
 ) -> None:
-    """Write where the cache keeps the new tokens of each request."""
+    """Write the cache locations of the new tokens of each request into `table`."""
     done = 0
     for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
         table[row, start:end] = locations[done : done + end - start].to(table.dtype)
@@ -27,7 +27,7 @@ def assign_req_to_token_pool(
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 of (64-bit seed [n], position [n], column [m]): uint32 [n, m], as on a GPU.
+    """Return MurmurHash3 of (64-bit seed [n], position [n], column [m]) as uint32 [n, m], equal to the GPU's.
 
     int64 products wrap, which leaves their low 32 bits right.
     """
@@ -50,9 +50,9 @@ def _mix(state: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
 
 
 def mm_in_blocks(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`left @ right` by products of one shape: BLAS picks its kernel by the number of rows, and kernels round apart.
+    """Return `left @ right` from products of one shape: BLAS chooses its kernel by rows, and kernels round differently.
 
-    The last block is filled up with zeros. Goes through `bmm`, so that it can stand in for `mm` itself.
+    The last block is padded with zeros. Uses `bmm`, so that it can replace `mm` itself.
     """
     num_rows, width = left.shape
     num_blocks = -(-num_rows // ROWS_PER_BLOCK)
@@ -75,7 +75,7 @@ def own_experts(
     gate_up: torch.Tensor,  # [experts of this rank, 2 * ffn, hidden]
     down: torch.Tensor,  # [experts of this rank, hidden, ffn]
 ) -> torch.Tensor:
-    """Each token through those of its experts that this rank has, weighted; other ranks add the rest."""
+    """Return the weighted sum over the experts of this rank for each token; other ranks add theirs."""
     output = torch.zeros_like(tokens)
     for expert in range(len(gate_up)):
         rows, choices = (ids == expert).nonzero(as_tuple=True)
@@ -85,3 +85,16 @@ def own_experts(
         made = F.linear(F.silu(gate) * up, down[expert])
         output.index_add_(0, rows, made * weights[rows, choices, None].to(made.dtype))
     return output
+
+
+def declare_torchvision_ops() -> None:
+    """Make `import torchvision` succeed beside a CPU build of torch. Does nothing the second time, or beside CUDA.
+
+    The torchvision of PyPI is a CUDA build: its compiled half does not load beside a CPU build of torch, and its
+    import, which SGLang and every model class of transformers need, fails while it describes `nms` and `qnms`. The two
+    are only declared: no text model calls them.
+    """
+    if torch.version.cuda is not None or hasattr(torch.ops.torchvision, "nms"):
+        return
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

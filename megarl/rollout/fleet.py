@@ -1,7 +1,7 @@
-"""All engines of a run: which of them may answer, at which version, and who gets the next request.
+"""All engines of a run: their states and versions, and the choice of the engine for the next request.
 
-Knows no tokens, no weights and no processes: the generator asks for an engine, the publisher says what each one serves,
-the supervisor says what became of each. It outlives the trainer ranks and their publisher.
+Knows no tokens, no weights and no processes: the generator leases engines, the publisher reports what each one serves,
+the supervisor reports what happened to each. It outlives the trainer ranks and their publisher.
 """
 
 from __future__ import annotations
@@ -33,31 +33,29 @@ from megarl.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Engine", "EngineLostError", "EngineState", "Fleet"]
-
 _NUM_REMEMBERED_PREFIXES = 4096
 _IMBALANCE = 8
-"""A cached prefix is worth this part of an engine's places: beyond it another engine is sooner done."""
+"""An engine with a cached prefix may have `max_outstanding` / 8 more requests than the least busy one."""
 _PROBE_TIMEOUT_S = 10.0
 
 
 class EngineLostError(EngineError):
-    """An engine did not survive the request. The request is as good as new."""
+    """The engine died during the request. The request can be sent again."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Engine:
-    """One engine as the fleet sees it. Only the fleet changes it."""
+    """The fleet's record of one engine. Only the fleet changes it."""
 
     index: int
-    """Its seat: a restarted engine keeps it."""
+    """Stays the same when the engine is restarted."""
     client: EngineClient
     version: PolicyVersion
-    """Of the weights it serves."""
+    """The version of the weights it serves."""
     life: Life
     num_outstanding: int = 0
     is_syncing: bool = False
-    """Weights are on their way to it, for which its scheduler waits: it cannot be asked anything else."""
+    """Weights are being sent to it; its scheduler waits for them and answers nothing else."""
     leases: set[asyncio.Timeout] = field(default_factory=set)
 
     @property
@@ -66,7 +64,7 @@ class Engine:
 
     @property
     def reason(self) -> str:
-        """Why it is not live."""
+        """Why it is not live; empty if it is."""
         return self.life.reason
 
     @property
@@ -78,11 +76,11 @@ class Engine:
 
 
 StateListener = Callable[[Engine, Life], None]
-"""Told of an engine whose state has changed, and the life before that."""
+"""Called with an engine whose state has changed and with its life before the change."""
 
 
 class RequestListener(Protocol):
-    """Who counts what becomes of requests."""
+    """Counts the requests that are sent again."""
 
     def request_retried(self, cause: str) -> None: ...
 
@@ -92,7 +90,7 @@ class _Uncounted:
 
 
 class Fleet:
-    """Engines in the order of their index, all starting with the model folder's weights (version 0)."""
+    """The engines by index. All start with the weights of the model folder (version 0)."""
 
     def __init__(
         self,
@@ -103,15 +101,15 @@ class Fleet:
         policy: RestartPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_outstanding` requests per engine are sent; others wait here, where they are still free to go anywhere.
+        """At most `max_outstanding` requests per engine are sent; others wait here, not yet bound to an engine.
 
-        `publish_timeout_s` bounds how long a request waits while nothing happens and no engine is live. Without a
-        `policy` nobody supervises the engines: one that is lost stays lost.
+        `publish_timeout_s` is the deadline for any change while no engine is live. Without a `policy` the engines are
+        not supervised: one that is lost stays lost.
         """
         assert clients, "a fleet needs an engine"
         self.committed_version = PolicyVersion(0)
         self.is_awake = True
-        """Whether engines may use their devices: not while others train there."""
+        """False while trainers use the engines' devices."""
         self.policy = policy or RestartPolicy(max_restarts=0)
         self.engines = tuple(
             Engine(
@@ -138,10 +136,10 @@ class Fleet:
 
     @asynccontextmanager
     async def lease(self, avoid: Set[int] = frozenset(), *, prefix: str | None = None) -> AsyncIterator[Engine]:
-        """The live engine with the fewest outstanding requests; one in `avoid` only where there is no other.
+        """Lease the live engine with the fewest outstanding requests; one in `avoid` only if there is no other.
 
-        Requests with the same `prefix` share an engine, within bounds: it has the prompt cached. The block ends with an
-        EngineLostError when the engine dies before it.
+        Requests with the same `prefix` share an engine, which has the prompt cached, within a bound. The block ends
+        with an EngineLostError if the engine dies.
         """
         async with self._changed:
             engine = await self._next_free(avoid, prefix)
@@ -186,14 +184,14 @@ class Fleet:
         return least
 
     async def _wait_for_change(self, *, has_live: bool) -> None:
-        """Until something is different; the condition is held. Raises where nothing better can come."""
+        """Wait for a change, holding the condition. Raises FleetError if no engine came in time or can come."""
         self._check()
-        # With a live engine some request ends within its own deadline; without one a publish or a restart has to come.
+        # Requests to a live engine have deadlines of their own; without one a publish or a restart must come.
         try:
             async with asyncio.timeout(None if has_live else self._publish_timeout_s):
                 await self._changed.wait()
         except asyncio.CancelledError:
-            self._changed.notify()  # the turn that woke this one is another's
+            self._changed.notify()  # passes the wake-up on to another waiter
             raise
         except TimeoutError:
             raise FleetError(
@@ -210,11 +208,11 @@ class Fleet:
 
     @property
     def reachable(self) -> list[Engine]:
-        """Those that weights can be sent to, whatever they serve now."""
+        """The engines that weights can be sent to, whatever they serve now."""
         return [engine for engine in self.engines if engine.life.is_reachable]
 
     async def any_reachable(self) -> list[Engine]:
-        """As `reachable`, but waits for the first one; raises FleetError when none will come."""
+        """Return `reachable` as soon as it has an engine; raises FleetError if none will come."""
         async with self._changed:
             while not self.reachable:
                 await self._wait_for_change(has_live=False)
@@ -222,7 +220,7 @@ class Fleet:
 
     @contextmanager
     def syncing(self, engines: Iterable[Engine]) -> Iterator[None]:
-        """Inside, weights are on their way to `engines`."""
+        """Mark `engines` as receiving weights."""
         busy = list(engines)
         for engine in busy:
             engine.is_syncing = True
@@ -233,7 +231,7 @@ class Fleet:
                 engine.is_syncing = False
 
     async def committed(self, version: PolicyVersion, engines: Iterable[Engine]) -> None:
-        """`version` is the run's version now; `engines` serve it, all others are stale."""
+        """Record that `version` is committed and that `engines` serve it; all others are stale."""
         current = list(engines)
         assert current, f"version {version} is committed, but no engine serves it"
         self.committed_version = version
@@ -245,16 +243,16 @@ class Fleet:
                 self.report(engine, FellBehind(reason=f"serves version {engine.version}"))
 
     async def joined(self, engine: Engine) -> None:
-        """`engine` has caught up with the others."""
+        """Record that `engine` has caught up with the committed version."""
         engine.version = self.committed_version
         self.report(engine, Confirmed())
 
     async def mark_stale(self, engine: Engine, reason: str) -> None:
-        """What it serves is not what the run thinks it serves."""
+        """Record that an engine serves other weights than those of its version."""
         self.report(engine, FellBehind(reason=reason))
 
     async def doubt(self, engine: Engine, reason: str) -> None:
-        """A request failed on the way to or from an engine. It gets no other one before it has answered a probe."""
+        """Record that a request failed on the way. The engine gets no other one before it has answered a probe."""
         if not engine.is_live:
             return
         self.report(engine, Doubted(reason=reason))
@@ -262,7 +260,7 @@ class Fleet:
             await self.examine(engine, reason)
 
     async def examine(self, engine: Engine, reason: str) -> bool:
-        """Whether an engine that failed is there at all; it is dead from now on if not."""
+        """Probe an engine that failed; return whether it answers. If not, it is dead from now on."""
         client = engine.client
         is_there = await client.is_healthy(timeout_s=_PROBE_TIMEOUT_S)
         if engine.client is client:
@@ -270,7 +268,7 @@ class Fleet:
         return is_there
 
     def report(self, engine: Engine, event: Event) -> None:
-        """Say what was seen of an engine. What it was asked for dies with it."""
+        """Advance the life of an engine. If it is dead, its leases end."""
         before = engine.life
         engine.life = after = advance(before, event, now=self._clock(), policy=self.policy)
         if after.state is before.state:
@@ -285,18 +283,18 @@ class Fleet:
         self._notify()
 
     def replace_client(self, engine: Engine, client: EngineClient) -> EngineClient:
-        """A restarted engine listens elsewhere. Gives the client back that was there before."""
+        """Set the client of a restarted engine, which has a new address; return the old client."""
         before, engine.client = engine.client, client
         engine.version = PolicyVersion(0)
         return before
 
     def fail(self, error: BaseException) -> None:
-        """Nobody looks after the engines any more: whoever waits for one shall not wait for ever."""
+        """Record that the supervisor failed: those who wait for an engine get this error."""
         self._failure = error
         self._notify()
 
     async def sleep(self) -> None:
-        """Give the devices to others. An engine that is just starting is waited for: it would take them back."""
+        """Release the devices. Waits for engines that are starting, which would take the devices back."""
         self.is_awake = False
         async with self._changed:
             while any(engine.state is EngineState.RESTARTING for engine in self.engines):
@@ -312,7 +310,7 @@ class Fleet:
         try:
             await call
         except EngineError as error:
-            # One that keeps its memory while others need it, or never wakes, is of no use.
+            # An engine that does not release its memory or does not wake is useless.
             self.report(engine, Ended(reason=str(error)))
 
     async def close(self) -> None:
@@ -322,7 +320,7 @@ class Fleet:
         return "; ".join(f"{engine} is {engine.state}: {engine.reason}" for engine in self.engines if engine.reason)
 
     def _notify(self) -> None:
-        """Wake whoever waits. Not awaited: states change in places that cannot wait."""
+        """Wake all waiters from a task: states change in functions that are not async."""
         task = asyncio.get_running_loop().create_task(self._notify_all())
         self._notifying.add(task)
         task.add_done_callback(self._notifying.discard)

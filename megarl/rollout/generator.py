@@ -1,8 +1,8 @@
-"""Prompts in, checked rollout groups out, from whichever engines are live. Knows no weights and no processes.
+"""Turns prompts into checked rollout groups with the engines that are live. Knows no weights and no processes.
 
-A rollout is a function of (weights, prompt, seed): it does not matter which engine makes it, when, or at which attempt.
-The dice of a token are those of (seed, position). So one that is interrupted by a publish goes on with the same seed:
-no dice are thrown twice for tokens it keeps, and which weights meet which dice is all that depends on timing.
+A rollout is a function of (weights, prompt, seed): engine, time and attempt do not matter. The random numbers of a
+token follow from (seed, position). A rollout that a publish interrupts continues with the same seed: tokens that it
+keeps are not drawn again, and only the choice of weights for each position depends on timing.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 _NEARLY_ZERO = 1e-4
-"""A temperature at which a token that is 0.01 nats behind is never chosen, and that SGLang does not take for zero."""
+"""A temperature at which a token 0.01 nats behind is never chosen, and which SGLang does not treat as zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How responses are drawn, and how many per prompt."""
+    """How responses are sampled, and how many per prompt."""
 
     num_rollouts: int
     temperature: float
@@ -56,29 +56,28 @@ class Sampling:
 
     @classmethod
     def greedy(cls, *, max_response_tokens: int) -> Sampling:
-        """The likeliest token each time: one rollout. Not beside rollouts that are sampled: see `nearly_greedy`."""
+        """One rollout of the likeliest tokens. Must not run beside sampled rollouts: see `nearly_greedy`."""
         return cls(num_rollouts=1, temperature=0.0, top_p=1.0, top_k=None, max_response_tokens=max_response_tokens)
 
     @classmethod
     def nearly_greedy(cls, *, max_response_tokens: int) -> Sampling:
-        """The likeliest token but for ties, and sampled like any other.
+        """One rollout of the likeliest tokens, except for ties, through SGLang's sampling.
 
-        One greedy request sends SGLang's whole batch another way, in which seeds mean other tokens: then what the
-        others sample would depend on who is in their batch.
+        A single greedy request switches SGLang's whole batch to another path, in which seeds give other tokens: what
+        the other requests sample would depend on the batch they are in.
         """
         return replace(cls.greedy(max_response_tokens=max_response_tokens), temperature=_NEARLY_ZERO)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """What the generator has to know of the tokenizer and the model."""
+    """What the generator needs from the tokenizer and the model."""
 
     size: int
-    """Rows of the embedding: every token id is below it."""
+    """Rows of the embedding; every token id is smaller."""
     eos_ids: tuple[int, ...]
     max_context_tokens: int
     decode: Callable[[TokenArray], str]
-    """The text of a response."""
 
     @classmethod
     def of(cls, shape: ModelShape, tokenizer: Tokenizer) -> Vocabulary:
@@ -91,7 +90,7 @@ class Vocabulary:
 
 
 class FleetGenerator:
-    """The Generator of a run (see `stages`). The fleet bounds how many requests are out at a time."""
+    """The Generator of a run (see `stages`). The fleet limits the number of outstanding requests."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class FleetGenerator:
         max_attempts: int,
         pauses: Pauses | None = None,
     ) -> None:
-        """With `pauses`, weights may change under a request."""
+        """`pauses` is needed where weights may change during a request."""
         self._fleet = fleet
         self._sampling = sampling
         self._vocabulary = vocabulary
@@ -112,18 +111,18 @@ class FleetGenerator:
         self._pauses = pauses
 
     async def generate(self, prompt: Prompt) -> RolloutGroup:
-        """All rollouts of one prompt, in the order of their seeds."""
+        """Return all rollouts of one prompt, in the order of their seeds."""
         self._check(prompt)
         try:
             async with asyncio.TaskGroup() as tasks:
                 rollouts = [tasks.create_task(self._rollout(prompt, i)) for i in range(self._sampling.num_rollouts)]
         except* FleetError as group:
-            # One rollout that cannot be had is enough to give the group up; the others were cancelled.
+            # A group needs all its rollouts; the other requests are cancelled.
             raise group.exceptions[0] from None
         return RolloutGroup(prompt=prompt, rollouts=tuple(task.result() for task in rollouts))
 
     def _check(self, prompt: Prompt) -> None:
-        """One id outside the vocabulary ends a whole engine."""
+        """Refuse a prompt that would end the engine: one token id outside the vocabulary does."""
         token_ids, size = prompt.token_ids, self._vocabulary.size
         if not len(token_ids):
             raise DataError(f"prompt {prompt.uid} has no tokens")
@@ -151,9 +150,9 @@ class FleetGenerator:
                         failures.append(str(error))
                         logger.info("rollout failed prompt=%s index=%d reason=%s", prompt.uid, index, error)
                         self._fleet.requests.request_retried(type(error).__name__)
-                        await self._judge(engine, error)
+                        await self._report(engine, error)
             except EngineLostError as error:
-                # No attempt: it says nothing of the request, and engines are not lost for ever.
+                # Not counted as an attempt: the request was not at fault, and lost engines are restarted.
                 self._fleet.requests.request_retried(type(error).__name__)
                 logger.info("rollout lost prompt=%s index=%d reason=%s", prompt.uid, index, error)
             if so_far.finish_reason is not FinishReason.ABORT:
@@ -161,20 +160,20 @@ class FleetGenerator:
         reasons = "; ".join(failures)
         raise FleetError(f"prompt {prompt.uid}, rollout {index}: {len(failures)} attempts failed: {reasons}")
 
-    async def _judge(self, engine: Engine, error: EngineError) -> None:
-        """Whether an engine that failed once may be asked again."""
+    async def _report(self, engine: Engine, error: EngineError) -> None:
+        """Report a failed request to the fleet, which decides whether the engine gets another one."""
         if isinstance(error, WrongVersionError):
             await self._fleet.mark_stale(engine, str(error))
         elif not isinstance(error, BadReplyError):
             await self._fleet.doubt(engine, str(error))
 
     async def _respond(self, engine: Engine, prompt: Prompt, index: int, so_far: Response) -> Response:
-        """What comes after `so_far`."""
+        """Return the rest of a response that begins with `so_far`."""
         sampling, pauses, version = self._sampling, self._pauses, engine.version
         num_pauses = 0 if pauses is None else pauses.count(engine)
         max_new_tokens = sampling.max_response_tokens - len(so_far.token_ids)
         request = GenerateRequest(
-            # Of one length: SGLang takes a rid for a prefix when it aborts.
+            # All rids have one length: SGLang treats a rid as a prefix when it aborts.
             rid=uuid4().hex,
             input_ids=(*prompt.token_ids.tolist(), *so_far.token_ids.tolist()),
             max_new_tokens=max_new_tokens,
@@ -183,13 +182,13 @@ class FleetGenerator:
             top_k=sampling.top_k,
             stop_token_ids=self._vocabulary.eos_ids,
             sampling_seed=sampling_seed(self._seed, prompt.uid, epoch=prompt.epoch, index=index),
-            # Where the cache outlives a publish, a prefix must not outlive its version.
+            # Where the cache is kept during a publish, prefixes must not be shared between versions.
             cache_key=str(version) if pauses is not None and pauses.mode == "in_place" else None,
         )
         reply = await engine.client.generate(request)
         is_interrupted = pauses is not None and pauses.count(engine) != num_pauses
         if is_interrupted and not engine.is_live:
-            raise EngineError(f"{engine}: a publish to it failed while it answered: {engine.reason}")
+            raise EngineError(f"{engine}: a publish failed during the request: {engine.reason}")
         expected = Expectation(
             vocab=self._vocabulary.size,
             max_response_tokens=max_new_tokens,
@@ -217,12 +216,12 @@ class FleetGenerator:
 
 
 def sampling_seed(run_seed: int, prompt_uid: str, *, epoch: int, index: int) -> int:
-    """63 bits, the same in every process and on every machine."""
+    """Return a seed of 63 bits, the same in every process and on every machine."""
     return _seed(f"{run_seed}/{epoch}/{index}/{prompt_uid}")
 
 
 def evaluation_seed(run_seed: int) -> int:
-    """In place of the run's seed: a prompt that is trained on as well is not answered by the same dice."""
+    """Return the seed of evaluations: a prompt that is also trained on gets other random numbers there."""
     return _seed(f"{run_seed}/evaluation")
 
 

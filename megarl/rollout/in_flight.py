@@ -1,7 +1,7 @@
-"""Publishing while requests are running: engines are paused for it, and the mode says what becomes of the requests.
+"""Publishing while requests are running: engines are paused; the mode decides what happens to their requests.
 
-Paused is everything from before the first byte until the version is committed, so no token is chosen by weights that
-are half old and half new, and an engine serves a version only once the fleet knows it.
+Engines are paused from before the first byte until the version is committed. So no token is chosen by weights that
+are half old and half new, and an engine serves a version only after the fleet has recorded it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Pauses:
-    """How often each engine was paused or resumed: whoever finds another count when it is answered than when it asked
-    knows that there may be a publish in between."""
+    """Counts the pauses and resumes of each engine; a changed count means that a publish may have happened."""
 
     def __init__(self, mode: InFlight) -> None:
         self.mode: InFlight = mode
@@ -36,7 +35,7 @@ class Pauses:
 
     @asynccontextmanager
     async def around(self, fleet: Fleet) -> AsyncIterator[None]:
-        """Inside, no engine generates; new requests wait."""
+        """Pause all reachable engines inside the block; new requests wait."""
         engines = fleet.reachable
         self._count(engines)
         try:
@@ -55,25 +54,25 @@ class Pauses:
 
 async def _resume(engine: Engine) -> None:
     if not engine.is_live:
-        # Its weights are not what they should be: what it was asked for goes elsewhere.
+        # Its weights are wrong: its requests are sent to other engines.
         await engine.client.abort_all()
     await engine.client.resume()
 
 
 async def _ask_all(fleet: Fleet, engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
-    """An engine that fails gets no request until a publish has reached it."""
+    """Call all engines. One that fails is stale and gets no request until a publish reaches it."""
     outcomes = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
     for engine, outcome in zip(engines, outcomes, strict=True):
         match outcome:
             case EngineError():
-                logger.warning("engine=%d reason=%s", engine.index, outcome)
+                logger.warning("pause or resume failed engine=%d reason=%s", engine.index, outcome)
                 await fleet.mark_stale(engine, str(outcome))
             case BaseException():
                 raise outcome
 
 
 class PausingPublisher:
-    """A Publisher (see `stages`) for engines that go on generating."""
+    """A Publisher (see `stages`) that pauses the engines during each publish."""
 
     def __init__(self, publisher: Publisher, fleet: Fleet, pauses: Pauses) -> None:
         self._publisher = publisher

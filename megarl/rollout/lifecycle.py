@@ -1,4 +1,4 @@
-"""The life of one engine as a pure state machine: what was seen goes in, the next state comes out. The clock is given.
+"""The life of one engine as a pure state machine: events go in, the next state comes out. The clock is an argument.
 
     HEALTHY     --silence, a failed request-->  SUSPECT     --an answer-->          HEALTHY or STALE, as before
     SUSPECT     --silence, too many doubts-->   DEAD        --back-off passed-->    RESTARTING
@@ -7,7 +7,7 @@
     any         --its process ended-->          DEAD
     any         --the operator-->               RETIRED     --the operator-->       RESTARTING
 
-What is to be done follows from the state alone (`Life.wants`), so whoever does it may be late or do it twice.
+What must be done follows from the state alone (`Life.wants`), so it may be done late or twice.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from enum import Enum, StrEnum, auto
 from typing import assert_never
 
 FORGIVEN_AFTER_S = 3600.0
-"""An engine that has served for so long has its whole budget of restarts back."""
+"""An engine that has served this long has its whole budget of restarts again."""
 MAX_DOUBTS = 10
-"""Between two confirmations of its weights: an engine that fails more requests than this is not what its probes say."""
+"""Failed requests between two confirmations of the weights; an engine with more is dead, whatever its probes say."""
 MAX_FAILED_SYNCS = 3
 _SUSPECT_AFTER = 1 / 3
-"""Of the time after which a silent engine is dead: it gets no further request while there is doubt."""
+"""Share of the silence timeout after which an engine is suspect and gets no further request."""
 _START_GRACE_S = 60.0
-"""Whoever starts an engine has a deadline of its own, and knows better what was wrong."""
+"""Added to the start timeout: the starting process has its own deadline, and its message says more."""
 
 
 class EngineState(StrEnum):
     HEALTHY = "healthy"
     """Serves the committed version. No other state gets a request."""
     SUSPECT = "suspect"
-    """Failed a request or has been silent for a while; it may still answer."""
+    """It failed a request or was silent for a while; it may still answer."""
     DEAD = "dead"
-    """Its process is gone or useless, and is ended."""
+    """Its process is gone or useless, and must be ended."""
     RESTARTING = "restarting"
     STALE = "stale"
-    """Runs, but serves other weights: joins by a publish to it, with its digests compared."""
+    """It runs but serves other weights. A publish with compared digests makes it healthy."""
     RETIRED = "retired"
-    """Taken out by the operator."""
+    """The operator took it out."""
 
 
 class Want(Enum):
-    """What has to be done for an engine."""
+    """What must be done for an engine."""
 
     WATCH = auto()
     END = auto()
     START = auto()
     SYNC = auto()
-    """And watch."""
+    """Watch it, and send it the committed version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
     max_restarts: int
-    """In a row; see FORGIVEN_AFTER_S."""
+    """Consecutive restarts; see FORGIVEN_AFTER_S."""
     back_off_s: float = 1.0
-    """Before the first restart; twice as long before each further one."""
+    """Pause before the first restart; doubled before each further one."""
     max_back_off_s: float = 60.0
     silence_timeout_s: float = 30.0
     start_timeout_s: float = 300.0
@@ -67,28 +67,28 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """Where an engine stands."""
+    """The state of an engine and what led to it."""
 
     state: EngineState
     since: float
-    """When it got there."""
+    """When it entered the state."""
     reason: str = ""
     """Why it is not healthy."""
     last_answer: float
     num_restarts: int = 0
-    """Begun, of the budget."""
+    """Restarts begun, out of the budget."""
     restart_at: float | None = None
-    """Of a dead one; None: never again, unless the operator adds it."""
+    """When a dead engine is restarted; None: only if the operator adds it."""
     confirmed_at: float | None = None
     """When it first served a committed version after its last start."""
     suspended: EngineState = EngineState.HEALTHY
-    """What a suspect goes back to."""
+    """The state that a suspect returns to."""
     num_doubts: int = 0
     num_failed_syncs: int = 0
 
     @classmethod
     def begin(cls, now: float) -> Life:
-        """Of an engine that has just started with the weights the run begins with."""
+        """Return the life of an engine that has just started with the weights of the model folder."""
         return cls(state=EngineState.HEALTHY, since=now, last_answer=now, confirmed_at=now)
 
     @property
@@ -107,18 +107,18 @@ class Life:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether weights can be sent to it."""
+        """Whether weights can be sent to the engine."""
         return self.state in (EngineState.HEALTHY, EngineState.SUSPECT, EngineState.STALE)
 
     @property
     def is_over(self) -> bool:
-        """Whether it comes back by itself."""
+        """Whether the engine is out of service until the operator adds it."""
         return self.state is EngineState.RETIRED or (self.state is EngineState.DEAD and self.restart_at is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """It answered a probe that had to pass through its scheduler."""
+    """It answered a probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,19 +154,19 @@ class FellBehind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncFailed:
-    """It alone was sent the committed version, and it did not get there."""
+    """The committed version was sent to this engine alone and did not arrive."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retired:
-    """The operator does not want it any more."""
+    """The operator takes it out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:
-    """The operator wants it (back), with a fresh budget."""
+    """The operator adds it (again), with a fresh budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,16 +174,16 @@ class Ticked:
     """Time has passed."""
 
     unheard_s: float = 0.0
-    """Time in which nobody listened for answers: it is no silence."""
+    """Time in which this process could not receive answers; it does not count as silence."""
     may_start: bool = True
-    """Whether there is room for a start now: in a shared pool only while engines may generate."""
+    """Whether an engine may start now: in a shared pool only while engines may generate."""
 
 
 Event = Answered | Doubted | Ended | Started | Confirmed | FellBehind | SyncFailed | Retired | Added | Ticked
 
 
-def advance(life: Life, event: Event, *, now: float, policy: RestartPolicy) -> Life:  # noqa: C901
-    """The life after an event. Events that cannot matter in a state leave it as it is."""
+def advance(life: Life, event: Event, *, now: float, policy: RestartPolicy) -> Life:  # noqa: C901 - one case per event
+    """Return the life after an event. Events without meaning in a state change nothing."""
     match event:
         case Retired():
             return _enter(life, EngineState.RETIRED, now, "retired by the operator", restart_at=None)

@@ -1,12 +1,13 @@
 """One SGLang server as a child of this process: its command line, log, readiness and end.
 
-Knows the server's options, not what it is asked to generate. The engine lives in a process group of its own and dies
-with its parent; its keys reach it through a file that is gone once it is ready, and its log never shows them.
+Knows the server's options, not its requests. The engine has its own process group and dies with its parent. It reads
+its keys from a file, which is removed once the engine is ready; its log never shows them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -15,34 +16,34 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from megarl.config.native.options import JSON, read_library
 from megarl.config.roles import RolloutRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
 from megarl.env import engine_environment
 from megarl.errors import EngineError, MachineError
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
-from megarl.rollout.native_options import native_words
 from megarl.system.guard import SIGNAL_EXIT, remove, segments_of, start_guarded, stop_guarded
 from megarl.system.network import LOOPBACK, interface_of
 from megarl.system.proc import all_processes
 from megarl.system.secret import masked
 
 LOADER = "megarl.rollout.loader.load"
-"""What SGLang calls with every weight payload."""
+"""The function that SGLang calls with every weight payload."""
 
 _POLL_S = 0.25
 _STOP_GRACE_S = 5.0
-"""For an orderly end; an engine has nothing to save."""
+"""For an orderly end. An engine has nothing to save."""
 _NUM_TAIL_LINES = 400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What one server is started with."""
+    """The start parameters of one server."""
 
     index: int
     model_folder: Path
@@ -50,15 +51,15 @@ class EngineSpec:
     device: Device
     seed: int
     run_folder: Path
-    """Gets `engines/engine_<index>.log`."""
+    """The log is `engines/engine_<index>.log` in it."""
     keys: EngineKeys
     can_sleep: bool = False
-    """Whether a GPU engine shares its pool and has to give memory back."""
+    """Whether a GPU engine shares its pool and must be able to release memory."""
     bind: str | None = None
-    """As `network.bind`; who starts it finds `host` in it."""
+    """`network.bind` of the recipe, from which the starting process derives `host`."""
     host: str = LOOPBACK
     port: int | None = None
-    """Without it any free one."""
+    """None: any free port."""
 
     @property
     def dtype(self) -> str:
@@ -70,11 +71,11 @@ class EngineSpec:
 
 
 class PortTakenError(MachineError):
-    """Somebody else took a port between SGLang's choosing it and listening on it."""
+    """Another process took a port after SGLang chose it and before SGLang listened on it."""
 
 
 class EngineProcess:
-    """From `start` to `stop`. `endpoint` is where it listens once `wait_ready` has returned."""
+    """A server from `start` to `stop`. It listens at `endpoint` once `wait_ready` has returned."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
@@ -94,7 +95,7 @@ class EngineProcess:
         self._log_writer = threading.Thread(target=self._write_log, name=f"engine-{spec.index}-log", daemon=True)
 
     def start(self) -> None:
-        """Begin to start; `wait_ready` says when it has."""
+        """Start the process; `wait_ready` waits until it generates."""
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
         _write_private(self._keys_path, f"api-key: {self.spec.keys.api}\nadmin-api-key: {self.spec.keys.admin}\n")
         server = command_line(self.spec, port=self.endpoint.port, keys_path=self._keys_path)
@@ -108,7 +109,7 @@ class EngineProcess:
         self._log_writer.start()
 
     async def wait_ready(self) -> None:
-        """Until it generates; a server that ends or is late is stopped, and the error quotes its log."""
+        """Wait until it generates. A server that ends or is late is stopped; the error quotes its log."""
         timeout_s = self.spec.config.start_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -120,11 +121,11 @@ class EngineProcess:
         finally:
             self._forget_secrets()
         self._workers = frozenset(_workers_in_group(self.pid))
-        # Should it be killed, nobody could say any more which were its own.
+        # After a kill it could no longer be found out which segments are its own.
         self._segments = segments_of(self.pid)
 
     async def wait_end(self) -> str:
-        """Until the server, or a process it cannot do without, is gone: why, as far as the log tells."""
+        """Wait until the server or one of its workers is gone; return the reason that the log gives."""
         while True:
             if self.exit_code is not None:
                 return self.describe_end()
@@ -140,7 +141,7 @@ class EngineProcess:
                 if self.exit_code is not None:
                     raise EngineError(f"exited with {_describe_exit(self.exit_code)}")
                 await asyncio.sleep(_POLL_S)
-            # The first tokens may have to wait for kernels to be compiled; no run should be charged for that.
+            # The first tokens may wait for kernels to be compiled; that is part of the start.
             await client.generate(GenerateRequest(rid="ready", input_ids=(0,), max_new_tokens=2, temperature=0.0))
         finally:
             await client.close()
@@ -151,11 +152,11 @@ class EngineProcess:
         raise kind(f"engine {self.spec.index}: {reason}; {self._log_hint()}")
 
     def stop(self, *, grace_s: float = _STOP_GRACE_S) -> None:
-        """End it and everything it started. Harmless when it has ended or never began."""
+        """End the server and everything it started. Does nothing if it has ended or was never started."""
         self._forget_secrets()
         if self._process is None:
             return
-        # Only the server itself is asked: it takes a worker that ends before it for a crash and stays to diagnose it.
+        # Only the server gets the signal: it treats a worker that ends first as a crash and stays to diagnose it.
         stop_guarded(self._process, grace_s=grace_s)
         remove(self._segments)
         self._log_writer.join(timeout=_STOP_GRACE_S)
@@ -167,15 +168,15 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guard, and of the process group."""
+        """The id of the guard and of the process group."""
         assert self._process is not None, "start() comes first"
         return self._process.pid
 
     def describe_end(self) -> str:
-        """Why a server that is no longer there ended, as far as its log tells."""
+        """Return why the server ended, as far as its log shows."""
         how = _describe_exit(self.exit_code)
         if how == signal.SIGKILL.name:
-            return f"exited with {how}, by hand or for want of memory; log: {self.spec.log_path}"
+            return f"exited with {how}, by hand or for lack of memory; log: {self.spec.log_path}"
         return f"exited with {how}; {self._log_hint()}"
 
     @property
@@ -183,20 +184,20 @@ class EngineProcess:
         return self.spec.log_path.with_suffix(".keys.yaml")
 
     def _write_log(self) -> None:
-        """Copy output to the log, behind what earlier lives left there, until the last process that writes is gone."""
+        """Append the output to the log, which outlives restarts, until the last writing process is gone."""
         assert self._process is not None
         assert self._process.stdout is not None
         with self._process.stdout as output, self.spec.log_path.open("a", encoding="utf-8") as log:
             for raw in output:
                 line = raw.decode("utf-8", errors="replace")
-                # SGLang prints all its options when it starts, its keys among them.
+                # SGLang prints all its options, including its keys, when it starts.
                 line = masked(line)
                 log.write(line)
                 log.flush()
                 self._tail.append(line.rstrip())
 
     def _log_hint(self) -> str:
-        return f"last words: {last_words(self._tail)!r}; log: {self.spec.log_path}"
+        return f"last message: {last_message(self._tail)!r}; log: {self.spec.log_path}"
 
     def _forget_secrets(self) -> None:
         self._keys_path.unlink(missing_ok=True)
@@ -204,7 +205,7 @@ class EngineProcess:
 
 
 def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
-    """The server's options. Its keys are in a file: everyone on the machine can read a command line."""
+    """Return the server's command line. Its keys are in a file: every user can read a command line."""
     config = spec.config
     module = "megarl.rollout.cpu" if spec.device == "cpu" else "sglang.launch_server"
     options: dict[str, str | int | float | Path] = {
@@ -226,34 +227,55 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     cached_tokens = config.max_cached_tokens
     if spec.device == "cpu":
         options["--attention-backend"] = "torch_native"
-        # A prompt that is cut where the batch is full would be computed in another order than a whole one.
+        # A prompt that is split between batches would be computed in another order than a whole one.
         options["--chunked-prefill-size"] = -1
         cached_tokens = cached_tokens or CPU_CACHED_TOKENS
     else:
-        # Other kernels keep the experts in an order of their own, which a publish would not know.
+        # Other kernels store the experts in an order of their own, which a publish does not know.
         options["--moe-runner-backend"] = "triton"
     if cached_tokens is not None:
         options["--max-total-tokens"] = cached_tokens
-    # An engine that waits would otherwise poll: a whole core, on the machine that is training.
-    # Its own numbers are under /metrics; that path asks for no key.
+    # Without sleep-on-idle a waiting engine polls and takes a whole core of the machine that trains.
+    # Its own metrics are under /metrics, which needs no key.
     flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle", "--enable-metrics"]
     if config.is_deterministic:
         flags.append("--enable-deterministic-inference")
     if spec.can_sleep and spec.device == "cuda":
         flags.append("--enable-memory-saver")
     words = [str(word) for option in options.items() for word in option]
-    return [sys.executable, "-m", module, *words, *flags, *native_words(config.sglang)]
+    return [sys.executable, "-m", module, *words, *flags, *_native_words(config.sglang)]
+
+
+def _native_words(options: Mapping[str, object]) -> list[str]:
+    """Return checked options of SGLang as words of its command line, in the recipe's order."""
+    fields = read_library("sglang").fields
+    words: list[str] = []
+    for name, value in options.items():
+        field = fields[name]
+        flag = field.flag or f"--{name.replace('_', '-')}"
+        match value:
+            case True:
+                words.append(flag)
+            case False:
+                words += [field.negation] if field.negation else []
+            case list() if JSON not in field.types:
+                words += [flag, *(str(item) for item in value)]
+            case list() | dict():
+                words += [flag, json.dumps(value)]
+            case _:
+                words += [flag, str(value)]
+    return words
 
 
 _EXCEPTION = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Exit)\b.*: \S")
 _PORT_TAKEN = re.compile("EADDRINUSE|[Aa]ddress already in use")
 _NOISE = re.compile(r"Received sigquit|kill_process_tree|(Prefill|Decode) batch|^\s*$")
 _NUM_LAST_LINES = 60
-"""An exception before these was survived."""
+"""The server survived an exception before these."""
 
 
-def last_words(lines: Iterable[str]) -> str:
-    """The line of a log that says why: the last exception, else the last line that says anything."""
+def last_message(lines: Iterable[str]) -> str:
+    """Return the line of a log that gives the reason: the last exception, else the last meaningful line."""
     meaningful = [line.strip() for line in lines if not _NOISE.search(line)]
     exceptions = [line for line in meaningful[-_NUM_LAST_LINES:] if _EXCEPTION.match(line)]
     chosen = exceptions or meaningful
@@ -261,7 +283,7 @@ def last_words(lines: Iterable[str]) -> str:
 
 
 def _reserve_port(host: str, port: int | None) -> socket.socket:
-    """A bound socket that nobody listens on: no one else is given the port, yet the server can still take it."""
+    """Return a bound socket that does not listen: the port is given to no other process, but the server can take it."""
     reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -290,7 +312,7 @@ _WORKER_NAME = "sglang::"
 
 
 def _workers_in_group(group: int) -> set[int]:
-    """The server's own processes: its ranks and what serves them. One that nobody has buried yet is gone."""
+    """Return the ids of the server's own processes, without those that ended but were not reaped."""
     return {
         process.pid
         for process in all_processes()

@@ -1,7 +1,7 @@
-"""What an engine's answer must contain before anyone learns from it. Pure: no HTTP.
+"""Checks an engine's reply before the trainer learns from it. Pure: no HTTP.
 
-An engine that returns nonsense does not say so: counts that differ, ids outside the vocabulary, a log-probability of a
-broken model, weights of another version. Each is a BadReplyError here, and the rollout is tried again.
+A broken engine may still reply: with counts that differ, ids outside the vocabulary, impossible log-probabilities,
+tokens of another version. Each is a BadReplyError here, and the rollout is tried again.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from megarl.errors import EngineError
 from megarl.types import FinishReason, FloatArray, JsonValue, PolicyVersion, TokenArray
 
 _MAX_LOGPROB = 1e-3
-"""A probability is at most 1, give or take the rounding of a kernel."""
+"""A probability is at most 1, up to the rounding of a kernel."""
 
 
 class BadReplyError(EngineError):
-    """The engine answered, but not with a rollout that can be trained on."""
+    """The engine's reply is not a rollout that can be trained on."""
 
 
 class WrongVersionError(BadReplyError):
-    """The engine serves other weights than it is thought to."""
+    """The engine serves other weights than the fleet has recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """What one request may be answered with."""
+    """The valid replies to one request."""
 
     vocab: int
     max_response_tokens: int
     eos_ids: Set[int]
     version: PolicyVersion
-    """Served when the request was sent."""
+    """The version served when the request was sent."""
     newest_version: PolicyVersion
-    """The last that may have been served since."""
+    """The newest version that may have been served since."""
     is_interrupted: bool = False
-    """The engine was paused meanwhile: what it had by then is an answer too."""
+    """The engine was paused meanwhile: the tokens it had by then are a valid reply."""
     in_flight: InFlight | None = None
-    """How an engine is paused for a publish; None where it never is while it answers."""
+    """How the engine is paused for a publish; None if it is never paused during a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """A checked answer: tokens the policy chose, end token included. With finish reason abort there is more to come."""
+    """The tokens of a checked reply, end token included. With finish reason abort the response is not complete."""
 
     token_ids: TokenArray  # [T]
     logprobs: FloatArray  # [T]
@@ -58,7 +58,7 @@ class Response:
 
     @classmethod
     def nothing(cls) -> Response:
-        """Everything is to come."""
+        """Return a response without tokens, to be continued."""
         return cls(
             token_ids=np.empty(0, np.int32),
             logprobs=np.empty(0, np.float32),
@@ -67,7 +67,7 @@ class Response:
         )
 
     def then(self, rest: Response) -> Response:
-        """This one, which was cut, with what came after it."""
+        """Return this interrupted response with its continuation."""
         return Response(
             token_ids=np.concatenate([self.token_ids, rest.token_ids]),
             logprobs=np.concatenate([self.logprobs, rest.logprobs]),
@@ -77,17 +77,17 @@ class Response:
 
 
 def read_response(reply: JsonValue, expected: Expectation) -> Response:
-    """The response in a reply of `/generate`, or a BadReplyError that says what is wrong with it."""
+    """Return the response in a reply of `/generate`; a BadReplyError names the fault."""
     fields = _mapping(reply, "the reply")
     meta = _mapping(fields.get("meta_info"), "meta_info")
     finish = _mapping(meta.get("finish_reason"), "finish_reason")
     finish_reason = _finish_reason(finish, expected)
     is_cut = finish_reason is FinishReason.ABORT
     token_ids = _token_ids(fields.get("output_ids"), expected, fewest=0 if is_cut else 1)
-    # Of a request that was aborted before it began there is nothing to say.
+    # A request that was aborted before its first token has no log-probabilities.
     logprobs = _logprobs(meta.get("output_token_logprobs") if token_ids else [], token_ids)
     _check_end(finish_reason, finish, token_ids, expected)
-    # An abort hides whether the last token was an end. It is chosen again, by the same dice, whatever it was.
+    # An abort hides whether the last token was an end token. It is drawn again, with the same random numbers.
     num_kept = max(len(token_ids) - 1, 0) if is_cut else len(token_ids)
     return Response(
         token_ids=np.array(token_ids[:num_kept], dtype=np.int32),
@@ -126,14 +126,14 @@ def _logprobs(value: JsonValue, token_ids: Sequence[int]) -> npt.NDArray[np.floa
     pairs = [entry[:2] for entry in entries if isinstance(entry, list)]
     values = [pair[0] for pair in pairs if pair]
     if [pair[-1] for pair in pairs if pair] == token_ids and not set(map(type, values)) - {float, int}:
-        found = np.array(values, dtype=np.float64)
-        if np.isfinite(found).all() and found.max(initial=-np.inf) <= _MAX_LOGPROB:
-            return found
+        logprobs = np.array(values, dtype=np.float64)
+        if np.isfinite(logprobs).all() and logprobs.max(initial=-np.inf) <= _MAX_LOGPROB:
+            return logprobs
     raise _wrong_logprob(entries, token_ids)
 
 
 def _wrong_logprob(entries: Sequence[JsonValue], token_ids: Sequence[int]) -> BadReplyError:
-    """Says which one."""
+    """Return the error for the first wrong log-probability."""
     for entry, token_id in zip(entries, token_ids, strict=True):
         pair = _sequence(entry, "a log-probability")
         if len(pair) < 2 or pair[1] != token_id:
@@ -160,7 +160,7 @@ def _check_end(
 
 
 def _versions(meta: Mapping[str, JsonValue], num_tokens: int, expected: Expectation) -> npt.NDArray[np.int32]:
-    """Per token where the engine says so (SGLang from 0.5.19), else one for all."""
+    """Return the version of each token: per token if the reply has spans (SGLang from 0.5.19), else one for all."""
     versions = np.full(num_tokens, _version(meta.get("weight_version")), dtype=np.int32)
     spans = meta.get("weight_versions")
     if spans is not None:
@@ -174,10 +174,9 @@ def _versions(meta: Mapping[str, JsonValue], num_tokens: int, expected: Expectat
         raise BadReplyError(f"tokens of version {versions.max()} before those of {versions[-1]}")
     if spans is None and oldest != newest and expected.in_flight != "abort":
         raise BadReplyError(
-            "the engine does not say which tokens are of which version (SGLang before 0.5.19); "
-            "set roles.rollout.in_flight to abort"
+            "the reply has no version per token (SGLang before 0.5.19); set roles.rollout.in_flight to abort"
         )
-    return _late(versions, oldest) if expected.in_flight == "in_place" else versions
+    return _lower_bounds(versions, oldest) if expected.in_flight == "in_place" else versions
 
 
 def _of_spans(spans: Sequence[JsonValue], num_tokens: int) -> npt.NDArray[np.int32]:
@@ -195,16 +194,16 @@ def _of_spans(spans: Sequence[JsonValue], num_tokens: int) -> npt.NDArray[np.int
     return versions
 
 
-def _late(versions: npt.NDArray[np.int32], oldest: PolicyVersion) -> npt.NDArray[np.int32]:
-    """Each token by the version of the one before it, the first by the oldest that was served.
+def _lower_bounds(versions: npt.NDArray[np.int32], oldest: PolicyVersion) -> npt.NDArray[np.int32]:
+    """Give each token the version of the token before it, and the first token the oldest version that was served.
 
-    SGLang overlaps scheduling with computing: paused in place, it may hold a token that is computed and not counted
-    yet, and then counts it to the next version. A token may be taken for older than it is, never for younger.
+    SGLang overlaps scheduling with computing: paused in place, it may hold a token that is computed but not counted
+    yet, and count it to the next version. A token may be recorded as older than it is, never as newer.
     """
-    late = np.empty_like(versions)
-    late[:1] = oldest
-    late[1:] = versions[:-1]
-    return late
+    bounds = np.empty_like(versions)
+    bounds[:1] = oldest
+    bounds[1:] = versions[:-1]
+    return bounds
 
 
 def _version(value: JsonValue) -> int:

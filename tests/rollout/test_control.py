@@ -16,7 +16,8 @@ import pytest
 from megarl.errors import WeightSyncError
 from megarl.rollout.client import EngineClient
 from megarl.rollout.control import ToolControl
-from megarl.rollout.fleet import EngineState, Fleet
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.lifecycle import EngineState
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.rollout.engines import REQUEST_TIMEOUT_S, ServedModel, control_of, generator_of, prompt_of, serve

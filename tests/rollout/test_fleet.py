@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from megarl.errors import FleetError
-from megarl.rollout.fleet import EngineLostError, EngineState, Fleet
-from megarl.rollout.lifecycle import Ended
+from megarl.rollout.fleet import EngineLostError, Fleet
+from megarl.rollout.lifecycle import Ended, EngineState
 from megarl.types import PolicyVersion
 from tests.rollout.engines import scripted_fleet
 

@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.errors import DataError, FleetError
-from megarl.rollout.fleet import EngineState, Fleet
+from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import evaluation_seed, sampling_seed
+from megarl.rollout.lifecycle import EngineState
 from megarl.types import FinishReason, Prompt, RolloutGroup
 from tests.rollout.engines import EOS, ServedModel, generator_of, prompt_of, scripted_fleet
 

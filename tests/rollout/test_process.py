@@ -17,7 +17,7 @@ from megarl.config.native.options import read_library
 from megarl.config.native.owned import owned
 from megarl.config.section import Device
 from megarl.errors import MachineError
-from megarl.rollout.process import EngineProcess, command_line, last_words
+from megarl.rollout.process import EngineProcess, command_line, last_message
 from megarl.system.proc import ZOMBIE, all_processes
 from tests.rollout.engines import ServedModel, engine_spec
 
@@ -106,7 +106,7 @@ def test_a_model_folder_without_a_model_is_one_clear_line(tmp_path: Path) -> Non
         asyncio.run(process.wait_ready())
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith("engine 0: exited with code 1; last words: 'ValueError: Unrecognized model in ")
+    assert message.startswith("engine 0: exited with code 1; last message: 'ValueError: Unrecognized model in ")
     assert str(process.spec.log_path) in message
     assert not wait_until_gone(process.pid, 5)
 
@@ -166,5 +166,5 @@ def test_an_engine_does_not_outlive_its_parent(tmp_path: Path) -> None:
         ([], "(nothing)"),
     ],
 )  # fmt: skip
-def test_last_words_are_the_reason_not_the_last_line(log: list[str], expected: str) -> None:
-    assert last_words(log) == expected
+def test_the_last_message_is_the_reason_not_the_last_line(log: list[str], expected: str) -> None:
+    assert last_message(log) == expected

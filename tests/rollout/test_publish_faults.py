@@ -16,7 +16,7 @@ import pytest
 
 from megarl.errors import WeightSyncError
 from megarl.rollout.control import ToolControl
-from megarl.rollout.fleet import EngineState
+from megarl.rollout.lifecycle import EngineState
 from megarl.types import PolicyVersion
 from megarl.weights.executors.digest import check_digests
 from megarl.weights.executors.group import abandon_group

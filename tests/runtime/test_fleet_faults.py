@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from megarl.errors import FleetError
-from megarl.rollout.fleet import Engine, EngineState, Fleet
+from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.lifecycle import EngineState
 from megarl.system.proc import all_processes
 from megarl.types import PolicyVersion, Prompt, RolloutGroup
 from tests.rollout.engines import generator_of, prompt_of

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megarl.observe.observer import Observer
-from megarl.rollout.fleet import Engine, EngineState, Fleet
-from megarl.rollout.lifecycle import Life
+from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.lifecycle import EngineState, Life
 
 
 def observe_fleet(fleet: Fleet, observer: Observer) -> None:

@@ -21,7 +21,8 @@ from megarl.errors import WeightSyncError, WorkerError
 from megarl.results import PublishResult
 from megarl.rollout.commands import Rendezvous
 from megarl.rollout.control import ignore_outcome
-from megarl.rollout.fleet import Engine, EngineState, Fleet
+from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.lifecycle import EngineState
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.plan import Plan

@@ -15,11 +15,12 @@ from typing import Protocol
 
 from megarl.errors import EngineError, MegarlError, WeightSyncError, WorkerError
 from megarl.rollout.client import EngineClient, EngineEndpoint
-from megarl.rollout.fleet import Engine, EngineState, Fleet
+from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import (
     Added,
     Answered,
     Ended,
+    EngineState,
     FellBehind,
     Life,
     Retired,

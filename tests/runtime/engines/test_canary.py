@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.errors import WeightSyncError
 from megarl.results import PublishResult
-from megarl.rollout.fleet import EngineState, Fleet
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.lifecycle import EngineState
 from megarl.runtime.engines.canary import Canary, CanaryPublisher, CanaryQuestion
 from megarl.runtime.phases import SeparatePhases, SharedPhases
 from megarl.types import FloatArray, PolicyVersion, TrainSample

@@ -14,7 +14,8 @@ from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest
 from megarl.config.roles import EndpointConfig
 from megarl.errors import CheckpointError, MachineError, WeightSyncError
 from megarl.rollout.client import EngineClient
-from megarl.rollout.fleet import EngineState, Fleet
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.lifecycle import EngineState
 from megarl.rollout.process import EngineProcess
 from megarl.runtime.engines.file_publisher import FilePublisher, endpoints_of
 from megarl.tools.quickstart.arithmetic import make_arithmetic

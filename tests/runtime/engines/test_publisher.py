@@ -13,8 +13,8 @@ import pytest
 from megarl.config.model import Family, ModelShape
 from megarl.errors import FleetError, WeightSyncError, WorkerError
 from megarl.rollout.commands import Rendezvous
-from megarl.rollout.fleet import Engine, EngineState, Fleet
-from megarl.rollout.lifecycle import Ended, RestartPolicy, Started, Ticked
+from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.lifecycle import Ended, EngineState, RestartPolicy, Started, Ticked
 from megarl.runtime.engines.publisher import TransferPublisher
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion

@@ -11,8 +11,8 @@ import pytest
 
 from megarl.errors import FleetError, MachineError, WeightSyncError
 from megarl.rollout.client import EngineClient, EngineEndpoint
-from megarl.rollout.fleet import Engine, EngineState, Fleet
-from megarl.rollout.lifecycle import MAX_FAILED_SYNCS, RestartPolicy
+from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.lifecycle import MAX_FAILED_SYNCS, EngineState, RestartPolicy
 from megarl.runtime.engines.supervisor import Supervisor
 from megarl.types import PolicyVersion
 from tests.rollout.engines import scripted_client

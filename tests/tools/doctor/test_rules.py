@@ -83,8 +83,8 @@ CASES = (
     Case(
         rule="out of memory in rollout",
         steps=[],
-        failure="engine 0: exited with SIGKILL; last words: 'Capture cuda graph begin'; log: engine_0.log",
-        evidence="engine 0: exited with SIGKILL; last words: 'Capture cuda graph begin'; log: engine_0.log",
+        failure="engine 0: exited with SIGKILL; last message: 'Capture cuda graph begin'; log: engine_0.log",
+        evidence="engine 0: exited with SIGKILL; last message: 'Capture cuda graph begin'; log: engine_0.log",
         changes=("roles.rollout.memory_fraction: 0.7", "roles.rollout.max_running_requests: 64"),
     ),
     Case(

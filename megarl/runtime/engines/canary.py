@@ -1,7 +1,7 @@
-"""A canary: now and then trainer and engines are asked the same thing, and an engine that says another thing is stale.
+"""A canary: after some publishes the engines' log-probabilities are compared with the trainer's.
 
-Digests show that the bytes arrived; this shows that what serves them computes with them. Each engine answers a fixed
-prompt with a few tokens, the trainer is asked for the log-probabilities of these, and the two must agree.
+Digests show that the bytes arrived; the canary shows that the engine computes with them. Each engine answers a fixed
+prompt with a few tokens, the trainer computes their log-probabilities, and an engine that differs is stale.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from megarl.types import FloatArray, PolicyVersion, Rollout, TokenArray, TrainSa
 logger = logging.getLogger(__name__)
 
 LogprobsOf: TypeAlias = Callable[[Sequence[TrainSample]], Awaitable[tuple[FloatArray, ...]]]
-"""The trainer's, for every token of the samples' responses."""
+"""Returns the trainer's log-probabilities of every token of the samples' responses."""
 
 TOLERANCES: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
-"""Mean difference of log-probabilities, by the dtype that both compute in: kernels differ, models differ more."""
+"""Allowed mean difference of log-probabilities, by the dtype of both: kernels differ, other weights differ more."""
 
 MAX_PROMPT_TOKENS = 16
 MAX_RESPONSE_TOKENS = 8
 _TOKEN_STEP = 7919
-"""A prime: the prompt walks through the whole vocabulary."""
+"""A prime, so that the prompt's tokens are spread over the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryQuestion:
-    """What every engine is asked."""
+    """The request that every engine gets."""
 
     prompt_ids: TokenArray  # [P]
     max_response_tokens: int
     temperature: float
-    """As the trainer divides its logits by."""
+    """The temperature that the trainer divides its logits by."""
     vocab: int
     eos_ids: tuple[int, ...]
     dtype: str
@@ -59,7 +59,7 @@ class CanaryQuestion:
         eos_ids: tuple[int, ...],
         dtype: str,
     ) -> CanaryQuestion:
-        """As long as is usual, or as the run's own prompts and responses may be."""
+        """Return a question within the length limits of the run."""
         num_tokens = min(MAX_PROMPT_TOKENS, max_prompt_tokens)
         return cls(
             prompt_ids=(np.arange(1, num_tokens + 1, dtype=np.int64) * _TOKEN_STEP % vocab).astype(np.int32),
@@ -94,7 +94,7 @@ class CanaryQuestion:
 
 
 class Canary:
-    """Asks the live engines of a fleet, and the trainer about their answers."""
+    """Compares the live engines of a fleet with the trainer."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Canary:
         self._warn = warn
 
     async def check(self, version: PolicyVersion) -> None:
-        """An engine that does not compute what the trainer computes is stale from now on; none left is an error."""
+        """Mark the engines that differ from the trainer as stale; WeightSyncError if all do."""
         engines = [engine for engine in self._fleet.engines if engine.is_live]
         async with self._phases.generating():
             answers = await asyncio.gather(*(self._ask(engine, version) for engine in engines))
@@ -134,11 +134,11 @@ class Canary:
             if engine.index in reasons:
                 reason = f"canary at version {version}: {reasons[engine.index]}"
                 await self._fleet.mark_stale(engine, reason)
-                self._warn(f"{reason}; it gets no request until it is published to again")
+                self._warn(f"{reason}; it gets no request until the next publish reaches it")
         if engines and len(reasons) == len(engines):
             raise WeightSyncError(
                 f"version {version}: no engine computes what the trainer computes: {'; '.join(reasons.values())}; "
-                "megarl diagnose mismatch finds the module, roles.rollout.canary_every: null leaves the check out"
+                "megarl diagnose mismatch finds the module; roles.rollout.canary_every: null disables the check"
             )
 
     async def _ask(self, engine: Engine, version: PolicyVersion) -> Response | EngineError:
@@ -159,17 +159,17 @@ class Canary:
         difference = float(np.abs(answer.logprobs - of_trainer).mean())
         tolerance = TOLERANCES[self._question.dtype]
         logger.info("canary difference=%.3g tolerance=%g", difference, tolerance)
-        # Not `>`: what is not a number is a difference too.
+        # Not `>`: NaN must count as a difference.
         if difference <= tolerance:
             return None
         return (
             f"log-probabilities of {len(of_trainer)} tokens differ from the trainer's by {difference:.3g} on average, "
-            f"at most {tolerance:g} is usual in {self._question.dtype}"
+            f"at most {tolerance:g} is allowed in {self._question.dtype}"
         )
 
 
 class CanaryPublisher:
-    """A publisher whose first and every further `every`-th publish is followed by the canary."""
+    """A Publisher that runs the canary after its first and then every `every`-th publish."""
 
     def __init__(self, publisher: Publisher, canary: Canary, *, every: int) -> None:
         self._publisher = publisher

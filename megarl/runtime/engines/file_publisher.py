@@ -1,7 +1,7 @@
-"""Publishing by files, to engines that megarl did not start: a Hugging Face folder per version, which each one loads.
+"""Publishes by files to engines that megarl did not start: they load one Hugging Face folder per version.
 
-The trainer ranks write it as they write a checkpoint. An engine that loads weights in place can fail half-way, so one
-that does not confirm the version is stale, whatever it serves; so is one that says another version afterwards.
+The trainer ranks write the folder as they write a checkpoint. An engine can fail in the middle of loading, so one that
+does not confirm the version is stale; so is one that reports another version afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megarl.types import JsonValue, PolicyVersion
 logger = logging.getLogger(__name__)
 
 PUBLISH_FOLDER = "published"
-"""Inside the folder of the run."""
+"""Name of the folder in the run's folder."""
 _PREFIX = "version_"
 
 
@@ -43,7 +43,7 @@ class FilePublisher:
     def __init__(
         self, *, ranks: ExportingRanks, fleet: Fleet, folder: Path, source_folder: Path, timeout_s: float
     ) -> None:
-        """`folder` is where engines find what is published; `source_folder` has the configuration and tokenizer."""
+        """Engines load from `folder`; `source_folder` has the configuration and tokenizer."""
         self._ranks = ranks
         self._fleet = fleet
         self._folder = folder
@@ -51,12 +51,11 @@ class FilePublisher:
         self._timeout_s = timeout_s
 
     async def connect(self) -> None:
-        """Check that every engine generates with a model like the trainer's; the error names each that does not."""
+        """Check that every engine generates with the trainer's architecture; the error names each that does not."""
         expected = json.loads((self._source_folder / "config.json").read_text())["architectures"]
         problems = await asyncio.gather(*(_problem(engine, expected) for engine in self._fleet.engines))
-        found = [problem for problem in problems if problem is not None]
-        if found:
-            raise MachineError("; ".join(found))
+        if any(problems):
+            raise MachineError("; ".join(filter(None, problems)))
 
     async def publish(self, version: PolicyVersion) -> PublishResult:
         started = time.monotonic()
@@ -70,8 +69,8 @@ class FilePublisher:
             if reason is not None:
                 await self._fleet.mark_stale(engine, reason)
         if not succeeded:
-            told = "; ".join(filter(None, reasons)) or "no engine can be reached"
-            raise WeightSyncError(f"version {version} was loaded nowhere: {told}")
+            all_reasons = "; ".join(filter(None, reasons)) or "no engine can be reached"
+            raise WeightSyncError(f"version {version} was loaded nowhere: {all_reasons}")
         await self._fleet.committed(version, succeeded)
         await asyncio.to_thread(_prune, self._folder, folder)
         num_bytes = len(succeeded) * sum(file.num_bytes for file in files.values())
@@ -80,7 +79,7 @@ class FilePublisher:
         return PublishResult(version=version, num_bytes=num_bytes, seconds=seconds, num_engines=len(succeeded))
 
     async def _write(self, folder: Path) -> Mapping[str, FileDigest]:
-        # What is left of a run that was stopped in the middle of this.
+        # A run that was stopped while it published may have left it.
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -89,7 +88,7 @@ class FilePublisher:
             raise WeightSyncError(f"{folder} was not written; engines keep what they have: {error}") from error
 
     async def _load(self, engine: Engine, folder: Path, version: PolicyVersion) -> str | None:
-        """None where it serves `version` now, else why not."""
+        """Return None if the engine serves `version` now, else the reason."""
         try:
             await engine.client.load_weights_from_disk(folder, version=version, timeout_s=self._timeout_s)
             # Cached prefixes were computed with the old weights.
@@ -99,33 +98,33 @@ class FilePublisher:
             return str(error)
         served = str(info.get("weight_version")), str(info.get("model_path"))
         if served != (str(version), str(folder)):
-            return f"{engine}: says that it serves version {served[0]} of {served[1]} after {folder} was loaded"
+            return f"{engine}: reports version {served[0]} of {served[1]} after {folder} was loaded"
         return None
 
 
 def endpoints_of(configs: Sequence[EndpointConfig], *, device: str) -> list[EngineEndpoint]:
-    """Where the engines are, with their keys."""
+    """Return the endpoints of the engines, with their keys."""
     assert device in ("cpu", "cuda"), device
-    found = []
+    endpoints = []
     for index, config in enumerate(configs):
         parts = urlsplit(config.url)
         assert parts.hostname is not None, f"{config.url} has no host"
         assert parts.port is not None, f"{config.url} has no port"
         api = _read_key(config.api_key_file)
         admin = api if config.admin_key_file is None else _read_key(config.admin_key_file)
-        found.append(
+        endpoints.append(
             EngineEndpoint(
                 index=index,
                 host=parts.hostname,
                 port=parts.port,
-                # Weights go to a whole engine: how many ranks it has is its own business.
+                # Weights go to the whole engine; its number of ranks does not matter.
                 tensor=1,
                 device="cuda" if device == "cuda" else "cpu",
                 keys=EngineKeys(api=api, admin=admin),
                 scheme=parts.scheme,
             )
         )
-    return found
+    return endpoints
 
 
 def _read_key(path: Path | None) -> str:
@@ -137,7 +136,7 @@ async def _problem(engine: Engine, architectures: Sequence[JsonValue]) -> str | 
     try:
         info = await client.model_info()
     except EngineError as error:
-        return f"{error}; roles.rollout.endpoints names engines that run already"
+        return f"{error}; the engines of roles.rollout.endpoints must be running"
     if not info.get("is_generation"):
         return f"{engine} does not generate: it serves {info.get('model_path')}"
     if info.get("architectures") != list(architectures):

@@ -1,6 +1,6 @@
-"""How a person has a say in a running fleet: a socket in the run's folder that only its owner can open.
+"""Lists, retires and adds engines of a running fleet through a socket in the run's folder that only its owner can open.
 
-One JSON line each way. The driver serves it; `megarl fleet` asks.
+One JSON line each way: `megarl fleet` sends a request, the driver replies.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ _RESPONSE: TypeAdapter[OperatorReply] = TypeAdapter(OperatorReply)
 
 @asynccontextmanager
 async def open_to_operator(folder: Path, fleet: Fleet, supervisor: Supervisor) -> AsyncIterator[None]:
-    """Listen in `folder` as long as the block lasts."""
+    """Serve requests at a socket in `folder` inside the block."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, ValueError, TimeoutError):
             async with asyncio.timeout(_TIMEOUT_S):
-                response = _obey(await reader.readline(), fleet, supervisor)
+                response = _handle(await reader.readline(), fleet, supervisor)
                 writer.write(_RESPONSE.dump_json(response) + b"\n")
                 await writer.drain()
         writer.close()
@@ -69,7 +69,7 @@ async def open_to_operator(folder: Path, fleet: Fleet, supervisor: Supervisor) -
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with _short(folder) as short:
         listener.bind(str(short / SOCKET_FILE))
-    # Before anybody can connect: that takes a listener.
+    # Nothing can connect yet: the socket does not listen.
     path.chmod(0o600)
     server = await asyncio.start_unix_server(answer, sock=listener, limit=_MAX_LINE_BYTES)
     try:
@@ -80,7 +80,7 @@ async def open_to_operator(folder: Path, fleet: Fleet, supervisor: Supervisor) -
 
 
 def ask(folder: Path, request: OperatorRequest) -> tuple[EngineReport, ...]:
-    """Let the run in `folder` do something, and say how its engines are."""
+    """Send a request to the run in `folder`; return the states of its engines."""
     with _short(folder) as short, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_TIMEOUT_S)
         try:
@@ -98,7 +98,7 @@ def ask(folder: Path, request: OperatorRequest) -> tuple[EngineReport, ...]:
     return response.engines
 
 
-def _obey(line: bytes, fleet: Fleet, supervisor: Supervisor) -> OperatorReply:
+def _handle(line: bytes, fleet: Fleet, supervisor: Supervisor) -> OperatorReply:
     try:
         request = _REQUEST.validate_json(line)
     except ValidationError:
@@ -133,7 +133,7 @@ def _obey(line: bytes, fleet: Fleet, supervisor: Supervisor) -> OperatorReply:
 
 @contextmanager
 def _short(folder: Path) -> Iterator[Path]:
-    """Another name of a folder: that of a socket may not be longer than 107 bytes."""
+    """Yield a short name of a folder: the path of a socket is limited to 107 bytes."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:

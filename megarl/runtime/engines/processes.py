@@ -1,4 +1,4 @@
-"""Engines as Ray actors: an SGLang server is a child of an actor on its node, and ends with it."""
+"""Engines as Ray actors: an SGLang server is a child of an actor on its node and ends with it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from megarl.runtime.cluster import Place, own_address
 
 _STOP_TIMEOUT_S = 60.0
 _MAX_STARTS = 3
-"""Of one engine, as far as ports are concerned."""
+"""Starts of one engine, if each finds a port taken."""
 
 
 class EngineHost:
-    """The process that starts one engine, watches it and stops it. Several calls may be under way in it."""
+    """The actor that starts, watches and stops one engine. It runs several calls at a time."""
 
     def __init__(self) -> None:
         self._engine: EngineProcess | None = None
 
     async def start(self, spec: EngineSpec) -> EngineEndpoint:
-        """A new engine; returns when it generates. Tried again, with other ports, where somebody took one of them."""
+        """Start an engine; return when it generates. If another process took a port, it is tried again with others."""
         for attempt in range(1, _MAX_STARTS + 1):
             await self.kill()
             engine = EngineProcess(replace(spec, host=own_address(spec.bind)))
@@ -44,30 +44,30 @@ class EngineHost:
         raise AssertionError("the last attempt returns or raises")
 
     async def wait_end(self) -> str:
-        """Until the engine is no more: why."""
+        """Wait for the end of the engine; return the reason."""
         assert self._engine is not None, "start comes first"
         return await self._engine.wait_end()
 
     async def stop(self) -> None:
-        """Ask it to end, then see that it does."""
+        """Stop the engine, with time for an orderly end."""
         engine, self._engine = self._engine, None
         if engine is not None:
             await asyncio.to_thread(engine.stop)
 
     async def kill(self) -> None:
-        """End an engine that has nothing left to say."""
+        """End the engine at once."""
         engine, self._engine = self._engine, None
         if engine is not None:
             await asyncio.to_thread(engine.stop, grace_s=0)
 
 
 class Engines:
-    """All engines of the rollout role, as processes, by their index. Who serves what is the fleet's business."""
+    """The processes of all engines, by index. The fleet knows what they serve."""
 
-    def __init__(self, specs: Sequence[EngineSpec], seats: Sequence[Sequence[Place]], *, share: float) -> None:
-        """`seats`: the places of each engine."""
+    def __init__(self, specs: Sequence[EngineSpec], places: Sequence[Sequence[Place]], *, share: float) -> None:
+        """`places` has those of each engine."""
         self._specs = tuple(specs)
-        self._seats = tuple(seats)
+        self._places = tuple(places)
         self._share = share
         self._hosts: dict[int, ActorHandle] = {}
 
@@ -75,36 +75,36 @@ class Engines:
         return len(self._specs)
 
     async def start(self, index: int) -> EngineEndpoint:
-        """Start an engine in its places, for the first time or again. MegarlError says why it does not generate."""
+        """Start or restart an engine in its places; a MegarlError has the reason of a failure."""
         spec = self._specs[index]
         if index not in self._hosts:
-            seat = self._seats[index]
-            options = seat[0].options(_environment(seat), share=self._share)
+            places = self._places[index]
+            options = places[0].options(_environment(places), share=self._share)
             self._hosts[index] = ray.remote(EngineHost).options(**options).remote()
         deadline_s = spec.config.start_timeout_s + _STOP_TIMEOUT_S
         return cast("EngineEndpoint", await self._call(index, "start", spec, timeout_s=deadline_s))
 
     async def wait_end(self, index: int) -> str:
-        """Until an engine, or the host it cannot live without, is no more: why."""
+        """Wait for the end of an engine or of its host; return the reason."""
         try:
             return cast("str", await self._call(index, "wait_end", timeout_s=None))
         except EngineError as error:
             return str(error)
 
     async def end(self, index: int) -> None:
-        """End an engine at once, whatever state it is in."""
+        """End an engine at once, in any state."""
         if index not in self._hosts:
             return
         try:
             await self._call(index, "kill", timeout_s=_STOP_TIMEOUT_S)
         except EngineError:
-            # A host that cannot end its engine is ended itself, and takes it along.
+            # A host that cannot end its engine is killed; the engine ends with it.
             host = self._hosts.pop(index, None)
             if host is not None:
                 ray.kill(host)
 
     async def stop(self) -> None:
-        """Ask all engines to end, and see that they do."""
+        """Stop all engines."""
         calls = [self._call(index, "stop", timeout_s=_STOP_TIMEOUT_S) for index in self._hosts]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for outcome in outcomes:
@@ -136,7 +136,7 @@ async def start_engines(
     return engines, await asyncio.gather(*(engines.start(index) for index in range(len(specs))))
 
 
-def _environment(seat: Sequence[Place]) -> dict[str, str]:
-    """An engine sees all its GPUs, though its host is placed on the first: a Ray actor cannot span bundles."""
-    gpus = [str(place.gpu) for place in seat if place.gpu is not None]
+def _environment(places: Sequence[Place]) -> dict[str, str]:
+    """Let an engine see all its GPUs. Its host is placed on the first: a Ray actor cannot span bundles."""
+    gpus = [str(place.gpu) for place in places if place.gpu is not None]
     return {**ENGINE_HOST_ENVIRONMENT, **(visible_gpus(gpus) if gpus else {})}

@@ -1,10 +1,10 @@
 """A publish as a transaction: stage everywhere, compare digests, then commit everywhere or nowhere.
 
-Decides and sequences; the bytes go from trainer ranks to engine ranks without passing here. It goes to the engines that
-can be reached: one that is lost on the way is left out and the rest are sent the version again, in a new transfer
-group. An engine that did not confirm the commit is stale: the fleet gives it no request until it has caught up.
+This module decides and sequences; the bytes go from trainer ranks to engine ranks directly. A publish goes to the
+reachable engines. If one is lost on the way, the version is sent to the others again, in a new transfer group. An
+engine that does not confirm the commit is stale: the fleet gives it no request until it has caught up.
 
-A publisher belongs to one life of the trainer ranks; the fleet outlives it.
+A publisher belongs to one set of trainer ranks; the fleet outlives it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Arrived = TypeVar("Arrived")
 
 _GROUP = "publish"
 _MAX_UNEXPLAINED = 2
-"""Failures for which every engine is there afterwards: then each is tried on its own, to find the one at fault."""
+"""Failures after which every engine still answers; then each is tried alone, to find the one at fault."""
 _GIVE_UP_S = 10.0
-"""For engines to hear that nothing comes any more."""
+"""Time for engines to notice that the group was abandoned."""
 
 
 class SendingRanks(Protocol):
@@ -83,18 +83,18 @@ class NoPublisher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Link:
-    """Trainer ranks and the engines of a roster, in one transfer group."""
+    """The transfer group of the trainer ranks and the engines of a roster."""
 
     members: tuple[object, ...]
-    """The clients of the roster: a restarted engine has another one."""
+    """The clients of the roster; a restarted engine has a new one."""
     store: StoreServer
-    """Where its peers meet, and nobody else: a group that was given up is remembered there."""
+    """The rendezvous of this group alone: that the group was abandoned is recorded here."""
     control: ReceivingEngines
     plan: Plan
 
 
 class TransferPublisher:
-    """From trainer ranks to engine ranks through a transfer group that lives as long as its roster."""
+    """Publishes from trainer ranks to engine ranks through a transfer group that lasts as long as its roster."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class TransferPublisher:
         host: str,
         failed: Callable[[PolicyVersion, str], None] = lambda _version, _reason: None,
     ) -> None:
-        """`transfer` goes to all engines of the fleet; `failed` is told of every attempt that is made again."""
+        """`transfer` goes to all engines of the fleet; `failed` is called before an attempt is repeated."""
         self._ranks = ranks
         self._fleet = fleet
         self._control = control
@@ -118,10 +118,10 @@ class TransferPublisher:
         self._link: _Link | None = None
         self._has_published = False
         self._turn = asyncio.Lock()
-        """Versions travel one after the other."""
+        """Held during a publish: versions are sent one after the other."""
 
     async def connect(self) -> None:
-        """Check the real parameters of all reachable engines against the layout, whatever version they serve."""
+        """Check the parameters of all reachable engines against the layout, whatever version they serve."""
         while True:
             roster = await self._fleet.any_reachable()
             try:
@@ -132,7 +132,7 @@ class TransferPublisher:
                     raise
 
     async def publish(self, version: PolicyVersion) -> PublishResult:
-        """To all reachable engines; where there is none, to the first that is restarted."""
+        """Publish to all reachable engines; if there is none, to the first that is restarted."""
         async with self._turn:
             started = time.monotonic()
             num_engines, plan = await self._publish_somewhere(version)
@@ -150,10 +150,10 @@ class TransferPublisher:
         )
 
     async def catch_up(self, engine: Engine) -> bool:
-        """Bring a stale engine to the committed version while the others go on; False where it is not the time.
+        """Send the committed version to a stale engine while the others generate; return False if that is not possible.
 
-        It is not before the first publish, nor when the trainer ranks already have the next version: a rank refuses to
-        send what it does not hold, and the next publish goes to this engine as to the others.
+        It is not possible before the first publish, nor once the trainer ranks hold the next version: a rank can only
+        send the version it holds. The next publish includes this engine.
         """
         async with self._turn, self._ranks.at_rest():
             version = self._fleet.committed_version
@@ -166,7 +166,7 @@ class TransferPublisher:
             return True
 
     async def _publish_somewhere(self, version: PolicyVersion) -> tuple[int, Plan]:
-        """How many engines have it, and by which plan."""
+        """Return the number of engines that serve `version`, and the plan that was used."""
         num_unexplained = 0
         while True:
             roster = await self._fleet.any_reachable()
@@ -184,7 +184,7 @@ class TransferPublisher:
                         raise
 
     async def _publish_to_one(self, roster: Sequence[Engine], version: PolicyVersion) -> tuple[int, Plan]:
-        """The first engine that can be published to alone; the others are stale and catch up one by one."""
+        """Publish to the first engine that accepts it alone; the others are stale and catch up one by one."""
         reasons = []
         for engine in roster:
             try:
@@ -195,13 +195,13 @@ class TransferPublisher:
         raise WeightSyncError("; ".join(reasons))
 
     async def _are_all_there(self, roster: Sequence[Engine], reason: str) -> bool:
-        """Whether no engine of the roster is lost; those that do not answer are dead from now on."""
+        """Return whether all engines of the roster answer; those that do not are dead from now on."""
         return all(await asyncio.gather(*(self._fleet.examine(engine, reason) for engine in roster)))
 
     async def _deliver(
         self, roster: Sequence[Engine], version: PolicyVersion, *, is_catching_up: bool = False
     ) -> tuple[int, Plan]:
-        """One transaction with these engines: all of them keep what they have, or those that confirm it have it."""
+        """Run one transaction: either no engine changes, or those that confirm the commit serve `version`."""
         try:
             link = await self._linked(roster)
             sent, arrived = await self._together(link.store, self._ranks.send(version), link.control.stage(version))
@@ -212,13 +212,13 @@ class TransferPublisher:
             if there := [engine for engine in roster if engine.life.is_reachable]:
                 with suppress(WeightSyncError):  # an engine that cannot abort is not serving the new version either
                     await self._control.among(there).abort()
-            # Ranks that are lost are started again; nothing is said of the engines by that.
+            # Lost ranks are restarted by the run; the engines are not at fault.
             kind = WorkerError if isinstance(error, WorkerError) else WeightSyncError
             raise kind(f"version {version} was not published; engines keep the one before: {error}") from error
         return num_engines, link.plan
 
     async def _linked(self, roster: Sequence[Engine]) -> _Link:
-        """The transfer group of a roster: the one there is, or a new one."""
+        """Return the transfer group of a roster, a new one if the roster has changed."""
         members = tuple(engine.client for engine in roster)
         if self._link is not None and self._link.members == members:
             return self._link
@@ -253,15 +253,15 @@ class TransferPublisher:
     async def _together(
         self, store: StoreServer, trainers: Coroutine[None, None, Sent], engines: Coroutine[None, None, Arrived]
     ) -> tuple[Sent, Arrived]:
-        """Both ends of one exchange. The first failure is the news, and whoever still waits for the other is told."""
+        """Run both ends of an exchange. After the first failure the group is abandoned, which ends the other waits."""
         tasks = asyncio.create_task(trainers), asyncio.create_task(engines)
         for task in tasks:
             task.add_done_callback(ignore_outcome)
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
-            # The ranks are about to be ended; an engine would wait for them until its deadline, and hear nobody.
-            await asyncio.to_thread(abandon_group, store.address, name=_GROUP, reason="the publish was given up")
+            # The ranks are about to end; without this an engine would wait for them until its deadline.
+            await asyncio.to_thread(abandon_group, store.address, name=_GROUP, reason="the publish was cancelled")
             tasks[0].cancel()
             await asyncio.wait(tasks, timeout=_GIVE_UP_S)
             raise
@@ -269,7 +269,7 @@ class TransferPublisher:
         if failures:
             await asyncio.to_thread(abandon_group, store.address, name=_GROUP, reason=str(failures[0]))
             await asyncio.wait(tasks)
-            # Engines lose their connection to a rank that dies before anybody knows that it is dead.
+            # Engines lose the connection to a dead rank before its death is noticed.
             loss = tasks[0].exception()
             raise loss if isinstance(loss, WorkerError) else failures[0]
         return tasks[0].result(), tasks[1].result()

@@ -23,11 +23,10 @@ from megarl.rollout.lifecycle import RestartPolicy
 from megarl.rollout.process import EngineSpec
 from megarl.runtime.cluster import Cluster, Place, Pool, gpu_numbers, open_cluster, own_address
 from megarl.runtime.engines.file_publisher import PUBLISH_FOLDER, FilePublisher, endpoints_of
-from megarl.runtime.engines.fleet_events import observe_fleet
 from megarl.runtime.engines.operator import open_to_operator
 from megarl.runtime.engines.processes import start_engines
 from megarl.runtime.engines.publisher import NoPublisher, TransferPublisher
-from megarl.runtime.engines.supervisor import Supervisor
+from megarl.runtime.engines.supervisor import Supervisor, observe_fleet
 from megarl.runtime.phases import Offloader, SeparatePhases, SharedPhases
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.actor import ActorWeights

@@ -1,7 +1,7 @@
-"""Looks after the engines: sees them die or fall silent, starts them again, and has them catch up with the others.
+"""Supervises the engines: notices deaths and silence, restarts engines, and lets stale ones catch up.
 
-What it sees becomes an event of `rollout.lifecycle`; what it does follows from the state that is then reached. It knows
-neither requests nor weights: a dead engine's requests are the fleet's business, catching up the publisher's.
+Each observation is an event of `rollout.lifecycle`; each action follows from the state that is then reached. It knows
+neither requests nor weights: the fleet handles the requests of a dead engine, the publisher sends weights.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Protocol
 
 from megarl.errors import EngineError, MegarlError, WeightSyncError, WorkerError
+from megarl.observe.observer import Observer
 from megarl.rollout.client import EngineClient, EngineEndpoint
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import (
@@ -36,15 +37,15 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.25
 _PROBE_EVERY_S = 1.0
 _UNHEARD_S = 1.0
-"""A tick that comes later than this was held up with everything else in this process, answers among it."""
+"""After a tick later than this the whole process was held up, and answers could not be received either."""
 _RETRY_S = 1.0
 
 
 class Processes(Protocol):
-    """The engines as processes, by index."""
+    """The processes of the engines, by index."""
 
     async def start(self, index: int) -> EngineEndpoint:
-        """Returns when it generates; raises a MegarlError that says why it does not."""
+        """Start an engine; return when it generates, or raise a MegarlError with the reason."""
         ...
 
     async def wait_end(self, index: int) -> str: ...
@@ -54,17 +55,17 @@ class Processes(Protocol):
 
 class CatchUp(Protocol):
     async def catch_up(self, engine: Engine) -> bool:
-        """Bring a stale engine to the committed version; False where it is not the time."""
+        """Send the committed version to a stale engine; return False if that is not possible now."""
         ...
 
 
 class Supervisor:
-    """One keeper per engine. Runs from `running` to its end, whatever becomes of the trainer ranks."""
+    """One task per engine, inside `running`. It does not depend on the trainer ranks."""
 
     def __init__(
         self, fleet: Fleet, processes: Processes, *, connect: Callable[[EngineEndpoint], EngineClient]
     ) -> None:
-        """`connect` makes the client of an engine that was started again."""
+        """`connect` makes the client of a restarted engine."""
         self._fleet = fleet
         self._processes = processes
         self._connect = connect
@@ -73,18 +74,18 @@ class Supervisor:
         fleet.listen(self._note_change)
 
     def attach(self, publisher: CatchUp | None) -> None:
-        """Who helps stale engines from now on; None: nobody, until there is somebody again."""
+        """Set the publisher that stale engines catch up with; None while there is none."""
         self._publisher = publisher
 
     def retire(self, index: int) -> None:
-        """Take an engine out: it gets no further request, and ends when those it has are answered."""
+        """Take an engine out: it gets no further request and ends after its last answer."""
         engine = self._engine(index)
         if all(other.life.is_over for other in self._fleet.engines if other is not engine):
             raise EngineError(f"engine {index} is the last one; stop the run instead")
         self._fleet.report(engine, Retired())
 
     def add(self, index: int) -> None:
-        """Start an engine that was retired or given up; it joins by itself."""
+        """Start an engine that was retired or given up; it then catches up."""
         self._fleet.report(self._engine(index), Added())
 
     @asynccontextmanager
@@ -101,7 +102,7 @@ class Supervisor:
             async with task_group() as tasks:
                 tasks.create_task(self._tick())
                 for engine in self._fleet.engines:
-                    tasks.create_task(self._keep(engine))
+                    tasks.create_task(self._supervise(engine))
         except Exception as error:
             logger.exception("supervisor failed")
             self._fleet.fail(error)
@@ -116,7 +117,7 @@ class Supervisor:
             for engine in self._fleet.engines:
                 self._fleet.report(engine, tick)
 
-    async def _keep(self, engine: Engine) -> None:
+    async def _supervise(self, engine: Engine) -> None:
         while True:
             match engine.life.wants:
                 case Want.WATCH | Want.SYNC:
@@ -138,14 +139,14 @@ class Supervisor:
         await before.close()
 
     async def _watch(self, engine: Engine) -> None:
-        """Until the engine is to be ended or started; it is ended when this returns."""
+        """Watch the engine until it must be ended or started; it is ended when this returns."""
         async with task_group() as tasks:
             watching = [
                 tasks.create_task(self._report_end(engine)),
                 tasks.create_task(self._probe_server(engine)),
                 tasks.create_task(self._probe_scheduler(engine)),
             ]
-            # Not cancelled: trainer ranks are in it, too. It fails by itself once the engine is gone.
+            # Not cancelled: trainer ranks take part in it. It fails by itself once the engine is gone.
             tasks.create_task(self._sync(engine))
             await self._until(engine, {Want.START, Want.END})
             for task in watching:
@@ -161,7 +162,7 @@ class Supervisor:
         self._fleet.report(engine, Ended(reason=await self._processes.wait_end(engine.index)))
 
     async def _probe_server(self, engine: Engine) -> None:
-        """While weights are under way only the server's own process can answer."""
+        """Probe the server's own process, which alone can answer while weights are being received."""
         while True:
             is_there = await engine.client.is_healthy(timeout_s=self._fleet.policy.silence_timeout_s)
             if is_there and engine.is_syncing:
@@ -171,12 +172,12 @@ class Supervisor:
     async def _probe_scheduler(self, engine: Engine) -> None:
         while True:
             expected, was_syncing = engine.version, engine.is_syncing
-            with suppress(EngineError):  # silence is noticed by the clock
-                found = await engine.client.probe(timeout_s=self._fleet.policy.silence_timeout_s)
+            with suppress(EngineError):  # the tick notices silence
+                served = await engine.client.probe(timeout_s=self._fleet.policy.silence_timeout_s)
                 self._fleet.report(engine, Answered())
                 is_certain = not was_syncing and not engine.is_syncing and engine.version == expected
-                if is_certain and engine.is_live and found != str(expected):
-                    reason = f"serves version {found}, not {expected}"
+                if is_certain and engine.is_live and served != str(expected):
+                    reason = f"serves version {served}, not {expected}"
                     self._fleet.report(engine, FellBehind(reason=reason))
             await asyncio.sleep(_PROBE_EVERY_S)
 
@@ -189,7 +190,7 @@ class Supervisor:
                 except WeightSyncError as error:
                     self._fleet.report(engine, SyncFailed(reason=str(error)))
                 except WorkerError as error:
-                    # Whoever trains with these ranks finds out as well, and knows what to do.
+                    # The run notices the loss of its ranks as well and handles it.
                     logger.info("engine=%d cannot catch up: %s", engine.index, error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RETRY_S):
@@ -209,3 +210,52 @@ class Supervisor:
             if engine.index == index:
                 return engine
         raise EngineError(f"there is no engine {index}; there are {len(self._fleet.engines)}, counted from 0")
+
+
+def observe_fleet(fleet: Fleet, observer: Observer) -> None:
+    """Report the state of every engine to `observer`, now and at every change."""
+
+    def report(engine: Engine, reason: str) -> None:
+        endpoint = engine.client.endpoint
+        observer.engine_changed(
+            engine.index,
+            engine.state,
+            is_serving=engine.is_live,
+            is_running=engine.life.is_reachable,
+            version=engine.version,
+            address=f"{endpoint.host}:{endpoint.port}",
+            reason=reason,
+        )
+
+    def report_change(engine: Engine, before: Life) -> None:
+        if engine.state is EngineState.RESTARTING:
+            observer.restarted(
+                "rollout", engine.index, f"restart {engine.life.num_restarts} of {fleet.policy.max_restarts}"
+            )
+            report(engine, "")
+        else:
+            report(engine, _describe_change(engine, before, fleet))
+
+    for engine in fleet.engines:
+        observer.watch_requests(engine.index, lambda engine=engine: engine.num_outstanding)  # type: ignore[misc]
+        report(engine, "")
+    fleet.listen(report_change)
+    fleet.requests = observer
+
+
+def _describe_change(engine: Engine, before: Life, fleet: Fleet) -> str:
+    """Return the reason of a state and what happens next."""
+    life = engine.life
+    match life.state:
+        case EngineState.HEALTHY if before.state is EngineState.SUSPECT:
+            return "it answers again"
+        case EngineState.HEALTHY:
+            return f"it has joined at version {engine.version}"
+        case EngineState.DEAD if life.restart_at is not None:
+            return f"{life.reason}; it is restarted in {life.restart_at - life.since:.0f} s"
+        case EngineState.DEAD:
+            return f"{life.reason}; it is given up after {fleet.policy.max_restarts} restarts"
+        case EngineState.STALE:
+            return f"{life.reason}; it waits for version {fleet.committed_version}"
+        case _:
+            return life.reason

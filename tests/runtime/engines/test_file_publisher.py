@@ -116,7 +116,7 @@ def test_an_engine_that_does_not_confirm_the_version_is_stale(tmp_path: Path) ->
 
     states, reasons = asyncio.run(scenario())
     assert states[1:] == [EngineState.STALE, EngineState.STALE]
-    assert "says that it serves version 0" in reasons[1]
+    assert "reports version 0" in reasons[1]
     assert "load weights from disk: status 400: no such tensor" in reasons[2]
 
 

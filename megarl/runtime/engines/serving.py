@@ -93,32 +93,17 @@ async def start_serving(
     config = recipe.roles.rollout
     if config is None:
         return NoServing()
-    if config.pool is not None:
-        return await _start_managed(recipe, config, pools[config.pool], shape, pools, stack, observer)
-    publish_folder = config.publish_folder or recipe.run_folder / PUBLISH_FOLDER
-    return ExternalServing(
-        config=config,
-        fleet=_open_fleet(
-            config,
-            endpoints_of(config.endpoints, device=recipe.run.device),
-            stack,
-            observer,
-            publish_timeout_s=config.publish_timeout_s + recipe.train.operation_timeout_s,
-        ),
-        model_folder=recipe.model.path.absolute(),
-        publish_folder=publish_folder.absolute(),
-    )
-
-
-async def _start_managed(
-    recipe: Recipe,
-    config: RolloutRoleConfig,
-    pool: Pool,
-    shape: ModelShape,
-    pools: Mapping[str, Pool],
-    stack: AsyncExitStack,
-    observer: Observer,
-) -> ManagedServing:
+    publish_timeout_s = config.publish_timeout_s + recipe.train.operation_timeout_s
+    if config.pool is None:
+        endpoints = endpoints_of(config.endpoints, device=recipe.run.device)
+        publish_folder = config.publish_folder or recipe.run_folder / PUBLISH_FOLDER
+        return ExternalServing(
+            config=config,
+            fleet=_open_fleet(config, endpoints, stack, observer, publish_timeout_s=publish_timeout_s),
+            model_folder=recipe.model.path.absolute(),
+            publish_folder=publish_folder.absolute(),
+        )
+    pool = pools[config.pool]
     num_engines = len(pool.places) // config.tensor
     transfer = transfer_spec(recipe, config, shape, num_engines=num_engines)
     transfer, places = _place(transfer, pools[recipe.roles.actor.pool].places, pool.places)
@@ -139,30 +124,16 @@ async def _start_managed(
     ]
     engines, endpoints = await start_engines(specs, places, share=pool.share)
     stack.push_async_callback(engines.stop)
-    fleet = _open_fleet(
-        config,
-        endpoints,
-        stack,
-        observer,
-        # The longest time without news of an engine that is being restarted.
-        publish_timeout_s=config.start_timeout_s + config.publish_timeout_s + recipe.train.operation_timeout_s,
-        policy=RestartPolicy(
-            max_restarts=config.max_restarts,
-            back_off_s=config.restart_back_off_s,
-            silence_timeout_s=config.silence_timeout_s,
-            start_timeout_s=config.start_timeout_s,
-        ),
-    )
+    # The longest time without news of an engine that is being restarted.
+    publish_timeout_s += config.start_timeout_s
+    policy = _restart_policy(config)
+    fleet = _open_fleet(config, endpoints, stack, observer, publish_timeout_s=publish_timeout_s, policy=policy)
     supervisor = Supervisor(fleet, engines, connect=partial(EngineClient, request_timeout_s=config.request_timeout_s))
     await stack.enter_async_context(supervisor.running())
     await stack.enter_async_context(open_to_operator(recipe.run_folder, fleet, supervisor))
+    host, phases = own_address(recipe.network.bind), SharedPhases([fleet]) if pool.is_shared else SeparatePhases()
     return ManagedServing(
-        config=config,
-        fleet=fleet,
-        supervisor=supervisor,
-        transfer=transfer,
-        host=own_address(recipe.network.bind),
-        phases=SharedPhases([fleet]) if pool.is_shared else SeparatePhases(),
+        config=config, fleet=fleet, supervisor=supervisor, transfer=transfer, host=host, phases=phases
     )
 
 
@@ -204,6 +175,15 @@ def _open_fleet(
     stack.push_async_callback(fleet.close)
     observe_fleet(fleet, observer)
     return fleet
+
+
+def _restart_policy(config: RolloutRoleConfig) -> RestartPolicy:
+    return RestartPolicy(
+        max_restarts=config.max_restarts,
+        back_off_s=config.restart_back_off_s,
+        silence_timeout_s=config.silence_timeout_s,
+        start_timeout_s=config.start_timeout_s,
+    )
 
 
 async def connect(

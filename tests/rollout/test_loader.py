@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import pickle
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from megarl.rollout.commands import (
     to_payload,
 )
 from megarl.rollout.loader import load
-from megarl.rollout.tool_commands import Fingerprint, StartRecording, WriteRecording
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.executors.group import StoreAddress, StoreServer
 from tests.weights.layouts.test_transfer_spec import transfer_spec
@@ -64,15 +62,6 @@ def test_inspect_tells_names_shapes_and_dtypes(model: torch.nn.Module, server: S
     }
 
 
-def test_a_fingerprint_changes_with_one_bit_of_its_parameter(model: torch.nn.Module, server: StoreServer) -> None:
-    before = give(Fingerprint(), model, server).digests
-    assert give(Fingerprint(), model, server).digests == before
-    model.get_parameter("weight").data.view(torch.int32)[1, 2] ^= 1
-    after = give(Fingerprint(), model, server).digests
-    assert after["bias"] == before["bias"]
-    assert after["weight"] != before["weight"]
-
-
 @pytest.mark.parametrize("command", [Stage(version=1), Commit(version=1)], ids=lambda command: command.op)
 def test_commands_that_need_a_group_are_refused_without_one(
     command: Command, model: torch.nn.Module, server: StoreServer
@@ -82,21 +71,6 @@ def test_commands_that_need_a_group_are_refused_without_one(
 
 def test_an_abort_is_harmless_without_a_group(model: torch.nn.Module, server: StoreServer) -> None:
     assert give(Abort(), model, server).error is None
-
-
-def test_writing_a_recording_that_was_not_started_is_refused(
-    model: torch.nn.Module, server: StoreServer, tmp_path: Path
-) -> None:
-    assert (
-        give(WriteRecording(folder=str(tmp_path)), model, server).error
-        == "nothing was recorded; start_recording comes first"
-    )
-
-
-def test_modules_that_are_not_those_of_the_layout_are_named(model: torch.nn.Module, server: StoreServer) -> None:
-    error = give(StartRecording(transfer=transfer_spec()), model, server).error
-    assert error is not None
-    assert error.startswith("there is no module model.embed_tokens to record (")
 
 
 def test_another_plan_is_refused(model: torch.nn.Module, server: StoreServer) -> None:

@@ -9,11 +9,14 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path, PurePosixPath
 
 from megarl.checkpoint.manifest import FileDigest, Manifest, OnBytes, sync, verify, write_manifest
+from megarl.config.model import ModelShape
 from megarl.errors import CheckpointError
 from megarl.system.faults import reach, step_in
+from megarl.weights.layouts.canonical import canonical_tensors
 
 CHECKPOINTS_FOLDER = "checkpoints"
 LATEST = "latest"
@@ -192,3 +195,12 @@ def _write_latest_step(folder: Path) -> None:
     sync(number)
     number.rename(folder.with_name(LATEST_STEP_FILE))
     sync(folder.parent)
+
+
+def estimate_bytes(shape: ModelShape, *, wants_optimizer: bool) -> int:
+    """Return the size of one model in a checkpoint on disk."""
+    specs = canonical_tensors(shape).values()
+    model_bytes = sum(spec.num_bytes for spec in specs)
+    num_kept_in_fp32 = 2 if shape.dtype == "float32" else 3
+    optimizer_bytes = sum(4 * num_kept_in_fp32 * prod(spec.shape) for spec in specs) if wants_optimizer else 0
+    return model_bytes + optimizer_bytes

@@ -1,4 +1,4 @@
-"""The door to a run: what has to be settled before Ray is imported. The command line calls this and nothing deeper."""
+"""The entry of a run: settles what Ray reads when it is imported. The command line calls nothing deeper."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def train(
     allows_data_change: bool = False,
     tasks_file: Path | None = None,
 ) -> None:
-    """Run a recipe to its end. Whatever it started is gone when this returns or raises.
+    """Run a recipe to its end; everything it started has ended when this returns or raises.
 
-    What Ray knows of its tasks goes to `tasks_file`, if there is one.
+    A trace of Ray's tasks is written to `tasks_file`.
     """
     address = ray_address_of(recipe.run)
     decision = choose(recipe, resume)
@@ -45,8 +45,7 @@ def train(
     ):
         for note in decision.notes:
             observer.warned(note)
-        # Ray reads its environment when it is imported, and only then.
-        from megarl.runtime.run import run_recipe  # noqa: PLC0415
+        from megarl.runtime.run import run_recipe  # noqa: PLC0415 - imports Ray, which reads the environment then
 
         run_recipe(
             recipe,
@@ -70,14 +69,14 @@ def ray_environment(address: str | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def joined_ray() -> Iterator[None]:
-    """Settings for somebody else's Ray: its token is where RAY_AUTH_TOKEN_PATH says."""
+    """Set the environment for a running Ray cluster; RAY_AUTH_TOKEN_PATH names the file with its token."""
     update_environment(RAY_ENVIRONMENT)
     yield
 
 
 @contextmanager
 def private_ray() -> Iterator[None]:
-    """Settings of a Ray for this process alone, with a token of its own in a file only this user can read."""
+    """Set the environment for a private Ray, with a new token in a file that only this user can read."""
     folder = Path(tempfile.mkdtemp(prefix="megarl-ray-"))
     token = folder / "token"
     token.touch(mode=0o600)
@@ -91,5 +90,5 @@ def private_ray() -> Iterator[None]:
 
 @cache
 def _token() -> str:
-    """One for all that this process starts: Ray reads its token once, and a second Ray with another would refuse us."""
+    """Return the token of this process: Ray reads it once, and a second Ray with another token would refuse us."""
     return secrets.token_hex(32)

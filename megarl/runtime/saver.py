@@ -1,6 +1,6 @@
-"""When a run saves, and what: the driver's half of a checkpoint. The ranks write tensors, this writes the rest.
+"""The driver's half of a checkpoint: when to save, and every file but the tensors, which the ranks write.
 
-Training waits while the ranks copy their part to host memory; what follows happens behind the next steps.
+Training waits while the ranks copy their part to host memory; files are written beside the next steps.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Protocol, TypeVar
@@ -24,6 +23,7 @@ from megarl.checkpoint.folder import (
     checkpoint_folder,
     commit,
     discard,
+    estimate_bytes,
     mark_best,
     remove_old,
 )
@@ -41,18 +41,17 @@ from megarl.runtime.preemption import Preemption
 from megarl.stages import Algorithm
 from megarl.system.faults import reach, step_in
 from megarl.types import PolicyVersion, ScoredGroup
-from megarl.weights.layouts.canonical import canonical_tensors
 
 Result = TypeVar("Result")
 
 _LOST_GRACE_S = 10.0
-"""For a save under way when a rank is lost: it may have nothing left to do but its part in the driver."""
+"""For a save under way when a rank is lost: only the driver's part may be left."""
 _SPARE_BYTES = 64 << 20
-"""For what is not a tensor, and for a disk that is never quite full."""
+"""For files that are not tensors."""
 
 
 class Saver(Protocol):
-    """As a context it finishes, on the way out, a save that is under way."""
+    """As a context it finishes, on exit, a save that is under way."""
 
     async def __aenter__(self) -> object: ...
 
@@ -61,17 +60,17 @@ class Saver(Protocol):
     ) -> None: ...
 
     async def unless_leaving(self, work: Coroutine[object, object, Result]) -> Result:
-        """Do something long that can be done again. Raises PreemptedError when the run was asked to leave."""
+        """Await work that can be repeated; on preemption cancel it, save, and raise PreemptedError."""
         ...
 
     def mark(self, step: int) -> None:
-        """A step is trained and not released: this is where the run would go on."""
+        """Note the state after a trained step, before its release: the run resumes from there."""
         ...
 
     def evaluated(self, step: int, result: EvalResult) -> None: ...
 
     async def after_step(self, step: int, *, is_last: bool) -> None:
-        """Save if it is time to. Raises PreemptedError when the run was asked to leave."""
+        """Save if a save is due; on preemption save and raise PreemptedError."""
         ...
 
 
@@ -83,12 +82,12 @@ class SavedModel:
     """Writes the copy into a folder while the ranks train on, with companions from the second folder."""
     shape: ModelShape
     source_folder: Path
-    """Has its configuration and tokenizer."""
+    """Holds the model's configuration and tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mark:
-    """Where a run stands between two steps, besides what its ranks hold."""
+    """The state of a run between two steps, without that of its ranks."""
 
     step: int
     prompt_cursor: int
@@ -100,7 +99,7 @@ class _Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Save:
-    """One that is under way."""
+    """A save under way."""
 
     step: int
     partial: Path
@@ -114,9 +113,9 @@ class _Save:
 
 
 class RunSaver:
-    """At most one save is under way; the next one waits for it, since skipping would lose more steps in a crash.
+    """Keeps at most one save under way; the next one waits for it, since skipping would lose more steps in a crash.
 
-    A save that fails is told to people, and training goes on; only the one after the last step must succeed.
+    A failed save is reported and training goes on; only the save after the last step must succeed.
     """
 
     def __init__(
@@ -135,14 +134,14 @@ class RunSaver:
         is_lost: Callable[[], bool] = lambda: False,
         saved: Callable[[int], None] = lambda _step: None,
     ) -> None:
-        """`is_lost`: whether a rank is known to be gone. `saved` is told of every step that is complete and named."""
+        """`is_lost` returns whether a rank is known to be gone; `saved` is called with every saved step."""
         self._recipe = recipe
         self._config = recipe.checkpoint
         self._parent = recipe.run_folder.absolute() / CHECKPOINTS_FOLDER
-        # By their folder in a checkpoint; the actor's is the checkpoint itself.
+        # Keys are folders within a checkpoint; the actor's is the checkpoint itself.
         self._models = {"": actor} if critic is None else {"": actor, CRITIC_FOLDER: critic}
         wants_optimizer = self._config.contents == "everything"
-        sizes = [_estimate_bytes(model.shape, wants_optimizer=wants_optimizer) for model in self._models.values()]
+        sizes = [estimate_bytes(model.shape, wants_optimizer=wants_optimizer) for model in self._models.values()]
         self._num_bytes = sum(sizes) + _SPARE_BYTES
         self._algorithm = algorithm
         self._prompts = prompts
@@ -168,7 +167,7 @@ class RunSaver:
     ) -> None:
         if self._pending is None:
             return
-        # Cancelled is being told to leave at once. After any other error, ranks may be gone that never answer.
+        # A cancelled run leaves at once. After another error the ranks of the save may be gone.
         patience_s = self._config.grace_s
         if self._is_lost() or isinstance(error, WorkerError):
             patience_s = min(patience_s, _LOST_GRACE_S)
@@ -177,7 +176,6 @@ class RunSaver:
         try:
             await asyncio.wait([self._pending], timeout=patience_s)
         finally:
-            # Also when we are told meanwhile to leave at once.
             self._pending.cancel()
             await asyncio.gather(self._pending, return_exceptions=True)
 
@@ -246,7 +244,7 @@ class RunSaver:
         return self._config.save_at_end if is_last else every_steps is not None and step % every_steps == 0
 
     async def _leave(self) -> NoReturn:
-        """Save what is trained, if it is not, and end the run."""
+        """Save the last trained step, unless it is saved, and end the run."""
         mark, name = self._mark, self._preemption.signal_name
         if mark is None:
             raise PreemptedError(f"stopped by {name} before a step was trained; everything it started is gone")
@@ -259,7 +257,7 @@ class RunSaver:
         raise PreemptedError(f"stopped by {name} after step {mark.step}: {outcome}; everything it started is gone")
 
     async def _begin(self, mark: _Mark) -> None:
-        """Everything of a save for which training has to wait."""
+        """Do the part of a save that training has to wait for."""
         began = time.monotonic()
         await self._settle()
         waited_s = time.monotonic() - began
@@ -292,7 +290,7 @@ class RunSaver:
         self._pending = asyncio.create_task(self._finish(save))
 
     def _state(self, mark: _Mark, trainers: Mapping[str, TrainerState]) -> RunState:
-        # The actor of a critic that warms up has taken fewer.
+        # While a critic warms up, its actor has taken fewer steps.
         num_steps = max(trainer.num_steps for trainer in trainers.values())
         assert num_steps == mark.step, f"the ranks stand at step {num_steps}, the loop at {mark.step}"
         return RunState(
@@ -308,7 +306,7 @@ class RunSaver:
         )
 
     async def _finish(self, save: _Save) -> None:
-        """The rest, behind the next steps."""
+        """Do the rest of a save beside the next steps."""
         try:
             files = await self._write_models(save.partial)
             manifest = await self._complete_whole(save, files)
@@ -341,7 +339,7 @@ class RunSaver:
         return files
 
     async def _complete_whole(self, save: _Save, files: Mapping[str, FileDigest]) -> Manifest:
-        """Being cancelled does not leave a thread behind that gives the checkpoint its name some time later."""
+        """Write the driver's files; when cancelled, wait for the thread, which would else rename the folder later."""
         completing = asyncio.ensure_future(asyncio.to_thread(self._complete, save, files))
         try:
             manifest = await asyncio.shield(completing)
@@ -381,7 +379,7 @@ class RunSaver:
         self._observer.checkpoint_failed(step, str(error))
 
     async def _settle(self) -> None:
-        """Wait for the save under way; being cancelled meanwhile does not cancel it."""
+        """Wait for the save under way; cancelling the wait does not cancel the save."""
         pending = self._pending
         if pending is not None:
             await asyncio.wait([pending])
@@ -396,15 +394,6 @@ def _beats(value: float, best: Best | None, config: KeepBestConfig) -> bool:
 
 
 def _still_best(best: Best | None, config: KeepBestConfig | None, parent: Path) -> Best | None:
-    """What a checkpoint knew to be the best, if that is asked for and there."""
+    """Return the best step of an earlier checkpoint, if its metric is still asked for and its folder exists."""
     is_asked = best is not None and config is not None and best.metric == config.metric
     return best if is_asked and best is not None and checkpoint_folder(parent, best.step).exists() else None
-
-
-def _estimate_bytes(shape: ModelShape, *, wants_optimizer: bool) -> int:
-    """Of one model in a checkpoint on disk."""
-    specs = canonical_tensors(shape).values()
-    model_bytes = sum(spec.num_bytes for spec in specs)
-    num_kept_in_fp32 = 2 if shape.dtype == "float32" else 3
-    optimizer_bytes = sum(4 * num_kept_in_fp32 * prod(spec.shape) for spec in specs) if wants_optimizer else 0
-    return model_bytes + optimizer_bytes

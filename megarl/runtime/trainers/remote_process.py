@@ -1,7 +1,7 @@
-"""Processes that Ray has placed somewhere, as the operating system of their node knows them.
+"""Processes on any node of the cluster, by pid and start time: their state, and ending them.
 
-Ray ends an actor by asking it to, which a frozen one does not hear. A number that the system has given to another
-process since is not mistaken for the old one.
+Ray ends an actor by a message, which a frozen one does not receive. With the start time, a pid that the system has
+given to another process is not mistaken for the old one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Result = TypeVar("Result")
 
 _POLL_S = 0.02
 _PLACING_S = 30.0
-"""For Ray to start a process on another node that looks, or kills, there."""
+"""For Ray to start a task on the node of the process."""
 _STATES = {
-    "R": "it computes, and does not let Python run",
-    "S": "it waits, and does not let Python run",
-    "D": "it waits for a disk or a device that does not answer",
+    "R": "it is running native code and does not release the interpreter",
+    "S": "it is waiting in native code and does not release the interpreter",
+    "D": "it is waiting for a disk or a device",
     "T": "it is stopped (SIGSTOP)",
     "t": "it is stopped by a debugger",
     ZOMBIE: "it is dead",
@@ -38,10 +38,10 @@ _STATES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteProcess:
     node: str
-    """Ray's name for it."""
+    """Ray's id of the node."""
     pid: int
     started: int
-    """In clock ticks since the node was started: with the number, a name that is never given again."""
+    """Clock ticks since the node was booted."""
 
 
 def this_process() -> RemoteProcess:
@@ -50,13 +50,13 @@ def this_process() -> RemoteProcess:
 
 
 async def describe(where: RemoteProcess) -> str:
-    """What the system says of a process that does not answer, as the end of a sentence."""
+    """Return the state of a process that does not answer, as the end of a sentence."""
     state = await _on_its_node(where, _state)
     return "it is gone" if state is None else _STATES.get(state, f"its state is {state}")
 
 
 async def end(where: RemoteProcess, *, grace_s: float, timeout_s: float) -> bool:
-    """Kill it unless it leaves within `grace_s`; whether it is gone then."""
+    """Kill the process unless it ends within `grace_s`; return whether it is gone."""
     return await _on_its_node(where, _end, grace_s, timeout_s)
 
 
@@ -92,7 +92,7 @@ def _is_gone_within(where: RemoteProcess, seconds: float) -> bool:
 
 
 def _state(where: RemoteProcess) -> str | None:
-    """The letter of the process's state; None when there is no such process any more."""
+    """Return the letter of the process's state; None when the process is gone."""
     try:
         process = read_stat(where.pid)
     except (FileNotFoundError, ProcessLookupError):

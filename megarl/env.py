@@ -1,4 +1,4 @@
-"""Every environment variable megarl reads or sets, with its reason. Read nowhere else; no state travels in them."""
+"""Every environment variable that megarl reads or sets, with its reason. Read nowhere else; they carry no state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EnvVar:
         return os.environ.get(self.name, self.default)
 
     def set(self, value: str) -> None:
-        """For the libraries of this process."""
+        """Set it for the libraries of this process."""
         os.environ[self.name] = value
 
 
@@ -32,26 +32,26 @@ def update_environment(variables: Mapping[str, str]) -> None:
 
 
 RAY_ADDRESS = EnvVar(name="RAY_ADDRESS", default="", reason="Join this Ray cluster when the recipe names none.")
-NO_COLOR = EnvVar(name="NO_COLOR", default="", reason="Any value: plain output, as on every other tool.")
-FAULTS = EnvVar(name="MEGARL_FAULTS", default="", reason="Accidents for tests, as JSON; see faults.py. Empty: none.")
+NO_COLOR = EnvVar(name="NO_COLOR", default="", reason="Any value: plain output, as with other tools.")
+FAULTS = EnvVar(name="MEGARL_FAULTS", default="", reason="Faults for tests, as JSON; see system/faults.py.")
 SLURM_JOB_ID = EnvVar(name="SLURM_JOB_ID", default="", reason="Set inside a Slurm job.")
 SLURM_CPUS_ON_NODE = EnvVar(
-    name="SLURM_CPUS_ON_NODE", default="", reason="What Slurm gave the job here; Ray would count every core."
+    name="SLURM_CPUS_ON_NODE", default="", reason="The job's cores on this node; Ray would count every core."
 )
 
 ENGINE_HOST_ENVIRONMENT: Mapping[str, str] = {
     # Ray would kill an actor's children one by one as the actor ends, the engine's guard before the engine.
     "RAY_kill_child_processes_on_worker_exit": "false",
 }
-"""What Ray adds to the environment of the process that starts an engine."""
+"""Variables that Ray adds to the environment of the process that starts an engine."""
 
 ENGINE_ENVIRONMENT: Mapping[str, str] = {
-    # A paused engine answers 503 to a generating health check; a static one keeps probes honest about the process.
+    # A paused engine answers 503 to a health check that generates; a static check shows whether the process lives.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""What every SGLang process is started with."""
+"""Variables of every SGLang process."""
 
 CPU_ENGINE_ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -60,36 +60,36 @@ CPU_ENGINE_ENVIRONMENT: Mapping[str, str] = {
     # Compiling two helper functions delays the first request by half a minute, and needs a C++ compiler.
     "TORCHDYNAMO_DISABLE": "1",
 }
-"""Besides, where there is no GPU."""
+"""Further variables of an SGLang process without a GPU."""
 
 
 GLOO_INTERFACE = EnvVar(
     name="GLOO_SOCKET_IFNAME",
     default="",
-    reason="Set for trainer ranks and engines: gloo would listen on the interface the host's name resolves to.",
+    reason="Set for trainer ranks and engines: gloo would listen on the interface that the host's name resolves to.",
 )
 
 
 def engine_environment(*, device: str, tensor: int, interface: str | None) -> dict[str, str]:
-    """All variables of one engine's process: ours over those of this process. `interface` has its address."""
+    """Return all variables of one engine's process: this process's, then ours. `interface` has the engine's address."""
     environment = {**os.environ, **ENGINE_ENVIRONMENT}
     if interface is not None:
         environment[GLOO_INTERFACE.name] = interface
     if device == "cpu":
         environment |= CPU_ENGINE_ENVIRONMENT
-        # SGLang wants a core named for every rank; without its compiled kernels it binds none of them.
+        # SGLang requires a core per rank here; without its compiled kernels it binds none of them.
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(tensor))
     return environment
 
 
 TRAINER_ENVIRONMENT: Mapping[str, str] = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "HF_HUB_OFFLINE": "1"}
-"""What every trainer rank runs with. One connection: Megatron's overlap of communication relies on launch order."""
+"""Variables of every trainer rank. One connection: Megatron's overlap of communication relies on launch order."""
 
 CPU_TRAINER_ENVIRONMENT: Mapping[str, str] = {"OMP_NUM_THREADS": "1"}
 
 
 def trainer_environment(device: str) -> dict[str, str]:
-    """What Ray adds to the environment of a trainer rank."""
+    """Return the variables that Ray adds to the environment of a trainer rank."""
     return {**TRAINER_ENVIRONMENT, **(CPU_TRAINER_ENVIRONMENT if device == "cpu" else {})}
 
 
@@ -98,18 +98,18 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Workers that hold no GPU keep the variables they were given.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # A paragraph on the screen about what a sentence of our own says there.
+    # Ray would print a paragraph about a failure that megarl reports in one sentence.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "^A worker died or was killed while executing a task",
 }
-"""Every Ray megarl talks to: token auth, no phoning home. Ray reads these when it is imported."""
+"""Set for every Ray that megarl uses: token auth, no usage statistics. Ray reads these when it is imported."""
 
 LOCAL_RAY_ENVIRONMENT: Mapping[str, str] = {
-    # Named for other systems, but on Linux too it makes Ray take 127.0.0.1 as its address and listen on nothing else.
+    # Named for other systems, but on Linux too it makes Ray use 127.0.0.1 as its address and listen on nothing else.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Seconds. Its head does not come back once it is gone.
+    # Seconds: a head that is gone does not come back.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
 }
-"""Besides, for a Ray that megarl starts on this machine alone."""
+"""Set as well for a Ray that megarl starts on this machine alone."""
 
 RAY_AUTH_TOKEN_PATH = EnvVar(
     name="RAY_AUTH_TOKEN_PATH",
@@ -119,5 +119,5 @@ RAY_AUTH_TOKEN_PATH = EnvVar(
 
 
 def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:
-    """Which GPUs a process placed by Ray sees, instead of the one Ray would show it."""
+    """Return the variables that make these GPUs visible to a process, instead of the one Ray would choose."""
     return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}

@@ -1,14 +1,14 @@
 """Every error megarl raises on purpose, and the exit code each one ends a run with.
 
     MegarlError
-    ├── ConfigError          2   the recipe is wrong; carries every problem found
+    ├── ConfigError          2   the recipe is wrong; holds every problem
     ├── DataError            3   a data set or a reward function is wrong
-    │   └── RewardError      3   the reward cannot be had, or has changed
+    │   └── RewardError      3   the reward cannot be loaded or reached, or has changed
     │       └── ScoreError       one rollout has no score: the reward failed, was late or returned nonsense
     ├── CheckpointError      4   nothing that verifies can be loaded, or a folder is broken
     ├── MachineError         5   ports, devices, packages, processes of this machine
-    ├── PreemptedError      75   asked to stop; requeue me
-    ├── FleetError          76   no engine is left that can generate
+    ├── PreemptedError      75   the run was asked to stop; requeue it
+    ├── FleetError          76   no engine that can generate is left
     │   ├── EngineError          one engine failed; the fleet may have others
     │   └── WeightSyncError      a publish was not committed
     ├── NumericsError       77   loss, gradient or log-probability is not finite
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 
 class MegarlError(Exception):
-    """A failure with a sentence a person can act on."""
+    """A failure whose message says what to do."""
 
     exit_code = 70
 
@@ -40,7 +40,7 @@ class Problem:
 
 
 class ConfigError(MegarlError):
-    """The recipe cannot be run. All its problems at once."""
+    """The recipe cannot be run; holds all its problems."""
 
     exit_code = 2
 

@@ -37,11 +37,11 @@ def advise(recipe: Recipe, shape: ModelShape) -> list[Problem]:
 def _sampling(sampling: SamplingConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
     if isinstance(algorithm, SftConfig):
         for name in sorted(sampling.model_fields_set - {"max_response_tokens"}):
-            yield Problem(key=f"sampling.{name}", message="has no use in sft")
+            yield Problem(key=f"sampling.{name}", message="has no effect in sft")
         return
     if sampling.temperature > _HOT:
         yield Problem(
-            key="sampling.temperature", message=f"{sampling.temperature:g} is close to noise; usual are 0.6 to 1.2"
+            key="sampling.temperature", message=f"{sampling.temperature:g} is close to noise; 0.6 to 1.2 is usual"
         )
     for name, is_cut in (("top_p", sampling.top_p < 1), ("top_k", sampling.top_k is not None)):
         if is_cut:
@@ -64,12 +64,12 @@ def _staleness(staleness: int, algorithm: AlgorithmConfig) -> Iterator[Problem]:
 def _evaluation(evaluation: EvaluationConfig | None, data: DataConfig, steps: int) -> Iterator[Problem]:
     shared = sorted(set(data.train) & set(data.eval))
     if shared:
-        yield Problem(key="data.eval", message=f"{shared[0]} is trained on as well: its accuracy shows little")
+        yield Problem(key="data.eval", message=f"{shared[0]} is trained on as well: its accuracy will be too high")
     every_steps = evaluation.every_steps if evaluation else None
     if every_steps is not None and every_steps > steps:
         yield Problem(
             key="evaluation.every_steps",
-            message=f"{every_steps} is more than run.steps {steps}: only before and after the run",
+            message=f"{every_steps} is more than run.steps {steps}: evaluates only before and after the run",
         )
 
 

@@ -1,57 +1,57 @@
-"""Accidents on purpose: how tests stop a run, or one part of it, at a named point. Inert without MEGARL_FAULTS.
+"""Faults for tests: they stop a run, or one part of it, at a named point. Inert without MEGARL_FAULTS.
 
-MEGARL_FAULTS='[{"point": "file_written", "rank": 1, "step": 4, "kind": "kill"}]'. `step`, `rank`, `engine` and `of` say
-which passage of the point is meant; what is left out is any. `once` is the path of a file: the fault makes it, and
-happens only where it is not there yet, so that a part of the run that is started again passes unharmed.
+MEGARL_FAULTS='[{"point": "file_written", "rank": 1, "step": 4, "kind": "kill"}]'. `step`, `rank`, `engine` and `of`
+select one passage of the point; those left out match any. `once` is the path of a file: the fault happens only if the
+file does not exist, and creates it, so that a restarted part of the run passes unharmed.
 
-Kinds: `kill` ends the process as kill -9 does, `stop` freezes it as SIGSTOP does, `wait` sleeps for `seconds`, the name
-of an errno (ENOSPC, EFBIG, EROFS, EIO) fails the way the operating system would, and `nan` or `corrupt` let the caller
-spoil what it has in hand; only the points that say so have something.
+Kinds: `kill` ends the process with SIGKILL, `stop` freezes it with SIGSTOP, `wait` sleeps for `seconds`, the name of an
+errno (ENOSPC, EFBIG, EROFS, EIO) raises that OSError, and at the points marked so below `nan` or `corrupt` let the
+caller spoil a value.
 
 A step in the trainer; `of` is actor or critic:
-    forward            rank    a mini-batch is there, no micro-batch is begun
+    forward            rank    a mini-batch has arrived, no micro-batch is begun
     backward           rank    the loss of a micro-batch is known, its gradients are not; on last stages; nan: the loss
     gradients          rank    gradients of a mini-batch are summed over all ranks; nan: this rank's
-    optimizer          rank    they are known to be finite, no weight is changed
+    optimizer          rank    gradients are known to be finite, no weight is changed
     updated            rank    every weight of this rank is changed
-A question to a model that is not an update; `of` is actor, critic or reference:
-    asked              rank    before its forward pass
+A forward pass that is not part of an update; `of` is actor, critic or reference:
+    asked              rank    before the pass
 
-Weights on their way; `step` is the version, `of` the name of the group, such as publish, or save 2:
-    bucket_packed      rank    by the sender, not yet sent; corrupt: its bytes
-    bucket_sent        rank    under way
-    bucket_received    engine  by the receiver, not yet read; corrupt: its bytes
-    staged             engine  everything is there and digested, nothing served; corrupt: a digest
+A transfer of weights; `step` is the version, `of` the name of the group, such as publish, or save 2:
+    bucket_packed      rank    the sender has packed it, not yet sent; corrupt: its bytes
+    bucket_sent        rank    it is being transferred
+    bucket_received    engine  the receiver has it, not yet read; corrupt: its bytes
+    staged             engine  everything has arrived and is digested, nothing is served; corrupt: a digest
     committing         engine  the version is agreed on, no parameter is changed
-    committed          engine  all are
+    committed          engine  all parameters are changed
 
 A step in the driver:
     step_begun         driver
-    step_taken         driver  its groups are there
+    step_taken         driver  its groups are complete
     step_trained       driver  not yet published
     step_published     driver
     generating         driver  one request is about to be sent to `engine`
-    scoring            worker  of a reward, before the user's function; nan: its score
+    scoring            worker  a reward worker is about to call the user's function; nan: its score
 
 The points of a save, in the order they are passed:
-    begun              driver  step_N.tmp is there, empty
+    begun              driver  step_N.tmp exists and is empty
     snapshot_taken     rank    the rank has its part in host memory; training may go on
     ranks_met          rank    the ranks are connected for this save
     tensors_received   rank    whole tensors are in host memory, no file is begun
     file_written       rank    a safetensors file has all its bytes, not yet synced
-    file_synced        rank    it is on disk
+    file_synced        rank    the file is on disk
     index_written      rank    rank 0 has written the index
     companions_copied  rank    rank 0 has copied configuration and tokenizer
     ranks_done         driver  every tensor is on disk, no state yet
     state_written      driver
-    manifest_written   driver  the last file is there, folders are not synced
-    folders_synced     driver  complete, under its temporary name
-    later_set_aside    driver  what was of this step or later has another name
-    renamed            driver  complete and named; `latest` is the one before
-    latest_linked      driver  `latest` is this one; the number beside it is not
+    manifest_written   driver  the last file is written, folders are not synced
+    folders_synced     driver  the checkpoint is complete, under its temporary name
+    later_set_aside    driver  older checkpoints of this step or later have another name
+    renamed            driver  the checkpoint has its name; `latest` is still the one before
+    latest_linked      driver  `latest` is this one; its number is still the one before
     latest_numbered    driver
     doomed             driver  an old checkpoint has a temporary name and is about to be removed
-    pruned             driver  it is gone
+    pruned             driver  the old checkpoint is removed
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ Point: TypeAlias = StepPoint | PublishPoint | DriverPoint | SavePoint
 POINTS: tuple[str, ...] = tuple(name for group in get_args(Point) for name in get_args(group))
 
 Spoil = Literal["nan", "corrupt"]
-"""What a caller does to the value it has in hand."""
+"""What the caller does to the value at the point."""
 SPOILABLE: dict[str, Spoil] = {
     "backward": "nan",
     "gradients": "nan",
@@ -132,7 +132,7 @@ def reach(
     engine: int | None = None,
     of: str | None = None,
 ) -> Spoil | None:
-    """Say that this process is at a point. Answers what to do to the value in hand: nearly always nothing."""
+    """Run the faults planned for this point; return what the caller does to its value, nearly always nothing."""
     text = FAULTS.read()
     if not text:
         return None
@@ -144,7 +144,7 @@ def reach(
 
 
 def step_in(path: Path) -> int | None:
-    """The step that a checkpoint's path is of, whatever it is called while it is written or removed."""
+    """Return the step of a checkpoint's path, also of its names while it is written or removed."""
     numbers = (re.match(r"step_(\d{6,})", part) for part in path.parts)
     return next((int(number[1]) for number in numbers if number is not None), None)
 

@@ -1,13 +1,13 @@
 """Child processes that never outlive their parent: one command, in a session of its own, ended with its parent.
 
 `python -m megarl.system.guard COMMAND...` reads a pipe whose other end the parent keeps. The kernel closes that end
-with the parent, even a killed one. Linux's own parent-death signal would reach only the direct child, and the workers
-of SGLang or Ray would stay behind; it is set as well, for a guard that is killed itself. The
-session keeps the child out of reach of signals meant for us alone: Ctrl-C in a terminal and a scheduler's SIGTERM go
-to whole process groups, and we take our children down in order.
+when the parent ends, even if it was killed. Linux's parent-death signal reaches only the direct child and would leave
+the workers of SGLang or Ray behind; it is set as well, for a guard that is killed itself. Ctrl-C in a terminal and a
+scheduler's SIGTERM go to whole process groups: in a session of its own the child does not get them, and the parent ends
+its children in order.
 
-Shared memory has a name in /dev/shm that outlives a process which is killed, and SGLang's are: who ends a session here
-takes away the names that its processes have open.
+Shared memory has a name in /dev/shm that outlives a killed process. Ending a session here also removes the names that
+its processes have open.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import IO
 from megarl.system.proc import FileIdentity, all_processes, files_held_below
 
 SIGNAL_EXIT = 128
-"""What the guard adds to the number of the signal that ended its command, as a shell does."""
+"""The guard exits with this plus the number of the signal that ended its command, as a shell does."""
 
 _KILL_TIMEOUT_S = 10.0
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the system keeps shared memory, not a file of ours
@@ -37,11 +37,11 @@ _libc = ctypes.CDLL(None)
 def start_guarded(
     command: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes] | int
 ) -> subprocess.Popen[bytes]:
-    """Start `command` under a guard; what it prints goes to `output`. The process returned is the guard."""
+    """Start `command` under a guard, with its output going to `output`; return the guard's process."""
     return subprocess.Popen(  # noqa: S603 - callers build their own command lines
         [sys.executable, "-m", "megarl.system.guard", *command],
         env=dict(environment),
-        # Nothing is ever written: the guard ends everything when this end is closed, by us or by our death.
+        # Nothing is ever written: the guard ends everything when this end is closed, by a call or by our death.
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -50,12 +50,12 @@ def start_guarded(
 
 
 def stop_guarded(guard: subprocess.Popen[bytes], *, grace_s: float) -> None:
-    """Ask the command itself to end, then end what is left of its process group. Harmless when it has ended."""
+    """Terminate the command, then kill what is left of its process group. Does nothing to one that has ended."""
     segments = segments_of(guard.pid)
     guard.terminate()
     with suppress(subprocess.TimeoutExpired):
         guard.wait(timeout=grace_s)
-    # Children may outlive it, whether it left in order or not.
+    # Its children may still run, even if it ended in order.
     with suppress(ProcessLookupError):
         os.killpg(guard.pid, signal.SIGKILL)
     guard.wait(timeout=_KILL_TIMEOUT_S)
@@ -65,10 +65,10 @@ def stop_guarded(guard: subprocess.Popen[bytes], *, grace_s: float) -> None:
 
 
 def segments_of(guard_pid: int) -> set[Path]:
-    """Shared memory, by name, of all processes that run under a guard."""
+    """Return the files in /dev/shm that the processes under a guard have open."""
     held: set[FileIdentity] = set()
     for pid in _session(guard_pid):
-        # A process may end, or not be ours to look at, at any moment.
+        # A process may end at any moment, or belong to another user.
         with suppress(OSError):
             held |= files_held_below(pid, _SHARED_MEMORY)
     segments = set()
@@ -92,7 +92,7 @@ def remove(segments: Iterable[Path]) -> None:
 
 
 def main(command: list[str]) -> int:
-    """The command's exit code; 128 + n where signal n ended it."""
+    """Run the command; return its exit code, or 128 + n if signal n ended it."""
     child = subprocess.Popen(  # noqa: S603 - the command is our own
         command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard
     )
@@ -108,7 +108,7 @@ def _die_with_guard() -> None:
 
 
 def _end_others() -> None:
-    """What the command has left behind: the parent may be gone by now, and would end it otherwise."""
+    """Kill what the command has left behind: the parent, which would do so, may have ended."""
     segments = segments_of(os.getpid())
     for pid in _session(os.getpid()):
         if pid != os.getpid():
@@ -118,9 +118,9 @@ def _end_others() -> None:
 
 
 def _end_with_parent() -> None:
-    # Not sys.stdin: a thread that waits there holds a lock which the interpreter needs to exit.
+    # Not sys.stdin.read(): a thread that waits there holds a lock that the interpreter needs to exit.
     os.read(sys.stdin.fileno(), 1)
-    # Now, since the next line ends this process as well; who has them open keeps them until it ends.
+    # First, since the next line ends this process as well; open segments live on until their processes end.
     remove(segments_of(os.getpid()))
     os.killpg(os.getpgrp(), signal.SIGKILL)
 

@@ -1,18 +1,18 @@
-"""Keys and tokens: kept so that they are not shown, and struck out wherever this process writes for people.
+"""Keys and tokens: hidden from `repr`, and masked in every text that this process shows.
 
-A recipe has none: it names the file that one is in. So what is stored of a recipe can be shown to anybody.
+A recipe holds none, only the names of files that do, so that a stored recipe can be shown to anyone.
 """
 
 from __future__ import annotations
 
 _MASK = "***"
 _MIN_CHARACTERS = 4
-"""What is shorter is no secret, and would strike out half of a text."""
+"""Shorter values are not masked: they would mask half of a text."""
 _known: set[str] = set()
 
 
 class Secret:
-    """A string that says what it is only when it is asked to."""
+    """A string that only `reveal` shows."""
 
     __slots__ = ("_value",)
 
@@ -34,12 +34,12 @@ class Secret:
         return hash(self._value)
 
     def __reduce__(self) -> tuple[type[Secret], tuple[str]]:
-        # Another process that gets it strikes it out as well.
+        # Built again by its constructor, so that the receiving process masks it as well.
         return Secret, (self._value,)
 
 
 def masked(text: str) -> str:
-    """A text without any secret that this process knows."""
+    """Return the text with every secret of this process masked."""
     for value in _known:
         text = text.replace(value, _MASK)
     return text

@@ -25,7 +25,7 @@ def test_a_good_recipe_needs_no_advice(scratch: Path) -> None:
 @pytest.mark.parametrize(
     ("assignments", "expected"),
     [
-        (["sampling.temperature=1.6"], "sampling.temperature: 1.6 is close to noise; usual are 0.6 to 1.2"),
+        (["sampling.temperature=1.6"], "sampling.temperature: 1.6 is close to noise; 0.6 to 1.2 is usual"),
         (["sampling.top_p=0.9"], "sampling.top_p: restricts what is sampled"),
         (["sampling.top_k=50"], "sampling.top_k: restricts what is sampled"),
         (["data.eval=[train.parquet]"], "data.eval: train.parquet is trained on as well"),
@@ -51,7 +51,7 @@ def test_a_good_recipe_needs_no_advice(scratch: Path) -> None:
             ["checkpoint.save_every_steps=20"],
             "checkpoint.save_every_steps: 20 is more than run.steps 10: only the last",
         ),
-        (["algorithm={kind: sft}", "sampling.top_p=0.9"], "sampling.top_p: has no use in sft"),
+        (["algorithm={kind: sft}", "sampling.top_p=0.9"], "sampling.top_p: has no effect in sft"),
         (["train.max_staleness=1"], "train.max_staleness: 1 trains on what earlier policies chose as if the current"),
     ],
 )

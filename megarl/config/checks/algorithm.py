@@ -82,11 +82,11 @@ def check_staleness(recipe: Recipe) -> Iterator[Problem]:
         if rollout is not None and rollout.in_flight is not None:
             yield Problem(
                 key="roles.rollout.in_flight",
-                message="has no use with train.max_staleness 0, where no request runs during a publish; remove it",
+                message="has no effect with train.max_staleness 0, where no request runs during a publish; remove it",
             )
         return
     if isinstance(algorithm, SftConfig):
-        message = f"{staleness} has no use in sft, which generates nothing to train on; remove it"
+        message = f"{staleness} has no effect in sft, which generates nothing to train on; remove it"
         yield Problem(key="train.max_staleness", message=message)
     pools = recipe.roles.used_pools
     sharing = [role for role, pool in pools.items() if role != "rollout" and pool == pools.get("rollout")]
@@ -100,7 +100,7 @@ def check_staleness(recipe: Recipe) -> Iterator[Problem]:
     if filtering is not None and filtering.oversampling > 1:
         yield Problem(
             key="algorithm.filter.oversampling",
-            message=f"{filtering.oversampling:g} has no use with train.max_staleness {staleness}, which lets "
+            message=f"{filtering.oversampling:g} has no effect with train.max_staleness {staleness}, which lets "
             f"{1 + staleness} steps' worth of prompts be under way; remove it",
         )
     if recipe.checkpoint.keep_best is not None:
@@ -113,12 +113,12 @@ def check_staleness(recipe: Recipe) -> Iterator[Problem]:
 
 def _imitation(train: TrainConfig, roles: RolesConfig, *, is_evaluated: bool) -> Iterator[Problem]:
     if train.prompts_per_update is not None:
-        yield Problem(key="train.prompts_per_update", message="has no use in sft; remove it")
+        yield Problem(key="train.prompts_per_update", message="has no effect in sft; remove it")
     for name, role in (("critic", roles.critic), ("reference", roles.reference)):
         if role is not None:
-            yield Problem(key=f"roles.{name}", message="has no use in sft; remove it")
+            yield Problem(key=f"roles.{name}", message="has no effect in sft; remove it")
     if roles.rollout is not None and not is_evaluated:
-        yield Problem(key="roles.rollout", message="sft generates only for an evaluation; remove one, add the other")
+        yield Problem(key="roles.rollout", message="sft generates only for an evaluation; remove it or add evaluation")
 
 
 def _rollouts(algorithm: EstimatorConfig, roles: RolesConfig, sampling: SamplingConfig) -> Iterator[Problem]:
@@ -137,14 +137,14 @@ def _models(algorithm: EstimatorConfig, roles: RolesConfig) -> Iterator[Problem]
     if isinstance(algorithm, GaeConfig) and roles.critic is None:
         yield Problem(key="roles.critic", message="missing; gae needs a critic: name a pool for it, or choose grpo")
     if not isinstance(algorithm, GaeConfig) and roles.critic is not None:
-        yield Problem(key="roles.critic", message="only gae has a use for it; remove it or set algorithm.kind to gae")
+        yield Problem(key="roles.critic", message="only gae uses it; remove it or set algorithm.kind to gae")
     if algorithm.kl is not None and roles.reference is None:
         yield Problem(
             key="roles.reference",
             message="missing; algorithm.kl needs it: `reference: {}` keeps it in host memory of the actor's ranks",
         )
     if algorithm.kl is None and roles.reference is not None:
-        yield Problem(key="roles.reference", message="only algorithm.kl has a use for it; remove one or add the other")
+        yield Problem(key="roles.reference", message="only algorithm.kl uses it; remove it or add algorithm.kl")
     if isinstance(algorithm.kl, KlRewardConfig) and isinstance(algorithm, GdpoConfig):
         yield Problem(
             key="algorithm.kl.kind",
@@ -157,7 +157,8 @@ def _loss(algorithm: EstimatorConfig, train: TrainConfig, sampling: SamplingConf
     if isinstance(loss, GspoLossConfig | GmpoLossConfig) and aggregation != "seq_mean_token_mean":
         yield Problem(
             key="algorithm.aggregation",
-            message=f"{aggregation} does not weigh sequences alike, as {loss.kind} does; set seq_mean_token_mean",
+            message=f"{aggregation} weighs sequences by their length, but {loss.kind} weighs them equally; "
+            "set seq_mean_token_mean",
         )
     if isinstance(loss, GpgLossConfig) and train.updates_per_step > 1:
         yield Problem(
@@ -165,14 +166,13 @@ def _loss(algorithm: EstimatorConfig, train: TrainConfig, sampling: SamplingConf
             message=f"gpg has no ratio to the policy that sampled, but train.prompts_per_update and train.epochs make "
             f"{train.updates_per_step} updates a step; remove them or choose ppo",
         )
-    if (aggregation == "seq_mean_token_sum_norm") != (algorithm.horizon_tokens is not None):
-        yield Problem(
-            key="algorithm.horizon_tokens",
-            message=f"missing; seq_mean_token_sum_norm divides by it, {sampling.max_response_tokens} "
-            "(sampling.max_response_tokens) is usual"
-            if algorithm.horizon_tokens is None
-            else f"{algorithm.horizon_tokens} has no use with {aggregation}; remove it or set seq_mean_token_sum_norm",
-        )
+    horizon, key = algorithm.horizon_tokens, "algorithm.horizon_tokens"
+    if aggregation == "seq_mean_token_sum_norm" and horizon is None:
+        usual = f"{sampling.max_response_tokens} (sampling.max_response_tokens) is usual"
+        yield Problem(key=key, message=f"missing; seq_mean_token_sum_norm divides by it, {usual}")
+    if aggregation != "seq_mean_token_sum_norm" and horizon is not None:
+        message = f"{horizon} has no effect with {aggregation}; remove it or set seq_mean_token_sum_norm"
+        yield Problem(key=key, message=message)
 
 
 def _correction(algorithm: EstimatorConfig) -> Iterator[Problem]:
@@ -203,7 +203,7 @@ def _mismatch(algorithm: EstimatorConfig, steps: int) -> Iterator[Problem]:
 def _baseline(mismatch: MismatchConfig, baseline: MismatchBaselineConfig, steps: int) -> Iterator[Problem]:
     key = "algorithm.mismatch.baseline"
     for name in sorted(mismatch.model_fields_set & {"warn_above", "act_above"}):
-        yield Problem(key=f"algorithm.mismatch.{name}", message="has no use with a baseline; remove one of the two")
+        yield Problem(key=f"algorithm.mismatch.{name}", message="has no effect with a baseline; remove one of the two")
     if baseline.warn_times >= baseline.act_times:
         yield Problem(
             key=f"{key}.warn_times", message=f"{baseline.warn_times:g} is not below act_times {baseline.act_times:g}"
@@ -239,7 +239,7 @@ def _overlong(algorithm: EstimatorConfig, sampling: SamplingConfig) -> Iterator[
     if overlong.buffer_tokens is not None and overlong.buffer_tokens >= limit:
         yield Problem(
             key="algorithm.overlong.buffer_tokens",
-            message=f"{overlong.buffer_tokens} leaves no response unpunished; "
+            message=f"{overlong.buffer_tokens} penalises every response; "
             f"it must be below sampling.max_response_tokens {limit}",
         )
     if overlong.buffer_tokens is not None and isinstance(algorithm, GdpoConfig):
@@ -265,10 +265,10 @@ def _reward(config: SingleRewardConfig, key: str) -> Iterator[Problem]:
     if isinstance(config, ExactRewardConfig):
         return
     if config.on_error == "value" and config.error_value is None:
-        yield Problem(key=f"{key}.error_value", message="missing; on_error value needs the score to give")
+        yield Problem(key=f"{key}.error_value", message="missing; on_error value needs this score")
     if config.on_error != "value" and config.error_value is not None:
         yield Problem(
-            key=f"{key}.error_value", message=f"has no use with on_error {config.on_error}; remove it or set value"
+            key=f"{key}.error_value", message=f"has no effect with on_error {config.on_error}; remove it or set value"
         )
     if isinstance(config, HttpRewardConfig) and urlsplit(config.url).username is not None:
         # The message leaves the value out: it is a secret.
@@ -277,4 +277,4 @@ def _reward(config: SingleRewardConfig, key: str) -> Iterator[Problem]:
         try:
             re.compile(config.pattern)
         except re.error as error:
-            yield Problem(key=f"{key}.pattern", message=f"{config.pattern!r} is no regular expression: {error}")
+            yield Problem(key=f"{key}.pattern", message=f"{config.pattern!r} is not a regular expression: {error}")

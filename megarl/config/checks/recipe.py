@@ -52,7 +52,7 @@ def _network(bind: str | None) -> Iterator[Problem]:
     try:
         network = ipaddress.IPv4Network(bind, strict=False)
     except ValueError:
-        yield Problem(key="network.bind", message=f"{bind!r} is no IPv4 network or address, such as 10.1.0.0/16")
+        yield Problem(key="network.bind", message=f"{bind!r} is not an IPv4 network or address, such as 10.1.0.0/16")
         return
     if network.network_address.is_unspecified:
         yield Problem(key="network.bind", message=f"{bind} means every network; name the one the machines share")
@@ -155,4 +155,4 @@ def _pass_at(sampled: SampledEvaluationConfig) -> Iterator[Problem]:
         )
     twice = [k for index, k in enumerate(ks) if k in ks[:index]]
     if twice:
-        yield Problem(key="evaluation.sampled.pass_at", message=f"{twice[0]} is there twice")
+        yield Problem(key="evaluation.sampled.pass_at", message=f"{twice[0]} is given twice; name it once")

@@ -96,7 +96,7 @@ def check_unused_keys(roles: RolesConfig) -> Iterator[Problem]:
         if split.expert == 1 and split.expert_tensor not in (None, split.tensor):
             yield Problem(
                 key=f"roles.{role}.expert_tensor",
-                message="needs expert > 1; without it experts are divided by tensor as all else is; remove it",
+                message="needs expert > 1; without it tensor divides experts like everything else; remove it",
             )
     engine_pool = None if roles.rollout is None else roles.rollout.pool
     for role, trained in (("actor", roles.actor), ("critic", roles.critic)):
@@ -110,7 +110,7 @@ def check_unused_keys(roles: RolesConfig) -> Iterator[Problem]:
         for name in sorted(reference.model_fields_set - {"pool", "path"}):
             yield Problem(
                 key=f"roles.reference.{name}",
-                message="has no use in the actor's ranks, which split it as the actor; remove it or name a pool",
+                message="has no effect in the actor's ranks, which split it like the actor; remove it or name a pool",
             )
 
 
@@ -120,14 +120,14 @@ def check_endpoints(rollout: RolloutRoleConfig | None) -> Iterator[Problem]:
         return
     if not rollout.endpoints:
         if rollout.pool is None:
-            message = "missing; name a pool, or with endpoints engines that run already"
+            message = "missing; name a pool, or engines that run already in endpoints"
             yield Problem(key="roles.rollout.pool", message=message)
         if rollout.publish_folder is not None:
             message = "only engines of endpoints are published to by files; remove it"
             yield Problem(key="roles.rollout.publish_folder", message=message)
         return
     if rollout.pool is not None:
-        message = "either a pool, in which engines are started, or endpoints of those that run already; remove one"
+        message = "endpoints are engines that run already, and a pool is for starting engines; remove one"
         yield Problem(key="roles.rollout.endpoints", message=message)
     for name in sorted(rollout.model_fields_set.intersection(_KEYS_OF_STARTED_ENGINES)):
         message = "has no effect on engines that run already; remove it, and start them with it"
@@ -194,7 +194,7 @@ def _critic(critic: CriticConfig, train: TrainConfig, steps: int) -> Iterator[Pr
     if critic.warmup_steps >= steps:
         yield Problem(
             key="roles.critic.warmup_steps",
-            message=f"{critic.warmup_steps} leaves the actor none of run.steps {steps} to learn in",
+            message=f"{critic.warmup_steps} leaves the actor no step of run.steps {steps} to learn",
         )
 
 

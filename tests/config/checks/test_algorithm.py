@@ -60,11 +60,13 @@ def test_components_come_from_a_reward_function() -> None:
     [
         (
             "{kind: grpo, loss: {kind: gspo}}",
-            "algorithm.aggregation: token_mean does not weigh sequences alike, as gspo does; set seq_mean_token_mean",
+            "algorithm.aggregation: token_mean weighs sequences by their length, but gspo weighs them equally; "
+            "set seq_mean_token_mean",
         ),
         (
             "{kind: grpo, loss: {kind: gmpo}, aggregation: token_sum}",
-            "algorithm.aggregation: token_sum does not weigh sequences alike, as gmpo does; set seq_mean_token_mean",
+            "algorithm.aggregation: token_sum weighs sequences by their length, but gmpo weighs them equally; "
+            "set seq_mean_token_mean",
         ),
         (
             "{kind: grpo, aggregation: seq_mean_token_sum_norm}",
@@ -73,7 +75,7 @@ def test_components_come_from_a_reward_function() -> None:
         ),
         (
             "{kind: grpo, horizon_tokens: 5}",
-            "algorithm.horizon_tokens: 5 has no use with token_mean; remove it or set seq_mean_token_sum_norm",
+            "algorithm.horizon_tokens: 5 has no effect with token_mean; remove it or set seq_mean_token_sum_norm",
         ),
         (
             "{kind: grpo, correction: {kind: icepop, min_weight: 2, max_weight: 1}}",
@@ -102,7 +104,7 @@ def test_components_come_from_a_reward_function() -> None:
         ),
         (
             "{kind: grpo, overlong: {buffer_tokens: 100}}",
-            "algorithm.overlong.buffer_tokens: 100 leaves no response unpunished; "
+            "algorithm.overlong.buffer_tokens: 100 penalises every response; "
             "it must be below sampling.max_response_tokens 100",
         ),
     ],

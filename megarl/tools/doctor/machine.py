@@ -165,8 +165,7 @@ def check_metrics_port(recipe: Recipe) -> Iterator[Check]:
 
 def checkpoint_bytes(recipe: Recipe, shape: ModelShape, critic: ModelShape | None) -> int:
     """Weights, and with `contents: everything` two moments and, where weights are bf16, the fp32 master."""
-    is_cpu = recipe.run.device == "cpu"
-    weights, optimizer = (4, 8) if is_cpu else (2, 12)
+    weights, optimizer = (4, 8) if recipe.run.dtype == "float32" else (2, 12)
     per_parameter = weights + (optimizer if recipe.checkpoint.contents == "everything" else 0)
     return per_parameter * (num_parameters(shape) + (num_parameters(critic) if critic is not None else 0))
 

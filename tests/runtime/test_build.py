@@ -4,7 +4,7 @@ import asyncio
 
 from megarl.observe.meter import Meter
 from megarl.observe.observer import Observer
-from megarl.runtime.timed import TimedGenerator
+from megarl.runtime.build import TimedGenerator
 from megarl.types import Prompt, RolloutGroup
 from tests.observe.samples import scored_group, step_summary
 

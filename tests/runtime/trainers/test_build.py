@@ -5,7 +5,7 @@ import pytest
 
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.results import RankUsage, TrainingWork
-from megarl.runtime.trainers.work import peak_flops, training_work
+from megarl.runtime.trainers.build import peak_flops, training_work
 from megarl.types import MicroBatch, MiniBatch, TrainBatch
 
 SHAPE = PUBLIC_MODELS["qwen2.5-7b"]

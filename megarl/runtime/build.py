@@ -1,0 +1,271 @@
+"""From a recipe and its running roles to the loop: builds each stage, the buffer, the saver and the evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megarl.algo.algorithm import build_algorithm
+from megarl.algo.greedy import WithGreedyRollout, WithGreedyScore
+from megarl.checkpoint.carried import read_carried
+from megarl.checkpoint.manifest import FileDigest
+from megarl.checkpoint.resume import ResumePoint
+from megarl.config.algorithm import PolicyGradientConfig, RemaxConfig, SftConfig
+from megarl.config.model import ModelShape
+from megarl.config.recipe import Recipe
+from megarl.data.prompts import Demonstrations, DemonstrationScorer
+from megarl.data.stream import PromptStream
+from megarl.observe.observer import Observer
+from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, evaluation_seed
+from megarl.rollout.in_flight import Pauses, PausingPublisher
+from megarl.runtime.buffer import Buffer
+from megarl.runtime.engines.canary import Canary, CanaryPublisher, CanaryQuestion
+from megarl.runtime.engines.serving import ExternalServing, ManagedServing, NoServing, Roles
+from megarl.runtime.evaluate import Evaluation, HeldOutEvaluator, NoEvaluation, ScheduledEvaluation
+from megarl.runtime.inputs import Inputs
+from megarl.runtime.loop import Loop, Start
+from megarl.runtime.preemption import Preemption
+from megarl.runtime.rollout_samples import RolloutSampler, SampledTrainer
+from megarl.runtime.saver import RunSaver, SavedModel
+from megarl.runtime.trainers.build import build_trainer
+from megarl.runtime.trainers.ranks import RankGroup
+from megarl.runtime.trainers.start import critic_folder, critic_shape
+from megarl.runtime.trainers.trainer import ModelsTrainer
+from megarl.stages import Algorithm, Generator, Publisher, Scorer, Stages, Trainer
+from megarl.train.trained import TrainedRank
+from megarl.types import PolicyVersion, Prompt, RolloutGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopBuilder:
+    """Builds the loop of one set of trainer ranks."""
+
+    recipe: Recipe
+    inputs: Inputs
+    roles: Roles
+    scorer: Scorer
+    observer: Observer
+    preemption: Preemption
+    resume: ResumePoint | None
+    saved: Callable[[int], None]
+    """Called with every saved step."""
+
+    def loop(self) -> Loop:
+        recipe, start = self.recipe, self._start
+        prompts, algorithm = self._prompts(), self._algorithm()
+        buffer = self._buffer(prompts)
+        models = build_trainer(
+            recipe, self.inputs.shape, self.roles.trainers, num_steps=start.step, version=start.version
+        )
+        saver = self._saver(algorithm, prompts, buffer)
+        stages = Stages(
+            prompts=prompts,
+            generator=self._generator(),
+            scorer=self._scorer(),
+            algorithm=algorithm,
+            trainer=self._sampled(models),
+            publisher=self._publisher(models),
+            phases=self.roles.phases,
+        )
+        return Loop(
+            stages,
+            buffer=buffer,
+            evaluation=self._evaluation(saver, is_synchronous=buffer.is_synchronous),
+            saver=saver,
+            observer=self.observer,
+            start=start,
+            num_steps=recipe.run.steps,
+        )
+
+    @property
+    def _start(self) -> Start:
+        resume = self.resume
+        if resume is None:
+            return Start(step=0, version=PolicyVersion(0))
+        return Start(step=resume.step, version=PolicyVersion(resume.state.trainer.num_updates))
+
+    @cached_property
+    def _pauses(self) -> Pauses | None:
+        in_flight = self.recipe.in_flight
+        return None if in_flight is None else Pauses(in_flight)
+
+    def _prompts(self) -> PromptStream:
+        state = None if self.resume is None else self.resume.state
+        return PromptStream(
+            self.inputs.train.prompts,
+            seed=self.recipe.run.seed,
+            is_shuffled=self.recipe.data.is_shuffled,
+            cursor=0 if state is None else state.prompt_cursor,
+            pending=() if state is None else state.ledger.pending,
+        )
+
+    def _algorithm(self) -> Algorithm:
+        return build_algorithm(
+            self.recipe.algorithm,
+            max_response_tokens=self.recipe.sampling.max_response_tokens,
+            kl_coef=None if self.resume is None else self.resume.state.kl_coef,
+        )
+
+    def _buffer(self, prompts: PromptStream) -> Buffer:
+        resume, algorithm, train = self.resume, self.recipe.algorithm, self.recipe.train
+        filtering = algorithm.filter if isinstance(algorithm, PolicyGradientConfig) else None
+        buffer = Buffer(
+            prompts_per_step=train.prompts_per_step,
+            max_staleness=train.max_staleness,
+            oversampling=1.0 if filtering is None else filtering.oversampling,
+            versions=(*(() if resume is None else map(PolicyVersion, resume.state.versions)), self._start.version),
+            carried=() if resume is None else read_carried(resume.folder, resume.state.ledger.num_carried, prompts.at),
+        )
+        self.observer.watch_queue(
+            num_waiting=lambda: len(buffer.counts.carried),
+            num_under_way=lambda: len(buffer.counts.under_way),
+            capacity=lambda: buffer.capacity,
+        )
+        return buffer
+
+    def _generator(self) -> Generator:
+        recipe, serving = self.recipe, self.roles.serving
+        if isinstance(recipe.algorithm, SftConfig) or isinstance(serving, NoServing):
+            return Demonstrations(self.inputs.tokenizer)
+        max_tokens, seed = recipe.sampling.max_response_tokens, recipe.run.seed
+        sampling = Sampling.of(recipe.sampling, max_response_tokens=max_tokens)
+        generator: Generator = self._fleet_generator(serving, sampling, seed=seed)
+        if isinstance(recipe.algorithm, RemaxConfig):
+            nearly_greedy = Sampling.nearly_greedy(max_response_tokens=max_tokens)
+            generator = WithGreedyRollout(generator, self._fleet_generator(serving, nearly_greedy, seed=seed))
+        return TimedGenerator(generator, self.observer)
+
+    def _fleet_generator(
+        self, serving: ExternalServing | ManagedServing, sampling: Sampling, *, seed: int
+    ) -> FleetGenerator:
+        return FleetGenerator(
+            serving.fleet,
+            sampling=sampling,
+            vocabulary=Vocabulary.of(self.inputs.shape, self.inputs.tokenizer),
+            seed=seed,
+            max_attempts=serving.config.max_attempts,
+            pauses=self._pauses,
+        )
+
+    def _scorer(self) -> Scorer:
+        algorithm = self.recipe.algorithm
+        if isinstance(algorithm, SftConfig) or isinstance(self.roles.serving, NoServing):
+            return DemonstrationScorer()
+        return WithGreedyScore(self.scorer) if isinstance(algorithm, RemaxConfig) else self.scorer
+
+    def _sampled(self, models: ModelsTrainer) -> Trainer:
+        recipe = self.recipe
+        if isinstance(recipe.algorithm, SftConfig):
+            return models
+        sampler = RolloutSampler(
+            recipe.observe.rollouts,
+            run_folder=recipe.run_folder,
+            seed=recipe.run.seed,
+            logprobs=models.logprobs,
+            decode=self.inputs.tokenizer.decode,
+            warn=self.observer.warned,
+        )
+        return SampledTrainer(models, sampler, num_steps=self._start.step)
+
+    def _publisher(self, models: ModelsTrainer) -> Publisher:
+        """Wrap the publisher: engines are paused around a publish, and the canary asks them after the pause."""
+        recipe, publisher, serving = self.recipe, self.roles.publisher, self.roles.serving
+        if isinstance(serving, NoServing):
+            return publisher
+        if self._pauses is not None:
+            publisher = PausingPublisher(publisher, serving.fleet, self._pauses)
+        if serving.config.canary_every is None:
+            return publisher
+        question = CanaryQuestion.of(
+            max_prompt_tokens=recipe.data.max_prompt_tokens,
+            max_response_tokens=recipe.sampling.max_response_tokens,
+            temperature=1.0 if isinstance(recipe.algorithm, SftConfig) else recipe.sampling.temperature,
+            vocab=self.inputs.shape.vocab,
+            eos_ids=self.inputs.tokenizer.eos_ids,
+            dtype=recipe.run.dtype,
+        )
+        canary = Canary(
+            serving.fleet,
+            question=question,
+            logprobs=models.logprobs,
+            phases=self.roles.phases,
+            warn=self.observer.warned,
+        )
+        # Only the canary shows that an external engine computes with the files that were written.
+        every = 1 if isinstance(serving, ExternalServing) else serving.config.canary_every
+        return CanaryPublisher(publisher, canary, every=every)
+
+    def _saver(self, algorithm: Algorithm, prompts: PromptStream, buffer: Buffer) -> RunSaver:
+        recipe, trainers, inputs = self.recipe, self.roles.trainers, self.inputs
+        critic = None
+        if trainers.critic is not None and recipe.roles.critic is not None:
+            shape = critic_shape(recipe.roles.critic, inputs.shape)
+            critic = _saved_model(trainers.critic, shape, critic_folder(recipe.roles.critic, recipe.model.path))
+        return RunSaver(
+            recipe,
+            actor=_saved_model(trainers.actor, inputs.shape, recipe.model.path),
+            critic=critic,
+            algorithm=algorithm,
+            prompts=prompts,
+            buffer=buffer,
+            data_digest=inputs.train.digest,
+            preemption=self.preemption,
+            observer=self.observer,
+            resumed=None if self.resume is None else self.resume.state,
+            is_lost=lambda: trainers.is_lost,
+            saved=self.saved,
+        )
+
+    def _evaluation(self, saver: RunSaver, *, is_synchronous: bool) -> Evaluation:
+        recipe, config, serving = self.recipe, self.recipe.evaluation, self.roles.serving
+        if config is None or isinstance(serving, NoServing):
+            return NoEvaluation()
+        seed, max_tokens = evaluation_seed(recipe.run.seed), recipe.evaluation_response_tokens
+        # A greedy request would change what the seeds of rollouts beside it mean.
+        greedy = Sampling.greedy if self._pauses is None else Sampling.nearly_greedy
+        sampled = None if config.sampled is None else Sampling.of(config.sampled, max_response_tokens=max_tokens)
+        evaluator = HeldOutEvaluator(
+            config,
+            prompts=self.inputs.eval,
+            greedy=self._fleet_generator(serving, greedy(max_response_tokens=max_tokens), seed=seed)
+            if config.is_greedy
+            else None,
+            sampled=None if sampled is None else self._fleet_generator(serving, sampled, seed=seed),
+            scorer=self.scorer,
+            decode=self.inputs.tokenizer.decode,
+            run_folder=recipe.run_folder,
+        )
+        return ScheduledEvaluation(
+            evaluator, phases=self.roles.phases, observer=self.observer, saver=saver, is_synchronous=is_synchronous
+        )
+
+
+def _saved_model(ranks: RankGroup[TrainedRank], shape: ModelShape, source_folder: Path) -> SavedModel:
+    async def write(folder: Path, companions: Path) -> dict[str, FileDigest]:
+        written = await ranks.call_beside(TrainedRank.write, folder, companions)
+        return {name: digest for files in written for name, digest in files.items()}
+
+    return SavedModel(
+        snapshot=ranks.computing(TrainedRank.snapshot), write=write, shape=shape, source_folder=source_folder
+    )
+
+
+class TimedGenerator:
+    """A generator that reports how long each group took."""
+
+    def __init__(self, generator: Generator, observer: Observer) -> None:
+        self._generator = generator
+        self._observer = observer
+
+    async def generate(self, prompt: Prompt) -> RolloutGroup:
+        began = time.monotonic()
+        group = await self._generator.generate(prompt)
+        self._observer.group_generated(
+            seconds=time.monotonic() - began,
+            num_rollouts=len(group.rollouts),
+            num_tokens=sum(len(rollout.token_ids) for rollout in group.rollouts),
+        )
+        return group

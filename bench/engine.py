@@ -176,13 +176,13 @@ async def _measure_publish(server: _Server) -> AsyncIterator[Figure]:
         ratio=floor_s / ours_s,
     )
     peers = {size: await _measure_flattened(server, size) for size in _FLATTENED_BYTES}
-    told = ", ".join(f"{1e3 * seconds:.1f} ms in buckets of {size >> 20} MiB" for size, seconds in peers.items())
+    times = ", ".join(f"{1e3 * seconds:.1f} ms in buckets of {size >> 20} MiB" for size, seconds in peers.items())
     yield Figure(
         key="publish",
         name=label,
         value=1e3 * ours_s,
         unit="ms",
-        against=f"SGLang's flattened buckets without digests, {told}",
+        against=f"SGLang's flattened buckets without digests, {times}",
         ratio=min(peers.values()) / ours_s,
     )
 

@@ -131,7 +131,7 @@ async def _measure(folder: Path, *, gigabytes: float, repeats: int, on_news: Cal
             name="gather", seconds=seconds["gather"], group_bytes=_gathered_bytes(bench.plan, whole) + _TENSOR * whole
         ),
         flattened=PublishTimes(name="flattened", seconds=seconds["flattened"], group_bytes=_TENSOR * whole),
-        is_equal=all(found == served["publish"] for found in served.values()),
+        is_equal=all(fingerprints == served["publish"] for fingerprints in served.values()),
     )
 
 

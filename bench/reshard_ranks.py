@@ -61,7 +61,7 @@ class _CountingGroup(TransferGroup):
 
 
 class BenchRank:
-    """What one process does when it is asked to. `transfer` has tensor and pipeline parallelism only."""
+    """One trainer rank, in its process; `transfer` has tensor and pipeline parallelism only."""
 
     def __init__(self, transfer: TransferSpec, rank: int, address: StoreAddress, timeout_s: float) -> None:
         torch.set_num_threads(1)

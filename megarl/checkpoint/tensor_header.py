@@ -1,4 +1,4 @@
-"""Where each tensor lies in a safetensors file. Bytes and JSON: no torch, no layouts.
+"""The header of a safetensors file: name, dtype, shape and offset of each tensor. Bytes and JSON: no torch, no layouts.
 
 8 bytes: length of the header | header: JSON, padded with spaces | tensors, one after the other, no gaps
 """
@@ -47,7 +47,7 @@ _ALIGNMENT = 8
 class TensorEntry:
     name: str
     dtype: str
-    """As the header spells it: F32, BF16, F16 ..."""
+    """The header's name: F32, BF16, F16 ..."""
     shape: tuple[int, ...]
     start: int
     """Offset in the file."""
@@ -62,7 +62,7 @@ class TensorHeader:
     num_bytes: int
     """Size of the length field and the header; the first tensor begins there."""
     entries: tuple[TensorEntry, ...]
-    """In the order of the file."""
+    """All tensors in the order of the file."""
 
     @property
     def num_file_bytes(self) -> int:

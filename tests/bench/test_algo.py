@@ -31,7 +31,7 @@ def test_a_small_step_is_measured_in_processes_of_its_own() -> None:
         assert 0 < item.seconds < 10
         assert item.peak_megabytes > item.input_megabytes
     grpo, gae = found
-    # 13 bytes a token (ids, log-probabilities, versions, mask), and 4 of values; a prompt per group of 16 besides.
+    # 13 bytes a token (ids, log-probabilities, versions, mask), 4 of values, and a prompt per group of 16.
     assert 0.083 < grpo.input_megabytes < 0.1
     assert gae.input_megabytes - grpo.input_megabytes == pytest.approx(64 * 100 * 4 / 1e6, abs=1e-3)
 

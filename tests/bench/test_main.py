@@ -90,7 +90,7 @@ def test_figures_are_a_table_and_json_in_the_last_line(
 def test_a_piece_that_fails_or_hangs_keeps_what_it_told_and_spares_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    # What the pieces' own processes do instead of measuring.
+    # The code that the pieces' processes run instead of measuring.
     code = """
 import sys, time
 from bench.gpu_pieces import _MARK, _to_line

@@ -1,4 +1,4 @@
-"""A run of one rank without Megatron: the real saver, real tensors, real files; in a process that may be killed."""
+"""A run of one rank without Megatron, with the real saver, tensors and files, in a process that may be killed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.runtime.test_saver import PROMPT
 
 
 class LocalRank:
-    """Weights of a model, plus the number of steps; moments that are all that number. One step may break a weight."""
+    """A rank whose weights are a model's plus the step, and whose moments are the step; one step may break a weight."""
 
     def __init__(self, source: Path, broken_step: int | None) -> None:
         self._broken_step = broken_step
@@ -87,7 +87,7 @@ def _box(tensors: dict[str, torch.Tensor], name: str, offsets: Index, shape: Ind
 def train_with_accidents(
     recipe: Recipe, steps: Sequence[int], faults: list[dict[str, object]], max_file_bytes: int | None
 ) -> tuple[list[int], list[tuple[int, str]]]:
-    """The same, in a process of its own."""
+    """Train with these faults and a limit on file sizes; needs a process of its own."""
     os.environ[FAULTS.name] = json.dumps(faults)
     torch.set_num_threads(1)
     if max_file_bytes is not None:
@@ -98,7 +98,7 @@ def train_with_accidents(
 def train(
     recipe: Recipe, steps: Sequence[int], *, broken_step: int | None = None
 ) -> tuple[list[int], list[tuple[int, str]]]:
-    """Take and save these steps; returns which were saved, and why others were not."""
+    """Take and save these steps; return the steps that were saved, and why others were not."""
     display = ListSink()
     asyncio.run(_train(recipe, steps, broken_step, display))
     saved = [event.step for event in display.events if isinstance(event, CheckpointSaved)]

@@ -1,4 +1,4 @@
-"""Small checkpoints that look like real ones from outside: what is not a tensor is any bytes."""
+"""Small checkpoints with the files of real ones; files that are not tensors have random bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer ranks of the saving tests do: load a folder, save it again, together."""
+"""The trainer ranks of the saving tests: they load a folder and save it again together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves that are killed or fail, at every named point: the newest valid checkpoint is used, and nothing is left."""
+"""Saves that are killed or fail at every named point: the newest valid checkpoint is used, and no leftover stays."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(
 
 
 def newest(recipe: Recipe) -> int:
-    """The step that a run goes on from; its tensors are those of that step."""
+    """Return the step that a run resumes from, after checking that its tensors are those of that step."""
     parent = recipe.run_folder / CHECKPOINTS_FOLDER
     point = decide(parent, recipe_digest=identity_digest(recipe.model_dump(mode="json")), num_steps=9).point
     assert point is not None

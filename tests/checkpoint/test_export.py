@@ -48,7 +48,7 @@ def assert_same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 
 def write_run(parent: Path, model: Path, *, step: int = 1, master: dict[str, torch.Tensor] | None = None) -> Path:
-    """A checkpoint with that model, and whatever master weights."""
+    """Write a checkpoint with that model and any master weights."""
     folder = checkpoint_folder(parent / "checkpoints", step)
     partial = begin(folder, num_bytes=1000)
     for source in model.iterdir():

@@ -68,14 +68,14 @@ def test_nothing_is_begun_on_a_disk_without_room(tmp_path: Path, monkeypatch: py
 
 
 class Killed(BaseException):
-    """What kill -9 is to the code that runs."""
+    """Stands for kill -9."""
 
 
 @pytest.mark.parametrize("num_calls", range(36))
 def test_killed_anywhere_in_a_save_the_newest_complete_checkpoint_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_calls: int
 ) -> None:
-    """A save is killed after so many of its calls to the file system; it makes fewer than 36."""
+    """A save is killed after `num_calls` calls to the file system; it makes fewer than 36."""
     write_checkpoint(tmp_path, 1)
     left = num_calls
 

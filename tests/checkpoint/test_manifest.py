@@ -40,7 +40,7 @@ def test_what_was_written_verifies_and_is_read_back(checkpoint: Path) -> None:
 
 
 def test_every_flipped_bit_is_found(checkpoint: Path) -> None:
-    """In every file: manifest, state, configuration, and the headers, padding and tensors of safetensors."""
+    """Flip random bits of manifest, state, configuration, and of headers, padding and tensors of safetensors."""
     source = random.Random(0)
     files = files_of(checkpoint)
     for index in range(1000):

@@ -1,4 +1,4 @@
-"""Snapshots of random layouts: what is saved from them and loaded into another layout is the same to the last bit."""
+"""Snapshots of random layouts: a model saved from them and loaded into another layout is bit-equal."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_one_layout_saves_another_loads(
 
 
 def canonical(layout: Layout) -> Tensors:
-    """Every element a number of its own."""
+    """Return tensors whose elements are all different."""
     start, tensors = 0, {}
     for name, spec in layout.canonical.items():
         tensors[name] = torch.arange(start, start + prod(spec.shape), dtype=torch.float32).view(spec.shape)
@@ -83,7 +83,7 @@ def canonical(layout: Layout) -> Tensors:
 
 
 def fill(layout: Layout) -> dict[int, Tensors]:
-    """What every rank holds."""
+    """Return the tensors of every rank."""
     whole, held = canonical(layout), {}
     for holding in layout.holdings:
         held[holding.rank] = {name: torch.full(spec.shape, -1.0) for name, spec in holding.tensors.items()}
@@ -94,7 +94,7 @@ def fill(layout: Layout) -> dict[int, Tensors]:
 
 
 def shard(layout: Layout, parallel: MegatronParallel) -> Layout:
-    """Of every tensor, each data-parallel rank has a range, cut anywhere, as in the distributed optimizer."""
+    """Give each data-parallel rank a range of every tensor, cut anywhere, as in the distributed optimizer."""
     ranges: dict[int, dict[str, FlatRange]] = {}
     for holding in layout.holdings:
         place = (holding.rank // parallel.tensor) % parallel.data
@@ -106,7 +106,7 @@ def shard(layout: Layout, parallel: MegatronParallel) -> Layout:
 
 
 def save(folder: Path, layout: Layout, held: Mapping[int, Tensors]) -> None:
-    """Every rank in a thread of its own."""
+    """Save with every rank in a thread of its own."""
     server, num_peers = StoreServer(), len(layout.holdings)
 
     def write(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""What rank processes do in the tests of the ledger."""
+"""Jobs of the rank processes in the tests of the ledger."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Buffers:
     weights: int
     gradients: int
     master: int
-    """Of the distributed optimizer's shard."""
+    """Elements of the distributed optimizer's shard."""
 
 
 def buffers(rank: int, world: int, port: int, setup: Setup) -> Buffers:

@@ -28,7 +28,7 @@ PPO = (
     "roles.reference={}",
     "algorithm={kind: gae, kl: {kind: reward}}",
 )
-"""With a critic in a pool of its own, and a reference in host memory of the actor's ranks."""
+"""Adds a critic in a pool of its own, and a reference in host memory of the actor's ranks."""
 
 
 def shapes_of(shape: ModelShape) -> RoleShapes:

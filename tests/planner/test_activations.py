@@ -1,4 +1,4 @@
-"""What passes need, and what recomputation saves of it."""
+"""Memory of activations, and the part that recomputation saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is on which GPU in which phase, and what is kept in host memory."""
+"""Memory of GPUs in each phase, and host memory."""
 
 from __future__ import annotations
 

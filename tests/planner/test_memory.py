@@ -1,4 +1,4 @@
-"""What is held all the time, against slow, obvious sums."""
+"""Memory held at all times, against slow, obvious sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer of the ledger are, to the byte, what Megatron allocates."""
+"""The ledger's weights, gradients and optimizer equal Megatron's allocations to the byte."""
 
 from __future__ import annotations
 

@@ -34,15 +34,15 @@ def test_the_hash_is_murmur3_of_seed_position_and_column() -> None:
     seeds = [0, 1, 42, 2**32 + 5, 2**63 - 1]
     positions = [0, 1, 100, 7, 2**31 - 1]
     columns = [0, 1, 98, 151_000]
-    found = murmur_hash32(
+    hashes = murmur_hash32(
         torch.tensor(seeds, dtype=torch.int64).to(torch.uint64), torch.tensor(positions), torch.tensor(columns)
     )
-    assert found.dtype == torch.uint32
+    assert hashes.dtype == torch.uint32
     expected = [
         [murmur_reference([seed & MASK, seed >> 32, position, column]) for column in columns]
         for seed, position in zip(seeds, positions, strict=True)
     ]
-    assert found.to(torch.int64).tolist() == expected
+    assert hashes.to(torch.int64).tolist() == expected
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 15, 16, 17, 33])
@@ -77,13 +77,13 @@ def test_ranks_with_some_experts_each_add_up_to_all_of_them() -> None:
     tokens, weights = (torch.rand(shape, generator=generator) for shape in ((5, 6), (5, 2)))
     gate_up, down = (torch.randn(shape, generator=generator) for shape in ((4, 8, 6), (4, 6, 4)))
     ids = torch.tensor([[0, 1], [3, 2], [1, 3], [2, 0], [3, 1]])
-    found = torch.zeros_like(tokens)
+    output = torch.zeros_like(tokens)
     for first in (0, 2):
         local = torch.where((ids >= first) & (ids < first + 2), ids - first, -1)
-        found += own_experts(tokens, weights, local, gate_up[first : first + 2], down[first : first + 2])
+        output += own_experts(tokens, weights, local, gate_up[first : first + 2], down[first : first + 2])
     for row, token in enumerate(tokens):
         expected = torch.zeros(6)
         for expert, weight in zip(ids[row].tolist(), weights[row].tolist(), strict=True):
             gate, up = (gate_up[expert] @ token).chunk(2)
             expected += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
-        torch.testing.assert_close(found[row], expected)
+        torch.testing.assert_close(output[row], expected)

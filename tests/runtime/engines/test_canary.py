@@ -38,8 +38,8 @@ class FolderTrainer:
         ids = torch.tensor([[*sample.prompt_ids.tolist(), *sample.rollout.token_ids.tolist()]])
         with torch.no_grad():
             scores = self._model(ids).logits[0, num_prompt - 1 : -1].log_softmax(-1)
-        found: FloatArray = scores.gather(1, ids[0, num_prompt:, None])[:, 0].numpy()
-        return found
+        logprobs: FloatArray = scores.gather(1, ids[0, num_prompt:, None])[:, 0].numpy()
+        return logprobs
 
 
 def test_an_engine_with_the_trainers_weights_passes_and_one_with_others_does_not(qwen2_tp1: ServedModel) -> None:

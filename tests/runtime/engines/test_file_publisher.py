@@ -139,9 +139,9 @@ def test_keys_are_read_from_files_and_the_admins_may_be_the_same(tmp_path: Path)
         EndpointConfig(url="https://engines.example:443", api_key_file=tmp_path / "api"),
         EndpointConfig(url="http://10.0.0.8:1", api_key_file=tmp_path / "api", admin_key_file=tmp_path / "admin"),
     ]
-    found = endpoints_of(configs, device="cpu")
-    assert [endpoint.url for endpoint in found] == [config.url for config in configs]
-    assert [(endpoint.keys.api, endpoint.keys.admin) for endpoint in found] == [
+    endpoints = endpoints_of(configs, device="cpu")
+    assert [endpoint.url for endpoint in endpoints] == [config.url for config in configs]
+    assert [(endpoint.keys.api, endpoint.keys.admin) for endpoint in endpoints] == [
         ("", ""),
         ("one", "one"),
         ("one", "two"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TypeVar, TypeVarTuple
 
 import ray
 from ray.actor import ActorHandle
@@ -15,6 +15,9 @@ from megarl.errors import EngineError, MegarlError
 from megarl.rollout.client import EngineEndpoint
 from megarl.rollout.process import EngineProcess, EngineSpec, PortTakenError
 from megarl.runtime.cluster import Place, own_address
+
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
 
 _STOP_TIMEOUT_S = 60.0
 _MAX_STARTS = 3
@@ -71,9 +74,6 @@ class Engines:
         self._share = share
         self._hosts: dict[int, ActorHandle] = {}
 
-    def __len__(self) -> int:
-        return len(self._specs)
-
     async def start(self, index: int) -> EngineEndpoint:
         """Start or restart an engine in its places; a MegarlError has the reason of a failure."""
         spec = self._specs[index]
@@ -82,12 +82,12 @@ class Engines:
             options = places[0].options(_environment(places), share=self._share)
             self._hosts[index] = ray.remote(EngineHost).options(**options).remote()
         deadline_s = spec.config.start_timeout_s + _STOP_TIMEOUT_S
-        return cast("EngineEndpoint", await self._call(index, "start", spec, timeout_s=deadline_s))
+        return await self._call(index, EngineHost.start, spec, timeout_s=deadline_s)
 
     async def wait_end(self, index: int) -> str:
         """Wait for the end of an engine or of its host; return the reason."""
         try:
-            return cast("str", await self._call(index, "wait_end", timeout_s=None))
+            return await self._call(index, EngineHost.wait_end, timeout_s=None)
         except EngineError as error:
             return str(error)
 
@@ -96,7 +96,7 @@ class Engines:
         if index not in self._hosts:
             return
         try:
-            await self._call(index, "kill", timeout_s=_STOP_TIMEOUT_S)
+            await self._call(index, EngineHost.kill, timeout_s=_STOP_TIMEOUT_S)
         except EngineError:
             # A host that cannot end its engine is killed; the engine ends with it.
             host = self._hosts.pop(index, None)
@@ -105,26 +105,34 @@ class Engines:
 
     async def stop(self) -> None:
         """Stop all engines."""
-        calls = [self._call(index, "stop", timeout_s=_STOP_TIMEOUT_S) for index in self._hosts]
+        calls = [self._call(index, EngineHost.stop, timeout_s=_STOP_TIMEOUT_S) for index in self._hosts]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):
                 raise outcome
 
-    async def _call(self, index: int, method: str, *arguments: object, timeout_s: float | None) -> object:
-        reference = getattr(self._hosts[index], method).remote(*arguments)
+    async def _call(
+        self,
+        index: int,
+        method: Callable[[EngineHost, *Arguments], Coroutine[None, None, Result]],
+        *arguments: *Arguments,
+        timeout_s: float | None,
+    ) -> Result:
+        name = method.__name__
+        reference = getattr(self._hosts[index], name).remote(*arguments)
         try:
             async with asyncio.timeout(timeout_s):
-                return await reference
+                result: Result = await reference
+                return result
         except TimeoutError:
-            raise EngineError(f"engine {index}: {method} did not finish within {timeout_s:.0f} s") from None
+            raise EngineError(f"engine {index}: {name} did not finish within {timeout_s:.0f} s") from None
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, MegarlError):
                 raise error.cause from None
-            raise EngineError(f"engine {index}: {method} failed: {error.cause}") from error
+            raise EngineError(f"engine {index}: {name} failed: {error.cause}") from error
         except ray.exceptions.RayActorError as error:
             self._hosts.pop(index, None)
-            raise EngineError(f"engine {index}: its host process died during {method}") from error
+            raise EngineError(f"engine {index}: its host process died during {name}") from error
 
 
 async def start_engines(

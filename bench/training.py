@@ -25,8 +25,7 @@ from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.errors import MachineError
 from megarl.system.network import LOOPBACK
 from megarl.train.logprob import token_scores, vocab_shard
-from megarl.train.micro_batch import DeviceMicroBatch, to_device
-from megarl.train.model import PolicyModel, build_chunks
+from megarl.train.model import DeviceMicroBatch, PolicyModel, build_chunks, to_device
 from megarl.train.optimizer import ModelOptimizer
 from megarl.train.topology import Topology, initialize, shut_down
 from megarl.types import MicroBatch

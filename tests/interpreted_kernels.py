@@ -9,8 +9,8 @@ import json
 
 import torch
 
-from megarl.train.fused import Rotation, gated, rotated
-from megarl.train.fused_kernels import gate, grad_gate, rotate
+from megarl.train.layer_kernels import gate, grad_gate, rotate
+from megarl.train.layers import Rotation, gated, rotated
 from megarl.train.logprob import _grad_logits, _RowGradients, _summed
 from megarl.train.logprob_kernel import grad_rows, sum_rows
 from megarl.weights.algebra.slices import Slice

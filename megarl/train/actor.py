@@ -23,9 +23,8 @@ from megarl.results import UpdateResult, UpdateStats
 from megarl.train.logprob import TokenScores
 from megarl.train.passes import accumulate_gradients, forward
 from megarl.train.rank import RankSpec
-from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report
+from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report, measure_usage
 from megarl.train.trained import TrainedRank
-from megarl.train.usage import measure_usage
 from megarl.types import FloatArray, MiniBatch, PolicyVersion, TrainBatch
 
 RECORD_PREFIX = "trainer_"

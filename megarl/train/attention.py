@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from megarl.train import cudnn_attention
-from megarl.train.fused import Rotation, rotated
+from megarl.train.layers import Rotation, rotated
 
 
 @dataclass(kw_only=True)

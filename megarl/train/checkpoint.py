@@ -6,6 +6,7 @@ by a rank that holds some of its tensor, and is read by whoever needs it in anot
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,17 +22,17 @@ from megarl.checkpoint.save import BoxView, Contribution, contribution, copy_to_
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
 from megarl.train.optimizer import ModelOptimizer
-from megarl.train.peers import Peers
 from megarl.train.shards import MOMENTS, Shard, box_of_range, cut
 from megarl.train.topology import Topology
 from megarl.weights.algebra.slices import Holding, Index, Layout, TensorSpec
-from megarl.weights.executors.group import TransferGroup
+from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
 from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import box_of
 from megarl.weights.layouts.pieces import FlatRange, restrict, restrict_all
 
 _MASTER = "master"
 _DTYPE = "float32"
+_ANY_PORT = 9
 
 
 def weights_of(folder: Path) -> Path:
@@ -197,3 +198,35 @@ def _share_ranges(shards: Mapping[str, Shard], topology: Topology) -> dict[int, 
     ranges: list[dict[str, FlatRange]] = [{} for _ in range(topology.world)]
     dist.all_gather_object(ranges, {name: shard.range for name, shard in shards.items()})
     return dict(enumerate(ranges))
+
+
+class Peers:
+    """Made by all ranks together; afterwards groups are joined from any thread, without training's own groups."""
+
+    def __init__(self, topology: Topology, master_address: str, *, timeout_s: float) -> None:
+        # Rank 0 serves the store for as long as its trainer lives.
+        self._server = StoreServer(master_address) if topology.rank == 0 else None
+        port = torch.tensor(self._server.address.port if self._server else 0, device=topology.device)
+        dist.broadcast(port, src=0)
+        self._address = StoreAddress(host=master_address, port=int(port))
+        self._topology = topology
+        self._timeout_s = timeout_s
+
+    def join(self, name: str) -> TransferGroup:
+        """Peer r is rank r. Weights travel through host memory: the group is there for files, not for speed."""
+        return TransferGroup.join(
+            self._address,
+            name=name,
+            peer=self._topology.rank,
+            num_peers=self._topology.world,
+            timeout_s=self._timeout_s,
+            host=_own_address(self._address.host),
+        )
+
+
+def _own_address(peer_address: str) -> str:
+    """The address of this machine from which `peer_address` is reached. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer_address, _ANY_PORT))
+        address: str = probe.getsockname()[0]
+    return address

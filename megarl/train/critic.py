@@ -12,9 +12,8 @@ from megarl.config.roles import OptimizerConfig
 from megarl.results import CriticResult
 from megarl.train.passes import accumulate_gradients, forward
 from megarl.train.rank import RankSpec
-from megarl.train.stats import CRITIC, CriticTokens, MiniBatchStats, Report
+from megarl.train.stats import CRITIC, CriticTokens, MiniBatchStats, Report, measure_usage
 from megarl.train.trained import TrainedRank
-from megarl.train.usage import measure_usage
 from megarl.types import FloatArray, MiniBatch, TrainBatch
 
 

@@ -7,10 +7,11 @@ Transformer Engine's packages. Weights start at zero: whoever builds a model loa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -24,18 +25,58 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.config.model import Experts, ModelShape, RopeScaling
+from megarl.config.model import Experts, ModelShape
 from megarl.config.section import Device, dtype_on
 from megarl.errors import ConfigError, Problem
-from megarl.train.attention import PackedAttention
-from megarl.train.fused import GatedActivation, Rotation
+from megarl.train.attention import PackedAttention, PackedSequences
+from megarl.train.layers import Fp32Router, GatedActivation, RMSNorm, Rotation, rotary_frequencies
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
-from megarl.train.micro_batch import DeviceMicroBatch
-from megarl.train.norm import RMSNorm
-from megarl.train.router import Fp32Router
 from megarl.train.topology import Topology
+from megarl.types import FloatArray, MicroBatch
 from megarl.weights.executors.tensors import torch_dtype
 from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMicroBatch:
+    token_ids: Tensor  # [1, N], int64
+    positions: Tensor  # [1, N], int64
+    sequences: PackedSequences
+    targets: Tensor  # [N], int64
+    loss_mask: Tensor  # [N], bool
+    rollout_logprobs: Tensor  # [N]
+    advantages: Tensor  # [N]
+    old_logprobs: Tensor | None  # [N], as the next three
+    reference_logprobs: Tensor | None
+    values: Tensor | None
+    returns: Tensor | None
+    versions: Tensor | None  # [N], int32
+    temperature: float
+
+
+def to_device(micro_batch: MicroBatch, device: torch.device, *, temperature: float) -> DeviceMicroBatch:
+    def tensor(array: npt.NDArray[np.generic], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(array).to(device=device, dtype=dtype, non_blocking=True)
+
+    def column(array: FloatArray | None) -> Tensor | None:
+        return None if array is None else tensor(array, torch.float32)
+
+    starts = micro_batch.sequence_starts
+    return DeviceMicroBatch(
+        token_ids=tensor(micro_batch.token_ids, torch.int64)[None],
+        positions=tensor(micro_batch.positions, torch.int64)[None],
+        sequences=PackedSequences(starts=tensor(starts, torch.int32), lengths=np.diff(starts).tolist()),
+        targets=tensor(micro_batch.targets, torch.int64),
+        loss_mask=tensor(micro_batch.loss_mask, torch.bool),
+        rollout_logprobs=tensor(micro_batch.rollout_logprobs, torch.float32),
+        advantages=tensor(micro_batch.advantages, torch.float32),
+        old_logprobs=column(micro_batch.old_logprobs),
+        reference_logprobs=column(micro_batch.reference_logprobs),
+        values=column(micro_batch.values),
+        returns=column(micro_batch.returns),
+        versions=None if micro_batch.versions is None else tensor(micro_batch.versions, torch.int32),
+        temperature=temperature,
+    )
 
 
 class Model(GPTModel):
@@ -239,22 +280,6 @@ def _mixture_fields(experts: Experts, shape: ModelShape, parallel: MegatronParal
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.ranks_per_expert,
     }
-
-
-def rotary_frequencies(shape: ModelShape) -> Tensor:
-    """Angle per position of each pair of channels. [head_dim / 2], float32"""
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    frequencies = 1.0 / (shape.rope_theta**exponents)
-    return frequencies if shape.rope_scaling is None else _stretched(frequencies, shape.rope_scaling)
-
-
-def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: slow channels are slowed by `factor`, fast ones kept, those between interpolated."""
-    wavelengths = 2 * math.pi / frequencies
-    turns = scaling.original_max_position / wavelengths
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
 def _layer_spec(shape: ModelShape) -> ModuleSpec:

@@ -12,7 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megarl.train.micro_batch import DeviceMicroBatch
+from megarl.train.model import DeviceMicroBatch
 
 Output = TypeVar("Output")
 Report = TypeVar("Report")

@@ -21,8 +21,9 @@ from megarl.config.section import Device, dtype_on
 from megarl.data.packing import unpack
 from megarl.system.faults import Spoil, StepPoint, reach
 from megarl.train import cpu
-from megarl.train.micro_batch import DeviceMicroBatch, to_device
-from megarl.train.model import Model, build_chunks
+from megarl.train.logprob import TokenScores
+from megarl.train.model import DeviceMicroBatch, Model, build_chunks, to_device
+from megarl.train.passes import forward
 from megarl.train.stats import gather_tokens
 from megarl.train.topology import initialize, shut_down
 from megarl.types import FloatArray, MiniBatch, TrainBatch
@@ -128,3 +129,15 @@ class ModelRank:
             shape = (len(share), len(share[0].token_ids))
             arrays.append(gather_tokens(of_share, shape, self._topology).cpu().numpy())
         return unpack(batch, arrays)
+
+
+class ReferenceRank(ModelRank):
+    def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
+        """Per sample, of its response tokens."""
+        with self._on_device():
+            scores: list[list[TokenScores]] = [self._score(batch, item) for item in batch.mini_batches]
+            return self._unpack(batch, [[item.logprobs for item in of_share] for of_share in scores])
+
+    def _score(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[TokenScores]:
+        self._reach("asked")
+        return forward(self._models, self._share(batch, mini_batch))

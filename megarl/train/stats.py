@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Generic, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from megarl.algo.correction import Mismatch, mismatch
 from megarl.algo.loss import PolicyTokens, kl, masked_sum
 from megarl.algo.objective import ActorLoss, CriticLoss, ValueTokens
-from megarl.results import CriticStats, UpdateStats
+from megarl.results import CriticStats, RankUsage, UpdateStats
 from megarl.train.topology import Topology
 from megarl.types import MiniBatch
 
@@ -205,3 +206,32 @@ def gather_tokens(columns: Sequence[Tensor], shape: tuple[int, int], topology: T
         dist.all_gather(list(gathered), torch.stack(list(columns)), group=topology.data_group)
     dist.broadcast(gathered, group_src=topology.pipeline - 1, group=topology.pipeline_group)
     return gathered
+
+
+def measure_usage(topology: Topology) -> RankUsage:
+    """The worst of all ranks since this was last asked; the same answer on every rank."""
+    host = psutil.virtual_memory()
+    # What is scarce when it is small is reduced by its opposite.
+    values = [psutil.Process().memory_info().rss, -host.available, host.total]
+    gpu_name = None
+    if topology.device.type == "cuda":
+        gpu_name = torch.cuda.get_device_name(topology.device)
+        values += [
+            torch.cuda.max_memory_allocated(topology.device),
+            torch.cuda.max_memory_reserved(topology.device),
+            torch.cuda.mem_get_info(topology.device)[1],
+        ]
+        torch.cuda.reset_peak_memory_stats(topology.device)
+    worst = torch.tensor(values, dtype=torch.int64, device=topology.device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    resident, negated_available, total, *of_gpu = worst.tolist()
+    allocated, reserved, gpu_total = of_gpu or (None, None, None)
+    return RankUsage(
+        resident_bytes=resident,
+        host_available_bytes=-negated_available,
+        host_total_bytes=total,
+        gpu_allocated_bytes=allocated,
+        gpu_reserved_bytes=reserved,
+        gpu_total_bytes=gpu_total,
+        gpu_name=gpu_name,
+    )

@@ -11,12 +11,10 @@ from megarl.checkpoint.manifest import Contents, FileDigest
 from megarl.checkpoint.state import TrainerState
 from megarl.config.roles import OptimizerConfig, TrainedModelConfig
 from megarl.errors import NumericsError
-from megarl.train.checkpoint import RankSaver, load_optimizer, weights_of
-from megarl.train.micro_batch import DeviceMicroBatch
-from megarl.train.optimizer import ModelOptimizer
-from megarl.train.peers import Peers
+from megarl.train.checkpoint import Peers, RankSaver, load_optimizer, weights_of
+from megarl.train.model import DeviceMicroBatch
+from megarl.train.optimizer import ModelOptimizer, learning_rate
 from megarl.train.rank import ModelRank, RankSpec
-from megarl.train.schedule import learning_rate
 from megarl.types import MiniBatch, TrainBatch
 
 MAX_SKIPPED_UPDATES = 3

@@ -21,8 +21,7 @@ from megarl.train import cpu
 from megarl.train.actor import ActorRank, TrainerRecord
 from megarl.train.critic import CriticRank
 from megarl.train.logprob import token_scores, vocab_shard
-from megarl.train.rank import RankSpec
-from megarl.train.reference import ReferenceRank
+from megarl.train.rank import RankSpec, ReferenceRank
 from megarl.train.topology import Topology, initialize, shut_down
 from megarl.types import FloatArray, TrainBatch
 

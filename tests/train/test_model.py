@@ -12,7 +12,8 @@ from megarl.config.model import read_model_shape
 from megarl.config.native.owned import owned
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.train import model as model_module
-from megarl.train.model import rotary_frequencies, transformer_config
+from megarl.train.layers import rotary_frequencies
+from megarl.train.model import transformer_config
 from megarl.weights.layouts.megatron import MegatronParallel
 
 LLAMA3 = {

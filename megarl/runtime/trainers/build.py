@@ -27,7 +27,7 @@ from megarl.runtime.trainers.trainer import (
 )
 from megarl.train.actor import ActorRank
 from megarl.train.critic import CriticRank
-from megarl.train.reference import ReferenceRank
+from megarl.train.rank import ReferenceRank
 from megarl.types import PolicyVersion, TrainBatch
 
 SKIPPED_FOLDER = "skipped"

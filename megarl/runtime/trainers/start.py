@@ -24,8 +24,7 @@ from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.actor import PublishingActor
 from megarl.runtime.trainers.ranks import RankGroup, RankPlacement, start_ranks
 from megarl.train.critic import CriticRank
-from megarl.train.rank import ModelRank, RankSpec
-from megarl.train.reference import ReferenceRank
+from megarl.train.rank import ModelRank, RankSpec, ReferenceRank
 from megarl.train.trained import TrainedRank
 
 Rank = TypeVar("Rank", bound=ModelRank)

@@ -1,4 +1,4 @@
-"""The kernels of `fused`: each value is read once and written once, arithmetic is in float32."""
+"""The kernels of `layers`: each value is read once and written once, arithmetic is in float32."""
 
 from __future__ import annotations
 

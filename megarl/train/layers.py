@@ -1,19 +1,45 @@
-"""The pieces of a layer between its matrices: gated activation and rotation of queries and keys.
+"""The parts of a layer for Megatron's local layer spec: norm, router, gated activation, rotary position embedding.
 
-On a GPU each is one kernel with a backward pass of its own, which keeps nothing but its inputs; on a CPU torch's own
-operations. For Megatron's local layer spec, whose own versions want Transformer Engine or move far more bytes than they
-have to.
+Megatron's own versions need Transformer Engine, do not support sequence parallelism, or move more bytes. Activation and
+rotation are one kernel each on a GPU, with a backward pass that keeps only its inputs; on a CPU they are torch's
+operations.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+
+from megarl.config.model import ModelShape, RopeScaling
+
+
+class RMSNorm(torch.nn.Module):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        # Each tensor-parallel rank then sees its own part of the sequence; Megatron sums the gradients of the
+        # parameters that carry this mark.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
+
+
+class Fp32Router(TopKRouter):
+    # Megatron's own gate calls a kernel of Transformer Engine by a name that is only defined where that is installed:
+    # https://github.com/NVIDIA/Megatron-LM/blob/core_v0.16.1/megatron/core/transformer/moe/moe_utils.py
+    def gating(self, input: Tensor) -> Tensor:
+        """In float32 whatever the weights are: close logits would be in another order after rounding."""
+        return F.linear(input.float(), self.weight.float())
 
 
 class GatedActivation(torch.nn.Module):
@@ -37,6 +63,22 @@ class Rotation:
     @classmethod
     def by(cls, angles: Tensor) -> Rotation:
         return cls(cosines=angles.cos(), sines=angles.sin())
+
+
+def rotary_frequencies(shape: ModelShape) -> Tensor:
+    """Angle per position of each pair of channels. [head_dim / 2], float32"""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    frequencies = 1.0 / (shape.rope_theta**exponents)
+    return frequencies if shape.rope_scaling is None else _stretched(frequencies, shape.rope_scaling)
+
+
+def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: slow channels are slowed by `factor`, fast ones kept, those between interpolated."""
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_max_position / wavelengths
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
 def gated(gate_up: Tensor) -> Tensor:
@@ -68,7 +110,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _GateContext, gate_up: Tensor) -> Tensor:
         # Not at the top: a machine without a GPU need not have Triton.
-        from megarl.train.fused_kernels import gate  # noqa: PLC0415
+        from megarl.train.layer_kernels import gate  # noqa: PLC0415
 
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
@@ -77,7 +119,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _GateContext, grad: Tensor) -> Tensor:
-        from megarl.train.fused_kernels import grad_gate  # noqa: PLC0415
+        from megarl.train.layer_kernels import grad_gate  # noqa: PLC0415
 
         (gate_up,) = ctx.saved_tensors
         return grad_gate(gate_up, grad.contiguous())
@@ -86,7 +128,7 @@ class _Gated(torch.autograd.Function):
 class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _GateContext, values: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        from megarl.train.fused_kernels import rotate  # noqa: PLC0415
+        from megarl.train.layer_kernels import rotate  # noqa: PLC0415
 
         ctx.save_for_backward(cosines, sines)
         return rotate(values, cosines, sines, direction=1.0)
@@ -94,7 +136,7 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _GateContext, grad: Tensor) -> tuple[Tensor, None, None]:
-        from megarl.train.fused_kernels import rotate  # noqa: PLC0415
+        from megarl.train.layer_kernels import rotate  # noqa: PLC0415
 
         cosines, sines = ctx.saved_tensors
         return rotate(grad, cosines, sines, direction=-1.0), None, None

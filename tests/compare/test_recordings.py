@@ -1,4 +1,4 @@
-"""Linear layers cut by the layouts, listened to, and put together: what whole layers would have made."""
+"""Linear layers cut by the layouts, recorded and put together again, against the output of whole layers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def weights_of(layout: Layout) -> dict[str, Tensor]:
 
 
 def modules_of(holding: Holding, weights: dict[str, Tensor]) -> dict[str, torch.nn.Module]:
-    """The rank's matrices as linear layers; padding is zero."""
+    """Return the rank's matrices as linear layers; padding is zero."""
     modules: dict[str, torch.nn.Module] = {}
     for name, spec in holding.tensors.items():
         if name.endswith(".weight"):
@@ -54,8 +54,8 @@ def modules_of(holding: Holding, weights: dict[str, Tensor]) -> dict[str, torch.
     return modules
 
 
-def taken_by(hook: ModuleHook, width: int) -> Tensor:
-    """The rank's columns of what enters a layer; entering columns of a padded head are zero."""
+def input_of(hook: ModuleHook, width: int) -> Tensor:
+    """Return the rank's columns of a layer's input; columns of a padded head are zero."""
     (point,) = {columns.hook_point for columns in hook.inputs}
     whole = random(NUM_TOKENS, 64, seed=len(point))
     local = torch.zeros(NUM_TOKENS, width)
@@ -76,7 +76,7 @@ def test_the_columns_of_all_ranks_make_the_output_of_whole_layers(name: str, tmp
         for hook in wanted:
             module = modules[hook.module]
             assert isinstance(module, torch.nn.Linear)
-            module(taken_by(hook, module.weight.shape[1]))
+            module(input_of(hook, module.weight.shape[1]))
         recorder.close()
         write_patches(tmp_path / f"{holding.rank}.safetensors", recorder.patches())
     recording = Recording(sorted(tmp_path.iterdir()), num_tokens=NUM_TOKENS)

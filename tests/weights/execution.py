@@ -1,4 +1,4 @@
-"""The executors once more, in numpy and one process: every peer keeps its order, and nobody may wait for ever."""
+"""The reference for the executors, in numpy and one process: every peer keeps its order, and no wait may last."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megarl.weights.algebra.slices import Slice
 from tests.weights.reference import PADDING, Array, Arrays, box
 
 Key = tuple[bool, int, int, int]
-"""Whether it is passed on, giver, taker, index."""
+"""(is forwarded, sender, receiver, index)."""
 
 
 @dataclass(kw_only=True)
 class Peer:
-    """A target: waits for its buckets one after the other, and sends on what it can in between."""
+    """A target: receives its buckets one after the other, and forwards what it can in between."""
 
     incoming: Sequence[Bucket]
     outgoing: Sequence[Bucket]
@@ -31,11 +31,11 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """Of all ranks of a plan."""
+    """The buckets of all ranks of a plan."""
 
     sent: Mapping[int, Sequence[Bucket]]
     received: Mapping[int, Sequence[Bucket]]
-    passed_on: Mapping[int, Sequence[Bucket]]
+    forwarded: Mapping[int, Sequence[Bucket]]
 
 
 def buckets_of(plan: Plan, *, bucket_bytes: int) -> Buckets:
@@ -43,34 +43,34 @@ def buckets_of(plan: Plan, *, bucket_bytes: int) -> Buckets:
     return Buckets(
         sent={rank: buckets_from(plan, rank, bucket_bytes=bucket_bytes) for rank in sources},
         received={rank: buckets_to(plan, rank, bucket_bytes=bucket_bytes) for rank in targets},
-        passed_on={rank: buckets_forwarded_by(plan, rank, bucket_bytes=bucket_bytes) for rank in targets},
+        forwarded={rank: buckets_forwarded_by(plan, rank, bucket_bytes=bucket_bytes) for rank in targets},
     )
 
 
 def execute(buckets: Buckets, sources: Mapping[int, Arrays], targets: Mapping[int, Arrays]) -> None:
-    """Fill `targets`; fails where peers would wait in a circle, or where an element is written twice."""
+    """Fill `targets`; fail where peers wait in a cycle, or where an element is written twice."""
     wire: dict[Key, list[Array]] = {}
     for rank, arrays in sources.items():
         for bucket in buckets.sent[rank]:
             wire[_key(bucket)] = [
                 box(arrays[move.source_name], move.source_offsets, move.slice.shape).copy() for move in bucket.moves
             ]
-    peers = {rank: Peer(incoming=buckets.received[rank], outgoing=buckets.passed_on[rank]) for rank in targets}
+    peers = {rank: Peer(incoming=buckets.received[rank], outgoing=buckets.forwarded[rank]) for rank in targets}
     while any(_advance(peer, targets[rank], wire) for rank, peer in peers.items()):
         pass
     assert all(peer.is_done for peer in peers.values()), "peers wait for each other"
-    assert not wire, f"{len(wire)} buckets are for nobody"
+    assert not wire, f"{len(wire)} buckets have no receiver"
 
 
 def _advance(peer: Peer, arrays: Arrays, wire: dict[Key, list[Array]]) -> bool:
-    """Whether the peer could do anything."""
+    """Do the peer's next action; return whether there was one."""
     if peer.num_arrived < len(peer.incoming) and _key(peer.incoming[peer.num_arrived]) in wire:
         bucket = peer.incoming[peer.num_arrived]
         for move, values in zip(bucket.moves, wire.pop(_key(bucket)), strict=True):
-            assert (values != PADDING).all(), f"{move} gives what its holder has not"
+            assert (values != PADDING).all(), f"{move} sends what its holder lacks"
             target = box(arrays[move.target_name], move.target_offsets, move.slice.shape)
             assert target.shape == move.slice.shape, f"{move} leaves its target"
-            assert (target == PADDING).all(), f"{move} writes what was written"
+            assert (target == PADDING).all(), f"{move} writes an element twice"
             target[...] = values
             peer.staged[move.slice] = values
         peer.num_arrived += 1

@@ -1,4 +1,4 @@
-"""The layouts once more, slow and obvious: whole tensors joined and cut with numpy. What the slice algebra must equal.
+"""The reference for the slice algebra: the layouts, slow and obvious, as whole tensors joined and cut with numpy.
 
 Every canonical element has a number of its own; -1 is padding.
 """
@@ -106,7 +106,7 @@ def parallels(draw: st.DrawFn) -> MegatronParallel:
 
 
 def numbered(shape: ModelShape) -> Arrays:
-    """A model whose every element is different."""
+    """Return a model in which every element is different."""
     arrays: Arrays = {}
     start = 0
     for name, spec in canonical_tensors(shape).items():
@@ -128,7 +128,7 @@ def box(array: Array, offsets: Index, extent: Index) -> Array:
 
 
 def fill_from_canonical(holding: Holding, model: Mapping[str, Array]) -> Arrays:
-    """What the pieces of a holding say it has."""
+    """Return the arrays that the pieces of a holding describe."""
     arrays = empty(holding)
     for piece in holding.pieces:
         local = box(arrays[piece.local_name], piece.local_offsets, piece.slice.shape)
@@ -138,7 +138,7 @@ def fill_from_canonical(holding: Holding, model: Mapping[str, Array]) -> Arrays:
 
 
 def apply(moves: Iterable[Move], sources: Mapping[int, Arrays], targets: Mapping[int, Arrays]) -> None:
-    """Carry out a plan, hop after hop; an element that is written twice fails, and so does one passed on too early."""
+    """Carry out a plan, hop after hop; fail where an element is written twice, or forwarded too early."""
     for move in sorted(moves, key=lambda move: move.hop):
         extent = move.slice.shape
         target = box(targets[move.target_rank][move.target_name], move.target_offsets, extent)
@@ -153,7 +153,7 @@ def apply(moves: Iterable[Move], sources: Mapping[int, Arrays], targets: Mapping
 def megatron_rank(
     shape: ModelShape, parallel: MegatronParallel, model: Mapping[str, Array], *, tensor: int, data: int, stage: int
 ) -> Arrays:
-    """The parameters of one Megatron rank, from the joined ones of all tensor-parallel ranks."""
+    """Return the parameters of one Megatron rank, from the joined ones of all tensor-parallel ranks."""
     size, num_chunks = parallel.tensor, parallel.pipeline * parallel.virtual_pipeline
     first, last = parallel.first_stage_layers, parallel.last_stage_layers
     fixed = (first or 0) + (last or 0)
@@ -231,7 +231,7 @@ def _megatron_block(model: Mapping[str, Array], block: str, rank: int, size: int
 
 
 def sglang_rank(shape: ModelShape, model: Mapping[str, Array], *, tensor: int, size: int, expert: int = 1) -> Arrays:
-    """The parameters of one SGLang rank on a GPU: whole heads, KV heads repeated where there are too few."""
+    """Return the parameters of one SGLang rank on a GPU: whole heads, KV heads repeated where there are too few."""
     kv_rows = np.arange(shape.num_kv_heads).repeat(max(1, size // shape.num_kv_heads))
     kv_heads = np.split(kv_rows, size)[tensor]
 
@@ -283,7 +283,7 @@ def _sglang_experts(
     }
 
 
-def assert_equal(found: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
-    assert set(found) == set(expected)
+def assert_equal(actual: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
+    assert set(actual) == set(expected)
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+        np.testing.assert_array_equal(actual[name], array, err_msg=name)

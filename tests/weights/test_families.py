@@ -45,10 +45,10 @@ def test_a_folder_comes_back_as_it_was(tmp_path: Path, family: str, tied: bool) 
         returned = tmp_path / f"returned {index}"
         returned.mkdir()
         travel(tmp_path, shape, parallel, returned)
-        found = load_file(returned / "model.safetensors")
-        assert set(found) == set(model)
+        returned_tensors = load_file(returned / "model.safetensors")
+        assert set(returned_tensors) == set(model)
         for name, tensor in model.items():
-            assert raw(found[name]) == raw(tensor), name
+            assert raw(returned_tensors[name]) == raw(tensor), name
 
 
 def travel(folder: Path, shape: ModelShape, parallel: MegatronParallel, returned: Path) -> None:

@@ -1,4 +1,4 @@
-"""What holds for every plan: random models, splits, engines and placements."""
+"""The properties of every plan: random models, splits, engines and placements."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Case:
     source: Layout
     target: Layout
     tensor: int | None
-    """Of the engines; None where the target is another split of the trainer."""
+    """TP ranks of an engine; None where the target is another split of the trainer."""
     expert: int
     is_cpu_engine: bool
     plan: Plan
@@ -56,7 +56,7 @@ class Case:
 
 @st.composite
 def gpus(draw: st.DrawFn, num_sources: int, num_targets: int) -> tuple[list[Gpu], list[Gpu]]:
-    """In pools of their own, in one pool, on one machine, or anywhere."""
+    """Draw GPUs in pools of their own, in one pool, on one machine, or anywhere."""
     per_node = draw(st.sampled_from([1, 2, 4, 8]))
     sources = [(rank // per_node, rank % per_node) for rank in range(num_sources)]
     match draw(st.sampled_from(["separate", "shared", "one machine", "anywhere"])):
@@ -117,7 +117,7 @@ def check(case: Case) -> None:
 
 
 def check_values(case: Case) -> None:
-    """Each element once, from a holder, the right one, in an order that ends."""
+    """Each element is written once, with the right value, by a rank that has it, in an order that ends."""
     model = numbered(case.shape)
     sources = {holding.rank: fill_from_canonical(holding, model) for holding in case.source.holdings}
     targets = {holding.rank: empty(holding) for holding in case.target.holdings}
@@ -154,27 +154,27 @@ def check_nodes(case: Case) -> None:
 
 
 def check_origins(case: Case) -> None:
-    """The sources vouch for every element of every target's tensors, however far it went."""
-    vouched: Counter[tuple[int, str]] = Counter()
+    """Every element of every target's tensors is in the digests of one source, however many hops away."""
+    digested: Counter[tuple[int, str]] = Counter()
     for holding in case.source.holdings:
         for source_box in case.plan.boxes_from(holding.rank):
             for key in source_box.targets:
-                vouched[key] += source_box.slice.num_elements
+                digested[key] += source_box.slice.num_elements
     needed: Counter[tuple[int, str]] = Counter()
     for holding in case.target.holdings:
         for piece in holding.pieces:
             needed[holding.rank, piece.local_name] += piece.slice.num_elements
-    assert vouched == needed
+    assert digested == needed
 
 
 def check_buckets(case: Case) -> None:
-    """Both sides agree on the buckets, and nobody holds more than is stated."""
+    """Both sides agree on the buckets, and no rank holds more than `staging_bound`."""
     buckets = case.buckets
     for rank, received in buckets.received.items():
         held = sum(bucket.num_bytes for bucket in received)
-        held += NUM_LANES * max((bucket.num_bytes for bucket in buckets.passed_on[rank]), default=0)
+        held += NUM_LANES * max((bucket.num_bytes for bucket in buckets.forwarded[rank]), default=0)
         assert held <= staging_bound(case.plan, rank, bucket_bytes=case.bucket_bytes)
-    given = {bucket for table in (buckets.sent, buckets.passed_on) for sent in table.values() for bucket in sent}
+    given = {bucket for table in (buckets.sent, buckets.forwarded) for sent in table.values() for bucket in sent}
     assert given == {bucket for received in buckets.received.values() for bucket in received}
     traffic = case.plan.traffic
     assert sum(traffic.between.values()) == sum(move.num_bytes for move in case.plan.moves)

@@ -1,4 +1,4 @@
-"""What the processes of the transfer tests do: two trainer ranks and two or four engine ranks of a tiny model."""
+"""The processes of the transfer tests: two trainer ranks and two or four engine ranks of a tiny model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.weights.reference import make_shape
 
 NUM_TRAINERS = 2
 NUM_PEERS = 4
-"""Unless the engines are on nodes of their own."""
+"""Peers, unless the engines are on nodes of their own."""
 BUCKET_BYTES = 1500
 """Small: a tensor takes several buckets, and a bucket several tensors."""
 CORRUPTED_VERSION = 3
@@ -47,7 +47,7 @@ def peers_of(placed: Placed) -> int:
 
 
 def make_plan(*, tensor: int = 2, num_engines: int = 1, placed: Placed = "on one node") -> Plan:
-    """Other nodes have two ranks of two engines each: those of one number hold the same."""
+    """Return a plan; other nodes have two ranks of two engines each, and ranks of one number hold the same."""
     shape = make_shape(Family.QWEN2, layers=2)
     trainer = megatron_layout(shape, MegatronParallel(tensor=2), dtype="float32")
     engines = sglang_layout(shape, tensor=tensor, num_engines=num_engines, dtype="bfloat16")
@@ -61,21 +61,21 @@ def make_plan(*, tensor: int = 2, num_engines: int = 1, placed: Placed = "on one
 
 
 def values_of(version: int) -> Tensors:
-    """The whole model of one version."""
+    """Return the whole model of one version."""
     generator = torch.Generator().manual_seed(version)
     canonical = make_plan().source.canonical
     return {name: torch.randn(spec.shape, generator=generator) for name, spec in canonical.items()}
 
 
 def tensors_of(holding: Holding, version: int | None) -> Tensors:
-    """One holder's tensors at a version; zero where there is none."""
+    """Return one holder's tensors at a version; zeros without a version."""
     if version is None:
         return {name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for name, spec in holding.tensors.items()}
     return cut(holding, values_of(version))
 
 
 def cut(holding: Holding, model: Tensors) -> Tensors:
-    """One holder's tensors, cut by hand out of the whole model, on its device; padding is zero."""
+    """Return one holder's tensors, cut by hand out of the whole model, on its device; padding is zero."""
     device = next(iter(model.values())).device
     tensors = {
         name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
@@ -88,7 +88,7 @@ def cut(holding: Holding, model: Tensors) -> Tensors:
 
 
 class CorruptingGroup(TransferGroup):
-    """Once it is told to, flips one bit of the next bucket, or shows one tensor in the place of another."""
+    """On request, flips one bit of the next bucket, or offers one tensor in the place of another."""
 
     is_corrupting = False
 
@@ -184,14 +184,14 @@ def copy_of(tensors: Tensors) -> Tensors:
 
 
 def run_and_die(address: StoreAddress, rank: int) -> None:
-    """A trainer rank that is gone when its bytes are due."""
+    """Be a trainer rank that is gone when its bytes are due."""
     group = TransferGroup.join(address, name="doomed", peer=rank, num_peers=NUM_PEERS, timeout_s=TIMEOUT_S)
     group.barrier()
     os._exit(1)
 
 
 def run_beside_the_dead(address: StoreAddress, peer: int) -> float:
-    """A rank that expects the dead one to take part. Returns after how many seconds it knew better."""
+    """Be a rank that waits for the dead one. Return the seconds until its wait ended."""
     group = TransferGroup.join(address, name="doomed", peer=peer, num_peers=NUM_PEERS, timeout_s=TIMEOUT_S)
     moves = make_plan(tensor=1, num_engines=2)
     group.barrier()

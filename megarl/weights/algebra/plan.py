@@ -97,8 +97,9 @@ class Plan:
     def moves_to(self, rank: int) -> tuple[Move, ...]:
         """Return what target `rank` needs."""
         return self._in_order(
-            self._move(routed, index, routed.bundle.targets.index(rank))
+            self._move(routed, index, column)
             for routed in self._bundles_to.get(rank, ())
+            for column in (routed.bundle.targets.index(rank),)
             for index in range(len(routed.bundle.names))
         )
 

@@ -37,9 +37,9 @@ def test_atoms_are_disjoint_and_say_which_boxes_are_around_them(given_boxes: lis
 def test_a_large_model_is_a_few_hundred_bundles() -> None:
     shape = PUBLIC_MODELS["llama-3.1-70b"]
     source = megatron_layout(shape, MegatronParallel(tensor=8, pipeline=4, data=16), dtype="bfloat16")
-    found = list(bundles(source, sglang_layout(shape, tensor=4, num_engines=64, dtype="bfloat16")))
-    assert len(found) < 300
-    assert max(len(bundle.targets) for bundle in found) == 256
+    all_bundles = list(bundles(source, sglang_layout(shape, tensor=4, num_engines=64, dtype="bfloat16")))
+    assert len(all_bundles) < 300
+    assert max(len(bundle.targets) for bundle in all_bundles) == 256
 
 
 def test_a_target_with_two_copies_of_a_tensor_gets_both() -> None:

@@ -123,14 +123,14 @@ def test_bytes_tell_bits_places_names_and_shapes_apart(dtype: torch.dtype) -> No
     values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def of(values: torch.Tensor, offsets: tuple[int, int] = (0, 0), name: str = "w") -> int:
-        found = digest_bytes(values, Slice(name=name, offsets=offsets, shape=tuple(values.shape)), SHAPE)
-        assert found.dtype == torch.int64
-        return int(found)
+        value = digest_bytes(values, Slice(name=name, offsets=offsets, shape=tuple(values.shape)), SHAPE)
+        assert value.dtype == torch.int64
+        return int(value)
 
     flipped = values.clone()
     flipped.view(torch.int16 if values.element_size() == 2 else torch.int32)[3, 4] ^= 1
-    found = [of(values), of(flipped), of(values, (1, 0)), of(values, name="v"), of(values.reshape(10, 12))]
-    assert len(set(found)) == len(found)
+    digests = [of(values), of(flipped), of(values, (1, 0)), of(values, name="v"), of(values.reshape(10, 12))]
+    assert len(set(digests)) == len(digests)
 
 
 def test_how_the_box_lies_in_memory_does_not_matter() -> None:

@@ -17,7 +17,7 @@ NUM_ELEMENTS = 1 << 18
 
 
 def show_tensors(pipe: Connection) -> None:
-    """A trainer: shows views of one buffer, then does what it is told."""
+    """Be a trainer: export views of one buffer, change them on request, and export them again."""
     buffer = torch.arange(NUM_ELEMENTS, dtype=torch.float32)
     tensors = {"a": buffer[64:128].view(8, 8).t(), "b": buffer[1000:5000]}
     pipe.send(export_tensors(tensors))
@@ -28,7 +28,7 @@ def show_tensors(pipe: Connection) -> None:
 
 
 def segments() -> set[str]:
-    """Of torch; others come and go."""
+    """Return the segments of torch; those of other programs come and go."""
     return {path.name for path in SHARED_MEMORY.iterdir() if path.name.startswith("torch_")}
 
 

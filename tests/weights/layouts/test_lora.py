@@ -43,8 +43,8 @@ def numbered_adapters(shape: ModelShape) -> Arrays:
 
 def test_an_adapter_has_the_names_and_shapes_of_its_file() -> None:
     shape = make_shape(Family.QWEN3, layers=1, heads=4, kv_heads=2)
-    found = adapter_tensors(canonical_tensors(shape), LoraShape(rank=3, modules=frozenset({"k_proj"})))
-    assert {name: spec.shape for name, spec in found.items()} == {
+    adapters = adapter_tensors(canonical_tensors(shape), LoraShape(rank=3, modules=frozenset({"k_proj"})))
+    assert {name: spec.shape for name, spec in adapters.items()} == {
         "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight": (3, 8),
         "base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight": (4, 3),
     }

@@ -40,7 +40,7 @@ RUN git clone --filter=blob:none https://github.com/NVIDIA/apex apex \
 FROM kernels AS built
 COPY . megarl
 RUN pip install --no-deps --no-build-isolation ./megarl \
-    && python -m megarl.tools.doctor.patches \
+    && python -m megarl.tools.doctor.packages \
     && megarl --version \
     && rm -rf /build
 

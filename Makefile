@@ -25,7 +25,7 @@ $(INSTALLED): requirements.txt pyproject.toml
 	touch $@
 
 patches: setup ## apply the patches of patches/ to the packages in .venv; optional
-	$(BIN)/python -m megarl.tools.doctor.patches
+	$(BIN)/python -m megarl.tools.doctor.packages
 
 quickstart: setup ## train a small policy on this machine: data, warm start, GRPO
 	$(BIN)/megarl data make arithmetic --out $(DATA)

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from megarl import __version__
-from megarl.tools.doctor.patches import find_patches
-from megarl.tools.doctor.versions import normalized, pinned_versions
+from megarl.tools.doctor.packages import find_patches, normalized, pinned_versions
 from tests.repository import ROOT
 
 TEXT = (ROOT / "Dockerfile").read_text()
@@ -96,7 +95,7 @@ def test_its_health_is_what_the_doctor_says_and_signals_arrive() -> None:
 
 def test_patches_are_applied_in_it() -> None:
     assert find_patches()
-    assert "python -m megarl.tools.doctor.patches" in TEXT
+    assert "python -m megarl.tools.doctor.packages" in TEXT
     assert re.search(r"apt-get install [^&]*\bpatch\b", " ".join(of("RUN")))
 
 

@@ -1,4 +1,4 @@
-"""`megarl check-sync`: whether a recipe's weights reach its engines, tried out with tiny shapes on this machine."""
+"""`megarl check-sync`: check with a tiny model on this machine that a recipe's weights reach its engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.recipes import Overrides, RecipePath
+from megarl.cli.recipe import Overrides, RecipePath
 from megarl.env import NO_COLOR
 from megarl.errors import ConfigError, WeightSyncError
 
@@ -28,17 +28,17 @@ _WIDTH = 110
 def check_sync(
     recipe: RecipePath,
     overrides: Overrides = None,
-    shape: Annotated[str | None, typer.Option(help="A public model's shape, where model.path is not here.")] = None,
-    engines: Annotated[int, typer.Option(min=1, help="At most so many are started; each takes half a minute.")] = 2,
-    is_only_rehearsed: Annotated[
-        bool, typer.Option("--rehearse-only", help="Start no process: only the plan, in memory.")
+    shape: Annotated[str | None, typer.Option(help="A public model's name, where model.path is missing here.")] = None,
+    engines: Annotated[int, typer.Option(min=1, help="Start at most this many engines; each takes half a minute.")] = 2,
+    is_rehearsal: Annotated[
+        bool, typer.Option("--rehearse-only", help="Only check the plan, in memory; start no process.")
     ] = False,
-    is_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON in the last line too.")] = False,
+    is_json: Annotated[bool, typer.Option("--json", help="Also print JSON, in the line before the last.")] = False,
 ) -> None:
-    """Load, publish, read back and compare, for a recipe's layouts with a tiny model of the same family.
+    """Publish a tiny model of the same family with the recipe's layouts, and compare what the engines hold.
 
-    First the recipe's own layouts in memory, then real Megatron ranks and SGLang engines with layouts that have every
-    kind of split the recipe's have. Exit code 0 where every byte is equal, 76 where one is not.
+    First in memory with the recipe's own layouts, then with real Megatron ranks and SGLang engines and layouts that
+    have every kind of split of the recipe's. Exits with 0 where every byte is equal, with 76 where one is not.
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
@@ -60,7 +60,7 @@ def check_sync(
         small = small_layouts(read, folder=Path(folder), model_folder=Path(folder) / "model", max_engines=engines)
         checks["rehearsal"] = rehearse_layouts(read, shapes.policy)
         _print_check(f"rehearsed in memory: {describe_layout(read)}", checks["rehearsal"], [])
-        if not is_only_rehearsed:
+        if not is_rehearsal:
             layout = describe_layout(small.recipe)
             print(f"starting {layout}", file=sys.stderr)
             tiny = tiny_shape(shapes.policy, small.recipe.roles.actor)
@@ -69,7 +69,7 @@ def check_sync(
     if is_json:
         print(json.dumps({name: to_json(check) for name, check in checks.items()}))
     if not all(check.is_equal for check in checks.values()):
-        print("what the engines serve is NOT what was published")
+        print("the engines do NOT hold what was published")
         raise typer.Exit(WeightSyncError.exit_code)
     print("every byte is equal")
 
@@ -88,8 +88,10 @@ def _print_check(title: str, check: SyncCheck, notes: Sequence[str]) -> None:
     for name in ("class", "tensors", "bytes", "verdict"):
         table.add_column(name, justify="right" if name in ("tensors", "bytes") else "left")
     for verdict in check.verdicts:
-        told = "equal" if verdict.is_equal else f"{verdict.num_differing} elements differ: {verdict.first_difference}"
-        table.add_row(verdict.name, str(len(verdict.tensors)), f"{verdict.num_bytes:,}", told)
+        outcome = "equal"
+        if not verdict.is_equal:
+            outcome = f"{verdict.num_differing} elements differ: {verdict.first_difference}"
+        table.add_row(verdict.name, str(len(verdict.tensors)), f"{verdict.num_bytes:,}", outcome)
     Console(width=_WIDTH, no_color=bool(NO_COLOR.read()), highlight=False, markup=False).print(table)
 
 

@@ -1,7 +1,4 @@
-"""`megarl checkpoint`: what a run has saved, whether it is what was written, what changed, what may go.
-
-Only `diff` loads torch.
-"""
+"""`megarl checkpoint`: list, verify, compare and remove checkpoints. Only `diff` loads torch."""
 
 from __future__ import annotations
 
@@ -15,27 +12,26 @@ from rich.table import Column, Table
 from megarl.checkpoint.folder import BEST, LATEST, list_checkpoints, marked, plan_prune, prune
 from megarl.checkpoint.locate import find_checkpoints, parent_of
 from megarl.checkpoint.manifest import MANIFEST_FILE, check_sizes, read_manifest, verify
-from megarl.cli.byte_progress import count_bytes
-from megarl.cli.display import format_seconds, make_console
+from megarl.cli.display import count_bytes, format_seconds, make_console
 from megarl.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megarl.checkpoint.diff import CheckpointDiff
 
-app = typer.Typer(no_args_is_help=True, help="Checkpoints of a run.")
+checkpoint_app = typer.Typer(no_args_is_help=True, help="List, verify, compare and remove checkpoints.")
 
 RunPath = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A run's folder, or one checkpoint of it.", show_default=False)
+    Path, typer.Argument(metavar="PATH", help="The folder of a run, or one of its checkpoints.", show_default=False)
 ]
 _SECONDS_PER_DAY = 86400
 
 
-@app.command("ls")
+@checkpoint_app.command("ls")
 def list_command(path: RunPath) -> None:
-    """The checkpoints of a run, the newest first; whether their files are there, not what is in them."""
+    """List the checkpoints of a run, the newest first; check that their files are there, but do not read them."""
     table = Table("checkpoint", "step", "GB", "age", "contents", "state", "", box=None)
     complaints = []
-    for folder in _everything(path):
+    for folder in _all_folders(path):
         try:
             figures = _describe(folder)
         except CheckpointError as error:
@@ -47,9 +43,9 @@ def list_command(path: RunPath) -> None:
         print(complaint)
 
 
-@app.command("verify")
+@checkpoint_app.command("verify")
 def verify_command(path: RunPath) -> None:
-    """Read every byte and compare digests; exits with 4 when a checkpoint is damaged."""
+    """Read every byte and compare digests; exits with 4 where a checkpoint is damaged."""
     console = make_console()
     damaged = []
     for folder in find_checkpoints(path):
@@ -66,33 +62,33 @@ def verify_command(path: RunPath) -> None:
         raise CheckpointError("; ".join(damaged))
 
 
-@app.command("diff")
+@checkpoint_app.command("diff")
 def diff_command(
     first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint, a run, or a Hugging Face folder.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
 ) -> None:
-    """What differs: tensors by class, configuration, state and recipe by key. Exits with 1 when anything does."""
+    """Compare two models: tensors by class; configuration, state and recipe by key. Exits with 1 where they differ."""
     from megarl.checkpoint.diff import compare, open_side
 
     sides = open_side(first), open_side(second)
-    found = compare(*sides)
+    diff = compare(*sides)
     print(f"A {sides[0].root}\nB {sides[1].root}")
-    _print_diff(found)
-    if not found.is_equal:
+    _print_diff(diff)
+    if not diff.is_equal:
         raise typer.Exit(1)
 
 
-@app.command("prune")
+@checkpoint_app.command("prune")
 def prune_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", show_default=False)],
-    keep_last: Annotated[int, typer.Option(min=1, help="How many of the newest stay.", show_default=False)],
-    keep_best: Annotated[bool, typer.Option("--keep-best", help="The one with the best metric stays.")] = False,
-    is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; remove nothing.")] = False,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    keep_last: Annotated[int, typer.Option(min=1, help="Keep this many of the newest.", show_default=False)],
+    keep_best: Annotated[bool, typer.Option("--keep-best", help="Keep the one with the best metric.")] = False,
+    is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed; remove nothing.")] = False,
 ) -> None:
-    """Remove old checkpoints; the newest one that verifies always stays."""
+    """Remove old checkpoints; the newest one that verifies is always kept."""
     parent = parent_of(run)
     if not list_checkpoints(parent):
-        raise CheckpointError(f"{run}: there is no checkpoint here; name a run's folder, as in runs/quickstart")
+        raise CheckpointError(f"{run}: there is no checkpoint here; name the folder of a run, as in runs/quickstart")
     console = make_console()
     with count_bytes(console, "verifying") as counter:
         plan = plan_prune(parent, keep_last=keep_last, keep_best=keep_best, on_bytes=counter)
@@ -101,17 +97,17 @@ def prune_command(
     console.print(f"{'would keep' if is_dry_run else 'kept'} {', '.join(folder.name for folder in plan.kept)}")
 
 
-def _everything(path: Path) -> list[Path]:
-    """Checkpoints, then what saves left behind or under way, then what was set aside."""
+def _all_folders(path: Path) -> list[Path]:
+    """Return checkpoints, then unfinished saves, then abandoned checkpoints."""
     if (path / MANIFEST_FILE).exists():
         return [path]
     parent = parent_of(path)
-    found = [*list_checkpoints(parent), *sorted(parent.glob("step_*.tmp")), *sorted(parent.glob("step_*.abandoned"))]
-    return found or find_checkpoints(path)
+    folders = [*list_checkpoints(parent), *sorted(parent.glob("step_*.tmp")), *sorted(parent.glob("step_*.abandoned"))]
+    return folders or find_checkpoints(path)
 
 
 def _describe(folder: Path) -> tuple[str, str, str, str, str]:
-    """Step, size, age, contents, state."""
+    """Return step, size, age, contents and state."""
     if folder.suffix == ".tmp":
         num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         return "", f"{num_bytes / 1e9:.3f}", _age(folder), "", "temp"
@@ -130,18 +126,18 @@ def _marks(folder: Path) -> str:
     return " ".join(name for name in (LATEST, BEST) if marked(folder.resolve().parent, name) == folder.resolve())
 
 
-def _print_diff(found: CheckpointDiff) -> None:
-    # A name that is cut says nothing: it goes on in the next line.
+def _print_diff(diff: CheckpointDiff) -> None:
+    # Names are folded, not cut.
     table = Table(Column("folder", overflow="fold"), Column("tensors", overflow="fold", min_width=24), box=None)
     for title in ("number", "equal", "max abs diff", "relative norm"):
         table.add_column(title, justify="right")
-    for item in found.classes:
+    for item in diff.classes:
         figures = ("", "") if item.is_equal else (f"{item.max_abs_diff:.3g}", f"{item.relative_norm:.3g}")
         table.add_row(item.folder, item.name, str(item.num_tensors), str(item.num_equal), *figures)
     make_console().print(table)
-    for value in found.values:
+    for value in diff.values:
         print(f"{value.document}: {value.key}: {value.first!r} -> {value.second!r}")
-    for sentence in found.others:
+    for sentence in diff.others:
         print(sentence)
-    if found.is_equal:
+    if diff.is_equal:
         print("no difference")

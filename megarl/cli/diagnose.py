@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megarl.cli.recipes import Overrides, RecipePath, load_checked
+from megarl.cli.recipe import Overrides, RecipePath, load_checked
 from megarl.env import NO_COLOR
 from megarl.errors import NumericsError
 
@@ -46,7 +46,7 @@ def mismatch(
         Path | None,
         typer.Option(metavar="PATH", help="Use the weights of this checkpoint instead of model.path."),
     ] = None,
-    is_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON in the last line too.")] = False,
+    is_json: Annotated[bool, typer.Option("--json", help="Also print everything as JSON, in the last line.")] = False,
 ) -> None:
     """Compare trainer and engine module by module on one prompt and a few sampled tokens.
 

@@ -1,13 +1,20 @@
-"""How a run looks to a person: a live view on a terminal, plain lines anywhere else. A sink of the run's records."""
+"""The display of a run: a live view on a terminal, plain lines elsewhere; and the progress bar of long reads."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import singledispatch
+from threading import Lock
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.logging import RichHandler
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
@@ -19,6 +26,7 @@ from megarl.observe.events import (
     CheckpointSaved,
     EngineChanged,
     Evaluated,
+    Event,
     PublishFailed,
     Record,
     Restarted,
@@ -29,6 +37,7 @@ from megarl.observe.events import (
     Warned,
 )
 from megarl.observe.history import Progress, advance
+from megarl.observe.summary import StepSummary
 from megarl.results import EvalResult
 from megarl.system.secret import masked
 
@@ -41,7 +50,7 @@ def make_console() -> Console:
 
 
 def show_warnings(console: Console) -> None:
-    """What any library logs as a warning appears above the live view, not through it."""
+    """Print warnings that libraries log above the live view."""
     handler = RichHandler(logging.WARNING, console=console, show_time=False, show_path=False)
     logging.getLogger().addHandler(handler)
 
@@ -53,7 +62,7 @@ def make_display(console: Console) -> Sink:
 
 
 class PlainDisplay:
-    """One line per step, and one for everything else worth knowing."""
+    """One line per step, and one per event that matters to people."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -70,17 +79,17 @@ class PlainDisplay:
                     self._console.print(line)
 
     def close(self) -> None:
-        """Nothing is held back: every line was written when it came."""
+        """Every line is written when it comes."""
 
 
 class LiveDisplay:
-    """Steps and phases move in place; what should stay readable scrolls by above them."""
+    """Steps and phases change in place; lines that stay scroll above them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._progress = Progress()
         self._spinner = Spinner("dots")
-        # Transient: the report takes its place.
+        # Transient: the report replaces it.
         self._live = Live(
             console=console,
             get_renderable=self._render,
@@ -112,43 +121,67 @@ class LiveDisplay:
 
 
 def describe(record: Record) -> str | None:
-    """The line for an event that stays on the screen in either display; None for those that only move the view."""
-    line = _line(record)
+    """Return the line that stays on the screen for an event, or None for an event that only moves the view."""
+    line = _line(record.event)
     return None if line is None else masked(line)
 
 
-def _line(record: Record) -> str | None:  # noqa: C901
-    match record.event:
-        case RunStarted(
-            name=name, algorithm=algorithm, steps=steps, folder=folder, metrics_url=url, resumed_step=resumed_step
-        ):
-            metrics = f"  metrics {url}" if url else ""
-            resumed = f", going on after step {resumed_step}" if resumed_step else ""
-            return f"run {name}: {algorithm}, {steps} steps{resumed}, in {folder}{metrics}"
-        case Evaluated(step=step, result=result):
-            return f"evaluated after step {step}: {_evaluation(result)}{_versions(result)}"
-        case CheckpointSaved() as saved:
-            return f"saved {saved.path} in {saved.seconds:.1f} s, {saved.blocking_seconds:.2f} s of it blocking"
-        case CheckpointFailed(step=step, reason=reason):
-            return f"warning: step {step} was not saved: {reason}"
-        case PublishFailed(version=version, reason=reason):
-            return f"warning: version {version} was not published: {reason}"
-        case EngineChanged(index=index, state=state, reason=reason) if reason:
-            return f"engine {index} is {state}: {reason}"
-        case Restarted(role="trainers", reason=reason):
-            return f"warning: all trainer ranks start again {reason}"
-        case Restarted(role=role, index=index, reason=reason):
-            return f"{role} {index} is started again: {reason}"
-        case Warned(text=text):
-            return f"warning: {text}"
-        case RunFinished(status=status):
-            return f"run {status}"
-        case _:
-            return None
+@singledispatch
+def _line(_event: Event) -> str | None:
+    return None
+
+
+@_line.register
+def _(event: RunStarted) -> str:
+    metrics = f"  metrics {event.metrics_url}" if event.metrics_url else ""
+    resumed = f", resumed after step {event.resumed_step}" if event.resumed_step else ""
+    return f"run {event.name}: {event.algorithm}, {event.steps} steps{resumed}, in {event.folder}{metrics}"
+
+
+@_line.register
+def _(event: Evaluated) -> str:
+    return f"evaluated after step {event.step}: {_evaluation(event.result)}{_versions(event.result)}"
+
+
+@_line.register
+def _(event: CheckpointSaved) -> str:
+    return f"saved {event.path} in {event.seconds:.1f} s, {event.blocking_seconds:.2f} s of it blocking"
+
+
+@_line.register
+def _(event: CheckpointFailed) -> str:
+    return f"warning: step {event.step} was not saved: {event.reason}"
+
+
+@_line.register
+def _(event: PublishFailed) -> str:
+    return f"warning: version {event.version} was not published: {event.reason}"
+
+
+@_line.register
+def _(event: EngineChanged) -> str | None:
+    return f"engine {event.index} is {event.state}: {event.reason}" if event.reason else None
+
+
+@_line.register
+def _(event: Restarted) -> str:
+    if event.role == "trainers":
+        return f"warning: all trainer ranks restart {event.reason}"
+    return f"{event.role} {event.index} restarts: {event.reason}"
+
+
+@_line.register
+def _(event: Warned) -> str:
+    return f"warning: {event.text}"
+
+
+@_line.register
+def _(event: RunFinished) -> str:
+    return f"run {event.status}"
 
 
 def _evaluation(result: EvalResult) -> str:
-    """`accuracy 0.875 of 64 prompts  pass@8 0.953`; the score only where it is another number than the accuracy."""
+    """Return `accuracy 0.875 of 64 prompts  pass@8 0.953`, with the score where it differs from the accuracy."""
     accuracy, score = result.accuracy, result.numbers["score"]
     parts = [f"accuracy {accuracy:.3f} of {result.main.overall.num_prompts} prompts"]
     parts += [
@@ -160,7 +193,7 @@ def _evaluation(result: EvalResult) -> str:
 
 
 def _versions(result: EvalResult) -> str:
-    """Where more than one policy answered."""
+    """Return the range of versions where more than one policy answered, else an empty text."""
     newest = result.newest_version
     return "" if newest is None else f"  by versions {result.version} to {newest}"
 
@@ -175,37 +208,81 @@ def _phase(progress: Progress, *, now: datetime) -> str:
     return f"{progress.phase} {format_seconds((now - progress.phase_began).total_seconds())}"
 
 
-def _numbers(progress: Progress) -> str:  # noqa: C901
-    parts: list[str] = []
+def _numbers(progress: Progress) -> str:
     summary = progress.summary
-    if summary is not None:
-        if summary.rollouts is not None:
-            parts.append(f"reward {summary.rollouts.reward_mean:.3f}")
-            if not summary.rollouts.has_signal:
-                parts.append("no signal")
-            if summary.rollouts.num_dropped_groups:
-                parts.append(f"dropped {summary.rollouts.num_dropped_groups} groups")
-        if summary.flow is not None and summary.flow.age_max:
-            parts.append(f"age {summary.flow.age_mean:.2f} (at most {summary.flow.age_max})")
-        if summary.update is not None:
-            parts.append(f"loss {summary.update.loss:.4f}")
-        if summary.critic is not None:
-            parts.append(f"value loss {summary.critic.loss:.4f}")
+    parts = [] if summary is None else [*_rollout_numbers(summary), *_update_numbers(summary)]
     if progress.evaluation is not None:
         parts.append(f"accuracy {progress.evaluation.accuracy:.3f}")
     if summary is not None:
-        parts.append(f"{summary.tokens_per_second:,.0f} tokens/s")
-        parts.append(f"{summary.seconds:.1f} s")
+        parts += [f"{summary.tokens_per_second:,.0f} tokens/s", f"{summary.seconds:.1f} s"]
     if progress.eta_s is not None:
         parts.append(f"ETA {format_seconds(progress.eta_s)}")
     return "  ".join(parts)
 
 
+def _rollout_numbers(summary: StepSummary) -> Iterator[str]:
+    rollouts, flow = summary.rollouts, summary.flow
+    if rollouts is not None:
+        yield f"reward {rollouts.reward_mean:.3f}"
+        if not rollouts.has_signal:
+            yield "no signal"
+        if rollouts.num_dropped_groups:
+            yield f"dropped {rollouts.num_dropped_groups} groups"
+    if flow is not None and flow.age_max:
+        yield f"age {flow.age_mean:.2f} (at most {flow.age_max})"
+
+
+def _update_numbers(summary: StepSummary) -> Iterator[str]:
+    if summary.update is not None:
+        yield f"loss {summary.update.loss:.4f}"
+    if summary.critic is not None:
+        yield f"value loss {summary.critic.loss:.4f}"
+
+
 def format_seconds(seconds: float) -> str:
-    """Two units at most: 45s, 3m20s, 2h05m."""
+    """Return at most two units: 45s, 3m20s, 2h05m."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+class ByteCounter:
+    """Counts bytes from several threads; called with the size of every chunk."""
+
+    def __init__(self, bars: Bars, text: str, *, total_bytes: int | None) -> None:
+        self._bars = bars
+        self._task = bars.add_task(text, total=total_bytes)
+        self._lock = Lock()
+        self._began = time.monotonic()
+        self.num_bytes = 0
+
+    def __call__(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_bytes += num_bytes
+            self._bars.update(self._task, completed=self.num_bytes)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def rate(self) -> str:
+        return f"{self.num_bytes / 1e9 / max(self.seconds, 1e-9):.2f} GB/s"
+
+
+@contextmanager
+def count_bytes(console: Console, text: str, *, total_bytes: int | None = None) -> Iterator[ByteCounter]:
+    """Yield a counter; on a terminal, show a bar with its rate until the block ends."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    is_shown = console.is_terminal and not console.is_dumb_terminal
+    with Bars(*columns, console=console, transient=True, disable=not is_shown) as bars:
+        yield ByteCounter(bars, text, total_bytes=total_bytes)

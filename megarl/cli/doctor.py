@@ -1,4 +1,4 @@
-"""`megarl doctor`: what is wrong with this machine, a cluster or a run, as tables for people or JSON for programs."""
+"""`megarl doctor`: what is wrong with this machine, a cluster or a run, as tables or as JSON."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from megarl.cli.recipe import Overrides
 from megarl.env import NO_COLOR, RAY_ADDRESS
 from megarl.errors import ConfigError, MachineError, Problem
 
 if TYPE_CHECKING:
     from megarl.config.recipe import Recipe
-    from megarl.tools.doctor.checks import Check
-    from megarl.tools.doctor.diagnosis import RunDiagnosis
-    from megarl.tools.doctor.findings import Finding
+    from megarl.tools.doctor import Check
+    from megarl.tools.doctor.rules import Finding, RunDiagnosis
 
 _WIDTH = 120
 _STYLES = {"ok": "green", "note": "dim", "warning": "yellow", "error": "bold red"}
@@ -31,57 +31,57 @@ _STYLES = {"ok": "green", "note": "dim", "warning": "yellow", "error": "bold red
 def doctor(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RECIPE] [RUN]", help="A recipe's file, a run's folder, or both.", show_default=False),
+        typer.Argument(metavar="[RECIPE] [RUN]", help="A recipe, the folder of a run, or both.", show_default=False),
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Override one key.")] = None,
+    overrides: Overrides = None,
     ray_address: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Look at every node of this Ray cluster.", show_default=False)
+        str | None, typer.Option(metavar="ADDRESS", help="Check every node of this Ray cluster.", show_default=False)
     ] = None,
     tries_groups: Annotated[
-        bool, typer.Option("--all-reduce", help="Try an all-reduce in every pool; a cluster's is always tried.")
+        bool, typer.Option("--all-reduce", help="Try an all-reduce in every pool here, as is always done on a cluster.")
     ] = False,
     is_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Look at this machine and, where they are named, at a recipe, its cluster, and what a run has written.
+    """Check this machine and, where given, a recipe with its cluster, or diagnose a run from its events.
 
-    Exit code 0 where nothing is an error, 5 where something is.
+    Exits with 0 where nothing is an error, with 5 where something is.
     """
     recipe_path, run = _sort_out(paths or [])
     if recipe_path is None and (overrides or ray_address or tries_groups):
         problem = Problem(key="", message="--set, --ray-address and --all-reduce need a RECIPE")
         raise ConfigError("megarl doctor", (problem,))
     checks: list[Check] = []
-    # Whoever asks only about a run may be far from where it ran.
+    # A question about a run alone may be asked on another machine.
     if recipe_path is not None or run is None:
         checks = _examine(recipe_path, overrides or [], ray_address, tries_groups=tries_groups)
     diagnosis = None
     if run is not None:
-        from megarl.tools.doctor.diagnosis import diagnose_run
+        from megarl.tools.doctor.rules import diagnose_run
 
         diagnosis = diagnose_run(run, now=datetime.now(UTC))
     if is_json:
         print(json.dumps(_as_json(checks, diagnosis), indent=2))
     else:
         _show(checks, diagnosis, run)
-    severities = [*(check.verdict for check in checks), *(item.severity for item in _findings(diagnosis))]
+    severities = [*(check.status for check in checks), *(item.severity for item in _findings(diagnosis))]
     if "error" in severities:
         raise typer.Exit(MachineError.exit_code)
 
 
 def _sort_out(paths: Sequence[Path]) -> tuple[Path | None, Path | None]:
-    """A folder is a run, anything else a recipe."""
+    """Return the recipe and the run; a folder is a run, any other path a recipe."""
     folders = [path for path in paths if path.is_dir()]
     files = [path for path in paths if not path.is_dir()]
     if len(folders) > 1 or len(files) > 1:
         names = ", ".join(map(str, folders if len(folders) > 1 else files))
-        kind = "runs" if len(folders) > 1 else "recipes"
-        raise ConfigError("megarl doctor", (Problem(key="", message=f"takes one of two {kind}: {names}"),))
+        kind = "run" if len(folders) > 1 else "recipe"
+        raise ConfigError("megarl doctor", (Problem(key="", message=f"takes one {kind}, not several: {names}"),))
     return (files[0] if files else None), (folders[0] if folders else None)
 
 
 def _examine(path: Path | None, overrides: Sequence[str], address: str | None, *, tries_groups: bool) -> list[Check]:
     from megarl.config.load import read_recipe
-    from megarl.tools.doctor.examination import examine_machine, examine_recipe
+    from megarl.tools.doctor.machine import examine_machine, examine_recipe
 
     recipe: Recipe | None = None
     if path is not None:
@@ -91,9 +91,12 @@ def _examine(path: Path | None, overrides: Sequence[str], address: str | None, *
     if recipe is not None:
         checks += examine_recipe(recipe)
         if address is not None or tries_groups:
-            from megarl.tools.doctor.cluster import check_cluster
+            from megarl.runtime.launch import ray_environment
 
-            checks += check_cluster(recipe, address=address)
+            with ray_environment(address):
+                from megarl.tools.doctor.cluster import check_cluster
+
+                checks += check_cluster(recipe, address=address)
     return checks
 
 
@@ -105,7 +108,7 @@ def _show(checks: Sequence[Check], diagnosis: RunDiagnosis | None, run: Path | N
     console = Console(width=_WIDTH, no_color=bool(NO_COLOR.read()), highlight=False, markup=False)
     if checks:
         console.print(_checks_table(checks))
-        console.print(_count(str(check.verdict) for check in checks))
+        console.print(_count([str(check.status) for check in checks]))
     if diagnosis is not None:
         assert run is not None
         reason = f": {diagnosis.reason}" if diagnosis.reason else ""
@@ -115,17 +118,17 @@ def _show(checks: Sequence[Check], diagnosis: RunDiagnosis | None, run: Path | N
         if diagnosis.findings:
             console.print(Group(*(_finding_table(finding, run) for finding in diagnosis.findings)))
         else:
-            console.print("nothing found")
+            console.print("no problem found")
 
 
 def _checks_table(checks: Iterable[Check]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, expand=True)
-    for name, ratio in (("", None), ("check", 3), ("found", 4), ("verdict", None), ("what to do", 6)):
+    for name, ratio in (("", None), ("check", 3), ("found", 4), ("status", None), ("what to do", 6)):
         table.add_column(name, overflow="fold", ratio=ratio, no_wrap=ratio is None)
     area = ""
     for check in checks:
-        verdict = Text(check.verdict, style=_STYLES[check.verdict])
-        table.add_row("" if check.area == area else check.area, check.name, check.found, verdict, check.remedy)
+        status = Text(check.status, style=_STYLES[check.status])
+        table.add_row("" if check.area == area else check.area, check.name, check.found, status, check.remedy)
         area = check.area
     return table
 
@@ -139,13 +142,12 @@ def _finding_table(finding: Finding, run: Path) -> Table:
     table.add_row("cause", finding.cause)
     for change in finding.changes:
         table.add_row("change", str(change))
-    table.add_row("besides", finding.advice.replace("RUN", str(run)))
+    table.add_row("advice", finding.advice.replace("RUN", str(run)))
     return table
 
 
-def _count(verdicts: Iterable[str]) -> str:
-    kept = list(verdicts)
-    return ", ".join(f"{kept.count(name)} {name}" for name in _STYLES if kept.count(name))
+def _count(statuses: Sequence[str]) -> str:
+    return ", ".join(f"{statuses.count(name)} {name}" for name in _STYLES if name in statuses)
 
 
 def _as_json(checks: Sequence[Check], diagnosis: RunDiagnosis | None) -> dict[str, object]:

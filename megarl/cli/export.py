@@ -1,15 +1,30 @@
-"""`megarl export`: a model out of a run, as a folder for other tools."""
+"""`megarl export`: write the model of a run as a Hugging Face folder, and check that transformers loads it equally."""
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import psutil
 import typer
 
-from megarl.cli.byte_progress import count_bytes
-from megarl.cli.display import make_console
+from megarl.checkpoint.locate import CONFIG_FILE, ModelSource
+from megarl.cli.display import count_bytes, make_console
+from megarl.errors import CheckpointError, MachineError
+
+if TYPE_CHECKING:
+    import torch
+
+NUM_TOKENS = 64
+
+_TOLERANCE = 1e-5
+"""Equal bytes in the same dtype give equal numbers; a wrong configuration gives others."""
+_TOKEN_STEP = 7919
+"""A prime: the prompt walks through the whole vocabulary."""
+_MEMORY_FACTOR = 1.25
+_SPARE_BYTES = 1 << 30
 
 
 class ExportDtype(StrEnum):
@@ -25,24 +40,23 @@ def export(
         Path,
         typer.Argument(
             metavar="CKPT",
-            help="A checkpoint, a run's folder (its newest whole checkpoint), or a Hugging Face folder.",
+            help="A checkpoint, the folder of a run (its newest complete checkpoint), or a Hugging Face folder.",
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that is not there yet.", show_default=False)],
-    dtype: Annotated[ExportDtype | None, typer.Option(help="Of the weights; by default what they have.")] = None,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist yet.", show_default=False)],
+    dtype: Annotated[ExportDtype | None, typer.Option(help="Of the weights; by default the source's.")] = None,
     is_loaded: Annotated[
         bool,
         typer.Option(
             "--load-check/--no-load-check",
-            help="Load source and result with transformers and compare log-probabilities; needs memory for the model.",
+            help="Load source and result with transformers and compare log-probabilities; needs memory for one model.",
         ),
     ] = True,
 ) -> None:
-    """Write a model as a Hugging Face folder, verified against its source; on the CPU, in little memory."""
+    """Write a model as a Hugging Face folder, and verify it against its source; on the CPU, in little memory."""
     from megarl.checkpoint.export import export_model, refuse_occupied
     from megarl.checkpoint.locate import find_model
-    from megarl.cli.load_check import LoadCheck
 
     console = make_console()
     wanted = _DTYPES[dtype] if dtype is not None else None
@@ -57,4 +71,80 @@ def export(
     size = f"{exported.num_tensors} tensors, {exported.num_bytes / 1e9:.3f} GB in {exported.num_files} file(s)"
     cast = f", {exported.num_cast} cast to {wanted}" if exported.num_cast else ""
     console.print(f"{out}: {size}{cast}; names, shapes, dtypes and digests compared with {model.tensor_folder}")
-    console.print(f"{out}: loaded with transformers: {check}" if check is not None else f"{out}: not loaded to compare")
+    console.print(f"{out}: in transformers: {check}" if check is not None else f"{out}: not compared in transformers")
+
+
+class LoadCheck:
+    """Compares the log-probabilities of an exported model with those of its source, both loaded by transformers.
+
+    Created before the export: one that cannot be checked is refused before an hour of work.
+    """
+
+    def __init__(self, source: ModelSource, *, dtype: str | None) -> None:
+        config = json.loads((source.folder / CONFIG_FILE).read_text())
+        self._reference = source.folder
+        own_dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        # In the coarser of the two dtypes both have bit-equal weights.
+        self._dtype = "bfloat16" if dtype == "bfloat16" else own_dtype
+        self.max_difference = float("nan")
+        _refuse_too_large(source.folder)
+
+    def __call__(self, folder: Path) -> None:
+        expected = logprobs(self._reference, dtype=self._dtype)
+        actual = logprobs(folder, dtype=self._dtype)
+        self.max_difference = float((expected - actual).abs().max())
+        # Not `>`: a NaN is a difference too.
+        if not self.max_difference <= _TOLERANCE:
+            raise CheckpointError(
+                f"{folder}: its log-probabilities in transformers differ from those of {self._reference} "
+                f"by {self.max_difference:g}; the export was removed"
+            )
+
+    def __str__(self) -> str:
+        figures = f"{self.max_difference:g} at most over {NUM_TOKENS} tokens in {self._dtype}"
+        return f"log-probabilities differ from the source's by {figures}"
+
+
+def logprobs(folder: Path, *, dtype: str) -> torch.Tensor:
+    """Return the log-probabilities of every token at every place of a fixed prompt, or the outputs of another head."""
+    import torch
+
+    from megarl.rollout.cpu_kernels import declare_torchvision_ops
+    from megarl.weights.executors.tensors import torch_dtype
+
+    declare_torchvision_ops()  # transformers needs them when it is imported
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    architecture = (json.loads((folder / CONFIG_FILE).read_text()).get("architectures") or ["AutoModelForCausalLM"])[0]
+    try:
+        model, report = getattr(transformers, architecture).from_pretrained(
+            folder, dtype=torch_dtype(dtype), local_files_only=True, output_loading_info=True
+        )
+    except (AttributeError, OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{folder}: transformers cannot load it: {str(error).splitlines()[0]}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report.get(kind):
+            raise CheckpointError(f"{folder}: loaded with transformers it has {kind}: {sorted(report[kind])[:3]}")
+    token_ids = torch.arange(NUM_TOKENS) * _TOKEN_STEP % model.config.vocab_size
+    with torch.no_grad():
+        outputs = model.eval()(input_ids=token_ids[None], use_cache=False).logits.float()
+    assert isinstance(outputs, torch.Tensor)
+    return outputs.log_softmax(-1) if outputs.dim() == 3 else outputs
+
+
+def _refuse_too_large(folder: Path) -> None:
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    needed = int(num_bytes * _MEMORY_FACTOR) + _SPARE_BYTES
+    available = _available_bytes()
+    if needed > available:
+        raise MachineError(
+            f"{folder}: loading it to compare log-probabilities needs about {needed / 1e9:.0f} GB of memory, "
+            f"{available / 1e9:.0f} GB are available; --no-load-check skips the comparison"
+        )
+
+
+def _available_bytes() -> int:
+    available: int = psutil.virtual_memory().available
+    return available

@@ -1,4 +1,4 @@
-"""`megarl launch`: a recipe as a job of a scheduler."""
+"""`megarl launch`: run a recipe as a job of a scheduler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from megarl.cli.recipes import Overrides, RecipePath, load_checked
+from megarl.cli.recipe import Overrides, RecipePath, load_checked
 from megarl.errors import ConfigError, MachineError, Problem
 
 launch_app = typer.Typer(no_args_is_help=True, help="Jobs for schedulers.")
@@ -19,40 +19,41 @@ _SUBMIT_TIMEOUT_S = 60.0
 
 @launch_app.callback()
 def _launch() -> None:
-    """A group of commands, though it has one."""
+    """Keeps `slurm` a subcommand: typer makes a single command the app itself."""
 
 
 @launch_app.command()
 def slurm(
     recipe: RecipePath,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines of the job.", show_default=False)],
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.", show_default=False)],
     overrides: Overrides = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Without it what the largest pool has; on a CPU run, processes.")
+        int | None, typer.Option(min=1, help="Those of the largest pool if not given; processes on a CPU run.")
     ] = None,
-    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Without it the job takes whole nodes.")] = None,
+    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Whole nodes if not given.")] = None,
     gpu_request: Annotated[
-        str | None, typer.Option(metavar="OPTION", help="Instead of --gpus-per-node=N, such as --gres=gpu:h100:8.")
+        str | None, typer.Option(metavar="OPTION", help="Replaces --gpus-per-node=N, as in --gres=gpu:h100:8.")
     ] = None,
-    partition: Annotated[str | None, typer.Option()] = None,
-    account: Annotated[str | None, typer.Option()] = None,
+    partition: Annotated[str | None, typer.Option(help="As sbatch takes it.")] = None,
+    account: Annotated[str | None, typer.Option(help="As sbatch takes it.")] = None,
     time: Annotated[str | None, typer.Option(help="As sbatch takes it: 90, 12:00:00, 2-12:00:00.")] = None,
     container: Annotated[
-        str | None, typer.Option(metavar="IMAGE", help="A .sif file for Apptainer, else an image for pyxis.")
+        str | None, typer.Option(metavar="IMAGE", help="A .sif file for Apptainer, or an image for pyxis.")
     ] = None,
     venv: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Without it the environment of this command.")
+        Path | None, typer.Option(metavar="DIR", help="The environment of this command if not given.")
     ] = None,
     mount: Annotated[
-        list[Path] | None, typer.Option(metavar="DIR", help="Besides what the recipe names. May be repeated.")
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Mount this folder too. May be repeated."),
     ] = None,
-    max_failures: Annotated[
-        int, typer.Option(min=0, help="How often a job that failed on the machines' side is queued again.")
-    ] = 3,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Without it the script is printed.")] = None,
-    is_submitted: Annotated[bool, typer.Option("--submit", help="Hand it to sbatch.")] = False,
+    max_failures: Annotated[int, typer.Option(min=0, help="Give up after this many failures of machines.")] = 3,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the script here; by default it is printed.")
+    ] = None,
+    is_submitted: Annotated[bool, typer.Option("--submit", help="Submit the job with sbatch.")] = False,
 ) -> None:
-    """Write an sbatch script: Ray on every node, megarl on the first; saves before the time limit, and goes on."""
+    """Write an sbatch script: Ray on every node, megarl on the first; the job resumes after its time limit."""
     if container is not None and venv is not None:
         problem = Problem(key="", message="name a --container or a --venv, not both")
         raise ConfigError("megarl launch slurm", (problem,))
@@ -76,7 +77,10 @@ def slurm(
         mounts=tuple(path.absolute() for path in mount or ()),
         max_failures=max_failures,
     )
-    script = render(job, checked)
+    _deliver(render(job, checked), out, is_submitted=is_submitted)
+
+
+def _deliver(script: str, out: Path | None, *, is_submitted: bool) -> None:
     if out is not None:
         _write(out, script)
     if is_submitted:
@@ -84,7 +88,7 @@ def slurm(
     elif out is None:
         print(script, end="")
     else:
-        print(f"wrote {out}; sbatch {out}")
+        print(f"wrote {out}; submit it with: sbatch {out}")
 
 
 def _write(path: Path, script: str) -> None:
@@ -98,10 +102,10 @@ def _write(path: Path, script: str) -> None:
 def _submit(script: str) -> str:
     program = shutil.which("sbatch")
     if program is None:
-        raise MachineError("sbatch not found; run this where Slurm's commands are, or write the script with --out")
+        raise MachineError("sbatch not found; run this on a machine with Slurm, or write the script with --out")
     done = subprocess.run(  # noqa: S603 - the program was looked up, the script comes by its standard input
         [program], input=script, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_S, check=False
     )
     if done.returncode != 0:
-        raise MachineError(f"sbatch refuses the job: {' '.join(done.stderr.split())}")
+        raise MachineError(f"sbatch refused the job: {' '.join(done.stderr.split())}")
     return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""`megarl metrics` and `megarl dashboards`: what a run exports, where Prometheus finds it, and what Grafana draws."""
+"""`megarl metrics` and `megarl dashboards`: the metrics of runs, for Prometheus and Grafana."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megarl.observe.catalogue import METRICS, Metric
 from megarl.observe.prometheus import TARGETS_FILE, Target, read_targets, write_targets
 from megarl.tools.dashboards.monitoring import write_monitoring
 
-metrics_app = typer.Typer(no_args_is_help=True, help="What a run exports, and where.")
+metrics_app = typer.Typer(no_args_is_help=True, help="Metrics of runs, for Prometheus.")
 
 
 @metrics_app.command("list")
 def list_metrics(
-    is_markdown: Annotated[bool, typer.Option("--docs", help="Print docs/metrics.md.")] = False,
+    is_markdown: Annotated[bool, typer.Option("--docs", help="Print docs/metrics.md instead.")] = False,
 ) -> None:
     """Print every metric: its name, kind, labels and meaning."""
     if is_markdown:
@@ -34,19 +34,20 @@ def list_metrics(
 @metrics_app.command("targets")
 def write_target_file(
     run: Annotated[
-        list[Path], typer.Argument(metavar="RUN|RECIPE...", help="Folders of runs, or recipes.", show_default=False)
+        list[Path],
+        typer.Argument(metavar="RUN|RECIPE...", help="Folders of runs, or recipes.", show_default=False),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="A JSON file for Prometheus.", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.", show_default=False)],
 ) -> None:
-    """Write where Prometheus finds the exporters and engines of runs, in the format of its `file_sd_configs`.
+    """Write the addresses of the exporters and engines of runs, for Prometheus' `file_sd_configs`.
 
-    A run keeps such a file itself, as prometheus_targets.json in its folder; this gathers several.
+    Every run writes such a file, prometheus_targets.json in its folder; this joins several.
     """
-    found: list[Target] = []
+    targets: list[Target] = []
     for path in run:
-        found += read_targets(_run_folder(path) / TARGETS_FILE)
-    write_targets(out, found)
-    print(f"wrote {out}: {len(found)} targets")
+        targets += read_targets(_run_folder(path) / TARGETS_FILE)
+    write_targets(out, targets)
+    print(f"wrote {out}: {len(targets)} targets")
 
 
 def dashboards(
@@ -62,11 +63,11 @@ def _run_folder(path: Path) -> Path:
         return path
     if path.suffix in {".yaml", ".yml"}:
         return read_recipe(path).recipe.run_folder
-    raise DataError(f"{path} is neither the folder of a run nor a recipe")
+    raise DataError(f"{path}: neither the folder of a run nor a recipe")
 
 
 def metrics_page() -> str:
-    """docs/metrics.md."""
+    """Return the text of docs/metrics.md."""
     lines = [
         "# Metrics",
         "",

@@ -1,44 +1,325 @@
-"""`megarl plan`: what a recipe will need, as tables for people or JSON for programs."""
+"""`megarl plan`: what a recipe will need, as tables of at most a hundred columns or as JSON."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
 
+from megarl.cli.recipe import Overrides, RecipePath
+from megarl.config.advice import advise
 from megarl.env import NO_COLOR
+from megarl.planner.deployment import Placement, RankPlace
+from megarl.planner.fit import Proposal
+from megarl.planner.hardware import parse_gpu
+from megarl.planner.ledger import MemoryLedger, saves
+from megarl.planner.run_plan import PlanAnswer, PlanQuestion, RunPlan, answer
+from megarl.planner.timing import PhaseName, PhaseTime, Timing
+from megarl.weights.layouts.megatron import padded_vocab
 
+_MAX_NODES = 12
 WIDTH = 100
 
 
 def plan(
-    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", show_default=False)],
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Override one key.")] = None,
+    recipe: RecipePath,
+    overrides: Overrides = None,
     gpu: Annotated[
-        str, typer.Option(help="a100, h100, h200; other figures: h100,memory_gib=94,network_gb_per_s=25.")
+        str, typer.Option(help="a100, h100 or h200, with other figures as in h100,memory_gib=94,network_gb_per_s=25.")
     ] = "h100",
-    shape: Annotated[str | None, typer.Option(help="A public model's shape, where model.path is not here.")] = None,
+    shape: Annotated[str | None, typer.Option(help="A public model's name, where model.path is missing here.")] = None,
     what_if: Annotated[
-        list[str] | None, typer.Option(metavar="A.B=VALUE", help="Compare with this change. May be repeated.")
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Compare with this change. May be repeated.")
     ] = None,
-    mean_response_tokens: Annotated[int | None, typer.Option(min=1, help="Without it half the limit.")] = None,
+    mean_response_tokens: Annotated[int | None, typer.Option(min=1, help="By default half the limit.")] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Say whether a recipe fits, where its bytes go and where its time goes; start nothing."""
-    from rich.console import Console
-
-    from megarl.cli.plan_tables import as_json, comparison, tables
-    from megarl.planner.hardware import parse_gpu
-    from megarl.planner.run_plan import PlanQuestion, answer
-
+    """Estimate whether a recipe fits into memory, and what takes its memory and its time; start nothing."""
     question = PlanQuestion(gpu=parse_gpu(gpu), shape_name=shape, mean_response_tokens=mean_response_tokens)
     first = answer(recipe, overrides or [], question)
     changed = answer(recipe, [*(overrides or []), *what_if], question) if what_if else None
     if is_json:
-        found = as_json(first) if changed is None else [as_json(first), as_json(changed)]
-        print(json.dumps(found, indent=2))
+        plans = as_json(first) if changed is None else [as_json(first), as_json(changed)]
+        print(json.dumps(plans, indent=2))
         return
     console = Console(width=WIDTH, no_color=bool(NO_COLOR.read()), highlight=False, markup=False)
     console.print(tables(first) if changed is None else comparison(first, changed, what_if or []))
+
+
+def as_json(answer: PlanAnswer) -> dict[str, object]:
+    fits = {"fits": answer.plan.sizes.fits, "proposals": [asdict(proposal) for proposal in answer.proposals]}
+    return {"run": answer.recipe.run.name, **fits, **asdict(answer.plan)}
+
+
+def tables(answer: PlanAnswer) -> Group:
+    plan = answer.plan
+    parts: list[RenderableType] = [_title(answer), "", _placement_table(plan.placement), ""]
+    for where in dict.fromkeys(ledger.where for ledger in plan.sizes.ledgers):
+        parts += [_memory_table(where, [ledger for ledger in plan.sizes.ledgers if ledger.where == where])]
+    parts += [*_fit_lines(answer), ""]
+    if plan.sizes.hosts:
+        parts += [_host_table(plan), ""]
+    if plan.reshard is not None:
+        parts += [_reshard_table(plan), ""]
+    if plan.sizes.timing is not None:
+        parts += [_time_table(plan.sizes.timing), *_time_notes(answer)]
+    parts += _padding_notes(answer)
+    parts += [f"warning: {warning}" for warning in advise(answer.recipe, plan.shapes.policy)]
+    return Group(*parts)
+
+
+def _title(answer: PlanAnswer) -> str:
+    plan = answer.plan
+    device = "cpu" if answer.recipe.run.device == "cpu" else plan.gpu.name
+    return (
+        f"{answer.recipe.run.name}: {answer.recipe.algorithm.kind}, shape from {plan.shapes.source}, "
+        f"{plan.placement.num_gpus} x {device} on {plan.placement.num_nodes} node(s)"
+    )
+
+
+def _table(title: str, *columns: str, left: int = 1) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="none", box=box.SIMPLE_HEAD)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right")
+    return table
+
+
+def _placement_table(placement: Placement) -> Table:
+    """Return a line per node with the ranks of each role and the parts of the model that they hold."""
+    roles = list(placement.models)
+    table = _table(
+        "Placement; ranks: tensor x data x pipeline",
+        "node",
+        "GPUs",
+        *(f"{role} ranks" for role in roles),
+        "engines",
+        left=3 + len(roles),
+    )
+    # On one machine all pools are on the same node: it belongs to the first.
+    pool_of = {place.node: place.pool for place in reversed(placement.places)}
+    pools = list(dict.fromkeys(place.pool for place in placement.places if pool_of[place.node] == place.pool))
+    for pool in pools:
+        nodes = list(dict.fromkeys(place.node for place in placement.places if pool_of[place.node] == pool))
+        for node in _shown(nodes, max_nodes=max(3, _MAX_NODES // len(pools))):
+            if node.startswith("..."):
+                table.add_row(node)
+                continue
+            ranks = [[rank for rank in placement.models[role].ranks if rank.place.node == node] for role in roles]
+            table.add_row(
+                node,
+                _span(place.gpu for place in placement.places if place.node == node),
+                *(_coordinates(node_ranks) for node_ranks in ranks),
+                _span(rank.engine for rank in placement.engine_ranks if rank.place.node == node),
+            )
+    return table
+
+
+def _shown(nodes: Sequence[str], *, max_nodes: int) -> list[str]:
+    """Return at most `max_nodes` lines; one of them counts the nodes that are left out."""
+    if len(nodes) <= max_nodes:
+        return [*nodes]
+    first = nodes[: max_nodes - 2]
+    return [*first, f"... {len(nodes) - len(first) - 1} more", nodes[-1]]
+
+
+def _coordinates(ranks: Sequence[RankPlace]) -> str:
+    if not ranks:
+        return ""
+    parts = (_span(rank.tensor for rank in ranks), _span(rank.data for rank in ranks))
+    return f"{_span(rank.rank for rank in ranks)}: {' x '.join(parts)} x {_span(rank.pipeline for rank in ranks)}"
+
+
+def _memory_table(where: str, ledgers: Sequence[MemoryLedger]) -> Table:
+    """Return the table of one kind of GPU, with a column per phase."""
+    title = f"Memory of the fullest GPU, GiB: {where}"
+    table = _table(title, "", *(ledger.phase for ledger in ledgers))
+    names = list(dict.fromkeys(item.name for ledger in ledgers for item in ledger.items))
+    estimated = {item.name for ledger in ledgers for item in ledger.items if not item.is_exact}
+    for name in names:
+        sums = [sum(item.num_bytes for item in ledger.items if item.name == name) for ledger in ledgers]
+        label = f"{name} (about)" if name in estimated else name
+        table.add_row(label, *(_gib(number) if number else "" for number in sums))
+    table.add_section()
+    table.add_row("total", *(_gib(ledger.total_bytes) for ledger in ledgers))
+    if any(ledger.margin_bytes is not None for ledger in ledgers):
+        table.add_row("margin", *(_gib(ledger.margin_bytes or 0) for ledger in ledgers), style="bold")
+    return table
+
+
+def _host_table(plan: RunPlan) -> Table:
+    hosts = plan.sizes.hosts
+    table = _table("Host memory of the fullest node, GiB", "", *(host.where for host in hosts))
+    names = list(dict.fromkeys(item.name for host in hosts for item in host.items))
+    for name in names:
+        sums = [sum(item.num_bytes for item in host.items if item.name == name) for host in hosts]
+        table.add_row(name, *(_gib(number) if number else "" for number in sums))
+    table.add_section()
+    table.add_row("total", *(_gib(host.total_bytes) for host in hosts))
+    return table
+
+
+def _fit_lines(answer: PlanAnswer) -> list[str]:
+    sizes = answer.plan.sizes
+    worst = sizes.worst
+    if worst is None or worst.margin_bytes is None:
+        return ["this is the host memory of one process; a CPU run has no limit to compare it with"]
+    if sizes.fits:
+        return [f"fits: at least {_gib(worst.margin_bytes)} GiB are left ({worst.where}, {worst.phase})"]
+    if worst.margin_bytes >= 0:
+        lines = ["does not fit: roles.rollout.memory_fraction leaves no room for a KV cache beside the weights"]
+    else:
+        lines = [f"does not fit: {_gib(-worst.margin_bytes)} GiB too much ({worst.where}, {worst.phase})"]
+    for proposal in answer.proposals:
+        lines += _proposal_lines(proposal)
+    if not answer.proposals:
+        lines.append("  no change of one or two keys makes it fit; it needs more GPUs or a smaller model")
+    return lines
+
+
+def _proposal_lines(proposal: Proposal) -> list[str]:
+    changes = [f"--set {assignment}" for assignment in proposal.assignments]
+    outcome = (
+        f"{_gib(proposal.margin_bytes)} GiB left, {proposal.num_gpus} GPUs, step about {_seconds(proposal.step_s)}"
+    )
+    line = f"  fits with {' '.join(changes)}: {outcome}"
+    return [line] if len(line) <= WIDTH else [f"  fits with these: {outcome}", *(f"    {change}" for change in changes)]
+
+
+def _reshard_table(plan: RunPlan) -> Table:
+    reshard = plan.reshard
+    assert reshard is not None
+    table = _table("Publishing one version", "", "GB", "seconds")
+    for link, num_bytes in reshard.bytes_by_link.items():
+        table.add_row(f"over {link}", _gb(num_bytes), "")
+    table.add_row("total", _gb(reshard.total_bytes), "")
+    table.add_row("total, if full models were gathered", _gb(reshard.gathered_bytes), "")
+    table.add_row("staging buffer of an engine rank", _gb(reshard.staging_bytes), "")
+    for link, num_bytes in reshard.busiest_bytes.items():
+        if num_bytes:
+            table.add_row(f"busiest GPU, over {link}", _gb(num_bytes), "")
+    if plan.sizes.timing is not None:
+        table.add_row("estimate from the rates of the links", "", f"{reshard.seconds:.2f}")
+        table.add_row("lower bound of any plan", "", f"{reshard.floor_s:.2f}")
+    table.add_row(f"about {reshard.num_messages:,} messages; hops: {reshard.num_hops}", "", "")
+    table.add_row(f"plan {reshard.hash}", "", "")
+    return table
+
+
+def _time_table(timing: Timing) -> Table:
+    table = _table("Time of a step (roofline)", "phase", "seconds", "share")
+    for phase in timing.phases:
+        share = f"{phase.seconds / timing.step_s:.0%}" if phase.is_waited_for else "in parallel"
+        table.add_row(phase.name, f"{phase.seconds:.1f}", share)
+    table.add_section()
+    table.add_row("step", f"{timing.step_s:.1f}", "")
+    return table
+
+
+def _padding_notes(answer: PlanAnswer) -> list[str]:
+    """Return a note per vocabulary that is padded to be divisible."""
+    vocab = answer.plan.shapes.policy.vocab
+    sizes = sorted({split.tensor for split in answer.recipe.roles.megatron_roles.values()})
+    return [
+        f"the vocabulary of {vocab:,} is padded to {padded_vocab(vocab, tensor):,} rows for tensor {tensor}"
+        for tensor in sizes
+        if padded_vocab(vocab, tensor) > vocab
+    ]
+
+
+def _time_notes(answer: PlanAnswer) -> list[str]:
+    plan = answer.plan
+    timing, gpu, workload = plan.sizes.timing, plan.gpu, plan.workload
+    assert timing is not None
+    notes = [
+        f"assumes a mean prompt of {workload.mean_prompt_tokens:,} and a mean response of "
+        f"{workload.mean_response_tokens:,} tokens: {timing.trained_tokens:,} tokens a step",
+        f"{gpu.name}: {gpu.tflops:g} TFLOP/s, {gpu.memory_gb_per_s:g} GB/s memory, "
+        f"{gpu.node_gb_per_s:g} GB/s in a node, {gpu.network_gb_per_s:g} GB/s network",
+        f"{timing.num_micro_batches} micro-batches per rank and update, {timing.bubble:.0%} of it pipeline bubble; "
+        f"{timing.running_requests} requests run per engine",
+    ]
+    if saves(answer.recipe.checkpoint):
+        notes.append(
+            f"saving: training waits about {_seconds(timing.copy_s)} for the copy to host memory; "
+            f"writing it takes about {_seconds(timing.save_s)}"
+        )
+    advice = _first_change(timing)
+    return [*notes, f"change first: {advice}"] if advice else notes
+
+
+def _first_change(timing: Timing) -> str | None:
+    """Return what to change first, where one phase takes half of the step or more."""
+    longest = max(
+        (phase for phase in timing.phases if phase.is_waited_for), key=lambda phase: phase.seconds, default=None
+    )
+    if longest is None or longest.seconds < 0.5 * timing.step_s:
+        return None
+    return f"{longest.name}: {_lever(longest, timing)}"
+
+
+def _lever(phase: PhaseTime, timing: Timing) -> str:
+    match phase.name:
+        case PhaseName.ROLLOUT:
+            return "more engines (a larger rollout pool), or more running requests per engine"
+        case PhaseName.UPDATE if timing.bubble > 0.1:
+            return "the pipeline bubble; raise virtual_pipeline, lower pipeline, or make more micro-batches"
+        case PhaseName.OLD | PhaseName.UPDATE:
+            return "more GPUs for the actor"
+        case PhaseName.VALUES | PhaseName.CRITIC_UPDATE:
+            return "more GPUs for the critic"
+        case PhaseName.REFERENCE:
+            return "a pool for the reference, or more GPUs in it"
+        case PhaseName.PUBLISH:
+            return "engines nearer to the trainer"
+
+
+def comparison(first: PlanAnswer, second: PlanAnswer, changes: list[str]) -> Table:
+    table = _table(first.recipe.run.name, "", "as it is", "\n".join(changes))
+
+    def row(label: str, *values: str) -> None:
+        table.add_row(label, *values)
+
+    plans = [first.plan, second.plan]
+    row("GPUs", *(str(plan.placement.num_gpus) for plan in plans))
+    row("fits", *("yes" if plan.sizes.fits else "no" for plan in plans))
+    row("smallest margin, GiB", *(_worst_margin(plan) for plan in plans))
+    row("publish, GB", *(_gb(plan.reshard.total_bytes) if plan.reshard else "" for plan in plans))
+    timings = [plan.sizes.timing for plan in plans]
+    for name in PhaseName:
+        if any(timing is not None and timing.seconds(name) for timing in timings):
+            row(f"{name}, s", *(f"{timing.seconds(name):.1f}" if timing else "" for timing in timings))
+    row("step, s", *(f"{timing.step_s:.1f}" if timing else "" for timing in timings))
+    row("pipeline bubble", *(f"{timing.bubble:.0%}" if timing else "" for timing in timings))
+    return table
+
+
+def _worst_margin(plan: RunPlan) -> str:
+    worst = plan.sizes.worst
+    return "" if worst is None or worst.margin_bytes is None else _gib(worst.margin_bytes)
+
+
+def _span(numbers: Iterable[int]) -> str:
+    ordered = sorted(set(numbers))
+    if not ordered:
+        return ""
+    return str(ordered[0]) if len(ordered) == 1 else f"{ordered[0]}-{ordered[-1]}"
+
+
+def _gib(num_bytes: int) -> str:
+    gib = num_bytes / (1 << 30)
+    return f"{gib:.1f}" if abs(gib) >= 0.1 or not num_bytes else f"{gib:.4f}"
+
+
+def _gb(num_bytes: int) -> str:
+    gb = num_bytes / 1e9
+    return f"{gb:,.1f}" if gb >= 0.1 or not num_bytes else f"{gb:.5f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.1f} min"

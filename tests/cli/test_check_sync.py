@@ -38,7 +38,7 @@ def test_a_difference_is_told_with_its_place_and_another_exit_code(
     assert run(["check-sync", str(RECIPES / "grpo_7b.yaml"), "--rehearse-only"]) == 76
     out = capsys.readouterr().out
     assert "1 elements differ: target rank 0: here[1, 2] is 3" in out
-    assert out.splitlines()[-1] == "what the engines serve is NOT what was published"
+    assert out.splitlines()[-1] == "the engines do NOT hold what was published"
 
 
 def test_a_model_that_is_nowhere_is_one_problem(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

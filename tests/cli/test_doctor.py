@@ -9,8 +9,7 @@ import pytest
 
 from megarl.cli import main as cli
 from megarl.config.load import load_recipe
-from megarl.tools.doctor import examination
-from megarl.tools.doctor.checks import Check, CheckStatus
+from megarl.tools.doctor import Check, CheckStatus, machine
 from tests.tools.doctor.runs import Step, write_run
 from tests.tools.doctor.test_rules import RECIPE
 
@@ -31,17 +30,18 @@ def test_a_run_is_diagnosed_without_looking_at_the_machine(run: Path, capsys: py
         "run sample: step 8 of 40, done",
         "error: all rewards equal",
         "  evidence   all rewards of a step are equal in 8 of the last 8 steps, 0 in the last",
-        "  cause      the reward is broken or says the same to everything, or the prompts are far too hard or too easy",
+        "  cause      the reward is broken or gives everything the same score, or the prompts are far too hard or too "
+        "easy",
         "  change     sampling.rollouts_per_prompt: 16",
         "  change     algorithm.filter: {}",
     ]
-    assert lines[6].startswith(f"  besides    `megarl samples {run} --wrong`")
+    assert lines[6].startswith(f"  advice     `megarl samples {run} --wrong`")
 
 
 def test_a_healthy_run_is_called_that(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "fine", load_recipe(tmp_path / "recipe.yaml", checks=()), [Step()] * 8)
     assert cli.run(["doctor", str(tmp_path / "fine")]) == 0
-    assert capsys.readouterr().out == "run sample: step 8 of 40, done\nnothing found\n"
+    assert capsys.readouterr().out == "run sample: step 8 of 40, done\nno problem found\n"
 
 
 def test_json_has_everything(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,8 +56,8 @@ def test_json_has_everything(run: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_machine_with_an_error_ends_with_5(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = Check(area="machine", name="cpus", found="1", verdict=CheckStatus.ERROR, remedy="--cpus-per-task 32")
-    monkeypatch.setattr(examination, "check_machine", lambda: iter([wrong]))
+    wrong = Check(area="machine", name="cpus", found="1", status=CheckStatus.ERROR, remedy="--cpus-per-task 32")
+    monkeypatch.setattr(machine, "check_machine", lambda: iter([wrong]))
     assert cli.run(["doctor"]) == 5
     out = capsys.readouterr().out
     assert "--cpus-per-task 32" in out
@@ -69,7 +69,7 @@ def test_problems_of_a_recipe_are_rows(tmp_path: Path, capsys: pytest.CaptureFix
     path.write_text(RECIPE)
     assert cli.run(["doctor", str(path), "--json"]) == 5
     found = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
-    assert found["model.path"]["verdict"] == "error"
+    assert found["model.path"]["status"] == "error"
     assert {"python", "torch", "sandbox", "cpus"} <= set(found)
 
 
@@ -77,7 +77,7 @@ def test_problems_of_a_recipe_are_rows(tmp_path: Path, capsys: pytest.CaptureFix
     ("arguments", "code", "words"),
     [
         (["--ray-address", "x:1"], 2, "--set, --ray-address and --all-reduce need a RECIPE"),
-        (["a.yaml", "b.yaml"], 2, "takes one of two recipes: a.yaml, b.yaml"),
+        (["a.yaml", "b.yaml"], 2, "takes one recipe, not several: a.yaml, b.yaml"),
         (["not_there.yaml"], 2, "not_there.yaml"),
         (["FOLDER"], 3, "no events.jsonl here; name the folder of a run"),
     ],

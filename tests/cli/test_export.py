@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, Qwen2Config
 
-from megarl.cli import load_check
+from megarl.cli import export
 from megarl.cli.main import run
 from tests.tiny_models import write_tiny_model
 
@@ -32,19 +32,19 @@ def test_an_exported_model_is_compared_with_its_source_by_loading_both(
 
 def test_without_the_check_that_is_said(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["export", str(model), str(tmp_path / "out"), "--no-load-check"]) == 0
-    assert "not loaded to compare" in capsys.readouterr().out
+    assert "not compared in transformers" in capsys.readouterr().out
 
 
 def test_a_model_that_loads_as_another_is_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if something beside the bytes of the tensors had been lost on the way."""
-    compute = load_check.logprobs
+    compute = export.logprobs
     monkeypatch.setattr(
-        load_check, "logprobs", lambda folder, dtype: compute(folder, dtype=dtype) + (0.0 if folder == model else 1e-3)
+        export, "logprobs", lambda folder, dtype: compute(folder, dtype=dtype) + (0.0 if folder == model else 1e-3)
     )
     assert run(["export", str(model), str(tmp_path / "out")]) == 4
-    assert "computes other log-probabilities" in capsys.readouterr().err
+    assert "its log-probabilities in transformers differ" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -66,9 +66,9 @@ def test_a_tensor_the_architecture_lacks_is_refused(
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_written(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_check, "_available_bytes", lambda: 1000)
+    monkeypatch.setattr(export, "_available_bytes", lambda: 1000)
     assert run(["export", str(model), str(tmp_path / "out")]) == 5
-    assert "0 GB are available; --no-load-check exports without" in capsys.readouterr().err
+    assert "0 GB are available; --no-load-check skips the comparison" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from megarl import __version__
 from megarl.cli import main as cli
-from megarl.cli import recipes
+from megarl.cli import recipe as recipe_commands
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, EngineError, MegarlError, NumericsError, PreemptedError, Problem
 
@@ -120,7 +120,7 @@ def test_a_reward_file_without_the_function_is_a_recipe_error(
         (["data", "make", "arithmetic", "--out", "x", "--seed", "-1"], "Error: Invalid value for '--seed'"),
         (
             ["data", "make", "arithmetic", "--out", "x", "--like", "gpt"],
-            "--like: gpt is not known; one of qwen2.5",
+            "--like: gpt is not known; name one of qwen2.5",
         ),
     ],
 )
@@ -155,7 +155,7 @@ def test_every_error_has_its_exit_code_and_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(recipes, "load_recipe", failing(error))
+    monkeypatch.setattr(recipe_commands, "load_recipe", failing(error))
     assert cli.run(["validate", "a.yaml"]) == exit_code
     assert capsys.readouterr().err == words
 
@@ -164,7 +164,7 @@ def test_a_bug_keeps_its_traceback_in_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(recipes, "load_recipe", failing(ZeroDivisionError("of ours")))
+    monkeypatch.setattr(recipe_commands, "load_recipe", failing(ZeroDivisionError("of ours")))
     assert cli.run(["validate", "a.yaml"]) == 70
     (line,) = capsys.readouterr().err.splitlines()
     found = re.fullmatch(r"megarl: bug: ZeroDivisionError; the traceback is in (\S+)", line)

@@ -49,7 +49,7 @@ def test_a_recipe_stands_for_its_run(tmp_path: Path) -> None:
 
 def test_something_else_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["metrics", "targets", str(tmp_path / "x"), "--out", str(tmp_path / "out.json")]) == 3
-    assert capsys.readouterr().err == f"megarl: {tmp_path / 'x'} is neither the folder of a run nor a recipe\n"
+    assert capsys.readouterr().err == f"megarl: {tmp_path / 'x'}: neither the folder of a run nor a recipe\n"
 
 
 def test_dashboards_and_alerts_are_written(tmp_path: Path) -> None:

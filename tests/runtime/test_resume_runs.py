@@ -71,7 +71,7 @@ def test_a_run_that_was_killed_behind_a_save_goes_on_and_ends_with_the_same_bits
         assert expected.critic is not None
         assert expected.kl_coef not in (None, 0.1)
         assert read_state(checkpoints / "step_000003").ledger.num_carried > 0
-    assert "going on after step 1" in resumed.output
+    assert "resumed after step 1" in resumed.output
     assert [event.resumed_step for event in resumed.events if isinstance(event, RunStarted)] == [0, 1]
     assert _tensors(resumed) == _tensors(at_once)
     last = [event.summary.update for event in at_once.steps[1:]]

@@ -1,80 +1,106 @@
-"""A Ray cluster: the same versions on every node, every file there, clocks that agree, groups that can reduce."""
+"""Checks of a Ray cluster: equal versions, readable files and clocks on every node, and an all-reduce in every pool.
+
+Import this module inside `ray_environment`.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import cast
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.config.recipe import Recipe
-from megarl.errors import MachineError
-from megarl.runtime.launch import joined_ray, private_ray
-from megarl.tools.doctor.checks import Check, CheckStatus
-from megarl.tools.doctor.versions import local_versions
-
-if TYPE_CHECKING:
-    from megarl.tools.doctor.probe import ClusterReport, GroupReport, NodeAnswer
+from megarl.config.roles import RolesConfig
+from megarl.env import GLOO_INTERFACE, trainer_environment
+from megarl.errors import MachineError, MegarlError
+from megarl.runtime.cluster import Place, open_cluster, own_address
+from megarl.runtime.trainers.worker_group import WorkerGroup
+from megarl.system.network import interface_of
+from megarl.tools.doctor import Check, CheckStatus
+from megarl.tools.doctor.packages import local_versions
 
 _MAX_SKEW_S = 2.0
 _CONNECT_TIMEOUT_S = 10.0
+_NODE_TIMEOUT_S = 60.0
+_REDUCE_TIMEOUT_S = 120.0
+_REDUCED_BYTES = 4 << 20
+_NUM_TRIES = 5
 _FOLDER = "doctor"
 """Inside the folder of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """What a node says about itself."""
+    """What a node found out about itself."""
 
     versions: Mapping[str, str]
     missing_files: tuple[str, ...]
-    """Of those a process there would open."""
+    """Files that a process there must read and cannot."""
     can_write: bool
-    """The folder of the run."""
+    """Into the folder of the run."""
     clock_s: float
 
 
-def describe_node(files: Sequence[Path], run_folder: Path) -> NodeReport:
-    """Runs on the node."""
-    existing = next(path for path in (run_folder, *run_folder.parents) if path.exists())
-    return NodeReport(
-        versions=local_versions(),
-        missing_files=tuple(str(path) for path in files if not os.access(path, os.R_OK)),
-        can_write=os.access(existing, os.W_OK),
-        clock_s=time.time(),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeAnswer:
+    """The report of one node, or why there is none; the times are by our clock."""
+
+    node: str
+    report: NodeReport | None
+    asked_at: float
+    answered_at: float
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupReport:
+    """An all-reduce among the processes of a pool, connected as trainer ranks are."""
+
+    name: str
+    num_ranks: int
+    backend: str
+    bytes_per_second: float
+    """Size of the reduced tensor over the time of the fastest try."""
+    error: str = ""
 
 
 def check_cluster(recipe: Recipe, *, address: str | None) -> Iterator[Check]:
-    """Joins Ray at `address`, or starts one here."""
-    ask = partial(describe_node, _files(recipe), recipe.run_folder.absolute())
-    # A Ray of our own leaves its log beside a run's, not in place of it.
-    aside = recipe.run.model_copy(update={"folder": recipe.run_folder, "name": _FOLDER})
-    recipe = recipe.model_copy(update={"run": aside})
-    if address is not None and (error := _unreachable(address)):
+    """Return the checks of the Ray at `address`, or of one that is started here."""
+    if address is not None and (error := _connect_error(address)):
         remedy = f"{error}; name the host and port that `ray start --head` printed"
-        yield Check(
-            area="cluster", name="ray", found=f"{address} is not there", verdict=CheckStatus.ERROR, remedy=remedy
-        )
+        yield _error("ray", f"no answer from {address}", remedy)
         return
-    with private_ray() if address is None else joined_ray():
-        # Ray reads its environment when it is imported, and only then.
-        from megarl.tools.doctor.probe import probe  # noqa: PLC0415
+    describe = partial(describe_node, _files(recipe.model.path, recipe.roles), recipe.run_folder.absolute())
+    # A Ray that is started here logs in a folder of its own, not over the log of the run.
+    run = recipe.run.model_copy(update={"folder": recipe.run_folder, "name": _FOLDER})
+    recipe = recipe.model_copy(update={"run": run})
+    if address is None:
+        recipe.run_folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with open_cluster(recipe, address=address) as cluster:
+            nodes = [_ask_node(node, describe) for node in ray.nodes() if node["Alive"]]
+            pools = cluster.reserve(recipe.pools)
+            groups = asyncio.run(_try_groups(pools, device=recipe.run.device, bind=recipe.network.bind))
+    except MachineError as failure:
+        yield _error("ray", "unusable", str(failure))
+        return
+    yield from check_nodes(nodes)
+    for group in groups:
+        yield check_group(group)
 
-        try:
-            report = probe(recipe, ask, address=address)
-        except MachineError as error:
-            yield Check(area="cluster", name="ray", found="unusable", verdict=CheckStatus.ERROR, remedy=str(error))
-            return
-    yield from judge(report)
 
-
-def _unreachable(address: str) -> str:
-    """Why nobody listens there; Ray itself would try for minutes. Empty where somebody does, or cannot be asked."""
+def _connect_error(address: str) -> str:
+    """Return why a connection fails, else an empty text. Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         return ""
@@ -85,103 +111,199 @@ def _unreachable(address: str) -> str:
         return error.strerror or str(error)
 
 
-def _files(recipe: Recipe) -> tuple[Path, ...]:
-    """What ranks and engines open on their own nodes; data is read where megarl is started."""
-    roles = recipe.roles
-    folders = [recipe.model.path]
+def _files(model: Path, roles: RolesConfig) -> tuple[Path, ...]:
+    """Return the files that ranks and engines open on their nodes; data is read where megarl is started."""
+    folders = [model]
     folders += [role.path for role in (roles.critic, roles.reference) if role is not None and role.path is not None]
     return tuple(folder.absolute() / "config.json" for folder in folders)
 
 
-def judge(report: ClusterReport[NodeReport]) -> Iterator[Check]:
-    yield Check(area="cluster", name="nodes", found=str(len(report.nodes)), verdict=CheckStatus.OK)
-    answers = [(node, node.answer) for node in report.nodes if node.answer is not None]
-    for node in report.nodes:
-        if node.answer is None:
-            yield Check(
-                area="cluster",
-                name="node",
-                found=f"{node.node} does not answer",
-                verdict=CheckStatus.ERROR,
-                remedy=f"{node.error}; install the same megarl there and start Ray again",
-            )
-    if answers:
-        yield from _versions([(node.node, answer) for node, answer in answers])
-        yield from _files_of([(node.node, answer) for node, answer in answers])
-        yield _clocks(answers)
-    for group in report.groups:
-        yield _group(group)
-
-
-def _versions(answers: Sequence[tuple[str, NodeReport]]) -> Iterator[Check]:
-    first_name, first = answers[0]
-    num_differing = 0
-    for name, answer in answers[1:]:
-        for package, version in answer.versions.items():
-            if version != first.versions.get(package):
-                num_differing += 1
-                yield Check(
-                    area="cluster",
-                    name=package,
-                    found=f"{version} on {name}, {first.versions.get(package)} on {first_name}",
-                    verdict=CheckStatus.ERROR,
-                    remedy="install the same versions on every node, best from one image or one shared folder",
-                )
-    if not num_differing:
-        yield Check(area="cluster", name="versions", found="the same on every node", verdict=CheckStatus.OK)
-
-
-def _files_of(answers: Sequence[tuple[str, NodeReport]]) -> Iterator[Check]:
-    missing = [(name, path) for name, answer in answers for path in answer.missing_files]
-    locked = [name for name, answer in answers if not answer.can_write]
-    for name, path in missing:
-        yield Check(
-            area="cluster",
-            name="files",
-            found=f"{path} cannot be read on {name}",
-            verdict=CheckStatus.ERROR,
-            remedy="put it on storage that every node has under the same path",
-        )
-    for name in locked:
-        yield Check(
-            area="cluster",
-            name="files",
-            found=f"the run's folder cannot be written on {name}",
-            verdict=CheckStatus.ERROR,
-            remedy="every rank writes its part of a checkpoint: choose a run.folder that all nodes share",
-        )
-    if not missing and not locked:
-        yield Check(area="cluster", name="files", found="there on every node", verdict=CheckStatus.OK)
-
-
-def _clocks(answers: Sequence[tuple[NodeAnswer[NodeReport], NodeReport]]) -> Check:
-    """Against ours; a node's clock is read at some time between question and answer."""
-    skews = {
-        node.node: max(node.asked_at - answer.clock_s, answer.clock_s - node.answered_at, 0.0)
-        for node, answer in answers
-    }
-    worst = max(skews, key=lambda name: skews[name])
-    is_close = skews[worst] <= _MAX_SKEW_S
-    return Check(
-        area="cluster",
-        name="clocks",
-        found=f"within {_MAX_SKEW_S:g} s" if is_close else f"{worst} is {skews[worst]:.1f} s off",
-        verdict=CheckStatus.OK if is_close else CheckStatus.WARNING,
-        remedy="" if is_close else "events of the nodes cannot be put in order: synchronise the clocks (chrony)",
+def describe_node(files: Sequence[Path], run_folder: Path) -> NodeReport:
+    """Return the report of the node that this runs on."""
+    existing = next(path for path in (run_folder, *run_folder.parents) if path.exists())
+    return NodeReport(
+        versions=local_versions(),
+        missing_files=tuple(str(path) for path in files if not os.access(path, os.R_OK)),
+        can_write=os.access(existing, os.W_OK),
+        clock_s=time.time(),
     )
 
 
-def _group(group: GroupReport) -> Check:
+def check_nodes(nodes: Sequence[NodeAnswer]) -> Iterator[Check]:
+    yield _ok("nodes", str(len(nodes)))
+    for node in nodes:
+        if node.report is None:
+            remedy = f"{node.error}; install the same megarl there and start Ray again"
+            yield _error("node", f"{node.node} does not answer", remedy)
+    reports = {node.node: node.report for node in nodes if node.report is not None}
+    if reports:
+        yield from _check_versions(reports)
+        yield from _check_files(reports)
+        yield _check_clocks(nodes)
+
+
+def _check_versions(reports: Mapping[str, NodeReport]) -> Iterator[Check]:
+    first_name, first = next(iter(reports.items()))
+    num_differing = 0
+    for name, report in reports.items():
+        for package, version in report.versions.items():
+            if version != first.versions.get(package):
+                num_differing += 1
+                yield _error(
+                    package,
+                    f"{version} on {name}, {first.versions.get(package)} on {first_name}",
+                    "install the same versions on every node, best from one image or one shared folder",
+                )
+    if not num_differing:
+        yield _ok("versions", "the same on every node")
+
+
+def _check_files(reports: Mapping[str, NodeReport]) -> Iterator[Check]:
+    missing = [(name, path) for name, report in reports.items() for path in report.missing_files]
+    read_only = [name for name, report in reports.items() if not report.can_write]
+    for name, path in missing:
+        remedy = "put it on storage that every node has under the same path"
+        yield _error("files", f"{path} cannot be read on {name}", remedy)
+    for name in read_only:
+        remedy = "every rank writes its part of a checkpoint: choose a run.folder that all nodes share"
+        yield _error("files", f"the run's folder cannot be written on {name}", remedy)
+    if not missing and not read_only:
+        yield _ok("files", "there on every node")
+
+
+def _check_clocks(nodes: Sequence[NodeAnswer]) -> Check:
+    """Compare with our clock; a node reads its own at some time between question and answer."""
+    skews = {
+        node.node: max(node.asked_at - node.report.clock_s, node.report.clock_s - node.answered_at, 0.0)
+        for node in nodes
+        if node.report is not None
+    }
+    worst = max(skews, key=lambda name: skews[name])
+    if skews[worst] <= _MAX_SKEW_S:
+        return _ok("clocks", f"within {_MAX_SKEW_S:g} s")
+    return Check(
+        area="cluster",
+        name="clocks",
+        found=f"{worst} is {skews[worst]:.1f} s off",
+        status=CheckStatus.WARNING,
+        remedy="events of the nodes cannot be put in order: synchronise the clocks (chrony)",
+    )
+
+
+def check_group(group: GroupReport) -> Check:
     name = f"all-reduce, {group.name}"
     if group.error:
-        return Check(
-            area="cluster",
-            name=name,
-            found=f"{group.num_ranks} ranks over {group.backend} fail",
-            verdict=CheckStatus.ERROR,
-            remedy=f"{group.error}; open the nodes' ports to each other, or name their network in network.bind "
+        return _error(
+            name,
+            f"{group.num_ranks} ranks over {group.backend} fail",
+            f"{group.error}; open the nodes' ports to each other, or name their network in network.bind "
             "and its interface in NCCL_SOCKET_IFNAME",
         )
     rate = group.bytes_per_second / 1e9
-    found = f"{group.num_ranks} ranks over {group.backend}, {rate:.2f} GB/s"
-    return Check(area="cluster", name=name, found=found, verdict=CheckStatus.OK)
+    return _ok(name, f"{group.num_ranks} ranks over {group.backend}, {rate:.2f} GB/s")
+
+
+def _ok(name: str, found: str) -> Check:
+    return Check(area="cluster", name=name, found=found, status=CheckStatus.OK)
+
+
+def _error(name: str, found: str, remedy: str) -> Check:
+    return Check(area="cluster", name=name, found=found, status=CheckStatus.ERROR, remedy=remedy)
+
+
+def _ask_node(node: Mapping[str, object], describe: Callable[[], NodeReport]) -> NodeAnswer:
+    name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+    strategy = NodeAffinitySchedulingStrategy(str(node["NodeID"]), soft=False)
+    asked_at = time.time()
+    # Ray takes a function by its name, and a partial has none.
+    reference = ray.remote(_call).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(describe)
+    try:
+        report = cast("NodeReport", ray.get(reference, timeout=_NODE_TIMEOUT_S))
+    except ray.exceptions.RayError as error:
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        return NodeAnswer(node=name, report=None, asked_at=asked_at, answered_at=time.time(), error=reason)
+    return NodeAnswer(node=name, report=report, asked_at=asked_at, answered_at=time.time())
+
+
+def _call(describe: Callable[[], NodeReport]) -> NodeReport:
+    return describe()
+
+
+async def _try_groups(pools: Mapping[str, Sequence[Place]], *, device: str, bind: str | None) -> list[GroupReport]:
+    """Reduce in every pool, and over all of them where there are several."""
+    groups = dict(pools)
+    if len(pools) > 1:
+        groups["all pools"] = [place for places in pools.values() for place in places]
+    return [await _try_group(name, places, device=device, bind=bind) for name, places in groups.items()]
+
+
+async def _try_group(name: str, places: Sequence[Place], *, device: str, bind: str | None) -> GroupReport:
+    backend = "gloo" if device == "cpu" else "nccl"
+    remote = ray.remote(_Peer)
+    environment = trainer_environment(device)
+    peers: WorkerGroup[_Peer] = WorkerGroup(
+        name,
+        [remote.options(**place.options(environment, share=1.0)).remote(bind) for place in places],
+        timeout_s=_REDUCE_TIMEOUT_S,
+    )
+    rate, error = 0.0, ""
+    try:
+        host, port = await peers.call_first(_Peer.find_address)
+        members = [_Member(host, port, rank, len(places), backend) for rank in range(len(places))]
+        rate = min(await peers.call_each(_Peer.reduce, members))
+    except MegarlError as failure:
+        error = str(failure)
+    finally:
+        for peer in peers.workers:
+            ray.kill(peer)
+    return GroupReport(name=name, num_ranks=len(places), backend=backend, bytes_per_second=rate, error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """A rank's place in the group that reduces."""
+
+    host: str
+    port: int
+    rank: int
+    world: int
+    backend: str
+
+
+class _Peer:
+    """One process of a group, which listens where a trainer rank would."""
+
+    def __init__(self, bind: str | None) -> None:
+        self._host = own_address(bind)
+        if (interface := interface_of(self._host)) is not None:
+            GLOO_INTERFACE.set(interface)
+
+    def find_address(self) -> tuple[str, int]:
+        with socket.create_server((self._host, 0)) as listener:
+            port: int = listener.getsockname()[1]
+        return self._host, port
+
+    def reduce(self, member: _Member) -> float:
+        """Return bytes per second; fail where the sum is wrong."""
+        import torch  # noqa: PLC0415 - only these processes need it
+        from torch import distributed  # noqa: PLC0415 - only these processes need it
+
+        distributed.init_process_group(
+            member.backend,
+            init_method=f"tcp://{member.host}:{member.port}",
+            rank=member.rank,
+            world_size=member.world,
+            timeout=timedelta(seconds=_REDUCE_TIMEOUT_S),
+        )
+        device = "cpu" if member.backend == "gloo" else "cuda"
+        times = []
+        for _ in range(_NUM_TRIES):
+            values = torch.full((_REDUCED_BYTES // 4,), float(member.rank + 1), device=device)
+            began = time.monotonic()
+            distributed.all_reduce(values)
+            lowest, highest = values.min().item(), values.max().item()
+            times.append(time.monotonic() - began)
+            expected = member.world * (member.world + 1) / 2
+            assert lowest == highest == expected, f"rank {member.rank}: {lowest} to {highest}, not the sum {expected}"
+        distributed.destroy_process_group()
+        return _REDUCED_BYTES / min(times)

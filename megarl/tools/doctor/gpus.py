@@ -1,4 +1,4 @@
-"""GPUs as nvidia-smi describes them: driver, memory, clocks, errors, links. Text in, checks out."""
+"""Checks of GPUs from the output of nvidia-smi: driver, memory, clocks, errors, links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megarl.tools.doctor.checks import Check, CheckStatus
+from megarl.tools.doctor import Check, CheckStatus
 
 QUERY = (
     "index",
@@ -23,7 +23,7 @@ QUERY = (
     "ecc.errors.uncorrected.volatile.total",
 )
 MIN_DRIVER = 580
-"""What CUDA 13 asks for."""
+"""The oldest driver of CUDA 13."""
 _BUSY_MIB = 1024
 _TIMEOUT_S = 30.0
 
@@ -42,8 +42,8 @@ class Gpu:
 
 
 def find_gpus() -> list[Gpu] | None:
-    """None where there is no driver."""
-    text = _ask(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")
+    """Return None where there is no driver."""
+    text = _run_nvidia_smi(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")
     return None if text is None else parse_gpus(text)
 
 
@@ -67,19 +67,19 @@ def _gpu(words: list[str]) -> Gpu:
 
 
 def _number(word: str) -> int:
-    """0 for what a GPU does not have, such as `[N/A]`."""
+    """Return 0 for a value that a GPU does not have, such as `[N/A]`."""
     return int(word) if word.isdecimal() else 0
 
 
 def check_gpus(gpus: list[Gpu] | None, *, needed: int, topology: str | None) -> Iterator[Check]:
-    """`needed`: how many this machine must have for the recipe; 0 without one."""
+    """Return all checks of GPUs; the recipe needs `needed` of them on this machine."""
     if not gpus:
         is_needed = needed > 0
         yield Check(
             area="gpus",
             name="gpus",
             found="nvidia-smi not found" if gpus is None else "none",
-            verdict=CheckStatus.ERROR if is_needed else CheckStatus.NOTE,
+            status=CheckStatus.ERROR if is_needed else CheckStatus.NOTE,
             remedy="install the NVIDIA driver, or set run.device: cpu" if is_needed else "",
         )
         return
@@ -92,7 +92,7 @@ def check_gpus(gpus: list[Gpu] | None, *, needed: int, topology: str | None) -> 
         area="gpus",
         name="memory errors",
         found=f"uncorrected on GPU {_list(broken)}" if broken else "none",
-        verdict=CheckStatus.ERROR if broken else CheckStatus.OK,
+        status=CheckStatus.ERROR if broken else CheckStatus.OK,
         remedy="drain the node and reset or replace these GPUs" if broken else "",
     )
     if topology is not None and len(gpus) > 1:
@@ -103,15 +103,15 @@ def _count(gpus: list[Gpu], *, needed: int) -> Check:
     kinds = sorted({gpu.name for gpu in gpus})
     found = f"{len(gpus)} x {' and '.join(kinds)}"
     if len(gpus) < needed:
-        remedy = f"the recipe's pools take {needed} GPUs of one machine; make them smaller or take a larger machine"
-        return Check(area="gpus", name="gpus", found=found, verdict=CheckStatus.ERROR, remedy=remedy)
+        remedy = f"the recipe's pools need {needed} GPUs on this machine; shrink the pools or use a larger machine"
+        return Check(area="gpus", name="gpus", found=found, status=CheckStatus.ERROR, remedy=remedy)
     is_mixed = len(kinds) > 1
     return Check(
         area="gpus",
         name="gpus",
         found=found,
-        verdict=CheckStatus.WARNING if is_mixed else CheckStatus.OK,
-        remedy="a step waits for the slowest: use GPUs of one kind" if is_mixed else "",
+        status=CheckStatus.WARNING if is_mixed else CheckStatus.OK,
+        remedy="a step waits for the slowest GPU: use GPUs of one kind" if is_mixed else "",
     )
 
 
@@ -121,7 +121,7 @@ def _driver(version: str) -> Check:
         area="gpus",
         name="driver",
         found=version,
-        verdict=CheckStatus.OK if is_new_enough else CheckStatus.ERROR,
+        status=CheckStatus.OK if is_new_enough else CheckStatus.ERROR,
         remedy="" if is_new_enough else f"CUDA 13 needs driver {MIN_DRIVER} or newer",
     )
 
@@ -133,8 +133,8 @@ def _memory(gpus: list[Gpu]) -> Check:
         area="gpus",
         name="gpu memory",
         found=f"{total}, in use on GPU {_list(busy)}" if busy else total,
-        verdict=CheckStatus.WARNING if busy else CheckStatus.OK,
-        remedy="end what runs there: `nvidia-smi` shows its processes" if busy else "",
+        status=CheckStatus.WARNING if busy else CheckStatus.OK,
+        remedy="stop the processes that use them; `nvidia-smi` lists them" if busy else "",
     )
 
 
@@ -145,17 +145,17 @@ def _clocks(gpus: list[Gpu]) -> Check:
         area="gpus",
         name="gpu clocks",
         found=f"slowed down on GPU {_list(slowed)}" if slowed else f"up to {fastest} MHz",
-        verdict=CheckStatus.WARNING if slowed else CheckStatus.OK,
-        remedy="heat or power: a step waits for the slowest GPU; look at cooling and power caps" if slowed else "",
+        status=CheckStatus.WARNING if slowed else CheckStatus.OK,
+        remedy="a step waits for the slowest GPU: check cooling and power caps" if slowed else "",
     )
 
 
 def ask_topology() -> str | None:
-    return _ask("topo", "-m")
+    return _run_nvidia_smi("topo", "-m")
 
 
 def check_links(topology: str) -> Check:
-    """Every pair of GPUs of a machine should be joined by NVLink (`NV18`); anything else goes over PCIe."""
+    """Return a warning where a pair of GPUs is not joined by NVLink (such as `NV18`): its traffic goes over PCIe."""
     rows = [re.sub(r"\x1b\[\d*m", "", line).split() for line in topology.splitlines()]
     gpu_rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
     links = {word for row in gpu_rows for word in row[1 : len(gpu_rows) + 1]} - {"X"}
@@ -164,8 +164,8 @@ def check_links(topology: str) -> Check:
         area="gpus",
         name="gpu links",
         found=", ".join(sorted(links)),
-        verdict=CheckStatus.WARNING if slow else CheckStatus.OK,
-        remedy="some pairs have no NVLink: keep tensor-parallel ranks on pairs that do, or take tensor: 1"
+        status=CheckStatus.WARNING if slow else CheckStatus.OK,
+        remedy="some pairs have no NVLink: keep tensor-parallel ranks on pairs that have it, or set tensor: 1"
         if slow
         else "",
     )
@@ -175,7 +175,7 @@ def _list(indices: list[int]) -> str:
     return ", ".join(map(str, indices))
 
 
-def _ask(*words: str) -> str | None:
+def _run_nvidia_smi(*words: str) -> str | None:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

@@ -1,4 +1,4 @@
-"""This machine: limits, shared memory, ports, disk, sandbox, and what a scheduler has left us of it."""
+"""All checks of a machine and of a recipe, and those of limits, ports, CPUs, sandbox and disk."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import os
 import resource
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.model import ModelShape
-from megarl.config.recipe import Recipe
+from megarl.config.checks.recipe import check_recipe
+from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.recipe import CheckpointConfig, Recipe
+from megarl.config.reward import BySourceRewardConfig, CodeTestsRewardConfig, RewardConfig
 from megarl.env import SLURM_CPUS_ON_NODE, SLURM_JOB_ID
+from megarl.errors import ConfigError
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
 from megarl.system.network import LOOPBACK
-from megarl.tools.doctor.checks import Check, CheckStatus
+from megarl.tools.doctor import Check, CheckStatus
+from megarl.tools.doctor.gpus import ask_topology, check_gpus, find_gpus
+from megarl.tools.doctor.packages import check_patches, check_torch, check_versions
 from megarl.weights.layouts.canonical import num_parameters
 
 _GIB = 1 << 30
@@ -31,16 +36,55 @@ _PROBE_LIMITS = Limits(memory_bytes=2 * _GIB, disk_bytes=1 << 20, max_processes=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cpus:
-    """What the kernel shows, what this process may use, and what Slurm says it gave."""
+    """The CPUs of the machine, those that this process may use, and those that Slurm gave the job."""
 
     visible: int
     allowed: int
     slurm: int | None
-    """None outside of a job."""
+    """None outside a job."""
+
+
+def examine_machine(recipe: Recipe | None, *, is_joined: bool) -> Iterator[Check]:
+    """Return the checks of this machine; with `is_joined` the recipe runs on a cluster, and its GPUs are elsewhere."""
+    gpus = find_gpus()
+    wants_gpu = recipe is not None and recipe.run.device == "cuda" and not is_joined
+    yield from check_versions(has_gpu=bool(gpus))
+    yield from check_torch(has_gpu=bool(gpus))
+    yield from check_patches()
+    needed = sum(pool.gpus for pool in recipe.pools.values()) if recipe is not None and wants_gpu else 0
+    yield from check_gpus(gpus, needed=needed, topology=ask_topology() if gpus else None)
+    yield from check_machine()
+
+
+def examine_recipe(recipe: Recipe) -> Iterator[Check]:
+    problems = check_recipe(recipe)
+    for problem in problems:
+        yield Check(
+            area="recipe", name=problem.key, found="cannot run", status=CheckStatus.ERROR, remedy=problem.message
+        )
+    if not problems:
+        yield Check(area="recipe", name="recipe", found=f"{recipe.algorithm.kind}, no problem", status=CheckStatus.OK)
+    if recipe.observe.metrics_port:
+        yield check_metrics_port(recipe.observe.metrics_port)
+    if _runs_code(recipe.reward):
+        yield check_sandbox(is_needed=True)
+    critic = recipe.roles.critic
+    folders = [recipe.model.path, *(() if critic is None else (critic.path or recipe.model.path,))]
+    try:
+        shapes = [read_model_shape(folder) for folder in folders]
+    except ConfigError:
+        return  # check_recipe has reported it
+    bytes_each = checkpoint_bytes(recipe.checkpoint.contents, shapes, dtype=recipe.run.dtype)
+    yield check_disk(recipe.run_folder.absolute(), recipe.checkpoint, bytes_each=bytes_each)
+
+
+def _runs_code(reward: RewardConfig) -> bool:
+    parts = reward.sources.values() if isinstance(reward, BySourceRewardConfig) else (reward,)
+    return any(isinstance(part, CodeTestsRewardConfig) and part.sandbox == "bubblewrap" for part in parts)
 
 
 def check_machine() -> Iterator[Check]:
-    """What matters to every recipe."""
+    """Return the checks that matter to every recipe."""
     yield check_shared_memory(shutil.disk_usage(_SHM).total if _SHM.is_dir() else 0)
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
     yield check_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0])
@@ -55,8 +99,8 @@ def check_shared_memory(num_bytes: int) -> Check:
         area="machine",
         name=str(_SHM),
         found=f"{num_bytes / _GIB:.2f} GiB",
-        verdict=CheckStatus.OK if is_enough else CheckStatus.ERROR,
-        remedy="" if is_enough else "Ray and NCCL share memory there: --shm-size 16g for a container, or remount it",
+        status=CheckStatus.OK if is_enough else CheckStatus.ERROR,
+        remedy="" if is_enough else "Ray and NCCL share memory there: give a container --shm-size 16g, or remount it",
     )
 
 
@@ -68,20 +112,20 @@ def check_open_files(limits: tuple[int, int]) -> Check:
         area="machine",
         name="open files",
         found="unlimited" if soft == resource.RLIM_INFINITY else str(soft),
-        verdict=CheckStatus.OK if is_enough else CheckStatus.WARNING,
-        remedy="" if is_enough else f"every request and Ray worker takes some: `ulimit -n 65536` (at most {most} here)",
+        status=CheckStatus.OK if is_enough else CheckStatus.WARNING,
+        remedy="" if is_enough else f"every request and Ray worker opens some: `ulimit -n 65536` (at most {most} here)",
     )
 
 
 def check_processes(soft: int) -> Check:
-    """Threads count as processes, and every library of every rank starts one per core."""
+    # Threads count as processes, and every library of every rank starts one per core.
     is_enough = soft == resource.RLIM_INFINITY or soft >= _MIN_PROCESSES
     return Check(
         area="machine",
         name="processes",
         found="unlimited" if soft == resource.RLIM_INFINITY else str(soft),
-        verdict=CheckStatus.OK if is_enough else CheckStatus.ERROR,
-        remedy="" if is_enough else f"the raylet dies where it cannot start a thread: `ulimit -u {_MIN_PROCESSES}`",
+        status=CheckStatus.OK if is_enough else CheckStatus.ERROR,
+        remedy="" if is_enough else f"the raylet dies when it cannot start a thread: `ulimit -u {_MIN_PROCESSES}`",
     )
 
 
@@ -91,15 +135,15 @@ def check_ports() -> Check:
         with socket.create_server((LOOPBACK, 0)):
             pass
     except OSError as error:
-        remedy = f"{LOOPBACK} must be open to bind: {error.strerror}"
-        return Check(area="machine", name="ports", found="none", verdict=CheckStatus.ERROR, remedy=remedy)
+        remedy = f"ranks and engines must be able to listen on {LOOPBACK}: {error.strerror}"
+        return Check(area="machine", name="ports", found="none", status=CheckStatus.ERROR, remedy=remedy)
     is_wide = high - low >= _MIN_PORTS
     return Check(
         area="machine",
         name="ports",
-        found=f"{low} to {high} free to choose from",
-        verdict=CheckStatus.OK if is_wide else CheckStatus.WARNING,
-        remedy="" if is_wide else "ranks, engines and Ray take free ones: widen net.ipv4.ip_local_port_range",
+        found=f"{low} to {high}",
+        status=CheckStatus.OK if is_wide else CheckStatus.WARNING,
+        remedy="" if is_wide else "too few for ranks, engines and Ray: widen net.ipv4.ip_local_port_range",
     )
 
 
@@ -114,7 +158,7 @@ def _cpus() -> Cpus:
 
 
 def check_cpus(cpus: Cpus) -> Check:
-    """Ray counts the cores it sees; where a job has fewer, it starts more workers than may run, and they time out."""
+    """Return an error or a warning where Ray would count more cores than it gets: its workers would time out."""
     given = cpus.allowed if cpus.slurm is None else min(cpus.allowed, cpus.slurm)
     found = f"{given} of {cpus.visible}" if given < cpus.visible else str(given)
     if cpus.slurm is not None and given < _MIN_CPUS and given < cpus.visible:
@@ -122,18 +166,18 @@ def check_cpus(cpus: Cpus) -> Check:
             area="machine",
             name="cpus",
             found=f"{found}, by Slurm",
-            verdict=CheckStatus.ERROR,
-            remedy=f"the raylet and its agents starve on {given}: --cpus-per-task {max(_MIN_CPUS, cpus.visible // 2)}",
+            status=CheckStatus.ERROR,
+            remedy=f"too few for Ray's own processes: --cpus-per-task {max(_MIN_CPUS, cpus.visible // 2)}",
         )
     if given < cpus.visible:
         return Check(
             area="machine",
             name="cpus",
             found=found,
-            verdict=CheckStatus.WARNING,
-            remedy=f"start Ray with --num-cpus {given}, as `megarl launch slurm` does: it would count {cpus.visible}",
+            status=CheckStatus.WARNING,
+            remedy=f"start Ray with --num-cpus {given}, as `megarl launch slurm` does; else it counts {cpus.visible}",
         )
-    return Check(area="machine", name="cpus", found=found, verdict=CheckStatus.OK)
+    return Check(area="machine", name="cpus", found=found, status=CheckStatus.OK)
 
 
 def check_sandbox(*, is_needed: bool) -> Check:
@@ -144,45 +188,40 @@ def check_sandbox(*, is_needed: bool) -> Check:
             area="machine",
             name="sandbox",
             found="does not work",
-            verdict=CheckStatus.ERROR if is_needed else CheckStatus.NOTE,
-            remedy=f"{error}" if is_needed else f"only `reward: {{kind: code_tests}}` needs it: {error}",
+            status=CheckStatus.ERROR if is_needed else CheckStatus.NOTE,
+            remedy=str(error) if is_needed else f"only `reward: {{kind: code_tests}}` needs it: {error}",
         )
-    return Check(area="machine", name="sandbox", found="bubblewrap works", verdict=CheckStatus.OK)
+    return Check(area="machine", name="sandbox", found="bubblewrap works", status=CheckStatus.OK)
 
 
-def check_metrics_port(recipe: Recipe) -> Iterator[Check]:
-    port = recipe.observe.metrics_port
-    if not port:
-        return
+def check_metrics_port(port: int) -> Check:
     try:
         with socket.create_server((LOOPBACK, port)):
-            verdict, found, remedy = CheckStatus.OK, f"{port} is free", ""
+            status, found, remedy = CheckStatus.OK, f"{port} is free", ""
     except OSError as error:
-        verdict, found = CheckStatus.ERROR, f"{port}: {error.strerror}"
+        status, found = CheckStatus.ERROR, f"{port}: {error.strerror}"
         remedy = "observe.metrics_port: 0 takes any free one"
-    yield Check(area="recipe", name="metrics port", found=found, verdict=verdict, remedy=remedy)
+    return Check(area="recipe", name="metrics port", found=found, status=status, remedy=remedy)
 
 
-def checkpoint_bytes(recipe: Recipe, shape: ModelShape, critic: ModelShape | None) -> int:
-    """Weights, and with `contents: everything` two moments and, where weights are bf16, the fp32 master."""
-    weights, optimizer = (4, 8) if recipe.run.dtype == "float32" else (2, 12)
-    per_parameter = weights + (optimizer if recipe.checkpoint.contents == "everything" else 0)
-    return per_parameter * (num_parameters(shape) + (num_parameters(critic) if critic is not None else 0))
+def checkpoint_bytes(contents: str, shapes: Sequence[ModelShape], *, dtype: str) -> int:
+    """Return the size of weights, and with `everything` of two moments and, where weights are bf16, the fp32 master."""
+    weights, optimizer = (4, 8) if dtype == "float32" else (2, 12)
+    per_parameter = weights + (optimizer if contents == "everything" else 0)
+    return per_parameter * sum(num_parameters(shape) for shape in shapes)
 
 
-def check_disk(recipe: Recipe, shape: ModelShape, critic: ModelShape | None) -> Check:
-    """A save is complete before an old one goes: one more than are kept."""
-    folder = recipe.run_folder.absolute()
+def check_disk(folder: Path, config: CheckpointConfig, *, bytes_each: int) -> Check:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    num_kept = recipe.checkpoint.keep_last + 1 + (recipe.checkpoint.keep_best is not None)
-    each = checkpoint_bytes(recipe, shape, critic)
-    is_enough = free >= num_kept * each
+    # A save is complete before an old one is removed.
+    num_checkpoints = config.keep_last + 1 + (config.keep_best is not None)
+    is_enough = free >= num_checkpoints * bytes_each
     return Check(
         area="recipe",
         name="disk",
-        found=f"{_size(free)} free; {num_kept} checkpoints of {_size(each)}",
-        verdict=CheckStatus.OK if is_enough else CheckStatus.ERROR,
+        found=f"{_size(free)} free; {num_checkpoints} checkpoints of {_size(bytes_each)}",
+        status=CheckStatus.OK if is_enough else CheckStatus.ERROR,
         remedy="" if is_enough else f"make room at {existing}, or choose another run.folder",
     )
 

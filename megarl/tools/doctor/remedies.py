@@ -1,52 +1,65 @@
-"""The recipe changes that a diagnosis proposes, as values that this run's recipe accepts."""
+"""Remedies: functions that return the changes of a run's recipe, as values which that recipe accepts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from megarl.config.algorithm import (
     KlRewardConfig,
     PolicyGradientConfig,
     PpoLossConfig,
 )
-from megarl.tools.doctor.findings import Change
-from megarl.tools.doctor.run_history import Story
+from megarl.tools.doctor.run_history import RunHistory
 
-Changes = Callable[[Story], Sequence[Change]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeChange:
+    """One key of a recipe, as `--set KEY=VALUE` takes it."""
+
+    key: str
+    value: str
+    """YAML, in one line."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.value}"
+
+
+Remedy = Callable[[RunHistory], Sequence[RecipeChange]]
 
 _CLIP_HIGHER = 0.28
 
 
-def none(_story: Story) -> Sequence[Change]:
+def none(_run: RunHistory) -> Sequence[RecipeChange]:
     return ()
 
 
-def all_of(*parts: Changes) -> Changes:
-    return lambda story: tuple(change for part in parts for change in part(story))
+def all_of(*remedies: Remedy) -> Remedy:
+    return lambda run: tuple(change for remedy in remedies for change in remedy(run))
 
 
-def halve_learning_rate(story: Story) -> Sequence[Change]:
-    return (_change("train.optimizer.learning_rate", story.recipe.train.optimizer.learning_rate / 2),)
+def halve_learning_rate(run: RunHistory) -> Sequence[RecipeChange]:
+    return (_change("train.optimizer.learning_rate", run.recipe.train.optimizer.learning_rate / 2),)
 
 
-def tighten_gradient_clip(story: Story) -> Sequence[Change]:
-    return (_change("train.optimizer.clip_grad_norm", story.recipe.train.optimizer.clip_grad_norm / 2),)
+def tighten_gradient_clip(run: RunHistory) -> Sequence[RecipeChange]:
+    return (_change("train.optimizer.clip_grad_norm", run.recipe.train.optimizer.clip_grad_norm / 2),)
 
 
-def warm_up(story: Story) -> Sequence[Change]:
-    if story.recipe.train.optimizer.warmup_steps:
+def warm_up(run: RunHistory) -> Sequence[RecipeChange]:
+    if run.recipe.train.optimizer.warmup_steps:
         return ()
-    return (_change("train.optimizer.warmup_steps", max(1, min(10, story.recipe.run.steps // 10))),)
+    return (_change("train.optimizer.warmup_steps", max(1, min(10, run.recipe.run.steps // 10))),)
 
 
-def hold_to_reference(story: Story) -> Sequence[Change]:
-    """A KL term where there is none, five times the coefficient where there is one."""
-    algorithm = story.recipe.algorithm
+def hold_to_reference(run: RunHistory) -> Sequence[RecipeChange]:
+    """Add a KL term, or take five times the coefficient of the one that is there."""
+    algorithm = run.recipe.algorithm
     if not isinstance(algorithm, PolicyGradientConfig):
         return ()
     match algorithm.kl:
         case None:
-            has_reference = story.recipe.roles.reference is not None
+            has_reference = run.recipe.roles.reference is not None
             reference = () if has_reference else (_change("roles.reference", "{}"),)
             return (*reference, _change("algorithm.kl", "{kind: loss, coef: 0.001}"))
         case KlRewardConfig(adaptive=adaptive) if adaptive is not None:
@@ -55,26 +68,26 @@ def hold_to_reference(story: Story) -> Sequence[Change]:
             return (_change("algorithm.kl.coef", kl.coef * 5),)
 
 
-def keep_best(story: Story) -> Sequence[Change]:
-    evaluation = story.recipe.evaluation
-    if story.recipe.checkpoint.keep_best is not None or evaluation is None or evaluation.every_steps is None:
+def keep_best(run: RunHistory) -> Sequence[RecipeChange]:
+    evaluation = run.recipe.evaluation
+    if run.recipe.checkpoint.keep_best is not None or evaluation is None or evaluation.every_steps is None:
         return ()
     return (_change("checkpoint.keep_best", "{metric: accuracy}"),)
 
 
-def more_rollouts(story: Story) -> Sequence[Change]:
-    return (_change("sampling.rollouts_per_prompt", 2 * story.recipe.sampling.rollouts_per_prompt),)
+def more_rollouts(run: RunHistory) -> Sequence[RecipeChange]:
+    return (_change("sampling.rollouts_per_prompt", 2 * run.recipe.sampling.rollouts_per_prompt),)
 
 
-def filter_groups(story: Story) -> Sequence[Change]:
-    algorithm = story.recipe.algorithm
+def filter_groups(run: RunHistory) -> Sequence[RecipeChange]:
+    algorithm = run.recipe.algorithm
     if not isinstance(algorithm, PolicyGradientConfig) or algorithm.filter is not None:
         return ()
     return (_change("algorithm.filter", "{}"),)
 
 
-def longer_responses(story: Story) -> Sequence[Change]:
-    recipe = story.recipe
+def longer_responses(run: RunHistory) -> Sequence[RecipeChange]:
+    recipe = run.recipe
     limit = 2 * recipe.sampling.max_response_tokens
     changes = [_change("sampling.max_response_tokens", limit)]
     needed = recipe.data.max_prompt_tokens + limit
@@ -83,16 +96,16 @@ def longer_responses(story: Story) -> Sequence[Change]:
     return changes
 
 
-def penalize_overlong(story: Story) -> Sequence[Change]:
-    algorithm = story.recipe.algorithm
+def penalize_overlong(run: RunHistory) -> Sequence[RecipeChange]:
+    algorithm = run.recipe.algorithm
     if not isinstance(algorithm, PolicyGradientConfig) or algorithm.overlong is not None:
         return ()
-    buffer_tokens = max(1, story.recipe.sampling.max_response_tokens // 4)
+    buffer_tokens = max(1, run.recipe.sampling.max_response_tokens // 4)
     return (_change("algorithm.overlong", f"{{buffer_tokens: {buffer_tokens}}}"),)
 
 
-def reward_entropy(story: Story) -> Sequence[Change]:
-    algorithm = story.recipe.algorithm
+def reward_entropy(run: RunHistory) -> Sequence[RecipeChange]:
+    algorithm = run.recipe.algorithm
     if not isinstance(algorithm, PolicyGradientConfig):
         return ()
     changes = [_change("algorithm.entropy_coef", max(0.001, 2 * algorithm.entropy_coef))]
@@ -101,35 +114,35 @@ def reward_entropy(story: Story) -> Sequence[Change]:
     return changes
 
 
-def correct_mismatch(story: Story) -> Sequence[Change]:
-    algorithm = story.recipe.algorithm
+def correct_mismatch(run: RunHistory) -> Sequence[RecipeChange]:
+    algorithm = run.recipe.algorithm
     changes = []
     if isinstance(algorithm, PolicyGradientConfig) and algorithm.correction is None:
         changes.append(_change("algorithm.correction", "{kind: tis}"))
-    rollout = story.recipe.roles.rollout
+    rollout = run.recipe.roles.rollout
     if rollout is not None and not rollout.is_deterministic:
         changes.append(_change("roles.rollout.is_deterministic", "true"))
     return changes
 
 
-def lower_right_from(story: Story) -> Sequence[Change]:
-    """To the best score that training has seen, where that is below what counts as right."""
-    evaluation = story.recipe.evaluation
-    best = max(item.rollouts.reward_max for item in story.history.summaries if item.rollouts is not None)
+def lower_right_from(run: RunHistory) -> Sequence[RecipeChange]:
+    """Lower the limit to the best score of training, where that is below it."""
+    evaluation = run.recipe.evaluation
+    best = max(item.rollouts.reward_max for item in run.history.summaries if item.rollouts is not None)
     if evaluation is None or best >= evaluation.right_from:
         return ()
     return (_change("evaluation.right_from", best),)
 
 
-def longer_evaluation(story: Story) -> Sequence[Change]:
-    recipe = story.recipe
+def longer_evaluation(run: RunHistory) -> Sequence[RecipeChange]:
+    recipe = run.recipe
     if recipe.evaluation is None or recipe.evaluation_response_tokens >= recipe.sampling.max_response_tokens:
         return ()
     return (_change("evaluation.max_response_tokens", recipe.sampling.max_response_tokens),)
 
 
-def less_for_engines(story: Story) -> Sequence[Change]:
-    rollout = story.recipe.roles.rollout
+def less_for_engines(run: RunHistory) -> Sequence[RecipeChange]:
+    rollout = run.recipe.roles.rollout
     if rollout is None:
         return ()
     return (
@@ -138,9 +151,9 @@ def less_for_engines(story: Story) -> Sequence[Change]:
     )
 
 
-def less_per_micro_batch(story: Story) -> Sequence[Change]:
-    """Half the tokens at once, as far as the longest sequence lets; below that, recomputed activations."""
-    recipe = story.recipe
+def less_per_micro_batch(run: RunHistory) -> Sequence[RecipeChange]:
+    """Halve the tokens of a micro-batch down to the longest sequence; where that is reached, recompute activations."""
+    recipe = run.recipe
     tokens = max(recipe.max_context_tokens, recipe.train.tokens_per_micro_batch // 2)
     if tokens < recipe.train.tokens_per_micro_batch:
         return (_change("train.tokens_per_micro_batch", tokens),)
@@ -154,8 +167,8 @@ def less_per_micro_batch(story: Story) -> Sequence[Change]:
     )
 
 
-def more_engines(story: Story) -> Sequence[Change]:
-    recipe = story.recipe
+def more_engines(run: RunHistory) -> Sequence[RecipeChange]:
+    recipe = run.recipe
     rollout = recipe.roles.rollout
     if rollout is None or rollout.pool is None or list(recipe.roles.used_pools.values()).count(rollout.pool) > 1:
         return ()
@@ -165,13 +178,13 @@ def more_engines(story: Story) -> Sequence[Change]:
     return (_change(f"pools.{rollout.pool}.gpus_per_node", 2 * pool.gpus_per_node),)
 
 
-def longer_deadline(story: Story) -> Sequence[Change]:
-    return (_change("train.operation_timeout_s", 2 * story.recipe.train.operation_timeout_s),)
+def longer_deadline(run: RunHistory) -> Sequence[RecipeChange]:
+    return (_change("train.operation_timeout_s", 2 * run.recipe.train.operation_timeout_s),)
 
 
-def keep_fewer(story: Story) -> Sequence[Change]:
-    return (_change("checkpoint.keep_last", 1),) if story.recipe.checkpoint.keep_last > 1 else ()
+def keep_fewer(run: RunHistory) -> Sequence[RecipeChange]:
+    return (_change("checkpoint.keep_last", 1),) if run.recipe.checkpoint.keep_last > 1 else ()
 
 
-def _change(key: str, value: str | float) -> Change:
-    return Change(key=key, value=value if isinstance(value, str) else f"{value:.6g}")
+def _change(key: str, value: str | float) -> RecipeChange:
+    return RecipeChange(key=key, value=value if isinstance(value, str) else f"{value:.6g}")

@@ -1,4 +1,4 @@
-"""A run as its diagnosis sees it: the series, the recipe it ran with, its failures and its end, from its events."""
+"""What the rules look at: the series of a run, its recipe, its failures and its end, read from its events."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ _MAX_WINDOW = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Story:
-    """Everything the rules look at."""
-
+class RunHistory:
     recipe: Recipe
     history: History
     phase_seconds: Mapping[int, Mapping[Phase, float]]
@@ -41,13 +39,13 @@ class Story:
     """Engines that ended while the run went on, each time with the reason."""
     last_phase: Phase | None
     end: RunFinished | None
-    """None while it runs, and where it was killed."""
+    """None while the run goes on, and where it was killed."""
     silence: timedelta
     """Since the last event."""
 
     @property
     def failure(self) -> str:
-        """The sentence a failed run ended with."""
+        """The message that a failed run ended with, else an empty text."""
         return self.end.reason if self.end is not None and self.end.status is RunStatus.FAILED else ""
 
     @property
@@ -57,25 +55,25 @@ class Story:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """A series at its beginning and at its end; medians, so that one odd step says nothing."""
+    """Medians of the beginning and the end of a series: a single odd step does not change them."""
 
     early: float
     late: float
     before: float
-    """Of all but the end."""
+    """The median of all values before `late`."""
     late_steps: tuple[int, int]
 
 
-def tell(records: Iterable[Record], *, now: datetime) -> Story:
-    """Raises a DataError where the records are not those of a run, or of another version's recipe."""
-    kept = tuple(records)
+def read_run_history(records: Iterable[Record], *, now: datetime) -> RunHistory:
+    """Raise a DataError where no run has begun, or where its recipe is of another version of megarl."""
+    all_records = tuple(records)
     recipe: Mapping[str, JsonValue] | None = None
     phase_seconds: dict[int, Mapping[Phase, float]] = {}
     failed_saves: list[CheckpointFailed] = []
     lost_engines: list[EngineChanged] = []
     last_phase: Phase | None = None
     end: RunFinished | None = None
-    for record in kept:
+    for record in all_records:
         match record.event:
             case RunStarted() as started:
                 recipe, end, last_phase = started.recipe, None, None
@@ -90,16 +88,16 @@ def tell(records: Iterable[Record], *, now: datetime) -> Story:
             case RunFinished() as finished:
                 end = finished
     if recipe is None:
-        raise DataError("no run has begun in these events")
-    return Story(
+        raise DataError("no run has begun")
+    return RunHistory(
         recipe=_recipe_of(recipe),
-        history=fold_history(kept),
+        history=fold_history(all_records),
         phase_seconds=phase_seconds,
         failed_saves=tuple(failed_saves),
         lost_engines=tuple(lost_engines),
         last_phase=last_phase,
         end=end,
-        silence=now - kept[-1].time,
+        silence=now - all_records[-1].time,
     )
 
 
@@ -109,11 +107,11 @@ def _recipe_of(recipe: Mapping[str, JsonValue]) -> Recipe:
     except ValidationError as error:
         detail = error.errors()[0]
         key = ".".join(str(part) for part in detail["loc"])
-        raise DataError(f"the run's recipe is not one of this version of megarl: {key}: {detail['msg']}") from None
+        raise DataError(f"the recipe is of another version of megarl: {key}: {detail['msg']}") from None
 
 
 def trend(series: Series, *, min_steps: int = 6) -> Trend | None:
-    """None where there are too few steps to call anything a trend. What is not finite is another rule's business."""
+    """Return None where fewer than `min_steps` values are finite."""
     points = [(step, value) for step, value in zip(series.steps, series.values, strict=True) if math.isfinite(value)]
     if len(points) < min_steps:
         return None
@@ -127,10 +125,10 @@ def trend(series: Series, *, min_steps: int = 6) -> Trend | None:
     )
 
 
-def at_end(series: Series, holds: Callable[[float], bool], *, min_steps: int = 3) -> tuple[int, int, int] | None:
-    """In how many of the last steps something holds: how many, of how many, and since which step; None if none."""
-    points = list(zip(series.steps, series.values, strict=True))[-_MAX_WINDOW:]
-    found = [step for step, value in points if holds(value)]
-    if len(points) < min_steps or not found:
+def mostly_at_end(series: Series, holds: Callable[[float], bool], *, min_steps: int = 3) -> tuple[int, int] | None:
+    """Return in how many of how many last steps a condition holds, or None where that is less than half of them."""
+    values = series.values[-_MAX_WINDOW:]
+    num_steps = sum(map(holds, values))
+    if len(values) < min_steps or not num_steps or num_steps * 2 < len(values):
         return None
-    return len(found), len(points), found[0]
+    return num_steps, len(values)

@@ -1,7 +1,7 @@
-"""How to tell, from a run's events, that something is wrong: one function each, from the story to the evidence.
+"""Symptoms: one function each, which returns the evidence from a run's history, or None where there is none.
 
-Thresholds are about runs of any size; where a healthy run may cross one for a while, the end of the run counts, or
-two things have to come together.
+Thresholds hold for runs of any size. Where a healthy run may cross one for a while, the function looks at the end of
+the run, or asks for two signs together.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from megarl.observe.history import Series
 from megarl.observe.summary import Phase
-from megarl.tools.doctor.run_history import Story, at_end, trend
+from megarl.tools.doctor.run_history import RunHistory, mostly_at_end, trend
 
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|Cannot allocate memory|MemoryError|low on memory|exited with SIGKILL", re.IGNORECASE
@@ -29,8 +29,8 @@ _SILENCE_S = 600.0
 _MANY_RESTARTS = 3
 
 
-def reward_up_eval_down(story: Story) -> str | None:
-    accuracy, reward = story.history.accuracy, story.history.reward
+def reward_up_eval_down(run: RunHistory) -> str | None:
+    accuracy, reward = run.history.accuracy, run.history.reward
     if len(accuracy.steps) < 3 or len(reward.steps) < 6:
         return None
     best = max(range(len(accuracy.steps)), key=lambda index: accuracy.values[index])
@@ -45,34 +45,31 @@ def reward_up_eval_down(story: Story) -> str | None:
     )
 
 
-def kl_exploding(story: Story) -> str | None:
-    updates = [summary for summary in story.history.summaries if summary.update is not None]
+def kl_exploding(run: RunHistory) -> str | None:
+    updates = [summary for summary in run.history.summaries if summary.update is not None]
     measured = [
         (item.step, item.update.reference_kl)
         for item in updates
         if item.update is not None and item.update.reference_kl is not None
     ]
-    reference = Series(steps=tuple(step for step, _ in measured), values=tuple(kl for _, kl in measured))
-    step_kl = story.history.of_updates(lambda update: update.approx_kl)
+    reference = Series(steps=tuple(step for step, _ in measured), values=tuple(nats for _, nats in measured))
+    step_kl = run.history.of_updates(lambda update: update.approx_kl)
     names = (("KL to the reference", reference, 0.2, 2.0), ("KL of an update", step_kl, 0.1, 0.5))
     for name, series, suspicious, alarming in names:
-        found = trend(series)
-        if found is None or found.late < suspicious:
+        kl = trend(series)
+        if kl is None or kl.late < suspicious:
             continue
-        if found.late >= alarming or found.late >= 4 * found.before:
-            return (
-                f"{name} {found.before:.3g} -> {found.late:.3g} nats, steps {found.late_steps[0]} to "
-                f"{found.late_steps[1]}"
-            )
+        if kl.late >= alarming or kl.late >= 4 * kl.before:
+            return f"{name} {kl.before:.3g} -> {kl.late:.3g} nats, steps {kl.late_steps[0]} to {kl.late_steps[1]}"
     return None
 
 
-def loss_oscillating(story: Story) -> str | None:
-    """Swings that turn at every step, grow, and are cut by the gradient clip."""
-    loss, norms = story.history.loss, story.history.of_updates(lambda update: update.grad_norm)
+def loss_oscillating(run: RunHistory) -> str | None:
+    """The loss swings up and down at almost every step, the swings grow, and the gradient is clipped."""
+    loss, norms = run.history.loss, run.history.of_updates(lambda update: update.grad_norm)
     if len(loss.steps) < 12 or not all(map(math.isfinite, (*loss.values, *norms.values))):
         return None
-    clip = story.recipe.train.optimizer.clip_grad_norm
+    clip = run.recipe.train.optimizer.clip_grad_norm
     swings = [later - earlier for earlier, later in pairwise(loss.values)]
     window = max(5, min(12, len(swings) // 3))
     early, late = swings[:window], swings[-window:]
@@ -87,28 +84,26 @@ def loss_oscillating(story: Story) -> str | None:
     )
 
 
-def equal_rewards(story: Story) -> str | None:
-    spread = story.history.of_rollouts(lambda rollouts: rollouts.reward_max - rollouts.reward_min)
-    found = at_end(spread, lambda value: value == 0)
-    reward = story.history.reward
-    if found is None or found[0] * 2 < found[1]:
+def equal_rewards(run: RunHistory) -> str | None:
+    spread = run.history.of_rollouts(lambda rollouts: rollouts.reward_max - rollouts.reward_min)
+    steps = mostly_at_end(spread, lambda value: value == 0)
+    if steps is None:
         return None
-    return (
-        f"all rewards of a step are equal in {found[0]} of the last {found[1]} steps, {reward.values[-1]:g} in the last"
-    )
+    last = run.history.reward.values[-1]
+    return f"all rewards of a step are equal in {steps[0]} of the last {steps[1]} steps, {last:g} in the last"
 
 
-def no_signal(story: Story) -> str | None:
-    share = story.history.of_rollouts(lambda rollouts: rollouts.num_zero_signal_groups / rollouts.num_groups)
-    found = at_end(share, lambda value: value >= 0.9)
-    if found is None or found[0] * 2 < found[1] or equal_rewards(story) is not None:
+def no_signal(run: RunHistory) -> str | None:
+    share = run.history.of_rollouts(lambda rollouts: rollouts.num_zero_signal_groups / rollouts.num_groups)
+    steps = mostly_at_end(share, lambda value: value >= 0.9)
+    if steps is None or equal_rewards(run) is not None:
         return None
-    return f"90 % of the groups or more teach nothing in {found[0]} of the last {found[1]} steps"
+    return f"90 % of the groups or more teach nothing in {steps[0]} of the last {steps[1]} steps"
 
 
-def empty_responses(story: Story) -> str | None:
-    lengths = trend(story.history.of_rollouts(lambda rollouts: rollouts.response_tokens_mean), min_steps=4)
-    empty = trend(story.history.of_rollouts(lambda rollouts: rollouts.empty_ratio), min_steps=4)
+def empty_responses(run: RunHistory) -> str | None:
+    lengths = trend(run.history.of_rollouts(lambda rollouts: rollouts.response_tokens_mean), min_steps=4)
+    empty = trend(run.history.of_rollouts(lambda rollouts: rollouts.empty_ratio), min_steps=4)
     if lengths is None or empty is None:
         return None
     has_shrunk = lengths.early >= 16 and lengths.late <= lengths.early / 4
@@ -121,34 +116,34 @@ def empty_responses(story: Story) -> str | None:
     )
 
 
-def cut_responses(story: Story) -> str | None:
-    found = trend(story.history.of_rollouts(lambda rollouts: rollouts.truncated_ratio), min_steps=4)
-    if found is None or found.late < 0.5:
+def cut_responses(run: RunHistory) -> str | None:
+    cut = trend(run.history.of_rollouts(lambda rollouts: rollouts.truncated_ratio), min_steps=4)
+    if cut is None or cut.late < 0.5:
         return None
-    limit = story.recipe.sampling.max_response_tokens
+    limit = run.recipe.sampling.max_response_tokens
     return (
-        f"{found.late:.0%} of the responses are cut at {limit} tokens in steps {found.late_steps[0]} to "
-        f"{found.late_steps[1]}, {found.early:.0%} at the beginning"
+        f"{cut.late:.0%} of the responses are cut at {limit} tokens in steps {cut.late_steps[0]} to "
+        f"{cut.late_steps[1]}, {cut.early:.0%} at the beginning"
     )
 
 
-def repetition(story: Story) -> str | None:
-    found = trend(story.history.of_rollouts(lambda rollouts: rollouts.repetition_ratio), min_steps=4)
-    if found is None or found.late < 0.2 or found.late < 2 * found.early:
+def repetition(run: RunHistory) -> str | None:
+    repeated = trend(run.history.of_rollouts(lambda rollouts: rollouts.repetition_ratio), min_steps=4)
+    if repeated is None or repeated.late < 0.2 or repeated.late < 2 * repeated.early:
         return None
     return (
-        f"{found.late:.0%} of a response was said in it before, in steps {found.late_steps[0]} to "
-        f"{found.late_steps[1]}; {found.early:.0%} at the beginning"
+        f"{repeated.late:.0%} of a response repeats an earlier part of it in steps {repeated.late_steps[0]} to "
+        f"{repeated.late_steps[1]}; {repeated.early:.0%} at the beginning"
     )
 
 
-def entropy_collapsed(story: Story) -> str | None:
-    """A policy that is sure of itself though its reward no longer rises and is not the best there is."""
-    entropy = trend(story.history.of_updates(lambda update: update.entropy))
-    reward = trend(story.history.reward)
+def entropy_collapsed(run: RunHistory) -> str | None:
+    """The entropy is near zero although the reward no longer rises and is not the best one seen."""
+    entropy = trend(run.history.of_updates(lambda update: update.entropy))
+    reward = trend(run.history.reward)
     if entropy is None or reward is None:
         return None
-    best = max(item.rollouts.reward_max for item in story.history.summaries if item.rollouts is not None)
+    best = max(item.rollouts.reward_max for item in run.history.summaries if item.rollouts is not None)
     is_sure = entropy.late <= 0.05 and entropy.late <= entropy.early / 5
     if not is_sure or reward.late > reward.before or reward.late >= 0.9 * best:
         return None
@@ -158,25 +153,25 @@ def entropy_collapsed(story: Story) -> str | None:
     )
 
 
-def not_finite(story: Story) -> str | None:
-    skipped = [summary.step for summary in story.history.summaries if summary.num_skipped_updates]
+def not_finite(run: RunHistory) -> str | None:
+    skipped = [summary.step for summary in run.history.summaries if summary.num_skipped_updates]
     broken = [
         summary.step
-        for summary in story.history.summaries
+        for summary in run.history.summaries
         if summary.update is not None
         and not (math.isfinite(summary.update.loss) and math.isfinite(summary.update.grad_norm))
     ]
     steps = sorted({*skipped, *broken})
-    if "not finite" in story.failure:
-        return story.failure
+    if "not finite" in run.failure:
+        return run.failure
     if not steps:
         return None
     return f"loss or gradient not finite in {len(steps)} step(s), first in step {steps[0]}, last in step {steps[-1]}"
 
 
-def gradient_rises_with_mismatch(story: Story) -> str | None:
-    norm = trend(story.history.of_updates(lambda update: update.grad_norm))
-    mismatch = trend(story.history.of_updates(lambda update: update.mismatch_mean))
+def gradient_rises_with_mismatch(run: RunHistory) -> str | None:
+    norm = trend(run.history.of_updates(lambda update: update.grad_norm))
+    mismatch = trend(run.history.of_updates(lambda update: update.mismatch_mean))
     if norm is None or mismatch is None:
         return None
     if norm.late < 2 * norm.early or mismatch.late < max(1e-3, 2 * mismatch.early):
@@ -187,75 +182,75 @@ def gradient_rises_with_mismatch(story: Story) -> str | None:
     )
 
 
-def eval_always_zero(story: Story) -> str | None:
-    accuracy, reward = story.history.accuracy, story.history.reward
+def eval_always_zero(run: RunHistory) -> str | None:
+    accuracy, reward = run.history.accuracy, run.history.reward
     if len(accuracy.steps) < 2 or any(accuracy.values) or not reward or max(reward.values) <= 0:
         return None
-    scores = story.history.of_evaluations("score")
+    scores = run.history.of_evaluations("score")
     return (
         f"accuracy 0 in all {len(accuracy.steps)} evaluations, mean score {scores.values[-1]:.3g}, "
         f"while the reward in training is {reward.values[-1]:.3g}"
     )
 
 
-def rollout_out_of_memory(story: Story) -> str | None:
-    """An engine that is started again does not end the run, and will run out of memory again."""
-    if _OUT_OF_MEMORY.search(story.failure) and _OF_ENGINE.search(story.failure):
-        return story.failure
-    lost = [engine for engine in story.lost_engines if _OUT_OF_MEMORY.search(engine.reason)]
+def rollout_out_of_memory(run: RunHistory) -> str | None:
+    """Engines that are restarted after running out of memory do not end the run, so their reasons count too."""
+    if _OUT_OF_MEMORY.search(run.failure) and _OF_ENGINE.search(run.failure):
+        return run.failure
+    lost = [engine for engine in run.lost_engines if _OUT_OF_MEMORY.search(engine.reason)]
     return f"engines ended {len(lost)} times, the last, engine {lost[-1].index}: {lost[-1].reason}" if lost else None
 
 
-def training_out_of_memory(story: Story) -> str | None:
-    is_it = _OUT_OF_MEMORY.search(story.failure) and not _OF_ENGINE.search(story.failure)
-    return story.failure if is_it else None
+def training_out_of_memory(run: RunHistory) -> str | None:
+    is_training = _OUT_OF_MEMORY.search(run.failure) and not _OF_ENGINE.search(run.failure)
+    return run.failure if is_training else None
 
 
-def restart_loop(story: Story) -> str | None:
-    lost = [engine for engine in story.lost_engines if not _OUT_OF_MEMORY.search(engine.reason)]
+def restart_loop(run: RunHistory) -> str | None:
+    lost = [engine for engine in run.lost_engines if not _OUT_OF_MEMORY.search(engine.reason)]
     if len(lost) < _MANY_RESTARTS:
         return None
     return f"engines ended {len(lost)} times, the last, engine {lost[-1].index}: {lost[-1].reason}"
 
 
-def slow_rollout(story: Story) -> str | None:
-    steps = sorted(story.phase_seconds)[-8:]
-    if len(steps) < _MIN_STEPS_TO_TIME or story.recipe.roles.rollout is None:
+def slow_rollout(run: RunHistory) -> str | None:
+    steps = sorted(run.phase_seconds)[-8:]
+    if len(steps) < _MIN_STEPS_TO_TIME or run.recipe.roles.rollout is None:
         return None
-    generating = sum(story.phase_seconds[step].get("generate", 0.0) for step in steps)
-    all_seconds = sum(story.phase_seconds[step].get(phase, 0.0) for step in steps for phase in _STEP_PHASES)
+    generating = sum(run.phase_seconds[step].get("generate", 0.0) for step in steps)
+    all_seconds = sum(run.phase_seconds[step].get(phase, 0.0) for step in steps for phase in _STEP_PHASES)
     if all_seconds <= 0 or generating < 0.85 * all_seconds:
         return None
-    rollouts = story.history.summaries[-1].rollouts
+    rollouts = run.history.summaries[-1].rollouts
     tail = ""
     if rollouts is not None:
         tail = f"; longest response {_times(rollouts.response_tokens_max, rollouts.response_tokens_mean)}"
-    return f"{generating / all_seconds:.0%} of the last {len(steps)} steps is waiting for rollouts{tail}"
+    return f"waiting for rollouts takes {generating / all_seconds:.0%} of the last {len(steps)} steps{tail}"
 
 
-def nodes_not_talking(story: Story) -> str | None:
-    is_it = _NOT_TALKING.search(story.failure) and not _OUT_OF_MEMORY.search(story.failure)
-    return story.failure if is_it else None
+def nodes_not_talking(run: RunHistory) -> str | None:
+    is_network = _NOT_TALKING.search(run.failure) and not _OUT_OF_MEMORY.search(run.failure)
+    return run.failure if is_network else None
 
 
-def went_silent(story: Story) -> str | None:
-    longest = max((summary.seconds for summary in story.history.summaries), default=0.0)
-    seconds = story.silence.total_seconds()
-    if story.end is not None or seconds < max(_SILENCE_S, 5 * longest):
+def went_silent(run: RunHistory) -> str | None:
+    longest = max((summary.seconds for summary in run.history.summaries), default=0.0)
+    seconds = run.silence.total_seconds()
+    if run.end is not None or seconds < max(_SILENCE_S, 5 * longest):
         return None
-    where = f" during {story.last_phase}" if story.last_phase is not None else ""
-    return f"no event for {seconds / 60:.0f} minutes after step {story.last_step}{where}, and no word of an end"
+    where = f" during {run.last_phase}" if run.last_phase is not None else ""
+    return f"no event for {seconds / 60:.0f} minutes after step {run.last_step}{where}, and the run has not ended"
 
 
-def saves_failed(story: Story) -> str | None:
-    if not story.failed_saves:
+def saves_failed(run: RunHistory) -> str | None:
+    if not run.failed_saves:
         return None
-    last = story.failed_saves[-1]
-    return f"{len(story.failed_saves)} checkpoint(s) not saved, the last at step {last.step}: {last.reason}"
+    last = run.failed_saves[-1]
+    return f"{len(run.failed_saves)} checkpoint(s) not saved, the last at step {last.step}: {last.reason}"
 
 
 def _mean_near(series: Series, step: int) -> float:
-    """Over the four steps up to this one, or the first four."""
+    """Return the mean of the four steps up to this one, or of the first four."""
     values = [value for at, value in zip(series.steps, series.values, strict=True) if step - 4 < at <= step]
     values = values or list(series.values[:4])
     return sum(values) / len(values)

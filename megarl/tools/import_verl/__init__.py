@@ -1,5 +1,1 @@
-"""verl configurations as recipes: every key is accounted for, none is dropped without a word."""
-
-from megarl.tools.import_verl.translate import Entry, Imported, import_verl
-
-__all__ = ["Entry", "Imported", "import_verl"]
+"""verl configurations as recipes, with a report on every key."""

@@ -1,13 +1,21 @@
-"""What becomes of each verl key: the table in rules.tsv, first match wins; known.txt has the names of verl 0.9.1."""
+"""What becomes of each verl key: the table in rules.tsv, first match wins; known.txt has the names of verl 0.9.1.
+
+Options of SGLang and Megatron that verl passes on are checked as a recipe's own.
+"""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
+
+from megarl.config.document import Tree
+from megarl.config.native.options import refusal
+from megarl.config.native.owned import Library
 
 
 class KeyVerdict(StrEnum):
@@ -19,9 +27,9 @@ class KeyVerdict(StrEnum):
 
 class Treatment(StrEnum):
     RENAME = "rename"
-    """The value goes over as it is; the text is the recipe's key."""
+    """The value is taken over as it is; the text is the recipe's key."""
     COMPUTE = "compute"
-    """`translate` knows what to do."""
+    """`translate` has code for it."""
     NONE = "none"
     UNSUPPORTED = "unsupported"
 
@@ -33,24 +41,71 @@ class KeyRule:
     text: str
 
 
+_INNER: Mapping[str, Library] = {
+    "megatron.override_transformer_config": "megatron",
+    "megatron.override_ddp_config": "megatron_ddp",
+    "optim.override_optimizer_config": "megatron_optimizer",
+}
+_PREFIXES: Mapping[str, tuple[Library, str]] = {
+    "actor_rollout_ref.rollout.engine_kwargs.sglang.": ("sglang", "roles.rollout.sglang"),
+    **{
+        f"{prefix}{inner}.": (library, f"roles.{role}.{library}")
+        for prefix, role in (("actor_rollout_ref.actor.", "actor"), ("critic.", "critic"))
+        for inner, library in _INNER.items()
+    },
+}
 _LIKE_ACTOR = ("critic.", "actor_rollout_ref.ref.")
 
 
 def rule_for(key: str) -> KeyRule | None:
-    """None for a key that verl does not have. What is said of an actor's key is true of a critic's and a reference's,
-    unless they have a rule of their own."""
-    found = next((rule for rule in _rules() if fnmatchcase(key, rule.pattern)), None)
+    """Return None for a key that verl does not have. A key of the critic or the reference without a rule of its own
+    has the actor's, where that one says that the key is not used."""
+    own = next((rule for rule in _rules() if fnmatchcase(key, rule.pattern)), None)
     prefix = next((prefix for prefix in _LIKE_ACTOR if key.startswith(prefix)), None)
-    if found is not None or prefix is None:
-        return found
+    if own is not None or prefix is None:
+        return own
     name = key.removeprefix(prefix)
     likely = (rule_for(f"actor_rollout_ref.{name}"), rule_for(f"actor_rollout_ref.actor.{name}"))
     return next((rule for rule in likely if rule and rule.treatment in (Treatment.NONE, Treatment.UNSUPPORTED)), None)
 
 
 def nearest_known(key: str) -> str | None:
-    found = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.8)
-    return found[0] if found else None
+    matches = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.8)
+    return matches[0] if matches else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOption:
+    """An option of SGLang or Megatron; `text` is the recipe's key where it is mapped, else why it is not."""
+
+    key: str
+    verdict: KeyVerdict
+    text: str
+
+
+def engine_options(given: Mapping[str, Tree], *, has_critic: bool) -> Iterator[EngineOption]:
+    """Return the given keys that are options of SGLang or Megatron, checked for GPUs, where verl runs."""
+    for key, value in given.items():
+        rule = rule_for(key)
+        if rule is None or rule.treatment is not Treatment.COMPUTE:
+            continue
+        for prefix, (library, target) in _PREFIXES.items():
+            if key.startswith(prefix) and (has_critic or not key.startswith("critic.")):
+                name = key.removeprefix(prefix)
+                recomputes = given.get(f"{prefix}recompute_granularity") is not None
+                verdict, text = _option_verdict(library, name, value, recomputes=recomputes)
+                yield EngineOption(
+                    key=key, verdict=verdict, text=f"{target}.{name}" if verdict is KeyVerdict.MAPPED else text
+                )
+
+
+def _option_verdict(library: Library, name: str, value: Tree, *, recomputes: bool) -> tuple[KeyVerdict, str]:
+    if value is None:
+        return KeyVerdict.NO_EFFECT, "off, as in megarl"
+    if name.startswith("recompute_") and not recomputes:
+        return KeyVerdict.NO_EFFECT, "nothing is recomputed without recompute_granularity"
+    complaint = refusal(library, name, value, device="cuda")
+    return (KeyVerdict.MAPPED, "") if complaint is None else (KeyVerdict.NOT_SUPPORTED, complaint)
 
 
 @cache

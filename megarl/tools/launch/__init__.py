@@ -1,1 +1,1 @@
-"""Jobs for schedulers, rendered from a recipe. Text only: nothing here starts anything."""
+"""Jobs for schedulers, rendered from a recipe."""

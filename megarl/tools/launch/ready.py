@@ -1,6 +1,6 @@
-"""`python -m megarl.tools.launch.ready --nodes N`: until the Ray cluster of RAY_ADDRESS has so many nodes, or too late.
+"""`python -m megarl.tools.launch.ready --nodes N`: wait until the Ray cluster at RAY_ADDRESS has N nodes.
 
-For job scripts, instead of sleeping and hoping. Exit code 0, or 5 with one line.
+For job scripts. Exits with 0, or after --timeout-s with 5 and one line.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def main() -> int:
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.timeout_s
     address = RAY_ADDRESS.read()
-    if not _waits_for_listener(address, deadline):
-        sys.stderr.write(f"nobody listens at {address} within {arguments.timeout_s:g} s\n")
+    if not _wait_for_listener(address, deadline):
+        sys.stderr.write(f"no Ray answers at {address} within {arguments.timeout_s:g} s\n")
         return 5
     with joined_ray():
         return _wait_for_nodes(address, arguments.nodes, deadline)
 
 
-def _waits_for_listener(address: str, deadline: float) -> bool:
+def _wait_for_listener(address: str, deadline: float) -> bool:
     host, _, port = address.rpartition(":")
     while time.monotonic() < deadline:
         try:
@@ -43,8 +43,7 @@ def _waits_for_listener(address: str, deadline: float) -> bool:
 
 
 def _wait_for_nodes(address: str, num_nodes: int, deadline: float) -> int:
-    # Ray reads its environment when it is imported, and only then.
-    import ray  # noqa: PLC0415
+    import ray  # noqa: PLC0415 - Ray reads its environment when it is imported
 
     ray.init(address=address, log_to_driver=False, configure_logging=False)
     try:
@@ -54,7 +53,7 @@ def _wait_for_nodes(address: str, num_nodes: int, deadline: float) -> int:
                 sys.stdout.write(f"{len(alive)} nodes: {', '.join(alive)}\n")
                 return 0
             if time.monotonic() > deadline:
-                sys.stderr.write(f"{len(alive)} of {num_nodes} nodes have come: {', '.join(alive)}\n")
+                sys.stderr.write(f"{len(alive)} of {num_nodes} nodes have joined: {', '.join(alive)}\n")
                 return 5
             time.sleep(_POLL_S)
     finally:

@@ -1,6 +1,6 @@
-"""A recipe as a Slurm job: what it asks Slurm for, and the settings that `slurm_job.sh` works with.
+"""Render a recipe as a Slurm job: the options for Slurm, and the settings that `slurm_job.sh` reads.
 
-Values reach the script as quoted assignments above its text, so that nothing in them is ever run.
+The settings are quoted assignments above the text of the script, so that no value is ever run.
 """
 
 from __future__ import annotations
@@ -9,82 +9,83 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import Recipe, RunConfig
+from megarl.config.roles import PoolConfig
 from megarl.config.section import CPU_SLOT
 from megarl.errors import ConfigError, Problem
 
 BODY = Path(__file__).parent / "slurm_job.sh"
 READY_TIMEOUT_S = 300
 _SPARE_S = 60
-"""Slurm's clock has this grain."""
+"""Slurm's clock is this coarse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """What the command line says about a job."""
+    """The options of `megarl launch slurm`."""
 
     recipe_path: Path
     overrides: tuple[str, ...] = ()
     folder: Path
-    """Where the job runs: relative paths of the recipe start there."""
+    """The working folder of the job; relative paths of the recipe start there."""
     nodes: int
     gpus_per_node: int
     cpus_per_node: int | None = None
-    """None takes whole nodes."""
+    """None reserves whole nodes."""
     gpu_request: str | None = None
-    """Instead of `--gpus-per-node`, for clusters that want another one, such as `--gres=gpu:h100:8`."""
+    """Replaces `--gpus-per-node` on clusters that need another option, such as `--gres=gpu:h100:8`."""
     partition: str | None = None
     account: str | None = None
     time_limit: str | None = None
     container: str | None = None
     venv: Path | None = None
-    """None, and no container: the environment that megarl runs in now."""
+    """None without a container is the environment that megarl runs in now."""
     mounts: tuple[Path, ...] = ()
     max_failures: int = 3
 
 
 def render(job: SlurmJob, recipe: Recipe) -> str:
-    """The whole script; a ConfigError where the recipe does not fit the job."""
-    problems = [*_check_sizes(job, recipe), *_check_words(job), *_check_time(job, recipe)]
+    """Return the whole script; raise a ConfigError where the recipe does not fit the job."""
+    lead = lead_s(recipe.checkpoint.grace_s)
+    problems = [*_check_sizes(job, recipe.pools), *_check_words(job), *_check_time(job, lead)]
     if problems:
         raise ConfigError(str(job.recipe_path), tuple(problems))
-    lines = ["#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in _options(job, recipe)), ""]
-    lines += [*_settings(job, recipe), "", BODY.read_text()]
+    lines = ["#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in _options(job, recipe.run, lead)), ""]
+    lines += [*_settings(job, recipe.run, _mounts(job, recipe)), "", BODY.read_text()]
     return "\n".join(lines)
 
 
-def _check_sizes(job: SlurmJob, recipe: Recipe) -> Iterator[Problem]:
-    """Ray packs the pools: one that has a node takes all its GPUs there, others take what is left anywhere."""
-    needed, given = (sum(pool.gpus for pool in recipe.pools.values()), job.nodes * job.gpus_per_node)
+def _check_sizes(job: SlurmJob, pools: Mapping[str, PoolConfig]) -> Iterator[Problem]:
+    """Pack the pools as Ray does: a pool of one node has all its GPUs there, others take free ones anywhere."""
+    needed, given = sum(pool.gpus for pool in pools.values()), job.nodes * job.gpus_per_node
     if needed > given:
         yield Problem(
             key="pools",
-            message=f"take {needed} gpus, {job.nodes} nodes of {job.gpus_per_node} have {given}; "
+            message=f"need {needed} gpus, {job.nodes} nodes of {job.gpus_per_node} have {given}; "
             f"ask for --nodes {-(-needed // job.gpus_per_node)}",
         )
         return
     free = [job.gpus_per_node] * job.nodes
-    whole = sorted(recipe.pools.items(), key=lambda item: -item[1].gpus)
-    for name, pool in whole:
+    for name, pool in sorted(pools.items(), key=lambda item: -item[1].gpus):
         if pool.nodes > 1:
             continue
         fullest = max(range(job.nodes), key=lambda node: (free[node] >= pool.gpus, -free[node]))
         if free[fullest] < pool.gpus:
             yield Problem(
                 key=f"pools.{name}",
-                message=f"its {pool.gpus} gpus must be on one node, which has {job.gpus_per_node}, less what other "
-                f"pools take; set pools.{name}.nodes or ask for more --nodes",
+                message=f"its {pool.gpus} gpus must be on one node; one has {job.gpus_per_node}, less those of other "
+                f"pools; set pools.{name}.nodes or ask for more --nodes",
             )
             return
         free[fullest] -= pool.gpus
 
 
 def _check_words(job: SlurmJob) -> Iterator[Problem]:
-    """Slurm reads an option to the end of its line."""
+    """Refuse words that could add to a line: Slurm reads an option to the end of its line."""
     words = {
         "--partition": job.partition,
         "--account": job.account,
@@ -93,28 +94,30 @@ def _check_words(job: SlurmJob) -> Iterator[Problem]:
     }
     for name, word in words.items():
         if word is not None and not re.fullmatch(r"[\w.,:=/@+#-]+", word):
-            yield Problem(key=name, message=f"{word!r} has characters that Slurm would not take as one word")
+            yield Problem(key=name, message=f"{word!r} is not one word of letters, digits and .,:=/@+#-_")
     if re.search(r"\s", str(job.folder)):
-        yield Problem(key="--chdir", message=f"{job.folder}: Slurm takes no folder with blanks; start elsewhere")
+        yield Problem(
+            key="--chdir", message=f"{job.folder}: Slurm accepts no folder with blanks; run this command in another one"
+        )
 
 
-def _check_time(job: SlurmJob, recipe: Recipe) -> Iterator[Problem]:
+def _check_time(job: SlurmJob, lead: int) -> Iterator[Problem]:
     if job.time_limit is None:
         return
     seconds = parse_time(job.time_limit)
     if seconds is None:
-        message = f"{job.time_limit!r} is no time of Slurm's; write 90, 12:00:00 or 2-12:00:00"
+        message = f"{job.time_limit!r} is not a time for Slurm; write 90, 12:00:00 or 2-12:00:00"
         yield Problem(key="--time", message=message)
-    elif seconds <= 2 * lead_s(recipe):
+    elif seconds <= 2 * lead:
         yield Problem(
             key="--time",
-            message=f"{job.time_limit} leaves no time to train: {lead_s(recipe)} s before the end it is asked to save "
-            "(checkpoint.grace_s, and what Slurm's clock is off)",
+            message=f"{job.time_limit} is too short: {lead} s before its end the job stops training to save "
+            f"(checkpoint.grace_s and {_SPARE_S} s for Slurm's clock)",
         )
 
 
 def parse_time(text: str) -> int | None:
-    """Seconds, from Slurm's minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    """Return seconds from minutes, minutes:seconds, hours:minutes:seconds or days-hours[:minutes[:seconds]]."""
     if not re.fullmatch(r"(?:\d+-\d+(?::\d+){0,2}|\d+(?::\d+){0,2})", text):
         return None
     days, _, rest = text.rpartition("-")
@@ -128,15 +131,15 @@ def parse_time(text: str) -> int | None:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def lead_s(recipe: Recipe) -> int:
-    """How long before its end a job is asked to leave."""
-    return int(recipe.checkpoint.grace_s) + _SPARE_S
+def lead_s(grace_s: float) -> int:
+    """Return how many seconds before its end a job is asked to save and exit."""
+    return int(grace_s) + _SPARE_S
 
 
-def _options(job: SlurmJob, recipe: Recipe) -> Iterator[str]:
-    yield f"--job-name=megarl-{recipe.run.name}"
+def _options(job: SlurmJob, run: RunConfig, lead: int) -> Iterator[str]:
+    yield f"--job-name=megarl-{run.name}"
     yield f"--chdir={job.folder}"
-    yield f"--output=megarl-{recipe.run.name}-%j.log"
+    yield f"--output=megarl-{run.name}-%j.log"
     yield "--open-mode=append"
     yield f"--nodes={job.nodes}"
     yield "--ntasks-per-node=1"
@@ -145,27 +148,27 @@ def _options(job: SlurmJob, recipe: Recipe) -> Iterator[str]:
         yield "--mem=0"
     else:
         yield f"--cpus-per-task={job.cpus_per_node}"
-    if recipe.run.device == "cuda":
+    if run.device == "cuda":
         yield job.gpu_request or f"--gpus-per-node={job.gpus_per_node}"
     for name, value in (("partition", job.partition), ("account", job.account), ("time", job.time_limit)):
         if value is not None:
             yield f"--{name}={value}"
-    yield f"--signal=B:USR1@{lead_s(recipe)}"
+    yield f"--signal=B:USR1@{lead}"
     yield "--requeue"
 
 
-def _settings(job: SlurmJob, recipe: Recipe) -> Iterator[str]:
+def _settings(job: SlurmJob, run: RunConfig, mounts: Sequence[Path]) -> Iterator[str]:
     train_words = [str(job.recipe_path)]
     for assignment in job.overrides:
         train_words += ["--set", assignment]
     resources = json.dumps({CPU_SLOT: job.gpus_per_node})
-    devices = f"--num-gpus={job.gpus_per_node}" if recipe.run.device == "cuda" else f"--resources={resources}"
-    srun_options, inside = _container(job, recipe)
+    devices = f"--num-gpus={job.gpus_per_node}" if run.device == "cuda" else f"--resources={resources}"
+    srun_options, inside = _container(job, mounts, device=run.device)
     yield _assign("train_words", train_words)
     yield _assign("devices", [devices])
     yield _assign("srun_options", srun_options)
     yield _assign("inside", inside)
-    yield _assign("log_root", str(_absolute(job, recipe.run.folder) / "slurm"))
+    yield _assign("log_root", str(_absolute(job, run.folder) / "slurm"))
     yield _assign("ready_timeout_s", str(READY_TIMEOUT_S))
     yield _assign("max_failures", str(job.max_failures))
     if job.container is None:
@@ -173,14 +176,13 @@ def _settings(job: SlurmJob, recipe: Recipe) -> Iterator[str]:
         yield f"export PATH={shlex.quote(str(venv / 'bin'))}:$PATH"
 
 
-def _container(job: SlurmJob, recipe: Recipe) -> tuple[list[str], list[str]]:
-    """Apptainer for its own files, pyxis (`srun --container-image`) for everything else."""
+def _container(job: SlurmJob, mounts: Sequence[Path], *, device: str) -> tuple[list[str], list[str]]:
+    """Return options of srun and a command prefix: Apptainer for .sif files, pyxis (`--container-image`) for others."""
     if job.container is None:
         return [], []
-    mounts = _mounts(job, recipe)
     if job.container.endswith(".sif"):
         binds = [word for mount in mounts for word in ("--bind", str(mount))]
-        nv = ["--nv"] if recipe.run.device == "cuda" else []
+        nv = ["--nv"] if device == "cuda" else []
         return [], ["apptainer", "exec", *nv, *binds, "--pwd", str(job.folder), job.container]
     mounted = ",".join(f"{mount}:{mount}" for mount in mounts)
     options = [f"--container-image={job.container}", f"--container-mounts={mounted}"]
@@ -188,7 +190,7 @@ def _container(job: SlurmJob, recipe: Recipe) -> tuple[list[str], list[str]]:
 
 
 def _mounts(job: SlurmJob, recipe: Recipe) -> list[Path]:
-    """Every folder that the run reads or writes, and that is not inside another one of them."""
+    """Return the folders that the run reads or writes, without those inside another one of them."""
     roles = recipe.roles
     paths = [recipe.run.folder, recipe.model.path, job.recipe_path.parent]
     paths += [path.parent for path in (*recipe.data.train, *recipe.data.eval)]
@@ -208,6 +210,6 @@ def _assign(name: str, value: str | Sequence[str]) -> str:
 
 
 def _quoted(word: str) -> str:
-    """In quotes even where a shell needs none: readers of an array wonder about a bare comma."""
+    """Quote even where a shell needs no quotes: a bare comma in an array looks like a mistake."""
     quoted = shlex.quote(word)
     return quoted if quoted != word else f"'{word}'"

@@ -1,7 +1,7 @@
-# Everything above is rendered from the recipe; from here on the text is the same for every job.
+# Everything above is rendered from the recipe; the text below is the same for every job.
 #
 # One step per node runs Ray, one step on the first node runs megarl. Slurm's warning before the time limit becomes
-# SIGUSR1 for megarl alone: it saves and exits with 75, and the job is queued again and goes on from there.
+# SIGUSR1 for megarl alone: it saves and exits with 75, and the job is queued again and resumes.
 set -euo pipefail
 
 main() {
@@ -12,7 +12,7 @@ main() {
   train_step=""
   ray_steps=()
   mkdir -p "$logs"
-  # Every request and every Ray worker takes a few.
+  # Every request and every Ray worker opens files.
   ulimit -n "$(ulimit -Hn)"
   trap 'ask_to_leave' USR1
   trap 'stop_ray; forget_token' EXIT
@@ -36,7 +36,7 @@ say() {
   echo "$(date -u +%FT%TZ) $*"
 }
 
-# In a container or not: what follows `--` runs on one node, with its output in a file of its own.
+# Run a command on one node, in the container if there is one, with its output in a file of its own.
 on_node() {
   local node=$1 log=$2
   shift 2
@@ -44,7 +44,7 @@ on_node() {
     "${srun_options[@]}" -- "${inside[@]}" "$@"
 }
 
-# In a file that only the user can read, never in an argument.
+# The token is in a file that only the user can read, never in an argument.
 make_token() {
   token_file="$job_folder/token"
   rm -f "$token_file"
@@ -57,7 +57,7 @@ forget_token() {
   rm -f "$token_file"
 }
 
-# Where Slurm itself reaches a node.
+# Print the address by which Slurm reaches a node.
 address_of() {
   local given
   given=$(scontrol show node "$1" --oneliner | grep -oE '\bNodeAddr=[^ ]+' | cut -d= -f2)
@@ -81,22 +81,22 @@ start_ray() {
   done
 }
 
-# A worker that comes before the head would give up for good.
+# A worker that starts before the head fails for good.
 wait_for_head() {
   local deadline=$((SECONDS + ready_timeout_s))
   until (exec 3<>"/dev/tcp/${head%:*}/$port") 2>/dev/null; do
     if ((SECONDS > deadline)) || ! kill -0 "${ray_steps[0]}" 2>/dev/null; then
-      fail_to_start "Ray does not come up on ${nodes[0]}: its log there says why"
+      fail_to_start "Ray does not start on ${nodes[0]}: read $logs/ray_${nodes[0]}.log"
     fi
     sleep 0.2
   done
 }
 
-# Ray counts every core of the machine; the job may have fewer, so Slurm's number is given, as it is on that node.
+# Ray counts every core of the machine; the job may have fewer, so Ray gets Slurm's number for that node.
 start_node() {
   local node=$1 address=$2 place=(--address="$head")
   if [[ $node == "${nodes[0]}" ]]; then
-    # Not /tmp/ray: that belongs to whoever was on this node first.
+    # Not /tmp/ray: that may belong to another user of this node.
     place=(--head --port="$port" --include-dashboard=false --temp-dir="/tmp/ray-$SLURM_JOB_ID")
   fi
   # shellcheck disable=SC2016 # expanded on the node
@@ -109,13 +109,13 @@ wait_for_nodes() {
   on_node "${nodes[0]}" "$logs/ready.log" \
     python3 -m megarl.tools.launch.ready --nodes "${#nodes[@]}" --timeout-s "$ready_timeout_s" &
   local ready_step=$! code=0
-  # Also where Ray ends on a node: then there is nothing to wait for.
+  # Also ends when Ray ends on a node.
   wait -n "$ready_step" "${ray_steps[@]}" || code=$?
   if kill -0 "$ready_step" 2>/dev/null; then
     pkill -TERM -P "$ready_step" || true
-    ((is_asked)) || fail_to_start "Ray ended on a node: its log there says why"
+    ((is_asked)) || fail_to_start "Ray ended on a node: read $logs/ray_*.log"
   elif ((code)); then
-    fail_to_start "not all nodes within $ready_timeout_s s: $(tail -n 1 "$logs/ready.log")"
+    fail_to_start "not all nodes joined within $ready_timeout_s s: $(tail -n 1 "$logs/ready.log")"
   fi
 }
 
@@ -140,11 +140,11 @@ train() {
   done
 }
 
-# Slurm's warning. Only megarl itself is told: a signal to its step would reach Ray's processes too.
+# Slurm's warning. It goes to megarl alone: a signal to its step would reach Ray's processes too.
 # shellcheck disable=SC2317 # called by a trap
 ask_to_leave() {
   is_asked=1
-  say "asked to leave"
+  say "asked to save and exit"
   if [[ -s $pid_file ]]; then
     kill -USR1 "$(<"$pid_file")" || true
   fi
@@ -161,7 +161,7 @@ stop_ray() {
   ray_steps=()
 }
 
-# What Ray keeps on every node; a node that is lost keeps it.
+# Remove Ray's files on every node; those of a lost node stay.
 clean_up() {
   timeout 60 srun --overlap --ntasks-per-node=1 rm -rf "/tmp/ray-$SLURM_JOB_ID" || true
 }
@@ -170,19 +170,19 @@ leave() {
   case $1 in
   0) exit 0 ;;
   75) requeue 75 ;;
-  # The recipe, the data, a checkpoint, numbers, Ctrl-C: the next attempt would end the same way.
+  # Recipe, data, checkpoint, numerics, Ctrl-C: the next attempt would end the same way.
   2 | 3 | 4 | 77 | 130) exit "$1" ;;
   *) count_failure "$1" ;;
   esac
 }
 
-# A node that was lost, an engine that died: another attempt may do, but not for ever.
+# Lost nodes and dead engines: try again, but not for ever.
 count_failure() {
   echo "$(date -u +%FT%TZ) $1" >>"$job_folder/failures"
   local num_failures
   num_failures=$(wc -l <"$job_folder/failures")
   if ((num_failures > max_failures)); then
-    say "failure $num_failures, with exit code $1: given up"
+    say "failure $num_failures, with exit code $1: giving up"
     exit "$1"
   fi
   say "failure $num_failures of at most $max_failures, with exit code $1"

@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import read_recipe
-from megarl.tools.doctor.checks import Check, CheckStatus
-from megarl.tools.doctor.cluster import NodeReport, check_cluster, describe_node, judge
-from megarl.tools.doctor.probe import ClusterReport, GroupReport, NodeAnswer
+from megarl.runtime.launch import private_ray
+from megarl.tools.doctor import Check, CheckStatus
+from megarl.tools.doctor.cluster import (
+    GroupReport,
+    NodeAnswer,
+    NodeReport,
+    check_cluster,
+    check_group,
+    check_nodes,
+    describe_node,
+)
 
 REPORT = NodeReport(versions={"torch": "2.13.0"}, missing_files=(), can_write=True, clock_s=100.5)
-NODE = NodeAnswer(node="n0 (10.0.0.1)", answer=REPORT, asked_at=100.0, answered_at=101.0)
+NODE = NodeAnswer(node="n0 (10.0.0.1)", report=REPORT, asked_at=100.0, answered_at=101.0)
 GROUP = GroupReport(name="train", num_ranks=16, backend="nccl", bytes_per_second=2e11)
 
 RECIPE = """\
@@ -27,9 +35,9 @@ train: {prompts_per_step: 8}
 """
 
 
-def problems(*nodes: NodeAnswer[NodeReport], groups: tuple[GroupReport, ...] = (GROUP,)) -> list[Check]:
-    report = ClusterReport(nodes=nodes, groups=groups)
-    return [check for check in judge(report) if check.verdict is not CheckStatus.OK]
+def problems(*nodes: NodeAnswer, groups: tuple[GroupReport, ...] = (GROUP,)) -> list[Check]:
+    checks = [*check_nodes(nodes), *map(check_group, groups)]
+    return [check for check in checks if check.status is not CheckStatus.OK]
 
 
 def test_nodes_that_agree_are_fine() -> None:
@@ -37,7 +45,7 @@ def test_nodes_that_agree_are_fine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "found"),
+    ("report", "found"),
     [
         (replace(REPORT, versions={"torch": "2.11.0"}), "2.11.0 on n1, 2.13.0 on n0 (10.0.0.1)"),
         (replace(REPORT, missing_files=("/m/config.json",)), "/m/config.json cannot be read on n1"),
@@ -45,18 +53,18 @@ def test_nodes_that_agree_are_fine() -> None:
         (replace(REPORT, clock_s=107.5), "n1 is 6.5 s off"),
     ],
 )
-def test_what_a_node_has_otherwise_is_said(answer: NodeReport, found: str) -> None:
-    (check,) = problems(NODE, replace(NODE, node="n1", answer=answer))
+def test_what_a_node_has_otherwise_is_said(report: NodeReport, found: str) -> None:
+    (check,) = problems(NODE, replace(NODE, node="n1", report=report))
     assert check.found == found
     assert check.remedy
 
 
 def test_a_node_that_does_not_answer_and_a_group_that_cannot_reduce_are_errors() -> None:
-    silent = replace(NODE, node="n1", answer=None, error="No module named 'megarl'")
+    silent = replace(NODE, node="n1", report=None, error="No module named 'megarl'")
     stuck = replace(GROUP, error="train rank(s) 8: reduce did not finish within 120 s")
     node, group = problems(NODE, silent, groups=(stuck,))
-    assert (node.found, node.verdict) == ("n1 does not answer", CheckStatus.ERROR)
-    assert (group.found, group.verdict) == ("16 ranks over nccl fail", CheckStatus.ERROR)
+    assert (node.found, node.status) == ("n1 does not answer", CheckStatus.ERROR)
+    assert (group.found, group.status) == ("16 ranks over nccl fail", CheckStatus.ERROR)
     assert "rank(s) 8" in group.remedy
 
 
@@ -70,10 +78,11 @@ def test_a_node_describes_itself(tmp_path: Path) -> None:
 def test_the_pool_of_a_real_cluster_reduces_and_missing_files_are_found_on_its_nodes(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.replace("FOLDER", str(tmp_path)))
-    found = {check.name: check for check in check_cluster(read_recipe(path).recipe, address=None)}
+    with private_ray():
+        found = {check.name: check for check in check_cluster(read_recipe(path).recipe, address=None)}
     assert found["files"].found.startswith(f"{tmp_path}/model/config.json cannot be read on ")
-    assert found["files"].verdict is CheckStatus.ERROR
-    assert found["all-reduce, shared"].verdict is CheckStatus.OK, found["all-reduce, shared"].remedy
+    assert found["files"].status is CheckStatus.ERROR
+    assert found["all-reduce, shared"].status is CheckStatus.OK, found["all-reduce, shared"].remedy
     assert found["all-reduce, shared"].found.startswith("2 ranks over gloo, ")
 
 
@@ -81,5 +90,5 @@ def test_a_cluster_that_cannot_be_joined_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE.replace("FOLDER", str(tmp_path)))
     (found,) = check_cluster(read_recipe(path).recipe, address="127.0.0.1:1")
-    assert (found.found, found.verdict) == ("127.0.0.1:1 is not there", CheckStatus.ERROR)
+    assert (found.found, found.status) == ("no answer from 127.0.0.1:1", CheckStatus.ERROR)
     assert found.remedy.startswith("Connection refused; ")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.tools.doctor.checks import CheckStatus
+from megarl.tools.doctor import CheckStatus
 from megarl.tools.doctor.gpus import Gpu, check_gpus, check_links, parse_gpus
 
 # As driver 580 prints them on an H200.
@@ -28,7 +28,7 @@ GPU = parse_gpus(QUERIED)[0]
 
 
 def verdicts(*gpus: Gpu, needed: int = 0) -> dict[str, CheckStatus]:
-    return {check.name: check.verdict for check in check_gpus(list(gpus), needed=needed, topology=None)}
+    return {check.name: check.status for check in check_gpus(list(gpus), needed=needed, topology=None)}
 
 
 def test_what_nvidia_smi_prints_is_read() -> None:
@@ -80,11 +80,11 @@ def test_mixed_gpus_are_a_warning_and_too_few_an_error() -> None:
 @pytest.mark.parametrize(("needed", "verdict"), [(0, CheckStatus.NOTE), (1, CheckStatus.ERROR)])
 def test_no_driver_matters_where_a_gpu_is_needed(needed: int, verdict: CheckStatus) -> None:
     (found,) = check_gpus(None, needed=needed, topology=None)
-    assert (found.found, found.verdict) == ("nvidia-smi not found", verdict)
+    assert (found.found, found.status) == ("nvidia-smi not found", verdict)
 
 
 def test_links_between_gpus_are_read_and_those_of_network_cards_left_out() -> None:
-    assert (check_links(NVLINKED).found, check_links(NVLINKED).verdict) == ("NV18", CheckStatus.OK)
+    assert (check_links(NVLINKED).found, check_links(NVLINKED).status) == ("NV18", CheckStatus.OK)
     pcie = NVLINKED.replace("NV18", "SYS")
-    assert (check_links(pcie).found, check_links(pcie).verdict) == ("SYS", CheckStatus.WARNING)
+    assert (check_links(pcie).found, check_links(pcie).status) == ("SYS", CheckStatus.WARNING)
     assert check_links(ALONE).found == ""

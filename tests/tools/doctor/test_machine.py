@@ -10,7 +10,7 @@ import pytest
 from megarl.config.load import load_recipe
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe
-from megarl.tools.doctor.checks import CheckStatus
+from megarl.tools.doctor import CheckStatus
 from megarl.tools.doctor.machine import (
     Cpus,
     check_cpus,
@@ -47,17 +47,17 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 
 def test_this_machine_has_no_error() -> None:
-    assert [check for check in check_machine() if check.verdict is CheckStatus.ERROR] == []
+    assert [check for check in check_machine() if check.status is CheckStatus.ERROR] == []
 
 
 def test_limits_that_are_too_low_are_said_with_the_command_that_raises_them() -> None:
-    assert check_shared_memory(64 << 20).verdict is CheckStatus.ERROR
+    assert check_shared_memory(64 << 20).status is CheckStatus.ERROR
     assert "--shm-size" in check_shared_memory(64 << 20).remedy
-    assert check_shared_memory(2 << 30).verdict is CheckStatus.OK
+    assert check_shared_memory(2 << 30).status is CheckStatus.OK
     assert "ulimit -n 65536` (at most 4096 here)" in check_open_files((1024, 4096)).remedy
-    assert check_open_files((resource.RLIM_INFINITY, resource.RLIM_INFINITY)).verdict is CheckStatus.OK
-    assert check_processes(512).verdict is CheckStatus.ERROR
-    assert check_processes(resource.RLIM_INFINITY).verdict is CheckStatus.OK
+    assert check_open_files((resource.RLIM_INFINITY, resource.RLIM_INFINITY)).status is CheckStatus.OK
+    assert check_processes(512).status is CheckStatus.ERROR
+    assert check_processes(resource.RLIM_INFINITY).status is CheckStatus.OK
 
 
 @pytest.mark.parametrize(
@@ -73,37 +73,34 @@ def test_limits_that_are_too_low_are_said_with_the_command_that_raises_them() ->
 )
 def test_fewer_cores_than_ray_would_count_are_said(cpus: Cpus, verdict: CheckStatus, remedy: str) -> None:
     found = check_cpus(cpus)
-    assert found.verdict is verdict
+    assert found.status is verdict
     assert remedy in found.remedy
 
 
-def test_a_metrics_port_in_use_is_an_error(recipe: Recipe) -> None:
-    assert list(check_metrics_port(recipe)) == []
+def test_a_metrics_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        observed = recipe.observe.model_copy(update={"metrics_port": port})
-        (found,) = check_metrics_port(recipe.model_copy(update={"observe": observed}))
-    assert found.verdict is CheckStatus.ERROR
+        found = check_metrics_port(port)
+    assert found.status is CheckStatus.ERROR
     assert found.remedy == "observe.metrics_port: 0 takes any free one"
 
 
 def test_a_sandbox_that_does_not_work_matters_where_code_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert check_sandbox(is_needed=True).verdict is CheckStatus.ERROR
-    assert check_sandbox(is_needed=False).verdict is CheckStatus.NOTE
+    assert check_sandbox(is_needed=True).status is CheckStatus.ERROR
+    assert check_sandbox(is_needed=False).status is CheckStatus.NOTE
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints_is_an_error(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = read_model_shape(recipe.model.path)
-    assert check_disk(recipe, shape, None).verdict is CheckStatus.OK
-    each = checkpoint_bytes(recipe, shape, None)
+    each = checkpoint_bytes("everything", [read_model_shape(recipe.model.path)], dtype="float32")
+    assert check_disk(recipe.run_folder, recipe.checkpoint, bytes_each=each).status is CheckStatus.OK
 
     class Usage:
         free = 3 * each - 1
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage)
-    found = check_disk(recipe, shape, None)
-    assert found.verdict is CheckStatus.ERROR
+    found = check_disk(recipe.run_folder, recipe.checkpoint, bytes_each=each)
+    assert found.status is CheckStatus.ERROR
     assert found.found.endswith(f"3 checkpoints of {each / (1 << 20):.1f} MiB")
 
 
@@ -111,8 +108,7 @@ def test_the_size_of_a_checkpoint_is_that_of_its_tensors(recipe: Recipe) -> None
     """On a CPU all of it is float32: weights and two moments."""
     shape = read_model_shape(recipe.model.path)
     weights = (Path(recipe.model.path) / "model.safetensors").stat().st_size
-    assert checkpoint_bytes(recipe, shape, None) == pytest.approx(3 * weights, rel=0.02)
-    contents = recipe.checkpoint.model_copy(update={"contents": "weights"})
-    lean = recipe.model_copy(update={"checkpoint": contents})
-    assert checkpoint_bytes(lean, shape, None) * 3 == checkpoint_bytes(recipe, shape, None)
-    assert checkpoint_bytes(lean, shape, shape) == 2 * checkpoint_bytes(lean, shape, None)
+    everything = checkpoint_bytes("everything", [shape], dtype="float32")
+    assert everything == pytest.approx(3 * weights, rel=0.02)
+    assert checkpoint_bytes("weights", [shape], dtype="float32") * 3 == everything
+    assert checkpoint_bytes("everything", [shape, shape], dtype="float32") == 2 * everything

@@ -16,9 +16,7 @@ from megarl.config.load import load_recipe, read_recipe
 from megarl.config.recipe import Recipe
 from megarl.errors import DataError
 from megarl.observe.events import CheckpointFailed, Event, PhaseStarted
-from megarl.tools.doctor.diagnosis import diagnose_run
-from megarl.tools.doctor.findings import Finding
-from megarl.tools.doctor.rules import RULES
+from megarl.tools.doctor.rules import RULES, Finding, diagnose_run
 from tests.observe.samples import BEGAN
 from tests.tools.doctor.runs import Step, lost_engine, write_run
 
@@ -114,7 +112,7 @@ CASES = (
         extra=[PhaseStarted(phase="update")],
         has_ended=False,
         silence=timedelta(minutes=30),
-        evidence="no event for 30 minutes after step 3 during update, and no word of an end",
+        evidence="no event for 30 minutes after step 3 during update, and the run has not ended",
         changes=(),
     ),
     Case(
@@ -194,7 +192,7 @@ CASES = (
     Case(
         rule="responses repeat themselves",
         steps=[Step(repetition=share) for share in rising(0.0, 0.6)],
-        evidence="53% of a response was said in it before, in steps 19 to 24; 7% at the beginning",
+        evidence="53% of a response repeats an earlier part of it in steps 19 to 24; 7% at the beginning",
         changes=(*HELD, "algorithm.overlong: {buffer_tokens: 48}"),
     ),
     Case(
@@ -207,7 +205,7 @@ CASES = (
     Case(
         rule="slow rollout",
         steps=[Step(generate_s=20)] * 6,
-        evidence="95% of the last 6 steps is waiting for rollouts; longest response 200 tokens, 2.0 times the mean",
+        evidence="waiting for rollouts takes 95% of the last 6 steps; longest response 200 tokens, 2.0 times the mean",
         changes=("pools.rollout.gpus_per_node: 2",),
     ),
 )

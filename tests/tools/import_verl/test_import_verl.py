@@ -14,8 +14,9 @@ from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.config.roles import OptimizerConfig, ReferenceConfig
 from megarl.errors import ConfigError
-from megarl.tools.import_verl import Entry, Imported, import_verl
 from megarl.tools.import_verl.rules import KeyVerdict, Treatment, known_keys, rule_for
+from megarl.tools.import_verl.translate import translate_file
+from megarl.tools.import_verl.translation import Entry, Imported
 
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
 HERE = Path(__file__).parent / "configs"
@@ -28,7 +29,7 @@ python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=t
 def imported(tmp_path: Path, *words: str) -> Imported:
     script = tmp_path / "run.sh"
     script.write_text(BASE + " ".join(words) + "\n")
-    return import_verl(script)
+    return translate_file(script)
 
 
 def value_at(tree: Tree, key: str) -> Tree:
@@ -44,12 +45,12 @@ def entry(result: Imported, key: str) -> Entry:
 
 @pytest.mark.parametrize(("name", "model"), [("grpo.yaml", "qwen2.5-7b"), ("ppo.sh", "qwen2.5-72b")])
 def test_the_documented_examples_become_valid_recipes(name: str, model: str) -> None:
-    recipe = Recipe.model_validate(import_verl(HERE / name).tree)
+    recipe = Recipe.model_validate(translate_file(HERE / name).tree)
     assert check_without_files(recipe, PUBLIC_MODELS[model], critic=PUBLIC_MODELS[model]) == []
 
 
 def test_the_yaml_example_is_translated() -> None:
-    recipe = Recipe.model_validate(import_verl(HERE / "grpo.yaml").tree)
+    recipe = Recipe.model_validate(translate_file(HERE / "grpo.yaml").tree)
     assert recipe.algorithm.kind == "grpo"
     assert (recipe.train.prompts_per_step, recipe.train.prompts_per_update) == (128, 64)
     assert recipe.train.tokens_per_micro_batch == 2 * (512 + 1024)
@@ -61,7 +62,7 @@ def test_the_yaml_example_is_translated() -> None:
 
 
 def test_ppo_with_critic_reference_and_kl_is_translated() -> None:
-    result = import_verl(HERE / "ppo_kl.yaml")
+    result = translate_file(HERE / "ppo_kl.yaml")
     recipe = Recipe.model_validate(result.tree)
     assert check_without_files(recipe, PUBLIC_MODELS["qwen2.5-7b"], critic=PUBLIC_MODELS["qwen2.5-14b"]) == []
     assert isinstance(recipe.algorithm, GaeConfig)
@@ -85,7 +86,7 @@ def test_ppo_with_critic_reference_and_kl_is_translated() -> None:
 
 
 def test_a_critic_starts_from_the_policy_unless_it_has_a_model_of_its_own() -> None:
-    recipe = Recipe.model_validate(import_verl(HERE / "ppo.sh").tree)
+    recipe = Recipe.model_validate(translate_file(HERE / "ppo.sh").tree)
     assert recipe.algorithm.kind == "gae"
     assert recipe.roles.critic is not None
     assert recipe.roles.critic.path is None
@@ -113,7 +114,7 @@ def test_every_key_of_verl_has_a_verdict() -> None:
 
 
 def test_there_is_one_entry_per_key_of_the_file() -> None:
-    result = import_verl(HERE / "grpo.yaml")
+    result = translate_file(HERE / "grpo.yaml")
     assert len(result.entries) == len({item.key for item in result.entries}) == 25
 
 
@@ -245,13 +246,13 @@ def test_recomputation_is_taken_over_whole(tmp_path: Path) -> None:
 def test_variables_of_a_script_are_expanded(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text("set -x\nN=16\nexport MODEL=Qwen/Qwen2.5-7B\n" + BASE.replace("n=8", "n=$N"))
-    assert value_at(import_verl(script).tree, "sampling.rollouts_per_prompt") == 16
+    assert value_at(translate_file(script).tree, "sampling.rollouts_per_prompt") == 16
 
 
 def test_an_sft_configuration_becomes_sft(tmp_path: Path) -> None:
     path = tmp_path / "sft.yaml"
     path.write_text("data: {train_files: t.parquet, response_key: answer}\nmodel: {path: m}\noptim: {lr: 1.0e-5}\n")
-    recipe = Recipe.model_validate(import_verl(path).tree)
+    recipe = Recipe.model_validate(translate_file(path).tree)
     assert recipe.algorithm.kind == "sft"
     assert recipe.data.response_key == "answer"
     assert recipe.train.optimizer.learning_rate == 1e-5
@@ -262,7 +263,7 @@ def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.sh"
     path.write_text("echo hello\n")
     with pytest.raises(ConfigError, match="no key=value words"):
-        import_verl(path)
+        translate_file(path)
 
 
 def test_renames_name_real_keys() -> None:

@@ -17,7 +17,7 @@ import yaml
 from megarl import __version__
 from megarl.config.recipe import Recipe
 from megarl.env import LOCAL_RAY_ENVIRONMENT
-from megarl.tools.doctor.versions import pinned_versions
+from megarl.tools.doctor.packages import pinned_versions
 from megarl.tools.launch.slurm import BODY
 from tests.packages import program
 from tests.repository import ROOT

@@ -126,35 +126,35 @@ def test_a_container_sees_every_folder_of_the_recipe() -> None:
         (
             replace(JOB, nodes=1),
             (),
-            "pools: take 3 gpus, 1 nodes of 2 have 2; ask for --nodes 2",
+            "pools: need 3 gpus, 1 nodes of 2 have 2; ask for --nodes 2",
         ),
         (
             replace(JOB, nodes=3, gpus_per_node=1),
             (),
-            "pools.train: its 2 gpus must be on one node, which has 1, less what other pools take; "
+            "pools.train: its 2 gpus must be on one node; one has 1, less those of other pools; "
             "set pools.train.nodes or ask for more --nodes",
         ),
         (
             replace(JOB, gpus_per_node=3),
             ("pools={a: {gpus_per_node: 2}, b: {gpus_per_node: 2}, c: {gpus_per_node: 2}}",),
-            "pools.c: its 2 gpus must be on one node, which has 3, less what other pools take; "
+            "pools.c: its 2 gpus must be on one node; one has 3, less those of other pools; "
             "set pools.c.nodes or ask for more --nodes",
         ),
         (
             replace(JOB, time_limit="tomorrow"),
             (),
-            "--time: 'tomorrow' is no time of Slurm's; write 90, 12:00:00 or 2-12:00:00",
+            "--time: 'tomorrow' is not a time for Slurm; write 90, 12:00:00 or 2-12:00:00",
         ),
         (
             replace(JOB, time_limit="5"),
             (),
-            "--time: 5 leaves no time to train: 180 s before the end it is asked to save "
-            "(checkpoint.grace_s, and what Slurm's clock is off)",
+            "--time: 5 is too short: 180 s before its end the job stops training to save "
+            "(checkpoint.grace_s and 60 s for Slurm's clock)",
         ),
         (
             replace(JOB, partition="gpu\n#SBATCH --uid=0"),
             (),
-            "--partition: 'gpu\\n#SBATCH --uid=0' has characters that Slurm would not take as one word",
+            "--partition: 'gpu\\n#SBATCH --uid=0' is not one word of letters, digits and .,:=/@+#-_",
         ),
     ],
 )
@@ -195,7 +195,7 @@ def test_the_command_writes_prints_or_submits(
     monkeypatch.chdir(project)
     capsys.readouterr()
     assert launch(project, "--nodes", "2", "--out", "job.sh") == 0
-    assert capsys.readouterr().out == "wrote job.sh; sbatch job.sh\n"
+    assert capsys.readouterr().out == "wrote job.sh; submit it with: sbatch job.sh\n"
     assert launch(project, "--nodes", "2") == 0
     printed = capsys.readouterr().out
     assert printed == (project / "job.sh").read_text()
@@ -216,7 +216,7 @@ def test_mistakes_of_the_command_are_a_sentence(
 ) -> None:
     monkeypatch.chdir(project)
     assert launch(project, "--nodes", "1") == 2
-    assert "pools: take 3 gpus, 1 nodes of 2 have 2; ask for --nodes 2" in capsys.readouterr().err
+    assert "pools: need 3 gpus, 1 nodes of 2 have 2; ask for --nodes 2" in capsys.readouterr().err
     assert launch(project, "--nodes", "2", "--venv", "a", "--container", "b") == 2
     assert "name a --container or a --venv, not both" in capsys.readouterr().err
     monkeypatch.setenv("PATH", str(project))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megarl.cli.report import print_report
+from megarl.cli.train import print_report
 from megarl.observe.report import ReportRow, RunReport
 
 

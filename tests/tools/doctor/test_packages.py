@@ -1,4 +1,4 @@
-"""The patches, tried on copies of the released packages; the installed ones are left alone."""
+"""Versions against the tested ones; patches, tried on copies of the released packages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,22 @@ from types import ModuleType
 
 import pytest
 
-from megarl.tools.doctor.checks import CheckStatus
-from megarl.tools.doctor.patches import Patch, PatchState, apply, check_patches, find_patches, site_of, state_of
-from megarl.tools.doctor.versions import normalized, pinned_versions
+from megarl.tools.doctor import CheckStatus
+from megarl.tools.doctor.packages import (
+    FOR_CUDA,
+    REQUIRED,
+    Patch,
+    PatchState,
+    apply,
+    check_patches,
+    check_versions,
+    find_patches,
+    local_versions,
+    normalized,
+    pinned_versions,
+    site_of,
+    state_of,
+)
 from tests.repository import ROOT
 
 pytestmark = pytest.mark.needs("patch")
@@ -61,7 +74,7 @@ def test_a_patch_is_for_one_version_and_for_what_was_released(tmp_path: Path) ->
 def test_the_doctor_reports_every_patch() -> None:
     found = {check.name: check for check in check_patches()}
     assert set(found) == {patch.name for patch in find_patches()}
-    assert {check.verdict for check in found.values()} <= {CheckStatus.OK, CheckStatus.NOTE}
+    assert {check.status for check in found.values()} <= {CheckStatus.OK, CheckStatus.NOTE}
 
 
 def test_the_router_of_a_mixture_needs_its_patch_without_transformer_engine(tmp_path: Path) -> None:
@@ -85,3 +98,42 @@ def _load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_pinned_versions_are_those_of_the_requirements() -> None:
+    tested = pinned_versions()
+    assert f"torch=={tested['torch'][0]}" in (ROOT / "requirements.txt").read_text().splitlines()
+    assert set(REQUIRED) <= set(tested)
+    # apex has no releases: the image builds one commit of it.
+    assert set(FOR_CUDA) - set(tested) == {"apex"}
+
+
+def test_this_environment_is_the_tested_one() -> None:
+    wrong = [check for check in check_versions(has_gpu=False) if check.status not in (CheckStatus.OK, CheckStatus.NOTE)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict", "remedy"),
+    [
+        ("2.60.0", CheckStatus.OK, ""),
+        ("2.60.0+local", CheckStatus.OK, ""),
+        ("2.59.1", CheckStatus.WARNING, "megarl is tested with 2.60.0: pip install ray==2.60.0"),
+        (None, CheckStatus.ERROR, "pip install ray==2.60.0"),
+    ],
+)
+def test_another_version_is_a_warning_and_none_an_error(version: str | None, verdict: CheckStatus, remedy: str) -> None:
+    checks = check_versions(has_gpu=False, installed=lambda package: version if package == "ray" else "1")
+    (found,) = [check for check in checks if check.name == "ray"]
+    assert (found.status, found.remedy) == (verdict, remedy)
+
+
+@pytest.mark.parametrize(("has_gpu", "verdict"), [(True, CheckStatus.WARNING), (False, CheckStatus.NOTE)])
+def test_what_only_a_gpu_needs_is_missed_only_there(has_gpu: bool, verdict: CheckStatus) -> None:
+    checks = check_versions(has_gpu=has_gpu, installed=lambda package: None)
+    (found,) = [check for check in checks if check.name == "transformer-engine"]
+    assert found.status is verdict
+
+
+def test_a_node_names_every_version_that_has_to_agree() -> None:
+    assert {"python", "megarl", "torch", "ray", "sglang"} <= set(local_versions())

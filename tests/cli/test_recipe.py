@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli.explain import print_explanation
+from megarl.cli.recipe import print_explanation
 from tests.repository import ROOT
 
 GOOD = ROOT / "tests" / "config" / "good.yaml"

@@ -1,4 +1,4 @@
-"""`megarl import-verl`: a recipe from a verl configuration, and what became of every key."""
+"""`megarl import-verl`: turn a verl configuration into a recipe, and report what became of every key."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from megarl.config.load import schema_problems
 from megarl.config.public_models import PUBLIC_MODELS, public_model_name
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, MachineError, Problem
-from megarl.tools.import_verl import Entry, Imported, import_verl
 from megarl.tools.import_verl.rules import KeyVerdict
+from megarl.tools.import_verl.translate import translate_file
+from megarl.tools.import_verl.translation import Entry, Imported
 
 _MAX_VALUE = 32
 
 
-def import_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False, help="YAML, or a shell script.")],
-    out: Annotated[Path | None, typer.Option(metavar="RECIPE", help="Write the recipe here, not to stdout.")] = None,
+def import_verl(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", show_default=False, help="YAML, or a shell script."),
+    ],
+    out: Annotated[Path | None, typer.Option(metavar="RECIPE", help="Write the recipe here instead of stdout.")] = None,
 ) -> None:
     """Turn a verl configuration into a recipe and report on every key."""
-    imported = import_verl(file)
+    imported = translate_file(file)
     text = _recipe_text(imported, file)
     if out is None:
         print(text, end="")
@@ -47,22 +51,21 @@ def _recipe_text(imported: Imported, file: Path) -> str:
     notes = "".join(f"# {note}\n" for note in imported.notes)
     ordered = {name: imported.tree[name] for name in Recipe.model_fields if name in imported.tree}
     body = yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=110)
-    return f"# Imported from {file.name}; the report said what could not be taken over.\n{notes}{body}"
+    return f"# Imported from {file.name}; the report lists the keys that could not be taken over.\n{notes}{body}"
 
 
 def _problems(tree: dict[str, Tree]) -> tuple[Problem, ...]:
-    """What is still wrong with the recipe, as far as it can be known without its files."""
+    """Return the problems of the recipe that can be seen without its files."""
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         return schema_problems(error, Recipe)
-    entry, critic = public_model_name(recipe.model.path), recipe.roles.critic
-    of_critic = public_model_name(critic.path) if critic is not None and critic.path is not None else None
-    return (
-        tuple(check_without_files(recipe, PUBLIC_MODELS[entry], critic=PUBLIC_MODELS[of_critic or entry]))
-        if entry
-        else ()
-    )
+    critic = recipe.roles.critic
+    name = public_model_name(recipe.model.path)
+    if name is None:
+        return ()
+    critic_name = public_model_name(critic.path) if critic is not None and critic.path is not None else None
+    return tuple(check_without_files(recipe, PUBLIC_MODELS[name], critic=PUBLIC_MODELS[critic_name or name]))
 
 
 def _print_report(imported: Imported, stream: TextIO) -> None:

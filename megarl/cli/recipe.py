@@ -1,0 +1,68 @@
+"""How commands take a recipe, and the commands that only read it: `megarl validate` and `megarl schema`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megarl.config.advice import advise
+from megarl.config.checks.recipe import check_recipe
+from megarl.config.load import explain, load_recipe, read_recipe
+from megarl.config.model import read_model_shape
+from megarl.config.recipe import Recipe
+from megarl.config.schema import json_schema, reference
+from megarl.reward.build import check_reward
+
+RecipePath = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A YAML file such as those in recipes/.", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set one key, as in a.b=3; VALUE is YAML. May be repeated."),
+]
+
+
+def load_checked(path: Path, overrides: list[str] | None) -> Recipe:
+    """Return the recipe after all checks that are possible before a run starts; print warnings to stderr."""
+    recipe = load_recipe(path, overrides or (), checks=(check_recipe, lambda recipe: check_reward(recipe.reward)))
+
+    from megarl.runtime.inputs import check_data
+
+    check_data(recipe)
+    for warning in advise(recipe, read_model_shape(recipe.model.path)):
+        print(f"warning: {warning}", file=sys.stderr)
+    return recipe
+
+
+def validate(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    is_explained: Annotated[bool, typer.Option("--explain", help="Print every value and where it was set.")] = False,
+) -> None:
+    """Report every problem of a recipe, its data and its reward; start nothing."""
+    checked = load_checked(recipe, overrides)
+    if is_explained:
+        print_explanation(recipe, overrides or [])
+    print(f"{recipe}: ok: {checked.algorithm.kind}, {checked.run.steps} steps, runs in {checked.run_folder}")
+
+
+def print_explanation(recipe: Path, overrides: list[str]) -> None:
+    """Print key, value and origin of every value, in full: a shortened one would not explain anything."""
+    rows = [
+        (item.key, item.value, "default" if item.origin is None else str(item.origin))
+        for item in explain(read_recipe(recipe, overrides))
+    ]
+    key_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for key, value, origin in rows:
+        print(f"{key:<{key_width}}  {value:<{value_width}}  {origin}")
+
+
+def schema(
+    is_docs: Annotated[bool, typer.Option("--docs", help="Print the reference in Markdown instead.")] = False,
+) -> None:
+    """Print the JSON Schema of a recipe."""
+    print(reference() if is_docs else json.dumps(json_schema(), indent=2) + "\n", end="")

@@ -1,0 +1,211 @@
+"""Commands on the folder of a run: `megarl view`, `report`, `timeline`, `samples` and `fleet`. Load no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from megarl.cli.display import make_console
+from megarl.data.generations import Generation, list_generations, read_generations
+from megarl.errors import DataError, MachineError
+from megarl.observe.events import EVENTS_FILE, read_events
+from megarl.tools.page.timeline import fold_spans, to_trace
+from megarl.types import JsonValue
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)]
+
+_MAX_WIDTH = 100
+
+
+def view(
+    run: RunArgument,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0 picks a free one.")] = 0,
+) -> None:
+    """Serve a run's curves, timeline and rollouts to a browser on this machine, also while the run goes on."""
+    from megarl.tools.page.server import serve
+
+    asyncio.run(serve(run, port=port, on_start=lambda url: print(f"{run} is at {url}; Ctrl-C ends this", flush=True)))
+
+
+def report(
+    run: RunArgument,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="By default report.html in the run's folder."),
+    ] = None,
+) -> None:
+    """Write the page of `megarl view` as one HTML file that needs no server."""
+    from megarl.tools.page.document import MAX_INLINED, report_page
+    from megarl.tools.page.run_data import RunFolder
+
+    path = out or run / "report.html"
+    _write_text(path, report_page(RunFolder(run)))
+    print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB, at most {MAX_INLINED} rollouts)")
+
+
+def timeline(
+    run: RunArgument,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="By default timeline.json in the run's folder."),
+    ] = None,
+) -> None:
+    """Write when each role did what, as a Perfetto trace, also while the run goes on."""
+    path = out or run / "timeline.json"
+    num_phases = _write_trace(run, path)
+    print(f"wrote {path} ({num_phases} phases); open it in Perfetto")
+
+
+@contextmanager
+def traced(run: Path, out: Path | None) -> Iterator[Path | None]:
+    """Yield the file for Ray's task events; afterwards write them and the run's phases to `out`, if given."""
+    if out is None:
+        yield None
+        return
+    _write_text(out, "")  # a path that cannot be written fails before the run
+    with tempfile.TemporaryDirectory(prefix="megarl-timeline-") as folder:
+        tasks = Path(folder) / "ray.json"
+        try:
+            yield tasks
+        finally:
+            _write_trace(run, out, others=json.loads(tasks.read_text()) if tasks.exists() else ())
+
+
+def _write_trace(run: Path, path: Path, *, others: Sequence[Mapping[str, JsonValue]] = ()) -> int:
+    """Return the number of phases."""
+    spans = fold_spans(read_events(run / EVENTS_FILE))
+    if not spans:
+        raise DataError(f"{run / EVENTS_FILE}: no phase has begun")
+    _write_text(path, json.dumps(to_trace(spans, run=run.name, others=others)))
+    return len(spans)
+
+
+def _write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def samples(
+    run: RunArgument,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="The evaluation after this step; the last one if not given.")
+    ] = None,
+    is_wrong: Annotated[bool, typer.Option("--wrong", help="Only wrong answers.")] = False,
+    source: Annotated[str | None, typer.Option(metavar="NAME", help="Only prompts of this data source.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Show at most this many.")] = 10,
+    max_chars: Annotated[
+        int,
+        typer.Option(min=1, help="Cut longer texts: prompts at the start, answers in the middle."),
+    ] = 2000,
+) -> None:
+    """Show prompts and answers of an evaluation with their scores."""
+    path = _evaluation_file(run, step)
+    chosen = (
+        generation
+        for generation in read_generations(path)
+        if not (is_wrong and generation.is_right) and source in (None, generation.data_source)
+    )
+    num_shown = show_generations(islice(chosen, limit), make_console(), max_chars=max_chars)
+    if not num_shown:
+        raise DataError(f"{path}: no answer matches; leave out --wrong or --source")
+    print(f"{num_shown} shown of {path}")
+
+
+def _evaluation_file(run: Path, step: int | None) -> Path:
+    files = list_generations(run)
+    if not files:
+        raise DataError(f"{run}: no evaluation here; name the folder of a run with one, as in runs/quickstart")
+    if step is None:
+        return files[max(files)]
+    if step not in files:
+        raise DataError(f"{run}: no evaluation after step {step}; choose one of {', '.join(map(str, files))}")
+    return files[step]
+
+
+def show_generations(generations: Iterable[Generation], console: Console, *, max_chars: int) -> int:
+    """Print one panel each, and return how many."""
+    width = min(console.width, _MAX_WIDTH)
+    count = 0
+    for count, generation in enumerate(generations, start=1):  # noqa: B007 - the count is the answer
+        title = Text(_printable(f" {generation.prompt_uid}  {generation.data_source} "))
+        panel = Panel(
+            Group(*_lines(generation, max_chars)),
+            title=title,
+            title_align="left",
+            border_style="green" if generation.is_right else "red",
+            width=width,
+        )
+        console.print(panel, soft_wrap=False)
+    return count
+
+
+def _lines(generation: Generation, max_chars: int) -> Iterator[Text]:
+    yield Text(_printable(_cut_start(generation.prompt, max_chars)), style="dim")
+    yield Text(_printable(_cut_middle(generation.response, max_chars)), style="bold")
+    way = "greedy" if generation.is_greedy else f"sampled {generation.index}"
+    outcome = "right" if generation.is_right else "wrong"
+    length = f"{generation.num_tokens} tokens, {generation.finish_reason}"
+    facts = [f"{outcome}: score {generation.score:g}", way, length]
+    facts += [f"{name} {value:g}" for name, value in generation.components.items()]
+    facts += [f"truth {_cut_start(generation.ground_truth, max_chars)}"]
+    if generation.prediction is not None:
+        facts.append(f"prediction {_cut_start(generation.prediction, max_chars)}")
+    yield Text(_printable("  ".join(facts)), style="green" if generation.is_right else "red")
+
+
+def _cut_start(text: str, max_chars: int) -> str:
+    """Cut the start: the question is at the end of a prompt."""
+    cut = len(text) - max_chars
+    return text if cut <= 0 else f"[{cut} characters] ... {text[-max_chars:]}"
+
+
+def _cut_middle(text: str, max_chars: int) -> str:
+    """Cut the middle: an answer begins with its plan and ends with its result."""
+    cut, half = len(text) - max_chars, max_chars // 2
+    return text if cut <= 0 else f"{text[: max_chars - half]} ... [{cut} characters] ... {text[len(text) - half :]}"
+
+
+def _printable(text: str) -> str:
+    """Escape control characters: a model may write codes that would steer the terminal."""
+    return "".join(
+        f"\\x{ord(char):02x}" if unicodedata.category(char) == "Cc" and char not in "\n\t" else char for char in text
+    )
+
+
+class FleetAction(StrEnum):
+    LIST = "list"
+    RETIRE = "retire"
+    ADD = "add"
+
+
+def fleet(
+    run: RunArgument,
+    action: Annotated[FleetAction, typer.Argument(help="What to do.")] = FleetAction.LIST,
+    engine: Annotated[int | None, typer.Argument(metavar="N", min=0, help="The number of the engine.")] = None,
+) -> None:
+    """List the engines of a run that goes on; stop one (retire N), or restart a retired or failed one (add N)."""
+    from megarl.runtime.engines.operator import OperatorRequest, ask
+
+    table = Table(box=None, header_style="bold")
+    for title in ("engine", "state", "version", "requests", "restarts", "address", "reason"):
+        table.add_column(title)
+    for report in ask(run, OperatorRequest(action=action.value, engine=engine)):
+        cells = (report.index, report.state, report.version, report.num_outstanding, report.num_restarts)
+        table.add_row(*map(str, cells), report.address, report.reason)
+    make_console().print(table)

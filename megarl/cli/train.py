@@ -1,0 +1,88 @@
+"""`megarl train`: run a recipe to its end, and print the table of its results."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from megarl.cli.recipe import Overrides, RecipePath, load_checked
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megarl.observe.report import RunReport
+
+
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|never|PATH",
+            help="Resume from the run's newest checkpoint, start anew, or resume from the checkpoint at PATH.",
+        ),
+    ] = "auto",
+    allows_data_change: Annotated[
+        bool, typer.Option("--allow-data-change", help="Resume with other prompts than those of the checkpoint.")
+    ] = False,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write when each role and each Ray task was busy, as a Perfetto trace."),
+    ] = None,
+) -> None:
+    """Run a recipe to its end; a stopped run resumes from its newest checkpoint."""
+    checked = load_checked(recipe, overrides)
+    if not sys.warnoptions:
+        # Warnings of libraries on import are for developers; -W shows them.
+        warnings.simplefilter("ignore")
+
+    from megarl.cli.display import make_console, make_display, show_warnings
+    from megarl.cli.run_folder import traced
+    from megarl.observe.report import make_report
+    from megarl.runtime import launch
+
+    console = make_console()
+    show_warnings(console)
+    with traced(checked.run_folder, timeline) as tasks_file:
+        launch.train(
+            checked,
+            display=make_display(console),
+            resume=_resume_choice(resume),
+            allows_data_change=allows_data_change,
+            tasks_file=tasks_file,
+        )
+    print_report(make_report(checked.run_folder), console)
+
+
+def _resume_choice(text: str) -> Path | Literal["auto", "never"]:
+    match text:
+        case "auto" | "never":
+            return text
+        case _:
+            return Path(text)
+
+
+def print_report(report: RunReport, console: Console) -> None:
+    from rich.table import Table
+
+    table = Table("", "first", "last", "best", "best at step")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in report.rows:
+        best = ("", "") if row.best is None else (_number(row.best), str(row.best_step))
+        table.add_row(row.name, _number(row.first), _number(row.last), *best)
+    console.print(table)
+    console.print(f"curves: {report.curves}")
+
+
+def _number(value: float) -> str:
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    if value == 0 or abs(value) >= 0.001:
+        return f"{value:.3f}"
+    return f"{value:.1e}"

@@ -1,0 +1,167 @@
+"""Translate the keys of verl's algorithm: estimator, KL, loss, filters and reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megarl.config.document import Tree
+from megarl.tools.import_verl.rules import KeyVerdict
+from megarl.tools.import_verl.translation import ACTOR, Translation
+
+_ESTIMATORS = {
+    "gae": "gae",
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "opo": "opo",
+    "gpg": "gpg",
+    "grpo_passk": "grpo_passk",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+}
+_DISCOUNTED = ("gae", "reinforce_pp")
+_KL_ESTIMATES = {
+    name + suffix: estimate + suffix
+    for suffix in ("", "+")
+    for name, estimate in {
+        "kl": "k1",
+        "k1": "k1",
+        "abs": "abs",
+        "mse": "k2",
+        "k2": "k2",
+        "low_var_kl": "k3",
+        "k3": "k3",
+    }.items()
+    if estimate != "k2" or not suffix
+}
+"""By verl's names; k2 has no `+`: its gradient is already the straight-through one."""
+_LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "gpg": "gpg", "sapo": "sapo", "geo_mean": "gmpo"}
+_CLIPPED = ("ppo", "gspo", "cispo", "gmpo")
+_WHOLE_SCORE = ("reward", "score", "seq_reward", "seq_final_reward")
+_REWARD_PREFIXES = ("reward.custom_reward_function.", "custom_reward_function.", "reward_model.reward_fn.")
+_OVERLONG_PREFIXES = ("reward.reward_kwargs.overlong_buffer_cfg.", "reward_model.overlong_buffer.")
+
+
+def put_estimator(keys: Translation) -> None:
+    key = "algorithm.adv_estimator"
+    name = str(keys.given.get(key, "gae"))
+    kind = _ESTIMATORS.get(name)
+    if kind is None:
+        kind = "reinforce_pp"
+        text = f"megarl does not have {name}: the recipe uses {kind} instead, which is another algorithm"
+        keys.report(key, KeyVerdict.NOT_SUPPORTED, text)
+        keys.notes.append(f"adv_estimator {name}: {text}")
+    else:
+        keys.mapped(key, f"algorithm.kind {kind}")
+    keys.put("algorithm.kind", kind)
+    keys.has_critic = kind == "gae"
+    if kind == "grpo" and keys.take("algorithm.norm_adv_by_std_in_grpo", "algorithm.normalize_std") is False:
+        keys.put("algorithm.normalize_std", False)
+    if kind in _DISCOUNTED and "algorithm.gamma" in keys.given:
+        keys.put("algorithm.gamma", keys.take("algorithm.gamma", "algorithm.gamma"))
+    if keys.has_critic:
+        keys.put("algorithm.lam", keys.take("algorithm.lam", "algorithm.lam", default=1.0))
+
+
+def put_kl(keys: Translation) -> bool:
+    """Put the KL term; return whether there is one. verl can have it in loss and reward at once, a recipe in one."""
+    in_reward = keys.take("algorithm.use_kl_in_reward", "algorithm.kl")
+    if keys.take(f"{ACTOR}use_kl_loss", "algorithm.kl"):
+        keys.put("algorithm.kl.kind", "loss")
+        estimate = _estimate(keys, f"{ACTOR}kl_loss_type", default="low_var_kl", known=_KL_ESTIMATES)
+        keys.put("algorithm.kl.estimate", estimate)
+        coef = keys.take(f"{ACTOR}kl_loss_coef", "algorithm.kl.coef", default=0.001)
+        keys.put("algorithm.kl.coef", coef)
+        if in_reward:
+            text = "the KL is in the loss already (use_kl_loss), and a recipe has it in one place"
+            keys.report("algorithm.use_kl_in_reward", KeyVerdict.NOT_SUPPORTED, text)
+    elif in_reward:
+        keys.put("algorithm.kl.kind", "reward")
+        in_rewards = {name: estimate for name, estimate in _KL_ESTIMATES.items() if not name.endswith("+")}
+        keys.put("algorithm.kl.estimate", _estimate(keys, "algorithm.kl_penalty", default="kl", known=in_rewards))
+        coef = keys.take("algorithm.kl_ctrl.kl_coef", "algorithm.kl.coef", default=0.001)
+        keys.put("algorithm.kl.coef", coef)
+        if keys.take("algorithm.kl_ctrl.type", "algorithm.kl.adaptive", default="fixed") == "adaptive":
+            target = keys.take("algorithm.kl_ctrl.target_kl", "algorithm.kl.adaptive.target", default=0.1)
+            horizon = keys.take("algorithm.kl_ctrl.horizon", "algorithm.kl.adaptive.horizon", default=10000)
+            keys.put("algorithm.kl.adaptive", {"target": target, "horizon": horizon})
+    else:
+        for key in ("algorithm.use_kl_in_reward", f"{ACTOR}use_kl_loss"):
+            keys.report(key, KeyVerdict.NO_EFFECT, "off, as in megarl")
+        return False
+    return True
+
+
+def _estimate(keys: Translation, key: str, *, default: str, known: Mapping[str, str]) -> str:
+    name = str(keys.take(key, "algorithm.kl.estimate", default=default))
+    if name not in known:
+        keys.report(key, KeyVerdict.NOT_SUPPORTED, f"one of {', '.join(known)}; the recipe uses {known[default]}")
+    return known.get(name, known[default])
+
+
+def put_loss(keys: Translation) -> None:
+    key = f"{ACTOR}policy_loss.loss_mode"
+    mode = str(keys.given.get(key, "vanilla"))
+    kind = _LOSSES.get(mode)
+    if kind is None:
+        kind = "ppo"
+        keys.report(key, KeyVerdict.NOT_SUPPORTED, f"one of {', '.join(_LOSSES)}; the recipe uses ppo")
+    else:
+        keys.mapped(key, f"algorithm.loss.kind {kind}")
+    loss: dict[str, Tree] = {"kind": kind}
+    if kind in _CLIPPED:
+        loss["clip_low"] = keys.take(f"{ACTOR}clip_ratio_low", "algorithm.loss.clip_low", default=0.2)
+        loss["clip_high"] = keys.take(f"{ACTOR}clip_ratio_high", "algorithm.loss.clip_high", default=0.2)
+    if kind == "ppo":
+        loss["clip_dual"] = keys.take(f"{ACTOR}clip_ratio_c", "algorithm.loss.clip_dual", default=3.0)
+    if kind == "sapo":
+        loss["tau_positive"] = keys.take(f"{ACTOR}tau_pos", "algorithm.loss.tau_positive", default=1.0)
+        loss["tau_negative"] = keys.take(f"{ACTOR}tau_neg", "algorithm.loss.tau_negative", default=1.05)
+    keys.put("algorithm.loss", loss)
+    mode = str(keys.take(f"{ACTOR}loss_agg_mode", "algorithm.aggregation", default="token-mean"))
+    keys.put("algorithm.aggregation", mode.replace("-", "_"))
+    if mode == "seq-mean-token-sum-norm":
+        horizon = keys.take(f"{ACTOR}loss_scale_factor", "algorithm.horizon_tokens")
+        keys.put("algorithm.horizon_tokens", horizon or keys.number("data.max_response_length", 512))
+
+
+def put_filters(keys: Translation) -> None:
+    if keys.take("algorithm.filter_groups.enable", "algorithm.filter"):
+        keys.put("algorithm.filter", {})
+        metric = keys.take("algorithm.filter_groups.metric", "algorithm.filter.component", default="reward")
+        if metric not in _WHOLE_SCORE:
+            keys.put("algorithm.filter.component", metric)
+        per_step = keys.number("data.train_batch_size", 1024)
+        keys.take("data.gen_batch_size", "algorithm.filter.oversampling")
+        per_round = keys.number("data.gen_batch_size", per_step)
+        rounds = keys.take("algorithm.filter_groups.max_num_gen_batches", "algorithm.filter.max_dropped_groups")
+        if isinstance(rounds, int) and rounds > 0:
+            keys.put("algorithm.filter.max_dropped_groups", rounds * per_round)
+        if per_round > per_step:
+            keys.put("algorithm.filter.oversampling", per_round / per_step)
+    for prefix in _OVERLONG_PREFIXES:
+        if keys.take(f"{prefix}enable", "algorithm.overlong"):
+            length = keys.take(f"{prefix}len", "algorithm.overlong.buffer_tokens")
+            factor = keys.take(f"{prefix}penalty_factor", "algorithm.overlong.factor", default=1.0)
+            keys.put("algorithm.overlong", {"buffer_tokens": length, "factor": factor})
+    level = keys.take("algorithm.rollout_correction.rollout_is", "algorithm.correction")
+    if level is not None:
+        bound = keys.take("algorithm.rollout_correction.rollout_is_threshold", "algorithm.correction.max_weight")
+        keys.put("algorithm.correction", {"kind": "tis", "level": level, "max_weight": bound or 2.0})
+
+
+def put_reward(keys: Translation) -> None:
+    for prefix in _REWARD_PREFIXES:
+        path = keys.take(f"{prefix}path", "reward.path")
+        if path is None:
+            continue
+        name = keys.take(f"{prefix}name", "reward.name", default="compute_score")
+        keys.put("reward", {"kind": "function", "path": str(Path(str(path)).expanduser()), "name": name})
+        for key in ("reward.num_workers", "reward_model.num_workers"):
+            if keys.given.get(key):
+                keys.put("reward.workers", keys.take(key, "reward.workers"))
+        return
+    keys.put("reward.kind", "exact")
+    keys.notes.append("reward: verl chooses a scorer by data_source; the recipe compares with the ground truth")

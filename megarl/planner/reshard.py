@@ -16,11 +16,12 @@ from megarl.config.section import dtype_on
 from megarl.planner.deployment import Deployment, GpuPlace, Placement
 from megarl.planner.hardware import LINK_EFFICIENCY, GpuModel
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, staging_bound
+from megarl.weights.algebra.gpu_order import nearest_order
 from megarl.weights.algebra.locality import Gpu as GpuNumber
-from megarl.weights.algebra.locality import Link, nearest_order, on_gpus
+from megarl.weights.algebra.locality import Link, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
-from megarl.weights.algebra.routing import giver_location
 from megarl.weights.algebra.slices import Layout
+from megarl.weights.algebra.traffic import giver_location
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout

@@ -34,7 +34,7 @@ from megarl.runtime.trainers.ranks import RankGroup
 from megarl.runtime.trainers.start import Trainers, start_trainers
 from megarl.stages import Phases, Publisher
 from megarl.train.trained import TrainedRank
-from megarl.weights.algebra.locality import nearest_order
+from megarl.weights.algebra.gpu_order import nearest_order
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 

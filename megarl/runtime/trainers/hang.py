@@ -1,17 +1,154 @@
 """The explanation of a call that did not end in time: which ranks are missing, where the others wait, all stacks.
 
-`explain_hang` is pure; `write_report` writes the file that a person reads.
+A rank captures its stacks in a thread of its own, so that this works while training hangs. A wait inside C++ shows as
+the Python function that called it; for every collective that is a function of one of a few modules. `explain_hang` is
+pure; `write_report` writes the file that a person reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import FrameType
 from typing import TypeAlias
 
-from megarl.runtime.trainers.stacks import RankStacks, Wait
+import torch.distributed as dist
+
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+_WAITS = (
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.tensor_parallel.layers",
+    "megarl.weights.executors.group",
+)
+"""Modules that wait for a transfer under way: a running function of theirs is such a wait."""
+_CALLERS = ("megatron.", "megarl.")
+_PASSED_THROUGH = ("megarl.train.cpu", "megarl.weights.executors.group")
+_OWN_CALLS = ("watch", "stacks", "process")
+_DISPATCHER = "run"
+"""The function of the host that runs the method of a rank named by its argument `method`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """A collective or a transfer that a rank waits in for other ranks."""
+
+    operation: str
+    """The name of the function, such as all_reduce."""
+    caller: str
+    """The nearest function of Megatron or megarl that called it."""
+    ranks: tuple[int, ...]
+    """The members; empty where they cannot be seen."""
+
+    def __str__(self) -> str:
+        among = f" of ranks {', '.join(map(str, self.ranks))}" if self.ranks else ""
+        return f"{self.operation}{among} ({self.caller})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadStack:
+    name: str
+    lines: tuple[str, ...]
+    """In the format of a traceback, the newest last."""
+    place: str
+    """Function, file and line of the newest frame."""
+    method: str
+    """The method of the rank that the thread runs; empty for a thread with another purpose."""
+    wait: Wait | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStacks:
+    threads: tuple[ThreadStack, ...]
+
+    def running(self, method: str) -> ThreadStack | None:
+        """Return the thread that runs the method; None before it has begun and after it is done."""
+        return next((thread for thread in self.threads if thread.method == method), None)
+
+    def wait_in(self, method: str) -> Wait | None:
+        """Return the wait of the method; autograd may run backward passes and their collectives in other threads."""
+        thread = self.running(method)
+        if thread is None or thread.wait is not None:
+            return None if thread is None else thread.wait
+        waits = (thread.wait for thread in self.threads if not thread.method)
+        return next((wait for wait in waits if wait is not None), None)
+
+
+def capture(home: str) -> RankStacks:
+    """Return the stacks of all threads but those that answer the driver. `home` is the module of the rank's host."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = (
+        _stack(names.get(ident) or f"thread {ident}", frame, home) for ident, frame in sys._current_frames().items()
+    )
+    return RankStacks(threads=tuple(stack for stack in stacks if stack.method not in _OWN_CALLS))
+
+
+def _stack(name: str, frame: FrameType, home: str) -> ThreadStack:
+    frames = list(_outwards(frame))
+    calls = [each for each in frames if _module(each) == home]
+    return ThreadStack(
+        name=name,
+        lines=tuple(traceback.format_stack(frame)),
+        place=_place(frame),
+        method=_called(calls[-1]) if calls else "",
+        wait=_wait(frames),
+    )
+
+
+def _called(frame: FrameType) -> str:
+    name = frame.f_code.co_name
+    return str(frame.f_locals["method"]) if name == _DISPATCHER else name
+
+
+def _wait(frames: list[FrameType]) -> Wait | None:
+    for depth, frame in enumerate(frames):
+        module = _module(frame)
+        is_collective = module == _COLLECTIVES and not frame.f_code.co_name.startswith("_")
+        if is_collective or (depth == 0 and module in _WAITS) or module == _WAITS[-1]:
+            outer = frames[depth + 1 :]
+            caller = next((each for each in outer if _is_caller(_module(each))), frame)
+            return Wait(operation=_operation(frame), caller=_place(caller), ranks=_ranks(frame))
+    return None
+
+
+def _is_caller(module: str) -> bool:
+    return module.startswith(_CALLERS) and module not in _PASSED_THROUGH
+
+
+def _operation(frame: FrameType) -> str:
+    """Return the description that a transfer between peers carries, or the name of the collective's function."""
+    variables = frame.f_locals
+    what = variables.get("what") or getattr(variables.get("self"), "_what", None)
+    return str(what) if _module(frame) == _WAITS[-1] and what else frame.f_code.co_name
+
+
+def _ranks(frame: FrameType) -> tuple[int, ...]:
+    if _module(frame) != _COLLECTIVES or not dist.is_initialized():
+        return ()
+    group = frame.f_locals.get("group")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        return ()
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _place(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    return f"{frame.f_code.co_name}, {'/'.join(path.parts[-2:])}:{frame.f_lineno}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

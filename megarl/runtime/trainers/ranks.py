@@ -20,9 +20,8 @@ from megarl.config.section import Device
 from megarl.env import GLOO_INTERFACE, trainer_environment
 from megarl.errors import WorkerError
 from megarl.runtime.cluster import Place, own_address
-from megarl.runtime.trainers.hang import Answer, Silence, explain_hang, write_report
+from megarl.runtime.trainers.hang import Answer, RankStacks, Silence, capture, explain_hang, write_report
 from megarl.runtime.trainers.remote_process import RemoteProcess, describe, end, this_process
-from megarl.runtime.trainers.stacks import RankStacks, capture
 from megarl.runtime.trainers.worker_group import WorkerGroup
 from megarl.system.network import interface_of
 from megarl.train.rank import ModelRank, RankSpec

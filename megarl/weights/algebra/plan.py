@@ -19,8 +19,9 @@ import numpy as np
 
 from megarl.weights.algebra.bundles import bundles
 from megarl.weights.algebra.locality import Locations, apart
-from megarl.weights.algebra.routing import BundleRouter, RoutedBundle, Traffic, forwarder
+from megarl.weights.algebra.routing import BundleRouter, RoutedBundle, forwarder
 from megarl.weights.algebra.slices import ITEM_BYTES, Index, Layout, Piece, Slice, shift
+from megarl.weights.algebra.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.runtime.trainers.hang import Silence, explain_hang, write_report
-from megarl.runtime.trainers.stacks import RankStacks, ThreadStack, Wait, capture
+from megarl.runtime.trainers.hang import RankStacks, Silence, ThreadStack, Wait, capture, explain_hang, write_report
 from megarl.weights.executors.group import StoreServer, TransferGroup
 
 REDUCE = Wait(operation="all_reduce", caller="_reduce, tensor_parallel/mappings.py:31", ranks=(0, 1))

@@ -4,7 +4,8 @@ from itertools import permutations
 
 import pytest
 
-from megarl.weights.algebra.locality import Gpu, Link, nearest_order, on_gpus
+from megarl.weights.algebra.gpu_order import nearest_order
+from megarl.weights.algebra.locality import Gpu, Link, on_gpus
 from megarl.weights.algebra.plan import plan
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout

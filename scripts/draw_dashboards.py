@@ -1,4 +1,4 @@
-"""Draw megarl's dashboards from what a Prometheus has stored, one PNG each: how they look, without a Grafana.
+"""Draw megarl's dashboards from the data of a Prometheus, one PNG each, without a Grafana.
 
 python scripts/draw_dashboards.py --prometheus http://127.0.0.1:9090 --minutes 5 --out docs/images
 """
@@ -18,13 +18,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from PIL import Image
 
-from megarl.tools.dashboards.boards import DASHBOARDS
+from megarl.tools.dashboards.monitoring import DASHBOARDS
 from megarl.tools.dashboards.panels import COLUMNS, Dashboard, Panel, PanelRow, Query
 
 NUM_POINTS = 150
 CELL_INCHES = 0.62
 UNIT_INCHES = 0.36
-# Okabe and Ito's palette: told apart with every common colour blindness.
+# Okabe and Ito's palette: distinct with every common colour blindness.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
 Line = tuple[str, list[float], list[float]]
@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--prometheus", required=True, metavar="URL")
     parser.add_argument("--minutes", type=float, default=10, help="how far to look back from --end")
-    parser.add_argument("--end", type=float, default=None, help="seconds since the epoch; without it: now")
+    parser.add_argument("--end", type=float, default=None, help="seconds since the epoch; now if not given")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     arguments = parser.parse_args()
     end = arguments.end or time.time()
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 class Source:
-    """Answers of one Prometheus over one stretch of time."""
+    """Queries one Prometheus over one period, and counts the queries without data."""
 
     def __init__(self, url: str, *, start: float, end: float) -> None:
         self._url, self._start, self._end = url, start, end
@@ -71,10 +71,10 @@ class Source:
             },
             timeout=30,
         ).raise_for_status()
-        found = json.loads(answer.text)["data"]["result"]
+        results = json.loads(answer.text)["data"]["result"]
         self.num_asked += 1
-        self.num_empty += not found
-        return [self._line(query, item) for item in found]
+        self.num_empty += not results
+        return [self._line(query, item) for item in results]
 
     def _line(self, query: Query, item: dict[str, object]) -> Line:
         labels, points = item["metric"], item["values"]
@@ -149,7 +149,7 @@ def _draw_panel(figure: Figure, panel: Panel, source: Source, *, left: int, top:
 
 def _draw_lines(axes: Axes, panel: Panel, lines: Sequence[Line]) -> None:
     if panel.is_stacked:
-        # Series of one scrape have the same times; what came later begins with nothing.
+        # Series of one scrape have the same times; one that began later starts with zeros.
         times = max((times for _, times, _ in lines), key=len)
         values = [[0.0] * (len(times) - len(line[2])) + line[2] for line in lines]
         axes.stackplot(times, values, labels=[line[0] for line in lines], colors=COLOURS, alpha=0.75)

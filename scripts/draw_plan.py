@@ -1,4 +1,4 @@
-"""One tensor of a small plan as a picture: `python -m scripts.draw_plan` writes docs/resharding.svg. Pure."""
+"""Draw one tensor of a small plan: `python -m scripts.draw_plan` writes docs/resharding.svg."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PICTURE = Path("docs/resharding.svg")
 _TENSOR = "model.layers.0.mlp.up_proj.weight"
 _TENSOR_PARALLEL = 2
 _COLORS = ("#4477aa", "#ee9944", "#228866", "#bb5577")
-"""Of the trainer's shares, from the first row to the last; told apart by most eyes, and by their order."""
+"""Colours of the trainer's shares, from the first row to the last; distinct also for most colour-blind people."""
 _ROW = 11
 _GAP = 12
 _BOX_WIDTH = 150
@@ -27,7 +27,7 @@ _SIZE = (860, 510)
 
 
 def example() -> Plan:
-    """Four trainer ranks on one node; three engines of two ranks, two of them on the second node, one on the third."""
+    """Return a plan from four ranks on node 0 to two engines of two ranks on node 1 and one on node 2."""
     shape = ModelShape(
         family=Family.LLAMA,
         num_layers=2,
@@ -55,7 +55,7 @@ def example() -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Card:
-    """A rank, with the rows it holds."""
+    """The drawing of a rank with the rows it holds."""
 
     label: str
     rows: range
@@ -71,7 +71,7 @@ class _Card:
 
 
 def draw(moves: Plan) -> str:
-    """The rows of one tensor, who holds them, and how they travel."""
+    """Return an SVG of the rows of one tensor, their holders and their moves."""
     shares = [_rows(holding) for holding in moves.source.holdings]
     sources = _cards(moves.source, "trainer rank {}", _LEFT, [range(4)])
     targets = _cards(moves.target, "engine {} rank {}", _RIGHT, [range(4), range(4, 6)])
@@ -137,17 +137,17 @@ def _card(card: _Card, shares: list[range]) -> Iterator[str]:
 
 
 def _arrow(move: Move, sources: dict[int, _Card], targets: dict[int, _Card]) -> Iterator[str]:
-    taker = targets[move.target_rank]
-    end = taker.middle(move.slice)
+    receiver = targets[move.target_rank]
+    end = receiver.middle(move.slice)
     if move.hop:
-        giver = targets[move.source_rank]
-        start, x = giver.middle(move.slice), giver.left + _BOX_WIDTH
+        sender = targets[move.source_rank]
+        start, x = sender.middle(move.slice), sender.left + _BOX_WIDTH
         curve = f"M{x},{start:g} C{x + 70},{start:g} {x + 70},{end:g} {x + 3},{end:g}"
         style = 'stroke-dasharray="5 3"'
     else:
-        giver = sources[move.source_rank]
-        start, x = giver.middle(move.slice), giver.left + _BOX_WIDTH
-        curve = f"M{x},{start:g} C{x + 180},{start:g} {taker.left - 180},{end:g} {taker.left - 3},{end:g}"
+        sender = sources[move.source_rank]
+        start, x = sender.middle(move.slice), sender.left + _BOX_WIDTH
+        curve = f"M{x},{start:g} C{x + 180},{start:g} {receiver.left - 180},{end:g} {receiver.left - 3},{end:g}"
         style = ""
     yield f'<path d="{curve}" fill="none" stroke="#333" stroke-width="1.3" {style} marker-end="url(#tip)"/>'
 

@@ -1,6 +1,6 @@
-"""What Megatron's configurations take, as the data files that recipes are checked against.
+"""Write the fields of Megatron's configurations, which recipes are checked against.
 
-`python -m scripts.megatron_fields` writes them, after a change of Megatron's release.
+Run `python -m scripts.megatron_fields` after a change of Megatron's release.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _alternatives(hint: object) -> Iterator[object]:
 
 
 def _type_names(kind: object) -> Iterator[str]:
-    """Nothing for what a recipe cannot hold."""
+    """Return nothing for types that a recipe cannot hold."""
     if kind in _SIMPLE:
         assert isinstance(kind, type)
         yield kind.__name__

@@ -1,6 +1,6 @@
-"""What SGLang's server takes on its command line, as the data file that recipes are checked against.
+"""Write the options of SGLang's server, which recipes are checked against.
 
-`python -m scripts.sglang_fields` writes it, after a change of SGLang's release.
+Run `python -m scripts.sglang_fields` after a change of SGLang's release.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TYPE_NAMES: Mapping[str, str] = {
     "json_list_type": JSON,
     "parse_cuda_graph_config_arg": JSON,
 }
-"""By the function with which SGLang reads a word."""
+"""By the name of the function that parses a value in SGLang."""
 
 _NOT_OPTIONS = ("help", "config")
 
@@ -33,7 +33,7 @@ def sglang_fields() -> NativeLibrary:
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    # The parser, not the record: it knows the flags, and how a value has to be written.
+    # The parser, not the dataclass: it has the flags and the way a value is written.
     actions = [action for action in parser._actions if action.dest not in _NOT_OPTIONS]
     return NativeLibrary(
         name="sglang", version=version("sglang"), fields={action.dest: _field(action) for action in actions}

@@ -36,7 +36,7 @@ def view(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0 picks a free one.")] = 0,
 ) -> None:
     """Serve a run's curves, timeline and rollouts to a browser on this machine, also while the run goes on."""
-    from megarl.tools.page.server import serve
+    from megarl.tools.page.web_page import serve
 
     asyncio.run(serve(run, port=port, on_start=lambda url: print(f"{run} is at {url}; Ctrl-C ends this", flush=True)))
 
@@ -49,8 +49,8 @@ def report(
     ] = None,
 ) -> None:
     """Write the page of `megarl view` as one HTML file that needs no server."""
-    from megarl.tools.page.document import MAX_INLINED, report_page
     from megarl.tools.page.run_data import RunFolder
+    from megarl.tools.page.web_page import MAX_INLINED, report_page
 
     path = out or run / "report.html"
     _write_text(path, report_page(RunFolder(run)))

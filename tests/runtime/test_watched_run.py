@@ -14,7 +14,7 @@ import pytest
 
 from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
 from megarl.observe.prometheus import LINKS_FOLDER, TARGETS_FILE, read_targets
-from megarl.tools.dashboards.boards import DASHBOARDS
+from megarl.tools.dashboards.monitoring import DASHBOARDS
 from megarl.tools.dashboards.panels import Needs
 from tests.observe.prometheus import prometheus
 from tests.repository import ROOT

@@ -1,6 +1,6 @@
-"""When somebody should be called, as Prometheus rules over the catalogue. Each has a chapter in docs/runbook.md.
+"""The alerts, as Prometheus rules over the catalogue. Each has a chapter in docs/runbook.md.
 
-`page` wakes a person: the run stands still, loses work or trains on nonsense. `warn` is for the next morning.
+`page` wakes a person: the run stands still, loses work or trains on nonsense. `warn` can wait until morning.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ RUNBOOK = "docs/runbook.md"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
     name: str
-    """In CamelCase, without the prefix that all have."""
+    """In CamelCase, without the common prefix."""
     severity: Severity
     text: str
-    """PromQL; has an answer where something is wrong."""
+    """PromQL; has a result where something is wrong."""
     lasting: str
-    """How long before anybody is told; `0s` is at once."""
+    """How long the condition must hold; `0s` fires at once."""
     summary: str
-    """One sentence; `{{ $value }}` and labels are filled in by Prometheus."""
+    """One sentence; Prometheus fills in `{{ $value }}` and labels."""
 
     @property
     def full_name(self) -> str:
@@ -33,7 +33,7 @@ class Alert:
 
     @property
     def anchor(self) -> str:
-        """Its chapter in the runbook, as Markdown viewers name it."""
+        """The anchor of its chapter in the runbook, as Markdown viewers make it."""
         return self.full_name.lower()
 
 
@@ -292,7 +292,7 @@ ALERTS = (
 
 
 def to_rules() -> dict[str, JsonValue]:
-    """The content of a rule file."""
+    """Return the content of a rule file."""
     return {"groups": [{"name": "megarl", "rules": list(_rules())}]}
 
 

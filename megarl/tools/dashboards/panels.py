@@ -1,4 +1,4 @@
-"""What a Grafana dashboard is made of: panels with queries over the catalogue, and their JSON. Knows no content."""
+"""The parts of a Grafana dashboard: panels with queries over the catalogue, and their JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from megarl.observe.catalogue import METRICS, Metric, Section
 
 SCHEMA_VERSION = 39
-"""Of Grafana 10.4 and later; older servers refuse it, newer ones migrate it."""
+"""The schema of Grafana 10.4; older servers refuse it, newer ones migrate it."""
 COLUMNS = 24
 _SELECTOR = 'run=~"$run"'
 _DATASOURCE: dict[str, JsonValue] = {"type": "prometheus", "uid": "${datasource}"}
@@ -19,13 +19,13 @@ _DATASOURCE: dict[str, JsonValue] = {"type": "prometheus", "uid": "${datasource}
 Kind = Literal["timeseries", "stat", "gauge", "table"]
 Unit = Literal["short", "percentunit", "s", "bytes", "none", "ops", "dateTimeFromNow", "sci"]
 Needs = Literal["components", "critic", "gpu", "reference", "staleness"]
-"""What a run has to have, besides a trainer and engines, before a query has an answer."""
+"""What a run must have beside a trainer and engines for a query to have data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
     text: str
-    """PromQL; `$run` is the runs that are looked at."""
+    """PromQL; `$run` is the selected runs."""
     legend: str
     needs: Needs | None = None
 
@@ -40,7 +40,7 @@ class Panel:
     unit: Unit = "short"
     kind: Kind = "timeseries"
     text: str = ""
-    """What is healthy, for whoever looks at night."""
+    """What is healthy, for people who do not know the metric."""
     width: int = 8
     height: int = 7
     is_log: bool = False
@@ -57,7 +57,7 @@ class PanelRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dashboard:
     uid: str
-    """Also the name of its file, without the ending."""
+    """Also the name of its file, without the suffix."""
     title: str
     text: str
     sections: tuple[Section, ...]
@@ -87,46 +87,43 @@ def _panel_of(metric: Metric) -> Panel:
 
 
 def value(metric: Metric, legend: str = "", *, where: str = "") -> Query:
-    """A metric as it is, one line for each set of its labels; `where` narrows them."""
+    """Return a query of the metric itself, one line per set of labels; `where` selects some of them."""
     selector = f"{_SELECTOR},{where}" if where else _SELECTOR
     labels = " ".join(f"{{{{{label}}}}}" for label in metric.labels)
     return Query(text=f"{metric.full_name}{{{selector}}}", legend=_legend(f"{legend} {labels}".strip()))
 
 
 def rate(metric: Metric, legend: str = "", *, where: str = "") -> Query:
-    """How fast a counter grows, per second."""
+    """Return a query of how fast a counter grows, per second."""
     plain = value(metric, legend, where=where)
     return replace(plain, text=f"rate({plain.text}[$__rate_interval])")
 
 
 def increase(metric: Metric, legend: str = "") -> Query:
-    """By how much a counter has grown in the last hour."""
+    """Return a query of how much a counter has grown in the last hour."""
     plain = value(metric, legend)
     return replace(plain, text=f"increase({plain.text}[1h])")
 
 
 def quantile(metric: Metric, share: float) -> Query:
-    """Of a histogram."""
+    """Return a query of a quantile of a histogram."""
     text = f"histogram_quantile({share}, sum by (run, le) (rate({metric.full_name}_bucket{{{_SELECTOR}}}[5m])))"
     return Query(text=text, legend=_legend(f"p{share * 100:g}"))
 
 
 def mean(metric: Metric) -> Query:
-    """Of a histogram."""
+    """Return a query of the mean of a histogram."""
     sums, counts = (f"rate({metric.full_name}_{part}{{{_SELECTOR}}}[5m])" for part in ("sum", "count"))
     return Query(text=f"{sums} / {counts}", legend=_legend("mean"))
 
 
 def formula(text: str, legend: str) -> Query:
-    """Any PromQL; `{run}` is the selector of the runs that are looked at."""
+    """Return a query of any PromQL; `{run}` becomes the selector of the selected runs."""
     return Query(text=text.replace("{run}", f"{{{_SELECTOR}}}"), legend=_legend(legend))
 
 
 def of_engine(name: str) -> Query:
-    """A number that SGLang exports itself.
-
-    It calls it `sglang:name`, and to a Prometheus that asks for OpenMetrics `sglang_name`.
-    """
+    """Return a query of a metric of SGLang: `sglang:name`, or `sglang_name` where Prometheus asks for OpenMetrics."""
     return Query(text=f'{{__name__=~"sglang[:_]{name}",{_SELECTOR}}}', legend=_legend("engine {{engine}}"))
 
 
@@ -266,13 +263,13 @@ def _target(query: Query, index: int, panel: Panel) -> JsonValue:
 
 
 def metrics_in(text: str, metrics: Sequence[Metric]) -> set[Metric]:
-    """Which of the metrics a query asks for."""
+    """Return the metrics that a query reads."""
     words = set(_words(text))
     return {metric for metric in metrics if words & set(metric.stored_names)}
 
 
 def names_in(text: str, prefix: str) -> set[str]:
-    """Every name with this prefix that a query asks for."""
+    """Return the names with this prefix in a query."""
     return {word for word in _words(text) if word.startswith(prefix)}
 
 

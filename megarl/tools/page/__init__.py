@@ -1,1 +1,1 @@
-"""A run as a page in a browser: served while it goes on, or written as one file."""
+"""The run page: curves, timeline and rollouts of a run in a browser."""

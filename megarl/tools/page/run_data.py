@@ -1,4 +1,4 @@
-"""What the page knows of a run, read from its folder: a few numbers, the curves, the timeline, the rollouts kept."""
+"""The data of the run page, read from the run's folder: numbers, curves, timeline and the saved rollouts."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from typing import Any
 from megarl.data.rollout_files import list_rollouts, read_list, read_rollout
 from megarl.errors import DataError
 from megarl.observe.events import EVENTS_FILE, EventTail, Record, RunFinished, RunStarted, Warned
-from megarl.observe.history import fold_history
-from megarl.tools.page.charts import draw_charts
+from megarl.observe.history import History, Series, fold_history
+from megarl.observe.summary import RolloutSummary, StepSummary
+from megarl.results import CriticStats, UpdateStats
 from megarl.tools.page.timeline import ROLES, fold_spans
 from megarl.types import JsonValue
 
 _MAX_SPANS = 4000
-"""The newest: more do not fit on a screen."""
+"""Only the newest spans: more do not fit on a screen."""
 _MAX_WARNINGS = 50
+_MAX_POINTS = 1500
+"""Of one series, more than a screen has columns; a longer one is thinned out."""
 MAX_ROWS = 200
-"""Of one answer."""
+"""Rows of one answer."""
 
 SORT_KEYS = ("step", "score", "num_tokens", "largest_gap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutQuery:
-    """Which rollouts are listed, and in which order."""
+    """The filter and the order of a list of rollouts."""
 
     step: int | None = None
     source: str | None = None
     text: str = ""
-    """Somewhere in the prompt's name or the beginning of the response."""
+    """Text in the prompt's name or in the beginning of the response."""
     sort: str = "step"
     is_descending: bool = False
     offset: int = 0
@@ -41,11 +44,11 @@ class RolloutQuery:
 
 
 class RunFolder:
-    """A run's files, read as they grow. Not for several threads at once."""
+    """Reads a run's files as they grow. Not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         if not (folder / EVENTS_FILE).is_file():
-            raise DataError(f"{folder}: is not the folder of a run: it has no {EVENTS_FILE}")
+            raise DataError(f"{folder}: not the folder of a run: it has no {EVENTS_FILE}")
         self.folder = folder
         self._tail = EventTail(folder / EVENTS_FILE)
         self._records: list[Record] = []
@@ -53,13 +56,13 @@ class RunFolder:
 
     @property
     def stamp(self) -> str:
-        """Another one when there is something new to read."""
+        """A text that changes when there is something new to read."""
         files = list_rollouts(self.folder)
         newest = max(files, default=0)
         return f"{(self.folder / EVENTS_FILE).stat().st_size}-{len(files)}-{newest}"
 
     def overview(self) -> dict[str, JsonValue]:
-        """Everything but the rollouts."""
+        """Return everything but the rollouts."""
         self._records += self._tail.read()
         records = self._records
         started = [record for record in records if isinstance(record.event, RunStarted)]
@@ -99,7 +102,7 @@ class RunFolder:
         }
 
     def rollouts(self, query: RolloutQuery) -> dict[str, JsonValue]:
-        """One page of the list, with how many there are in all and what can be asked for."""
+        """Return one page of the list, the number of all matches, and the steps and sources to filter by."""
         files = list_rollouts(self.folder)
         rows = [
             {**row, "step": step, "row": place}
@@ -108,20 +111,20 @@ class RunFolder:
             for place, row in enumerate(self._list(path))
         ]
         sources = sorted({str(row["data_source"]) for row in rows})
-        found = [row for row in rows if _is_asked_for(row, query)]
+        matching = [row for row in rows if _matches(row, query)]
         key: Callable[[Mapping[str, Any]], Any] = itemgetter(query.sort)
-        found.sort(key=key, reverse=query.is_descending)
+        matching.sort(key=key, reverse=query.is_descending)
         last = query.offset + min(query.limit, MAX_ROWS)
         page: list[JsonValue] = [
-            {**row, "largest_gap": _finite(row["largest_gap"])} for row in found[query.offset : last]
+            {**row, "largest_gap": _finite(row["largest_gap"])} for row in matching[query.offset : last]
         ]
-        return {"total": len(found), "rows": page, "steps": list(files), "sources": list(sources)}
+        return {"total": len(matching), "rows": page, "steps": list(files), "sources": list(sources)}
 
     def rollout(self, step: int, row: int) -> dict[str, JsonValue]:
-        """Every token of one."""
+        """Return every token of one rollout."""
         files = list_rollouts(self.folder)
         if step not in files:
-            raise DataError(f"{self.folder}: no rollouts of step {step} are kept")
+            raise DataError(f"{self.folder}: no rollouts of step {step} were saved")
         return {
             "step": step,
             "row": row,
@@ -129,7 +132,7 @@ class RunFolder:
         }
 
     def _list(self, path: Path) -> list[dict[str, Any]]:
-        """Read once, and again when a resumed run has written the step anew."""
+        """Read a file once, and again when a resumed run has rewritten the step."""
         changed = path.stat().st_mtime_ns
         known = self._lists.get(path)
         if known is None or known[0] != changed:
@@ -137,7 +140,7 @@ class RunFolder:
         return known[1]
 
 
-def _is_asked_for(row: Mapping[str, Any], query: RolloutQuery) -> bool:
+def _matches(row: Mapping[str, Any], query: RolloutQuery) -> bool:
     if query.source not in (None, row["data_source"]):
         return False
     text = query.text.casefold()
@@ -159,15 +162,16 @@ def _spans(records: Sequence[Record]) -> list[JsonValue]:
 
 
 def _warnings(records: Sequence[Record]) -> list[JsonValue]:
-    found = [(record.time, record.event) for record in records]
     texts: list[JsonValue] = [
-        {"time": time.timestamp(), "text": event.text} for time, event in found if isinstance(event, Warned)
+        {"time": record.time.timestamp(), "text": record.event.text}
+        for record in records
+        if isinstance(record.event, Warned)
     ]
     return texts[-_MAX_WARNINGS:]
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN; a gap in the curve says the same."""
+    """Return None for NaN, which JSON lacks; the curve has a gap there."""
     return value if isfinite(value) else None
 
 
@@ -182,3 +186,127 @@ def _strict(value: Any) -> JsonValue:
         case _:
             kept: JsonValue = value
             return kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    section: str
+    title: str
+    series: Mapping[str, Series]
+    """By name, which is shown where a chart has several series."""
+
+
+def draw_charts(history: History) -> list[Chart]:
+    """Return the charts that have data, in the order of the page."""
+    charts = [
+        Chart(section=section, title=title, series={name: thinned(one) for name, one in series.items() if one})
+        for section, title, series in _all_charts(history)
+    ]
+    return [chart for chart in charts if chart.series]
+
+
+def _all_charts(history: History) -> list[tuple[str, str, Mapping[str, Series]]]:
+    update, rollouts, steps, critic = _makers(history)
+    return [
+        ("Outcome", "Evaluation", _evaluations(history)),
+        ("Outcome", "Reward", {"mean": history.reward, "median": rollouts(lambda r: r.reward_median)}),
+        ("Outcome", "Reward by component", _components(history)),
+        ("Outcome", "Reward spread", {"standard deviation": rollouts(lambda r: r.reward_std)}),
+        ("Policy", "Loss", {"loss": history.loss}),
+        ("Policy", "Entropy", {"entropy": update(lambda u: u.entropy)}),
+        ("Policy", "Gradient norm", {"gradient norm": update(lambda u: u.grad_norm)}),
+        ("Policy", "KL from the policy before", {"k3": update(lambda u: u.approx_kl)}),
+        ("Policy", "KL from the reference", {"KL": _known(history, lambda u: u.reference_kl)}),
+        ("Policy", "Clipped tokens", {"share": update(lambda u: u.clip_fraction)}),
+        ("Policy", "Learning rate", {"actor": update(lambda u: u.learning_rate)}),
+        (
+            "Rollouts",
+            "Response tokens",
+            {
+                "mean": rollouts(lambda r: r.response_tokens_mean),
+                "longest": rollouts(lambda r: float(r.response_tokens_max)),
+            },
+        ),
+        ("Rollouts", "Cut off at the limit", {"share": rollouts(lambda r: r.truncated_ratio)}),
+        (
+            "Rollouts",
+            "Groups without signal",
+            {
+                "no advantage": rollouts(lambda r: float(r.num_zero_signal_groups)),
+                "dropped": rollouts(lambda r: float(r.num_dropped_groups)),
+            },
+        ),
+        ("Rollouts", "Age of the trained tokens", _age(history)),
+        (
+            "Engine against trainer",
+            "|p_train - p_rollout|",
+            {"mean": update(lambda u: u.mismatch_mean), "largest": update(lambda u: u.mismatch_max)},
+        ),
+        (
+            "Engine against trainer",
+            "KL(rollout || train)",
+            {"k1": update(lambda u: u.mismatch_kl), "k3": update(lambda u: u.mismatch_k3)},
+        ),
+        ("Engine against trainer", "Tokens taken out of the loss", {"share": update(lambda u: u.rejected_fraction)}),
+        ("Critic", "Value loss", {"loss": critic(lambda c: c.loss)}),
+        ("Critic", "Explained variance", {"share": critic(lambda c: c.explained_variance)}),
+        (
+            "Critic",
+            "Value and return",
+            {"value": critic(lambda c: c.value_mean), "return": critic(lambda c: c.return_mean)},
+        ),
+        ("Speed", "Tokens per second", {"tokens/s": steps(lambda s: s.tokens_per_second)}),
+        ("Speed", "Seconds per step", {"seconds": steps(lambda s: s.seconds)}),
+    ]
+
+
+def _makers(
+    history: History,
+) -> tuple[
+    Callable[[Callable[[UpdateStats], float]], Series],
+    Callable[[Callable[[RolloutSummary], float]], Series],
+    Callable[[Callable[[StepSummary], float]], Series],
+    Callable[[Callable[[CriticStats], float]], Series],
+]:
+    def of_critic(number: Callable[[CriticStats], float]) -> Series:
+        return Series.of((s.step, number(s.critic)) for s in history.summaries if s.critic is not None)
+
+    return history.of_updates, history.of_rollouts, history.of_steps, of_critic
+
+
+def _known(history: History, number: Callable[[UpdateStats], float | None]) -> Series:
+    points = ((s.step, number(s.update)) for s in history.summaries if s.update is not None)
+    return Series.of((step, value) for step, value in points if value is not None)
+
+
+def _evaluations(history: History) -> dict[str, Series]:
+    names = dict.fromkeys(name for _, result in history.evaluations for name in result.numbers)
+    return {name: history.of_evaluations(name) for name in names}
+
+
+def _components(history: History) -> dict[str, Series]:
+    steps = [(s.step, s.rollouts.component_means) for s in history.summaries if s.rollouts is not None]
+    names = dict.fromkeys(name for _, means in steps for name in means)
+    return {name: Series.of((step, means[name]) for step, means in steps if name in means) for name in names}
+
+
+def _age(history: History) -> dict[str, Series]:
+    """Return the mean age in versions behind the newest token of the step; nothing where all ages are 0."""
+    points = [(s.step, _mean_age(s.rollouts.tokens_by_version)) for s in history.summaries if s.rollouts is not None]
+    return {"mean": Series.of(points)} if any(age for _, age in points) else {}
+
+
+def _mean_age(tokens_by_version: Mapping[int, int]) -> float:
+    newest, total = max(tokens_by_version, default=0), sum(tokens_by_version.values())
+    return sum((newest - version) * count for version, count in tokens_by_version.items()) / max(1, total)
+
+
+def thinned(series: Series) -> Series:
+    """Return every nth point and the last one."""
+    stride = -(-len(series.steps) // _MAX_POINTS)
+    if stride <= 1:
+        return series
+    places = sorted({*range(0, len(series.steps), stride), len(series.steps) - 1})
+    return Series(
+        steps=tuple(series.steps[place] for place in places), values=tuple(series.values[place] for place in places)
+    )

@@ -1,4 +1,4 @@
-"""When each role did what, from the phases in a run's events: bars for the page, a trace for Perfetto."""
+"""The phases of a run as spans for the page and as a trace for Perfetto, from the run's events."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ ROLES: Mapping[Phase, tuple[Role, ...]] = {
     "evaluate": ("rollout",),
     "save": ("trainer",),
 }
-"""Who is busy in each phase."""
+"""The roles that are busy in each phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     phase: Phase
     step: int
-    """In which it happened; 0 is before the first."""
+    """The step it belongs to; 0 is before the first."""
     began: datetime
     seconds: float
     is_open: bool = False
-    """It has not ended, or nobody lived to tell when it did: `seconds` is until the last record."""
+    """It has not ended, or its end was not recorded; `seconds` is until the last record."""
 
 
 def fold_spans(records: Iterable[Record]) -> list[Span]:
-    """All phases in the order they began. One that the run died in ends with the last record before the next start."""
+    """Return all phases in the order they began; a phase in which the run died ends with its last record."""
     spans: list[Span] = []
     running: dict[Phase, int] = {}
-    """Places in `spans`."""
+    """Indices in `spans`."""
     step = 0
     for record in records:
         for place in running.values():
@@ -68,7 +68,7 @@ def fold_spans(records: Iterable[Record]) -> list[Span]:
 def to_trace(
     spans: Sequence[Span], *, run: str, others: Sequence[Mapping[str, JsonValue]] = ()
 ) -> dict[str, JsonValue]:
-    """Chrome's trace format: a track per role, microseconds since the epoch. `others` are events of the same format."""
+    """Return Chrome's trace format with a track per role, in microseconds since the epoch; `others` are added to it."""
     process: JsonValue = "megarl"
     tracks = {
         role: number for number, role in enumerate(dict.fromkeys(role for roles in ROLES.values() for role in roles))

@@ -1,8 +1,8 @@
-"""The quickstart's task: two-digit addition, learned from a careless teacher and then from its own mistakes.
+"""The quickstart's task: two-digit addition, first imitated from a careless teacher, then improved by a reward.
 
 The teacher of the warm start often forgets every carry, so imitation alone answers most problems wrong; the reward
-knows the right answer, so reinforcement lifts it. Held-out problems share no pair of numbers, in either order, with
-the problems that are trained on.
+compares with the right answer, so reinforcement improves it. Held-out problems share no pair of numbers, in either
+order, with the problems that are trained on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 OPERANDS = range(10, 100)
 HELD_OUT_FRACTION = 0.12
 CARELESS_PROBABILITY = 0.65
-"""How often the teacher forgets the carries. More often than not: a faithful pupil answers carelessly too."""
+"""How often the teacher forgets the carries: more than half, so that a faithful imitation answers wrong."""
 
 SHAPE = TinyShape()
 
@@ -67,7 +67,7 @@ def make_arithmetic(
         raise DataError(f"num_sft is {num_sft}; it must be at least 1")
     generator = np.random.default_rng(seed)
     trained, held_out = _split(generator)
-    # The warm start may meet a problem twice and see it answered differently: such is its teacher.
+    # A problem may occur twice with different answers, since the teacher is careless at random.
     lessons = [trained[place] for place in generator.integers(len(trained), size=num_sft)]
     responses = [_teach(problem, generator) for problem in lessons]
     tables = {
@@ -88,13 +88,13 @@ def _teach(problem: Addends, generator: np.random.Generator) -> str:
 
 
 def careless_sum(a: int, b: int) -> str:
-    """Column by column, every carry forgotten: 67+58 gives 15."""
+    """Return the sum without carries: 67+58 gives 15."""
     tens, ones = (a // 10 + b // 10) % 10, (a + b) % 10
     return f"{tens}{ones}"
 
 
 def _split(generator: np.random.Generator) -> tuple[list[Addends], list[Addends]]:
-    """All problems, shuffled: those to train on and those held out. a+b and b+a are on the same side."""
+    """Return the shuffled problems to train on and those held out; a+b and b+a are on the same side."""
     pairs = [(a, b) for a in OPERANDS for b in OPERANDS if a <= b]
     is_held_out = dict(zip(pairs, generator.random(len(pairs)) < HELD_OUT_FRACTION, strict=True))
     problems = [(a, b) for a in OPERANDS for b in OPERANDS]

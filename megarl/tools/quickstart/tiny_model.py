@@ -1,7 +1,7 @@
-"""A model folder to learn from nothing, small enough for a laptop: Qwen2 architecture, random weights, bytes as tokens.
+"""Write a random model small enough for a laptop: Qwen2 architecture, bytes as tokens.
 
-Written from numpy with the names and shapes a Hugging Face folder has, so that neither torch nor a model class is
-needed. Knows no task: what is asked of the model is in `arithmetic`.
+It is written from numpy with the names and shapes of a Hugging Face folder, so that neither torch nor a model class is
+needed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megarl.types import FloatArray
 PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
 _SPECIAL = (PAD, END, USER, ASSISTANT)
 
-# Loaders rebuild the tokenizer of a Qwen2 model as byte-level BPE whatever its folder says. Without merges that is one
-# token per byte, and one per character of plain text; with all 256 bytes no text is lost.
+# Loaders rebuild the tokenizer of a Qwen2 model as byte-level BPE whatever its files say. Without merges that is one
+# token per byte, and one per character of plain text; with all 256 bytes every text can be encoded.
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
-# The role's token, then the content; an assistant's turn is closed by the end token, as the model has to do itself.
+# The role's token, then the content; an assistant's turn ends with the end token, which the model must generate.
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}" + ASSISTANT + "{{ message['content'] }}" + END + "{% else %}"
@@ -48,7 +48,7 @@ class TinyShape:
     max_context_tokens: int = 256
     has_tied_embeddings: bool = False
     weight_std: float = 0.1
-    """Larger than the usual 0.02, with which so narrow a model learns nothing for its first hundreds of steps."""
+    """Larger than the usual 0.02, with which a model this narrow learns nothing for its first hundreds of steps."""
     vocab: int = len(_SPECIAL) + len(_BYTES)
     """Rows of the embedding; the tokenizer never uses more than these."""
     rope_theta: float = 10_000.0
@@ -56,7 +56,7 @@ class TinyShape:
 
     @classmethod
     def like(cls, shape: ModelShape) -> TinyShape:
-        """The size of a public model, with its usual initialisation."""
+        """Return the size of a public model, with its usual initialisation."""
         return cls(
             num_layers=shape.num_layers,
             hidden=shape.hidden,
@@ -77,7 +77,7 @@ class TinyShape:
 
 
 def write_tiny_model(folder: Path, shape: TinyShape, *, seed: int) -> None:
-    """Everything a Hugging Face folder has."""
+    """Write a complete Hugging Face folder."""
     write_config(folder, shape)
     generator = np.random.default_rng(seed)
     weights = {name: _random(name, shape_of, shape, generator) for name, shape_of in _tensors(shape)}
@@ -86,12 +86,12 @@ def write_tiny_model(folder: Path, shape: TinyShape, *, seed: int) -> None:
         name: TensorSpec(dtype=shape.dtype, shape=bits.shape, data_ptr=bits.ctypes.data, data_len=bits.nbytes)
         for name, bits in raw.items()
     }
-    # Loaders refuse a file that does not say which framework's layout it has; "pt" is what all of them write.
+    # Loaders refuse a file without the framework of its layout; all of them write "pt".
     serialize_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_config(folder: Path, shape: TinyShape) -> None:
-    """All but the weights: config.json, generation_config.json and the tokenizer's files."""
+    """Write config.json, generation_config.json and the tokenizer's files."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(folder)
     _write_json(folder / "config.json", _config(shape))
@@ -100,7 +100,7 @@ def write_config(folder: Path, shape: TinyShape) -> None:
 
 
 def _raw(values: FloatArray, shape: TinyShape) -> npt.NDArray[np.generic]:
-    """As the file has them. numpy knows no bfloat16: the upper half of a float32, rounded to even."""
+    """Return the values as stored. numpy has no bfloat16: it is the upper half of a float32, rounded to even."""
     if shape.dtype == "float32":
         return values
     bits = values.view(np.uint32)
@@ -152,7 +152,7 @@ def _config(shape: TinyShape) -> dict[str, object]:
 
 
 def _tensors(shape: TinyShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the checkpoint, in its order."""
+    """Return the names and shapes of the checkpoint, in its order."""
     hidden, queries, keys = shape.hidden, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     yield "model.embed_tokens.weight", (shape.vocab, hidden)
     for layer in range(shape.num_layers):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megarl.config.model import Family
+from megarl.tools.check_sync.check import random_tensors
 from megarl.tools.check_sync.comparison import PADDING, compare_holding, sum_by_class, tensor_class
-from megarl.tools.check_sync.random_model import random_tensors
 from megarl.tools.check_sync.rehearsal import hold, rehearse
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.layouts.canonical import canonical_tensors

@@ -11,9 +11,8 @@ from typing import Literal
 import pytest
 
 from bench.browser import Page, open_browser
-from megarl.tools.page.document import report_page
 from megarl.tools.page.run_data import RunFolder
-from megarl.tools.page.server import PageServer
+from megarl.tools.page.web_page import PageServer, report_page
 from tests.tools.page.runs import HOSTILE, make_run
 
 pytestmark = pytest.mark.needs("chromium")

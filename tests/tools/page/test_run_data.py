@@ -12,8 +12,7 @@ from megarl.data.rollout_files import rollouts_file, write_rollouts
 from megarl.errors import DataError
 from megarl.observe.events import RunFinished, RunStatus
 from megarl.observe.history import Series
-from megarl.tools.page.charts import thinned
-from megarl.tools.page.run_data import MAX_ROWS, RolloutQuery, RunFolder
+from megarl.tools.page.run_data import MAX_ROWS, RolloutQuery, RunFolder, thinned
 from tests.data.test_rollout_files import decode, sampled
 from tests.observe.samples import step_finished
 from tests.tools.page.runs import make_run, write_events
@@ -86,7 +85,7 @@ def test_one_rollout_has_its_tokens(folder: Path) -> None:
 
 
 def test_another_folder_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is not the folder of a run: it has no events\.jsonl"):
+    with pytest.raises(DataError, match=r"not the folder of a run: it has no events\.jsonl"):
         RunFolder(tmp_path)
 
 

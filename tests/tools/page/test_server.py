@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from megarl.errors import MachineError
-from megarl.tools.page.server import PageServer
+from megarl.tools.page.web_page import PageServer
 from tests.tools.page.runs import make_run
 
 
@@ -55,13 +55,13 @@ def test_page_scripts_and_data_are_there(folder: Path) -> None:
     ("path", "status", "sentence"),
     [
         ("static/../run_data.py", 404, ""),
-        ("static/..%2frun_data.py", 404, "there is no"),
-        ("static/%2fetc%2fpasswd", 404, "there is no"),
-        ("api/rollout?step=../../etc&row=0", 400, "step is a number"),
-        ("api/rollout?step=1", 400, "step and row are needed"),
+        ("static/..%2frun_data.py", 404, "no such file"),
+        ("static/%2fetc%2fpasswd", 404, "no such file"),
+        ("api/rollout?step=../../etc&row=0", 400, "step must be a number"),
+        ("api/rollout?step=1", 400, "step and row are required"),
         ("api/rollout?step=1&row=999", 404, "has no row 999"),
-        ("api/rollouts?sort=__class__", 400, "sort is one of"),
-        ("api/rollouts?offset=-1", 400, "offset is a number"),
+        ("api/rollouts?sort=__class__", 400, "sort must be one of"),
+        ("api/rollouts?offset=-1", 400, "offset must be a number"),
         ("events.jsonl", 404, ""),
     ],
 )

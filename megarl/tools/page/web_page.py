@@ -1,25 +1,101 @@
-"""The run page over HTTP on loopback: reads one run's folder, changes nothing, answers nobody from elsewhere."""
+"""The run page: one HTML document with its data inside, or served on loopback while the run goes on.
+
+The server reads one run's folder, changes nothing, and answers only this machine.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import json
+import random
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
 from megarl.errors import DataError, MachineError
 from megarl.system.network import LOOPBACK
-from megarl.tools.page.document import STATIC_FILES, read_static, served_page, served_policy
 from megarl.tools.page.run_data import MAX_ROWS, SORT_KEYS, RolloutQuery, RunFolder
 from megarl.types import JsonValue
+
+STYLE = "page.css"
+SCRIPTS = ("source.js", "elements.js", "charts.js", "timeline.js", "rollouts.js", "page.js")
+"""In the order they are loaded: each uses only those before it."""
+STATIC_FILES = {STYLE: "text/css", **dict.fromkeys(SCRIPTS, "text/javascript")}
+MAX_INLINED = 400
+"""Rollouts in a report; from a longer run a random choice, the same each time."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+def read_static(name: str) -> str:
+    return (files("megarl.tools.page") / "static" / name).read_text(encoding="utf-8")
+
+
+def served_page() -> str:
+    links = f'<link rel="stylesheet" href="static/{STYLE}">'
+    scripts = "\n".join(f'<script defer src="static/{name}"></script>' for name in SCRIPTS)
+    return read_static("index.html").replace("<!-- head -->", f"{links}\n{scripts}")
+
+
+def served_policy() -> str:
+    """Return a policy that lets the browser load files of this server and nothing else."""
+    return (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def report_page(run: RunFolder) -> str:
+    """Return one HTML document that needs no server and may load nothing."""
+    style, script = read_static(STYLE), "\n".join(read_static(name) for name in SCRIPTS)
+    data = _inlined(json.dumps({"run": run.overview(), **_chosen_rollouts(run)}, allow_nan=False))
+    policy = f"default-src 'none'; script-src {_hash(script)} {_hash(data)}; style-src {_hash(style)}"
+    head = "\n".join(
+        (
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            f"<style>{style}</style>",
+            f'<script type="application/json" id="data">{data}</script>',
+        )
+    )
+    page = read_static("index.html").replace("<!-- head -->", head)
+    # At the end: an inline script cannot be deferred.
+    return page.replace("</body>", f"<script>{script}</script>\n</body>")
+
+
+def _chosen_rollouts(run: RunFolder) -> dict[str, JsonValue]:
+    rows = _all_rows(run)
+    chosen = sorted(random.Random(0).sample(range(len(rows)), min(MAX_INLINED, len(rows))))  # noqa: S311 - a choice
+    inlined = [rows[place] for place in chosen]
+    details = [run.rollout(row["step"], row["row"]) for row in inlined]
+    return {"num_rollouts": len(rows), "rows": list(inlined), "rollouts": list(details)}
+
+
+def _all_rows(run: RunFolder) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    while True:
+        page: Mapping[str, Any] = run.rollouts(RolloutQuery(offset=len(rows)))
+        rows += page["rows"]
+        if len(page["rows"]) < MAX_ROWS:
+            return rows
+
+
+def _inlined(text: str) -> str:
+    """Escape JSON so that it cannot end the element it is in."""
+    return text.replace("<", "\\u003c")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
 class PageServer:
-    """From `start` to `close`; `url` is where a browser finds it."""
+    """Serves from `start` to `close` at `url`."""
 
     def __init__(self, folder: Path, *, port: int) -> None:
         self._run = RunFolder(folder)
@@ -53,9 +129,9 @@ class PageServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        # A page from elsewhere that has its own name point to loopback would ask under that name.
+        # A foreign page whose name resolves to loopback would send that name.
         if request.host not in (f"{LOOPBACK}:{self._port}", f"localhost:{self._port}"):
-            return web.Response(status=HTTPStatus.FORBIDDEN, text="this page is served to this machine alone\n")
+            return web.Response(status=HTTPStatus.FORBIDDEN, text="this page is served only to this machine\n")
         try:
             response = await handler(request)
         except DataError as error:
@@ -87,7 +163,7 @@ class PageServer:
     async def _rollout(self, request: web.Request) -> web.StreamResponse:
         step, row = _number(request.query, "step"), _number(request.query, "row")
         if step is None or row is None:
-            raise ValueError("step and row are needed")
+            raise ValueError("step and row are required")
         async with self._reading:
             answer: dict[str, JsonValue] = await asyncio.to_thread(self._run.rollout, step, row)
         return web.json_response(answer)
@@ -100,14 +176,14 @@ async def _index(_request: web.Request) -> web.StreamResponse:
 async def _static(request: web.Request) -> web.StreamResponse:
     name = request.match_info["name"]
     if name not in STATIC_FILES:
-        raise DataError(f"there is no {name}")
+        raise DataError(f"no such file: {name}")
     return web.Response(text=read_static(name), content_type=STATIC_FILES[name])
 
 
 def _query(asked: Mapping[str, str]) -> RolloutQuery:
     sort = asked.get("sort", "step")
     if sort not in SORT_KEYS:
-        raise ValueError(f"sort is one of {', '.join(SORT_KEYS)}")
+        raise ValueError(f"sort must be one of {', '.join(SORT_KEYS)}")
     return RolloutQuery(
         step=_number(asked, "step"),
         source=asked.get("source") or None,
@@ -124,12 +200,12 @@ def _number(asked: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     if not text.isdecimal():
-        raise ValueError(f"{name} is a number, not {text[:20]!r}")
+        raise ValueError(f"{name} must be a number, not {text[:20]!r}")
     return int(text)
 
 
 async def serve(folder: Path, *, port: int, on_start: Callable[[str], None]) -> None:
-    """Until cancelled; `on_start` gets the address."""
+    """Serve until cancelled; `on_start` receives the address."""
     server = PageServer(folder, port=port)
     await server.start()
     try:

@@ -1,4 +1,4 @@
-"""The four dashboards: Overview, Rollout, Trainer, Operations. Every metric of the catalogue is on one of them."""
+"""The dashboards on what surrounds the trainer: Rollout, and Operations for people who run clusters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from megarl.tools.dashboards.panels import (
     Dashboard,
     Panel,
     PanelRow,
-    complete,
     formula,
     increase,
     mean,
@@ -15,130 +14,6 @@ from megarl.tools.dashboards.panels import (
     quantile,
     rate,
     value,
-)
-
-OVERVIEW = Dashboard(
-    uid="megarl-overview",
-    title="megarl / Overview",
-    text="Is it learning, is it fast, is it healthy?",
-    sections=("run", "data", "eval"),
-    rows=(
-        PanelRow(
-            title="Now",
-            panels=(
-                Panel(title="Step", kind="stat", width=4, height=4, unit="none", queries=(value(names.STEP),)),
-                Panel(
-                    title="Steps asked for",
-                    kind="stat",
-                    width=4,
-                    height=4,
-                    unit="none",
-                    queries=(value(names.RUN_STEPS),),
-                ),
-                Panel(title="Time left", kind="stat", width=4, height=4, unit="s", queries=(value(names.REMAINING),)),
-                Panel(
-                    title="Accuracy, held out",
-                    kind="stat",
-                    width=4,
-                    height=4,
-                    unit="percentunit",
-                    queries=(value(names.EVAL, where='number="accuracy"'),),
-                ),
-                Panel(
-                    title="Tokens per second and GPU",
-                    kind="stat",
-                    width=4,
-                    height=4,
-                    queries=(formula("megarl_tokens_per_second{run} / megarl_run_gpus{run}", ""),),
-                ),
-                Panel(
-                    title="Effective time (ETTR)",
-                    kind="gauge",
-                    width=4,
-                    height=4,
-                    unit="percentunit",
-                    max=1,
-                    queries=(value(names.EFFECTIVE_TIME),),
-                    text="Time of steps that count over all time since the run was first started.",
-                ),
-            ),
-        ),
-        PanelRow(
-            title="Learning",
-            panels=(
-                Panel(
-                    title="Reward",
-                    queries=(
-                        value(names.REWARD_MEAN, "mean"),
-                        value(names.REWARD_MIN, "min"),
-                        value(names.REWARD_MAX, "max"),
-                    ),
-                ),
-                Panel(title="Spread of rewards", queries=(value(names.REWARD_STD, "standard deviation"),)),
-                Panel(
-                    title="Reward by component",
-                    queries=(value(names.REWARD_COMPONENT).needing("components"),),
-                    text="One component that rises while the others fall is often one that is being gamed.",
-                ),
-                Panel(
-                    title="Evaluation",
-                    queries=(value(names.EVAL),),
-                    text="pass@k far above accuracy: the policy can, but does not choose to.",
-                ),
-                Panel(title="Evaluation by data source", queries=(value(names.EVAL_SOURCE),)),
-                Panel(
-                    title="Groups without signal",
-                    unit="percentunit",
-                    max=1,
-                    queries=(value(names.ZERO_SIGNAL, "share"),),
-                    text="All rewards of a group are equal. Above 80 % little is learned.",
-                ),
-                Panel(
-                    title="Entropy",
-                    queries=(value(names.ENTROPY),),
-                    text="In nats. It falls slowly; towards 0 the policy has stopped exploring.",
-                ),
-                Panel(
-                    title="KL",
-                    is_log=True,
-                    queries=(
-                        value(names.UPDATE_KL, "of the update"),
-                        value(names.REFERENCE_KL, "to the reference").needing("reference"),
-                    ),
-                ),
-                Panel(
-                    title="Train/rollout mismatch",
-                    is_log=True,
-                    queries=(
-                        value(names.ENGINE_MISMATCH, "mean |p - p|"),
-                        value(names.MISMATCH_BASELINE, "first steps"),
-                    ),
-                    text="Three times the run's own beginning means that numerics or weights have come apart.",
-                ),
-            ),
-        ),
-        PanelRow(
-            title="Speed",
-            panels=(
-                Panel(title="Seconds per step", unit="s", queries=(value(names.STEP_SECONDS),)),
-                Panel(
-                    title="Where the time goes",
-                    unit="percentunit",
-                    is_stacked=True,
-                    queries=(rate(names.PHASE_SECONDS, where='phase!="start"'),),
-                    text="Seconds of each phase per second.",
-                ),
-                Panel(title="Tokens per second", queries=(value(names.TOKENS_PER_SECOND, "trained"),)),
-            ),
-        ),
-        PanelRow(
-            title="What is run",
-            panels=(
-                Panel(title="Run", kind="table", width=10, height=5, queries=(value(names.RUN_INFO),)),
-                Panel(title="Versions", kind="table", width=14, height=5, queries=(value(names.BUILD_INFO),)),
-            ),
-        ),
-    ),
 )
 
 ROLLOUT = Dashboard(
@@ -263,130 +138,6 @@ ROLLOUT = Dashboard(
                     unit="percentunit",
                     max=1,
                     queries=(of_engine("cache_hit_rate"),),
-                ),
-            ),
-        ),
-    ),
-)
-
-TRAINER = Dashboard(
-    uid="megarl-trainer",
-    title="megarl / Trainer",
-    text="Loss, gradients, the policy's distance from others, the critic, and how well the hardware is used.",
-    sections=("trainer", "critic"),
-    rows=(
-        PanelRow(
-            title="Update",
-            panels=(
-                Panel(title="Loss", queries=(value(names.LOSS),), text="Of policy gradients its size says little."),
-                Panel(title="Gradient norm", is_log=True, queries=(value(names.GRAD_NORM),), text="Before clipping."),
-                Panel(title="Learning rate", unit="sci", queries=(value(names.LEARNING_RATE),)),
-                Panel(
-                    title="Clipped and rejected tokens",
-                    unit="percentunit",
-                    queries=(value(names.CLIP, "clipped"), value(names.REJECTED, "rejected by the correction")),
-                ),
-                Panel(
-                    title="KL of the update",
-                    is_log=True,
-                    queries=(value(names.UPDATE_KL),),
-                    text="In nats. Above 0.1 a step has gone too far.",
-                ),
-                Panel(
-                    title="Updates skipped, last hour",
-                    queries=(increase(names.SKIPPED_UPDATES),),
-                    text="Loss or gradient was not finite. After three in a row the run ends.",
-                ),
-            ),
-        ),
-        PanelRow(
-            title="Trainer against engines",
-            panels=(
-                Panel(
-                    title="|p_train - p_rollout|",
-                    is_log=True,
-                    queries=(
-                        value(names.MISMATCH_MEAN, "mean"),
-                        value(names.MISMATCH_MAX, "largest"),
-                        value(names.MISMATCH_BASELINE, "mean of the first steps"),
-                        value(names.ENGINE_MISMATCH, "tokens of the trained version"),
-                        value(names.POLICY_DRIFT, "tokens of earlier versions").needing("staleness"),
-                    ),
-                ),
-                Panel(
-                    title="Tokens of earlier versions",
-                    unit="percentunit",
-                    queries=(value(names.BEHIND, "share of loss tokens"),),
-                ),
-                Panel(
-                    title="KL(rollout || train)",
-                    queries=(value(names.MISMATCH_KL, "k1"), value(names.MISMATCH_K3, "k3")),
-                ),
-                Panel(
-                    title="chi2 and effective samples",
-                    queries=(
-                        value(names.MISMATCH_CHI2, "chi2"),
-                        value(names.EFFECTIVE_SAMPLES, "effective share"),
-                    ),
-                ),
-            ),
-        ),
-        PanelRow(
-            title="Reference and critic",
-            panels=(
-                Panel(
-                    title="Distance from the reference",
-                    queries=(
-                        value(names.REFERENCE_KL, "KL").needing("reference"),
-                        value(names.KL_COEFFICIENT, "cost").needing("reference"),
-                    ),
-                ),
-                Panel(
-                    title="Critic: loss and gradient norm",
-                    queries=(
-                        value(names.VALUE_LOSS, "loss").needing("critic"),
-                        value(names.VALUE_GRAD_NORM, "gradient norm").needing("critic"),
-                        value(names.VALUE_LEARNING_RATE, "learning rate").needing("critic"),
-                    ),
-                ),
-                Panel(
-                    title="Critic: values and returns",
-                    queries=(
-                        value(names.VALUE_MEAN, "value").needing("critic"),
-                        value(names.RETURN_MEAN, "return").needing("critic"),
-                        value(names.EXPLAINED_VARIANCE, "explained variance").needing("critic"),
-                        value(names.VALUE_CLIP, "clipped share").needing("critic"),
-                    ),
-                    text="Explained variance near 1: the critic knows. At 0 or below it is no use.",
-                ),
-            ),
-        ),
-        PanelRow(
-            title="Work",
-            panels=(
-                Panel(
-                    title="Model FLOP per second",
-                    queries=(value(names.TRAIN_FLOPS),),
-                    text="Forward and backward of the model; what is computed twice to save memory does not count.",
-                ),
-                Panel(title="MFU", unit="percentunit", max=1, queries=(value(names.MFU).needing("gpu"),)),
-                Panel(
-                    title="Size of a step",
-                    queries=(
-                        value(names.LOSS_TOKENS, "loss tokens"),
-                        value(names.MICRO_BATCHES, "micro-batches per rank"),
-                    ),
-                ),
-                Panel(title="Tokens trained on", queries=(value(names.TRAINED_TOKENS),)),
-                Panel(title="Prompts trained on", queries=(value(names.TRAINED_PROMPTS),)),
-                Panel(
-                    title="Data",
-                    unit="none",
-                    queries=(
-                        value(names.EPOCH, "epochs read"),
-                        value(names.DATA_PROMPTS, "prompts"),
-                        value(names.DATA_DROPPED, "prompts too long"),
-                    ),
                 ),
             ),
         ),
@@ -540,5 +291,3 @@ OPERATIONS = Dashboard(
         ),
     ),
 )
-
-DASHBOARDS = complete((OVERVIEW, ROLLOUT, TRAINER, OPERATIONS))

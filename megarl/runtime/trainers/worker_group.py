@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
@@ -13,7 +13,6 @@ from megarl.errors import CheckpointError, MegarlError, WeightSyncError, WorkerE
 
 Worker = TypeVar("Worker", covariant=True)
 Parameters = ParamSpec("Parameters")
-Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
 _DEATH_NOTICE_S = 2.0
@@ -51,16 +50,6 @@ class WorkerGroup(Generic[Worker]):
         """Call every rank with the same arguments; a failure is raised at once."""
         return await self._call_all(method, arguments, named)
 
-    def calling(
-        self, method: Callable[Concatenate[Worker, Parameters], Result]
-    ) -> Callable[Parameters, Awaitable[list[Result]]]:
-        """Return `call` of one method as a function."""
-
-        def call(*arguments: Parameters.args, **named: Parameters.kwargs) -> Awaitable[list[Result]]:
-            return self.call(method, *arguments, **named)
-
-        return call
-
     async def call_to_end(
         self,
         method: Callable[Concatenate[Worker, Parameters], Result],
@@ -69,25 +58,6 @@ class WorkerGroup(Generic[Worker]):
     ) -> list[Result]:
         """Call every rank with the same arguments; a failure is raised when every other rank has ended the call."""
         return await self._call_all(method, arguments, named, waits_for_all=True)
-
-    async def call_each(
-        self, method: Callable[[Worker, Argument], Result], arguments: Sequence[Argument]
-    ) -> list[Result]:
-        """Call every rank with an argument of its own."""
-        assert len(arguments) == len(self), f"{len(arguments)} arguments, {len(self)} ranks"
-        started = [self._start(worker, method.__name__, (given,), {}) for worker, given in self._with(arguments)]
-        return await self._gather(method.__name__, started, timeout_s=self._timeout_s)
-
-    async def call_first(
-        self,
-        method: Callable[Concatenate[Worker, Parameters], Result],
-        *arguments: Parameters.args,
-        **named: Parameters.kwargs,
-    ) -> Result:
-        """Call rank 0 alone."""
-        started = [self._start(self.workers[0], method.__name__, arguments, named)]
-        results: list[Result] = await self._gather(method.__name__, started, timeout_s=self._timeout_s)
-        return results[0]
 
     async def _call_all(
         self,
@@ -102,9 +72,6 @@ class WorkerGroup(Generic[Worker]):
         shared_named = {key: ray.put(argument) for key, argument in named.items()}
         started = [self._start(worker, method.__name__, shared, shared_named) for worker in self.workers]
         return await self._gather(method.__name__, started, timeout_s=self._timeout_s, waits_for_all=waits_for_all)
-
-    def _with(self, arguments: Sequence[Argument]) -> list[tuple[ActorHandle, Argument]]:
-        return list(zip(self.workers, arguments, strict=True))
 
     def _start(
         self, worker: ActorHandle, method: str, arguments: Sequence[object], named: dict[str, object]

@@ -85,7 +85,7 @@ async def _diagnose(
         await roles.publisher.publish(PolicyVersion(0))
         return await compare(
             prompt,
-            record_trainer=roles.trainers.actor.calling(ActorRank.record),
+            record_trainer=lambda batch, folder: roles.trainers.actor.call(ActorRank.record, batch, folder),
             fleet=serving.fleet,
             control=ToolControl(serving.fleet, timeout_s=rollout.publish_timeout_s, host=serving.host),
             generator=FleetGenerator(

@@ -243,14 +243,16 @@ async def _try_group(name: str, places: Sequence[Place], *, device: str, bind: s
     environment = trainer_environment(device)
     peers: WorkerGroup[_Peer] = WorkerGroup(
         name,
-        [remote.options(**place.options(environment, share=1.0)).remote(bind) for place in places],
+        [
+            remote.options(**place.options(environment, share=1.0)).remote(bind, rank, len(places), backend)
+            for rank, place in enumerate(places)
+        ],
         timeout_s=_REDUCE_TIMEOUT_S,
     )
     rate, error = 0.0, ""
     try:
-        host, port = await peers.call_first(_Peer.find_address)
-        members = [_Member(host, port, rank, len(places), backend) for rank in range(len(places))]
-        rate = min(await peers.call_each(_Peer.reduce, members))
+        addresses = await peers.call(_Peer.find_address)
+        rate = min(await peers.call(_Peer.reduce, *addresses[0]))
     except MegarlError as failure:
         error = str(failure)
     finally:
@@ -259,22 +261,12 @@ async def _try_group(name: str, places: Sequence[Place], *, device: str, bind: s
     return GroupReport(name=name, num_ranks=len(places), backend=backend, bytes_per_second=rate, error=error)
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A rank's place in the group that reduces."""
-
-    host: str
-    port: int
-    rank: int
-    world: int
-    backend: str
-
-
 class _Peer:
     """One process of a group, which listens where a trainer rank would."""
 
-    def __init__(self, bind: str | None) -> None:
+    def __init__(self, bind: str | None, rank: int, world: int, backend: str) -> None:
         self._host = own_address(bind)
+        self._rank, self._world, self._backend = rank, world, backend
         if (interface := interface_of(self._host)) is not None:
             GLOO_INTERFACE.set(interface)
 
@@ -283,27 +275,27 @@ class _Peer:
             port: int = listener.getsockname()[1]
         return self._host, port
 
-    def reduce(self, member: _Member) -> float:
+    def reduce(self, host: str, port: int) -> float:
         """Return bytes per second; fail where the sum is wrong."""
         import torch  # noqa: PLC0415 - only these processes need it
         from torch import distributed  # noqa: PLC0415 - only these processes need it
 
         distributed.init_process_group(
-            member.backend,
-            init_method=f"tcp://{member.host}:{member.port}",
-            rank=member.rank,
-            world_size=member.world,
+            self._backend,
+            init_method=f"tcp://{host}:{port}",
+            rank=self._rank,
+            world_size=self._world,
             timeout=timedelta(seconds=_REDUCE_TIMEOUT_S),
         )
-        device = "cpu" if member.backend == "gloo" else "cuda"
+        device = "cpu" if self._backend == "gloo" else "cuda"
         times = []
         for _ in range(_NUM_TRIES):
-            values = torch.full((_REDUCED_BYTES // 4,), float(member.rank + 1), device=device)
+            values = torch.full((_REDUCED_BYTES // 4,), float(self._rank + 1), device=device)
             began = time.monotonic()
             distributed.all_reduce(values)
             lowest, highest = values.min().item(), values.max().item()
             times.append(time.monotonic() - began)
-            expected = member.world * (member.world + 1) / 2
-            assert lowest == highest == expected, f"rank {member.rank}: {lowest} to {highest}, not the sum {expected}"
+            expected = self._world * (self._world + 1) / 2
+            assert lowest == highest == expected, f"rank {self._rank}: {lowest} to {highest}, not the sum {expected}"
         distributed.destroy_process_group()
         return _REDUCED_BYTES / min(times)

@@ -102,8 +102,6 @@ def test_a_failure_does_not_wait_for_ranks_that_wait_for_a_dead_one(workers: Wor
 
 def test_every_rank_is_called_and_answers_in_order(workers: WorkerGroup[Worker]) -> None:
     assert asyncio.run(workers.call(Worker.square, 3)) == [9, 18]
-    assert asyncio.run(workers.call_each(Worker.square, [2, 5])) == [4, 50]
-    assert asyncio.run(workers.call_first(Worker.square, 4)) == 16
 
 
 def test_an_error_names_role_rank_operation_and_reason(workers: WorkerGroup[Worker]) -> None:

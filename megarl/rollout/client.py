@@ -15,18 +15,14 @@ from http import HTTPStatus
 from pathlib import Path
 from secrets import token_hex
 
-import aiohttp
 import httpx
-from httpx_aiohttp import AiohttpTransport
 
 from megarl.config.section import Device
 from megarl.errors import EngineError
+from megarl.rollout.engine_http import EngineHttp, failure_reason, parse_json
 from megarl.system.secret import Secret
 from megarl.types import JsonValue, PolicyVersion
 
-MAX_REPLY_BYTES = 256 << 20
-"""Limit of one reply: a million tokens with their log-probabilities take a quarter of it."""
-_CONNECT_TIMEOUT_S = 10.0
 _CONTROL_TIMEOUT_S = 60.0
 _HEALTH_TIMEOUT_S = 5.0
 
@@ -129,20 +125,21 @@ class EngineClient:
         self._request_timeout_s = request_timeout_s
         self._has_sessions: bool | None = None
         self._is_asleep = False
-        self._urls: dict[str, httpx.URL] = {}
-        # httpx's own client is left out: it costs the driver as much per request as the sending itself.
-        transport = transport or AiohttpTransport(client=_open_session)
-        self._transport = _BoundedTransport(transport, max_bytes=MAX_REPLY_BYTES)
+        self._http = EngineHttp(endpoint.url, transport=transport)
 
     async def close(self) -> None:
-        await self._transport.aclose()
+        await self._http.close()
 
     async def generate(self, request: GenerateRequest) -> JsonValue:
         """Return the reply unchecked; `reply` checks it. Cancelling this also ends the request in the engine."""
         response = await self._call(
-            "generate", "/generate", request.to_json(), key=self.endpoint.keys.api, timeout_s=self._request_timeout_s
+            "generate",
+            "/generate",
+            request.to_json(),
+            key=self.endpoint.keys.api,
+            timeout_s=self._request_timeout_s,
         )
-        return _json(response)
+        return parse_json(response)
 
     async def abort(self, rid: str) -> None:
         """End one request; its `generate` returns the tokens so far, with finish reason abort."""
@@ -187,7 +184,7 @@ class EngineClient:
     async def is_healthy(self, *, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
         """Return whether the server answers; a paused or sleeping engine does."""
         try:
-            response = await self._exchange("GET", "/health", None, None, timeout_s)
+            response = await self._http.exchange("GET", "/health", None, None, timeout_s)
         except httpx.HTTPError:
             return False
         return response.status_code == HTTPStatus.OK
@@ -258,10 +255,10 @@ class EngineClient:
 
     async def _get(self, operation: str, path: str, *, timeout_s: float) -> Mapping[str, JsonValue]:
         try:
-            response = await self._exchange("GET", path, None, self.endpoint.keys.api, timeout_s)
+            response = await self._http.exchange("GET", path, None, self.endpoint.keys.api, timeout_s)
         except httpx.HTTPError as error:
-            raise self._error(operation, _reason(error, timeout_s)) from error
-        info = _json(self._checked(operation, response))
+            raise self._error(operation, failure_reason(error, timeout_s)) from error
+        info = parse_json(self._checked(operation, response))
         if not isinstance(info, dict):
             raise self._error(operation, f"{path} returned a {type(info).__name__}")
         return info
@@ -280,29 +277,9 @@ class EngineClient:
         self, operation: str, path: str, body: Mapping[str, JsonValue], key: str, timeout_s: float
     ) -> httpx.Response:
         try:
-            return await self._exchange("POST", path, body, key, timeout_s)
+            return await self._http.exchange("POST", path, body, key, timeout_s)
         except httpx.HTTPError as error:
-            raise self._error(operation, _reason(error, timeout_s)) from error
-
-    async def _exchange(
-        self, method: str, path: str, body: Mapping[str, JsonValue] | None, key: str | None, timeout_s: float
-    ) -> httpx.Response:
-        if path not in self._urls:
-            self._urls[path] = httpx.URL(f"{self.endpoint.url}{path}")
-        request = httpx.Request(
-            method,
-            self._urls[path],
-            # The size limit counts bytes on the wire.
-            headers={"Accept-Encoding": "identity", **({} if key is None else _bearer(key))},
-            json=body,
-            extensions={"timeout": httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S).as_dict()},
-        )
-        response = await self._transport.handle_async_request(request)
-        try:
-            await response.aread()
-        finally:
-            await response.aclose()
-        return response
+            raise self._error(operation, failure_reason(error, timeout_s)) from error
 
     def _checked(self, operation: str, response: httpx.Response) -> httpx.Response:
         if response.status_code != HTTPStatus.OK:
@@ -311,67 +288,3 @@ class EngineClient:
 
     def _error(self, operation: str, reason: str) -> EngineError:
         return EngineError(f"{self.endpoint}: {operation}: {reason}")
-
-
-class _BoundedTransport(httpx.AsyncBaseTransport):
-    """Wraps a transport; a reply over `max_bytes` fails like a broken connection before all of it is read."""
-
-    def __init__(self, inner: httpx.AsyncBaseTransport, *, max_bytes: int) -> None:
-        self._inner = inner
-        self._max_bytes = max_bytes
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        response = await self._inner.handle_async_request(request)
-        assert isinstance(response.stream, httpx.AsyncByteStream), f"the reply is a {type(response.stream).__name__}"
-        response.stream = _BoundedStream(response.stream, self._max_bytes)
-        return response
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
-
-
-class _BoundedStream(httpx.AsyncByteStream):
-    def __init__(self, inner: httpx.AsyncByteStream, max_bytes: int) -> None:
-        self._inner = inner
-        self._max_bytes = max_bytes
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        num_bytes = 0
-        async for chunk in self._inner:
-            num_bytes += len(chunk)
-            if num_bytes > self._max_bytes:
-                raise httpx.ReadError(f"the reply has more than {self._max_bytes} bytes")
-            yield chunk
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
-
-
-def _open_session() -> aiohttp.ClientSession:
-    """Return the session under httpx. Its transport costs a fraction of a millisecond per request, httpx's own several.
-
-    Each request has its own connection: the server can close a kept one just as the next request is written to it.
-    """
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
-
-
-def _bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
-
-
-def _reason(error: httpx.HTTPError, timeout_s: float) -> str:
-    cause = error.__cause__
-    # The transport reports every broken connection as a timeout.
-    is_broken = isinstance(cause, aiohttp.ClientConnectionError) and not isinstance(cause, aiohttp.ServerTimeoutError)
-    if isinstance(error, httpx.TimeoutException) and not is_broken:
-        return f"no answer within {timeout_s:.0f} s"
-    name = type(cause if is_broken else error).__name__
-    return f"{name}: {error}" if str(error) else name
-
-
-def _json(response: httpx.Response) -> JsonValue:
-    try:
-        value: JsonValue = response.json()
-    except ValueError:
-        return None
-    return value

@@ -74,7 +74,7 @@ def test_a_late_answer_names_the_deadline() -> None:
 
 
 def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.rollout.client.MAX_REPLY_BYTES", 1000)
+    monkeypatch.setattr("megarl.rollout.engine_http.MAX_REPLY_BYTES", 1000)
     num_sent = 0
 
     async def endless() -> AsyncIterator[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 
 import aiohttp
 import httpx
@@ -20,8 +20,7 @@ class EngineHttp:
         self._url = url
         self._urls: dict[str, httpx.URL] = {}
         # httpx's own client is left out: it costs the driver as much per request as the sending itself.
-        transport = transport or AiohttpTransport(client=_open_session)
-        self._transport = _BoundedTransport(transport, max_bytes=MAX_REPLY_BYTES)
+        self._transport = transport or AiohttpTransport(client=_open_session)
 
     async def close(self) -> None:
         await self._transport.aclose()
@@ -35,17 +34,21 @@ class EngineHttp:
         request = httpx.Request(
             method,
             self._urls[path],
-            # The size limit counts bytes on the wire.
+            # One chunk of a compressed reply could exceed the limit.
             headers={"Accept-Encoding": "identity", **({} if key is None else {"Authorization": f"Bearer {key}"})},
             json=body,
             extensions={"timeout": httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S).as_dict()},
         )
         response = await self._transport.handle_async_request(request)
+        reply = bytearray()
         try:
-            await response.aread()
+            async for chunk in response.aiter_bytes():
+                reply += chunk
+                if len(reply) > MAX_REPLY_BYTES:
+                    raise httpx.ReadError(f"the reply has more than {MAX_REPLY_BYTES} bytes")
         finally:
             await response.aclose()
-        return response
+        return httpx.Response(response.status_code, content=bytes(reply))
 
 
 def failure_reason(error: httpx.HTTPError, timeout_s: float) -> str:
@@ -64,40 +67,6 @@ def parse_json(response: httpx.Response) -> JsonValue:
     except ValueError:
         return None
     return value
-
-
-class _BoundedTransport(httpx.AsyncBaseTransport):
-    """Wraps a transport; a reply over `max_bytes` fails like a broken connection before all of it is read."""
-
-    def __init__(self, inner: httpx.AsyncBaseTransport, *, max_bytes: int) -> None:
-        self._inner = inner
-        self._max_bytes = max_bytes
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        response = await self._inner.handle_async_request(request)
-        assert isinstance(response.stream, httpx.AsyncByteStream), f"the reply is a {type(response.stream).__name__}"
-        response.stream = _BoundedStream(response.stream, self._max_bytes)
-        return response
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
-
-
-class _BoundedStream(httpx.AsyncByteStream):
-    def __init__(self, inner: httpx.AsyncByteStream, max_bytes: int) -> None:
-        self._inner = inner
-        self._max_bytes = max_bytes
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        num_bytes = 0
-        async for chunk in self._inner:
-            num_bytes += len(chunk)
-            if num_bytes > self._max_bytes:
-                raise httpx.ReadError(f"the reply has more than {self._max_bytes} bytes")
-            yield chunk
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
 
 
 def _open_session() -> aiohttp.ClientSession:

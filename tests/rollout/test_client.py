@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from megarl.config.section import Device
 from megarl.errors import EngineError
-from megarl.rollout.client import EngineKeys, GenerateRequest, PauseMode
+from megarl.rollout.client import EngineClient, EngineKeys, GenerateRequest, PauseMode
 from megarl.types import JsonValue, PolicyVersion
 from tests.rollout.engines import EOS, ServedModel, generator_of, prompt_of, scripted_client
 
@@ -87,6 +89,32 @@ def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(EngineError, match=r"engine 0 .*: generate: ReadError: the reply has more than 1000 bytes"):
         asyncio.run(client.generate(REQUEST))
     assert num_sent == 11
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_reply_over_a_real_connection_arrives_whole(is_chunked: bool) -> None:
+    reply: JsonValue = {"output_ids": list(range(100_000)), "text": "ü"}
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        assert (await request.json())["rid"] == "r"
+        response = web.json_response(reply)
+        if is_chunked:
+            response.enable_chunked_encoding()
+        return response
+
+    async def scenario() -> JsonValue:
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        async with TestServer(app) as server:
+            endpoint = replace(scripted_client(Recorder()).endpoint, port=server.make_url("/").port or 0)
+            client = EngineClient(endpoint, request_timeout_s=30)
+            try:
+                assert not await client.is_healthy()  # 404
+                return await client.generate(REQUEST)
+            finally:
+                await client.close()
+
+    assert asyncio.run(scenario()) == reply
 
 
 def test_an_unreachable_engine_is_not_healthy() -> None:

@@ -35,10 +35,12 @@ def check_sync(
     ] = False,
     is_json: Annotated[bool, typer.Option("--json", help="Also print JSON, in the line before the last.")] = False,
 ) -> None:
-    """Publish a tiny model of the same family with the recipe's layouts, and compare what the engines hold.
+    """Check that a recipe's weights reach its engines.
 
-    First in memory with the recipe's own layouts, then with real Megatron ranks and SGLang engines and layouts that
-    have every kind of split of the recipe's. Exits with 0 where every byte is equal, with 76 where one is not.
+    Publishes a tiny model of the same family and compares what the engines hold: first in memory with the recipe's own
+    layouts, then with real Megatron ranks and SGLang engines and every kind of split that the recipe has.
+
+    Exits with 0 where every byte is equal, with 76 where one is not.
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")

@@ -28,7 +28,7 @@ _SECONDS_PER_DAY = 86400
 
 @checkpoint_app.command("ls")
 def list_command(path: RunPath) -> None:
-    """List the checkpoints of a run, the newest first; check that their files are there, but do not read them."""
+    """List the checkpoints of a run, the newest first. Checks that their files are there, and does not read them."""
     table = Table("checkpoint", "step", "GB", "age", "contents", "state", "", box=None)
     complaints = []
     for folder in _all_folders(path):
@@ -45,7 +45,7 @@ def list_command(path: RunPath) -> None:
 
 @checkpoint_app.command("verify")
 def verify_command(path: RunPath) -> None:
-    """Read every byte and compare digests; exits with 4 where a checkpoint is damaged."""
+    """Read every byte and compare digests. Exits with 4 where a checkpoint is damaged."""
     console = make_console()
     damaged = []
     for folder in find_checkpoints(path):
@@ -67,7 +67,10 @@ def diff_command(
     first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint, a run, or a Hugging Face folder.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
 ) -> None:
-    """Compare two models: tensors by class; configuration, state and recipe by key. Exits with 1 where they differ."""
+    """Compare two checkpoints or models. Exits with 1 where they differ.
+
+    Shows tensors by class, and configuration, state and recipe by key.
+    """
     from megarl.checkpoint.diff import compare, open_side
 
     sides = open_side(first), open_side(second)
@@ -85,7 +88,7 @@ def prune_command(
     keep_best: Annotated[bool, typer.Option("--keep-best", help="Keep the one with the best metric.")] = False,
     is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed; remove nothing.")] = False,
 ) -> None:
-    """Remove old checkpoints; the newest one that verifies is always kept."""
+    """Remove old checkpoints. The newest one that verifies is always kept."""
     parent = parent_of(run)
     if not list_checkpoints(parent):
         raise CheckpointError(f"{run}: there is no checkpoint here; name the folder of a run, as in runs/quickstart")

@@ -14,7 +14,7 @@ from megarl.errors import ConfigError, MachineError, Problem
 if TYPE_CHECKING:
     from megarl.tools.quickstart.tiny_model import TinyShape
 
-data_app = typer.Typer(no_args_is_help=True, help="Data sets.")
+data_app = typer.Typer(no_args_is_help=True, help="Make data sets.")
 make_app = typer.Typer(no_args_is_help=True, help="Write a data set and a model to train on it.")
 data_app.add_typer(make_app, name="make")
 
@@ -28,7 +28,10 @@ def arithmetic(
         typer.Option(metavar="NAME", help="Give the random model the size of this Qwen2 model, such as qwen2.5-0.5b."),
     ] = None,
 ) -> None:
-    """Write sums of two-digit numbers, for training and held out, and a tiny random model that learns them."""
+    """Write sums of two-digit numbers, and a model that learns them.
+
+    The problems are for training and held out; the model is tiny and random.
+    """
     from megarl.tools.quickstart.arithmetic import SHAPE, make_arithmetic
 
     shape = SHAPE if like is None else _random_shape(like)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megarl.compare.small_recipe import SmallRecipe
     from megarl.tools.diagnose.diagnosis import Diagnosis, HookPointError
 
-diagnose_app = typer.Typer(no_args_is_help=True, help="Find the cause of a problem.")
+diagnose_app = typer.Typer(no_args_is_help=True, help="Find out why trainer and engines differ.")
 
 _WIDTH = 100
 _NUM_NEIGHBOURS = 4
@@ -40,7 +40,7 @@ def mismatch(
     ] = None,
     row: Annotated[
         int | None,
-        typer.Option(metavar="N", min=0, help="Compare on prompt N of data.train, counted from 0 (the default)."),
+        typer.Option(metavar="N", min=0, help="Compare on prompt N of data.train, counted from 0 (default 0)."),
     ] = None,
     checkpoint: Annotated[
         Path | None,
@@ -48,7 +48,9 @@ def mismatch(
     ] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Also print everything as JSON, in the last line.")] = False,
 ) -> None:
-    """Compare trainer and engine module by module on one prompt and a few sampled tokens.
+    """Compare trainer and engine module by module.
+
+    Both compute the same prompt and a few sampled tokens.
 
     Exits with 0 where nothing differs, with 77 where something does.
     """

@@ -42,7 +42,9 @@ def doctor(
     ] = False,
     is_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Check this machine and, where given, a recipe with its cluster, or diagnose a run from its events.
+    """Find out what is wrong with a machine, a recipe or a run.
+
+    Checks this machine and, where given, a recipe with its cluster; diagnoses a run from its events.
 
     Exits with 0 where nothing is an error, with 5 where something is.
     """

@@ -45,7 +45,7 @@ def export(
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist yet.", show_default=False)],
-    dtype: Annotated[ExportDtype | None, typer.Option(help="Of the weights; by default the source's.")] = None,
+    dtype: Annotated[ExportDtype | None, typer.Option(help="Dtype of the weights; the source's if not given.")] = None,
     is_loaded: Annotated[
         bool,
         typer.Option(
@@ -54,7 +54,7 @@ def export(
         ),
     ] = True,
 ) -> None:
-    """Write a model as a Hugging Face folder, and verify it against its source; on the CPU, in little memory."""
+    """Write a model as a Hugging Face folder, and verify it. Runs on the CPU, in little memory."""
     from megarl.checkpoint.export import export_model, refuse_occupied
     from megarl.checkpoint.locate import find_model
 

@@ -30,7 +30,7 @@ def import_verl(
     ],
     out: Annotated[Path | None, typer.Option(metavar="RECIPE", help="Write the recipe here instead of stdout.")] = None,
 ) -> None:
-    """Turn a verl configuration into a recipe and report on every key."""
+    """Turn a verl configuration into a recipe. Reports what became of every key."""
     imported = translate_file(file)
     text = _recipe_text(imported, file)
     if out is None:

@@ -12,7 +12,7 @@ import typer
 from megarl.cli.recipe import Overrides, RecipePath, load_checked
 from megarl.errors import ConfigError, MachineError, Problem
 
-launch_app = typer.Typer(no_args_is_help=True, help="Jobs for schedulers.")
+launch_app = typer.Typer(no_args_is_help=True, help="Make jobs for schedulers.")
 
 _SUBMIT_TIMEOUT_S = 60.0
 
@@ -53,7 +53,10 @@ def slurm(
     ] = None,
     is_submitted: Annotated[bool, typer.Option("--submit", help="Submit the job with sbatch.")] = False,
 ) -> None:
-    """Write an sbatch script: Ray on every node, megarl on the first; the job resumes after its time limit."""
+    """Write an sbatch script for a recipe.
+
+    The job runs Ray on every node and megarl on the first, saves before its time limit, and is queued again.
+    """
     if container is not None and venv is not None:
         problem = Problem(key="", message="name a --container or a --venv, not both")
         raise ConfigError("megarl launch slurm", (problem,))

@@ -14,7 +14,7 @@ from megarl.observe.catalogue import METRICS, Metric
 from megarl.observe.prometheus import TARGETS_FILE, Target, read_targets, write_targets
 from megarl.tools.dashboards.monitoring import write_monitoring
 
-metrics_app = typer.Typer(no_args_is_help=True, help="Metrics of runs, for Prometheus.")
+metrics_app = typer.Typer(no_args_is_help=True, help="List the metrics of runs, and their addresses.")
 
 
 @metrics_app.command("list")
@@ -39,9 +39,10 @@ def write_target_file(
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The JSON file to write.", show_default=False)],
 ) -> None:
-    """Write the addresses of the exporters and engines of runs, for Prometheus' `file_sd_configs`.
+    """Write the addresses of runs for Prometheus.
 
-    Every run writes such a file, prometheus_targets.json in its folder; this joins several.
+    The file has the exporters and engines in the format of `file_sd_configs`. Every run writes one itself,
+    prometheus_targets.json in its folder; this joins several.
     """
     targets: list[Target] = []
     for path in run:

@@ -37,10 +37,10 @@ def plan(
     what_if: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Compare with this change. May be repeated.")
     ] = None,
-    mean_response_tokens: Annotated[int | None, typer.Option(min=1, help="By default half the limit.")] = None,
+    mean_response_tokens: Annotated[int | None, typer.Option(min=1, help="Half the limit if not given.")] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Estimate whether a recipe fits into memory, and what takes its memory and its time; start nothing."""
+    """Estimate the memory and the time that a recipe needs. Starts nothing."""
     question = PlanQuestion(gpu=parse_gpu(gpu), shape_name=shape, mean_response_tokens=mean_response_tokens)
     first = answer(recipe, overrides or [], question)
     changed = answer(recipe, [*(overrides or []), *what_if], question) if what_if else None
@@ -241,8 +241,8 @@ def _time_notes(answer: PlanAnswer) -> list[str]:
         f"{workload.mean_response_tokens:,} tokens: {timing.trained_tokens:,} tokens a step",
         f"{gpu.name}: {gpu.tflops:g} TFLOP/s, {gpu.memory_gb_per_s:g} GB/s memory, "
         f"{gpu.node_gb_per_s:g} GB/s in a node, {gpu.network_gb_per_s:g} GB/s network",
-        f"{timing.num_micro_batches} micro-batches per rank and update, {timing.bubble:.0%} of it pipeline bubble; "
-        f"{timing.running_requests} requests run per engine",
+        f"{timing.num_micro_batches} micro-batches per rank and update, a pipeline bubble of {timing.bubble:.0%}, "
+        f"{timing.running_requests} requests per engine",
     ]
     if saves(answer.recipe.checkpoint):
         notes.append(

@@ -1,4 +1,4 @@
-"""How commands take a recipe, and the commands that only read it: `megarl validate` and `megarl schema`."""
+"""The recipe argument of all commands, and `megarl validate` and `megarl schema`, which only read recipes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def validate(
     overrides: Overrides = None,
     is_explained: Annotated[bool, typer.Option("--explain", help="Print every value and where it was set.")] = False,
 ) -> None:
-    """Report every problem of a recipe, its data and its reward; start nothing."""
+    """Report every problem of a recipe, its data and its reward. Starts nothing."""
     checked = load_checked(recipe, overrides)
     if is_explained:
         print_explanation(recipe, overrides or [])

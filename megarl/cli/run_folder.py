@@ -35,7 +35,7 @@ def view(
     run: RunArgument,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on loopback; 0 picks a free one.")] = 0,
 ) -> None:
-    """Serve a run's curves, timeline and rollouts to a browser on this machine, also while the run goes on."""
+    """Show a run in a browser on this machine. Its curves, timeline and rollouts grow while the run goes on."""
     from megarl.tools.page.web_page import serve
 
     asyncio.run(serve(run, port=port, on_start=lambda url: print(f"{run} is at {url}; Ctrl-C ends this", flush=True)))
@@ -48,7 +48,7 @@ def report(
         typer.Option(metavar="FILE", help="By default report.html in the run's folder."),
     ] = None,
 ) -> None:
-    """Write the page of `megarl view` as one HTML file that needs no server."""
+    """Write a run as one HTML file. It is the page of `megarl view`, and needs no server."""
     from megarl.tools.page.run_data import RunFolder
     from megarl.tools.page.web_page import MAX_INLINED, report_page
 
@@ -64,7 +64,7 @@ def timeline(
         typer.Option(metavar="FILE", help="By default timeline.json in the run's folder."),
     ] = None,
 ) -> None:
-    """Write when each role did what, as a Perfetto trace, also while the run goes on."""
+    """Write when each role did what, as a Perfetto trace. The run may still go on."""
     path = out or run / "timeline.json"
     num_phases = _write_trace(run, path)
     print(f"wrote {path} ({num_phases} phases); open it in Perfetto")
@@ -199,7 +199,10 @@ def fleet(
     action: Annotated[FleetAction, typer.Argument(help="What to do.")] = FleetAction.LIST,
     engine: Annotated[int | None, typer.Argument(metavar="N", min=0, help="The number of the engine.")] = None,
 ) -> None:
-    """List the engines of a run that goes on; stop one (retire N), or restart a retired or failed one (add N)."""
+    """List, stop or restart the engines of a run that goes on.
+
+    `retire N` stops engine N; `add N` starts a retired or failed one again.
+    """
     from megarl.runtime.engines.operator import OperatorRequest, ask
 
     table = Table(box=None, header_style="bold")

@@ -35,7 +35,7 @@ def train(
         typer.Option(metavar="FILE", help="Write when each role and each Ray task was busy, as a Perfetto trace."),
     ] = None,
 ) -> None:
-    """Run a recipe to its end; a stopped run resumes from its newest checkpoint."""
+    """Run a recipe to its end. A stopped run resumes from its newest checkpoint."""
     checked = load_checked(recipe, overrides)
     if not sys.warnoptions:
         # Warnings of libraries on import are for developers; -W shows them.

@@ -38,7 +38,7 @@ _ARCHITECTURES = {
     Family.QWEN3_MOE: ("Qwen3MoeForCausalLM", "qwen3_moe"),
 }
 _STD = 0.05
-"""Of the random weights: neighbouring elements differ, also in norms and biases, so that a misplaced one is seen."""
+"""Neighbouring elements differ, also in norms and biases, so that a misplaced one is seen."""
 _SEED = 1
 _OTHER_SEED = 2
 _LOAD_TIMEOUT_S = 600

@@ -41,7 +41,7 @@ _FOLDER = "doctor"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """What a node found out about itself."""
+    """The versions, files and clock of one node."""
 
     versions: Mapping[str, str]
     missing_files: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What the rules look at: the series of a run, its recipe, its failures and its end, read from its events."""
+"""The history of a run, read from its events: its series, its recipe, its failures and its end."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _MAX_SPANS = 4000
 """Only the newest spans: more do not fit on a screen."""
 _MAX_WARNINGS = 50
 _MAX_POINTS = 1500
-"""Of one series, more than a screen has columns; a longer one is thinned out."""
+"""Points of one series, more than a screen has columns; a longer series is thinned out."""
 MAX_ROWS = 200
 """Rows of one answer."""
 

@@ -1,4 +1,4 @@
-// Small multiples of everything a step says, one card each.
+// The curves of a run, one card each.
 "use strict";
 
 megarl.charts = (() => {
@@ -47,7 +47,7 @@ megarl.charts = (() => {
     return element("article", { class: "card" }, element("h3", {}, chart.title), readout, picture.image);
   }
 
-  /** At the step, or the last one known before it. */
+  /** The value at the step, or the last one before it. */
   function value(points, step) {
     if (points.has(step)) return points.get(step);
     const known = [...points.keys()].filter((one) => one <= step);
@@ -96,7 +96,7 @@ megarl.charts = (() => {
     };
   }
 
-  /** A number that was not finite leaves a gap. */
+  /** The path of a series, with a gap where a value is not finite. */
   function path(series, x, y) {
     let isOpen = false;
     return series.steps
@@ -109,7 +109,7 @@ megarl.charts = (() => {
       .join("");
   }
 
-  /** Three to five round numbers around the values. */
+  /** Return three to five round numbers around the values. */
   function niceTicks(low, high) {
     if (!Number.isFinite(low)) return [0, 1];
     if (low === high) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) / 2, high + Math.abs(high) / 2];

@@ -1,4 +1,4 @@
-// Small pieces the views are made of. Text is always set as text: what a model wrote is never markup.
+// Elements that the views share. Text is always set as text: a model's output is never markup.
 "use strict";
 
 megarl.element = (tag, attributes = {}, ...children) =>
@@ -17,7 +17,7 @@ megarl.fill = (element, attributes, children) => {
   return element;
 };
 
-/** Three or four significant digits, however large or small. */
+/** Return three or four significant digits. */
 megarl.number = (value) => {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
@@ -35,7 +35,7 @@ megarl.seconds = (value) => {
     : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 };
 
-/** Calls `action` once, when nothing has asked for it for a while. */
+/** Return a function that calls `action` once, after calls have stopped for a while. */
 megarl.debounced = (action, milliseconds = 150) => {
   let timer = 0;
   return () => {

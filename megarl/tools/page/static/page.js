@@ -1,4 +1,4 @@
-// The page: its tabs, its head, and asking again while the run goes on.
+// The page: its tabs, its head, and polling while the run goes on.
 "use strict";
 
 (() => {
@@ -71,7 +71,7 @@
       }
     } catch (error) {
       at("reason").hidden = false;
-      at("reason").textContent = error instanceof TypeError ? "The server has gone; start megarl view again." : error.message;
+      at("reason").textContent = error instanceof TypeError ? "The server does not answer; start `megarl view` again." : error.message;
     }
     if (megarl.source.isLive) setTimeout(refresh, POLL_MS);
   }

@@ -1,4 +1,4 @@
-// A list of any length of which only what is seen exists, and one rollout token by token.
+// A list of rollouts of which only the visible rows are in the document, and one rollout token by token.
 "use strict";
 
 megarl.rollouts = (() => {
@@ -59,7 +59,7 @@ megarl.rollouts = (() => {
     return { step: parts.step.value, source: parts.source.value, text: parts.search.value.trim(), sort, order };
   }
 
-  /** From the first row on, with other questions. */
+  /** Load the list again from the first row, with another query. */
   async function reload() {
     generation += 1;
     pages = new Map();
@@ -96,7 +96,7 @@ megarl.rollouts = (() => {
     return (pages.get(Math.floor(index / PAGE)) || [])[index % PAGE];
   }
 
-  /** The rows that are in view, and a few around them. */
+  /** Draw the visible rows and a few around them. */
   function show() {
     const { list, inner } = parts;
     const first = Math.max(0, Math.floor(list.scrollTop / ROW) - SPARE);
@@ -108,7 +108,7 @@ megarl.rollouts = (() => {
       rows.push(item(index, one));
     }
     inner.replaceChildren(...rows);
-    if (!total) inner.append(element("p", { class: "empty" }, "No rollout is as asked for."));
+    if (!total) inner.append(element("p", { class: "empty" }, "No rollout matches."));
   }
 
   function item(index, one) {

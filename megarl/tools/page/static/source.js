@@ -1,4 +1,4 @@
-// Where the page's data comes from: the server of a live run, or the document itself.
+// The source of the page's data: the server of a live run, or the document itself.
 "use strict";
 
 const megarl = {};
@@ -21,7 +21,7 @@ megarl.source = (() => {
 
     return {
       isLive: true,
-      /** Everything but the rollouts; null where nothing is new. */
+      /** Everything but the rollouts, or null if nothing is new. */
       run: () => get("api/run", tag ? { "If-None-Match": tag } : {}),
       rollouts: (query) => get(`api/rollouts?${new URLSearchParams(query)}`),
       rollout: (step, row) => get(`api/rollout?step=${step}&row=${row}`),

@@ -1,4 +1,4 @@
-// When each role was busy with what: a row per role, a bar per phase.
+// The timeline: a row per role, a bar per phase.
 "use strict";
 
 megarl.timeline = (() => {

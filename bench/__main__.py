@@ -184,9 +184,7 @@ def bench_gpu(
         list[str] | None, typer.Option(help="Measure only this piece; may be repeated. The default is all.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Gets each figure when it is measured.")] = None,
-    engine_model: Annotated[str, typer.Option(help="A Qwen2 model of the catalogue with the size to measure.")] = (
-        "qwen2.5-7b"
-    ),
+    engine_model: Annotated[str, typer.Option(help="A public Qwen2 model with the size to measure.")] = "qwen2.5-7b",
     engine_option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of SGLang; VALUE is JSON or a word.")
     ] = None,

@@ -35,7 +35,7 @@ _COMMAND = (sys.executable, "-W", "ignore", "-m", "bench", "gpu-piece")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceOptions:
     engine_model: str
-    """A catalogue entry, for its size."""
+    """A public model, for its size."""
     engine_options: Mapping[str, object]
     """Options of SGLang."""
 

@@ -29,7 +29,7 @@ class RoleShapes:
     critic: ModelShape
     """Shape with a value head; set even for a run without a critic."""
     source: str
-    """Folder or catalogue entry of the policy's shape."""
+    """Folder or public model that the policy's shape comes from."""
 
     def of(self, role: str) -> ModelShape:
         return self.critic if role == "critic" else self.policy
@@ -251,9 +251,9 @@ def _gpus(pools: Mapping[str, PoolConfig], *, is_cluster: bool) -> dict[str, lis
 
 
 def find_shapes(model: ModelConfig, critic: CriticConfig | None, *, name: str | None = None) -> RoleShapes:
-    """Return the shapes of the models' folders, or of the catalogue where a folder does not exist.
+    """Return the shapes of the models' folders, or of the public models where a folder does not exist.
 
-    `name` selects a catalogue entry for the policy instead of `model.path`. A critic has the policy's shape unless it
+    `name` selects a public model for the policy instead of `model.path`. A critic has the policy's shape unless it
     has a path of its own.
     """
     if name is not None and name not in PUBLIC_MODELS:
@@ -274,7 +274,7 @@ def _find_shape(path: Path, key: str) -> tuple[ModelShape, str]:
 
 
 def _entry(name: str) -> str:
-    return f"catalogue: {name}"
+    return f"public model {name}"
 
 
 def _error(key: str, message: str) -> ConfigError:

@@ -23,7 +23,7 @@ from megarl.planner.timing import StepWorkload
 class PlanQuestion:
     gpu: GpuModel
     shape_name: str | None = None
-    """A catalogue entry that replaces the shape of `model.path`."""
+    """A public model whose shape replaces that of `model.path`."""
     mean_response_tokens: int | None = None
 
     def workload(self, data: DataConfig, sampling: SamplingConfig) -> StepWorkload:

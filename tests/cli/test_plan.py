@@ -75,7 +75,7 @@ def test_json_holds_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(RECIPES / "grpo_7b.yaml"), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"] is True
-    assert plan["shapes"]["source"] == "catalogue: qwen2.5-7b"
+    assert plan["shapes"]["source"] == "public model qwen2.5-7b"
     assert [rank["rank"] for rank in plan["placement"]["models"]["actor"]["ranks"]] == [0, 1, 2, 3]
     assert 0 <= plan["reshard"]["staging_bytes"] - 2 * 7_615_616_512 < 100_000
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_planned_is_explained(
 
 def test_another_shape_can_be_tried(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", str(RECIPES / "grpo_7b.yaml"), "--shape", "qwen3-8b"]) == 0
-    assert "shape from catalogue: qwen3-8b" in capsys.readouterr().out
+    assert "shape from public model qwen3-8b" in capsys.readouterr().out
 
 
 def test_a_cpu_recipe_is_planned_without_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ def test_a_recipe_without_engines_or_with_engines_that_run_already_is_refused() 
         small("grpo_7b", running)
 
 
-def test_every_model_of_the_catalogue_has_a_tiny_one() -> None:
+def test_every_public_model_has_a_tiny_one() -> None:
     recipe, _ = read("grpo_7b", "roles.actor={pool: train, tensor: 2, pipeline: 2}")
     for shape in PUBLIC_MODELS.values():
         tiny = tiny_shape(shape, recipe.roles.actor)

@@ -1,4 +1,4 @@
-"""The results of updating, publishing and evaluating: the numbers that a step reports. No torch, no engine."""
+"""Results of updating, publishing and evaluating: the numbers that a step reports. No torch, no engine."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class UpdateStats:
     mismatch_kl: float
     """KL(rollout || train), estimate k1: the plain mean of the log ratio."""
     mismatch_k3: float
-    """The same KL, estimate k3: never negative."""
+    """KL(rollout || train), estimate k3: never negative."""
     mismatch_chi2: float
     """Mean of the squared ratio p_train / p_rollout, minus 1: grows first when a few tokens are far off."""
     effective_sample_ratio: float
-    """Effective share of the loss tokens when they are weighted by that ratio, cut off at 2; 1 is all."""
+    """Effective share of the loss tokens when they are weighted by p_train / p_rollout, cut off at 2; 1 is all."""
     rejected_fraction: float
     """Share of loss tokens that the rollout correction removed."""
     reference_kl: float | None
@@ -42,7 +42,7 @@ class UpdateStats:
     num_loss_tokens: int
     num_sequences: int
     num_micro_batches: int
-    """Of one data-parallel rank."""
+    """Per data-parallel rank."""
     engine_mismatch: float | None = None
     """`mismatch_mean` over the tokens that the policy before the step chose: trainer and engine disagree about the same
     weights. None if there are none."""
@@ -63,7 +63,7 @@ class CriticStats:
     clip_fraction: float
     """Share of loss tokens whose loss was set by the clip around the old value."""
     value_mean: float
-    """Of the values before the step's first update."""
+    """Mean of the values before the step's first update."""
     return_mean: float
     explained_variance: float
     """1 - var(return - value) / var(return), with the values before the step's first update; 0 or less is no use."""
@@ -71,13 +71,13 @@ class CriticStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankUsage:
-    """What the ranks of one model need of their machines: of each number the worst of all ranks."""
+    """Memory of the machines of one model's ranks: each number is that of the worst rank."""
 
     resident_bytes: int
     host_available_bytes: int
     host_total_bytes: int
     gpu_allocated_bytes: int | None = None
-    """The peak since the update before; None on CPU, so the next three."""
+    """Peak since the update before. This and the next three are None on CPU."""
     gpu_reserved_bytes: int | None = None
     gpu_total_bytes: int | None = None
     gpu_name: str | None = None
@@ -85,18 +85,18 @@ class RankUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingWork:
-    """What the actor's updates of one step had to compute."""
+    """The computation of the actor's updates of one step."""
 
     flops: float
-    """Of the model: forward and backward, without what is computed twice to save memory."""
+    """Forward and backward passes of the model, without recomputation."""
     peak_flops_per_second: float | None
-    """Of all ranks of the actor together; None where nobody states it."""
+    """All ranks of the actor together; None if the GPU's peak is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticResult:
     stats: CriticStats | None
-    """None where no update was applied."""
+    """None if no update was applied."""
     num_skipped_updates: int = 0
     usage: RankUsage | None = field(default=None, compare=False)
 
@@ -105,43 +105,43 @@ class CriticResult:
 class UpdateResult:
     version: PolicyVersion
     stats: UpdateStats | None
-    """The actor's; None where no update of it was applied, as while only the critic learns."""
+    """None if no update of the actor was applied, as while only the critic learns."""
     critic: CriticStats | None = None
     num_skipped_updates: int = 0
-    """Of actor and critic: those whose loss or gradient was not finite. They changed no weight."""
+    """Updates of actor and critic that were not applied, because loss or gradient was not finite."""
     work: TrainingWork | None = None
     usage: Mapping[str, RankUsage] = field(default_factory=dict, compare=False)
-    """By role, of those that were updated."""
+    """By role that was updated."""
     warnings: tuple[str, ...] = ()
-    """What people should know about this step."""
+    """Sentences for the user about this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishResult:
     version: PolicyVersion
     num_bytes: int
-    """Received by all engines together."""
+    """Bytes received by all engines together."""
     busiest_bytes: int = 0
-    """Sent or received by the rank that moves most."""
+    """Bytes sent or received by the rank that moves most."""
     floor_bytes: int = 0
-    """What `busiest_bytes` cannot be below."""
+    """Lower bound of `busiest_bytes`."""
     seconds: float
     num_engines: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """How well some prompts were answered, with the same number of rollouts each."""
+    """Grade of the answers to some prompts, with the same number of rollouts each."""
 
     num_prompts: int
     rollouts_per_prompt: int
     score_mean: float
     accuracy: float
-    """mean@n: the share of rollouts that are right."""
+    """mean@n: share of rollouts that are right."""
     majority: float
-    """majority@n: the share of prompts whose most frequent answer is right."""
+    """majority@n: share of prompts whose most frequent answer is right."""
     pass_at: Mapping[int, float]
-    """By k: how likely at least one of k rollouts is right, estimated without bias from all of them."""
+    """By k: probability that at least one of k rollouts is right, an unbiased estimate from all rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,18 +152,18 @@ class Grades:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """Answers to held-out prompts; at least one of the two ways to answer is there."""
+    """Grades of the answers to held-out prompts: greedy, sampled or both."""
 
     version: PolicyVersion
-    """The first that chose a token."""
+    """Oldest version that chose a token."""
     greedy: Grades | None
     sampled: Grades | None
     newest_version: PolicyVersion | None = None
-    """The last that did, where later ones were published meanwhile."""
+    """Newest version that chose a token, if versions were published during the evaluation."""
 
     @property
     def main(self) -> Grades:
-        """The greedy answers, where there are some."""
+        """The greedy answers if there are any, else the sampled ones."""
         grades = self.greedy or self.sampled
         assert grades is not None, f"version {self.version} was evaluated without an answer"
         return grades
@@ -174,11 +174,11 @@ class EvalResult:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Everything overall, by the names people know: `accuracy` and `score` always, then `mean@8`, `pass@4` ..."""
+        """All numbers over all prompts by name: `accuracy` and `score` always, then `mean@8`, `pass@4` and so on."""
         return self.numbers_of(None)
 
     def numbers_of(self, source: str | None) -> dict[str, float]:
-        """The same for one data source; None is all of them."""
+        """Return `numbers` of one data source; None is all sources."""
         main = _of_source(self.main, source)
         numbers = {"accuracy": main.accuracy, "score": main.score_mean}
         if self.sampled is not None:

@@ -57,7 +57,7 @@ def _mask(config: MaskConfig, measures: Tensor, segments: Segments) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Per token, [N] each; their means over loss tokens are statistics."""
+    """Mismatch per token, [N] each; the means over loss tokens are statistics of an update."""
 
     distance: Tensor
     """|p_train - p_rollout|"""

@@ -1,4 +1,4 @@
-"""What is not trained on: groups without signal, rollouts without a score, responses cut at the limit.
+"""Excludes from training: groups without signal, rollouts without a score, responses cut at the limit.
 
 Knows scores, not losses.
 """

@@ -1,4 +1,4 @@
-"""Megatron's home: one policy, split over ranks, updated a step at a time. Nobody else imports megatron.
+"""The trainer's ranks. The only package that imports megatron; it knows no Ray, no SGLang and no whole recipe.
 
-`rank.TrainerRank` is the door. It knows no Ray, no SGLang and no recipe beyond the sections it is given.
+`actor.ActorRank`, `critic.CriticRank` and `rank.ReferenceRank` are its entry points.
 """

@@ -1,4 +1,4 @@
-"""A rank of the actor: updates the policy, and says how likely it finds what was sampled."""
+"""A rank of the actor: updates the policy and computes log-probabilities."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradien
 from megarl.config.roles import OptimizerConfig
 from megarl.results import UpdateResult, UpdateStats
 from megarl.train.logprob import TokenScores
-from megarl.train.passes import accumulate_gradients, forward
+from megarl.train.passes import forward
 from megarl.train.rank import RankSpec
 from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report, measure_usage
 from megarl.train.trained import TrainedRank
@@ -32,9 +32,9 @@ RECORD_PREFIX = "trainer_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerRecord:
-    """What a rank says besides the file it wrote."""
+    """The result of `ActorRank.record`, which writes the recording itself to a file."""
 
-    logprobs: FloatArray  # [T], of the sample's response tokens
+    logprobs: FloatArray  # [T], of the response tokens
     weight_digests: WeightDigests
 
 
@@ -65,12 +65,12 @@ class ActorRank(TrainedRank):
         return replace(super().state, monitor=self._monitor.state)
 
     def update(self, batch: TrainBatch) -> UpdateResult:
-        """One step: an optimizer update per mini-batch, all with ratios to the policy as it was before the first."""
+        """Update once per mini-batch and epoch, with ratios to the policy before the first update."""
         rate, version = self._learning_rate(), self._num_updates
         is_single = len(batch.mini_batches) * self._epochs == 1
         applied: list[tuple[MiniBatch, MiniBatchStats, float]] = []
         with self._on_device():
-            # Before a single update the policy's ratio to itself is 1; and somebody may have asked the policy already.
+            # Old log-probabilities are not needed for a single update, whose ratio is 1, and may come with the batch.
             is_known = is_single or batch.mini_batches[0].shares[0][0].old_logprobs is not None
             old = [] if is_known else [self._score(batch, item) for item in batch.mini_batches]
             befores: list[list[Tensor] | None] = [*old] if old else [None] * len(batch.mini_batches)
@@ -97,12 +97,12 @@ class ActorRank(TrainedRank):
         )
 
     def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
-        """Per sample, of its response tokens, under the weights as they are."""
+        """Return per sample the log-probabilities of its response tokens, [T] each."""
         with self._on_device():
             return self._unpack(batch, [self._score(batch, item) for item in batch.mini_batches])
 
     def record(self, batch: TrainBatch, folder: Path) -> TrainerRecord:
-        """Score a batch of one sample, and write what passes through the modules on the way into a file of `folder`."""
+        """Score a batch of one sample; write the modules' inputs and outputs to a file in `folder`."""
         topology = self._topology
         assert topology.data == 1, f"{topology.data} data-parallel ranks; recording is for one copy of the model"
         modules = {
@@ -110,7 +110,7 @@ class ActorRank(TrainedRank):
             for index, model in enumerate(self._models)
             for name, module in model.named_modules()
         }
-        # Where micro-batches come in multiples, the sample is in the first and the others are padding.
+        # If micro-batches come in multiples, the sample is in the first and the others are padding.
         recorder = Recorder(modules, module_hooks(self._holding), max_calls=1)
         try:
             logprobs = self.logprobs(batch)
@@ -122,12 +122,12 @@ class ActorRank(TrainedRank):
         return TrainerRecord(logprobs=logprobs[0], weight_digests=digests)
 
     def keep_reference(self, folder: Path) -> None:
-        """Hold this rank's share of another policy in host memory."""
+        """Load this rank's share of the reference policy into host memory."""
         self._reference = {name: _host_like(tensor) for name, tensor in self.tensors().items()}
         self._read(folder, self._reference)
 
     def reference_logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
-        """As `logprobs`, under the weights of the reference."""
+        """Return what `logprobs` does, with the weights of the reference."""
         assert self._reference, "keep_reference comes first"
         with self._on_device(), _exchanged(self.tensors(), self._reference):
             return self._unpack(batch, [self._score(batch, item) for item in batch.mini_batches])
@@ -152,7 +152,7 @@ class ActorRank(TrainedRank):
         is_single: bool,
         version: int,
     ) -> MiniBatchStats:
-        """Gradients of one mini-batch's loss; `version` is the policy's before the step."""
+        """Compute the gradients of one mini-batch's loss; `version` is the policy's before the step."""
         algorithm = self._monitor.algorithm
         micro_batches = self._share(batch, mini_batch)
 
@@ -176,21 +176,16 @@ class ActorRank(TrainedRank):
                 num_loss_tokens=mini_batch.num_loss_tokens,
                 num_sequences=mini_batch.num_sequences,
             )
-            value, versions = actor.value, micro_batch.versions
-            if self._reach("backward", step=self._num_steps + 1) == "nan":
-                value = value * torch.nan
+            versions = micro_batch.versions
             seen = ActorTokens.of(
                 tokens,
                 actor,
                 is_from_engine=not isinstance(algorithm, SftConfig),
                 is_behind=None if versions is None else versions < version,
             )
-            return value, ACTOR.report(seen, actor.value, micro_batch.loss_mask)
+            return actor.value, ACTOR.report(seen, actor.value, micro_batch.loss_mask)
 
-        self._reach("forward", step=self._num_steps + 1)
-        self._optimizer.zero_grad()
-        reports = accumulate_gradients(self._optimizer.chunks, micro_batches, loss=loss)
-        return ACTOR.reduce(reports, mini_batch, self._topology)
+        return ACTOR.reduce(self._gradients(micro_batches, loss), mini_batch, self._topology)
 
     def _score(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[Tensor]:
         self._reach("asked", step=self._num_steps + 1)
@@ -204,7 +199,7 @@ def _host_like(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _exchanged(weights: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, each has the other's values; tensor by tensor, so that the device never holds both."""
+    """Exchange their values within the context, tensor by tensor: the device never holds both."""
     _exchange(weights, kept)
     try:
         yield

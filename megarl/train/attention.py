@@ -1,8 +1,8 @@
-"""Causal attention over packed sequences: no token sees another sequence. A core attention for Megatron's local spec.
+"""Causal attention over packed sequences, none of which sees another: a core attention for Megatron's local spec.
 
-Queries and keys are rotated here, by angles that arrive per position: Megatron would cut them per sequence, layer by
-layer, waiting for the device each time. On CPU all sequences of one length are one call of SDPA; on a GPU long ones
-are left to cuDNN, where it can, and packs of short ones to torch's flash kernel.
+Queries and keys are rotated here, by one angle per position: Megatron would cut the angles per sequence and layer, and
+wait for the device each time. On a CPU all sequences of one length are one call of SDPA. On a GPU long sequences go to
+cuDNN if it is usable, packs of short ones to torch's flash kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megarl.train.layers import Rotation, rotated
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """Where the sequences of a micro-batch begin and end, as Megatron carries it to the attention of every layer.
+    """Starts and lengths of a micro-batch's sequences. Megatron passes it to the attention of every layer.
 
     Megatron's own fields for this stay empty.
     """
@@ -34,7 +34,7 @@ class PackedSequences(PackedSeqParams):
     starts: Tensor  # [S + 1], int32, on the device
     lengths: list[int]
     rotation: Rotation | None = None
-    """Of the model they go through, which adds it; None leaves queries and keys as they are."""
+    """Set by the model; None leaves queries and keys unrotated."""
 
     def __post_init__(self) -> None:
         self.qkv_format = "thd"
@@ -54,7 +54,7 @@ class PackedSequences(PackedSeqParams):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthGroups:
-    """Positions in the order of their sequences' lengths, so that sequences of one length are one rectangle."""
+    """Positions ordered by the length of their sequence: sequences of one length form one rectangle."""
 
     order: Tensor  # [N]
     inverse: Tensor  # [N]
@@ -109,7 +109,7 @@ class PackedAttention(torch.nn.Module):
 
 def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, groups: LengthGroups, scale: float | None) -> Tensor:
     def rectangles(tensor: Tensor) -> list[Tensor]:
-        """Each [sequences, heads, length, head_dim]."""
+        """Return rectangles of [sequences, heads, length, head_dim]."""
         sizes = [num * length for num, length in groups.rectangles]
         parts = torch.split(tensor.index_select(0, groups.order), sizes)
         shapes = [(num, length, *tensor.shape[1:]) for num, length in groups.rectangles]
@@ -134,7 +134,7 @@ def _group_by_length(lengths: list[int]) -> LengthGroups:
 
 
 def _causal_grouped() -> dict[str, Any]:
-    """How this torch spells "causal, with fewer key heads than query heads": releases differ."""
+    """Return the options for causal attention with grouped key heads, whose names differ between torch releases."""
     known = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:

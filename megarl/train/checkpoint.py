@@ -1,7 +1,7 @@
-"""A trainer rank's share of a checkpoint: which tensors go into which folder, and back.
+"""A trainer rank's share of a checkpoint: which tensors are saved to and loaded from which folder.
 
-Master weights and moments are described as boxes of canonical tensors, as weights are. So every byte is written once,
-by a rank that holds some of its tensor, and is read by whoever needs it in another layout.
+Master weights and moments are described as boxes of canonical tensors, like weights: every byte is written once, by a
+rank that holds it, and can be read in any other layout.
 """
 
 from __future__ import annotations
@@ -36,22 +36,21 @@ _ANY_PORT = 9
 
 
 def weights_of(folder: Path) -> Path:
-    """Where a checkpoint has its weights with all their bits."""
+    """Return the folder of a checkpoint that has the weights in full precision."""
     master = folder / OPTIMIZER_FOLDER / _MASTER
     return master if master.exists() else folder / MODEL_FOLDER
 
 
 def has_own_master(layout: Layout) -> bool:
-    """Whether master weights have bits that `model/` lacks: the file has fewer, or the trainer's own tensors do."""
+    """Whether master weights are more precise than `model/`, whose file or whose source has a narrower dtype."""
     held = (spec for holding in layout.holdings for spec in holding.tensors.values())
     return any(spec.dtype != _DTYPE for specs in (layout.canonical.values(), held) for spec in specs)
 
 
 class RankSaver:
-    """One rank's half of saving one model: a copy while the trainer waits, files while it goes on.
+    """Saves one rank's share of one model: copies it while training waits, writes the copy while training continues.
 
-    `snapshot` is collective and belongs to the trainer's thread; `write` takes long and may run in another one. A model
-    that is saved beside another (a critic) has a saver and a folder of its own.
+    `snapshot` is collective and runs in the trainer's thread; `write` takes long and may run in another thread.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class RankSaver:
         is_critic: bool,
         purpose: str = "save",
     ) -> None:
-        """`purpose` names the meetings of the ranks: savers of different ones do not get in each other's way."""
+        """`purpose` names the transfer groups: savers with different purposes can write at the same time."""
         self._layout = layout
         self._tensors = tensors
         self._optimizer = optimizer
@@ -79,10 +78,10 @@ class RankSaver:
         self._taken: dict[str, _Part] = {}
 
     def snapshot(self, contents: Contents) -> None:
-        """Copy what this rank gives to a checkpoint; one that was not written is forgotten."""
+        """Copy this rank's share to host memory; discard an earlier copy that was not written."""
         self._num_snapshots += 1
         rank = self._topology.rank
-        # One copy at a time: the one before is freed first.
+        # Free the earlier copy first: host memory holds one at most.
         self._taken = {}
         if self._weights is None:
             self._weights = contribution(self._layout, rank)
@@ -93,7 +92,7 @@ class RankSaver:
         self._taken = parts
 
     def write(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
-        """Write the snapshot, all ranks together; returns what this rank wrote, by its path in `folder`.
+        """Write the snapshot together with all ranks; return this rank's files by their path in `folder`.
 
         `model/` gets the tokenizer and configuration of `source_folder`.
         """
@@ -111,7 +110,7 @@ class RankSaver:
         return files
 
     def _snapshot_optimizer(self, rank: int) -> dict[str, _Part]:
-        """Moments, and master weights where `model/` has fewer bits."""
+        """Copy the moments, and the master weights if they are more precise than `model/`."""
         shards = self._optimizer.shards()
         if self._shards is None:
             ranges = _share_ranges(shards, self._topology)
@@ -148,7 +147,7 @@ class RankSaver:
 
     def _meet(self, folder: Path) -> TransferGroup:
         try:
-            # A new group each time: one that has failed is broken for good.
+            # A new group each time: a group that has failed once stays broken.
             group = self._peers.join(f"{self._purpose} {self._num_snapshots}")
         except WeightSyncError as error:
             raise CheckpointError(f"{folder} was not saved: {error}") from error
@@ -158,7 +157,7 @@ class RankSaver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """One inner folder of a checkpoint, as far as this rank has it."""
+    """This rank's share of one inner folder of a checkpoint."""
 
     layout: Layout
     tensors: Mapping[str, Tensor]
@@ -175,7 +174,7 @@ def _box(tensors: Mapping[str, Tensor], name: str, offsets: Index, shape: Index)
 def load_optimizer(
     folder: Path, *, holding: Holding, layout: Layout, optimizer: ModelOptimizer, num_updates: int
 ) -> None:
-    """Take master weights, where there are some, and moments; the model's weights are already those of `folder`."""
+    """Load moments and, if `folder` has them, master weights; the model's weights are loaded already."""
     shards = optimizer.shards()
     mine = restrict(holding, {name: shard.range for name, shard in shards.items()}, dtype=_DTYPE)
     canonical = {name: TensorSpec(shape=spec.shape, dtype=_DTYPE) for name, spec in layout.canonical.items()}
@@ -194,17 +193,20 @@ def load_optimizer(
 
 
 def _share_ranges(shards: Mapping[str, Shard], topology: Topology) -> dict[int, dict[str, FlatRange]]:
-    """Every rank's ranges: Megatron decides them where the parameters are."""
+    """Gather every rank's ranges, which Megatron decides on the rank that holds the parameters."""
     ranges: list[dict[str, FlatRange]] = [{} for _ in range(topology.world)]
     dist.all_gather_object(ranges, {name: shard.range for name, shard in shards.items()})
     return dict(enumerate(ranges))
 
 
 class Peers:
-    """Made by all ranks together; afterwards groups are joined from any thread, without training's own groups."""
+    """Opens transfer groups of all ranks of one trainer, from any thread, independent of training's own groups.
+
+    Constructing it is collective.
+    """
 
     def __init__(self, topology: Topology, master_address: str, *, timeout_s: float) -> None:
-        # Rank 0 serves the store for as long as its trainer lives.
+        # Rank 0 serves the store as long as its process lives.
         self._server = StoreServer(master_address) if topology.rank == 0 else None
         port = torch.tensor(self._server.address.port if self._server else 0, device=topology.device)
         dist.broadcast(port, src=0)
@@ -213,7 +215,7 @@ class Peers:
         self._timeout_s = timeout_s
 
     def join(self, name: str) -> TransferGroup:
-        """Peer r is rank r. Weights travel through host memory: the group is there for files, not for speed."""
+        """Join a group in which peer r is rank r. Transfers go through host memory: it is for files, not for speed."""
         return TransferGroup.join(
             self._address,
             name=name,
@@ -225,7 +227,7 @@ class Peers:
 
 
 def _own_address(peer_address: str) -> str:
-    """The address of this machine from which `peer_address` is reached. Nothing is sent."""
+    """Return the address of this machine from which `peer_address` is reached. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer_address, _ANY_PORT))
         address: str = probe.getsockname()[0]

@@ -1,9 +1,8 @@
 """The CPU stand-in for Megatron: released megatron-core, unpatched, on a machine without a GPU.
 
-Megatron asks `torch.cuda` for devices, streams and random states, and writes `device="cuda"` into some of its own
-tensors. Here those questions get the answer a CPU can give, and gloo the collectives it lacks. This is the one place in
-`train` that assigns into someone else's module; it is called only when the recipe says `device: cpu`, and changes no
-arithmetic.
+Megatron calls `torch.cuda` for devices, streams and random states, and creates tensors with `device="cuda"`. This
+module replaces those calls by their CPU equivalents and adds the collectives that gloo lacks. It is the one place in
+`train` that assigns into another package's modules; it is used only with `device: cpu` and changes no arithmetic.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ _CPU = torch.device("cpu")
 
 
 def install() -> None:
-    """Answer, in this process and from now on, what Megatron asks `torch.cuda`. Calling it again changes nothing."""
+    """Replace the functions of `torch.cuda` that Megatron calls, in this process. Calling it again changes nothing."""
     assert not torch.cuda.is_available(), "the CPU stand-in is for machines without a GPU"
     for name, answer in _CUDA_ANSWERS.items():
         setattr(torch.cuda, name, answer)
-    # Megatron keeps one random state per parallel domain, on the device; here the device is the CPU's generator.
+    # Megatron keeps one random state per parallel domain on the device; here it is the state of the CPU's generator.
     for name, answer in _RANDOM_ANSWERS.items():
         setattr(megatron_random, name, answer)
     for name, method in _TENSOR_METHODS.items():
@@ -38,7 +37,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def literal_devices() -> Iterator[None]:
-    """Within it, in this thread, `device="cuda"` means the CPU. A mode ends; a wrapped `torch.zeros` would not."""
+    """Within the context, in this thread, `device="cuda"` means the CPU. A replaced `torch.zeros` would not end."""
     with _CudaMeansCpu():
         yield
 
@@ -57,7 +56,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 class _Stream:
-    """A CPU has one queue of work, and it is always up to date."""
+    """A stream that has nothing to wait for."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -73,7 +72,7 @@ def _nothing(*_: object, **__: object) -> None: ...
 
 
 def _to_host(tensor: object, *, as_numpy: bool = False, record_stream: bool = False) -> object:
-    """Megatron leaves what is on the host as it is, also where it asked for the arrays that collectives take."""
+    """Convert to numpy on request, which Megatron skips for tensors that are on the host already."""
     del record_stream
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
@@ -85,7 +84,7 @@ _reduce_scatter_along_first_dim = mappings._reduce_scatter_along_first_dim
 def _gather(
     values: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, use_global_buffer: bool = False
 ) -> torch.Tensor:
-    """Gloo gathers equal parts only; others come one after the other."""
+    """Gather; parts of unequal size are broadcast one by one, because gloo gathers equal parts only."""
     if sizes is None or group.size() == 1:
         gathered: torch.Tensor = _gather_along_first_dim(values, group, sizes, use_global_buffer)
         return gathered
@@ -122,7 +121,7 @@ _tensor_type = torch.Tensor.type
 
 
 def _type(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
-    """Megatron recognises dtypes by the type names of the GPU's tensors; a conversion is left as it is."""
+    """Return the type name of a GPU tensor, by which Megatron recognises dtypes; conversions are unchanged."""
     answer = _tensor_type(tensor, *args, **kwargs)  # type: ignore[call-overload]
     # Within `literal_devices` torch calls this method once more from the original one.
     if isinstance(answer, str) and not answer.startswith("torch.cuda."):

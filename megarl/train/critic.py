@@ -1,8 +1,7 @@
-"""A rank of the critic: says which reward to expect at every token, and learns from the one that came."""
+"""A rank of the critic: estimates the value of every token and learns from returns."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megarl.algo.objective import ValueTokens, critic_loss
@@ -10,7 +9,7 @@ from megarl.algo.segments import Segments
 from megarl.config.algorithm import PolicyGradientConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import CriticResult
-from megarl.train.passes import accumulate_gradients, forward
+from megarl.train.passes import forward
 from megarl.train.rank import RankSpec
 from megarl.train.stats import CRITIC, CriticTokens, MiniBatchStats, Report, measure_usage
 from megarl.train.trained import TrainedRank
@@ -37,7 +36,7 @@ class CriticRank(TrainedRank):
         self._clip = clip
 
     def values(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
-        """Per sample: what is expected before each of its response tokens."""
+        """Return per sample the values before each of its response tokens, [T] each."""
         self._reach("asked", step=self._num_steps + 1)
         with self._on_device():
             values: list[list[Tensor]] = [
@@ -46,7 +45,7 @@ class CriticRank(TrainedRank):
             return self._unpack(batch, values)
 
     def update(self, batch: TrainBatch) -> CriticResult:
-        """One step: an optimizer update per mini-batch and epoch, each kept near the values before the first."""
+        """Update once per mini-batch and epoch, clipped around the values before the first update."""
         rate = self._learning_rate()
         applied: list[tuple[MiniBatchStats, float]] = []
         with self._on_device():
@@ -84,13 +83,7 @@ class CriticRank(TrainedRank):
                 num_loss_tokens=mini_batch.num_loss_tokens,
                 num_sequences=mini_batch.num_sequences,
             )
-            value = critic.value
-            if self._reach("backward", step=self._num_steps + 1) == "nan":
-                value = value * torch.nan
             seen = CriticTokens(tokens=tokens, loss=critic)
-            return value, CRITIC.report(seen, critic.value, micro_batch.loss_mask)
+            return critic.value, CRITIC.report(seen, critic.value, micro_batch.loss_mask)
 
-        self._reach("forward", step=self._num_steps + 1)
-        self._optimizer.zero_grad()
-        reports = accumulate_gradients(self._optimizer.chunks, micro_batches, loss=loss)
-        return CRITIC.reduce(reports, mini_batch, self._topology)
+        return CRITIC.reduce(self._gradients(micro_batches, loss), mini_batch, self._topology)

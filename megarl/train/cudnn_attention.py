@@ -1,8 +1,8 @@
 """Causal attention over packed sequences by cuDNN: on Hopper and later nearly twice as fast as torch's flash kernels.
 
-torch calls cuDNN right for rectangles only, so each sequence is a rectangle here: from its start, its length rounded up
-so that the packs of a run need few kernels, each of which is compiled when it is first used. What follows a sequence in
-its rectangle comes after all its tokens; they do not see it, and it is thrown away.
+torch calls cuDNN correctly for rectangles only, so each sequence becomes a rectangle whose length is rounded up: a run
+then needs few kernels, each of which is compiled at its first use. The positions behind a sequence in its rectangle are
+invisible to its tokens under the causal mask, and their output is discarded.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _HOPPER = (9, 0)
 _MAX_HEAD_DIM = 128
 _LENGTH_STEP = 512
 _MIN_WORK = 3000**2
-"""Of a rectangle, in squares of tokens: below it, what each costs besides is more than flash kernels lose."""
+"""Tokens squared per rectangle; below it the overhead of a rectangle exceeds the gain over flash kernels."""
 _TOLERANCE = 2e-2
-"""Relative, of bfloat16 against float32."""
+"""Relative error allowed in bfloat16 against float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rectangle:
-    """Sequences of one length that follow each other."""
+    """Consecutive sequences of one length."""
 
     start: int
-    """The first one's first token."""
+    """First token of the first sequence."""
     num_sequences: int
     length: int
     rounded: int
-    """Its length in the rectangle; more than `length` only where there is one sequence."""
+    """Length in the rectangle; above `length` only with a single sequence."""
 
     @property
     def tokens(self) -> slice:
@@ -50,13 +50,13 @@ class Rectangles:
 
     parts: tuple[Rectangle, ...]
     num_tokens: int
-    """That its last rectangle reaches to, some of them not in the pack."""
+    """Tokens that the rectangles cover, including padding behind the pack."""
 
 
 def rectangles_of(lengths: list[int]) -> Rectangles | None:
-    """None where the sequences are too short to gain anything."""
-    found = _all_rectangles(lengths)
-    return found if sum(length**2 for length in lengths) >= _MIN_WORK * len(found.parts) else None
+    """Return the rectangles of a pack; None if the sequences are too short to gain anything."""
+    rectangles = _all_rectangles(lengths)
+    return rectangles if sum(length**2 for length in lengths) >= _MIN_WORK * len(rectangles.parts) else None
 
 
 def _all_rectangles(lengths: list[int]) -> Rectangles:
@@ -75,16 +75,16 @@ def _all_rectangles(lengths: list[int]) -> Rectangles:
 
 @cache
 def is_usable(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
-    """Whether it is there and computes what it should; tried once per kind of model."""
+    """Whether cuDNN supports these sizes and computes correctly; tested once per kind of model."""
     if torch.cuda.get_device_capability(device) < _HOPPER or dtype == torch.float32 or head_dim > _MAX_HEAD_DIM:
         return False
     try:
         error = _error(device, dtype, heads, kv_heads, head_dim)
     except RuntimeError as failure:
-        logger.info("no attention by cuDNN: %s", str(failure).strip().splitlines()[0])
+        logger.info("cuDNN attention is not available: %s", str(failure).strip().splitlines()[0])
         return False
     if error > _TOLERANCE:
-        logger.warning("attention by cuDNN is off by %.2g, flash kernels are used instead", error)
+        logger.warning("cuDNN attention has a relative error of %.2g; using flash kernels instead", error)
     return error <= _TOLERANCE
 
 
@@ -95,7 +95,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, rectangles: Rectangles, sc
 
 
 def _error(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> float:
-    """The largest of output and gradients, relative to their size, on a few sequences."""
+    """Return the largest relative error of output and gradients on a few sequences."""
     lengths = [_LENGTH_STEP, _LENGTH_STEP, 70, 700, 830]
     generator = torch.Generator(device).manual_seed(0)
 
@@ -107,8 +107,8 @@ def _error(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
     grad = random(heads)
     rectangles = _all_rectangles(lengths)
     with torch.enable_grad():
-        found = attend(rounded[0], rounded[1], rounded[2], rectangles, None)
-        found.backward(grad.to(dtype))  # type: ignore[no-untyped-call]
+        output = attend(rounded[0], rounded[1], rounded[2], rectangles, None)
+        output.backward(grad.to(dtype))  # type: ignore[no-untyped-call]
         parts, start = [], 0
         for length in lengths:
             q, k, v = (tensor[start : start + length].transpose(0, 1)[None] for tensor in exact)
@@ -116,15 +116,15 @@ def _error(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
             start += length
         expected = torch.cat(parts)
         expected.backward(grad)  # type: ignore[no-untyped-call]
-    errors = [_distance(found, expected)]
+    errors = [_distance(output, expected)]
     errors += [_distance(mine.grad, right.grad) for mine, right in zip(rounded, exact, strict=True)]
     return max(errors)
 
 
-def _distance(found: Tensor | None, expected: Tensor | None) -> float:
-    assert found is not None, "no gradient"
+def _distance(values: Tensor | None, expected: Tensor | None) -> float:
+    assert values is not None, "no gradient"
     assert expected is not None, "no gradient"
-    return float(((found.float() - expected).norm() / expected.norm()).nan_to_num(nan=torch.inf))
+    return float(((values.float() - expected).norm() / expected.norm()).nan_to_num(nan=torch.inf))
 
 
 class _Context(FunctionCtx):
@@ -140,15 +140,15 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         num_tokens = len(query)
         missing = rectangles.num_tokens - num_tokens
-        # Zeros, not whatever memory holds: a weight of zero times NaN is NaN.
+        # Zeros, not uninitialised memory: a weight of zero times NaN is NaN.
         padded = [F.pad(tensor, (0, 0, 0, 0, 0, missing)) if missing else tensor for tensor in (query, key, value)]
         kept: list[Tensor] = []
         outputs = []
         for part in rectangles.parts:
             q, k, v = (_rectangle(tensor, part) for tensor in padded)
-            found = _forward(q, k, v, scale)
-            kept += found
-            outputs.append(_tokens(found[0], part))
+            results = _forward(q, k, v, scale)
+            kept += results
+            outputs.append(_tokens(results[0], part))
         ctx.save_for_backward(*padded, *kept)
         ctx.rectangles, ctx.scale = rectangles, scale
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -157,7 +157,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         padded, kept = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
-        found: list[list[Tensor]] = [[], [], []]
+        columns: list[list[Tensor]] = [[], [], []]
         for index, part in enumerate(ctx.rectangles.parts):
             q, k, v = (_rectangle(tensor, part) for tensor in padded)
             arrived = grad[part.tokens]
@@ -165,9 +165,9 @@ class _Attention(torch.autograd.Function):
                 arrived = F.pad(arrived, (0, 0, 0, 0, 0, part.rounded - part.length))
             arrived = _rectangle(arrived, replace(part, start=0))
             grads = _backward(arrived, q, k, v, kept[_NUM_KEPT * index : _NUM_KEPT * (index + 1)], ctx.scale)
-            for column, gradient in zip(found, grads, strict=True):
+            for column, gradient in zip(columns, grads, strict=True):
                 column.append(_tokens(gradient, part))
-        query, key, value = (column[0] if len(column) == 1 else torch.cat(column) for column in found)
+        query, key, value = (column[0] if len(column) == 1 else torch.cat(column) for column in columns)
         return query, key, value, None, None
 
 
@@ -175,7 +175,7 @@ _NUM_KEPT = 4
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, ...]:
-    """The output first, then what the backward pass needs besides. [sequences, heads, length, head_dim]"""
+    """Return the output, then what the backward pass needs. [sequences, heads, length, head_dim]"""
     output, statistics, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, True, False, scale=scale
     )
@@ -193,11 +193,11 @@ def _backward(
 
 
 def _rectangle(tensor: Tensor, part: Rectangle) -> Tensor:
-    """[sequences, heads, length, head_dim], without a copy where the channels lie side by side."""
+    """[sequences, heads, length, head_dim], without a copy if the channels are contiguous."""
     taken = tensor[part.start : part.start + part.num_sequences * part.rounded]
     return taken.view(part.num_sequences, part.rounded, *tensor.shape[1:]).transpose(1, 2)
 
 
 def _tokens(rectangle: Tensor, part: Rectangle) -> Tensor:
-    """The inverse: [tokens, heads, head_dim] of the sequences themselves."""
+    """Inverse of `_rectangle`, without padding. [tokens, heads, head_dim]"""
     return rectangle.transpose(1, 2).flatten(0, 1)[: part.num_sequences * part.length]

@@ -1,4 +1,4 @@
-"""The kernels of `layers`: each value is read once and written once, arithmetic is in float32."""
+"""The Triton kernels of `layers`. Each value is read and written once; arithmetic is in float32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def grad_gate(gate_up: Tensor, grad: Tensor) -> Tensor:
 
 
 def rotate(values: Tensor, cosines: Tensor, sines: Tensor, *, direction: float) -> Tensor:
-    """`direction` -1 turns back. [N, heads, head_dim], of which only the channels must lie side by side."""
+    """Rotate; `direction` -1 rotates back. [N, heads, head_dim], of which only the channels must be contiguous."""
     num_tokens, heads, size = values.shape
     values = values if values.stride(-1) == 1 else values.contiguous()
     output = torch.empty((num_tokens, heads, size), dtype=values.dtype, device=values.device)

@@ -26,8 +26,8 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # Each tensor-parallel rank then sees its own part of the sequence; Megatron sums the gradients of the
-        # parameters that carry this mark.
+        # With sequence parallelism each tensor-parallel rank sees its part of the sequence; Megatron sums the gradients
+        # of parameters with this mark.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -38,12 +38,12 @@ class Fp32Router(TopKRouter):
     # Megatron's own gate calls a kernel of Transformer Engine by a name that is only defined where that is installed:
     # https://github.com/NVIDIA/Megatron-LM/blob/core_v0.16.1/megatron/core/transformer/moe/moe_utils.py
     def gating(self, input: Tensor) -> Tensor:
-        """In float32 whatever the weights are: close logits would be in another order after rounding."""
+        """Compute in float32 for any dtype of weights: rounding could change the order of close logits."""
         return F.linear(input.float(), self.weight.float())
 
 
 class GatedActivation(torch.nn.Module):
-    """What Megatron's MLP calls between its two matrices."""
+    """The activation between the two matrices of Megatron's MLP."""
 
     def __init__(self, *, config: TransformerConfig) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class GatedActivation(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """Of each position, whichever sequence it is in."""
+    """Rotary angles per position of a pack."""
 
     cosines: Tensor  # [N, head_dim / 2], float32
     sines: Tensor  # [N, head_dim / 2], float32
@@ -66,14 +66,14 @@ class Rotation:
 
 
 def rotary_frequencies(shape: ModelShape) -> Tensor:
-    """Angle per position of each pair of channels. [head_dim / 2], float32"""
+    """Return the angle per position of each pair of channels. [head_dim / 2], float32"""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     frequencies = 1.0 / (shape.rope_theta**exponents)
     return frequencies if shape.rope_scaling is None else _stretched(frequencies, shape.rope_scaling)
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: slow channels are slowed by `factor`, fast ones kept, those between interpolated."""
+    """Scale as Llama 3.1 does: slow channels by 1 / `factor`, fast ones not at all, interpolated between."""
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_max_position / wavelengths
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -109,8 +109,7 @@ class _GateContext(FunctionCtx):
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _GateContext, gate_up: Tensor) -> Tensor:
-        # Not at the top: a machine without a GPU need not have Triton.
-        from megarl.train.layer_kernels import gate  # noqa: PLC0415
+        from megarl.train.layer_kernels import gate  # noqa: PLC0415 - triton is only on GPU machines
 
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
@@ -119,7 +118,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _GateContext, grad: Tensor) -> Tensor:
-        from megarl.train.layer_kernels import grad_gate  # noqa: PLC0415
+        from megarl.train.layer_kernels import grad_gate  # noqa: PLC0415 - triton is only on GPU machines
 
         (gate_up,) = ctx.saved_tensors
         return grad_gate(gate_up, grad.contiguous())
@@ -128,7 +127,7 @@ class _Gated(torch.autograd.Function):
 class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _GateContext, values: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        from megarl.train.layer_kernels import rotate  # noqa: PLC0415
+        from megarl.train.layer_kernels import rotate  # noqa: PLC0415 - triton is only on GPU machines
 
         ctx.save_for_backward(cosines, sines)
         return rotate(values, cosines, sines, direction=1.0)
@@ -136,7 +135,7 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _GateContext, grad: Tensor) -> tuple[Tensor, None, None]:
-        from megarl.train.layer_kernels import rotate  # noqa: PLC0415
+        from megarl.train.layer_kernels import rotate  # noqa: PLC0415 - triton is only on GPU machines
 
         cosines, sines = ctx.saved_tensors
         return rotate(grad, cosines, sines, direction=-1.0), None, None

@@ -1,7 +1,7 @@
 """Log-probability of each target and entropy of each distribution, from hidden states: no [tokens x vocabulary] tensor.
 
-The logits exist a few tokens at a time, in the forward pass and once more in the backward pass. The vocabulary may be
-split over tensor-parallel ranks; each then needs only its own rows of the output weight.
+Logits are computed for a few tokens at a time, in the forward pass and again in the backward pass. The vocabulary may
+be split over tensor-parallel ranks; each then needs only its rows of the output weight.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from megarl.config.section import LOGIT_CHUNK_BYTES
 
 _CHUNK_MULTIPLE = 256
-"""Tokens: what matrix kernels are tiled by."""
+"""Tokens; the tile size of matrix kernels."""
 
 
 class TokenScores(NamedTuple):
@@ -27,16 +27,16 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabShard:
-    """Which columns of the logits this rank makes; rows of the weight beyond them are padding."""
+    """The columns of the logits that this rank computes; further rows of its weight are padding."""
 
     first: int
     size: int
     group: dist.ProcessGroup | None
-    """The ranks that hold the other columns; None when there are none."""
+    """The ranks that hold the other columns; None if this rank has all."""
 
 
 def vocab_shard(*, vocab: int, rows: int, rank: int, size: int, group: dist.ProcessGroup | None) -> VocabShard:
-    """The columns of tensor-parallel rank `rank` of `size`, each with `rows` rows of the padded weight."""
+    """Return the columns of tensor-parallel rank `rank` of `size`, each with `rows` rows of the padded weight."""
     first = min(rank * rows, vocab)
     return VocabShard(first=first, size=min(rows, vocab - first), group=group if size > 1 else None)
 
@@ -50,8 +50,8 @@ def token_scores(
     temperature: float,
     max_chunk_bytes: int = LOGIT_CHUNK_BYTES,
 ) -> TokenScores:
-    """Of softmax(hidden @ weight.T / temperature). The gradient of `hidden` is this rank's part of a sum over ranks."""
-    # By rows, padding included: the ranks reduce chunk by chunk, so theirs must be alike.
+    """Score softmax(hidden @ weight.T / temperature). The gradient of `hidden` is to be summed over the ranks."""
+    # Counted in rows with padding: all ranks need the same chunks, because they reduce chunk by chunk.
     chunk_tokens = max(1, max_chunk_bytes // (weight.element_size() * len(weight)))
     if chunk_tokens > _CHUNK_MULTIPLE:
         chunk_tokens -= chunk_tokens % _CHUNK_MULTIPLE
@@ -117,7 +117,7 @@ class _TokenScores(torch.autograd.Function):
 
 
 class _Sums(NamedTuple):
-    """Over some columns, relative to the largest of their logits. Each [chunk], float32."""
+    """Sums over some columns, relative to the largest of their logits. Each [chunk], float32."""
 
     maximum: Tensor
     total: Tensor  # of exp(logit - maximum)
@@ -126,24 +126,23 @@ class _Sums(NamedTuple):
 
 
 class _RowGradients(NamedTuple):
-    """What the gradient of a token's logits is made of. Each [chunk], float32."""
+    """The inputs of the gradient of a token's logits. Each [chunk], float32."""
 
     log_norms: Tensor
     entropy: Tensor
-    logprobs: Tensor  # the gradient that arrives for the log-probability
-    entropies: Tensor  # and for the entropy
+    logprobs: Tensor  # gradient of the loss by the log-probability
+    entropies: Tensor  # gradient of the loss by the entropy
 
 
 def _summed(logits: Tensor, columns: Tensor, temperature: float) -> _Sums:
-    """In one pass over the logits on a GPU."""
+    """Return the sums over the columns of each row; on a GPU in one pass over the logits."""
     if logits.is_cuda and logits.shape[1]:
-        # Not at the top: a machine without a GPU need not have Triton.
-        from megarl.train.logprob_kernel import sum_rows  # noqa: PLC0415
+        from megarl.train.logprob_kernel import sum_rows  # noqa: PLC0415 - triton is only on GPU machines
 
         return _Sums(*sum_rows(logits, columns, temperature))
     scaled = logits.float() / temperature
     if not logits.shape[1]:
-        # A rank whose rows are all padding has no column to take the maximum of.
+        # All rows of this rank are padding: there is no column to take the maximum of.
         nothing = scaled.new_zeros(len(scaled))
         return _Sums(torch.full_like(nothing, torch.finfo(torch.float32).min), nothing, nothing, nothing)
     maximum = scaled.amax(dim=1)
@@ -154,7 +153,7 @@ def _summed(logits: Tensor, columns: Tensor, temperature: float) -> _Sums:
 
 
 def _over_ranks(sums: _Sums, shard: VocabShard) -> _Sums:
-    """Over the whole vocabulary, from those over each rank's columns."""
+    """Combine the sums over each rank's columns to those over the whole vocabulary."""
     if shard.group is None:
         return sums
     maximum = sums.maximum.clone()
@@ -167,10 +166,10 @@ def _over_ranks(sums: _Sums, shard: VocabShard) -> _Sums:
 
 
 def _grad_logits(logits: Tensor, columns: Tensor, rows: _RowGradients, temperature: float) -> Tensor:
-    """Of the logits before temperature, in their dtype; may take their place."""
+    """Return the gradient of the logits before temperature, in their dtype; may overwrite them."""
     # d logprob / d logit_j = [j is the target] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
     if logits.is_cuda and logits.shape[1]:
-        from megarl.train.logprob_kernel import grad_rows  # noqa: PLC0415
+        from megarl.train.logprob_kernel import grad_rows  # noqa: PLC0415 - triton is only on GPU machines
 
         return grad_rows(logits, columns, rows, temperature)
     log_probs = logits.float() / temperature - rows.log_norms[:, None]
@@ -183,7 +182,7 @@ def _grad_logits(logits: Tensor, columns: Tensor, rows: _RowGradients, temperatu
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right in float32, whatever the factors are."""
+    """total += left @ right, accumulated in float32."""
     if total.is_cuda:
         torch.addmm(total, left, right, torch.float32, out=total)
     else:
@@ -191,7 +190,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _columns(targets: Tensor, shard: VocabShard) -> Tensor:
-    """The targets' columns here; -1 for those that other ranks have."""
+    """Return the targets' columns on this rank; -1 for targets of other ranks."""
     columns = targets - shard.first
     return torch.where((columns >= 0) & (columns < shard.size), columns, -1)
 

@@ -1,4 +1,4 @@
-"""The passes over logits that `logprob` makes on a GPU, each reading every logit once. Same definitions as there."""
+"""The Triton kernels of `logprob`, each reading every logit once. Definitions are the same as there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NUM_WARPS = 8
 
 
 class RowGradients(Protocol):
-    """Each [rows], float32, without gaps; `logprob` says what they are."""
+    """Each [rows], float32, contiguous; defined in `logprob`."""
 
     @property
     def log_norms(self) -> Tensor: ...
@@ -30,7 +30,7 @@ class RowGradients(Protocol):
 
 
 def sum_rows(logits: Tensor, columns: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each row: maximum, sum of exponentials, weighted sum, and the logit in `columns` (0 where that is -1)."""
+    """Return per row the maximum, sum of exponentials, weighted sum and the logit in `columns` (0 where that is -1)."""
     sums = torch.empty((4, len(logits)), dtype=torch.float32, device=logits.device)
     _sum_rows[(len(logits),)](
         logits,
@@ -47,7 +47,7 @@ def sum_rows(logits: Tensor, columns: Tensor, temperature: float) -> tuple[Tenso
 
 
 def grad_rows(logits: Tensor, columns: Tensor, rows: RowGradients, temperature: float) -> Tensor:
-    """The gradient of each logit, in the logits' own place."""
+    """Overwrite each logit with its gradient."""
     grid = (len(logits), triton.cdiv(logits.shape[1], _COLUMNS))
     _grad_rows[grid](
         logits,
@@ -78,8 +78,8 @@ def _sum_rows(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
-    # Each lane keeps sums of its own columns, relative to the largest of them so far; lanes meet once, at the end.
-    # Far below any logit, but finite: a difference of two infinities would be no number.
+    # Each lane sums its own columns, relative to the largest so far; lanes are combined once, at the end.
+    # Far below any logit, but finite: a difference of two infinities is not a number.
     largest = tl.full([COLUMNS], -1e30, dtype=tl.float32)
     total = tl.zeros([COLUMNS], dtype=tl.float32)
     weighted = tl.zeros([COLUMNS], dtype=tl.float32)

@@ -1,8 +1,8 @@
 """Policy and critic as Megatron modules: GPTModel chunks built from a Hugging Face shape, for Llama, Qwen2, Qwen3 and
-its mixtures of experts.
+its mixtures of experts; and the micro-batch that goes through them.
 
-Megatron's local layer spec with our own norm, packed attention and router, so that the same model runs with and without
-Transformer Engine's packages. Weights start at zero: whoever builds a model loads it.
+Uses Megatron's local layer spec with the norm, router and attention of `layers` and `attention`: the same model runs
+with and without Transformer Engine. Weights are zero until they are loaded.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class DeviceMicroBatch:
     loss_mask: Tensor  # [N], bool
     rollout_logprobs: Tensor  # [N]
     advantages: Tensor  # [N]
-    old_logprobs: Tensor | None  # [N], as the next three
-    reference_logprobs: Tensor | None
-    values: Tensor | None
-    returns: Tensor | None
+    old_logprobs: Tensor | None  # [N]
+    reference_logprobs: Tensor | None  # [N]
+    values: Tensor | None  # [N]
+    returns: Tensor | None  # [N]
     versions: Tensor | None  # [N], int32
     temperature: float
 
@@ -80,7 +80,7 @@ def to_device(micro_batch: MicroBatch, device: torch.device, *, temperature: flo
 
 
 class Model(GPTModel):
-    """One chunk: embedding if it is the first; a subclass says what becomes of the hidden states if it is the last."""
+    """One chunk; the first has the embedding, and in the last a subclass turns hidden states into its output."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Model(GPTModel):
         self._frequencies = rotary_frequencies(shape)
 
     def decode(self, micro_batch: DeviceMicroBatch) -> Tensor:
-        """Hidden states: for the next stage, or, normed, of the last chunk."""
+        """Return hidden states for the next chunk; normed in the last."""
         embedded = self.embedding(micro_batch.token_ids, micro_batch.positions) if self.pre_process else None
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
@@ -121,7 +121,7 @@ class Model(GPTModel):
 
 
 class PolicyModel(Model):
-    """The last chunk scores the targets."""
+    """The last chunk returns the scores of the targets."""
 
     def forward(self, micro_batch: DeviceMicroBatch) -> Tensor | TokenScores:
         hidden = self.decode(micro_batch)
@@ -129,8 +129,8 @@ class PolicyModel(Model):
 
     def _scores(self, hidden: Tensor, targets: Tensor, temperature: float) -> TokenScores:
         group = self._topology.tensor_group
-        # Every tensor-parallel rank makes some columns of every token's logits; on the way back their gradients are
-        # summed, and cut again where the sequence is.
+        # Every tensor-parallel rank computes some columns of every token's logits; the backward pass sums their
+        # gradients and, with sequence parallelism, splits the sum.
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=group)
         else:
@@ -148,7 +148,7 @@ class PolicyModel(Model):
 
 
 class ValueModel(Model):
-    """The last chunk says what reward it expects at every position."""
+    """The last chunk returns a value per position."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class ValueModel(Model):
         return self._values(hidden) if self.post_process else hidden
 
     def _values(self, hidden: Tensor) -> Tensor:
-        # Every tensor-parallel rank computes every value: the head's gradients are equal, and nothing has to be summed.
+        # Every tensor-parallel rank computes every value: the head's gradients are equal and need no sum.
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self._topology.tensor_group
@@ -186,7 +186,7 @@ def build_chunks(
     device: Device,
     native: Mapping[str, object],
 ) -> list[Model]:
-    """This rank's chunks, in the order of the layers, on the device; of a critic where the shape has a value head."""
+    """Return this rank's chunks in the order of their layers, on the device; a shape with a value head is a critic."""
     try:
         config = transformer_config(
             shape, parallel, is_sequence_parallel=is_sequence_parallel, device=device, native=native
@@ -213,7 +213,7 @@ def transformer_config(
     device: Device,
     native: Mapping[str, object],
 ) -> TransformerConfig:
-    """`native` are fields that the recipe passes on, none of them one that is set here."""
+    """`native` are the recipe's own fields; the recipe's check refuses those that are set here."""
     is_cuda = device == "cuda"
     dtype = torch_dtype(dtype_on(device))
     return TransformerConfig(
@@ -238,8 +238,8 @@ def transformer_config(
         num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
         num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
         sequence_parallel=is_sequence_parallel and parallel.tensor > 1,
-        # Interleaved stages exchange activations and gradients at once. In a batch of transfers between the same two
-        # ranks (pipeline 2) they are mistaken for each other; one by one, both sides post them in the same order.
+        # Interleaved stages exchange activations and gradients at the same time. A batch of transfers between the same
+        # two ranks (pipeline 2) would confuse them; one by one, both sides post them in the same order.
         batch_p2p_comm=parallel.virtual_pipeline == 1,
         overlap_p2p_comm=parallel.virtual_pipeline > 1,
         bf16=is_cuda,
@@ -248,13 +248,13 @@ def transformer_config(
         # Gradients are summed over micro-batches and ranks, not averaged: the loss carries its global denominator.
         calculate_per_token_loss=True,
         # Loading does not write the rows that pad the vocabulary, and a NaN there would reach the gradient of the
-        # hidden states. Initialisation is also where Megatron marks a parameter as split over tensor-parallel ranks,
-        # without which the gradient norm would leave out most of it.
+        # hidden states. Initialisation also marks parameters as split over tensor-parallel ranks; without the mark the
+        # gradient norm would leave out most of them.
         init_method=torch.nn.init.zeros_,
         output_layer_init_method=torch.nn.init.zeros_,
         embedding_init_method=torch.nn.init.zeros_,
         use_cpu_initialization=not is_cuda,
-        # Nothing of Transformer Engine: with it Megatron takes the activation from the layer spec, which is ours.
+        # Makes Megatron take the activation from the layer spec. It is not Transformer Engine's.
         use_te_activation_func=True,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -270,10 +270,10 @@ def _mixture_fields(experts: Experts, shape: ModelShape, parallel: MegatronParal
         "num_moe_experts": experts.num,
         "moe_ffn_hidden_size": shape.ffn_hidden,
         "moe_router_topk": experts.per_token,
-        # A softmax over the chosen logits is the softmax over all of them, divided by its sum over the chosen.
+        # A softmax over the chosen logits equals the softmax over all, divided by its sum over the chosen.
         "moe_router_pre_softmax": not experts.is_normalized,
-        # An auxiliary loss would pull the policy away from what is rewarded, by an amount that depends on how its
-        # tokens are packed. At the learning rates of this stage the balance learnt in pre-training holds.
+        # An auxiliary loss would pull the policy away from the reward, by an amount that depends on how tokens are
+        # packed. At the learning rates of this stage the balance learnt in pre-training holds.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",

@@ -1,7 +1,7 @@
-"""Memory that a rank leaves to others for a while: what it wants back is copied to host memory, the rest is given up.
+"""Frees a rank's device memory for a while. Values that are needed again are copied to host memory, others are dropped.
 
-Storages are emptied and filled again in place, so that every view of them stays what it was: parameters, Megatron's
-buckets, the optimizer's shards. Knows neither what is in them nor when; `release` and `reload` come in turns.
+Storages are emptied and refilled in place, so that every view of them stays valid: parameters, Megatron's buckets, the
+optimizer's shards. Knows nothing of their contents. `release` and `reload` alternate.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torch import Tensor
 from megarl.errors import MachineError
 
 _ALIGNMENT = 64
-"""Bytes; any dtype can be viewed from there."""
+"""Bytes; a multiple of the size of every dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Absent:
     storage: torch.UntypedStorage
     num_bytes: int
-    host: Tensor | None  # [num_bytes], uint8; None where the values are not wanted back
+    host: Tensor | None  # [num_bytes], uint8; None if the values were dropped
 
 
 class Offload:
-    """Of one rank. Host memory is pinned when it is first needed, and kept."""
+    """Releases and reloads the device memory of one rank. Host memory is pinned at first use and kept."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._is_cuda else None  # type: ignore[no-untyped-call]
-        # By storage, which is kept so that no other gets its address. Blocks are what the places are cut from.
+        # By address of the storage, with the storage itself: while it is kept, no other gets its address.
         self._places: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         self._absent: dict[int, _Absent] = {}
         self._arrival: torch.cuda.Event | None = None
@@ -41,8 +41,8 @@ class Offload:
     def is_away(self) -> bool:
         return bool(self._absent)
 
-    def release(self, kept: Iterable[Tensor], given_up: Iterable[Tensor]) -> None:
-        """Give the memory of these tensors to whoever asks next; of `given_up`, without their values."""
+    def release(self, kept: Iterable[Tensor], dropped: Iterable[Tensor]) -> None:
+        """Free the memory of these tensors; only the values of `kept` can be reloaded."""
         assert not self._absent, "released already"
         self.wait()
         wanted = _storages(kept)
@@ -54,7 +54,7 @@ class Offload:
                 host = self._places[key][1]
                 host.copy_(_bytes(storage), non_blocking=True)
                 self._absent[key] = _Absent(storage=storage, num_bytes=storage.nbytes(), host=host)
-        for key, storage in _storages(given_up).items():
+        for key, storage in _storages(dropped).items():
             self._absent.setdefault(key, _Absent(storage=storage, num_bytes=storage.nbytes(), host=None))
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
@@ -65,8 +65,10 @@ class Offload:
             torch.cuda.empty_cache()
 
     def reload(self, first: Iterable[Tensor]) -> None:
-        """Take the memory again. Work that is given to the device from now on sees the values of `first`, and zeros
-        where they were given up; all else is under way, and there after `wait`."""
+        """Allocate the memory again. Work submitted from now on sees the values of `first`, and zeros in dropped ones.
+
+        Other values are copied in the background and can be used after `wait`.
+        """
         keys = list(_storages(first, even_if_empty=True))
         order = [*(key for key in keys if key in self._absent), *(key for key in self._absent if key not in keys)]
         absents = [(key, self._absent[key]) for key in order]
@@ -77,7 +79,7 @@ class Offload:
         compute = torch.cuda.current_stream(self._device) if self._is_cuda else None
         with torch.cuda.stream(self._stream):
             if self._stream is not None and compute is not None:
-                # Memory that was just taken may still be in use by work given before.
+                # The memory just allocated may still be in use by work submitted before.
                 self._stream.wait_stream(compute)
             for number, (_, absent) in enumerate(absents):
                 if absent.host is not None:
@@ -88,17 +90,17 @@ class Offload:
         self._absent = {}
 
     def wait(self) -> None:
-        """Let work that is given to the device from now on see all that was reloaded."""
+        """Make work submitted from now on see all reloaded values."""
         if self._arrival is not None:
             torch.cuda.current_stream(self._device).wait_event(self._arrival)
             self._arrival = None
 
     def at_hand(self, tensor: Tensor) -> Tensor:
-        """The tensor, or its copy in host memory while it is away."""
+        """Return the tensor, or its copy in host memory while it is released."""
         absent = self._absent.get(tensor.untyped_storage()._cdata)
         if absent is None:
             return tensor
-        assert absent.host is not None, "its values were given up"
+        assert absent.host is not None, "its values were dropped"
         first = absent.host.storage_offset() // tensor.element_size() + tensor.storage_offset()
         empty = torch.empty(0, dtype=tensor.dtype)
         return empty.set_(absent.host.untyped_storage(), first, tensor.shape, tensor.stride())
@@ -116,9 +118,9 @@ class Offload:
 
 
 def _storages(tensors: Iterable[Tensor], *, even_if_empty: bool = False) -> dict[int, torch.UntypedStorage]:
-    """Each once, in order."""
+    """Return each storage once, in order."""
     storages = (tensor.untyped_storage() for tensor in tensors)
-    # Memory that a CPU shares with other processes stays where it is.
+    # Memory that a CPU shares with other processes cannot be resized.
     return {
         storage._cdata: storage for storage in storages if storage.resizable() and (even_if_empty or storage.nbytes())
     }
@@ -129,7 +131,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _pinned(num_bytes: int) -> Tensor:
-    """Of exactly that size: torch's own pinned allocations are rounded up to a power of two."""
+    """Allocate exactly that size: torch rounds its own pinned allocations up to a power of two."""
     block = torch.empty(num_bytes, dtype=torch.uint8)
     code = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
     if int(code):

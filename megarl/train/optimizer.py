@@ -1,4 +1,4 @@
-"""Gradients and weights: Megatron's gradient buffers and distributed Adam around the model chunks."""
+"""Megatron's gradient buffers and distributed Adam around the model chunks, and the learning rate of a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.train.shards import Shard, shards_of
 
 
 class ModelOptimizer:
-    """Owns the wrapped chunks: parameters and gradients live in its buffers, moments and master weights in shards."""
+    """Owns the wrapped chunks. Parameters and gradients are in their buffers, moments and master weights in shards."""
 
     def __init__(self, chunks: Sequence[Model], config: OptimizerConfig, split: TrainedModelConfig) -> None:
         self._config = config
@@ -36,7 +36,7 @@ class ModelOptimizer:
             for index, chunk in enumerate(chunks)
         ]
         if buffers.overlap_grad_reduce:
-            # Buckets travel during the backward pass of the last micro-batch, and of no other.
+            # Buckets are reduced during the backward pass of the last micro-batch only.
             hooks = [chunk.no_sync for chunk in self.chunks]
             model_config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
         self._optimizer = get_megatron_optimizer(
@@ -45,11 +45,11 @@ class ModelOptimizer:
             use_gloo_process_groups=False,
         )
         for group in self._optimizer.param_groups:
-            # Norms and biases are in a group of their own with multiplier 0; applying it is the caller's business.
+            # Norms and biases are in their own group with multiplier 0, which Megatron leaves to the caller to apply.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """By the names the weights' layout knows them by."""
+        """Return the parameters by their names in the weights' layout."""
         return {
             f"chunk{index}.{name}": parameter
             for index, chunk in enumerate(self.chunks)
@@ -57,7 +57,7 @@ class ModelOptimizer:
         }
 
     def shards(self) -> dict[str, Shard]:
-        """What this rank's Adam keeps, by the name of the parameter it belongs to; see `at_hand`."""
+        """Return the states of this rank's Adam by the name of their parameter; see `at_hand`."""
         self._offload.wait()
         names = {parameter: name for name, parameter in self.parameters().items()}
         return {
@@ -72,33 +72,33 @@ class ModelOptimizer:
 
     @property
     def has_weights(self) -> bool:
-        """Whether they are on the device."""
+        """Whether the weights are on the device."""
         return not (self._offload.is_away and self._offloads == "everything")
 
     def release(self) -> None:
-        """Leave the device to others, as far as the recipe says."""
+        """Free device memory, as much as the recipe's `offload` says."""
         if self._offloads != "nothing":
             self._offload.release(self.tensors_to_offload(), self._gradients())
 
     def tensors_to_offload(self) -> list[Tensor]:
-        """All but the gradients, which nobody wants back."""
+        """Return the tensors whose values must come back: all but the gradients."""
         weights = self._weights()
         kept = {tensor.untyped_storage()._cdata for tensor in weights}
-        # On a CPU the weights are their own master.
+        # On a CPU the weights are their own master weights.
         states = [tensor for tensor in self._states() if tensor.untyped_storage()._cdata not in kept]
         return [*weights, *states] if self._offloads == "everything" else states
 
     def reload(self) -> None:
-        """The weights are there for whatever comes next; the optimizer's states arrive meanwhile."""
+        """Bring the weights back; the optimizer's states follow in the background."""
         if self._offload.is_away:
             self._offload.reload(first=self._weights())
 
     def at_hand(self, tensor: Tensor) -> Tensor:
-        """One of the weights or of the optimizer's states, where its values are now."""
+        """Return a weight or a state of the optimizer, from host memory while it is released."""
         return self._offload.at_hand(tensor)
 
     def adopt_weights(self) -> None:
-        """Take the model's weights, changed from outside, as the new master weights."""
+        """Copy the model's weights, changed from outside, to the master weights."""
         self._optimizer.reload_model_params()
 
     def zero_grad(self) -> None:
@@ -107,17 +107,17 @@ class ModelOptimizer:
         self._optimizer.zero_grad()
 
     def grad_norm(self) -> float:
-        """Of all gradients together, before clipping."""
+        """Return the norm of all gradients together, before clipping."""
         self._optimizer.prepare_grads()
         return float(self._optimizer.get_grad_norm())
 
     def spoil_gradients(self) -> None:
-        """Make all of this rank's NaN, as `faults` asks for."""
+        """Set all of this rank's gradients to NaN, for a fault of `system.faults`."""
         for parameter in self.parameters().values():
             parameter.main_grad.fill_(torch.nan)  # type: ignore[attr-defined]  # Megatron's
 
     def step(self, learning_rate: float) -> None:
-        """Clip, update, share the new weights."""
+        """Clip the gradients, update the weights and gather them."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._offload.wait()
@@ -130,14 +130,14 @@ class ModelOptimizer:
         return [buffer.grad_data for chunk in self.chunks for buffer in _buffers(chunk)]
 
     def _states(self) -> list[Tensor]:
-        """Master weights, and moments where there are some yet."""
-        found: list[Tensor] = []
+        """Return master weights, and moments if there are any yet."""
+        states: list[Tensor] = []
         for optimizer in self._optimizer.chained_optimizers:
             inner = optimizer.optimizer
             masters = [master for group in inner.param_groups for master in group["params"]]
             moments = [value for state in inner.state.values() for value in state.values() if _is_moment(value)]
-            found += [*masters, *moments]
-        return found
+            states += [*masters, *moments]
+        return states
 
 
 def _buffers(chunk: DistributedDataParallel) -> list[_ParamAndGradBuffer]:
@@ -145,12 +145,12 @@ def _buffers(chunk: DistributedDataParallel) -> list[_ParamAndGradBuffer]:
 
 
 def _is_moment(value: object) -> bool:
-    """Not a count of steps."""
+    """Whether it is a moment and not a count of steps."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 def buffer_config(native: Mapping[str, object]) -> DistributedDataParallelConfig:
-    """`native` are fields that the recipe passes on, none of them one that is set here."""
+    """`native` are the recipe's own fields; the recipe's check refuses those that are set here."""
     return DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, **native)
 
 
@@ -179,16 +179,16 @@ def _sum_gradients(
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """Megatron's reduction without its division by tokens: each loss already has the global denominator."""
+    """Reduce like Megatron, but do not divide by tokens: each loss already has the global denominator."""
     del num_tokens
     finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """For `step` of 0 .. total_steps - 1: a linear warm-up that ends at the peak, then the decay.
+    """Return the rate of `step`, 0 .. total_steps - 1: a linear warm-up that ends at the peak, then the decay.
 
-    No step is wasted on a rate of zero: the warm-up begins one notch above it, the decay would reach its end at
-    `total_steps`.
+    Pure, so that a resumed run continues the same curve. No step has a rate of zero: the warm-up begins one increment
+    above it, and the decay would end at `total_steps`.
     """
     assert step >= 0, f"step {step}"
     peak, floor = config.learning_rate, config.min_learning_rate

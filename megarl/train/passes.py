@@ -1,6 +1,6 @@
 """Forward and backward through Megatron's pipeline schedules, micro-batch by micro-batch.
 
-Hides what the schedules want (iterators per chunk, a loss closure per micro-batch); knows nothing of algorithms.
+Hides the interface of the schedules (iterators per chunk, a loss closure per micro-batch); knows nothing of algorithms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.train.model import DeviceMicroBatch
 Output = TypeVar("Output")
 Report = TypeVar("Report")
 Loss = Callable[[int, Output], tuple[Tensor, Report]]
-"""(index of the micro-batch, what the model says of it) -> its part of the loss, and what to remember of it."""
+"""(index of the micro-batch, the model's output) -> its part of the loss, and a report."""
 
 _ForwardStep = Callable[[Iterator[int], torch.nn.Module], tuple[object, object]]
 
@@ -25,14 +25,14 @@ _ForwardStep = Callable[[Iterator[int], torch.nn.Module], tuple[object, object]]
 def accumulate_gradients(
     chunks: Sequence[torch.nn.Module], micro_batches: Sequence[DeviceMicroBatch], *, loss: Loss[Output, Report]
 ) -> list[Report]:
-    """Gradients of the sum of all losses, summed over ranks. Reports, in order, on the last stage; else nothing."""
+    """Compute the gradients of the sum of all losses over ranks. Return the reports on the last stage, [] elsewhere."""
 
     def forward_step(indices: Iterator[int], model: torch.nn.Module) -> tuple[object, object]:
         index = next(indices)
 
         def loss_of(output: Output) -> tuple[Tensor, Tensor, Report]:
             value, report = loss(index, output)
-            # Megatron adds up the middle one; `optimizer` does not use the sum.
+            # Megatron sums the second one, a number of tokens; `optimizer` ignores the sum.
             return value, torch.zeros((), dtype=torch.int), report
 
         return model(micro_batches[index]), loss_of
@@ -42,7 +42,7 @@ def accumulate_gradients(
 
 
 def forward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[DeviceMicroBatch]) -> list[Output]:
-    """What the model says, without gradients: in order, on the last stage; else nothing."""
+    """Return the model's outputs in order, without gradients, on the last stage; [] elsewhere."""
 
     def forward_step(indices: Iterator[int], model: torch.nn.Module) -> tuple[object, object]:
         return model(micro_batches[next(indices)]), _keep
@@ -53,7 +53,7 @@ def forward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[DeviceMic
 
 
 def _keep(output: Output) -> tuple[Tensor, Tensor, Output]:
-    """In place of a loss. Without one Megatron asks the output itself for its device, if there are experts."""
+    """Stand in for a loss: without one Megatron reads the device of the output if there are experts."""
     return torch.zeros(()), torch.zeros((), dtype=torch.int), output
 
 

@@ -1,8 +1,7 @@
-"""One rank of a model that Megatron splits: its share in this process, and what all models do alike.
+"""One rank of a model that Megatron splits: its share in this process, and what every model needs.
 
-`actor`, `critic` and `reference` add what they are for. Every method is collective: all ranks call it with the same
-arguments and get the same answer. Only `write` may run beside the others, in a thread of its own. Knows no Ray; who
-starts the processes and whether a rank is late is not decided here.
+Every method is collective: all ranks call it with the same arguments and get the same result. Only `write` may run
+concurrently with the others, in its own thread. Knows no Ray: `runtime` starts the processes and sets deadlines.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
-    """What every rank is told when it starts."""
+    """The arguments that every rank starts with."""
 
     rank: int
     world: int
     master_address: str
     master_port: int
-    """Of rank 0; every rank meets there."""
+    """Port of rank 0, where all ranks rendezvous."""
     device: Device
     split: ModelParallelConfig
     shape: ModelShape
@@ -51,7 +50,7 @@ class RankSpec:
 
 
 class ModelRank:
-    """The model's chunks in this process, without weights yet."""
+    """Owns the model's chunks in this process; they have no weights until `load`."""
 
     ROLE = "reference"
 
@@ -59,7 +58,7 @@ class ModelRank:
         self._spec = spec
         if spec.device == "cpu":
             cpu.install()
-            # Sums then do not depend on the number of cores.
+            # One thread: sums must not depend on the number of cores.
             torch.set_num_threads(1)
         with self._on_device():
             self._topology = initialize(
@@ -86,14 +85,14 @@ class ModelRank:
         check_holding(self._holding, specs_of(self.tensors().items()), holder=f"trainer rank {spec.rank}")
 
     def load(self, folder: Path) -> None:
-        """Take the weights of a Hugging Face folder; each rank reads what it holds.
+        """Load the weights of a Hugging Face folder; each rank reads only its share.
 
-        A critic may start from a language model: its value head is then zero.
+        A critic may start from a language model; its value head is then zero.
         """
         self._read(folder, self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters themselves, by the names the weights' layout knows them by."""
+        """Return the parameters, not copies, by their names in the weights' layout."""
         return {
             f"chunk{index}.{name}": parameter.data
             for index, model in enumerate(self._models)
@@ -101,7 +100,7 @@ class ModelRank:
         }
 
     def close(self) -> None:
-        """Leave the other ranks; nothing else may be called after."""
+        """Leave the groups of ranks; no method may be called afterwards."""
         shut_down()
 
     def _read(self, folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -122,7 +121,7 @@ class ModelRank:
         ]
 
     def _unpack(self, batch: TrainBatch, columns: Sequence[Sequence[Tensor]]) -> tuple[FloatArray, ...]:
-        """Per sample, of its response tokens: what the last stages have of every micro-batch, on all ranks."""
+        """Return per sample the values of its response tokens on all ranks, from the columns on the last stages."""
         arrays = []
         for mini_batch, of_share in zip(batch.mini_batches, columns, strict=True):
             share = mini_batch.shares[self._topology.data_rank]
@@ -132,8 +131,10 @@ class ModelRank:
 
 
 class ReferenceRank(ModelRank):
+    """A rank of a reference policy in its own pool: weights without an optimizer."""
+
     def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
-        """Per sample, of its response tokens."""
+        """Return per sample the log-probabilities of its response tokens, [T] each."""
         with self._on_device():
             scores: list[list[TokenScores]] = [self._score(batch, item) for item in batch.mini_batches]
             return self._unpack(batch, [[item.logprobs for item in of_share] for of_share in scores])

@@ -1,6 +1,6 @@
-"""What the distributed Adam keeps on this rank: a flat range of each parameter, with its master weights and moments.
+"""The states of the distributed Adam on this rank: a flat range of each parameter, with master weights and moments.
 
-The only file that knows how Megatron and the optimizer inside it store them.
+The only file that knows how Megatron and the Adam inside it store them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Shard:
     group_index: int
 
     def moment(self, kind: Moment) -> Tensor:
-        """Zero before the first update: that is what Adam starts from."""
+        """Return a moment; zeros before the first update, as Adam starts from."""
         values: Tensor | None = self.optimizer.state.get(self.master, {}).get(kind)
         return torch.zeros_like(self.master) if values is None else values
 
     def restore(self, moments: Mapping[Moment, Tensor], *, num_updates: int) -> None:
-        """Go on as if this Adam had made `num_updates` updates."""
+        """Set the moments and the count of updates."""
         state: dict[str, Tensor] = {kind: values.to(self.master.device) for kind, values in moments.items()}
         if isinstance(self.optimizer, torch.optim.Adam):
-            # As torch keeps it: per parameter, a float on the host.
+            # torch counts per parameter, in a float on the host.
             state["step"] = torch.tensor(float(num_updates))
         else:
             # Fused Adams of Transformer Engine and Apex count per group.
@@ -48,7 +48,7 @@ class Shard:
 
 
 def shards_of(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Shard]]:
-    """Every parameter of which this rank has a range."""
+    """Yield every parameter of which this rank has a range."""
     for parameter, (group_index, place) in optimizer.model_param_group_index_map.items():
         buffer_index, dtype, bucket_index = optimizer.model_param_gbuf_map[parameter]
         bucket = optimizer.gbuf_ranges[buffer_index][dtype][bucket_index]
@@ -62,7 +62,7 @@ def shards_of(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parame
 
 
 def box_of_range(flat: Tensor, held: FlatRange, tensor_shape: Index, offsets: Index, shape: Index) -> Tensor:
-    """A box of a tensor of which only the elements in `held` are there, all of the box among them: a view."""
+    """Return a view of a box of a tensor of which `flat` has the elements in `held`; the box lies within them."""
     strides = [prod(tensor_shape[axis + 1 :]) for axis in range(len(tensor_shape))]
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True)) - held[0]
     last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -72,5 +72,5 @@ def box_of_range(flat: Tensor, held: FlatRange, tensor_shape: Index, offsets: In
 
 
 def cut(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-    """The ranges, out of host tensors that are shaped like their parameters."""
+    """Copy the ranges out of host tensors that have the shapes of their parameters."""
     return {name: tensor.view(-1)[slice(*shards[name].range)].clone() for name, tensor in tensors.items()}

@@ -200,7 +200,7 @@ CRITIC: Statistics[CriticTokens, CriticStats] = Statistics(
 
 
 def gather_tokens(columns: Sequence[Tensor], shape: tuple[int, int], topology: Topology) -> Tensor:
-    """[data-parallel ranks, micro-batches, N] on every rank, from this rank's part (empty but on the last stage)."""
+    """Return [data-parallel ranks, micro-batches, N] on every rank; `columns` are empty except on the last stage."""
     gathered = torch.zeros((topology.data, *shape), dtype=torch.float32, device=topology.device)
     if topology.is_last_stage:
         dist.all_gather(list(gathered), torch.stack(list(columns)), group=topology.data_group)
@@ -209,9 +209,9 @@ def gather_tokens(columns: Sequence[Tensor], shape: tuple[int, int], topology: T
 
 
 def measure_usage(topology: Topology) -> RankUsage:
-    """The worst of all ranks since this was last asked; the same answer on every rank."""
+    """Return the worst of all ranks since the last call; collective, the same on every rank."""
     host = psutil.virtual_memory()
-    # What is scarce when it is small is reduced by its opposite.
+    # The maximum of the negated available memory is the minimum over ranks.
     values = [psutil.Process().memory_info().rss, -host.available, host.total]
     gpu_name = None
     if topology.device.type == "cuda":

@@ -1,6 +1,6 @@
-"""Who this rank is among the others: the only file that starts torch.distributed or asks Megatron for ranks.
+"""This rank's place among the others. The only file that starts torch.distributed or asks Megatron for ranks.
 
-Ranks are numbered tensor fastest, then data, then pipeline: neighbours share a node and the tightest traffic.
+Ranks are numbered tensor fastest, then data, then pipeline: neighbours share a node and exchange most.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.errors import MachineError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """A snapshot; the groups live until `shut_down`."""
+    """A snapshot of ranks and groups; the groups exist until `shut_down`."""
 
     rank: int
     world: int
@@ -43,7 +43,7 @@ class Topology:
         return self.pipeline_rank == 0 and chunk == 0
 
     def is_last_chunk(self, chunk: int) -> bool:
-        """Whether this rank's model chunk gives the log-probabilities."""
+        """Whether this rank's model chunk computes the log-probabilities."""
         return self.is_last_stage and chunk == self.virtual_pipeline - 1
 
     @property
@@ -62,17 +62,18 @@ def initialize(
     seed: int,
     timeout_s: float,
 ) -> Topology:
-    """Meet the other ranks, build Megatron's groups, seed its random states. Every later wait has this deadline."""
+    """Rendezvous with the other ranks, build Megatron's groups, seed its random states. Every later wait ends after
+    `timeout_s`."""
     assert world % split.model_parallel == 0, f"{world} ranks, {split.model_parallel} per model"
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        store = _meeting_point(master_address, master_port, rank=rank, world=world, timeout=timeout)
+        store = _rendezvous_store(master_address, master_port, rank=rank, world=world, timeout=timeout)
         dist.init_process_group(
             backend="gloo" if device == "cpu" else "nccl", store=store, rank=rank, world_size=world, timeout=timeout
         )
     except (dist.DistError, OSError) as error:
         raise MachineError(
-            f"trainer rank {rank} of {world} could not meet the others at {master_address}:{master_port} "
+            f"trainer rank {rank} of {world} could not join the other ranks at {master_address}:{master_port} "
             f"within {timeout_s:g} s: {str(error).splitlines()[0]}"
         ) from None
     parallel_state.initialize_model_parallel(
@@ -103,8 +104,8 @@ def initialize(
     )
 
 
-def _meeting_point(address: str, port: int, *, rank: int, world: int, timeout: datetime.timedelta) -> TCPStore:
-    """Served by rank 0, on this one address: by itself the store would listen on every interface."""
+def _rendezvous_store(address: str, port: int, *, rank: int, world: int, timeout: datetime.timedelta) -> TCPStore:
+    """Connect to the store of rank 0, which listens on this address only; by default it would on every interface."""
     if rank > 0:
         return TCPStore(address, port, world_size=world, is_master=False, timeout=timeout)
     listener = socket.create_server((address, port), backlog=1024)
@@ -114,7 +115,7 @@ def _meeting_point(address: str, port: int, *, rank: int, world: int, timeout: d
 
 
 def shut_down() -> None:
-    """Leave the groups. A process that never joined may call it too."""
+    """Leave the groups. A process that never joined may call it."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,11 +1,13 @@
-"""A model with an optimizer: what the actor and the critic have in common."""
+"""A rank of a model with an optimizer: the common part of actor and critic."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megarl.checkpoint.manifest import Contents, FileDigest
 from megarl.checkpoint.state import TrainerState
@@ -14,11 +16,13 @@ from megarl.errors import NumericsError
 from megarl.train.checkpoint import Peers, RankSaver, load_optimizer, weights_of
 from megarl.train.model import DeviceMicroBatch
 from megarl.train.optimizer import ModelOptimizer, learning_rate
+from megarl.train.passes import Loss, Output, accumulate_gradients
 from megarl.train.rank import ModelRank, RankSpec
+from megarl.train.stats import Report
 from megarl.types import MiniBatch, TrainBatch
 
 MAX_SKIPPED_UPDATES = 3
-"""In a row: one bad batch is survived, a broken model is not trained on."""
+"""Consecutive ones: a bad batch is skipped, a broken model ends the run."""
 
 
 class TrainedRank(ModelRank):
@@ -52,7 +56,7 @@ class TrainedRank(ModelRank):
             self._optimizer.adopt_weights()
 
     def resume(self, folder: Path, state: TrainerState) -> None:
-        """Go on from a checkpoint, whatever layout wrote it; `state` is what its `snapshot` found."""
+        """Continue from a checkpoint of any layout; `state` is what `snapshot` returned for it."""
         self.load(weights_of(folder))
         with self._on_device():
             load_optimizer(
@@ -72,13 +76,13 @@ class TrainedRank(ModelRank):
         )
 
     def release(self) -> None:
-        """Leave the device to others until `reload`; of all there is to do, only saving may come meanwhile."""
+        """Free the device until `reload`; meanwhile only saving is allowed."""
         with self._on_device():
             self._optimizer.release()
 
     @property
     def has_weights(self) -> bool:
-        """Whether they are on the device, and can be published from there."""
+        """Whether the weights are on the device and can be published from there."""
         return self._optimizer.has_weights
 
     def reload(self) -> None:
@@ -86,22 +90,22 @@ class TrainedRank(ModelRank):
             self._optimizer.reload()
 
     def snapshot(self, contents: Contents) -> TrainerState:
-        """Copy the weights and, asked for everything, the optimizer to host memory; returns where the model stands.
+        """Copy the weights and, with contents "everything", the optimizer to host memory; return the current state.
 
-        What `write` writes afterwards is this copy, however far training has gone by then.
+        `write` writes this copy, even if training has continued meanwhile.
         """
         with self._on_device():
             self._saver.snapshot(contents)
         return self.state
 
     def write(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
-        """Write the snapshot into a folder, while this rank trains on in another thread; returns what it wrote."""
+        """Write the snapshot into a folder, while another thread may train; return this rank's files."""
         if self._topology.device.type == "cuda":
             torch.cuda.set_device(self._topology.device)
         return self._saver.write(folder, source_folder)
 
     def export(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
-        """Write the weights as they are now, as `write` does with everything; a checkpoint under way goes on beside."""
+        """Write the current weights, even while a checkpoint is being written; return this rank's files."""
         with self._on_device():
             self._exporter.snapshot("weights")
         return self._exporter.write(folder, source_folder)
@@ -113,8 +117,20 @@ class TrainedRank(ModelRank):
     def _learning_rate(self) -> float:
         return learning_rate(self._num_steps, self._config, self._total_steps)
 
+    def _gradients(self, micro_batches: Sequence[DeviceMicroBatch], loss: Loss[Output, Report]) -> list[Report]:
+        """Compute the gradients of the sum of all losses; return the reports, [] except on the last stage."""
+        step = self._num_steps + 1
+
+        def loss_of(index: int, output: Output) -> tuple[Tensor, Report]:
+            value, report = loss(index, output)
+            return value * torch.nan if self._reach("backward", step=step) == "nan" else value, report
+
+        self._reach("forward", step=step)
+        self._optimizer.zero_grad()
+        return accumulate_gradients(self._optimizer.chunks, micro_batches, loss=loss_of)
+
     def _apply(self, loss: float, rate: float) -> float | None:
-        """The update whose gradients are there; answers with their norm. One that is not finite changes no weight."""
+        """Apply the gradients and return their norm; None, with no weight changed, if norm or loss is not finite."""
         step = self._num_steps + 1
         if self._reach("gradients", step=step) == "nan":
             self._optimizer.spoil_gradients()
@@ -130,6 +146,6 @@ class TrainedRank(ModelRank):
         if self._num_skipped > MAX_SKIPPED_UPDATES:
             raise NumericsError(
                 f"step {step}: the loss is {loss}, the gradient norm {grad_norm}; "
-                f"{MAX_SKIPPED_UPDATES} updates before it were not finite either, and none of them was applied"
+                f"the {MAX_SKIPPED_UPDATES} updates before it were not finite either; none of them was applied"
             )
         return None

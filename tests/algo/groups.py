@@ -1,4 +1,4 @@
-"""Scored groups for tests: rollouts whose first token came from a tool, say, not from the policy."""
+"""Scored groups for tests. The first token of every rollout is not from the policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def scored_group(
     lengths: Sequence[int] | None = None,
     cut: Sequence[int] = (),
 ) -> ScoredGroup:
-    """The rollouts are 2, 3, 4 ... tokens long where `lengths` does not say; those in `cut` ended at the limit."""
+    """Rollouts have 2, 3, 4 ... tokens by default; those in `cut` ended at the limit."""
     prompt = Prompt(
         uid=f"train.parquet:{number}",
         position=number,

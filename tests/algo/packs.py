@@ -1,4 +1,4 @@
-"""Packed micro-batches for tests: sequences of random tokens, laid end to end in any order, with or without padding."""
+"""Packed micro-batches for tests: sequences of random tokens in any order, with or without padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLUMNS = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "advantage
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """A mini-batch before anything was packed: rows are sequences, the columns of a token are in COLUMNS' order."""
+    """A mini-batch before packing: rows are sequences, the columns of a token are in the order of COLUMNS."""
 
     columns: tuple[Tensor, ...]  # per sequence [6, T]
     loss_masks: tuple[Tensor, ...]  # per sequence [T]
@@ -31,7 +31,7 @@ class Sequences:
 
 
 def random_sequences(seed: int, lengths: Sequence[int], *, dtype: torch.dtype = torch.float64) -> Sequences:
-    """With advantages of both signs, ratios on both sides of every clip, and some tokens that are not the policy's."""
+    """Draw advantages of both signs, ratios on both sides of every clip, and some tokens outside the loss."""
     random = torch.Generator().manual_seed(seed)
     columns, loss_masks = [], []
     for length in lengths:
@@ -45,7 +45,7 @@ def random_sequences(seed: int, lengths: Sequence[int], *, dtype: torch.dtype = 
 def pack(
     sequences: Sequences, members: Sequence[int], leaves: Sequence[Tensor] | None = None, *, padding: int = 0
 ) -> PolicyTokens:
-    """One micro-batch of these sequences in this order. `leaves` stand in for the log-probabilities, with gradients."""
+    """Return one micro-batch of these sequences in this order; `leaves` replace the log-probabilities."""
     parts = [sequences.columns[i] for i in members]
     masks = [sequences.loss_masks[i] for i in members]
     logprobs = [sequences.columns[i][0] if leaves is None else leaves[i] for i in members]
@@ -70,7 +70,7 @@ def pack(
 def one_sequence(
     logprobs: Sequence[float], old: Sequence[float], advantages: Sequence[float], *, entropy: Sequence[float] = ()
 ) -> PolicyTokens:
-    """All of whose tokens count."""
+    """Return segments in which every token is a loss token."""
     num_tokens = len(logprobs)
     return PolicyTokens(
         logprobs=torch.tensor(logprobs, requires_grad=True),

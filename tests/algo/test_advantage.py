@@ -189,7 +189,7 @@ def float32(*numbers: float) -> FloatArray:
 def outcomes_of(
     rewards: tuple[FloatArray, ...], values: tuple[FloatArray, ...], loss_masks: tuple[BoolArray, ...]
 ) -> Outcomes:
-    """Token by token: what is taken off is what is given, with the other sign."""
+    """Give rewards per token, as penalties of the opposite sign."""
     return Outcomes(
         rewards=np.zeros(len(rewards)),
         groups=np.arange(len(rewards)),

@@ -15,7 +15,7 @@ from tests.algo.groups import scored_group
 
 
 def brute_force(num_rollouts: int, num_right: int, k: int) -> float:
-    """Over every way to draw k of the rollouts."""
+    """Average over every way to draw k of the rollouts."""
     draws = list(combinations([place < num_right for place in range(num_rollouts)], k))
     return sum(any(draw) for draw in draws) / len(draws)
 

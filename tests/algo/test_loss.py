@@ -26,7 +26,7 @@ PPO = PpoLossConfig(kind="ppo", clip_low=0.2, clip_high=0.28)
 
 
 def gradient(config: LossConfig, logprobs: list[float], old: list[float], advantages: list[float]) -> list[float]:
-    """Of the sum of the token losses."""
+    """Gradients of the sum of the token losses."""
     tokens = one_sequence(logprobs, old, advantages)
     policy_loss(config, tokens).values.sum().backward()  # type: ignore[no-untyped-call]
     assert tokens.logprobs.grad is not None

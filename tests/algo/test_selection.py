@@ -104,7 +104,7 @@ def groups() -> list[ScoredGroup]:
 
 
 def numbers(of: Sequence[ScoredGroup]) -> tuple[FloatArray, ...]:
-    """Different for every rollout, the same wherever it stands."""
+    """Return numbers that differ between rollouts and do not depend on their position in the group."""
     return tuple(
         np.linspace(-1, 0, len(rollout.token_ids), dtype=np.float32) - scored.group.prompt.position
         for scored in of

@@ -1,4 +1,4 @@
-"""What only a GPU computes, against slow and obvious references in higher precision."""
+"""GPU kernels against slow, obvious references in higher precision."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCAB = 5003
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Relative to the size of what is expected."""
+    """Distance relative to the norm of the expected values."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 

@@ -1,4 +1,4 @@
-"""Taking turns on a GPU: nothing is lost, nothing leaks, and what is given back can be used by others."""
+"""Release and reload on a GPU: no value is lost, no memory leaks, and others can use what was released."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.gpu
 
 NUM_PHASES = 50
 SLACK_BYTES = 96 << 20
-"""Less than any one of the models here: allocators round."""
+"""Allowance for rounding by allocators; less than the size of any model here."""
 SHAPE = PUBLIC_MODELS["qwen2.5-0.5b"]
 TIMEOUT_S = 60.0
 
@@ -102,7 +102,7 @@ def make_plan() -> Plan:
 
 
 def receive(address: StoreAddress, versions: range, pipe: Connection) -> None:
-    """An engine's end: take every version, and say what the parameters are then."""
+    """The engine's side: receive every version and return the parameters after it."""
     moves = make_plan()
     tensors = {
         name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device="cuda")

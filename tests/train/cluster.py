@@ -26,7 +26,7 @@ _STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What a job raised."""
+    """The error of a job."""
 
     error: BaseException
     text: str

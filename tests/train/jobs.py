@@ -1,4 +1,4 @@
-"""What rank processes do in tests. Everything here runs in every rank of a `Cluster`."""
+"""Jobs of the rank processes. Each function runs in every rank of a `Cluster`."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def fail_to_build(rank: int, world: int, port: int, setup: Setup) -> str:
 
 
 def fail_to_update(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> tuple[str, bool]:
-    """The error of an update, and whether the weights are as they were."""
+    """Return the error of an update, and whether the weights are unchanged."""
     trainer = build(rank, world, port, setup)
     before = {name: tensor.numpy().copy() for name, tensor in trainer.tensors().items()}
     try:
@@ -151,7 +151,7 @@ def fail_to_update(rank: int, world: int, port: int, setup: Setup, batch: TrainB
 
 
 def score_vocab_shards(rank: int, world: int, port: int, inputs: ScoreInputs) -> ScoreOutcome:
-    """Scores of a vocabulary that is split over the ranks, and the gradients of their weighted sum."""
+    """Return scores over a vocabulary that is split over the ranks, and the gradients of their weighted sum."""
     topology = join(rank, world, port, ActorConfig(pool="train", tensor=world))
     rows = len(inputs.weight) // world
     hidden = torch.tensor(inputs.hidden, requires_grad=True)
@@ -205,7 +205,7 @@ def coordinates(rank: int, world: int, port: int, actor: ActorConfig) -> tuple[i
 
 
 def wait_alone(rank: int, world: int, port: int, timeout_s: float) -> str:
-    """The error of a rank whose peer never comes."""
+    """Return the error of a rank whose peer is missing."""
     try:
         join(rank, 2, port, ActorConfig(pool="train", tensor=2), timeout_s)
     except MachineError as error:
@@ -214,7 +214,7 @@ def wait_alone(rank: int, world: int, port: int, timeout_s: float) -> str:
 
 
 def ask_for_cuda(rank: int, world: int, port: int) -> tuple[str, str, str, bool]:
-    """Where tensors land that Megatron wants on a GPU, inside and outside the mode."""
+    """Return the devices of tensors that Megatron creates on a GPU, inside and outside the mode."""
     cpu.install()
     cpu.install()
     with cpu.literal_devices():
@@ -275,7 +275,7 @@ def resume_and_train(
     batches: Sequence[TrainBatch],
     folder: Path,
 ) -> tuple[TrainerState, list[UpdateResult]]:
-    """Go on from a checkpoint with more batches, then save everything."""
+    """Resume from a checkpoint, update with every batch, then save everything."""
     trainer = build_empty(rank, world, port, setup)
     trainer.resume(checkpoint, state)
     results = [trainer.update(batch) for batch in batches]
@@ -288,7 +288,7 @@ def resume_and_train(
 def fail_to_save_and_go_on(
     rank: int, world: int, port: int, setup: Setup, batch: TrainBatch, folder: Path
 ) -> tuple[str, UpdateResult]:
-    """The error of a save where nothing can be written, and the update after it."""
+    """Return the error of a save to a folder that cannot be written, and the update after it."""
     trainer = build(rank, world, port, setup)
     try:
         trainer.snapshot("weights")
@@ -348,7 +348,7 @@ def build_critic(rank: int, world: int, port: int, setup: CriticSetup) -> Critic
 def train_critic(
     rank: int, world: int, port: int, setup: CriticSetup, batch: TrainBatch, folder: Path | None = None
 ) -> CriticOutcome:
-    """Say what is expected of a batch, learn from it, and save."""
+    """Compute values of a batch, update with it, and save."""
     critic = build_critic(rank, world, port, setup)
     critic.load(setup.folder)
     values = critic.values(batch)
@@ -365,7 +365,7 @@ def train_critic(
 def resume_critic(
     rank: int, world: int, port: int, setup: CriticSetup, checkpoint: Path, state: TrainerState, batch: TrainBatch
 ) -> tuple[FloatArray, ...]:
-    """What a critic that goes on from a checkpoint expects of a batch."""
+    """Return the values of a batch from a critic that resumed from a checkpoint."""
     critic = build_critic(rank, world, port, setup)
     critic.resume(checkpoint, state)
     values = critic.values(batch)
@@ -376,7 +376,7 @@ def resume_critic(
 def ask_reference(
     rank: int, world: int, port: int, setup: Setup, folder: Path, batch: TrainBatch
 ) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...], tuple[FloatArray, ...]]:
-    """Log-probabilities of the policy before, of a reference in its ranks, and of the policy after."""
+    """Return log-probabilities of the policy, of a reference in its ranks, and of the policy again."""
     trainer = build(rank, world, port, setup)
     trainer.keep_reference(folder)
     before, reference, after = trainer.logprobs(batch), trainer.reference_logprobs(batch), trainer.logprobs(batch)
@@ -395,7 +395,7 @@ def ask_separate_reference(rank: int, world: int, port: int, setup: Setup, batch
 def update_until_error(
     rank: int, world: int, port: int, setup: Setup, batches: Sequence[TrainBatch]
 ) -> tuple[list[UpdateResult], str, bool]:
-    """Every result, the error that ended them, and whether the weights are as they were."""
+    """Return every result, the error that ended them, and whether the weights are unchanged."""
     trainer = build(rank, world, port, setup)
     before = {name: tensor.numpy().copy() for name, tensor in trainer.tensors().items()}
     results: list[UpdateResult] = []

@@ -1,4 +1,4 @@
-"""What rank processes do in the tests of the optimizer."""
+"""Jobs of the rank processes in the tests of the optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Updated:
 
     num_buckets: int
     adam: str
-    """The class that Megatron chose."""
+    """Name of the class that Megatron chose."""
     tensors: dict[str, FloatArray]
 
 

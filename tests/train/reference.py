@@ -1,4 +1,4 @@
-"""The trainer once more, slow and obvious: the Hugging Face model in one process, one sequence at a time, AdamW."""
+"""A slow, obvious trainer: the Hugging Face model in one process, one sequence at a time, with AdamW."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """Everything about one loss token's term."""
+    """The inputs of one loss token's term."""
 
     logprob: Tensor
     entropy: Tensor
@@ -110,7 +110,7 @@ class Reference:
 
 
 def checkpoint_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """By the names of a checkpoint, in which no two experts share a tensor."""
+    """Return tensors by their names in a checkpoint, one tensor per expert."""
     weights: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         prefix, is_expert, stacked = name.rpartition("experts.")

@@ -10,7 +10,7 @@ from megarl.types import FinishReason, PolicyVersion, Rollout, TrainSample
 def make_samples(
     num: int, *, vocab: int, seed: int = 0, max_prompt: int = 8, max_response: int = 12
 ) -> list[TrainSample]:
-    """Of different lengths, with some tokens that the policy did not choose."""
+    """Return samples of different lengths, with some tokens that the policy did not choose."""
     random = np.random.default_rng(seed)
     samples = []
     for _ in range(num):

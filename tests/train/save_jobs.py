@@ -1,4 +1,4 @@
-"""What rank processes do in the tests of saving beside training. Everything here runs in every rank of a `Cluster`."""
+"""Jobs of the rank processes in the tests of saving. Each function runs in every rank of a `Cluster`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train_while_writing(
     after: Sequence[TrainBatch],
     folder: Path | None,
 ) -> tuple[list[bool], dict[str, FloatArray]]:
-    """Save after some batches while the others are trained on; whether that was under way as each of them ended."""
+    """Save after some batches while training on the others; return whether it still wrote as each of them ended."""
     trainer = build(rank, world, port, setup)
     for batch in before:
         trainer.update(batch)
@@ -50,7 +50,7 @@ def train_while_writing(
 
 
 def break_a_weight_and_save(rank: int, world: int, port: int, setup: Setup, folder: Path) -> str:
-    """The error of saving weights that are not finite on one rank."""
+    """Return the error of saving weights that are not finite on one rank."""
     trainer = build(rank, world, port, setup)
     if rank == 1:
         next(iter(trainer.tensors().values())).view(-1)[0] = torch.inf
@@ -60,7 +60,7 @@ def break_a_weight_and_save(rank: int, world: int, port: int, setup: Setup, fold
 
 
 def lose_a_rank(rank: int, world: int, port: int, setup: Setup, folder: Path, point: str) -> None:
-    """Rank 1 is killed while it saves; rank 0 leaves a note of how its own write ended."""
+    """Kill rank 1 while it saves; rank 0 writes the error of its own write to a file."""
     trainer = build(rank, world, port, setup)
     os.environ[FAULTS.name] = json.dumps([{"point": point, "rank": 1, "kind": "kill"}])
     message = _write(trainer, folder, setup)
@@ -68,7 +68,7 @@ def lose_a_rank(rank: int, world: int, port: int, setup: Setup, folder: Path, po
 
 
 def draw_no_random_number(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> bool:
-    """Whether the generators are after an update what they were before it."""
+    """Return whether an update leaves the state of the random generator unchanged."""
     trainer = build(rank, world, port, setup)
     before = torch.get_rng_state()
     trainer.update(batch)

@@ -1,4 +1,4 @@
-"""What the actor does beyond one update: a reference in its ranks, KL in the loss, epochs, updates that are skipped."""
+"""The actor beyond one update: a reference in its ranks, KL in the loss, epochs, skipped updates."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_reference_with_ranks_of_its_own_says_the_same(cluster: Cluster, model
 
 
 def with_references(samples: Sequence[TrainSample], logprobs: Sequence[torch.Tensor]) -> list[TrainSample]:
-    """A reference that finds every token a little more or less likely than the policy."""
+    """Add log-probabilities of a reference that differs a little from the policy."""
     random = np.random.default_rng(3)
     return [
         replace(sample, reference_logprobs=(tensor.numpy() + random.normal(0, 0.3, len(tensor))).astype(np.float32))

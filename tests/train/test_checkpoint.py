@@ -1,4 +1,4 @@
-"""Resuming: what a checkpoint of one layout makes of another layout's trainer."""
+"""Resuming: a checkpoint of one layout continues in another."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batches_of(model: Model, world: int, actor: ActorConfig) -> list[TrainBatch]
 
 
 def saved_tensors(folder: Path) -> dict[str, Tensor]:
-    """Everything in a checkpoint's safetensors files, by folder and canonical name."""
+    """Return all tensors of a checkpoint's safetensors files, by folder and canonical name."""
     return {
         f"{path.parent.relative_to(folder)}/{name}": tensor
         for path in folder.rglob("*.safetensors")

@@ -31,7 +31,7 @@ SPLITS = {**DENSE_SPLITS, **MIXTURE_SPLITS}
 
 
 def critic_samples(model: Model, *, num: int = 7, seed: int = 11) -> list[TrainSample]:
-    """With values and returns; a value head that is zero expects 0 of everything."""
+    """Return samples with random values and returns: a zero value head would only give values of 0."""
     random = np.random.default_rng(seed)
     return [
         replace(

@@ -46,7 +46,7 @@ def dense_backward(
 
 @pytest.mark.parametrize("lengths", [[512, 512], [600, 700], [512, 512, 70, 1500, 1], [3000]])
 def test_every_sequence_sees_itself_alone(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's own kernels in the place of cuDNN's, on rectangles as those would get them."""
+    """Replace cuDNN's kernels by torch's own, on the same rectangles."""
     monkeypatch.setattr(cudnn_attention, "_forward", dense)
     monkeypatch.setattr(cudnn_attention, "_backward", dense_backward)
     rectangles = _all_rectangles(lengths)

@@ -17,7 +17,7 @@ TOLERANCES = {"activation": 1e-5, "rotation": 1e-6, "scores": 1e-5, "digests": 0
 
 @pytest.fixture(scope="module")
 def differences() -> dict[str, float]:
-    """Of every kernel from its torch version, by Triton's interpreter."""
+    """Return the distance of every kernel from its torch version, by Triton's interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed")
     command = [sys.executable, "-W", "ignore", "-m", "tests.interpreted_kernels"]
     done = subprocess.run(

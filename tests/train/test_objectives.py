@@ -31,7 +31,7 @@ from tests.train.samples import make_samples
 from tests.train.test_rank import SPLITS, assert_close, packed, setup_of, whole_weights
 
 INVARIANCE = 1e-6
-"""Of a loss, and of every gradient: with the settings of `test_rank` the change of a weight is its gradient."""
+"""Tolerance of losses and gradients; with the settings of `test_rank` a weight changes by its gradient."""
 
 ALGORITHMS: dict[str, AlgorithmConfig] = {
     "gspo": GrpoConfig(
@@ -88,7 +88,7 @@ def test_an_update_does_not_depend_on_ranks_or_micro_batches(name: str, cluster:
 
 
 def _with_reference(sample: TrainSample) -> TrainSample:
-    """Whose tokens the reference finds a little more or less likely than the engine did."""
+    """Return samples whose reference log-probabilities differ a little from the engine's."""
     shifts = np.linspace(-0.5, 0.5, len(sample.advantages), dtype=np.float32)
     return replace(sample, reference_logprobs=sample.rollout.logprobs + shifts)
 

@@ -1,4 +1,4 @@
-"""What a recipe passes on to Megatron's gradient buffers and optimizer arrives, and changes what it should."""
+"""The recipe's fields reach Megatron's gradient buffers and optimizer; the learning rate follows its schedule."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def setup_of(model: Model, actor: ActorConfig, algorithm: AlgorithmConfig = GRPO
 
 
 def whole_weights(outcomes: Sequence[jobs.Outcome], model: Model, actor: ActorConfig) -> dict[str, Tensor]:
-    """Canonical tensors put together from every rank's parameters; replicas must be equal to the last bit."""
+    """Assemble canonical tensors from every rank's parameters; replicas must be bit-equal."""
     parallel = MegatronParallel.of(actor, data=len(outcomes) // actor.model_parallel)
     layout = megatron_layout(model.shape, parallel, dtype="float32")
     weights = {name: torch.full(spec.shape, torch.nan) for name, spec in layout.canonical.items()}
@@ -121,7 +121,7 @@ References = dict[Path, tuple[list[Tensor], tuple[float, float, float], dict[str
 
 @pytest.fixture(scope="session")
 def references() -> References:
-    """What the Hugging Face model says, computed once per model."""
+    """Results of the Hugging Face model, computed once per model."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""What ranks record of the same sample is the same, however the model is split over them."""
+"""Ranks record the same values of a sample, however the model is split over them."""
 
 from __future__ import annotations
 

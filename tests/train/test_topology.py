@@ -35,5 +35,5 @@ def test_a_rank_whose_peer_never_comes_gives_up_and_says_where_it_waited(cluster
     began = time.monotonic()
     (message,) = cluster.run(1, jobs.wait_alone, 2.0)
     assert time.monotonic() - began < 30
-    assert message.startswith("trainer rank 0 of 2 could not meet the others at 127.0.0.1:")
+    assert message.startswith("trainer rank 0 of 2 could not join the other ranks at 127.0.0.1:")
     assert "within 2 s" in message

@@ -67,8 +67,8 @@ CASES = (
     Case(
         rule="not finite",
         steps=FINE,
-        failure="step 25: the loss is nan, the gradient norm nan; 3 updates before it were not finite either",
-        evidence="step 25: the loss is nan, the gradient norm nan; 3 updates before it were not finite either",
+        failure="step 25: the loss is nan, the gradient norm nan; the 3 updates before it were not finite either",
+        evidence="step 25: the loss is nan, the gradient norm nan; the 3 updates before it were not finite either",
         changes=(HALF_RATE, "train.optimizer.clip_grad_norm: 0.5"),
     ),
     Case(

@@ -80,7 +80,7 @@ class Score:
     prediction: str | None = None
     """The final answer the scorer read out of the response, where it says so."""
     is_masked: bool = False
-    """Nobody could score the rollout: it counts in no statistics of its group and in no loss."""
+    """The rollout could not be scored: it is left out of its group's statistics and of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class ScoredGroup:
     group: RolloutGroup
     scores: tuple[Score, ...]
     baseline: Score | None = None
-    """Of the group's baseline."""
+    """The score of the group's baseline."""
 
     def __post_init__(self) -> None:
         num_rollouts = len(self.group.rollouts)
@@ -97,13 +97,13 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimates:
-    """What models say about a step's rollouts before it is trained on: B of [T_i] each, None where nobody asked."""
+    """Per-token numbers of a step's B rollouts, of [T_i] each, computed before training; None if not asked for."""
 
     logprobs: tuple[FloatArray, ...] | None = None
-    """Of the policy as it is trained next."""
+    """Log-probabilities of the policy before the step."""
     reference_logprobs: tuple[FloatArray, ...] | None = None
     values: tuple[FloatArray, ...] | None = None
-    """The reward that the critic expects before each token."""
+    """The return that the critic expects before each token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class TrainSample:
     prompt_ids: TokenArray  # [P]
     rollout: Rollout
     advantages: FloatArray  # [T], 0 where the policy did not choose the token
-    old_logprobs: FloatArray | None = None  # [T], of the policy before the step, where somebody has asked it
+    old_logprobs: FloatArray | None = None  # [T], of the policy before the step, where it was asked for
     reference_logprobs: FloatArray | None = None  # [T], where the loss has a KL term
     values: FloatArray | None = None  # [T], of the critic before the step, where there is one
     returns: FloatArray | None = None  # [T], what the critic learns
@@ -158,7 +158,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """What one optimizer update sees, split over the data-parallel ranks.
+    """The samples of one optimizer update, split over the data-parallel ranks.
 
     The denominators are global: no rank or micro-batch divides by a count of its own.
     """
@@ -167,7 +167,7 @@ class MiniBatch:
     """One tuple of micro-batches per data-parallel rank; all tuples have one length, all micro-batches one N."""
     num_loss_tokens: int
     num_sequences: int
-    """Those with a loss token: a rollout that left the loss is not in its denominator."""
+    """Sequences with a loss token: a rollout that left the loss is not in its denominator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ STEP = (
     *("data/stream", "rollout/generator", "rollout/fleet", "rollout/lifecycle", "rollout/client", "rollout/reply"),
     *("reward/scorer", "algo/algorithm", "algo/advantage", "algo/selection"),
     *("data/packing", "runtime/trainers/trainer", "runtime/trainers/ranks", "runtime/trainers/worker_group"),
-    *("train/rank", "train/trained", "train/actor", "train/passes", "train/micro_batch", "train/model"),
+    *("train/rank", "train/trained", "train/actor", "train/passes", "train/model"),
     *("train/attention", "train/logprob", "train/stats", "train/optimizer", "train/topology"),
     *("algo/objective", "algo/loss", "algo/segments"),
     *("runtime/engines/publisher", "runtime/trainers/actor", "rollout/control", "rollout/commands", "rollout/loader"),
@@ -34,9 +34,9 @@ STEP = (
 """Modules to read to follow one synchronous GRPO step from prompt to published version."""
 
 STEP_START = (
-    *("cli/main", "results", "runtime/launch", "runtime/run", "runtime/build", "runtime/inputs", "runtime/cluster"),
+    *("cli/train", "results", "runtime/launch", "runtime/run", "runtime/build", "runtime/inputs", "runtime/cluster"),
     *("runtime/tasks", "runtime/rollout_samples", "runtime/engines/serving", "runtime/engines/processes"),
-    *("runtime/trainers/start", "runtime/trainers/build", "train/schedule"),
+    *("runtime/trainers/start", "runtime/trainers/build"),
     *("weights/algebra/bundles", "weights/algebra/routing", "weights/algebra/locality"),
     *("weights/layouts/canonical", "weights/layouts/pieces", "weights/layouts/megatron", "weights/layouts/sglang"),
     "weights/layouts/transfer_spec",

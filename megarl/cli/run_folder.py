@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.cli.display import make_console
-from megarl.data.generations import Generation, list_generations, read_generations
+from megarl.data.rollout_files import Generation, list_generations, read_generations
 from megarl.errors import DataError, MachineError
 from megarl.observe.events import EVENTS_FILE, read_events
 from megarl.tools.page.timeline import fold_spans, to_trace

@@ -52,7 +52,7 @@ class DataConfig(Section):
     max_prompt_tokens: PositiveInt = 1024
     """Length of the longest prompt, after the chat template."""
     overlong_prompts: Literal["refuse", "drop"] = "refuse"
-    """What happens to a prompt above max_prompt_tokens: the run is refused, or goes on without it."""
+    """The treatment of a prompt above max_prompt_tokens: the run is refused, or goes on without it."""
     is_shuffled: bool = True
     """Prompts come in an order that `run.seed` determines, another one in each epoch."""
 
@@ -254,7 +254,7 @@ class Recipe(Section):
 
     @property
     def in_flight(self) -> InFlight | None:
-        """What a publish does to running requests; None where no request runs during a publish."""
+        """The treatment of running requests during a publish; None where no request runs during a publish."""
         rollout = self.roles.rollout
         return (rollout.in_flight or "abort") if rollout is not None and self.train.max_staleness else None
 

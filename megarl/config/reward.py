@@ -12,7 +12,7 @@ from megarl.config.section import Section
 
 class _Tolerance(Section):
     on_error: Literal["fail", "mask", "value"] = "fail"
-    """What a rollout without a score does: it stops the run, leaves the group's statistics and the loss, or gets
+    """The effect of a rollout without a score: it stops the run, leaves the group's statistics and the loss, or gets
     `error_value`."""
     error_value: FiniteFloat | None = None
     """The score of a rollout without one, with `on_error: value`."""
@@ -125,7 +125,7 @@ class HttpRewardConfig(_Tolerance):
     max_reply_bytes: PositiveInt = 1_000_000
     """A longer reply is an error."""
     weights: Annotated[dict[str, FiniteFloat], Field(min_length=1)] | None = None
-    """As in `function`."""
+    """The same key as in `function`."""
 
 
 class FunctionRewardConfig(_InWorkers):

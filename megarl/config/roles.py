@@ -72,8 +72,8 @@ class ModelParallelConfig(Section):
 
 class TrainedModelConfig(ModelParallelConfig):
     offload: Literal["nothing", "optimizer", "everything"] = "nothing"
-    """What goes to host memory while engines generate in the same pool: the optimizer's states, or the weights as well;
-    with either, gradients are freed meanwhile."""
+    """State that goes to host memory while engines generate in this pool: the optimizer's, or the weights as well; with
+    either, gradients are freed meanwhile."""
     megatron_optimizer: dict[str, object] = Field(default={})
     """Further fields of megatron-core's OptimizerConfig, such as `decoupled_weight_decay: false`."""
     megatron_ddp: dict[str, object] = Field(default={})
@@ -152,7 +152,7 @@ class RolloutRoleConfig(Section):
     relays_weights: bool = False
     """Weights leave the trainers once and pass from one rollout node to the next: for many nodes and few trainers."""
     in_flight: InFlight | None = None
-    """What a publish does to the requests that are running, with `train.max_staleness` above 0. `abort` (if null): they
+    """The treatment of running requests during a publish, with `train.max_staleness` above 0. `abort` (if null): they
     end, and go on from where they were as new requests; `retract`: they wait in the engine and go on with a KV cache
     that is computed again; `in_place`: they go on with the one they have, of the weights before."""
     canary_every: PositiveInt | None = 10

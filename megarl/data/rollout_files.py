@@ -1,12 +1,15 @@
-"""Sampled rollouts in parquet files, for people to read: `<run>/rollouts/step_N.parquet`, one rollout per row.
+"""Rollouts in files, for people to read: samples of training and all of an evaluation.
 
-A list of rollouts needs only small columns; the columns per token are read for one rollout at a time.
+Samples of training are in `<run>/rollouts/step_N.parquet`, one rollout per row; a list of them needs only small
+columns, and the columns per token are read for one rollout at a time. An evaluation is in
+`<run>/evaluations/step_N.jsonl`.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter, ValidationError
 
-from megarl.errors import DataError
-from megarl.types import FloatArray, Score, ScoredGroup, TokenArray, TrainSample
+from megarl.errors import DataError, MachineError
+from megarl.types import FinishReason, FloatArray, Score, ScoredGroup, TokenArray, TrainSample
 
 ROLLOUTS_FOLDER = "rollouts"
 
-_FILE = re.compile(r"step_(\d{6,})\.parquet")
+_STEP_FILE = re.compile(r"step_(\d{6,})\.(parquet|jsonl)")
 _ROWS_PER_GROUP = 64
 """Rows that are read to show one rollout."""
 _LINE_CHARS = 160
@@ -55,8 +59,11 @@ def rollouts_file(run_folder: Path, step: int) -> Path:
 
 def list_rollouts(run_folder: Path) -> dict[int, Path]:
     """Return the files by step, in the order of steps."""
-    folder = run_folder / ROLLOUTS_FOLDER
-    names = {path: _FILE.fullmatch(path.name) for path in folder.iterdir()} if folder.is_dir() else {}
+    return _list_steps(run_folder / ROLLOUTS_FOLDER)
+
+
+def _list_steps(folder: Path) -> dict[int, Path]:
+    names = {path: _STEP_FILE.fullmatch(path.name) for path in folder.iterdir()} if folder.is_dir() else {}
     return dict(sorted((int(match.group(1)), path) for path, match in names.items() if match))
 
 
@@ -182,3 +189,73 @@ def _pieces(token_ids: TokenArray, decode: Callable[[TokenArray], str]) -> list[
 def _line(text: str) -> str:
     """Return the beginning of the text, on one line."""
     return " ".join(text[: 2 * _LINE_CHARS].split())[:_LINE_CHARS]
+
+
+EVALUATIONS_FOLDER = "evaluations"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One rollout of an evaluation and its score."""
+
+    prompt_uid: str
+    data_source: str
+    is_greedy: bool
+    index: int
+    """Its place among the rollouts of the prompt; 0 for the greedy one."""
+    is_right: bool
+    score: float
+    components: Mapping[str, float]
+    prediction: str | None
+    """The answer that the scorer read from the response; None if it names none."""
+    ground_truth: str
+    finish_reason: FinishReason
+    num_tokens: int
+    prompt: str
+    """The prompt with the chat template applied."""
+    response: str
+
+
+def generations_file(run_folder: Path, step: int) -> Path:
+    return run_folder / EVALUATIONS_FOLDER / f"step_{step:06d}.jsonl"
+
+
+def list_generations(run_folder: Path) -> dict[int, Path]:
+    """Return the files by step, in the order of steps."""
+    return _list_steps(run_folder / EVALUATIONS_FOLDER)
+
+
+def write_generations(path: Path, generations: Iterable[Generation]) -> None:
+    """Write the file in one operation: under its name it is complete and on disk."""
+    partial = path.with_name(f"{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            for generation in generations:
+                file.write(_GENERATION.dump_json(generation) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def read_generations(path: Path) -> Iterator[Generation]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield _parse(line, where=f"{path}: line {number}")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+_GENERATION: TypeAdapter[Generation] = TypeAdapter(Generation)
+
+
+def _parse(line: bytes, *, where: str) -> Generation:
+    try:
+        return _GENERATION.validate_json(line)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        key = ".".join(str(part) for part in detail["loc"])
+        raise DataError(f"{where} is not a generation of this version of megarl: {key}: {detail['msg']}") from None

@@ -13,8 +13,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from jinja2 import TemplateError
 
-from megarl.data.bounds import bounded
 from megarl.errors import ConfigError, DataError, Problem
+from megarl.system.proc import bounded
 from megarl.types import JsonValue, TokenArray
 
 Message: TypeAlias = Mapping[str, JsonValue]

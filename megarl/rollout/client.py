@@ -70,7 +70,7 @@ class EngineEndpoint:
 
 
 class PauseMode(StrEnum):
-    """What happens to running requests when an engine is paused."""
+    """The treatment of running requests when an engine is paused."""
 
     ABORT = "abort"
     """They end and return their tokens so far."""

@@ -71,7 +71,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """What the generator needs from the tokenizer and the model."""
+    """The part of the tokenizer and the model that the generator needs."""
 
     size: int
     """Rows of the embedding; every token id is smaller."""

@@ -42,7 +42,7 @@ class EngineState(StrEnum):
 
 
 class Want(Enum):
-    """What must be done for an engine."""
+    """An action that an engine needs."""
 
     WATCH = auto()
     END = auto()

@@ -12,7 +12,7 @@ import numpy as np
 
 from megarl.algo.grade import grade, is_right
 from megarl.config.recipe import EvaluationConfig
-from megarl.data.generations import Generation, generations_file, write_generations
+from megarl.data.rollout_files import Generation, generations_file, write_generations
 from megarl.observe.observer import Observer
 from megarl.results import EvalResult
 from megarl.runtime.saver import Saver

@@ -51,7 +51,7 @@ _SPARE_BYTES = 64 << 20
 
 
 class Saver(Protocol):
-    """As a context it finishes, on exit, a save that is under way."""
+    """Saves checkpoints. Leaving its context finishes a save that is under way."""
 
     async def __aenter__(self) -> object: ...
 

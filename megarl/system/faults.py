@@ -96,7 +96,7 @@ Point: TypeAlias = StepPoint | PublishPoint | DriverPoint | SavePoint
 POINTS: tuple[str, ...] = tuple(name for group in get_args(Point) for name in get_args(group))
 
 Spoil = Literal["nan", "corrupt"]
-"""What the caller does to the value at the point."""
+"""The damage that the caller does to the value at the point."""
 SPOILABLE: dict[str, Spoil] = {
     "backward": "nan",
     "gradients": "nan",

@@ -1,14 +1,18 @@
-"""Processes of this machine as Linux describes them in /proc; the only module that parses its files."""
+"""Processes as Linux describes them in /proc, and limits on the time and memory of code in this one."""
 
 from __future__ import annotations
 
 import os
 import resource
+import signal
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TypeAlias
 
 ZOMBIE = "Z"
@@ -105,3 +109,49 @@ def own_address_space_bytes() -> int:
 def _memory_pages(process: str) -> list[int]:
     """Return the size of the address space and of what of it is in memory, then other sizes."""
     return [int(number) for number in (_PROC / process / "statm").read_text().split()]
+
+
+@contextmanager
+def bounded(*, seconds: float, num_bytes: int) -> Iterator[None]:
+    """Raise TimeoutError if the body takes longer, MemoryError if it allocates more.
+
+    Time is limited only in the main thread, where signals arrive. The memory limit is that of the whole process.
+    """
+    with _limited_memory(num_bytes), _limited_time(seconds):
+        yield
+
+
+@contextmanager
+def _limited_time(seconds: float) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    began = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, _too_long)
+    remaining_s, interval_s = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining_s:
+            # An alarm that was set before goes off at its time.
+            left_s = max(remaining_s - (time.monotonic() - began), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
+
+
+def _too_long(_number: int, _frame: FrameType | None) -> None:
+    raise TimeoutError
+
+
+@contextmanager
+def _limited_memory(num_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = own_address_space_bytes() + num_bytes
+    for bound in (soft, hard):
+        limit = limit if bound == resource.RLIM_INFINITY else min(limit, bound)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megarl.cli.main import run
-from megarl.tools.check_sync.comparison import ClassVerdict
-from megarl.tools.check_sync.rehearsal import rehearse
+from megarl.tools.check_sync.comparison import ClassVerdict, rehearse
 from megarl.weights.algebra.plan import Plan
 from tests.repository import ROOT
 

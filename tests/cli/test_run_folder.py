@@ -7,7 +7,7 @@ import pytest
 
 from megarl.cli.main import run
 from megarl.cli.run_folder import traced
-from megarl.data.generations import generations_file, write_generations
+from megarl.data.rollout_files import generations_file, write_generations
 from megarl.errors import MachineError
 from tests.observe.samples import generation
 from tests.tools.page.runs import make_run

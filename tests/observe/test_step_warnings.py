@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from megarl.observe.step_warnings import StepWarnings
+from megarl.observe.observer import StepWarnings
 from megarl.observe.summary import RewardOutlier
 from tests.observe.samples import step_summary
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.rollout.commands import Rendezvous
-from megarl.tools.check_sync.rehearsal import hold
+from megarl.tools.check_sync.comparison import hold
 from megarl.weights.executors.digest import fastest_digest
 from megarl.weights.executors.group import Pending, TransferGroup
 from megarl.weights.executors.transfer import Sender

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.config.recipe import EvaluationConfig, SampledEvaluationConfig
-from megarl.data.generations import generations_file, read_generations
+from megarl.data.rollout_files import generations_file, read_generations
 from megarl.errors import FleetError
 from megarl.results import EvalResult
 from megarl.runtime.evaluate import HeldOutEvaluator

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.data.generations import generations_file, read_generations
+from megarl.data.rollout_files import generations_file, read_generations
 from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.runtime.runs import Run, descendants, finished, listening, run, started, survivors

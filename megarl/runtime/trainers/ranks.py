@@ -134,7 +134,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         *arguments: Parameters.args,
         **named: Parameters.kwargs,
     ) -> list[Result]:
-        """As `call_to_end`, in the ranks' second thread: training goes on meanwhile."""
+        """Do as `call_to_end` in the ranks' second thread: training goes on meanwhile."""
         shared = [ray.put(argument) for argument in arguments]
         started = [
             worker.run.options(concurrency_group=_BESIDE_TRAINING).remote(method.__name__, *shared, **named)
@@ -216,7 +216,7 @@ class RankPlacement:
 
     places: Sequence[Place]
     share: float
-    """Of each place's GPU."""
+    """Share of each place's GPU."""
     turn: asyncio.Lock
     bind: str | None
     """`network.bind` of the recipe."""

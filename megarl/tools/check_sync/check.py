@@ -24,8 +24,7 @@ from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.tool_commands import dump_file
 from megarl.runtime.engines.serving import ManagedServing, Roles, started_roles, transfer_spec
-from megarl.tools.check_sync.comparison import ClassVerdict, compare_holding, sum_by_class
-from megarl.tools.check_sync.rehearsal import rehearse
+from megarl.tools.check_sync.comparison import ClassVerdict, compare_holding, rehearse, sum_by_class
 from megarl.types import PolicyVersion
 from megarl.weights.executors.tensors import torch_dtype
 from megarl.weights.layouts.canonical import canonical_tensors

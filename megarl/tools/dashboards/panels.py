@@ -19,7 +19,7 @@ _DATASOURCE: dict[str, JsonValue] = {"type": "prometheus", "uid": "${datasource}
 Kind = Literal["timeseries", "stat", "gauge", "table"]
 Unit = Literal["short", "percentunit", "s", "bytes", "none", "ops", "dateTimeFromNow", "sci"]
 Needs = Literal["components", "critic", "gpu", "reference", "staleness"]
-"""What a run must have beside a trainer and engines for a query to have data."""
+"""Parts that a run must have beside a trainer and engines for a query to have data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Panel:
     unit: Unit = "short"
     kind: Kind = "timeseries"
     text: str = ""
-    """What is healthy, for people who do not know the metric."""
+    """Healthy values, for people who do not know the metric."""
     width: int = 8
     height: int = 7
     is_log: bool = False

@@ -23,4 +23,4 @@ class Check:
     found: str
     status: CheckStatus
     remedy: str = ""
-    """What to do, where the status is not OK."""
+    """The remedy, where the status is not OK."""

@@ -29,7 +29,7 @@ class FindingRule:
     cause: str
     remedy: Remedy
     advice: str
-    """What else to do, or how to confirm the cause. `RUN` stands for the run's folder."""
+    """Further steps, or how to confirm the cause. `RUN` stands for the run's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

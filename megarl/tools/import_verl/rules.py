@@ -1,4 +1,4 @@
-"""What becomes of each verl key: the table in rules.tsv, first match wins; known.txt has the names of verl 0.9.1.
+"""The verdict on each verl key: the table in rules.tsv, first match wins; known.txt has the names of verl 0.9.1.
 
 Options of SGLang and Megatron that verl passes on are checked as a recipe's own.
 """

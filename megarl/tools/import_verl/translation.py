@@ -22,7 +22,7 @@ _HYDRA_SECTIONS = ("hydra", "defaults")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What became of one key."""
+    """The verdict on one key."""
 
     key: str
     value: Tree

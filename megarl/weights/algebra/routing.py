@@ -1,4 +1,4 @@
-"""Who gives a box to whom. Pure.
+"""Routes: which rank gives a box to which target. Pure.
 
 A target takes a box from the nearest source: in its own process, on its own device, on its own node; equally near
 sources take equal shares. A box enters a node without a source once: one of the targets there that need it takes it

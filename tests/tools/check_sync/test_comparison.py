@@ -5,8 +5,7 @@ import torch
 
 from megarl.config.model import Family
 from megarl.tools.check_sync.check import random_tensors
-from megarl.tools.check_sync.comparison import PADDING, compare_holding, sum_by_class, tensor_class
-from megarl.tools.check_sync.rehearsal import hold, rehearse
+from megarl.tools.check_sync.comparison import PADDING, compare_holding, hold, rehearse, sum_by_class, tensor_class
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
@@ -90,6 +89,6 @@ def test_a_rehearsal_notices_a_source_that_has_something_else(monkeypatch: pytes
         tensors = hold(*arguments, **options)  # type: ignore[arg-type]
         return {name: tensor + 1 if name.endswith("mlp.router.weight") else tensor for name, tensor in tensors.items()}
 
-    monkeypatch.setattr("megarl.tools.check_sync.rehearsal.hold", hold_wrong)
+    monkeypatch.setattr("megarl.tools.check_sync.comparison.hold", hold_wrong)
     wrong = [verdict for verdict in rehearse(chosen, model) if not verdict.is_equal]
     assert [verdict.name for verdict in wrong] == ["router"]

@@ -17,7 +17,7 @@ from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig
 from megarl.rollout.process import EngineProcess
 from megarl.tools.diagnose.diagnosis import Diagnosis, Verdict
-from megarl.tools.diagnose.mismatch import compare
+from megarl.tools.diagnose.run import compare
 from megarl.train.actor import TrainerRecord
 from megarl.types import PolicyVersion, TrainBatch
 from megarl.weights.layouts.megatron import MegatronParallel

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.generations import generations_file, list_generations, read_generations, write_generations
+from megarl.data.rollout_files import generations_file, list_generations, read_generations, write_generations
 from megarl.errors import DataError, MachineError
 from tests.observe.samples import generation
 

@@ -33,7 +33,7 @@ from megarl.tools.quickstart.tiny_model import TinyShape, write_config
 from megarl.types import PolicyVersion, Prompt
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.slices import TensorSpec
-from megarl.weights.executors.digest import check_digests
+from megarl.weights.executors.digest_sums import check_digests
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.tensors import torch_dtype
 from megarl.weights.executors.transfer import Sender

@@ -35,7 +35,7 @@ from megarl.tools.quickstart.tiny_model import TinyShape, write_config
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.plan import Plan
-from megarl.weights.executors.digest import check_digests
+from megarl.weights.executors.digest_sums import check_digests
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 

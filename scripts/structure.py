@@ -26,9 +26,14 @@ STEP = (
     *("data/packing", "runtime/trainers/trainer", "runtime/trainers/ranks", "runtime/trainers/worker_group"),
     *("train/rank", "train/trained", "train/actor", "train/passes", "train/model"),
     *("train/attention", "train/logprob", "train/stats", "train/optimizer", "train/topology"),
-    *("algo/objective", "algo/loss", "algo/segments"),
+    *("algo/objective", "algo/loss"),
     *("runtime/engines/publisher", "runtime/trainers/actor", "rollout/control", "rollout/commands", "rollout/loader"),
-    *("weights/executors/transfer", "weights/executors/group", "weights/executors/digest", "weights/executors/tensors"),
+    *(
+        "weights/executors/transfer",
+        "weights/executors/group",
+        "weights/executors/digest_sums",
+        "weights/executors/tensors",
+    ),
     *("weights/algebra/plan", "weights/algebra/slices", "weights/algebra/buckets"),
 )
 """Modules to read to follow one synchronous GRPO step from prompt to published version."""

@@ -14,8 +14,9 @@ from megarl.train.layers import Rotation, gated, rotated
 from megarl.train.logprob import _grad_logits, _RowGradients, _summed
 from megarl.train.logprob_kernel import grad_rows, sum_rows
 from megarl.weights.algebra.slices import Slice
-from megarl.weights.executors.digest import MODULUS, DigestSums, Summand, _bits, _bits_of_matrix, _seeds, digest
+from megarl.weights.executors.digest import MODULUS, _bits, _seeds, bits_of_matrix, digest
 from megarl.weights.executors.digest_kernel import digest_rows
+from megarl.weights.executors.digest_sums import DigestSums, Summand
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -88,7 +89,7 @@ def digests_in_one_launch() -> float:
             for key, part, box in boxes
         ]
         sums = DigestSums(parts)
-        found = sums._prepared(torch.device("cpu")).compute([_bits_of_matrix(part) for _, part, _ in boxes])
+        found = sums._prepared(torch.device("cpu")).compute([bits_of_matrix(part) for _, part, _ in boxes])
         if {key: int(value) % MODULUS for key, value in zip("xy", found, strict=True)} != sums.compute(
             [part for _, part, _ in boxes]
         ):

@@ -12,8 +12,7 @@ from typing import Literal, TypeAlias, assert_never
 import torch
 from torch import Tensor
 
-from megarl.algo.loss import MAX_LOG_RATIO, kl
-from megarl.algo.segments import Segments
+from megarl.algo.loss import MAX_LOG_RATIO, Segments, kl
 from megarl.config.algorithm import CorrectionConfig, IcepopConfig, MaskConfig, TisConfig
 
 _Level: TypeAlias = Literal["token", "sequence"]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.correction import weights
-from megarl.algo.loss import PolicyTokens, aggregate, kl, policy_loss, value_loss
-from megarl.algo.segments import Segments
+from megarl.algo.loss import PolicyTokens, Segments, aggregate, kl, policy_loss, value_loss
 from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradientConfig, SftConfig
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.algo.loss import PolicyTokens
+from megarl.algo.loss import PolicyTokens, Segments
 from megarl.algo.monitor import MismatchMonitor
 from megarl.algo.objective import actor_loss
-from megarl.algo.segments import Segments
 from megarl.checkpoint.state import TrainerState
 from megarl.compare.hook_points import module_hooks
 from megarl.compare.recordings import Recorder, WeightDigests, weight_digests, write_patches

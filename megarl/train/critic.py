@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megarl.algo.loss import Segments
 from megarl.algo.objective import ValueTokens, critic_loss
-from megarl.algo.segments import Segments
 from megarl.config.algorithm import PolicyGradientConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import CriticResult

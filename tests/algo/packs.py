@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algo.loss import PolicyTokens
-from megarl.algo.segments import Segments
+from megarl.algo.loss import PolicyTokens, Segments
 
 COLUMNS = ("logprobs", "entropy", "old_logprobs", "rollout_logprobs", "advantages", "reference_logprobs")
 

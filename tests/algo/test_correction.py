@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megarl.algo.correction import mismatch, weights
-from megarl.algo.segments import Segments
+from megarl.algo.loss import Segments
 from megarl.config.algorithm import CorrectionConfig, IcepopConfig, MaskConfig, TisConfig
 
 LOG_RATIOS = [0.9, -0.2, 0.1]

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algo.loss import aggregate, kl, masked_sum, policy_loss, value_loss
-from megarl.algo.segments import Segments
+from megarl.algo.loss import Segments, aggregate, kl, masked_sum, policy_loss, value_loss
 from megarl.config.algorithm import (
     Aggregation,
     CispoLossConfig,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.algo.segments import Segments
+from megarl.algo.loss import Segments
 
 NAN = torch.nan
 SEGMENTS = Segments.of(

@@ -19,7 +19,7 @@ from megarl.train.offload import Offload
 from megarl.train.rank import RankSpec
 from megarl.weights.algebra.locality import on_gpus
 from megarl.weights.algebra.plan import Plan, plan
-from megarl.weights.executors.digest import check_digests
+from megarl.weights.executors.digest_sums import check_digests
 from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
 from megarl.weights.executors.tensors import torch_dtype
 from megarl.weights.executors.transfer import Receiver, Sender

@@ -18,7 +18,7 @@ from megarl.errors import WeightSyncError
 from megarl.rollout.control import ToolControl
 from megarl.rollout.lifecycle import EngineState
 from megarl.types import PolicyVersion
-from megarl.weights.executors.digest import check_digests
+from megarl.weights.executors.digest_sums import check_digests
 from megarl.weights.executors.group import abandon_group
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.processes import Outcome, run_processes

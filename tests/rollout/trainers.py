@@ -14,7 +14,8 @@ from megarl.rollout.commands import Rendezvous
 from megarl.rollout.control import ToolControl
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import Holding
-from megarl.weights.executors.digest import check_digests, fastest_digest
+from megarl.weights.executors.digest import fastest_digest
+from megarl.weights.executors.digest_sums import check_digests
 from megarl.weights.executors.group import Pending, TransferGroup
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.executors.transfer import Sender

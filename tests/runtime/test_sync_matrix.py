@@ -19,7 +19,7 @@ from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineProcess
 from megarl.types import PolicyVersion
-from megarl.weights.executors.digest import check_digests
+from megarl.weights.executors.digest_sums import check_digests
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.rollout.engines import REQUEST_TIMEOUT_S, control_of, engine_spec

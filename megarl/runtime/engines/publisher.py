@@ -26,7 +26,7 @@ from megarl.rollout.lifecycle import EngineState
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.plan import Plan
-from megarl.weights.executors.digest import check_digests
+from megarl.weights.executors.digest_sums import check_digests
 from megarl.weights.executors.group import Backend, StoreServer, abandon_group
 from megarl.weights.layouts.transfer_spec import TransferSpec
 

@@ -12,34 +12,29 @@ receiver must cut a tensor into the same boxes.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 import xxhash
 
-from megarl.errors import WeightSyncError
-from megarl.weights.algebra.buckets import split_box
-from megarl.weights.algebra.plan import Plan
-from megarl.weights.algebra.slices import Index, Slice, shift
-from megarl.weights.executors.tensors import box_of, bytes_of, device_of, first_few, source_view, torch_dtype
+from megarl.weights.algebra.slices import Index, Slice
+from megarl.weights.executors.tensors import bytes_of
 
 if TYPE_CHECKING:
-    from megarl.weights.executors.digest_kernel import MatrixSums
-
-Key = TypeVar("Key", bound=Hashable)
+    pass
 
 BoxDigest: TypeAlias = Callable[[torch.Tensor, Slice, Index], torch.Tensor]
 """(values of a box, the box, shape of its canonical tensor) -> int64 scalar."""
 
 MODULUS = 1 << 64
 
-_MATRIX = 2
+MATRIX_DIMENSIONS = 2
 """Most dimensions that the kernel takes."""
+
+Key = TypeVar("Key", bound=Hashable)
 
 _MAX_ELEMENTS: Mapping[str, int] = {"cpu": 1 << 18, "cuda": 1 << 23}
 """Elements hashed at once, by kind of device: intermediates stay in a core's cache, or launches stay few."""
@@ -64,13 +59,13 @@ def digest_tensor(values: torch.Tensor, box: Slice, canonical_shape: Index) -> t
     assert tuple(values.shape) == box.shape, f"{box} has {tuple(values.shape)} values"
     bits, lift = _bits(values.detach())
     seeds = _seeds(box.name)
-    if bits.is_cuda and bits.dim() <= _MATRIX:
+    if bits.is_cuda and bits.dim() <= MATRIX_DIMENSIONS:
         from megarl.weights.executors.digest_kernel import digest_rows  # noqa: PLC0415 - triton is only on GPU machines
 
-        first_row = box.offsets[0] if bits.dim() == _MATRIX else 0
-        matrix = bits if bits.dim() == _MATRIX else bits[None]
+        first_row = box.offsets[0] if bits.dim() == MATRIX_DIMENSIONS else 0
+        matrix = bits if bits.dim() == MATRIX_DIMENSIONS else bits[None]
         return digest_rows(matrix, first_row=first_row, first_column=box.offsets[-1], seeds=seeds, lift=lift)
-    row_keys, column_keys = _box_keys(box, canonical_shape, bits.device)
+    row_keys, column_keys = box_keys(box, canonical_shape, bits.device)
     return _sum(bits.reshape(len(row_keys), len(column_keys)), row_keys, column_keys, lift)
 
 
@@ -81,85 +76,6 @@ def digest_bytes(values: torch.Tensor, box: Slice, canonical_shape: Index) -> to
     return torch.tensor(int.from_bytes(raw, "big", signed=True))
 
 
-def check_digests(sent: Iterable[Mapping[tuple[int, str], int]], arrived: Mapping[int, Mapping[str, int]]) -> None:
-    """Compare the senders' partial digests per (target rank, tensor) with every target's own digests per tensor.
-
-    A WeightSyncError names the first tensors that differ, are missing, or arrived without a sender.
-    """
-    expected: defaultdict[tuple[int, str], int] = defaultdict(int)
-    for part in sent:
-        for key, value in part.items():
-            expected[key] = (expected[key] + value) % MODULUS
-    actual = {(rank, name): value for rank, names in arrived.items() for name, value in names.items()}
-    wrong = [
-        f"target rank {rank}: {name} has digest {_text(actual.get((rank, name)))},"
-        f" the senders' is {_text(expected.get((rank, name)))}"
-        for rank, name in sorted(expected.keys() | actual.keys())
-        if expected.get((rank, name)) != actual.get((rank, name))
-    ]
-    if wrong:
-        raise WeightSyncError(first_few(wrong))
-
-
-def _text(value: int | None) -> str:
-    return "missing" if value is None else f"{value:#018x}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summand(Generic[Key]):
-    """A box whose digest, as `dtype`, belongs to the sum `key`."""
-
-    key: Key
-    dtype: torch.dtype
-    box: Slice
-    canonical_shape: Index
-
-
-class DigestSums(Generic[Key]):
-    """Digests of the same boxes again and again: on a GPU in one launch that the first call prepares."""
-
-    def __init__(self, summands: Sequence[Summand[Key]], digest: BoxDigest = digest_tensor) -> None:
-        self._summands = summands
-        self._digest = digest
-        self._keys = list(dict.fromkeys(summand.key for summand in summands))
-        self._kernel: MatrixSums | None = None
-
-    def compute(self, values: Sequence[torch.Tensor]) -> dict[Key, int]:
-        """Return the sums by key; `values` are those of the summands."""
-        if self._digest is digest_tensor and self._suits_kernel(values):
-            sums = self._prepared(values[0].device).compute([_bits_of_matrix(tensor) for tensor in values]).tolist()
-            return {key: value % MODULUS for key, value in zip(self._keys, sums, strict=True)}
-        totals: dict[Key, torch.Tensor] = {}
-        for each, tensor in zip(self._summands, values, strict=True):
-            add(totals, each.key, self._digest(tensor.to(each.dtype), each.box, each.canonical_shape))
-        return to_ints(totals)
-
-    def _suits_kernel(self, values: Sequence[torch.Tensor]) -> bool:
-        kinds = {(tensor.device.type, tensor.dtype) for tensor in values} | {
-            ("cuda", summand.dtype) for summand in self._summands
-        }
-        return len(kinds) == 1 and all(tensor.stride(-1) == 1 and tensor.dim() <= _MATRIX for tensor in values)
-
-    def _prepared(self, device: torch.device) -> MatrixSums:
-        if self._kernel is None:
-            from megarl.weights.executors.digest_kernel import (  # noqa: PLC0415 - triton is only on GPU machines
-                MatrixKeys,
-                MatrixSums,
-            )
-
-            matrices, indices = [], {key: index for index, key in enumerate(self._keys)}
-            for each in self._summands:
-                rows, columns = _box_keys(each.box, each.canonical_shape, device)
-                matrices.append(MatrixKeys(rows=rows, columns=columns, sum_index=indices[each.key]))
-            lift = 1 << (8 * self._summands[0].dtype.itemsize)
-            self._kernel = MatrixSums(matrices, num_sums=len(self._keys), lift=lift)
-        return self._kernel
-
-
-def add(sums: dict[Key, torch.Tensor], key: Key, value: torch.Tensor) -> None:
-    sums[key] = sums[key] + value if key in sums else value
-
-
 def to_ints(sums: Mapping[Key, torch.Tensor]) -> dict[Key, int]:
     """Read sums of digests off their device, all at once."""
     if not sums:
@@ -167,84 +83,9 @@ def to_ints(sums: Mapping[Key, torch.Tensor]) -> dict[Key, int]:
     return {key: value % MODULUS for key, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)}
 
 
-class SourceDigests:
-    """Digests of a source's boxes: on a GPU in one launch, else part by part while buckets travel."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        tensors: Mapping[str, torch.Tensor],
-        digest: BoxDigest,
-        *,
-        own_target: int,
-        bucket_bytes: int,
-    ) -> None:
-        self._plan = plan
-        self._tensors = tensors
-        self._digest = digest
-        self._bucket_bytes = bucket_bytes
-        self._boxes = [
-            replace(box, targets=targets)
-            for box in plan.boxes_from(rank)
-            if (targets := tuple(key for key in box.targets if key[0] != own_target))
-        ]
-        self._at_once: DigestSums[int] | None = None
-        if device_of(tensors).type == "cuda" and digest is digest_tensor:
-            self._at_once = DigestSums(
-                [
-                    Summand(
-                        key=number,
-                        dtype=torch_dtype(box.dtype),
-                        box=box.slice,
-                        canonical_shape=plan.target.canonical[box.slice.name].shape,
-                    )
-                    for number, box in enumerate(self._boxes)
-                ]
-            )
-            self._views = [source_view(tensors, box) for box in self._boxes]
-        self.begin()
-
-    def begin(self) -> None:
-        self._sums: dict[tuple[int, str], torch.Tensor] = {}
-        self._parts = iter(()) if self._at_once is not None else self._digest_parts()
-        self._behind_bytes = 0
-
-    def advance(self, num_bytes: int) -> None:
-        """Digest about as many bytes as were sent since the last call."""
-        self._behind_bytes += num_bytes
-        while self._behind_bytes > 0 and (digested_bytes := next(self._parts, None)) is not None:
-            self._behind_bytes -= digested_bytes
-
-    def finish(self) -> dict[tuple[int, str], int]:
-        """Return the digest per (target rank, target tensor)."""
-        if self._at_once is None:
-            for _ in self._parts:
-                pass
-            return to_ints(self._sums)
-        totals: dict[tuple[int, str], int] = {}
-        for number, value in self._at_once.compute(self._views).items():
-            for key in self._boxes[number].targets:
-                totals[key] = (totals.get(key, 0) + value) % MODULUS
-        return totals
-
-    def _digest_parts(self) -> Iterator[int]:
-        """Digest each box once, whatever the number of its targets; yield the bytes of each part."""
-        for box in self._boxes:
-            view = source_view(self._tensors, box)
-            shape = self._plan.target.canonical[box.slice.name].shape
-            for part in split_box(box, bucket_bytes=self._bucket_bytes):
-                offsets = shift(part.offsets, box.slice.offsets, (0,) * len(part.offsets))
-                values = box_of(view, offsets, part.shape).to(torch_dtype(box.dtype))
-                digest = self._digest(values, part, shape)
-                for key in box.targets:
-                    add(self._sums, key, digest)
-                yield values.numel() * values.element_size()
-
-
-def _bits_of_matrix(values: torch.Tensor) -> torch.Tensor:
+def bits_of_matrix(values: torch.Tensor) -> torch.Tensor:
     bits, _ = _bits(values.detach())
-    return bits if bits.dim() == _MATRIX else bits[None]
+    return bits if bits.dim() == MATRIX_DIMENSIONS else bits[None]
 
 
 def _sum(bits: torch.Tensor, row_keys: torch.Tensor, column_keys: torch.Tensor, lift: int) -> torch.Tensor:
@@ -263,7 +104,7 @@ def _bits(values: torch.Tensor) -> tuple[torch.Tensor, int]:
     return (values if values.stride(-1) == 1 else values.contiguous()).view(width), 1 << (8 * values.element_size())
 
 
-def _box_keys(box: Slice, canonical_shape: Index, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def box_keys(box: Slice, canonical_shape: Index, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys of the canonical rows and columns of a box."""
     rows = torch.zeros((), dtype=torch.int64, device=device)
     for axis, (start, size) in enumerate(zip(box.offsets[:-1], box.shape[:-1], strict=True)):

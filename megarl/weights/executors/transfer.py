@@ -31,16 +31,8 @@ from megarl.weights.algebra.buckets import (
 )
 from megarl.weights.algebra.locality import Link
 from megarl.weights.algebra.plan import Move, Plan
-from megarl.weights.executors.digest import (
-    MODULUS,
-    BoxDigest,
-    SourceDigests,
-    add,
-    check_digests,
-    digest_bytes,
-    digest_tensor,
-    to_ints,
-)
+from megarl.weights.executors.digest import MODULUS, BoxDigest, digest_bytes, digest_tensor, to_ints
+from megarl.weights.executors.digest_sums import SourceDigests, add, check_digests
 from megarl.weights.executors.group import Pending, TransferGroup
 from megarl.weights.executors.shared_memory import SharedSource, SharedTarget
 from megarl.weights.executors.tensors import device_of, source_view, target_view, torch_dtype

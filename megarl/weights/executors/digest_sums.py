@@ -1,0 +1,185 @@
+"""The digests of a publish: sums per engine rank and tensor of the boxes sent, compared with those that arrived."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic
+
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.weights.algebra.buckets import split_box
+from megarl.weights.algebra.plan import Plan
+from megarl.weights.algebra.slices import Index, Slice, shift
+from megarl.weights.executors.digest import (
+    MATRIX_DIMENSIONS,
+    MODULUS,
+    BoxDigest,
+    Key,
+    bits_of_matrix,
+    box_keys,
+    digest_tensor,
+    to_ints,
+)
+from megarl.weights.executors.tensors import box_of, device_of, first_few, source_view, torch_dtype
+
+if TYPE_CHECKING:
+    from megarl.weights.executors.digest_kernel import MatrixSums
+
+
+def check_digests(sent: Iterable[Mapping[tuple[int, str], int]], arrived: Mapping[int, Mapping[str, int]]) -> None:
+    """Compare the senders' partial digests per (target rank, tensor) with every target's own digests per tensor.
+
+    A WeightSyncError names the first tensors that differ, are missing, or arrived without a sender.
+    """
+    expected: defaultdict[tuple[int, str], int] = defaultdict(int)
+    for part in sent:
+        for key, value in part.items():
+            expected[key] = (expected[key] + value) % MODULUS
+    actual = {(rank, name): value for rank, names in arrived.items() for name, value in names.items()}
+    wrong = [
+        f"target rank {rank}: {name} has digest {_text(actual.get((rank, name)))},"
+        f" the senders' is {_text(expected.get((rank, name)))}"
+        for rank, name in sorted(expected.keys() | actual.keys())
+        if expected.get((rank, name)) != actual.get((rank, name))
+    ]
+    if wrong:
+        raise WeightSyncError(first_few(wrong))
+
+
+def _text(value: int | None) -> str:
+    return "missing" if value is None else f"{value:#018x}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summand(Generic[Key]):
+    """A box whose digest, as `dtype`, belongs to the sum `key`."""
+
+    key: Key
+    dtype: torch.dtype
+    box: Slice
+    canonical_shape: Index
+
+
+class DigestSums(Generic[Key]):
+    """Digests of the same boxes again and again: on a GPU in one launch that the first call prepares."""
+
+    def __init__(self, summands: Sequence[Summand[Key]], digest: BoxDigest = digest_tensor) -> None:
+        self._summands = summands
+        self._digest = digest
+        self._keys = list(dict.fromkeys(summand.key for summand in summands))
+        self._kernel: MatrixSums | None = None
+
+    def compute(self, values: Sequence[torch.Tensor]) -> dict[Key, int]:
+        """Return the sums by key; `values` are those of the summands."""
+        if self._digest is digest_tensor and self._suits_kernel(values):
+            sums = self._prepared(values[0].device).compute([bits_of_matrix(tensor) for tensor in values]).tolist()
+            return {key: value % MODULUS for key, value in zip(self._keys, sums, strict=True)}
+        totals: dict[Key, torch.Tensor] = {}
+        for each, tensor in zip(self._summands, values, strict=True):
+            add(totals, each.key, self._digest(tensor.to(each.dtype), each.box, each.canonical_shape))
+        return to_ints(totals)
+
+    def _suits_kernel(self, values: Sequence[torch.Tensor]) -> bool:
+        kinds = {(tensor.device.type, tensor.dtype) for tensor in values} | {
+            ("cuda", summand.dtype) for summand in self._summands
+        }
+        return len(kinds) == 1 and all(
+            tensor.stride(-1) == 1 and tensor.dim() <= MATRIX_DIMENSIONS for tensor in values
+        )
+
+    def _prepared(self, device: torch.device) -> MatrixSums:
+        if self._kernel is None:
+            from megarl.weights.executors.digest_kernel import (  # noqa: PLC0415 - triton is only on GPU machines
+                MatrixKeys,
+                MatrixSums,
+            )
+
+            matrices, indices = [], {key: index for index, key in enumerate(self._keys)}
+            for each in self._summands:
+                rows, columns = box_keys(each.box, each.canonical_shape, device)
+                matrices.append(MatrixKeys(rows=rows, columns=columns, sum_index=indices[each.key]))
+            lift = 1 << (8 * self._summands[0].dtype.itemsize)
+            self._kernel = MatrixSums(matrices, num_sums=len(self._keys), lift=lift)
+        return self._kernel
+
+
+def add(sums: dict[Key, torch.Tensor], key: Key, value: torch.Tensor) -> None:
+    sums[key] = sums[key] + value if key in sums else value
+
+
+class SourceDigests:
+    """Digests of a source's boxes: on a GPU in one launch, else part by part while buckets travel."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        tensors: Mapping[str, torch.Tensor],
+        digest: BoxDigest,
+        *,
+        own_target: int,
+        bucket_bytes: int,
+    ) -> None:
+        self._plan = plan
+        self._tensors = tensors
+        self._digest = digest
+        self._bucket_bytes = bucket_bytes
+        self._boxes = [
+            replace(box, targets=targets)
+            for box in plan.boxes_from(rank)
+            if (targets := tuple(key for key in box.targets if key[0] != own_target))
+        ]
+        self._at_once: DigestSums[int] | None = None
+        if device_of(tensors).type == "cuda" and digest is digest_tensor:
+            self._at_once = DigestSums(
+                [
+                    Summand(
+                        key=number,
+                        dtype=torch_dtype(box.dtype),
+                        box=box.slice,
+                        canonical_shape=plan.target.canonical[box.slice.name].shape,
+                    )
+                    for number, box in enumerate(self._boxes)
+                ]
+            )
+            self._views = [source_view(tensors, box) for box in self._boxes]
+        self.begin()
+
+    def begin(self) -> None:
+        self._sums: dict[tuple[int, str], torch.Tensor] = {}
+        self._parts = iter(()) if self._at_once is not None else self._digest_parts()
+        self._behind_bytes = 0
+
+    def advance(self, num_bytes: int) -> None:
+        """Digest about as many bytes as were sent since the last call."""
+        self._behind_bytes += num_bytes
+        while self._behind_bytes > 0 and (digested_bytes := next(self._parts, None)) is not None:
+            self._behind_bytes -= digested_bytes
+
+    def finish(self) -> dict[tuple[int, str], int]:
+        """Return the digest per (target rank, target tensor)."""
+        if self._at_once is None:
+            for _ in self._parts:
+                pass
+            return to_ints(self._sums)
+        totals: dict[tuple[int, str], int] = {}
+        for number, value in self._at_once.compute(self._views).items():
+            for key in self._boxes[number].targets:
+                totals[key] = (totals.get(key, 0) + value) % MODULUS
+        return totals
+
+    def _digest_parts(self) -> Iterator[int]:
+        """Digest each box once, whatever the number of its targets; yield the bytes of each part."""
+        for box in self._boxes:
+            view = source_view(self._tensors, box)
+            shape = self._plan.target.canonical[box.slice.name].shape
+            for part in split_box(box, bucket_bytes=self._bucket_bytes):
+                offsets = shift(part.offsets, box.slice.offsets, (0,) * len(part.offsets))
+                values = box_of(view, offsets, part.shape).to(torch_dtype(box.dtype))
+                digest = self._digest(values, part, shape)
+                for key in box.targets:
+                    add(self._sums, key, digest)
+                yield values.numel() * values.element_size()

@@ -1,8 +1,8 @@
 """Small versions of a recipe, for tools that start one trainer and its engines on one machine. Pure.
 
-`one_copy` keeps the model and computes what the recipe computes. `small_layouts` keeps every kind of split, for a tiny
-model: a split by more than two is of the same kind as one by two, and the arithmetic of larger ones is checked with
-`tiny_for_layouts`, without processes.
+`single_copy` keeps the model and computes what the recipe computes. `small_layouts` keeps every kind of split, for a
+tiny model: a split by more than two is of the same kind as one by two, and the arithmetic of larger ones is checked
+with `tiny_for_layouts`, without processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SmallRecipe:
     """How it differs from the given recipe."""
 
 
-def one_copy(recipe: Recipe, *, name: str, num_devices: int) -> SmallRecipe:
+def single_copy(recipe: Recipe, *, name: str, num_devices: int) -> SmallRecipe:
     """Return the recipe with one copy of the policy and one engine, in the folder `name` inside the recipe's own.
 
     Where both together need more than `num_devices`, each takes one device.

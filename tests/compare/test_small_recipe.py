@@ -7,7 +7,7 @@ import pytest
 from megarl.compare.small_recipe import (
     SmallRecipe,
     describe_layout,
-    one_copy,
+    single_copy,
     small_layouts,
     tiny_for_layouts,
     tiny_shape,
@@ -100,7 +100,7 @@ def test_every_public_model_has_a_tiny_one() -> None:
 
 
 def test_one_copy_of_the_policy_and_one_engine_with_the_layout_of_the_recipe() -> None:
-    small = one_copy(make_recipe("run.device=cpu"), name="diagnose", num_devices=10)
+    small = single_copy(make_recipe("run.device=cpu"), name="diagnose", num_devices=10)
     roles = small.recipe.roles
     assert small.notes == ()
     assert small.recipe.data_parallel == 1
@@ -113,7 +113,7 @@ def test_one_copy_of_the_policy_and_one_engine_with_the_layout_of_the_recipe() -
 
 def test_a_layout_that_does_not_fit_becomes_one_device_each_and_that_is_said() -> None:
     recipe = make_recipe("run.device=cpu", "roles.actor.is_sequence_parallel=true")
-    small = one_copy(recipe, name="diagnose", num_devices=9)
+    small = single_copy(recipe, name="diagnose", num_devices=9)
     roles = small.recipe.roles
     assert roles.rollout is not None
     assert [pool.gpus for pool in small.recipe.pools.values()] == [1, 1]
@@ -125,7 +125,7 @@ def test_a_layout_that_does_not_fit_becomes_one_device_each_and_that_is_said() -
 
 
 def test_on_gpus_the_modules_run_one_by_one_and_that_is_said() -> None:
-    small = one_copy(make_recipe("roles.rollout.sglang={log_requests: true}"), name="diagnose", num_devices=16)
+    small = single_copy(make_recipe("roles.rollout.sglang={log_requests: true}"), name="diagnose", num_devices=16)
     assert small.recipe.roles.rollout is not None
     assert small.recipe.roles.rollout.sglang == {
         "log_requests": True,
@@ -137,9 +137,9 @@ def test_on_gpus_the_modules_run_one_by_one_and_that_is_said() -> None:
 
 def test_a_single_device_is_not_enough() -> None:
     with pytest.raises(MachineError, match="a trainer and an engine need 2 devices, there is 1"):
-        one_copy(make_recipe(), name="diagnose", num_devices=1)
+        single_copy(make_recipe(), name="diagnose", num_devices=1)
 
 
 def test_a_recipe_without_engines_has_nothing_to_compare() -> None:
     with pytest.raises(ConfigError, match=r"roles\.rollout: missing: there is no engine"):
-        one_copy(make_recipe("roles.rollout=null"), name="diagnose", num_devices=8)
+        single_copy(make_recipe("roles.rollout=null"), name="diagnose", num_devices=8)

@@ -146,10 +146,10 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         """Build every rank in its process; comes first."""
         started = [worker.process.remote() for worker in self.workers]
         self._processes = await self._gather("process", started, timeout_s=START_TIMEOUT_S)
-        found: list[tuple[str, int]] = await self._gather(
+        addresses: list[tuple[str, int]] = await self._gather(
             "find_address", [self.workers[0].find_address.remote()], timeout_s=self._timeout_s
         )
-        address, port = found[0]
+        address, port = addresses[0]
         specs = [
             spec_of(rank=rank, world=len(self), master_address=address, master_port=port) for rank in range(len(self))
         ]

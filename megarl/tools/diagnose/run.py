@@ -16,7 +16,7 @@ import numpy as np
 from megarl.checkpoint.manifest import MODEL_FOLDER, verify
 from megarl.compare.hook_points import hook_points
 from megarl.compare.recordings import DigestedModel, Recording, differing_tensors
-from megarl.compare.small_recipe import SmallRecipe, one_copy
+from megarl.compare.small_recipe import SmallRecipe, single_copy
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.config.section import PAD_MULTIPLE
@@ -64,7 +64,7 @@ def diagnose_recipe(
             message="a mixture of experts cannot be compared module by module yet; diagnose a dense model",
         )
         raise ConfigError(problem.key, (problem,))
-    small = one_copy(recipe, name=_FOLDER, num_devices=_num_devices(recipe.run.device, ray_address))
+    small = single_copy(recipe, name=_FOLDER, num_devices=_num_devices(recipe.run.device, ray_address))
     tokenizer = load_tokenizer(recipe.model.path, vocab=shape.vocab)
     if isinstance(question, str):
         prompt = _prompt_of_text(question, tokenizer)

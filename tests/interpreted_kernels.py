@@ -9,10 +9,9 @@ import json
 
 import torch
 
-from megarl.train.layer_kernels import gate, grad_gate, rotate
+from megarl.train.kernels import gate, grad_gate, grad_rows, rotate, sum_rows
 from megarl.train.layers import Rotation, gated, rotated
 from megarl.train.logprob import _grad_logits, _RowGradients, _summed
-from megarl.train.logprob_kernel import grad_rows, sum_rows
 from megarl.weights.algebra.slices import Slice
 from megarl.weights.executors.digest import MODULUS, _bits, _seeds, bits_of_matrix, digest
 from megarl.weights.executors.digest_kernel import digest_rows

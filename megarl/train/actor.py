@@ -20,9 +20,10 @@ from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradien
 from megarl.config.roles import OptimizerConfig
 from megarl.results import UpdateResult, UpdateStats
 from megarl.train.logprob import TokenScores
+from megarl.train.memory import measure_usage
 from megarl.train.passes import forward
 from megarl.train.rank import RankSpec
-from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report, measure_usage
+from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report
 from megarl.train.trained import TrainedRank
 from megarl.types import FloatArray, MiniBatch, PolicyVersion, TrainBatch
 

@@ -100,7 +100,7 @@ class RankSaver:
         parts, self._taken = self._taken, {}
         assert parts, "snapshot comes first"
         files: dict[str, FileDigest] = {}
-        group = self._meet(folder)
+        group = self._join_group(folder)
         try:
             for inner in list(parts):
                 part = parts.pop(inner)  # freed once it is on disk
@@ -145,7 +145,7 @@ class RankSaver:
             is_critic=self._is_critic,
         )
 
-    def _meet(self, folder: Path) -> TransferGroup:
+    def _join_group(self, folder: Path) -> TransferGroup:
         try:
             # A new group each time: a group that has failed once stays broken.
             group = self._peers.join(f"{self._purpose} {self._num_snapshots}")

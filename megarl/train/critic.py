@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from megarl.algo.loss import Segments
-from megarl.algo.objective import ValueTokens, critic_loss
+from megarl.algo.objective import CriticLoss, ValueTokens, critic_loss
 from megarl.config.algorithm import PolicyGradientConfig
 from megarl.config.roles import OptimizerConfig
-from megarl.results import CriticResult
+from megarl.results import CriticResult, CriticStats
+from megarl.train.memory import measure_usage
 from megarl.train.passes import forward
 from megarl.train.rank import RankSpec
-from megarl.train.stats import CRITIC, CriticTokens, MiniBatchStats, Report, measure_usage
+from megarl.train.stats import MiniBatchStats, Report, Statistics
 from megarl.train.trained import TrainedRank
 from megarl.types import FloatArray, MiniBatch, TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticTokens:
+    """One micro-batch of the critic as its statistics see it."""
+
+    tokens: ValueTokens
+    loss: CriticLoss
+
+    @property
+    def errors(self) -> Tensor:
+        """[N], of the values before the step."""
+        return self.tokens.returns - self.tokens.old_values
+
+
+def _explained_variance(mean: Mapping[str, float]) -> float:
+    variance = mean["_squared_return"] - mean["return_mean"] ** 2
+    unexplained = mean["_squared_error"] - mean["_error"] ** 2
+    # Returns that are all equal leave nothing to explain.
+    return 1 - unexplained / variance if variance > 0 else 0.0
+
+
+CRITIC: Statistics[CriticTokens, CriticStats] = Statistics(
+    result=CriticStats,
+    means={
+        "clip_fraction": lambda seen: seen.loss.is_clipped,
+        "value_mean": lambda seen: seen.tokens.old_values,
+        "return_mean": lambda seen: seen.tokens.returns,
+        "_squared_return": lambda seen: seen.tokens.returns.double().square(),
+        "_error": lambda seen: seen.errors,
+        "_squared_error": lambda seen: seen.errors.double().square(),
+    },
+    maxima={},
+    formulas={"explained_variance": _explained_variance},
+)
 
 
 class CriticRank(TrainedRank):

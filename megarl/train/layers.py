@@ -109,7 +109,7 @@ class _GateContext(FunctionCtx):
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _GateContext, gate_up: Tensor) -> Tensor:
-        from megarl.train.layer_kernels import gate  # noqa: PLC0415 - triton is only on GPU machines
+        from megarl.train.kernels import gate  # noqa: PLC0415 - triton is only on GPU machines
 
         gate_up = gate_up.contiguous()
         ctx.save_for_backward(gate_up)
@@ -118,7 +118,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _GateContext, grad: Tensor) -> Tensor:
-        from megarl.train.layer_kernels import grad_gate  # noqa: PLC0415 - triton is only on GPU machines
+        from megarl.train.kernels import grad_gate  # noqa: PLC0415 - triton is only on GPU machines
 
         (gate_up,) = ctx.saved_tensors
         return grad_gate(gate_up, grad.contiguous())
@@ -127,7 +127,7 @@ class _Gated(torch.autograd.Function):
 class _Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _GateContext, values: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        from megarl.train.layer_kernels import rotate  # noqa: PLC0415 - triton is only on GPU machines
+        from megarl.train.kernels import rotate  # noqa: PLC0415 - triton is only on GPU machines
 
         ctx.save_for_backward(cosines, sines)
         return rotate(values, cosines, sines, direction=1.0)
@@ -135,7 +135,7 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _GateContext, grad: Tensor) -> tuple[Tensor, None, None]:
-        from megarl.train.layer_kernels import rotate  # noqa: PLC0415 - triton is only on GPU machines
+        from megarl.train.kernels import rotate  # noqa: PLC0415 - triton is only on GPU machines
 
         cosines, sines = ctx.saved_tensors
         return rotate(grad, cosines, sines, direction=-1.0), None, None

@@ -137,7 +137,7 @@ class _RowGradients(NamedTuple):
 def _summed(logits: Tensor, columns: Tensor, temperature: float) -> _Sums:
     """Return the sums over the columns of each row; on a GPU in one pass over the logits."""
     if logits.is_cuda and logits.shape[1]:
-        from megarl.train.logprob_kernel import sum_rows  # noqa: PLC0415 - triton is only on GPU machines
+        from megarl.train.kernels import sum_rows  # noqa: PLC0415 - triton is only on GPU machines
 
         return _Sums(*sum_rows(logits, columns, temperature))
     scaled = logits.float() / temperature
@@ -169,7 +169,7 @@ def _grad_logits(logits: Tensor, columns: Tensor, rows: _RowGradients, temperatu
     """Return the gradient of the logits before temperature, in their dtype; may overwrite them."""
     # d logprob / d logit_j = [j is the target] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
     if logits.is_cuda and logits.shape[1]:
-        from megarl.train.logprob_kernel import grad_rows  # noqa: PLC0415 - triton is only on GPU machines
+        from megarl.train.kernels import grad_rows  # noqa: PLC0415 - triton is only on GPU machines
 
         return grad_rows(logits, columns, rows, temperature)
     log_probs = logits.float() / temperature - rows.log_norms[:, None]

@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.roles import OptimizerConfig, TrainedModelConfig
+from megarl.train.memory import Offload
 from megarl.train.model import Model
-from megarl.train.offload import Offload
 from megarl.train.shards import Shard, shards_of
 
 
@@ -67,13 +67,13 @@ class ModelOptimizer:
         }
 
     @property
-    def is_away(self) -> bool:
-        return self._offload.is_away
+    def is_released(self) -> bool:
+        return self._offload.is_released
 
     @property
     def has_weights(self) -> bool:
         """Whether the weights are on the device."""
-        return not (self._offload.is_away and self._offloads == "everything")
+        return not (self._offload.is_released and self._offloads == "everything")
 
     def release(self) -> None:
         """Free device memory, as much as the recipe's `offload` says."""
@@ -90,7 +90,7 @@ class ModelOptimizer:
 
     def reload(self) -> None:
         """Bring the weights back; the optimizer's states follow in the background."""
-        if self._offload.is_away:
+        if self._offload.is_released:
             self._offload.reload(first=self._weights())
 
     def at_hand(self, tensor: Tensor) -> Tensor:

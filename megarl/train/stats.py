@@ -1,6 +1,6 @@
 """Statistics of updates: token columns, averaged over loss tokens, micro-batches and ranks, then over a step's updates.
 
-A statistic is a row of `results.UpdateStats` or `results.CriticStats` and its formula in `ACTOR` or `CRITIC` below.
+A statistic is a field of `results.UpdateStats` and its formula in `ACTOR` below; those of the critic are in `critic`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Generic, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algo.correction import Mismatch, mismatch
 from megarl.algo.loss import PolicyTokens, kl, masked_sum
-from megarl.algo.objective import ActorLoss, CriticLoss, ValueTokens
-from megarl.results import CriticStats, RankUsage, UpdateStats
+from megarl.algo.objective import ActorLoss
+from megarl.results import UpdateStats
 from megarl.train.topology import Topology
 from megarl.types import MiniBatch
 
@@ -164,41 +163,6 @@ ACTOR: Statistics[ActorTokens, UpdateStats] = Statistics(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticTokens:
-    """One micro-batch of the critic as its statistics see it."""
-
-    tokens: ValueTokens
-    loss: CriticLoss
-
-    @property
-    def errors(self) -> Tensor:
-        """[N], of the values before the step."""
-        return self.tokens.returns - self.tokens.old_values
-
-
-def _explained_variance(mean: Mapping[str, float]) -> float:
-    variance = mean["_squared_return"] - mean["return_mean"] ** 2
-    unexplained = mean["_squared_error"] - mean["_error"] ** 2
-    # Returns that are all equal leave nothing to explain.
-    return 1 - unexplained / variance if variance > 0 else 0.0
-
-
-CRITIC: Statistics[CriticTokens, CriticStats] = Statistics(
-    result=CriticStats,
-    means={
-        "clip_fraction": lambda seen: seen.loss.is_clipped,
-        "value_mean": lambda seen: seen.tokens.old_values,
-        "return_mean": lambda seen: seen.tokens.returns,
-        "_squared_return": lambda seen: seen.tokens.returns.double().square(),
-        "_error": lambda seen: seen.errors,
-        "_squared_error": lambda seen: seen.errors.double().square(),
-    },
-    maxima={},
-    formulas={"explained_variance": _explained_variance},
-)
-
-
 def gather_tokens(columns: Sequence[Tensor], shape: tuple[int, int], topology: Topology) -> Tensor:
     """Return [data-parallel ranks, micro-batches, N] on every rank; `columns` are empty except on the last stage."""
     gathered = torch.zeros((topology.data, *shape), dtype=torch.float32, device=topology.device)
@@ -206,32 +170,3 @@ def gather_tokens(columns: Sequence[Tensor], shape: tuple[int, int], topology: T
         dist.all_gather(list(gathered), torch.stack(list(columns)), group=topology.data_group)
     dist.broadcast(gathered, group_src=topology.pipeline - 1, group=topology.pipeline_group)
     return gathered
-
-
-def measure_usage(topology: Topology) -> RankUsage:
-    """Return the worst of all ranks since the last call; collective, the same on every rank."""
-    host = psutil.virtual_memory()
-    # The maximum of the negated available memory is the minimum over ranks.
-    values = [psutil.Process().memory_info().rss, -host.available, host.total]
-    gpu_name = None
-    if topology.device.type == "cuda":
-        gpu_name = torch.cuda.get_device_name(topology.device)
-        values += [
-            torch.cuda.max_memory_allocated(topology.device),
-            torch.cuda.max_memory_reserved(topology.device),
-            torch.cuda.mem_get_info(topology.device)[1],
-        ]
-        torch.cuda.reset_peak_memory_stats(topology.device)
-    worst = torch.tensor(values, dtype=torch.int64, device=topology.device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    resident, negated_available, total, *of_gpu = worst.tolist()
-    allocated, reserved, gpu_total = of_gpu or (None, None, None)
-    return RankUsage(
-        resident_bytes=resident,
-        host_available_bytes=-negated_available,
-        host_total_bytes=total,
-        gpu_allocated_bytes=allocated,
-        gpu_reserved_bytes=reserved,
-        gpu_total_bytes=gpu_total,
-        gpu_name=gpu_name,
-    )

@@ -111,7 +111,7 @@ class TrainedRank(ModelRank):
         return self._exporter.write(folder, source_folder)
 
     def _share(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[DeviceMicroBatch]:
-        assert not self._optimizer.is_away, "released; reload comes first"
+        assert not self._optimizer.is_released, "released; reload comes first"
         return super()._share(batch, mini_batch)
 
     def _learning_rate(self) -> float:

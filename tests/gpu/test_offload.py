@@ -15,7 +15,7 @@ from megarl.config.algorithm import SftConfig
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.train.actor import ActorRank
-from megarl.train.offload import Offload
+from megarl.train.memory import Offload
 from megarl.train.rank import RankSpec
 from megarl.weights.algebra.locality import on_gpus
 from megarl.weights.algebra.plan import Plan, plan

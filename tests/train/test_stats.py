@@ -5,7 +5,8 @@ from dataclasses import fields
 import pytest
 
 from megarl.results import CriticStats, UpdateStats
-from megarl.train.stats import ACTOR, CRITIC, Statistics
+from megarl.train.critic import CRITIC
+from megarl.train.stats import ACTOR, Statistics
 
 OF_EVERY_UPDATE = {"loss", "grad_norm", "learning_rate"}
 COUNTS = {"num_loss_tokens", "num_sequences", "num_micro_batches"}

@@ -1,7 +1,8 @@
-"""Frees a rank's device memory for a while. Values that are needed again are copied to host memory, others are dropped.
+"""The memory of a rank: freed on the device for a while and taken again, and measured.
 
-Storages are emptied and refilled in place, so that every view of them stays valid: parameters, Megatron's buckets, the
-optimizer's shards. Knows nothing of their contents. `release` and `reload` alternate.
+Values that are needed again are copied to host memory, others are dropped. Storages are emptied and refilled in place,
+so that every view of them stays valid: parameters, Megatron's buckets, the optimizer's shards. `Offload` knows nothing
+of their contents; `release` and `reload` alternate.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import psutil
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.errors import MachineError
+from megarl.results import RankUsage
+from megarl.train.topology import Topology
 
 _ALIGNMENT = 64
 """Bytes; a multiple of the size of every dtype."""
@@ -38,7 +43,7 @@ class Offload:
         self._arrival: torch.cuda.Event | None = None
 
     @property
-    def is_away(self) -> bool:
+    def is_released(self) -> bool:
         return bool(self._absent)
 
     def release(self, kept: Iterable[Tensor], dropped: Iterable[Tensor]) -> None:
@@ -140,3 +145,32 @@ def _pinned(num_bytes: int) -> Tensor:
             "free some, or set roles.actor.offload to nothing"
         )
     return block
+
+
+def measure_usage(topology: Topology) -> RankUsage:
+    """Return the worst of all ranks since the last call; collective, the same on every rank."""
+    host = psutil.virtual_memory()
+    # The maximum of the negated available memory is the minimum over ranks.
+    values = [psutil.Process().memory_info().rss, -host.available, host.total]
+    gpu_name = None
+    if topology.device.type == "cuda":
+        gpu_name = torch.cuda.get_device_name(topology.device)
+        values += [
+            torch.cuda.max_memory_allocated(topology.device),
+            torch.cuda.max_memory_reserved(topology.device),
+            torch.cuda.mem_get_info(topology.device)[1],
+        ]
+        torch.cuda.reset_peak_memory_stats(topology.device)
+    worst = torch.tensor(values, dtype=torch.int64, device=topology.device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    resident, negated_available, total, *of_gpu = worst.tolist()
+    allocated, reserved, gpu_total = of_gpu or (None, None, None)
+    return RankUsage(
+        resident_bytes=resident,
+        host_available_bytes=-negated_available,
+        host_total_bytes=total,
+        gpu_allocated_bytes=allocated,
+        gpu_reserved_bytes=reserved,
+        gpu_total_bytes=gpu_total,
+        gpu_name=gpu_name,
+    )

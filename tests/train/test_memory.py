@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.train.offload import Offload
+from megarl.train.memory import Offload
 from tests.train import jobs
 from tests.train.cluster import Cluster
 from tests.train.conftest import Models
@@ -24,11 +24,11 @@ def test_every_view_has_its_values_again() -> None:
     offload = Offload(CPU)
     for _ in range(3):
         offload.release([view, buffer, state], [gradient])
-        assert offload.is_away
+        assert offload.is_released
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (buffer, view, state, gradient))
         offload.reload(first=[buffer])
         offload.wait()
-        assert not offload.is_away
+        assert not offload.is_released
         assert all(torch.equal(*pair) for pair in zip((buffer, view, state), before, strict=True))
         assert not gradient.any()
 

@@ -1,8 +1,7 @@
 """Released SGLang on a machine without a GPU: `python -m megarl.rollout.cpu <arguments of sglang.launch_server>`.
 
 SGLang's wheel has no compiled kernels for CPUs; this module installs stand-ins before SGLang starts. It is never loaded
-on a machine with a GPU. SGLang spawns its workers, and each imports the main module again: so the stand-ins are
-installed at module level.
+on a machine with a GPU. SGLang's workers are forked, with the stand-ins in place.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import runpy
 import sys
 import types
 from collections.abc import Callable
+from multiprocessing.context import ForkContext
 from typing import Protocol
 
 import torch
@@ -35,6 +35,7 @@ def _install() -> None:
     _use_gloo_on_arm()
     _allow_deterministic_inference()
     _divide_experts()
+    _fork_workers()
 
 
 class _KernelModule(types.ModuleType):
@@ -108,6 +109,20 @@ def _divide_experts() -> None:
         return own_experts(tokens, routing.topk_weights, routing.topk_ids, layer.w13_weight, layer.w2_weight)
 
     fused_moe_native.moe_forward_native = forward
+
+
+class _ForkOnly(ForkContext):
+    """A multiprocessing context that ignores SGLang's choice of another one."""
+
+    def set_start_method(self, method: str | None, force: bool = False) -> None:
+        pass
+
+
+def _fork_workers() -> None:
+    """Fork the workers. SGLang spawns them for CUDA; each would import SGLang again, which triples the start's time."""
+    from sglang.srt.entrypoints import engine  # noqa: PLC0415 - needs the stand-ins
+
+    engine.mp = _ForkOnly()
 
 
 def _enable_batch_invariant_mode() -> None:

@@ -36,8 +36,7 @@ LOADER = "megarl.rollout.loader.load"
 """The function that SGLang calls with every weight payload."""
 
 _POLL_S = 0.25
-_STOP_GRACE_S = 5.0
-"""For an orderly end. An engine has nothing to save."""
+_LOG_TIMEOUT_S = 5.0
 _NUM_TAIL_LINES = 400
 
 
@@ -151,15 +150,15 @@ class EngineProcess:
         kind = PortTakenError if _PORT_TAKEN.search("\n".join(self._tail)) else MachineError
         raise kind(f"engine {self.spec.index}: {reason}; {self._log_hint()}")
 
-    def stop(self, *, grace_s: float = _STOP_GRACE_S) -> None:
-        """End the server and everything it started. Does nothing if it has ended or was never started."""
+    def stop(self) -> None:
+        """Kill the server and everything it started. Does nothing if it has ended or was never started."""
         self._forget_secrets()
         if self._process is None:
             return
-        # Only the server gets the signal: it treats a worker that ends first as a crash and stays to diagnose it.
-        stop_guarded(self._process, grace_s=grace_s)
+        # At once: it has nothing to save, and SGLang checks only every 5 s whether it was told to end.
+        stop_guarded(self._process, grace_s=0)
         remove(self._segments)
-        self._log_writer.join(timeout=_STOP_GRACE_S)
+        self._log_writer.join(timeout=_LOG_TIMEOUT_S)
 
     @property
     def exit_code(self) -> int | None:

@@ -33,7 +33,7 @@ class EngineHost:
     async def start(self, spec: EngineSpec) -> EngineEndpoint:
         """Start an engine; return when it generates. If another process took a port, it is tried again with others."""
         for attempt in range(1, _MAX_STARTS + 1):
-            await self.kill()
+            await self.stop()
             engine = EngineProcess(replace(spec, host=own_address(spec.bind)))
             self._engine = engine
             engine.start()
@@ -52,16 +52,10 @@ class EngineHost:
         return await self._engine.wait_end()
 
     async def stop(self) -> None:
-        """Stop the engine, with time for an orderly end."""
+        """Stop the engine."""
         engine, self._engine = self._engine, None
         if engine is not None:
             await asyncio.to_thread(engine.stop)
-
-    async def kill(self) -> None:
-        """End the engine at once."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            await asyncio.to_thread(engine.stop, grace_s=0)
 
 
 class Engines:
@@ -96,7 +90,7 @@ class Engines:
         if index not in self._hosts:
             return
         try:
-            await self._call(index, EngineHost.kill, timeout_s=_STOP_TIMEOUT_S)
+            await self._call(index, EngineHost.stop, timeout_s=_STOP_TIMEOUT_S)
         except EngineError:
             # A host that cannot end its engine is killed; the engine ends with it.
             host = self._hosts.pop(index, None)

@@ -34,7 +34,7 @@ from tests.rollout.trainers import fill
 from tests.tiny_models import write_tiny_model
 
 SILENCE_TIMEOUT_S = 6.0
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 900.0
 _SPLIT = MegatronParallel(tensor=2)
 
 
@@ -66,7 +66,7 @@ class LocalProcesses:
         return await self.running[index].wait_end()
 
     async def end(self, index: int) -> None:
-        await asyncio.to_thread(self.running[index].stop, grace_s=0)
+        await asyncio.to_thread(self.running[index].stop)
 
     def signal(self, index: int, number: signal.Signals) -> None:
         """To everything an engine consists of."""
@@ -74,7 +74,7 @@ class LocalProcesses:
 
     def stop(self) -> None:
         for process in self.running.values():
-            process.stop(grace_s=0)
+            process.stop()
 
 
 class ThreadRanks:

@@ -30,7 +30,7 @@ class ScriptedEngine:
         if ScriptedEngine.num_starts <= ScriptedEngine.num_failures:
             raise PortTakenError("engine 0: EADDRINUSE")
 
-    def stop(self, *, grace_s: float) -> None: ...
+    def stop(self) -> None: ...
 
 
 @pytest.fixture

@@ -29,6 +29,9 @@ from megarl.train.trained import TrainedRank
 
 Rank = TypeVar("Rank", bound=ModelRank)
 
+_HANG_REPORT_S = 60.0
+"""How much longer than the driver a collective waits: only the driver's report names the rank that is missing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainers:
@@ -158,7 +161,7 @@ class _Starter:
             split=split,
             shape=shape,
             seed=recipe.run.seed,
-            timeout_s=recipe.train.operation_timeout_s,
+            timeout_s=recipe.train.operation_timeout_s + _HANG_REPORT_S,
         )
         placement = RankPlacement(
             places=places.places,

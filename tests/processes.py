@@ -1,17 +1,35 @@
-"""Functions run in processes of their own, each result or error brought back; none of them outlives the call."""
+"""Processes that are forked from a template, which has imported torch, Megatron and Ray once for all of them.
+
+The template has done nothing else: what is forked is as clean as a new process, and seconds faster.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Generic, TypeVar
 
+from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ENVIRONMENT
+
 Result = TypeVar("Result")
+
+_IMPORTED = ("hypothesis", "megarl.runtime.run", "megarl.tools.check_sync.rehearsal", "megarl.train.rank")
+
+
+def template() -> ForkServerContext:
+    """The context whose processes are forked. There is one per session: its first process starts the template."""
+    # Ray reads its environment when it is imported.
+    os.environ.update({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT})
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED))
+    return context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +49,10 @@ class Outcome(Generic[Result]):
 
 
 def run_processes(
-    calls: Sequence[tuple[Callable[..., Result], tuple[object, ...]]], *, timeout_s: float = 120
+    calls: Sequence[tuple[Callable[..., Result], tuple[object, ...]]], *, timeout_s: float = 600
 ) -> list[Outcome[Result]]:
-    """Run each function with its arguments in a process of its own, at the same time."""
-    # Forked from a server that has imported torch and done nothing else: as clean as spawned, and seconds faster.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "hypothesis"])
+    """Run each function with its arguments in a process of its own, at the same time. None outlives the call."""
+    context = template()
     pipes = [context.Pipe(duplex=False) for _ in calls]
     processes = [
         context.Process(target=_call, args=(pipe[1], function, arguments), daemon=True)

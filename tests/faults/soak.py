@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,9 +29,9 @@ from megarl.observe.events import EVENTS_FILE, EventTail, Record, RunStarted, St
 from megarl.observe.history import RunTotals
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.faults.leftovers import Footprint, nothing_left
-from tests.runtime.runs import started
+from tests.runtime.runs import Driver, started
 
-_STALL_S = 300.0
+_STALL_S = 1200.0
 """Without a step the run has failed to recover."""
 _POLL_S = 0.2
 
@@ -163,7 +162,7 @@ class _Accidents:
             self.delays.setdefault(kind, []).append(time.monotonic() - happened)
         self._unanswered.clear()
 
-    def happen(self, watch: _Watch, victims: _Victims, driver: subprocess.Popen[bytes]) -> str | None:
+    def happen(self, watch: _Watch, victims: _Victims, driver: Driver) -> str | None:
         """What happened just now."""
         now = time.monotonic()
         if self._due is None:
@@ -244,14 +243,14 @@ def _growth(memory: list[tuple[int, int]], num_steps: int) -> float:
     return statistics.median(last) / statistics.median(first) - 1.0 if first and last else 0.0
 
 
-Accident: TypeAlias = Callable[[_Victims, subprocess.Popen[bytes], Random], bool]
+Accident: TypeAlias = Callable[[_Victims, Driver, Random], bool]
 """Whether it could be had."""
 
 
 def _signal_one(
     number: signal.Signals, find: Callable[[_Victims], list[psutil.Process]], *, is_group: bool = False
 ) -> Accident:
-    def happen(victims: _Victims, _: subprocess.Popen[bytes], chance: Random) -> bool:
+    def happen(victims: _Victims, _: Driver, chance: Random) -> bool:
         found = find(victims)
         if not found:
             return False
@@ -266,7 +265,7 @@ def _signal_one(
 
 
 def _signal_driver(number: signal.Signals) -> Accident:
-    def happen(_: _Victims, driver: subprocess.Popen[bytes], __: Random) -> bool:
+    def happen(_: _Victims, driver: Driver, __: Random) -> bool:
         driver.send_signal(number)
         return True
 

@@ -38,7 +38,7 @@ def judge(asked: list[str]) -> Iterator[str]:
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/score"
     finally:
@@ -66,11 +66,11 @@ def test_no_key_of_a_run_is_to_be_found_anywhere(tmp_path: Path) -> None:
     with judge(asked) as url, nothing_left() as footprint:
         reward = f"reward={{kind: http, url: {url}, api_key_file: {tmp_path}/key}}"
         with started(tmp_path, "secret", reward, "evaluation=null", "data.eval=[]", footprint=footprint) as process:
-            deadline = time.monotonic() + 300
+            deadline = time.monotonic() + 1200
             while process.poll() is None and time.monotonic() < deadline:
                 watch(run_folder, footprint, secrets, lines)
                 time.sleep(0.1)
-            process.wait(timeout=10)
+            process.wait(timeout=60)
     done = finished(tmp_path, "secret", process)
     assert done.exit_code == 0, done.output
     assert set(asked) == {f"Bearer {CANARY}"}

@@ -1,7 +1,8 @@
-"""Whole runs, as a user starts them: `megarl train` in a process of its own, read back through its events."""
+"""Whole runs: `megarl train` in a process of its own, read back through its events."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -10,15 +11,18 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import psutil
 
+from megarl.cli.main import main
 from megarl.env import FAULTS
 from megarl.observe.events import EVENTS_FILE, Evaluated, Event, StepFinished, read_events
 from megarl.results import EvalResult
 from tests.faults.leftovers import Footprint
+from tests.processes import template
 
 RECIPE = """
 run: {name: NAME, folder: FOLDER/runs, steps: 2, device: cpu, seed: 3}
@@ -82,6 +86,36 @@ def write_recipe(folder: Path, name: str) -> Path:
     return path
 
 
+class Driver:
+    """The process of a run, with what `subprocess.Popen` calls its methods."""
+
+    def __init__(self, process: ForkServerProcess) -> None:
+        self._process = process
+        assert process.pid is not None
+        self.pid = process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> None:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("megarl train", timeout)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
 @contextmanager
 def started(
     folder: Path,
@@ -90,45 +124,70 @@ def started(
     faults: Sequence[Mapping[str, object]] = (),
     options: Sequence[str] = (),
     footprint: Footprint | None = None,
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A run under way, in a process group of its own, as in a terminal. Killed if it is still there at the end."""
-    command = [str(Path(sys.executable).with_name("megarl")), "train", str(write_recipe(folder, name)), *options]
+) -> Iterator[Driver]:
+    """A run under way, in a process group of its own, as in a terminal. Killed if it is still there at the end.
+
+    Forked from a template that has imported what the driver needs; slow tests start the installed `megarl`.
+    """
+    words = ["megarl", "train", str(write_recipe(folder, name)), *options]
     for override in overrides:
-        command += ["--set", override]
-    marks = {} if footprint is None else footprint.environment
-    with (folder / f"{name}.out").open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=output,
-            process_group=0,
-            cwd=folder,
-            preexec_fn=partial(_as_in_a_terminal, footprint),
-            env={**os.environ, **marks, FAULTS.name: json.dumps(faults) if faults else ""},
-        )
+        words += ["--set", override]
+    environment = {FAULTS.name: json.dumps(faults) if faults else ""}
+    if footprint is not None:
+        environment |= footprint.environment
+    ready, theirs = template().Pipe(duplex=False)
+    process = template().Process(
+        target=_drive, args=(words, folder, folder / f"{name}.out", environment, footprint, theirs)
+    )
+    process.start()
+    theirs.close()
+    ready.recv()
     if footprint is not None:
         footprint.hold()
+    driver = Driver(process)
     try:
-        yield process
+        yield driver
     finally:
-        if process.poll() is None:
-            children = psutil.Process(process.pid).children(recursive=True)
-            process.kill()
-            psutil.wait_procs(children, timeout=30)
+        if driver.poll() is None:
+            children = descendants(driver.pid)
+            driver.kill()
+            driver.wait(timeout=60)
+            psutil.wait_procs(children, timeout=60)
 
 
-def _as_in_a_terminal(footprint: Footprint | None) -> None:
-    """Who runs the tests in the background has Ctrl-C ignored, and its children inherit that."""
+def _drive(
+    words: list[str],
+    folder: Path,
+    output: Path,
+    environment: Mapping[str, str],
+    footprint: Footprint | None,
+    ready: Connection,
+) -> None:
+    """The driver's process, from its beginning."""
+    os.setpgid(0, 0)
+    os.chdir(folder)
+    # A test session in the background has Ctrl-C ignored, and its children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+    os.environ.update(environment)
+    sys.argv = words
     if footprint is not None:
         footprint.enter()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ready.send(None)
+    ready.close()
+    try:
+        main()
+    finally:
+        atexit._run_exitfuncs()
 
 
 def run(
     folder: Path,
     name: str,
     *overrides: str,
-    timeout_s: float = 400,
+    timeout_s: float = 1200,
     faults: Sequence[Mapping[str, object]] = (),
     options: Sequence[str] = (),
     footprint: Footprint | None = None,
@@ -138,7 +197,7 @@ def run(
     return finished(folder, name, process)
 
 
-def finished(folder: Path, name: str, process: subprocess.Popen[bytes]) -> Run:
+def finished(folder: Path, name: str, process: Driver) -> Run:
     assert process.returncode is not None
     output = (folder / f"{name}.out").read_text()
     return Run(folder=folder / "runs" / name, exit_code=process.returncode, output=output)

@@ -6,8 +6,6 @@ A job is a module-level function `job(rank, world, port, *arguments)`; the first
 from __future__ import annotations
 
 import gc
-import importlib
-import multiprocessing
 import socket
 import time
 import traceback
@@ -17,11 +15,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Generic, TypeVar
 
+from tests.processes import template
+
 Result = TypeVar("Result")
 
 NUM_PROCESSES = 4
-_START_TIMEOUT_S = 240.0
-_STOP_TIMEOUT_S = 10.0
+_START_TIMEOUT_S = 600.0
+_STOP_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Cluster:
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
 
-    def run(self, world: int, job: Callable[..., Result], *arguments: object, timeout_s: float = 120.0) -> list[Result]:
+    def run(self, world: int, job: Callable[..., Result], *arguments: object, timeout_s: float = 600.0) -> list[Result]:
         """Results in rank order; the first rank's error is raised here."""
         if not self._processes:
             self._start()
@@ -78,8 +78,7 @@ class Cluster:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["megarl.train.rank"])
+        context = template()
         for _ in range(NUM_PROCESSES):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -92,8 +91,6 @@ class Cluster:
 
 
 def _serve(pipe: Connection) -> None:
-    # Already there, unless other tests started the fork server first.
-    importlib.import_module("megarl.train.rank")
     pipe.send("ready")
     while True:
         job, rank, world, port, arguments = pipe.recv()

@@ -18,6 +18,7 @@ from megarl.errors import MachineError, NumericsError, WorkerError
 from megarl.runtime.launch import private_ray
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.runtime.runs import write_recipe
+from tests.runtime.trainers.ray_worker import Worker
 
 with private_ray():
     # Ray reads its environment when it is imported, here as in a run.
@@ -27,41 +28,6 @@ with private_ray():
     from megarl.runtime import cluster as cluster_module
     from megarl.runtime.cluster import Cluster, open_cluster
     from megarl.runtime.trainers.worker_group import WorkerGroup
-
-
-class Worker:
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def square(self, number: int) -> int:
-        return (self._rank + 1) * number**2
-
-    def fail_on(self, rank: int) -> None:
-        if rank == self._rank:
-            raise ValueError("broken on purpose")
-
-    def diverge_on(self, rank: int) -> None:
-        if rank == self._rank:
-            raise NumericsError("the loss is nan")
-
-    def diverge_first_or_sleep(self, seconds: float) -> float:
-        if self._rank == 0:
-            raise NumericsError("the loss is nan")
-        time.sleep(seconds)
-        return seconds
-
-    def die_on(self, rank: int) -> None:
-        if rank == self._rank:
-            os._exit(1)
-
-    def die_first_or_sleep(self, seconds: float) -> None:
-        if self._rank == 0:
-            os._exit(1)
-        time.sleep(seconds)
-
-    def sleep_on(self, rank: int) -> None:
-        if rank == self._rank:
-            time.sleep(60)
 
 
 def kill(group: WorkerGroup[Worker]) -> None:
@@ -79,10 +45,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield opened
 
 
-@pytest.fixture
-def workers(cluster: Cluster) -> Iterator[WorkerGroup[Worker]]:
+def start_workers() -> WorkerGroup[Worker]:
     actor = ray.remote(num_cpus=0)(Worker)
-    group: WorkerGroup[Worker] = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=60)
+    return WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=300)
+
+
+@pytest.fixture(scope="module")
+def workers(cluster: Cluster) -> Iterator[WorkerGroup[Worker]]:
+    """For tests that leave them alive and idle."""
+    group = start_workers()
+    yield group
+    kill(group)
+
+
+@pytest.fixture
+def own_workers(cluster: Cluster) -> Iterator[WorkerGroup[Worker]]:
+    group = start_workers()
     yield group
     kill(group)
 
@@ -95,9 +73,9 @@ def test_a_failure_can_wait_until_the_other_ranks_are_done(workers: WorkerGroup[
     assert time.monotonic() - began >= 1.5
 
 
-def test_a_failure_does_not_wait_for_ranks_that_wait_for_a_dead_one(workers: WorkerGroup[Worker]) -> None:
+def test_a_failure_does_not_wait_for_ranks_that_wait_for_a_dead_one(own_workers: WorkerGroup[Worker]) -> None:
     with pytest.raises(WorkerError, match="rank 0: died"):
-        asyncio.run(workers.call_to_end(Worker.die_first_or_sleep, 60.0))
+        asyncio.run(own_workers.call_to_end(Worker.die_first_or_sleep, 60.0))
 
 
 def test_every_rank_is_called_and_answers_in_order(workers: WorkerGroup[Worker]) -> None:
@@ -115,19 +93,16 @@ def test_an_error_of_our_own_keeps_its_kind_and_its_exit_code(workers: WorkerGro
         asyncio.run(workers.call(Worker.diverge_on, 0))
 
 
-def test_a_rank_that_dies_is_named(workers: WorkerGroup[Worker]) -> None:
+def test_a_rank_that_dies_is_named(own_workers: WorkerGroup[Worker]) -> None:
     with pytest.raises(WorkerError, match="actor rank 1: died during die_on"):
-        asyncio.run(workers.call(Worker.die_on, 1))
+        asyncio.run(own_workers.call(Worker.die_on, 1))
 
 
-def test_a_rank_that_is_late_is_named(cluster: Cluster) -> None:
-    actor = ray.remote(num_cpus=0)(Worker)
-    group: WorkerGroup[Worker] = WorkerGroup("actor", [actor.remote(rank) for rank in range(2)], timeout_s=60)
-    asyncio.run(group.call(Worker.square, 1))  # both are there
-    late: WorkerGroup[Worker] = WorkerGroup("actor", group.workers, timeout_s=1)
+def test_a_rank_that_is_late_is_named(own_workers: WorkerGroup[Worker]) -> None:
+    asyncio.run(own_workers.call(Worker.square, 1))  # both are there
+    late: WorkerGroup[Worker] = WorkerGroup("actor", own_workers.workers, timeout_s=1)
     with pytest.raises(WorkerError, match=r"actor rank\(s\) 1: sleep_on did not finish within 1 s"):
         asyncio.run(late.call(Worker.sleep_on, 1))
-    kill(group)
 
 
 def test_a_pool_that_does_not_fit_is_said(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +120,9 @@ def test_who_has_not_the_token_of_our_ray_is_refused(cluster: Cluster, tmp_path:
     hidden = (RAY_AUTH_TOKEN_PATH.name, "RAY_AUTH_TOKEN", "RAY_AUTH_MODE")
     without = {name: value for name, value in os.environ.items() if name not in hidden} | {"HOME": str(tmp_path)}
     with_another = {**without, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef"}
-    # Both at once: each tries for twenty seconds.
+    for environment in (without, with_another):
+        environment["RAY_NUM_REDIS_GET_RETRIES"] = "2"  # seconds that each tries for
+    # Both at once.
     strangers = [
         subprocess.Popen(
             [sys.executable, "-c", STRANGER, address],
@@ -157,7 +134,7 @@ def test_who_has_not_the_token_of_our_ray_is_refused(cluster: Cluster, tmp_path:
         for environment in (without, with_another)
     ]
     for stranger in strangers:
-        output, errors = stranger.communicate(timeout=90)
+        output, errors = stranger.communicate(timeout=600)
         assert stranger.returncode != 0
         assert "megarl_slot" not in output
         assert "auth" in errors.lower()

@@ -7,9 +7,11 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --no-deps
 INSTALLED := $(VENV)/.installed
 DATA := data/arithmetic
+# Processes that share the tests: as many as there are cores, if each has 6 GB of memory.
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages patches quickstart test test-slow faults soak test-gpu bench-gpu check fmt docs clean
+.PHONY: help setup packages patches quickstart test test-quick test-slow faults soak test-gpu bench-gpu check fmt docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,7 +39,10 @@ packages: ## install the Debian packages that some tests need, as root or with s
 	@scripts/install_debian_packages.sh || true
 
 test: setup packages ## all tests that need no GPU and no patience
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --durations=10
+
+test-quick: setup ## the light tests, for while you work: no engines, no Ray, no Megatron ranks
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not gpu and not heavy'
 
 test-slow: setup packages ## the tests that take minutes each
 	$(BIN)/python -m pytest -m slow

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.rollout.engines import ServedModel
     from tests.train.cluster import Cluster
 
-pytest_plugins = ["tests.faults.matrix", "tests.packages", "pytester"]
+pytest_plugins = ["tests.faults.matrix", "tests.packages", "tests.schedule", "pytester"]
 
 # Ray reads its environment when it is imported, and collecting the tests imports it before any of them starts one.
 os.environ.update({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT})

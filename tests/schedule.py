@@ -1,0 +1,74 @@
+"""Which tests run in one process when there are several (`pytest -n 2`), and which start first.
+
+A file is never divided, so that fixtures of a module are made once. Files that share engines stay together. What takes
+longest comes first; the light rest fills the gaps. `heavy` marks what `make test-quick` leaves out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
+
+_HEAVY: dict[str, tuple[str, ...]] = {
+    "runs": ("tests/runtime/test_run.py",),
+    "engines": (
+        "tests/rollout/test_c",
+        "tests/rollout/test_exported.py",
+        "tests/rollout/test_generator.py",
+        "tests/rollout/test_in_flight.py",
+        "tests/rollout/test_p",
+        "tests/runtime/engines/test_canary.py",
+        "tests/runtime/engines/test_file_publisher.py",
+        "tests/tools/diagnose/test_mismatch.py",
+    ),
+    "trainer faults": ("tests/faults/test_trainers.py", "tests/faults/test_s"),
+    "engine faults": ("tests/runtime/test_fleet_faults.py",),
+    "Ray": ("tests/runtime/trainers/test_worker_group.py", "tests/tools/doctor/test_cluster.py"),
+}
+"""Beginnings of the files of each group."""
+_RANKS = "tests/train/"
+"""Files of Megatron ranks share nothing that takes long to make."""
+
+
+def group_of(nodeid: str) -> str:
+    """The name of the group whose tests run in one process, in their order."""
+    for name, beginnings in _HEAVY.items():
+        if nodeid.startswith(beginnings):
+            return name
+    return nodeid.partition("::")[0]
+
+
+def is_heavy(nodeid: str) -> bool:
+    return group_of(nodeid) in _HEAVY or nodeid.startswith(_RANKS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_heavy(item.nodeid):
+            item.add_marker("heavy")
+    if hasattr(config, "workerinput"):
+        order = [*_HEAVY, True, False]
+        items.sort(key=lambda item: order.index(_class_of(item.nodeid)))
+
+
+def _class_of(nodeid: str) -> str | bool:
+    name = group_of(nodeid)
+    return name if name in _HEAVY else is_heavy(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)

@@ -108,11 +108,12 @@ print(_MARK + _to_line({"device": "some GPU"}), flush=True)
     def nothing(_options: PieceOptions, _tell: Report) -> None:
         raise AssertionError("measured in the parent")
 
+    timeouts_s = {"hangs": 3, "fails": 600, "works": 600}
     monkeypatch.setattr(gpu_pieces, "_COMMAND", (sys.executable, "-c", code))
     monkeypatch.setattr(
         gpu_pieces,
         "PIECES",
-        {name: GpuPiece(timeout_s=3, measure=nothing) for name in ("hangs", "fails", "works")},
+        {name: GpuPiece(timeout_s=timeout_s, measure=nothing) for name, timeout_s in timeouts_s.items()},
     )
     options = PieceOptions(engine_model="qwen2.5-7b", engine_options={})
     results = run_pieces(["hangs", "fails", "works"], options, out=tmp_path / "lines")

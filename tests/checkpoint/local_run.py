@@ -71,7 +71,7 @@ class LocalRank:
         self, folder: Path, source_folder: Path, taken: dict[str, dict[str, torch.Tensor]]
     ) -> dict[str, FileDigest]:
         name = f"save {self._num_snapshots}"
-        group = TransferGroup.join(self._server.address, name=name, peer=0, num_peers=1, timeout_s=10)
+        group = TransferGroup.join(self._server.address, name=name, peer=0, num_peers=1, timeout_s=60)
         layout, inner = self._given.layout, "optimizer/exp_avg"
         model = save_hf(
             folder / "model", source_folder=source_folder, layout=layout, tensors=taken["model"], group=group

@@ -13,7 +13,7 @@ from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import torch_dtype
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 
 def load_and_save(

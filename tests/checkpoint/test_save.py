@@ -87,7 +87,7 @@ def test_configuration_and_tokenizer_come_along_and_nothing_else(saved: dict[str
 
 def test_an_existing_folder_is_not_overwritten(source: Path, saved: dict[str, Path]) -> None:
     server = StoreServer()
-    group = TransferGroup.join(server.address, name="save", peer=0, num_peers=1, timeout_s=10)
+    group = TransferGroup.join(server.address, name="save", peer=0, num_peers=1, timeout_s=60)
     layout = megatron_layout(read_model_shape(source), MegatronParallel(), dtype="float32")
     with pytest.raises(CheckpointError, match="File exists"):
         save_hf(saved["same"], source_folder=source, layout=layout, tensors={}, group=group)

@@ -46,7 +46,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def megarl(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The installed console script, as a user runs it."""
     script = Path(sys.executable).with_name("megarl")
-    return subprocess.run([script, *arguments], capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run([script, *arguments], capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_version_is_one_line() -> None:
@@ -61,7 +61,7 @@ def test_validate_of_a_good_recipe_needs_no_engine(recipe: Path) -> None:
         "sys.exit(f'loaded {loaded}' if loaded else code)"
     )
     command = [sys.executable, "-c", code, "validate", str(recipe), "--set", "run.steps=5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     ok = f"{recipe}: ok: grpo, 5 steps, runs in {recipe.parent}/runs/sample\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, ok, "")
 

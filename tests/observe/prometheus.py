@@ -16,7 +16,7 @@ import yaml
 from megarl.tools.dashboards.panels import Query
 from tests.packages import program
 
-_START_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +69,13 @@ def prometheus(folder: Path, *, targets: Sequence[Path], rules: Path | None = No
             stderr=log,
         )
     try:
-        with httpx.Client(timeout=10) as client:
+        with httpx.Client(timeout=60) as client:
             server = Prometheus(url=f"http://127.0.0.1:{port}", client=client)
             _wait_ready(server, process, folder / "prometheus.log")
             yield server
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=120)
 
 
 def _wait_ready(server: Prometheus, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -49,7 +49,7 @@ def endpoint(meter: Meter) -> Iterator[MetricsEndpoint]:
 
 def scrape(url: str) -> dict[str, float]:
     """Values by name and labels, as Prometheus reads them; `run` is checked and left out."""
-    text = httpx.get(url, timeout=10).raise_for_status().text
+    text = httpx.get(url, timeout=60).raise_for_status().text
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

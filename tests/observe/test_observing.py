@@ -32,7 +32,7 @@ def test_file_endpoint_and_display_are_told_the_same(tmp_path: Path) -> None:
         observer.warned("careful")
         (started,) = (event for event in display.events if isinstance(event, RunStarted))
         assert started.metrics_url is not None
-        assert 'megarl_step{run="sample"} 1.0' in httpx.get(started.metrics_url, timeout=10).text
+        assert 'megarl_step{run="sample"} 1.0' in httpx.get(started.metrics_url, timeout=60).text
     assert [event.kind for event in display.events] == [
         "run_started",
         "phase_started",
@@ -49,7 +49,7 @@ def test_file_endpoint_and_display_are_told_the_same(tmp_path: Path) -> None:
     assert [record.sequence for record in display.records] == list(range(10))
     assert display.is_closed
     with pytest.raises(httpx.ConnectError):
-        httpx.get(started.metrics_url, timeout=10)
+        httpx.get(started.metrics_url, timeout=60)
 
 
 def test_the_recipe_that_ran_is_in_the_first_event(tmp_path: Path) -> None:

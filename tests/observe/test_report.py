@@ -112,4 +112,4 @@ def test_a_folder_without_events_is_a_data_error(tmp_path: Path) -> None:
 
 def test_observing_does_not_import_matplotlib() -> None:
     code = "import sys, megarl.observe.observer; sys.exit('matplotlib' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

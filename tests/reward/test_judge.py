@@ -52,7 +52,7 @@ class Judge:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/judge"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def enter(self, headers: dict[str, str], body: dict[str, object]) -> tuple[int, bytes]:
         with self._lock:

@@ -50,7 +50,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_for_end(pids: list[int], timeout_s: float = 10) -> None:
+def wait_for_end(pids: list[int], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline, f"of {pids} still running: {[pid for pid in pids if is_running(pid)]}"
@@ -58,7 +58,7 @@ def wait_for_end(pids: list[int], timeout_s: float = 10) -> None:
 
 
 async def read_pids(path: Path) -> list[int]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not (path.exists() and len(path.read_text().split()) == 2):
             await asyncio.sleep(0.02)
     return [int(word) for word in path.read_text().split()]
@@ -123,7 +123,7 @@ def test_closing_ends_a_busy_worker_and_wakes_who_waits(tmp_path: Path, make_rew
         pids = await read_pids(tmp_path / "pids")
         pool.close()
         with pytest.raises(RewardError, match="SIGKILL"):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await task
         return pids
 
@@ -173,7 +173,7 @@ def test_workers_die_with_a_parent_that_was_killed(tmp_path: Path, make_reward: 
         pids = asyncio.run(read_pids(tmp_path / "pids"))
     finally:
         parent.kill()
-        parent.wait(10)
+        parent.wait(60)
     wait_for_end(pids)
 
 
@@ -205,7 +205,7 @@ def test_a_killed_worker_is_replaced_and_its_sample_scored(tmp_path: Path, make_
 
     async def scenario() -> tuple[int, float, float]:
         slow = asyncio.create_task(pool.score(request("slow", pids)))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not (pids.exists() and pids.read_text().endswith("\n")):
                 await asyncio.sleep(0.02)
         victim = int(pids.read_text())
@@ -284,7 +284,7 @@ def test_a_file_that_changes_during_the_run_is_an_error(name: str, tmp_path: Pat
 
 def test_what_math_cannot_judge_in_time_is_wrong() -> None:
     config = MathRewardConfig(kind="math", workers=1, deadline_s=60)
-    pool = WorkerPool(replace(scoring_task(config), deadline_s=2))
+    pool = WorkerPool(replace(scoring_task(config), deadline_s=5))
 
     async def scenario() -> list[float]:
         texts = (r"\boxed{\frac12}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{0.5}")

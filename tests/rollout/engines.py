@@ -25,8 +25,8 @@ from tests.tiny_models import write_tiny_model
 EOS = 2
 """What tiny models end with."""
 CONTEXT = 512
-REQUEST_TIMEOUT_S = 120.0
-COMMAND_TIMEOUT_S = 60.0
+REQUEST_TIMEOUT_S = 600.0
+COMMAND_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def engine_spec(
     tensor: int = 1,
     expert: int = 1,
     port: int | None = None,
-    start_timeout_s: float = 300,
+    start_timeout_s: float = 900,
 ) -> EngineSpec:
     return EngineSpec(
         index=0,
@@ -139,7 +139,7 @@ def scripted_client(handler: Handler | SlowHandler, *, index: int = 0, tensor: i
         device="cpu",
         keys=EngineKeys(api="api-key", admin="admin-key"),
     )
-    return EngineClient(endpoint, request_timeout_s=5, transport=httpx.MockTransport(handler))
+    return EngineClient(endpoint, request_timeout_s=60, transport=httpx.MockTransport(handler))
 
 
 def scripted_fleet(*handlers: Handler | SlowHandler, max_outstanding: int = 8) -> Fleet:

@@ -129,7 +129,7 @@ def load(engine: Recorder, *, times: int = 1) -> None:
 
     async def calls() -> None:
         for _ in range(times):
-            await client.load_weights(["a", "b"], load_format="x.y", version=PolicyVersion(3), timeout_s=5)
+            await client.load_weights(["a", "b"], load_format="x.y", version=PolicyVersion(3), timeout_s=60)
 
     asyncio.run(calls())
 
@@ -216,7 +216,7 @@ def test_a_paused_engine_is_healthy_and_goes_on_when_resumed(qwen2_tp1: ServedMo
             await asyncio.sleep(0.5)
             assert not held.done()
             assert await client.is_healthy()
-            assert await client.probe(timeout_s=10) == "0"
+            assert await client.probe(timeout_s=60) == "0"
             await client.flush_cache()
             await client.wake()
             assert len((await held).rollouts) == 1
@@ -231,7 +231,7 @@ def test_probes_change_nothing_about_what_is_sampled(qwen2_tp1: ServedModel) -> 
             sampling = asyncio.create_task(generator.generate(prompt_of(5, 6)))
             num_probes = 0
             while is_probed and not sampling.done():
-                assert await client.probe(timeout_s=10) == "0"
+                assert await client.probe(timeout_s=60) == "0"
                 num_probes += 1
             group = await sampling
             assert not is_probed or num_probes > 3
@@ -243,7 +243,7 @@ def test_probes_change_nothing_about_what_is_sampled(qwen2_tp1: ServedModel) -> 
 def test_only_the_right_key_opens_an_engine(qwen2_tp1: ServedModel) -> None:
     async def knock() -> list[int]:
         endpoint = qwen2_tp1.process.endpoint
-        async with httpx.AsyncClient(base_url=endpoint.url, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=endpoint.url, timeout=120) as http:
             body = {"input_ids": [EOS]}
             attempts = [
                 await http.post("/generate", json=body),

@@ -40,7 +40,7 @@ def model() -> torch.nn.Module:
 
 
 def give(command: Command, model: torch.nn.Module, server: StoreServer) -> Reply:
-    store = TCPStore("127.0.0.1", server.address.port, timeout=timedelta(seconds=5))
+    store = TCPStore("127.0.0.1", server.address.port, timeout=timedelta(seconds=60))
     message = CommandMessage(
         command=command, engine=0, tp_rank=0, host="127.0.0.1", mailbox=server.address, reply_key="reply"
     )

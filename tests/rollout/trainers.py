@@ -23,7 +23,7 @@ from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 from tests.rollout.engines import ServedModel
 
-GROUP_TIMEOUT_S = 20.0
+GROUP_TIMEOUT_S = 120.0
 BUCKET_BYTES = 16 << 10
 """Small, so that tiny models travel in many buckets."""
 

@@ -101,7 +101,7 @@ async def simulate(
     producers = [asyncio.create_task(produce()) for _ in range(buffer.capacity)]
     result = Simulated(steps=[], ages=[], counts=[], flows=[])
     for number in range(num_steps):
-        groups = await asyncio.wait_for(buffer.take_step(), timeout=5)
+        groups = await asyncio.wait_for(buffer.take_step(), timeout=60)
         result.counts.append(buffer.counts)
         result.flows.append(buffer.flow)
         result.steps.append([scored.group.prompt.position for scored in groups])

@@ -20,7 +20,7 @@ with exit_notice(Path(sys.argv[1])):
 def last_words(folder: Path, end: str) -> str:
     command = [sys.executable, "-c", PROGRAM.format(end), str(folder)]
     # The end of the pipe is also the end of the process that speaks.
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stderr
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False).stderr
 
 
 @pytest.mark.parametrize("end", ["pass", "raise SystemExit(3)"])

@@ -224,7 +224,7 @@ def run(
             start=start,
             num_steps=num_steps,
         )
-        await asyncio.wait_for(loop.run(), timeout=10)
+        await asyncio.wait_for(loop.run(), timeout=60)
 
     asyncio.run(main())
 

@@ -60,7 +60,7 @@ def test_a_long_step_is_left_after_the_grace_or_when_terminated_twice(
             await step(60)
 
     with pytest.raises(PreemptedError) as caught:
-        asyncio.run(asyncio.wait_for(main(), timeout=10))
+        asyncio.run(asyncio.wait_for(main(), timeout=60))
     assert caught.value.exit_code == 75
     assert f"stopped by {numbers[0].name}" in str(caught.value)
 
@@ -71,7 +71,7 @@ def test_early_warnings_do_not_hurry() -> None:
             preemption.begin_steps()
             for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
                 os.kill(os.getpid(), number)
-            await asyncio.wait_for(preemption.wait(), timeout=10)
+            await asyncio.wait_for(preemption.wait(), timeout=60)
             return await step(), preemption.signal_name
 
     assert asyncio.run(main()) == ("finished", "SIGUSR1")

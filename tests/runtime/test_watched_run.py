@@ -21,7 +21,7 @@ from tests.repository import ROOT
 
 RECIPES = ROOT / "recipes"
 MEGARL = str(Path(sys.executable).with_name("megarl"))
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 1200.0
 MAX_SECONDS_OF_STEPS = 90.0
 """Half a minute of a machine that has nothing else to do."""
 
@@ -51,7 +51,7 @@ def running(folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.terminate()
-        process.wait(timeout=120)
+        process.wait(timeout=600)
         assert not psutil.wait_procs(children, timeout=60)[1], "something of the run is left"
 
 
@@ -74,7 +74,7 @@ def wait_for_a_step(folder: Path, process: subprocess.Popen[bytes], output: Path
     ],
 )
 def test_every_panel_has_data(name: str, lacks: set[Needs], tmp_path: Path) -> None:
-    subprocess.run([MEGARL, "data", "make", "arithmetic", "--out", "arithmetic"], cwd=tmp_path, check=True, timeout=120)
+    subprocess.run([MEGARL, "data", "make", "arithmetic", "--out", "arithmetic"], cwd=tmp_path, check=True, timeout=600)
     queries = [query for board in DASHBOARDS for query in board.queries if query.needs not in lacks]
     run_folder = tmp_path / "runs" / name
     with (

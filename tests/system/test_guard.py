@@ -36,7 +36,7 @@ def test_the_whole_group_ends_when_the_parents_end_of_the_pipe_is_closed() -> No
         process.stdout.readline()
         assert len(group_members(process.pid)) == 3
         process.stdin.close()
-        assert not wait_until_gone(process.pid, 10)
+        assert not wait_until_gone(process.pid, 60)
 
 
 def test_a_request_to_end_is_passed_on() -> None:
@@ -44,19 +44,19 @@ def test_a_request_to_end_is_passed_on() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=10) == 128 + signal.SIGTERM
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("code", [0, 7])
 def test_the_exit_code_is_the_commands(code: int) -> None:
     with guarded(sys.executable, "-c", f"raise SystemExit({code})") as process:
-        assert process.wait(timeout=10) == code
+        assert process.wait(timeout=60) == code
 
 
 def test_what_a_command_leaves_behind_is_ended_with_it() -> None:
     with guarded(sys.executable, "-c", "import subprocess; subprocess.Popen(['sleep', '600'])") as process:
-        assert process.wait(timeout=10) == 0
-        assert not wait_until_gone(process.pid, 10)
+        assert process.wait(timeout=60) == 0
+        assert not wait_until_gone(process.pid, 60)
 
 
 SEGMENT = """
@@ -88,7 +88,7 @@ def test_shared_memory_goes_with_a_session_whose_parent_has_died(program: str) -
         segment = Path("/dev/shm") / process.stdout.readline().strip()
         assert segments_of(process.pid) == {segment}
         process.stdin.close()
-        assert not wait_until_gone(process.pid, 10)
+        assert not wait_until_gone(process.pid, 60)
     assert not segment.exists()
 
 

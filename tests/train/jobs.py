@@ -34,7 +34,7 @@ class Setup:
     optimizer: OptimizerConfig
     algorithm: AlgorithmConfig
     epochs: int = 1
-    timeout_s: float = 60
+    timeout_s: float = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ def score_vocab_shards(rank: int, world: int, port: int, inputs: ScoreInputs) ->
     )
 
 
-def join(rank: int, world: int, port: int, actor: ActorConfig, timeout_s: float = 60) -> Topology:
+def join(rank: int, world: int, port: int, actor: ActorConfig, timeout_s: float = 300) -> Topology:
     cpu.install()
     return initialize(
         actor,
@@ -335,7 +335,7 @@ def build_critic(rank: int, world: int, port: int, setup: CriticSetup) -> Critic
             split=setup.critic,
             shape=setup.shape.as_critic(),
             seed=1,
-            timeout_s=60,
+            timeout_s=300,
         ),
         algorithm=setup.algorithm,
         optimizer=setup.critic.optimizer,

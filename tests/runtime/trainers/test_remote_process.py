@@ -32,15 +32,21 @@ def where(process: subprocess.Popen[bytes]) -> RemoteProcess:
     return RemoteProcess(node="", pid=process.pid, started=read_stat(process.pid).started)
 
 
+def wait_for_state(remote: RemoteProcess, state: str) -> None:
+    deadline = time.monotonic() + 60
+    while _state(remote) != state:
+        assert time.monotonic() < deadline, f"{_state(remote)}, not {state}"
+        time.sleep(0.01)
+
+
 def test_a_frozen_process_is_known_as_frozen_and_ended(process: subprocess.Popen[bytes]) -> None:
-    found = where(process)
-    assert _state(found) == "S"
+    remote = where(process)
+    wait_for_state(remote, "S")
     process.send_signal(signal.SIGSTOP)
-    time.sleep(0.1)
-    assert _state(found) == "T"
-    assert _end(found, 0.1, 5.0)
-    assert process.wait(timeout=5) == -signal.SIGKILL
-    assert _state(found) is None
+    wait_for_state(remote, "T")
+    assert _end(remote, 0.1, 60.0)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert _state(remote) is None
 
 
 def test_another_process_with_the_same_number_is_left_alone(process: subprocess.Popen[bytes]) -> None:

@@ -286,5 +286,5 @@ def _named(name: str) -> str:
 
 
 def promtool(*words: str) -> None:
-    done = subprocess.run([program("promtool"), *words], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([program("promtool"), *words], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

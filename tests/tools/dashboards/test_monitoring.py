@@ -40,7 +40,7 @@ def test_prometheus_accepts_its_configuration_and_looks_where_runs_write(tmp_pat
         [program("promtool"), "check", "config", str(tmp_path / "prometheus.yaml")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

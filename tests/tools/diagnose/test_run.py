@@ -46,7 +46,7 @@ def test_a_healthy_checkpoint_has_no_mismatch(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, "one")
     megarl = str(Path(sys.executable).with_name("megarl"))
     command = [megarl, "diagnose", "mismatch", str(recipe), "--row", "2", "--checkpoint", str(checkpoint), "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["verdict"] == "nothing differs"

@@ -22,7 +22,7 @@ from megarl.env import GLOO_INTERFACE, LOCAL_RAY_ENVIRONMENT
 from tests.packages import program
 
 NODES = {"n0": "127.0.0.1", "n1": "127.0.0.2"}
-_START_TIMEOUT_S = 60.0
+_START_TIMEOUT_S = 300.0
 _PENDING_S = 10.0
 
 CONFIG = """\
@@ -70,7 +70,7 @@ class SlurmCluster:
         return {**outer, "SLURM_CONF": str(self.folder / "slurm.conf"), GLOO_INTERFACE.name: "lo"}
 
     def ask(self, *words: str) -> str:
-        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=300, check=False)
         return done.stdout.strip()
 
     def submit(self, script: Path, *options: str) -> str:
@@ -80,7 +80,7 @@ class SlurmCluster:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -176,10 +176,10 @@ def _daemon(cluster: SlurmCluster, *words: str) -> Iterator[subprocess.Popen[byt
     finally:
         process.terminate()
         try:
-            process.wait(timeout=20)
+            process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(timeout=20)
+            process.wait(timeout=60)
 
 
 def _end_steps(folder: Path) -> None:

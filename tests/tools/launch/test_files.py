@@ -87,7 +87,7 @@ def test_what_is_wrong_is_said_before_ray_starts(
         token.chmod(mode)
     environment = {**os.environ, "RAY_AUTH_TOKEN_PATH": str(token)}
     done = subprocess.run(
-        [str(START_NODE), *words], env=environment, capture_output=True, text=True, timeout=30, check=False
+        [str(START_NODE), *words], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 2
     assert complaint in done.stderr
@@ -124,8 +124,8 @@ def test_two_plain_machines_become_a_cluster(tmp_path: Path) -> None:
                 while not (tmp_path / "token").exists() or not (tmp_path / "token").stat().st_size:
                     assert process.poll() is None
         assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
-        ready = [sys.executable, "-m", "megarl.tools.launch.ready", "--nodes", "2", "--timeout-s", "120"]
-        done = subprocess.run(ready, env=environment, capture_output=True, text=True, timeout=200, check=False)
+        ready = [sys.executable, "-m", "megarl.tools.launch.ready", "--nodes", "2", "--timeout-s", "600"]
+        done = subprocess.run(ready, env=environment, capture_output=True, text=True, timeout=900, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("2 nodes: ")
     finally:

@@ -130,7 +130,7 @@ def test_a_store_that_is_gone_is_an_error() -> None:
 
 def test_reports_are_collected_and_missing_ones_named() -> None:
     server = StoreServer()
-    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=10)
+    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=60)
     group.report("digests of engine 0", b"\x00\xff")
     assert group.collect(["digests of engine 0"], 1) == {"digests of engine 0": b"\x00\xff"}
     with pytest.raises(WeightSyncError, match="still no digests of engine 1"):
@@ -142,7 +142,7 @@ def test_reports_are_collected_and_missing_ones_named() -> None:
 
 def test_a_wait_ends_when_another_peer_gives_up() -> None:
     server = StoreServer()
-    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=10)
+    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=60)
     group.abandon("the disk is full")
     with pytest.raises(WeightSyncError, match="peer 0 gave up: the disk is full"):
         group.collect(["never"], 10)
@@ -152,7 +152,7 @@ def test_a_wait_ends_when_another_peer_gives_up() -> None:
 
 def test_a_group_can_be_ended_from_outside() -> None:
     server = StoreServer()
-    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=10)
+    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=60)
     abandon_group(server.address, name="one", reason="engine 1 is dead")
     with pytest.raises(WeightSyncError, match="engine 1 is dead"):
         group.collect(["never"], 10)
@@ -170,7 +170,7 @@ def test_parameters_on_any_device_travel_through_host_memory(device: str) -> Non
     server = StoreServer()
 
     def join(peer: int) -> TransferGroup:
-        return TransferGroup.join(server.address, name="threads", peer=peer, num_peers=2, timeout_s=30)
+        return TransferGroup.join(server.address, name="threads", peer=peer, num_peers=2, timeout_s=300)
 
     with ThreadPoolExecutor(2) as pool:
         trainer_group, engine_group = pool.map(join, range(2))
@@ -187,7 +187,7 @@ def test_nothing_is_committed_that_was_not_staged() -> None:
     shape = make_shape()
     layout = sglang_layout(shape, tensor=1, dtype="float32")
     server = StoreServer()
-    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=10)
+    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=60)
     receiver = Receiver(plan(layout, layout), 0, {}, group, first_target_peer=0)
     with pytest.raises(WeightSyncError, match="asked to commit version 1, staged is None"):
         receiver.commit(1)

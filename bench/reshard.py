@@ -27,9 +27,9 @@ from megarl.config.roles import RolloutRoleConfig
 from megarl.errors import WeightSyncError
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.rollout.commands import Rendezvous
-from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineProcess, EngineSpec
+from megarl.rollout.tool_control import ToolControl
 from megarl.system.network import LOOPBACK
 from megarl.tools.quickstart.tiny_model import TinyShape, write_config
 from megarl.types import PolicyVersion

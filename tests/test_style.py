@@ -12,8 +12,7 @@ LONG_FUNCTIONS: set[str] = set()
 REPEATED_CLASSES: set[str] = set()
 MISSED = {
     # Fault tolerance, four roles and two engines' layouts are on the path; see docs/contributing.md.
-    "lines to follow one step": 8_150,
-    "lines with what builds the step": 11_330,
+    "lines with what builds the step": 11_200,
 }
 """Figures above their goal, and the value that they may not exceed."""
 

@@ -10,13 +10,11 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import copy
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Self, TypeAlias
 from uuid import uuid4
 
 from torch._C._distributed_c10d import TCPStore
 
-from megarl.compare.recordings import WeightDigests
 from megarl.errors import EngineError, WeightSyncError
 from megarl.rollout.client import EngineClient
 from megarl.rollout.commands import (
@@ -34,7 +32,6 @@ from megarl.rollout.commands import (
 )
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.process import LOADER
-from megarl.rollout.tool_commands import Dump, Fingerprint, StartRecording, WriteRecording
 from megarl.system.network import LOOPBACK
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import TensorSpec
@@ -80,13 +77,9 @@ class EngineControl:
         """A store that engines and trainer ranks can reach, for a rendezvous."""
         return self._server.address
 
-    @property
-    def num_engines(self) -> int:
-        return len(self._engines)
-
     async def inspect(self) -> list[Mapping[str, TensorSpec]]:
         """Return the parameters of each target rank."""
-        return [reply.parameters for reply in await self._replies(Inspect())]
+        return [reply.parameters for reply in await self.ask(Inspect())]
 
     async def check_layout(self, transfer: TransferSpec) -> None:
         """Compare the engines' parameters with the layout that the plan assumes; the error names the tensor."""
@@ -97,20 +90,17 @@ class EngineControl:
 
     async def join(self, transfer: TransferSpec, *, plan_hash: str, rendezvous: Rendezvous) -> None:
         """Join a transfer group with the trainer ranks, which join at the same time and must have the same plan."""
-        assert transfer.num_engines == len(self._engines), (
-            f"{transfer.num_engines} engines, {len(self._engines)} reachable"
-        )
-        assert rendezvous.timeout_s <= self._timeout_s, (
-            f"rendezvous {rendezvous.timeout_s} s, commands {self._timeout_s} s"
-        )
-        await self._replies(Join(transfer=transfer, plan_hash=plan_hash, rendezvous=rendezvous))
+        engines, deadlines = (transfer.num_engines, len(self._engines)), (rendezvous.timeout_s, self._timeout_s)
+        assert engines[0] == engines[1], f"{engines[0]} engines to join, {engines[1]} reachable"
+        assert deadlines[0] <= deadlines[1], f"rendezvous {deadlines[0]} s, commands {deadlines[1]} s"
+        await self.ask(Join(transfer=transfer, plan_hash=plan_hash, rendezvous=rendezvous))
 
     async def stage(self, version: PolicyVersion) -> dict[int, Mapping[str, int]]:
         """Let every target rank receive `version` beside its parameters; return a digest per parameter and rank.
 
         Trainer ranks send at the same time. The first failure ends the wait; the engines keep serving what they have.
         """
-        replies = await self._replies(Stage(version=version))
+        replies = await self.ask(Stage(version=version))
         return {rank: reply.digests for rank, reply in enumerate(replies)}
 
     async def commit(self, version: PolicyVersion, *, is_catching_up: bool = False) -> int:
@@ -149,9 +139,9 @@ class EngineControl:
 
     async def abort(self) -> None:
         """Discard what is staged; every engine keeps serving the version it has."""
-        await self._replies(Abort())
+        await self.ask(Abort())
 
-    async def _replies(self, command: Command) -> list[Reply]:
+    async def ask(self, command: Command) -> list[Reply]:
         """Send one command to every TP rank of every engine; return the replies by target rank, or raise all failures.
 
         The first failure ends the wait. The calls to the other engines continue: cutting off a weight update would
@@ -221,26 +211,6 @@ class EngineControl:
         if reply.error is not None:
             raise WeightSyncError(f"{where}: {reply.error}")
         return reply
-
-
-class ToolControl(EngineControl):
-    """An EngineControl with the commands that only tools and tests send."""
-
-    async def fingerprints(self) -> list[Mapping[str, int]]:
-        """Return a hash of the bytes of every parameter, per target rank."""
-        return [reply.digests for reply in await self._replies(Fingerprint())]
-
-    async def dump(self, folder: Path) -> None:
-        """Let every target rank write its parameters into a file of `folder`."""
-        await self._replies(Dump(folder=str(folder)))
-
-    async def start_recording(self, transfer: TransferSpec) -> None:
-        """Let every target rank record the outputs of its modules."""
-        await self._replies(StartRecording(transfer=transfer))
-
-    async def write_recording(self, folder: Path) -> list[WeightDigests]:
-        """Let every target rank write its recording into a file of `folder`; return the digests of its weights."""
-        return [reply.digests for reply in await self._replies(WriteRecording(folder=str(folder)))]
 
 
 def ignore_outcome(task: asyncio.Task[Any]) -> None:

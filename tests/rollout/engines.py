@@ -14,11 +14,11 @@ import numpy as np
 from megarl.config.model import ModelShape
 from megarl.config.roles import RolloutRoleConfig
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
-from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.rollout.in_flight import Pauses
 from megarl.rollout.process import EngineProcess, EngineSpec
+from megarl.rollout.tool_control import ToolControl
 from megarl.types import PolicyVersion, Prompt, TokenArray
 from tests.tiny_models import write_tiny_model
 

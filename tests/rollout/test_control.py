@@ -15,9 +15,9 @@ import pytest
 
 from megarl.errors import WeightSyncError
 from megarl.rollout.client import EngineClient
-from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.lifecycle import EngineState
+from megarl.rollout.tool_control import ToolControl
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.rollout.engines import REQUEST_TIMEOUT_S, ServedModel, control_of, generator_of, prompt_of, serve

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import WeightSyncError
-from megarl.rollout.control import ToolControl
 from megarl.rollout.lifecycle import EngineState
+from megarl.rollout.tool_control import ToolControl
 from megarl.types import PolicyVersion
 from megarl.weights.executors.digest_sums import check_digests
 from megarl.weights.executors.group import abandon_group

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.errors import WeightSyncError
-from megarl.rollout.control import ToolControl
 from megarl.rollout.loader import load
 from megarl.rollout.tool_commands import dump_file
+from megarl.rollout.tool_control import ToolControl
 from megarl.weights.algebra.slices import TensorSpec
 from tests.rollout.engines import scripted_fleet
 from tests.weights.layouts.test_transfer_spec import transfer_spec

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.rollout.commands import Rendezvous
-from megarl.rollout.control import ToolControl
+from megarl.rollout.tool_control import ToolControl
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import Holding
 from megarl.weights.executors.digest import fastest_digest

@@ -15,9 +15,9 @@ import pytest
 
 from megarl.config.roles import ModelParallelConfig
 from megarl.rollout.client import EngineClient
-from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineProcess
+from megarl.rollout.tool_control import ToolControl
 from megarl.types import PolicyVersion
 from megarl.weights.executors.digest_sums import check_digests
 from megarl.weights.layouts.megatron import MegatronParallel

@@ -74,13 +74,6 @@ class ReceivingEngines(Protocol):
     async def abort(self) -> None: ...
 
 
-class NoPublisher:
-    """For runs without engines."""
-
-    async def publish(self, version: PolicyVersion) -> PublishResult:
-        return PublishResult(version=version, num_bytes=0, seconds=0.0, num_engines=0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Link:
     """The transfer group of the trainer ranks and the engines of a roster."""

@@ -16,6 +16,7 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import PoolConfig, RolesConfig, RolloutRoleConfig
 from megarl.observe.observer import Observer
+from megarl.results import PublishResult
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
@@ -25,7 +26,7 @@ from megarl.runtime.cluster import Cluster, Place, Pool, gpu_numbers, open_clust
 from megarl.runtime.engines.file_publisher import PUBLISH_FOLDER, FilePublisher, endpoints_of
 from megarl.runtime.engines.operator import open_to_operator
 from megarl.runtime.engines.processes import start_engines
-from megarl.runtime.engines.publisher import NoPublisher, TransferPublisher
+from megarl.runtime.engines.publisher import TransferPublisher
 from megarl.runtime.engines.supervisor import Supervisor, observe_fleet
 from megarl.runtime.phases import Offloader, SeparatePhases, SharedPhases
 from megarl.runtime.tasks import task_group
@@ -34,6 +35,7 @@ from megarl.runtime.trainers.ranks import RankGroup
 from megarl.runtime.trainers.start import Trainers, start_trainers
 from megarl.stages import Phases, Publisher
 from megarl.train.trained import TrainedRank
+from megarl.types import PolicyVersion
 from megarl.weights.algebra.gpu_order import nearest_order
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
@@ -79,6 +81,13 @@ class Roles:
     serving: Serving
     publisher: Publisher
     phases: Phases
+
+
+class NoPublisher:
+    """For runs without engines."""
+
+    async def publish(self, version: PolicyVersion) -> PublishResult:
+        return PublishResult(version=version, num_bytes=0, seconds=0.0, num_engines=0)
 
 
 def reserve_pools(cluster: Cluster, pools: Mapping[str, PoolConfig], users: Mapping[str, str]) -> dict[str, Pool]:

@@ -7,8 +7,6 @@ import logging
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
@@ -16,10 +14,9 @@ from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 import ray
 from ray.actor import ActorHandle
 
-from megarl.config.section import Device
-from megarl.env import GLOO_INTERFACE, trainer_environment
+from megarl.env import GLOO_INTERFACE
 from megarl.errors import WorkerError
-from megarl.runtime.cluster import Place, own_address
+from megarl.runtime.cluster import own_address
 from megarl.runtime.trainers.hang import Answer, RankStacks, Silence, capture, explain_hang, write_report
 from megarl.runtime.trainers.remote_process import RemoteProcess, describe, end, this_process
 from megarl.runtime.trainers.worker_group import WorkerGroup
@@ -32,9 +29,9 @@ Rank = TypeVar("Rank", bound=ModelRank, covariant=True)
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-_BESIDE_TRAINING = "beside_training"
+BESIDE_TRAINING = "beside_training"
 """Concurrency group of calls that a rank answers in a second thread while it trains."""
-_ALWAYS = "always"
+ALWAYS = "always"
 """Concurrency group of calls that a rank answers even while it hangs."""
 
 START_TIMEOUT_S = 300.0
@@ -76,16 +73,16 @@ class RankHost:
         assert self._rank is not None, "start comes first"
         return getattr(self._rank, method)(*arguments, **named)
 
-    @ray.method(concurrency_group=_ALWAYS)  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
     def process(self) -> RemoteProcess:
         return this_process()
 
-    @ray.method(concurrency_group=_ALWAYS)  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
     def watch(self) -> None:
         """Never return: the driver waits for this call and learns at once when the process ends."""
         threading.Event().wait()
 
-    @ray.method(concurrency_group=_ALWAYS)  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
     def stacks(self) -> RankStacks:
         return capture(__name__)
 
@@ -137,7 +134,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         """Do as `call_to_end` in the ranks' second thread: training goes on meanwhile."""
         shared = [ray.put(argument) for argument in arguments]
         started = [
-            worker.run.options(concurrency_group=_BESIDE_TRAINING).remote(method.__name__, *shared, **named)
+            worker.run.options(concurrency_group=BESIDE_TRAINING).remote(method.__name__, *shared, **named)
             for worker in self.workers
         ]
         return await self._gather(method.__name__, started, timeout_s=self._timeout_s, waits_for_all=True)
@@ -208,46 +205,3 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
             return Silence(reason=f"it does not answer; {await describe(process)} (pid {process.pid})")
         except ray.exceptions.RayActorError:
             return Silence(reason="it is dead")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlacement:
-    """Where the processes of one model run."""
-
-    places: Sequence[Place]
-    share: float
-    """Share of each place's GPU."""
-    turn: asyncio.Lock
-    bind: str | None
-    """`network.bind` of the recipe."""
-    report_folder: Path
-
-
-async def start_ranks(
-    role: str,
-    build: Callable[[RankSpec], Rank],
-    spec_of: SpecOf,
-    placement: RankPlacement,
-    stack: AsyncExitStack,
-    *,
-    device: Device,
-    timeout_s: float,
-) -> RankGroup[Rank]:
-    """Start one process per place and build a rank in each; `stack` ends them."""
-    # Of the threads that always answer, one stays in `watch`. The class is named for people who read `ps`.
-    named = type(f"{role.capitalize()}Rank", (RankHost,), {})
-    remote = ray.remote(concurrency_groups={_BESIDE_TRAINING: 1, _ALWAYS: 2})(named)
-    environment = trainer_environment(device)
-    group: RankGroup[Rank] = RankGroup(
-        role,
-        [
-            remote.options(**place.options(environment, share=placement.share)).remote(placement.bind)
-            for place in placement.places
-        ],
-        timeout_s=timeout_s,
-        report_folder=placement.report_folder,
-        turn=placement.turn,
-    )
-    stack.push_async_callback(group.end)
-    await group.start(build, spec_of)
-    return group

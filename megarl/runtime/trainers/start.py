@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import ray
+
 from megarl.checkpoint.manifest import CRITIC_FOLDER
 from megarl.checkpoint.resume import ResumePoint
 from megarl.checkpoint.state import TrainerState
@@ -19,10 +21,11 @@ from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe, TrainConfig
 from megarl.config.roles import CriticConfig, ModelParallelConfig
+from megarl.env import trainer_environment
 from megarl.runtime.cluster import Pool
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.actor import PublishingActor
-from megarl.runtime.trainers.ranks import RankGroup, RankPlacement, start_ranks
+from megarl.runtime.trainers.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
 from megarl.train.critic import CriticRank
 from megarl.train.rank import ModelRank, RankSpec, ReferenceRank
 from megarl.train.trained import TrainedRank
@@ -154,6 +157,7 @@ class _Starter:
         *,
         pool: str,
     ) -> RankGroup[Rank]:
+        """Start one process per place of the pool and build a rank in each."""
         recipe, places = self.recipe, self.pools[pool]
         spec_of = partial(
             RankSpec,
@@ -163,22 +167,23 @@ class _Starter:
             seed=recipe.run.seed,
             timeout_s=recipe.train.operation_timeout_s + _HANG_REPORT_S,
         )
-        placement = RankPlacement(
-            places=places.places,
-            share=places.share,
-            turn=places.turn,
-            bind=recipe.network.bind,
-            report_folder=recipe.run_folder.absolute(),
-        )
-        return await start_ranks(
+        # Of the threads that always answer, one stays in `watch`. The class is named for people who read `ps`.
+        named = type(f"{role.capitalize()}Rank", (RankHost,), {})
+        remote = ray.remote(concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(named)
+        environment = trainer_environment(recipe.run.device)
+        group: RankGroup[Rank] = RankGroup(
             role,
-            build,
-            spec_of,
-            placement,
-            self.stack,
-            device=recipe.run.device,
+            [
+                remote.options(**place.options(environment, share=places.share)).remote(recipe.network.bind)
+                for place in places.places
+            ],
             timeout_s=recipe.train.operation_timeout_s,
+            report_folder=recipe.run_folder.absolute(),
+            turn=places.turn,
         )
+        self.stack.push_async_callback(group.end)
+        await group.start(build, spec_of)
+        return group
 
 
 def _build_actor(

@@ -20,9 +20,9 @@ from megarl.compare.small_recipe import SmallRecipe, tiny_for_layouts
 from megarl.config.model import Family, ModelShape
 from megarl.config.recipe import Recipe
 from megarl.errors import WeightSyncError
-from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.tool_commands import dump_file
+from megarl.rollout.tool_control import ToolControl
 from megarl.runtime.engines.serving import ManagedServing, Roles, started_roles, transfer_spec
 from megarl.tools.check_sync.comparison import ClassVerdict, compare_holding, rehearse, sum_by_class
 from megarl.types import PolicyVersion

@@ -23,10 +23,10 @@ from megarl.config.section import PAD_MULTIPLE
 from megarl.data.packing import pack
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import ConfigError, DataError, Problem
-from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.rollout.tool_commands import FILE_PREFIX
+from megarl.rollout.tool_control import ToolControl
 from megarl.runtime.engines.serving import ManagedServing, started_roles, transfer_spec
 from megarl.runtime.inputs import read_inputs
 from megarl.stages import Generator

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from megarl.config.model import ModelShape
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.rollout.commands import Rendezvous
-from megarl.rollout.control import ToolControl
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import RestartPolicy
 from megarl.rollout.process import EngineProcess
+from megarl.rollout.tool_control import ToolControl
 from megarl.runtime.engines.publisher import TransferPublisher
 from megarl.runtime.engines.supervisor import Supervisor
 from megarl.system.network import LOOPBACK

@@ -110,6 +110,9 @@ def test_a_ray_that_does_not_start_is_not_waited_for(cluster: SlurmCluster, tmp_
     script = job(tmp_path, "exit 0")
     ray = tmp_path / "bin" / "ray"
     ray.write_text(ray.read_text().replace("exec sleep 1000", "exit 1"))
+    # The second node never joins; otherwise the job could start in the moment before its Ray ends.
+    ready = tmp_path / "bin" / "python3"
+    ready.write_text(ready.read_text().replace(">= 2 *", ">= 3 *"))
     number = cluster.submit(script)
     cluster.wait_for(number, lambda: "giving up" in log(tmp_path), timeout_s=180)
     assert cluster.wait(number, "FAILED", timeout_s=60) == "FAILED"

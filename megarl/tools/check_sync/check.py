@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.compare.small_recipe import SmallRecipe, tiny_for_layouts
-from megarl.config.model import Family, ModelShape
+from megarl.config.model import TRAITS, ModelShape
 from megarl.config.recipe import Recipe
 from megarl.errors import WeightSyncError
 from megarl.rollout.fleet import Fleet
@@ -30,12 +30,6 @@ from megarl.weights.executors.tensors import torch_dtype
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
-_ARCHITECTURES = {
-    Family.LLAMA: ("LlamaForCausalLM", "llama"),
-    Family.QWEN2: ("Qwen2ForCausalLM", "qwen2"),
-    Family.QWEN3: ("Qwen3ForCausalLM", "qwen3"),
-    Family.QWEN3_MOE: ("Qwen3MoeForCausalLM", "qwen3_moe"),
-}
 _STD = 0.05
 """Neighbouring elements differ, also in norms and biases, so that a misplaced one is seen."""
 _SEED = 1
@@ -167,10 +161,9 @@ def random_tensors(shape: ModelShape, *, seed: int) -> dict[str, torch.Tensor]:
 
 def config_of(shape: ModelShape) -> dict[str, object]:
     """Return the content of `config.json`."""
-    architecture, model_type = _ARCHITECTURES[shape.family]
     config: dict[str, object] = {
-        "architectures": [architecture],
-        "model_type": model_type,
+        "architectures": [TRAITS[shape.family].architecture],
+        "model_type": shape.family.value,
         "dtype": shape.dtype,
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,

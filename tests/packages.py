@@ -1,4 +1,4 @@
-"""What some tests need of the machine and pip does not have: `@pytest.mark.needs("chromium")`.
+"""Programs that some tests need and pip does not have: `@pytest.mark.needs("chromium")`.
 
 Where a need is not met its tests are skipped, and the last line of pytest's summary lists what was not run and how to
 get it. With CI=true they fail instead: CI must not pass without them.

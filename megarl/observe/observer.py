@@ -67,14 +67,16 @@ class Observer:
         """Time the body; its seconds are added to the next finished step."""
         self._emit(PhaseStarted(phase=phase))
         began = time.monotonic()
-        if phase == "generate":
-            self._step_began = began
         try:
             yield
         finally:
             seconds = time.monotonic() - began
             self._phase_seconds[phase] = self._phase_seconds.get(phase, 0.0) + seconds
             self._emit(PhaseEnded(phase=phase, seconds=seconds))
+
+    def step_started(self) -> None:
+        """Start the clock of a step: it includes the time that devices take to change hands."""
+        self._step_began = time.monotonic()
 
     def step_finished(
         self,
@@ -87,7 +89,7 @@ class Observer:
         kl_coef: float | None,
         flow: Flow | None,
     ) -> None:
-        """Summarize and record a step, after its publish. It began with the last `generate` phase."""
+        """Summarize and record a step, after its publish. It began with `step_started`."""
         for text in update.warnings:
             self.warned(text)
         summary = summarize_step(

@@ -56,6 +56,7 @@ class Loop:
             producers = [tasks.create_task(self._produce()) for _ in range(self._buffer.capacity)]
             for step in range(self._start.step + 1, self._num_steps + 1):
                 is_last = step == self._num_steps
+                self._observer.step_started()
                 version = await self._step(step)
                 self._saver.mark(step)
                 if is_last:

@@ -38,9 +38,7 @@ class SeparatePhases:
 
 
 class SharedPhases:
-    """Trainers and engines take turns on one pool: engines sleep except while generating, and trainers that offload are
-    on the host meanwhile. While weights are published, both are on the devices.
-    """
+    """Trainers and engines take turns on one pool; while weights are published, both are on the devices."""
 
     def __init__(self, engines: Sequence[Sleeper]) -> None:
         self._engines = engines

@@ -416,3 +416,17 @@ def test_a_failing_step_ends_the_run_with_its_own_error() -> None:
 
     with pytest.raises(FleetError, match="broken on purpose"):
         run(Broken(), num_steps=3)
+
+
+def test_the_seconds_of_a_step_include_the_time_in_which_devices_change_hands() -> None:
+    class SlowToWake(FakeCluster):
+        async def wake(self) -> None:
+            await asyncio.sleep(0.2)
+
+    sink = ListSink()
+    cluster = SlowToWake()
+    began = time.monotonic()
+    run(cluster, num_steps=3, phases=SharedPhases([cluster]), sinks=[sink])
+    seconds = [event.summary.seconds for event in sink.events if isinstance(event, StepFinished)]
+    assert all(step_s >= 0.2 for step_s in seconds[1:])
+    assert sum(seconds) <= time.monotonic() - began, "each step has a clock of its own"

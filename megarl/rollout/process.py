@@ -125,13 +125,14 @@ class EngineProcess:
 
     async def wait_end(self) -> str:
         """Wait until the server or one of its workers is gone; return the reason that the log gives."""
-        while True:
-            if self.exit_code is not None:
-                return self.describe_end()
-            lost = self._workers - _workers_in_group(self.pid)
+        lost: frozenset[int] = frozenset()
+        while self.exit_code is None:
             if lost:
                 return f"its worker process {min(lost)} is gone; {self._log_hint()}"
+            lost = self._workers - _workers_in_group(self.pid)
+            # A kill of the whole group may end a worker first: the server gets one more poll to end as well.
             await asyncio.sleep(_POLL_S)
+        return self.describe_end()
 
     async def _until_generating(self) -> None:
         client = EngineClient(self.endpoint, request_timeout_s=self.spec.config.start_timeout_s)

@@ -50,7 +50,12 @@ class LocalProcesses:
         process = EngineProcess(self._specs[index])
         self.running[index] = process
         process.start()
-        await process.wait_ready()
+        try:
+            await process.wait_ready()
+        except BaseException:
+            # A test that ends meanwhile leaves no half-started engine to the next one.
+            process.stop()
+            raise
         return process.endpoint
 
     async def start_missing(self) -> None:

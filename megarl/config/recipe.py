@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.reward import ExactRewardConfig, RewardConfig
 from megarl.config.roles import InFlight, OptimizerConfig, PoolConfig, RolesConfig
-from megarl.config.section import Device, DtypeName, Section, dtype_on
+from megarl.config.section import Device, DtypeName, GpuName, Section, dtype_on
 
 
 class RunConfig(Section):
@@ -220,10 +220,19 @@ class NetworkConfig(Section):
     loopback then."""
 
 
+class ClusterConfig(Section):
+    """The machines under the pools."""
+
+    gpu: GpuName | None = None
+    """The kind of all GPUs, for which `megarl plan` computes and `megarl train` checks that the run fits; null takes
+    what Ray reports, and h100 where there is no Ray to ask."""
+
+
 class Recipe(Section):
     run: RunConfig
     model: ModelConfig
     data: DataConfig
+    cluster: ClusterConfig = ClusterConfig()
     pools: Annotated[dict[str, PoolConfig], Field(min_length=1)]
     roles: RolesConfig
     algorithm: AlgorithmConfig

@@ -20,6 +20,8 @@ class Section(BaseModel):
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 DtypeName: TypeAlias = Literal["float32", "bfloat16"]
+GpuName: TypeAlias = Literal["a100", "a100-40g", "h20", "h100", "h200", "b200", "b300", "gb200", "l40s"]
+"""Kinds of GPUs whose rates the planner knows."""
 
 
 def dtype_on(device: Device) -> DtypeName:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from megarl.config.recipe import ClusterConfig
+from megarl.config.section import GpuName
 from megarl.errors import ConfigError, Problem
 
 GIB = 1 << 30
@@ -32,18 +34,32 @@ class GpuModel:
         return self.tflops * 1e12
 
 
-GPUS: Mapping[str, GpuModel] = {
-    "a100": GpuModel(
-        name="a100", memory_gib=79.1, tflops=312, memory_gb_per_s=2039, node_gb_per_s=300, network_gb_per_s=25
-    ),
-    "h100": GpuModel(
-        name="h100", memory_gib=79.1, tflops=989, memory_gb_per_s=3350, node_gb_per_s=450, network_gb_per_s=50
-    ),
-    "h200": GpuModel(
-        name="h200", memory_gib=139.8, tflops=989, memory_gb_per_s=4800, node_gb_per_s=450, network_gb_per_s=50
-    ),
+_GPUS: Mapping[GpuName, tuple[float, float, float, float, float]] = {
+    "a100": (79.1, 312, 2039, 300, 25),
+    "a100-40g": (39.4, 312, 1555, 300, 25),
+    "h20": (95.6, 148, 4000, 450, 50),
+    "h100": (79.1, 989, 3350, 450, 50),
+    "h200": (139.8, 989, 4800, 450, 50),
+    "b200": (178.4, 2250, 7700, 900, 50),
+    "b300": (267.7, 2250, 7700, 900, 100),
+    "gb200": (184.0, 2500, 7700, 900, 50),
+    "l40s": (44.4, 362, 864, 32, 25),
 }
-"""SXM modules; eight to a node, one 200 or 400 Gb/s port per GPU."""
+
+GPUS: Mapping[str, GpuModel] = {
+    name: GpuModel(
+        name=name,
+        memory_gib=memory_gib,
+        tflops=tflops,
+        memory_gb_per_s=memory_gb_per_s,
+        node_gb_per_s=node_gb_per_s,
+        network_gb_per_s=network_gb_per_s,
+    )
+    for name, (memory_gib, tflops, memory_gb_per_s, node_gb_per_s, network_gb_per_s) in _GPUS.items()
+}
+"""SXM modules (the L40S is a PCIe card); eight to a node, one 200, 400 or 800 Gb/s port per GPU."""
+
+DEFAULT_GPU: GpuName = "h100"
 
 TRAIN_EFFICIENCY = 0.45
 PREFILL_EFFICIENCY = 0.5
@@ -55,6 +71,15 @@ HOST_GB_PER_S = 25.0
 DISK_GB_PER_S_PER_NODE = 2.0
 
 _CUSTOM = ("memory_gib", "tflops", "memory_gb_per_s", "node_gb_per_s", "network_gb_per_s")
+
+
+def gpu_of(cluster: ClusterConfig, accelerators: Iterable[str] = ()) -> GpuModel:
+    """Return the GPU that the recipe names, or the smallest of those that Ray reports (`H100`, `A100-80G`)."""
+    if cluster.gpu is not None:
+        return GPUS[cluster.gpu]
+    names = (accelerator.lower().removesuffix("-80g") for accelerator in accelerators)
+    known = [GPUS[name] for name in names if name in GPUS]
+    return min(known, key=lambda gpu: gpu.memory_gib, default=GPUS[DEFAULT_GPU])
 
 
 def parse_gpu(text: str) -> GpuModel:

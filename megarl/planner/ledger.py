@@ -17,13 +17,11 @@ from megarl.config.roles import ModelParallelConfig, TrainedModelConfig
 from megarl.planner.activations import activation_bytes, forward_bytes, scoring_bytes
 from megarl.planner.deployment import Deployment, PlannedModel
 from megarl.planner.hardware import GIB
-from megarl.planner.memory import StageMemory
+from megarl.planner.memory import ENGINE_CONTEXT_BYTES, StageMemory
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES
 
 TRAINER_CONTEXT_BYTES = 7 * GIB // 2
 """Allowance for CUDA context, loaded kernels, workspaces and NCCL buffers of one rank; 3.7 GiB seen on an H200."""
-ENGINE_CONTEXT_BYTES = GIB
-"""Allowance for the same of an engine, without its graphs."""
 GRAPH_BYTES = 3 * GIB // 2
 """Allowance for CUDA graphs and activations of an engine; with the context, 1.4 GiB seen for 0.5B on an H200."""
 

@@ -10,6 +10,7 @@ from math import prod
 from megarl.config.model import ModelShape
 from megarl.config.roles import RolloutRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
+from megarl.planner.hardware import GpuModel
 from megarl.weights.algebra.slices import ITEM_BYTES, Holding
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
@@ -17,6 +18,9 @@ from megarl.weights.layouts.sglang import sglang_layout
 PARAM_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
 """Elements. Megatron starts a parameter at a multiple of the first, and ends a bucket at a multiple of the second."""
+
+ENGINE_CONTEXT_BYTES = 1 << 30
+"""Allowance for CUDA context, loaded kernels and workspaces of an engine, without its graphs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +173,14 @@ def repeats(name: str, layers: int) -> int:
     return layers if ".layers." in name else 1
 
 
+def planned_cached_tokens(shape: ModelShape, rollout: RolloutRoleConfig, gpu: GpuModel) -> int:
+    """Return the tokens of KV cache that the plan grants one engine on GPUs of this kind.
+
+    They do not depend on what else is on the GPU when the engine starts, unlike the size that SGLang would choose.
+    """
+    return engine_memory(shape, rollout, gpu.memory_bytes).cached_tokens
+
+
 def engine_memory(shape: ModelShape, rollout: RolloutRoleConfig, capacity_bytes: int | None) -> EngineMemory:
     """Return the memory of the fullest TP rank; the KV cache has `max_cached_tokens`, or what `memory_fraction` leaves.
 
@@ -183,7 +195,9 @@ def engine_memory(shape: ModelShape, rollout: RolloutRoleConfig, capacity_bytes:
     elif capacity_bytes is None:
         cached_tokens = CPU_CACHED_TOKENS
     else:
-        cached_tokens = max(0, int(capacity_bytes * rollout.memory_fraction) - weights.held_bytes) // per_token
+        # SGLang takes its fraction of the memory that is free when its context exists.
+        static_bytes = int((capacity_bytes - ENGINE_CONTEXT_BYTES) * rollout.memory_fraction)
+        cached_tokens = max(0, static_bytes - weights.held_bytes) // per_token
     return EngineMemory(
         weight_bytes=weights.held_bytes,
         expert_bytes=weights.expert_bytes,

@@ -100,7 +100,7 @@ def test_a_recipe_that_is_wrong_is_refused(capsys: pytest.CaptureFixture[str]) -
     [
         (["--set", "model.path=mine"], "model.path: mine is neither here nor a known model; name a shape with --shape"),
         (["--shape", "gpt-5"], "--shape: unknown 'gpt-5'; one of qwen2.5-0.5b"),
-        (["--gpu", "b200"], "b200: unknown 'b200'; one of a100, h100, h200"),
+        (["--gpu", "v100"], "v100: unknown 'v100'; one of a100, a100-40g, h20, h100, h200"),
     ],
 )
 def test_what_cannot_be_planned_is_explained(

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.config.recipe import ClusterConfig
 from megarl.errors import ConfigError
-from megarl.planner.hardware import GPUS, parse_gpu
+from megarl.planner.hardware import DEFAULT_GPU, GPUS, gpu_of, parse_gpu
 
 
 def test_a_known_gpu_is_found_by_its_name() -> None:
@@ -19,3 +20,9 @@ def test_figures_can_be_changed() -> None:
 def test_a_wrong_gpu_is_explained(text: str) -> None:
     with pytest.raises(ConfigError, match="--gpu: 1 problem"):
         parse_gpu(text)
+
+
+def test_the_recipes_gpu_counts_before_what_ray_reports() -> None:
+    assert gpu_of(ClusterConfig(gpu="h200"), ["A100-80G"]) is GPUS["h200"]
+    assert gpu_of(ClusterConfig(), ["H200", "A100-80G", "TPU-V4"]) is GPUS["a100"]
+    assert gpu_of(ClusterConfig(), ["TPU-V4"]) is GPUS[DEFAULT_GPU]

@@ -9,7 +9,13 @@ import pytest
 
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.planner.hardware import GPUS
-from megarl.planner.memory import bare_weights, engine_memory, stage_memory
+from megarl.planner.memory import (
+    ENGINE_CONTEXT_BYTES,
+    bare_weights,
+    engine_memory,
+    planned_cached_tokens,
+    stage_memory,
+)
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 from tests.planner.recipes import make_recipe
@@ -89,8 +95,9 @@ def test_the_cache_takes_what_the_fraction_leaves() -> None:
     assert recipe.roles.rollout is not None
     engine = engine_memory(SHAPE, recipe.roles.rollout, H100.memory_bytes)
     assert engine.cache_bytes_per_token == 2 * 8 * 2 * 128 * 2
-    limit = 0.6 * H100.memory_bytes
+    limit = 0.6 * (H100.memory_bytes - ENGINE_CONTEXT_BYTES)
     assert limit - engine.cache_bytes_per_token < engine.weight_bytes + engine.cache_bytes <= limit
+    assert planned_cached_tokens(SHAPE, recipe.roles.rollout, H100) == engine.cached_tokens
 
 
 def test_the_cache_has_the_tokens_that_were_asked_for() -> None:

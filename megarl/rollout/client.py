@@ -19,7 +19,7 @@ import httpx
 
 from megarl.config.section import Device
 from megarl.errors import EngineError
-from megarl.rollout.engine_http import EngineHttp, failure_reason, parse_json
+from megarl.rollout.engine_http import EngineHttp, HttpReply, failure_reason
 from megarl.system.secret import Secret
 from megarl.types import JsonValue, PolicyVersion
 
@@ -130,16 +130,16 @@ class EngineClient:
     async def close(self) -> None:
         await self._http.close()
 
-    async def generate(self, request: GenerateRequest) -> JsonValue:
-        """Return the reply unchecked; `reply` checks it. Cancelling this also ends the request in the engine."""
-        response = await self._call(
+    async def generate(self, request: GenerateRequest) -> bytes:
+        """Return the reply as it came; `reply` decodes and checks it. Cancelling this also ends it in the engine."""
+        reply = await self._call(
             "generate",
             "/generate",
             request.to_json(),
             key=self.endpoint.keys.api,
             timeout_s=self._request_timeout_s,
         )
-        return parse_json(response)
+        return reply.content
 
     async def abort(self, rid: str) -> None:
         """End one request; its `generate` returns the tokens so far, with finish reason abort."""
@@ -258,32 +258,35 @@ class EngineClient:
             response = await self._http.exchange("GET", path, None, self.endpoint.keys.api, timeout_s)
         except httpx.HTTPError as error:
             raise self._error(operation, failure_reason(error, timeout_s)) from error
-        info = parse_json(self._checked(operation, response))
+        info = self._checked(operation, response).json()
         if not isinstance(info, dict):
             raise self._error(operation, f"{path} returned a {type(info).__name__}")
         return info
 
     async def _control(
         self, operation: str, path: str, body: Mapping[str, JsonValue], *, timeout_s: float = _CONTROL_TIMEOUT_S
-    ) -> httpx.Response:
+    ) -> HttpReply:
         return await self._call(operation, path, body, key=self.endpoint.keys.admin, timeout_s=timeout_s)
 
     async def _call(
         self, operation: str, path: str, body: Mapping[str, JsonValue], *, key: str, timeout_s: float
-    ) -> httpx.Response:
+    ) -> HttpReply:
         return self._checked(operation, await self._send(operation, path, body, key, timeout_s))
 
     async def _send(
         self, operation: str, path: str, body: Mapping[str, JsonValue], key: str, timeout_s: float
-    ) -> httpx.Response:
+    ) -> HttpReply:
         try:
             return await self._http.exchange("POST", path, body, key, timeout_s)
         except httpx.HTTPError as error:
             raise self._error(operation, failure_reason(error, timeout_s)) from error
 
-    def _checked(self, operation: str, response: httpx.Response) -> httpx.Response:
+    def _checked(self, operation: str, response: HttpReply) -> HttpReply:
         if response.status_code != HTTPStatus.OK:
-            raise self._error(operation, f"status {response.status_code}: {response.text.strip()[:300]}")
+            raise self._error(
+                operation,
+                f"status {response.status_code}: {response.content[:1200].decode(errors='replace').strip()[:300]}",
+            )
         return response
 
     def _error(self, operation: str, reason: str) -> EngineError:

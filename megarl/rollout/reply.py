@@ -1,25 +1,26 @@
-"""Checks an engine's reply before the trainer learns from it. Pure: no HTTP.
+"""Decodes an engine's reply into arrays and checks it before the trainer learns from it. Pure: no HTTP.
 
-A broken engine may still reply: with counts that differ, ids outside the vocabulary, impossible log-probabilities,
-tokens of another version. Each is a BadReplyError here, and the rollout is tried again.
+A broken engine may still reply: with something that is no JSON, counts that differ, ids outside the vocabulary,
+impossible log-probabilities, tokens of another version. Each is a BadReplyError here, and the rollout is tried again.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import cast
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from megarl.config.roles import InFlight
 from megarl.errors import EngineError
-from megarl.types import FinishReason, FloatArray, JsonValue, PolicyVersion, TokenArray
+from megarl.types import FinishReason, FloatArray, PolicyVersion, TokenArray
 
 _MAX_LOGPROB = 1e-3
 """A probability is at most 1, up to the rounding of a kernel."""
+_MAX_VERSION = 2**31 - 1
 
 
 class BadReplyError(EngineError):
@@ -76,95 +77,126 @@ class Response:
         )
 
 
-def read_response(reply: JsonValue, expected: Expectation) -> Response:
+_Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+
+
+# Without gc: a reply has as many entries as tokens, and none of them can be part of a cycle.
+class _TokenLogprob(msgspec.Struct, array_like=True, gc=False):
+    logprob: float
+    token_id: _Int32
+
+
+class _Finish(msgspec.Struct):
+    type: str
+    message: str | None = None
+    matched: _Int32 | str | list[_Int32] | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str | _Int32
+    start: _Int32
+    end: _Int32
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish
+    weight_version: str | _Int32 | None = None
+    weight_versions: list[_Span] | None = None
+    output_token_logprobs: list[_TokenLogprob] | None = None
+
+
+class _Reply(msgspec.Struct):
+    """The fields of a reply of `/generate` that are read; others are skipped without being built."""
+
+    output_ids: list[_Int32]
+    meta_info: _Meta
+
+
+_DECODER = msgspec.json.Decoder(_Reply)
+
+
+def read_response(content: bytes, expected: Expectation) -> Response:
     """Return the response in a reply of `/generate`; a BadReplyError names the fault."""
-    fields = _mapping(reply, "the reply")
-    meta = _mapping(fields.get("meta_info"), "meta_info")
-    finish = _mapping(meta.get("finish_reason"), "finish_reason")
-    finish_reason = _finish_reason(finish, expected)
+    reply = _decode(content)
+    meta = reply.meta_info
+    finish_reason = _finish_reason(meta.finish_reason, expected)
     is_cut = finish_reason is FinishReason.ABORT
-    token_ids = _token_ids(fields.get("output_ids"), expected, fewest=0 if is_cut else 1)
+    token_ids = _token_ids(reply.output_ids, expected, fewest=0 if is_cut else 1)
     # A request that was aborted before its first token has no log-probabilities.
-    logprobs = _logprobs(meta.get("output_token_logprobs") if token_ids else [], token_ids)
-    _check_end(finish_reason, finish, token_ids, expected)
+    logprobs = _logprobs(meta.output_token_logprobs if len(token_ids) else [], token_ids)
+    _check_end(finish_reason, meta.finish_reason, token_ids, expected)
     # An abort hides whether the last token was an end token. It is drawn again, with the same random numbers.
     num_kept = max(len(token_ids) - 1, 0) if is_cut else len(token_ids)
     return Response(
-        token_ids=np.array(token_ids[:num_kept], dtype=np.int32),
-        logprobs=logprobs[:num_kept].astype(np.float32),
+        token_ids=token_ids[:num_kept],
+        logprobs=logprobs[:num_kept],
         versions=_versions(meta, len(token_ids), expected)[:num_kept],
         finish_reason=finish_reason,
     )
 
 
-def _finish_reason(finish: Mapping[str, JsonValue], expected: Expectation) -> FinishReason:
-    kind = finish.get("type")
-    if kind == FinishReason.ABORT and not expected.is_interrupted:
-        raise BadReplyError(f"aborted: {finish.get('message') or 'no reason given'}")
-    if kind not in tuple(FinishReason):
-        raise BadReplyError(f"finish reason is {kind!r}")
-    return FinishReason(str(kind))
+def _decode(content: bytes) -> _Reply:
+    try:
+        return _DECODER.decode(content)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadReplyError(f"{len(content)} bytes that are no reply: {error}") from None
 
 
-def _token_ids(value: JsonValue, expected: Expectation, *, fewest: int) -> list[int]:
-    items = _sequence(value, "output_ids")
-    if set(map(type, items)) - {int}:
-        items = [_integer(item, "a token id") for item in items]
-    token_ids = cast("list[int]", items)
-    if not fewest <= len(token_ids) <= expected.max_response_tokens:
-        raise BadReplyError(f"{len(token_ids)} tokens, asked for {fewest} to {expected.max_response_tokens}")
-    for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
-        if not 0 <= token_id < expected.vocab:
-            raise BadReplyError(f"token id {token_id} is not in the vocabulary of {expected.vocab}")
+def _finish_reason(finish: _Finish, expected: Expectation) -> FinishReason:
+    if finish.type == FinishReason.ABORT and not expected.is_interrupted:
+        raise BadReplyError(f"aborted: {finish.message or 'no reason given'}")
+    if finish.type not in tuple(FinishReason):
+        raise BadReplyError(f"finish reason is {finish.type!r}")
+    return FinishReason(finish.type)
+
+
+def _token_ids(values: list[int], expected: Expectation, *, fewest: int) -> TokenArray:
+    if not fewest <= len(values) <= expected.max_response_tokens:
+        raise BadReplyError(f"{len(values)} tokens, asked for {fewest} to {expected.max_response_tokens}")
+    token_ids = np.fromiter(values, dtype=np.int32, count=len(values))
+    outside = token_ids[(token_ids < 0) | (token_ids >= expected.vocab)]
+    if outside.size:
+        raise BadReplyError(f"token id {outside[0]} is not in the vocabulary of {expected.vocab}")
     return token_ids
 
 
-def _logprobs(value: JsonValue, token_ids: Sequence[int]) -> npt.NDArray[np.float64]:
-    entries = _sequence(value, "output_token_logprobs")
-    if len(entries) != len(token_ids):
-        raise BadReplyError(f"{len(entries)} log-probabilities for {len(token_ids)} tokens")
-    pairs = [entry[:2] for entry in entries if isinstance(entry, list)]
-    values = [pair[0] for pair in pairs if pair]
-    if [pair[-1] for pair in pairs if pair] == token_ids and not set(map(type, values)) - {float, int}:
-        logprobs = np.array(values, dtype=np.float64)
-        if np.isfinite(logprobs).all() and logprobs.max(initial=-np.inf) <= _MAX_LOGPROB:
-            return logprobs
-    raise _wrong_logprob(entries, token_ids)
+def _logprobs(entries: list[_TokenLogprob] | None, token_ids: TokenArray) -> FloatArray:
+    if entries is None:
+        raise BadReplyError("output_token_logprobs is missing")
+    num_tokens = len(token_ids)
+    if len(entries) != num_tokens:
+        raise BadReplyError(f"{len(entries)} log-probabilities for {num_tokens} tokens")
+    ids = np.fromiter([entry.token_id for entry in entries], dtype=np.int32, count=num_tokens)
+    for place in np.flatnonzero(ids != token_ids)[:1]:
+        raise BadReplyError(f"log-probability of token {ids[place]} is not of token {token_ids[place]}")
+    values = [entry.logprob for entry in entries]
+    # Checked as the trainer reads them: what is finite in 64 bits may not be in 32.
+    with np.errstate(over="ignore"):
+        logprobs = np.fromiter(values, dtype=np.float64, count=num_tokens).astype(np.float32)
+    for place in np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= _MAX_LOGPROB)))[:1]:
+        raise BadReplyError(f"log-probability {values[place]!r} of token {token_ids[place]}")
+    return logprobs
 
 
-def _wrong_logprob(entries: Sequence[JsonValue], token_ids: Sequence[int]) -> BadReplyError:
-    """Return the error for the first wrong log-probability."""
-    for entry, token_id in zip(entries, token_ids, strict=True):
-        pair = _sequence(entry, "a log-probability")
-        if len(pair) < 2 or pair[1] != token_id:
-            return BadReplyError(f"log-probability {pair[:2]} is not of token {token_id}")
-        value = pair[0]
-        if not isinstance(value, float | int) or not math.isfinite(value) or value > _MAX_LOGPROB:
-            return BadReplyError(f"log-probability {value!r} of token {token_id}")
-    raise AssertionError(f"nothing is wrong with {len(entries)} log-probabilities")
-
-
-def _check_end(
-    finish_reason: FinishReason, finish: Mapping[str, JsonValue], token_ids: Sequence[int], expected: Expectation
-) -> None:
-    if not expected.eos_ids.isdisjoint(token_ids[:-1]):
+def _check_end(finish_reason: FinishReason, finish: _Finish, token_ids: TokenArray, expected: Expectation) -> None:
+    if any((token_ids[:-1] == eos_id).any() for eos_id in expected.eos_ids):
         raise BadReplyError("tokens after an end token")
     if finish_reason is FinishReason.ABORT:
         return
-    last = token_ids[-1]
+    last = int(token_ids[-1])
     # The model's config may name end tokens that the tokenizer does not.
-    if finish_reason is FinishReason.STOP and last not in expected.eos_ids and finish.get("matched") != last:
+    if finish_reason is FinishReason.STOP and last not in expected.eos_ids and finish.matched != last:
         raise BadReplyError(f"stopped at token {last}, which is no end token")
     if finish_reason is FinishReason.LENGTH and len(token_ids) != expected.max_response_tokens:
         raise BadReplyError(f"cut at {len(token_ids)} tokens, asked for {expected.max_response_tokens}")
 
 
-def _versions(meta: Mapping[str, JsonValue], num_tokens: int, expected: Expectation) -> npt.NDArray[np.int32]:
+def _versions(meta: _Meta, num_tokens: int, expected: Expectation) -> npt.NDArray[np.int32]:
     """Return the version of each token: per token if the reply has spans (SGLang from 0.5.19), else one for all."""
-    versions = np.full(num_tokens, _version(meta.get("weight_version")), dtype=np.int32)
-    spans = meta.get("weight_versions")
+    versions = np.full(num_tokens, _version(meta.weight_version), dtype=np.int32)
+    spans = meta.weight_versions
     if spans is not None:
-        versions = _of_spans(_sequence(spans, "weight_versions"), num_tokens)
+        versions = _of_spans(spans, num_tokens)
     oldest, newest = expected.version, expected.newest_version
     wrong = versions[(versions < oldest) | (versions > newest)]
     if wrong.size:
@@ -179,16 +211,14 @@ def _versions(meta: Mapping[str, JsonValue], num_tokens: int, expected: Expectat
     return _lower_bounds(versions, oldest) if expected.in_flight == "in_place" else versions
 
 
-def _of_spans(spans: Sequence[JsonValue], num_tokens: int) -> npt.NDArray[np.int32]:
+def _of_spans(spans: Sequence[_Span], num_tokens: int) -> npt.NDArray[np.int32]:
     versions = np.zeros(num_tokens, dtype=np.int32)
     covered = 0
-    for item in spans:
-        span = _mapping(item, "a weight version")
-        start, end = _integer(span.get("start"), "start"), _integer(span.get("end"), "end")
-        if start != covered or not start <= end <= num_tokens:
-            raise BadReplyError(f"weight version of tokens {start} to {end}, after {covered} of {num_tokens}")
-        versions[start:end] = _version(span.get("version"))
-        covered = end
+    for span in spans:
+        if span.start != covered or not span.start <= span.end <= num_tokens:
+            raise BadReplyError(f"weight version of tokens {span.start} to {span.end}, after {covered} of {num_tokens}")
+        versions[span.start : span.end] = _version(span.version)
+        covered = span.end
     if covered != num_tokens:
         raise BadReplyError(f"weight versions of {covered} tokens, there are {num_tokens}")
     return versions
@@ -206,26 +236,11 @@ def _lower_bounds(versions: npt.NDArray[np.int32], oldest: PolicyVersion) -> npt
     return bounds
 
 
-def _version(value: JsonValue) -> int:
+def _version(value: str | int | None) -> int:
     try:
-        return int(str(value))
+        version = int(str(value))
     except ValueError:
-        raise BadReplyError(f"weight version is {value!r}") from None
-
-
-def _mapping(value: JsonValue, what: str) -> Mapping[str, JsonValue]:
-    if not isinstance(value, dict):
-        raise BadReplyError(f"{what} is missing or not an object")
-    return value
-
-
-def _sequence(value: JsonValue, what: str) -> Sequence[JsonValue]:
-    if not isinstance(value, list):
-        raise BadReplyError(f"{what} is missing or not a list")
-    return value
-
-
-def _integer(value: JsonValue, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise BadReplyError(f"{what} is {value!r}, not an integer")
-    return value
+        raise BadReplyError(f"weight version is {str(value)[:40]!r}") from None
+    if not 0 <= version <= _MAX_VERSION:
+        raise BadReplyError(f"weight version is {str(value)[:40]}, which no run reaches")
+    return version

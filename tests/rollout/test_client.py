@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
 import httpx
@@ -91,6 +93,43 @@ def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None
     assert num_sent == 11
 
 
+async def ask(answer: Callable[[web.Request], Awaitable[web.StreamResponse]], *, timeout_s: float) -> bytes:
+    """Ask a real server that answers `/generate`."""
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    async with TestServer(app) as server:
+        endpoint = replace(scripted_client(Recorder()).endpoint, port=server.make_url("/").port or 0)
+        client = EngineClient(endpoint, request_timeout_s=timeout_s)
+        try:
+            return await client.generate(REQUEST)
+        finally:
+            await client.close()
+
+
+@pytest.mark.fault("a reply byte by byte", "cut at the deadline of the whole exchange")
+def test_a_reply_that_trickles_is_late() -> None:
+    async def trickle(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" ")
+            await asyncio.sleep(0.01)
+
+    began = time.monotonic()
+    with pytest.raises(EngineError, match="generate: no answer within 1 s"):
+        asyncio.run(ask(trickle, timeout_s=1.0))
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.fault("a reply that grows when it is decompressed", "refused before it is read")
+def test_a_compressed_reply_is_refused() -> None:
+    async def bomb(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=gzip.compress(bytes(10_000_000)), headers={"Content-Encoding": "gzip"})
+
+    with pytest.raises(EngineError, match=r"generate: ReadError: the reply is compressed \(gzip\)"):
+        asyncio.run(ask(bomb, timeout_s=60))
+
+
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_reply_over_a_real_connection_arrives_whole(is_chunked: bool) -> None:
     reply: JsonValue = {"output_ids": list(range(100_000)), "text": "ü"}
@@ -102,7 +141,7 @@ def test_a_reply_over_a_real_connection_arrives_whole(is_chunked: bool) -> None:
             response.enable_chunked_encoding()
         return response
 
-    async def scenario() -> JsonValue:
+    async def scenario() -> bytes:
         app = web.Application()
         app.router.add_post("/generate", answer)
         async with TestServer(app) as server:
@@ -114,7 +153,7 @@ def test_a_reply_over_a_real_connection_arrives_whole(is_chunked: bool) -> None:
             finally:
                 await client.close()
 
-    assert asyncio.run(scenario()) == reply
+    assert json.loads(asyncio.run(scenario())) == reply
 
 
 def test_an_unreachable_engine_is_not_healthy() -> None:
@@ -189,7 +228,7 @@ def test_an_aborted_request_says_so_and_keeps_its_tokens(qwen2_tp1: ServedModel)
     # Greedy, this model never says its end token.
     request = GenerateRequest(rid="to-abort", input_ids=(5,), max_new_tokens=500, temperature=0.0)
 
-    async def abort_one() -> JsonValue:
+    async def abort_one() -> bytes:
         async with qwen2_tp1.fleet() as fleet:
             client = fleet.engines[0].client
             running = asyncio.create_task(client.generate(request))
@@ -197,7 +236,7 @@ def test_an_aborted_request_says_so_and_keeps_its_tokens(qwen2_tp1: ServedModel)
             await client.abort(request.rid)
             return await running
 
-    reply = asyncio.run(abort_one())
+    reply = json.loads(asyncio.run(abort_one()))
     assert isinstance(reply, dict)
     meta, token_ids = reply["meta_info"], reply["output_ids"]
     assert isinstance(meta, dict)

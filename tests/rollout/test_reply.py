@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +31,12 @@ GOOD: dict[str, Any] = {
 }
 
 
+def read(reply: object, expected: Expectation) -> Response:
+    return read_response(json.dumps(reply).encode(), expected)
+
+
 def test_a_good_reply_is_read_token_by_token() -> None:
-    response = read_response(GOOD, EXPECTED)
+    response = read(GOOD, EXPECTED)
     assert response.token_ids.tolist() == [5, 6, 2]
     assert response.logprobs.tolist() == [-0.5, -1.5, 0.0]
     assert response.versions.tolist() == [4, 4, 4]
@@ -42,7 +47,7 @@ def test_a_good_reply_is_read_token_by_token() -> None:
 def test_an_older_engine_names_one_version_for_all_tokens() -> None:
     reply = copy.deepcopy(GOOD)
     del reply["meta_info"]["weight_versions"]
-    assert read_response(reply, EXPECTED).versions.tolist() == [4, 4, 4]
+    assert read(reply, EXPECTED).versions.tolist() == [4, 4, 4]
 
 
 def with_tokens(*token_ids: int) -> dict[str, Any]:
@@ -66,7 +71,7 @@ def with_logprobs(*entries: list[object]) -> dict[str, Any]:
 def test_an_end_token_that_only_the_model_config_names_is_a_stop() -> None:
     reply = with_tokens(5, 6, 9)
     reply["meta_info"]["finish_reason"] = {"type": "stop", "matched": 9}
-    assert read_response(reply, EXPECTED).finish_reason is FinishReason.STOP
+    assert read(reply, EXPECTED).finish_reason is FinishReason.STOP
 
 
 @pytest.mark.fault("garbage replies", "refused with the reason")
@@ -75,18 +80,26 @@ def test_an_end_token_that_only_the_model_config_names_is_a_stop() -> None:
     [
         (with_meta(finish_reason={"type": "abort", "message": "by hand"}), "aborted: by hand"),
         (with_meta(finish_reason={"type": "tired"}), "finish reason is 'tired'"),
-        (with_meta(finish_reason=None), "finish_reason is missing"),
-        ({"output_ids": [5]}, "meta_info is missing"),
+        (with_meta(finish_reason=None), r"got `null` - at `\$.meta_info.finish_reason`"),
+        ({"output_ids": [5]}, "missing required field `meta_info`"),
         (with_tokens(), "0 tokens, asked for 1 to 3"),
         (with_tokens(5, 5, 5, 5), "4 tokens, asked for 1 to 3"),
         (with_tokens(5, 50, 2), "token id 50 is not in the vocabulary of 50"),
         (with_tokens(5, -1, 2), "token id -1 is not in the vocabulary"),
-        (GOOD | {"output_ids": [5, "6", 2]}, "a token id is '6', not an integer"),
+        (GOOD | {"output_ids": [5, "6", 2]}, r"Expected `int`, got `str` - at `\$.output_ids"),
         (with_logprobs([-0.5, 5], [-0.5, 6]), "2 log-probabilities for 3 tokens"),
         (with_logprobs([-0.5, 5], [-0.5, 7], [-0.5, 2]), "is not of token 6"),
-        (with_logprobs([-0.5, 5], [float("nan"), 6], [-0.5, 2]), "log-probability nan of token 6"),
-        (with_logprobs([-0.5, 5], [float("-inf"), 6], [-0.5, 2]), "log-probability -inf of token 6"),
-        (with_logprobs([-0.5, 5], [None, 6], [-0.5, 2]), "log-probability None of token 6"),
+        (with_logprobs([-0.5, 5], [float("nan"), 6], [-0.5, 2]), "JSON is malformed"),
+        (with_logprobs([-0.5, 5], [float("-inf"), 6], [-0.5, 2]), "no reply"),
+        (with_logprobs([-0.5, 5], [None, 6], [-0.5, 2]), "Expected `float`, got `null`"),
+        (with_logprobs([-0.5, 5], [-1e308, 6], [-0.5, 2]), r"log-probability -1e\+308 of token 6"),
+        (with_logprobs([-0.5, 5], [-0.5, 2**40], [-0.5, 2]), "Expected `int` <= 2147483647"),
+        (with_meta(weight_version=str(2**40)), "weight version is 1099511627776, which no run reaches"),
+        (with_meta(weight_version="-1"), "weight version is -1, which no run reaches"),
+        (with_meta(weight_version="7" * 5000), "weight version is '7777"),
+        (with_meta(weight_versions=[{"version": str(2**40), "start": 0, "end": 3}]), "which no run reaches"),
+        (with_meta(weight_versions=[{"version": "4", "start": -(10**400), "end": 3}]), "no reply"),
+        (GOOD | {"output_ids": [5, 10**400, 2]}, "no reply"),
         (with_logprobs([-0.5, 5], [0.5, 6], [-0.5, 2]), "log-probability 0.5 of token 6"),
         (with_meta(output_token_logprobs=None), "output_token_logprobs is missing"),
         (with_tokens(5, 6, 7), "stopped at token 7, which is no end token"),
@@ -98,14 +111,14 @@ def test_an_end_token_that_only_the_model_config_names_is_a_stop() -> None:
 )
 def test_a_bad_reply_is_refused_with_its_reason(reply: dict[str, Any], message: str) -> None:
     with pytest.raises(BadReplyError, match=message):
-        read_response(reply, EXPECTED)
+        read(reply, EXPECTED)
 
 
 def test_a_response_cut_before_its_limit_is_refused() -> None:
     reply = with_tokens(5, 6)
     reply["meta_info"]["finish_reason"] = {"type": "length", "length": 2}
     with pytest.raises(BadReplyError, match="cut at 2 tokens, asked for 3"):
-        read_response(reply, EXPECTED)
+        read(reply, EXPECTED)
 
 
 def test_tokens_of_another_version_are_refused() -> None:
@@ -115,13 +128,54 @@ def test_tokens_of_another_version_are_refused() -> None:
         {"version": "4", "start": 1, "end": 3},
     ]
     with pytest.raises(WrongVersionError, match="1 tokens of version 3, expected version 4"):
-        read_response(reply, EXPECTED)
+        read(reply, EXPECTED)
 
 
 @pytest.mark.parametrize("reply", [None, [], "text", 7])
 def test_something_else_than_an_object_is_refused(reply: object) -> None:
-    with pytest.raises(BadReplyError, match="the reply is missing or not an object"):
-        read_response(reply, EXPECTED)  # type: ignore[arg-type]
+    with pytest.raises(BadReplyError, match="Expected `object`"):
+        read(reply, EXPECTED)
+
+
+WHOLE = json.dumps(GOOD).encode()
+
+
+@pytest.mark.fault("garbage replies", "refused with the reason")
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"<html>bad gateway</html>",
+        WHOLE[:-1],
+        WHOLE[: len(WHOLE) // 2],
+        WHOLE.replace(b"stop", b"st\xffop"),
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"more":' + b"[" * 100_000 + b"]" * 100_000 + b"," + WHOLE[1:],
+        WHOLE.replace(b'"matched": 2', b'"matched": ' + b"[" * 100_000 + b"]" * 100_000),
+    ],
+    ids=["empty", "html", "no end", "half", "no text", "deep", "deep in an unknown field", "deep in a known field"],
+)
+def test_a_reply_that_is_no_json_is_refused(content: bytes) -> None:
+    with pytest.raises(BadReplyError, match=f"{len(content)} bytes that are no reply"):
+        read_response(content, EXPECTED)
+
+
+def test_a_long_reply_becomes_arrays_that_are_equal_to_its_numbers() -> None:
+    random = np.random.default_rng(0)
+    token_ids = random.integers(3, 50, 5000).tolist()
+    logprobs = (-random.exponential(1.0, 5000)).astype(np.float32)
+    reply = with_tokens(*token_ids)
+    reply["meta_info"]["finish_reason"] = {"type": "length", "length": 5000}
+    entries = zip(logprobs.astype(float).tolist(), token_ids, strict=True)
+    reply["meta_info"]["output_token_logprobs"] = [[logprob, token_id, None] for logprob, token_id in entries]
+    response = read(reply, replace(EXPECTED, max_response_tokens=5000))
+    assert response.token_ids.tolist() == token_ids
+    assert (response.logprobs == logprobs).all()
+    assert [array.dtype.name for array in (response.token_ids, response.logprobs, response.versions)] == [
+        "int32",
+        "float32",
+        "int32",
+    ]
 
 
 def interrupted(mode: InFlight = "abort", *, newest: int = 5) -> Expectation:
@@ -135,7 +189,7 @@ def aborted(reply: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_response_that_a_pause_cut_is_kept_but_for_its_last_token() -> None:
-    response = read_response(aborted(with_tokens(5, 6)), interrupted())
+    response = read(aborted(with_tokens(5, 6)), interrupted())
     assert response.finish_reason is FinishReason.ABORT
     assert response.token_ids.tolist() == [5]
     assert (len(response.logprobs), response.versions.tolist()) == (1, [4])
@@ -143,56 +197,56 @@ def test_a_response_that_a_pause_cut_is_kept_but_for_its_last_token() -> None:
 
 def test_a_request_that_a_pause_ended_before_it_began_has_no_tokens() -> None:
     reply: dict[str, Any] = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "4"}}
-    response = read_response(reply, interrupted())
+    response = read(reply, interrupted())
     assert (response.finish_reason, response.token_ids.tolist()) == (FinishReason.ABORT, [])
 
 
 def test_an_end_token_within_a_response_that_was_cut_is_refused() -> None:
     with pytest.raises(BadReplyError, match="tokens after an end token"):
-        read_response(aborted(with_tokens(5, 2, 6)), interrupted())
+        read(aborted(with_tokens(5, 2, 6)), interrupted())
 
 
 def test_tokens_are_of_the_versions_that_were_served_since_the_request_was_sent() -> None:
     spans = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 3}]
     reply = with_meta(weight_versions=spans, weight_version="5")
-    assert read_response(reply, interrupted("retract")).versions.tolist() == [4, 4, 5]
+    assert read(reply, interrupted("retract")).versions.tolist() == [4, 4, 5]
     # Paused in place, the engine may have counted one token to the wrong side.
-    assert read_response(reply, interrupted("in_place")).versions.tolist() == [4, 4, 4]
+    assert read(reply, interrupted("in_place")).versions.tolist() == [4, 4, 4]
     with pytest.raises(WrongVersionError, match="1 tokens of version 5, expected version 4"):
-        read_response(reply, EXPECTED)
+        read(reply, EXPECTED)
 
 
 def test_in_place_the_first_token_is_of_the_version_that_was_served_when_it_was_asked_for() -> None:
     spans = [{"version": "5", "start": 0, "end": 3}]
     reply = with_meta(weight_versions=spans, weight_version="5")
-    assert read_response(reply, interrupted("retract")).versions.tolist() == [5, 5, 5]
-    assert read_response(reply, interrupted("in_place")).versions.tolist() == [4, 5, 5]
+    assert read(reply, interrupted("retract")).versions.tolist() == [5, 5, 5]
+    assert read(reply, interrupted("in_place")).versions.tolist() == [4, 5, 5]
 
 
 @pytest.mark.parametrize("version", ["3", "6"])
 def test_versions_that_were_not_served_meanwhile_are_refused(version: str) -> None:
     reply = with_meta(weight_versions=None, weight_version=version)
     with pytest.raises(WrongVersionError, match=f"3 tokens of version {version}, expected versions 4 to 5"):
-        read_response(reply, interrupted())
+        read(reply, interrupted())
 
 
 def test_versions_that_go_back_are_refused() -> None:
     spans = [{"version": "5", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 3}]
     with pytest.raises(BadReplyError, match="tokens of version 5 before those of 4"):
-        read_response(with_meta(weight_versions=spans), interrupted("retract"))
+        read(with_meta(weight_versions=spans), interrupted("retract"))
 
 
 def test_an_older_engine_that_does_not_say_which_token_is_of_which_version_must_abort() -> None:
     reply = with_meta(weight_versions=None, weight_version="5")
-    assert read_response(reply, interrupted("abort")).versions.tolist() == [5, 5, 5]
+    assert read(reply, interrupted("abort")).versions.tolist() == [5, 5, 5]
     for mode in ("retract", "in_place"):
         with pytest.raises(BadReplyError, match=r"set roles\.rollout\.in_flight to abort"):
-            read_response(reply, interrupted(mode))  # type: ignore[arg-type]
+            read(reply, interrupted(mode))  # type: ignore[arg-type]
 
 
 def test_a_response_is_joined_from_its_parts() -> None:
-    first = read_response(aborted(with_tokens(5, 6, 7)), interrupted())
-    whole = Response.nothing().then(first).then(read_response(GOOD, EXPECTED))
+    first = read(aborted(with_tokens(5, 6, 7)), interrupted())
+    whole = Response.nothing().then(first).then(read(GOOD, EXPECTED))
     assert whole.token_ids.tolist() == [5, 6, 5, 6, 2]
     assert len(whole.logprobs) == len(whole.versions) == 5
     assert whole.finish_reason is FinishReason.STOP

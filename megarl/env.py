@@ -111,6 +111,9 @@ LOCAL_RAY_ENVIRONMENT: Mapping[str, str] = {
 }
 """Set as well for a Ray that megarl starts on this machine alone."""
 
+SEVERAL_NODES_ENVIRONMENT: Mapping[str, str] = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
+"""Set for further nodes of a Ray on this machine, which Ray refuses to start otherwise."""
+
 RAY_AUTH_TOKEN_PATH = EnvVar(
     name="RAY_AUTH_TOKEN_PATH",
     default="",

@@ -1,15 +1,14 @@
-"""Ray, started on this machine or joined, and the pools as placement groups. It places devices, not roles."""
+"""The Ray of a run, joined or started, and its pools as placement groups. It places devices, not roles."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import socket
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
@@ -24,40 +23,68 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.config.recipe import Recipe
 from megarl.config.roles import PoolConfig
 from megarl.config.section import CPU_SLOT
-from megarl.env import current_environment
+from megarl.env import visible_gpus
 from megarl.errors import MachineError
-from megarl.system.guard import start_guarded, stop_guarded
-from megarl.system.network import LOOPBACK, address_in
+from megarl.runtime.local_ray import LocalRay, local_ray
+from megarl.system.network import address_in
 from megarl.weights.algebra.locality import Gpu
 
 PLACEMENT_TIMEOUT_S = 120.0
-OBJECT_STORE_BYTES = 256 << 20
-RAY_STOP_GRACE_S = 20.0
+_LOCATE_TIMEOUT_S = 120.0
+_POLL_S = 1.0
+
+
+class NodeBundle:
+    """The devices of one node that a pool holds. Ray moves them to another node when their node is lost."""
+
+    def __init__(self, group: PlacementGroup, index: int, *, resource: str, size: int) -> None:
+        self.group = group
+        self.index = index
+        self.resource = resource
+        self.size = size
+        self.node = ""
+        """Ray's id of the node."""
+        self.gpus: tuple[int, ...] = ()
+        """Their numbers on the node; empty for CPU slots."""
+
+    @property
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self.group, self.index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """One GPU (or CPU slot) of a pool."""
 
-    group: PlacementGroup
-    bundle: int
-    resource: str
-    gpu: int | None = None
-    """Its number on its node; None for a CPU slot."""
-    node: str = ""
-    """Ray's id of the node."""
+    bundle: NodeBundle
+    slot: int
+    """Its number among the devices of the bundle."""
 
-    def options(self, environment: Mapping[str, str], *, share: float, is_actor: bool = True) -> dict[str, object]:
-        """Return Ray's options for an actor or a task that takes `share` of this device."""
+    @property
+    def node(self) -> str:
+        """Ray's id of the node."""
+        return self.bundle.node
+
+    @property
+    def gpu(self) -> int | None:
+        """Its number on its node; None for a CPU slot."""
+        return self.bundle.gpus[self.slot] if self.bundle.gpus else None
+
+    def options(self, environment: Mapping[str, str], *, share: float) -> dict[str, object]:
+        """Return Ray's options for an actor that takes `share` of this device.
+
+        Ray would choose any GPU of the bundle, so the GPU is named in the environment unless `environment` names some.
+        """
+        visible = {} if self.gpu is None else visible_gpus([str(self.gpu)])
         options: dict[str, object] = {
             "num_cpus": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundle),
-            "runtime_env": {"env_vars": dict(environment)},
-            **({"max_restarts": 0} if is_actor else {"max_retries": 0}),
+            "max_restarts": 0,
+            "scheduling_strategy": self.bundle.strategy,
+            "runtime_env": {"env_vars": {**visible, **environment}},
         }
-        if self.resource == "GPU":
+        if self.bundle.resource == "GPU":
             return options | {"num_gpus": share}
-        return options | {"num_gpus": 0, "resources": {self.resource: share}}
+        return options | {"num_gpus": 0, "resources": {self.bundle.resource: share}}
 
 
 class Pool:
@@ -79,26 +106,40 @@ class Cluster:
         self._groups: list[PlacementGroup] = []
 
     def reserve(self, pools: Mapping[str, PoolConfig]) -> dict[str, list[Place]]:
-        """Reserve the GPUs of every pool; raise MachineError for the first pool that the cluster cannot hold."""
-        places: dict[str, list[Place]] = {}
-        for name, pool in pools.items():
-            bundle = {self._resource: 1.0}
-            strategy = "STRICT_PACK" if pool.nodes == 1 else "PACK"
-            group = placement_group([bundle] * pool.gpus, strategy=strategy, name=f"megarl-{name}")
-            self._groups.append(group)
-            if not group.wait(PLACEMENT_TIMEOUT_S):
-                free = ray.available_resources().get(self._resource, 0.0)
-                raise MachineError(
-                    f"pools.{name}: {pool.gpus} gpus not free within {PLACEMENT_TIMEOUT_S:.0f} s; "
-                    f"the Ray cluster has {free:g}; make the pool smaller or the cluster larger"
-                )
-            nodes = placement_group_table(group)["bundles_to_node_id"]
-            slots = [
-                Place(group=group, bundle=index, resource=self._resource, node=nodes[index])
-                for index in range(pool.gpus)
-            ]
-            places[name] = _in_order(slots) if self._resource == "GPU" else slots
-        return places
+        """Reserve the devices of every pool, one bundle per node; the places of a node are neighbours in the list.
+
+        Raise MachineError where the cluster has no such nodes.
+        """
+        _refuse_missing(pools, [_devices(node, self._resource) for node in _live_nodes()], resource=self._resource)
+        groups = {}
+        # The largest bundles first: small ones fit into what is left.
+        for name, pool in sorted(pools.items(), key=lambda item: -item[1].gpus_per_node):
+            bundles = [{self._resource: float(pool.gpus_per_node)}] * pool.nodes
+            groups[name] = placement_group(bundles, strategy="STRICT_SPREAD", name=f"megarl-{name}")
+            self._groups.append(groups[name])
+        deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
+        return {
+            name: self._located(name, pool, groups[name], timeout_s=max(0.0, deadline - time.monotonic()))
+            for name, pool in pools.items()
+        }
+
+    def _located(self, name: str, pool: PoolConfig, group: PlacementGroup, *, timeout_s: float) -> list[Place]:
+        size = pool.gpus_per_node
+        if not group.wait(timeout_s):
+            free = ray.available_resources().get(self._resource, 0.0)
+            raise MachineError(
+                f"pools.{name}: {_nodes(pool.nodes, size)} not free within {PLACEMENT_TIMEOUT_S:.0f} s; {free:g} "
+                "device(s) of the Ray cluster are free, the others are in use; end other jobs or add nodes"
+            )
+        bundles = [NodeBundle(group, index, resource=self._resource, size=size) for index in range(pool.nodes)]
+        places = placement_group_table(group)["bundles_to_node_id"]
+        addresses = {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in _live_nodes()}
+        for bundle in bundles:
+            bundle.node = places[bundle.index]
+        if self._resource == "GPU":
+            _find_gpus(bundles)
+        bundles.sort(key=lambda bundle: (_order(addresses.get(bundle.node, "")), bundle.node))
+        return [Place(bundle=bundle, slot=slot) for bundle in bundles for slot in range(size)]
 
     def release(self) -> None:
         for group in self._groups:
@@ -106,26 +147,133 @@ class Cluster:
         self._groups.clear()
 
 
+def nodes_of(pools: Iterable[Pool]) -> list[str]:
+    """Return Ray's id of every node that the pools use, each once, in the order of the places."""
+    return list(dict.fromkeys(place.node for pool in pools for place in pool.places))
+
+
 def gpu_numbers(*pools: Sequence[Place]) -> list[tuple[Gpu, ...]]:
     """Return each place as (node number, GPU or slot number); equal pairs are the same place."""
     nodes: dict[str, int] = {}
-    slots: dict[tuple[object, int], int] = {}
+    slots: dict[tuple[object, int, int], int] = {}
 
     def number(place: Place) -> Gpu:
         node = nodes.setdefault(place.node, len(nodes))
         if place.gpu is not None:
             return node, place.gpu
-        return node, slots.setdefault((place.group.id, place.bundle), len(slots))
+        bundle = place.bundle
+        return node, slots.setdefault((bundle.group.id, bundle.index, place.slot), len(slots))
 
     return [tuple(number(place) for place in places) for places in pools]
 
 
-def _in_order(places: Sequence[Place]) -> list[Place]:
-    """Sort by node and GPU, which Ray does not: neighbours in the list are neighbours in the machine."""
-    ask = ray.remote(_where)
-    locations = ray.get([ask.options(**place.options({}, share=1.0, is_actor=False)).remote() for place in places])
-    located = sorted(zip(locations, places, strict=True), key=lambda item: item[0])
-    return [replace(place, gpu=gpu) for (_, gpu), place in located]
+async def settle(pools: Mapping[str, Pool], *, timeout_s: float, waiting: Callable[[str], None]) -> None:
+    """Wait until every pool has all its nodes again; `waiting` is told once per pool that lost one.
+
+    Raise MachineError where no other node takes the place of a lost one in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    for name, pool in pools.items():
+        bundles = list({id(place.bundle): place.bundle for place in pool.places}.values())
+        is_told = False
+        while lost := await asyncio.to_thread(_lost, bundles):
+            sizes = _nodes(len(lost), lost[0].size)
+            if time.monotonic() > deadline:
+                raise MachineError(
+                    f"pools.{name}: {sizes} lost, and no other within {timeout_s:.0f} s (cluster.node_timeout_s); "
+                    "add a node and run the same command: the run resumes from its newest checkpoint"
+                )
+            if not is_told:
+                is_told = True
+                waiting(
+                    f"pools.{name}: {sizes} lost; waiting up to {timeout_s:.0f} s for another (cluster.node_timeout_s)"
+                )
+            await asyncio.sleep(_POLL_S)
+
+
+def _lost(bundles: Sequence[NodeBundle]) -> list[NodeBundle]:
+    """Return the bundles without a living node, after noting the new node of those that were moved."""
+    places = placement_group_table(bundles[0].group)["bundles_to_node_id"]
+    alive = {str(node["NodeID"]): node for node in _live_nodes()}
+    lost = []
+    for bundle in bundles:
+        node = places.get(bundle.index) or bundle.node
+        if node not in alive:
+            lost.append(bundle)
+        elif node != bundle.node:
+            if bundle.gpus and _devices(alive[node], bundle.resource) != bundle.size:
+                # Ray tells the numbers only to a task that holds the GPUs, and an engine may already hold some.
+                raise MachineError(
+                    f"a lost node was replaced by {alive[node]['NodeManagerAddress']}, which has more GPUs than the "
+                    "pool takes of a node, and which of them are free is not known; run the same command to resume"
+                )
+            bundle.node = node
+    return lost
+
+
+def _refuse_missing(pools: Mapping[str, PoolConfig], devices: Sequence[int], *, resource: str) -> None:
+    """Raise MachineError for pools that no set of nodes with these numbers of devices can hold."""
+    kind = "GPU" if resource == "GPU" else "slot"
+    there = _described(devices, kind)
+    for name, pool in pools.items():
+        if sum(count >= pool.gpus_per_node for count in devices) < pool.nodes:
+            wanted = _nodes(pool.nodes, pool.gpus_per_node, kind)
+            raise MachineError(
+                f"pools.{name}: needs {wanted}, and the Ray cluster has {there}; add such nodes, or set "
+                f"pools.{name}.nodes and gpus_per_node to what a node has"
+            )
+    total = sum(pool.gpus for pool in pools.values())
+    if total > sum(devices):
+        raise MachineError(
+            f"pools: need {total} {kind}s together, and the Ray cluster has {there}; make a pool smaller or add nodes"
+        )
+
+
+def _described(devices: Sequence[int], kind: str) -> str:
+    """Return how many nodes have how many devices, such as "2 nodes with 8 GPUs, 1 node with 4 GPUs"."""
+    counts = Counter(count for count in devices if count)
+    if not counts:
+        return f"no node with a {kind}" + (
+            f" (ray start --resources '{{\"{CPU_SLOT}\": N}}')" if kind == "slot" else ""
+        )
+    return ", ".join(_nodes(number, count, kind) for count, number in sorted(counts.items(), reverse=True))
+
+
+def _nodes(number: int, size: int, kind: str = "device") -> str:
+    return f"{number} node{'s' * (number > 1)} with {size} {kind}{'s' * (size > 1)}"
+
+
+def _live_nodes() -> list[Mapping[str, object]]:
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _devices(node: Mapping[str, object], resource: str) -> int:
+    resources = node["Resources"]
+    assert isinstance(resources, Mapping), resources
+    return int(resources.get(resource, 0))
+
+
+def _order(address: str) -> tuple[int, ...]:
+    """Sort addresses by their numbers: neighbours in the network are often neighbours in the machine room."""
+    return tuple(int(part) for part in address.split(".") if part.isdecimal())
+
+
+def _find_gpus(bundles: Sequence[NodeBundle]) -> None:
+    """Ask each node which of its GPUs Ray has reserved for the bundle."""
+    ask = ray.remote(_own_gpus)
+    numbers = ray.get(
+        [
+            ask.options(num_cpus=0, num_gpus=bundle.size, max_retries=0, scheduling_strategy=bundle.strategy).remote()
+            for bundle in bundles
+        ],
+        timeout=_LOCATE_TIMEOUT_S,
+    )
+    for bundle, gpus in zip(bundles, numbers, strict=True):
+        bundle.gpus = tuple(sorted(gpus))
+
+
+def _own_gpus() -> list[int]:
+    return [int(number) for number in ray.get_gpu_ids()]
 
 
 def own_address(bind: str | None) -> str:
@@ -134,38 +282,6 @@ def own_address(bind: str | None) -> str:
         return address_in(bind)
     address: str = ray.util.get_node_ip_address()
     return address
-
-
-def _where() -> tuple[str, int]:
-    return ray.get_runtime_context().get_node_id(), int(ray.get_gpu_ids()[0])
-
-
-@contextmanager
-def _local_ray(*, device: str, num_slots: int, log_path: Path) -> Iterator[str]:
-    """Start a private Ray on loopback, with a token and no dashboard, and yield its address; it ends with this process.
-
-    It is a child in a session of its own, not `ray.init()`: a signal to our process group must not end Ray before
-    everything that runs on it is down.
-    """
-    resources = {} if device == "cuda" else {CPU_SLOT: num_slots}
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        port = listener.getsockname()[1]
-    options = {
-        "--port": str(port),
-        "--node-ip-address": LOOPBACK,
-        "--num-cpus": str(num_slots + 2),
-        "--resources": json.dumps(resources),
-        "--include-dashboard": "false",
-        "--object-store-memory": str(OBJECT_STORE_BYTES),
-    }
-    words = [word for option in options.items() for word in option]
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *words]
-    with log_path.open("wb") as log:
-        guard = start_guarded(command, environment=current_environment(), output=log)
-    try:
-        yield f"{LOOPBACK}:{port}"
-    finally:
-        stop_guarded(guard, grace_s=RAY_STOP_GRACE_S)
 
 
 @contextmanager
@@ -190,9 +306,9 @@ def open_cluster(recipe: Recipe, *, address: str | None, tasks_file: Path | None
     with ExitStack() as stack:
         if address is None:
             num_slots = sum(pool.gpus for pool in recipe.pools.values())
-            log_path = recipe.run_folder / "ray.log"
-            address = stack.enter_context(_local_ray(device=recipe.run.device, num_slots=num_slots, log_path=log_path))
-            stack.enter_context(_joined(address, log_hint=f"; log: {log_path}"))
+            nodes = LocalRay(device=recipe.run.device, log_folder=recipe.run_folder)
+            stack.enter_context(local_ray(nodes, num_slots=num_slots))
+            stack.enter_context(_joined(nodes.address, log_hint=f"; log: {nodes.log_of(0)}"))
         else:
             stack.enter_context(_joined(address))
         cluster = Cluster(recipe.run.device)

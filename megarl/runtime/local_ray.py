@@ -1,0 +1,99 @@
+"""A Ray on this machine alone: one node for a private run, several for a rehearsal. It starts nodes and joins none."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megarl.config.section import CPU_SLOT
+from megarl.env import SEVERAL_NODES_ENVIRONMENT, current_environment
+from megarl.errors import MachineError
+from megarl.system.guard import start_guarded, stop_guarded
+from megarl.system.network import LOOPBACK
+
+_STOP_GRACE_S = 20.0
+_START_TIMEOUT_S = 120.0
+_POLL_S = 0.1
+_STARTED = b"Ray runtime started"
+"""In the output of `ray start`."""
+
+
+class LocalRay:
+    """The nodes of a Ray on this machine. All of them end with this process.
+
+    Nodes are children in sessions of their own, not `ray.init()`: a signal to our process group must not end Ray before
+    everything that runs on it is down. A single node listens on 127.0.0.1. Ray starts further nodes only beside a head
+    with another address, so several have addresses from 127.0.0.2 on, one each.
+    """
+
+    def __init__(self, *, device: str, log_folder: Path, has_several_nodes: bool = False) -> None:
+        self._device = device
+        self._log_folder = log_folder
+        self._has_several_nodes = has_several_nodes
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+        host = self._address_of(0)
+        with socket.create_server((host, 0)) as listener:
+            self._port: int = listener.getsockname()[1]
+        self.address = f"{host}:{self._port}"
+        """The head's, for processes that join."""
+
+    def start_node(self, *, num_slots: int) -> str:
+        """Start the head, or a further node after it; return the node's address. It may not have joined yet.
+
+        The object store takes what Ray takes by default: 30 % of the free memory, less where /dev/shm is smaller.
+        """
+        number = len(self._nodes)
+        node = self._address_of(number)
+        if number == 0:
+            words = ["--head", "--port", str(self._port), "--include-dashboard", "false"]
+        else:
+            self._wait_for_node(number - 1)
+            words = ["--address", self.address]
+        words += ["--node-ip-address", node, "--num-cpus", str(num_slots + 2)]
+        if self._device == "cpu":
+            words += ["--resources", json.dumps({CPU_SLOT: num_slots})]
+        environment = {**current_environment(), **(SEVERAL_NODES_ENVIRONMENT if self._has_several_nodes else {})}
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *words]
+        with self.log_of(number).open("wb") as log:
+            self._nodes[node] = start_guarded(command, environment=environment, output=log)
+        return node
+
+    def log_of(self, number: int) -> Path:
+        return self._log_folder / ("ray.log" if number == 0 else f"ray_node_{number}.log")
+
+    def kill_node(self, node: str) -> None:
+        """End every process of a node at once, as a power failure would."""
+        stop_guarded(self._nodes[node], grace_s=0.0)
+
+    def stop(self) -> None:
+        """Stop all nodes, the head last."""
+        for guard in reversed(self._nodes.values()):
+            stop_guarded(guard, grace_s=_STOP_GRACE_S)
+
+    def _address_of(self, number: int) -> str:
+        return f"127.0.0.{number + 2}" if self._has_several_nodes else LOOPBACK
+
+    def _wait_for_node(self, number: int) -> None:
+        """Wait until a node has started: the next one would give up without a head, or take its ports."""
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        log, guard = self.log_of(number), self._nodes[self._address_of(number)]
+        while _STARTED not in log.read_bytes():
+            if guard.poll() is not None or time.monotonic() > deadline:
+                raise MachineError(f"node {number} of the local Ray does not start; log: {log}")
+            time.sleep(_POLL_S)
+
+
+@contextmanager
+def local_ray(nodes: LocalRay, *, num_slots: int) -> Iterator[LocalRay]:
+    """Start the head and stop every node after the block."""
+    try:
+        nodes.start_node(num_slots=num_slots)
+        yield nodes
+    finally:
+        nodes.stop()

@@ -114,11 +114,15 @@ LOCAL_RAY_ENVIRONMENT: Mapping[str, str] = {
 SEVERAL_NODES_ENVIRONMENT: Mapping[str, str] = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
 """Set for further nodes of a Ray on this machine, which Ray refuses to start otherwise."""
 
+NO_TOKEN_ENVIRONMENT: Mapping[str, str] = {"RAY_AUTH_MODE": "disabled"}
+"""Set as well for a Ray cluster that was started without a token, where the recipe allows it."""
+
 RAY_AUTH_TOKEN_PATH = EnvVar(
     name="RAY_AUTH_TOKEN_PATH",
     default="",
     reason="The file with the cluster's token; a file, so that it is in no argv.",
 )
+RAY_AUTH_TOKEN = EnvVar(name="RAY_AUTH_TOKEN", default="", reason="The token itself, where a system passes it so.")
 
 
 def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:

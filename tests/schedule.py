@@ -28,7 +28,11 @@ _HEAVY: dict[str, tuple[str, ...]] = {
     ),
     "trainer faults": ("tests/faults/test_trainers.py", "tests/faults/test_s"),
     "engine faults": ("tests/runtime/test_fleet_faults.py",),
-    "Ray": ("tests/runtime/trainers/test_worker_group.py", "tests/tools/doctor/test_cluster.py"),
+    "Ray": (
+        "tests/runtime/test_local_ray.py",
+        "tests/runtime/trainers/test_worker_group.py",
+        "tests/tools/doctor/test_cluster.py",
+    ),
 }
 """Beginnings of the files of each group."""
 _RANKS = "tests/train/"

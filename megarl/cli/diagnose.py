@@ -63,7 +63,7 @@ def mismatch(
     from megarl.runtime.launch import ray_address_of, ray_environment
 
     address = ray_address_of(checked.run)
-    with ray_environment(address):
+    with ray_environment(address, checked.cluster):
         from megarl.tools.diagnose.run import diagnose_recipe
 
         diagnosis = diagnose_recipe(

@@ -95,7 +95,7 @@ def _examine(path: Path | None, overrides: Sequence[str], address: str | None, *
         if address is not None or tries_groups:
             from megarl.runtime.launch import ray_environment
 
-            with ray_environment(address):
+            with ray_environment(address, recipe.cluster):
                 from megarl.tools.doctor.cluster import check_cluster
 
                 checks += check_cluster(recipe, address=address)

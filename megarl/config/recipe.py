@@ -226,6 +226,10 @@ class ClusterConfig(Section):
     gpu: GpuName | None = None
     """The kind of all GPUs, for which `megarl plan` computes and `megarl train` checks that the run fits; null takes
     what Ray reports, and h100 where there is no Ray to ask."""
+    allows_no_token: bool = False
+    """Join a Ray cluster without a token if none is given: everyone who reaches such a cluster can run code in it."""
+    node_timeout_s: PositiveFloat = 600
+    """How long a run that lost a node waits for another one before it ends."""
 
 
 class Recipe(Section):

@@ -110,7 +110,7 @@ class Cluster:
 
         Raise MachineError where the cluster has no such nodes.
         """
-        _refuse_missing(pools, [_devices(node, self._resource) for node in _live_nodes()], resource=self._resource)
+        refuse_missing(pools, [_devices(node, self._resource) for node in _live_nodes()], resource=self._resource)
         groups = {}
         # The largest bundles first: small ones fit into what is left.
         for name, pool in sorted(pools.items(), key=lambda item: -item[1].gpus_per_node):
@@ -211,7 +211,7 @@ def _lost(bundles: Sequence[NodeBundle]) -> list[NodeBundle]:
     return lost
 
 
-def _refuse_missing(pools: Mapping[str, PoolConfig], devices: Sequence[int], *, resource: str) -> None:
+def refuse_missing(pools: Mapping[str, PoolConfig], devices: Sequence[int], *, resource: str) -> None:
     """Raise MachineError for pools that no set of nodes with these numbers of devices can hold."""
     kind = "GPU" if resource == "GPU" else "slot"
     there = _described(devices, kind)

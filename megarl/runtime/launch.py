@@ -5,13 +5,23 @@ from __future__ import annotations
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 
-from megarl.config.recipe import Recipe, RunConfig
-from megarl.env import LOCAL_RAY_ENVIRONMENT, RAY_ADDRESS, RAY_AUTH_TOKEN_PATH, RAY_ENVIRONMENT, update_environment
+from megarl.config.recipe import ClusterConfig, Recipe, RunConfig
+from megarl.config.roles import PoolConfig
+from megarl.env import (
+    LOCAL_RAY_ENVIRONMENT,
+    NO_TOKEN_ENVIRONMENT,
+    RAY_ADDRESS,
+    RAY_AUTH_TOKEN,
+    RAY_AUTH_TOKEN_PATH,
+    RAY_ENVIRONMENT,
+    update_environment,
+)
+from megarl.errors import ConfigError, MachineError, Problem
 from megarl.observe.events import Sink
 from megarl.observe.observing import observing
 from megarl.runtime.exit_notice import exit_notice
@@ -31,6 +41,8 @@ def train(
     A trace of Ray's tasks is written to `tasks_file`.
     """
     address = ray_address_of(recipe.run)
+    refuse_nodes_without_cluster(recipe.pools, address)
+    environment = ray_environment(address, recipe.cluster)
     decision = choose(recipe, resume)
     point = decision.point
     with (
@@ -41,7 +53,7 @@ def train(
             resumed_step=0 if point is None else point.step,
             is_continued=point is not None and is_of_run(point, recipe),
         ) as observer,
-        ray_environment(address),
+        environment,
     ):
         for note in decision.notes:
             observer.warned(note)
@@ -62,15 +74,55 @@ def ray_address_of(run: RunConfig) -> str | None:
     return run.ray_address or RAY_ADDRESS.read() or None
 
 
-def ray_environment(address: str | None) -> AbstractContextManager[None]:
-    """Settings for the Ray at `address`, or for a private one. Ray reads them when it is first imported."""
-    return private_ray() if address is None else joined_ray()
+def refuse_nodes_without_cluster(pools: Mapping[str, PoolConfig], address: str | None) -> None:
+    """Raise ConfigError for pools of several nodes where there is no Ray cluster to join."""
+    wide = [f"pools.{name}" for name, pool in pools.items() if pool.nodes > 1]
+    if address is None and wide:
+        message = (
+            "several nodes need a Ray cluster, and a private Ray is this machine alone: "
+            "name a cluster (RAY_ADDRESS or run.ray_address), or try the recipe here with `megarl rehearse`"
+        )
+        raise ConfigError("recipe", tuple(Problem(key=f"{key}.nodes", message=message) for key in wide))
+
+
+def ray_environment(address: str | None, cluster: ClusterConfig) -> AbstractContextManager[None]:
+    """Return the settings for the Ray at `address`, or for a private one; a missing token is refused here.
+
+    Ray reads them when it is first imported.
+    """
+    if address is None:
+        return private_ray()
+    return joined_ray(has_token=find_token(allows_none=cluster.allows_no_token))
+
+
+def find_token(*, allows_none: bool) -> bool:
+    """Return whether there is a token for a running cluster; raise MachineError where one is needed and missing."""
+    named = RAY_AUTH_TOKEN_PATH.read()
+    path = Path(named).expanduser() if named else Path.home() / ".ray" / "auth_token"
+    if not named and RAY_AUTH_TOKEN.read():
+        return True
+    try:
+        if path.read_text().strip():
+            return True
+        reason = "is empty"
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+    if named:
+        raise MachineError(
+            f"RAY_AUTH_TOKEN_PATH: {path} {reason}; copy the token file of the cluster's head there, mode 600"
+        )
+    if not allows_none:
+        raise MachineError(
+            "no token for the Ray cluster: name the file with it in RAY_AUTH_TOKEN_PATH, or set "
+            "cluster.allows_no_token: true for a cluster that was started without one"
+        )
+    return False
 
 
 @contextmanager
-def joined_ray() -> Iterator[None]:
-    """Set the environment for a running Ray cluster; RAY_AUTH_TOKEN_PATH names the file with its token."""
-    update_environment(RAY_ENVIRONMENT)
+def joined_ray(*, has_token: bool = True) -> Iterator[None]:
+    """Set the environment for a running Ray cluster."""
+    update_environment({**RAY_ENVIRONMENT, **({} if has_token else NO_TOKEN_ENVIRONMENT)})
     yield
 
 

@@ -43,9 +43,10 @@ class LocalRay:
         self.address = f"{host}:{self._port}"
         """The head's, for processes that join."""
 
-    def start_node(self, *, num_slots: int) -> str:
+    def start_node(self, *, num_slots: int, num_gpus: int | None = None) -> str:
         """Start the head, or a further node after it; return the node's address. It may not have joined yet.
 
+        `num_gpus` are declared whether they are there or not, to try a placement; without it Ray counts them.
         The object store takes what Ray takes by default: 30 % of the free memory, less where /dev/shm is smaller.
         """
         number = len(self._nodes)
@@ -53,11 +54,13 @@ class LocalRay:
         if number == 0:
             words = ["--head", "--port", str(self._port), "--include-dashboard", "false"]
         else:
-            self._wait_for_node(number - 1)
+            self.wait_started()
             words = ["--address", self.address]
         words += ["--node-ip-address", node, "--num-cpus", str(num_slots + 2)]
         if self._device == "cpu":
             words += ["--resources", json.dumps({CPU_SLOT: num_slots})]
+        if num_gpus is not None:
+            words += ["--num-gpus", str(num_gpus)]
         environment = {**current_environment(), **(SEVERAL_NODES_ENVIRONMENT if self._has_several_nodes else {})}
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *words]
         with self.log_of(number).open("wb") as log:
@@ -79,9 +82,10 @@ class LocalRay:
     def _address_of(self, number: int) -> str:
         return f"127.0.0.{number + 2}" if self._has_several_nodes else LOOPBACK
 
-    def _wait_for_node(self, number: int) -> None:
-        """Wait until a node has started: the next one would give up without a head, or take its ports."""
+    def wait_started(self) -> None:
+        """Wait until the last node has started: the next one would give up without a head, or take its ports."""
         deadline = time.monotonic() + _START_TIMEOUT_S
+        number = len(self._nodes) - 1
         log, guard = self.log_of(number), self._nodes[self._address_of(number)]
         while _STARTED not in log.read_bytes():
             if guard.poll() is not None or time.monotonic() > deadline:
@@ -90,10 +94,10 @@ class LocalRay:
 
 
 @contextmanager
-def local_ray(nodes: LocalRay, *, num_slots: int) -> Iterator[LocalRay]:
+def local_ray(nodes: LocalRay, *, num_slots: int, num_gpus: int | None = None) -> Iterator[LocalRay]:
     """Start the head and stop every node after the block."""
     try:
-        nodes.start_node(num_slots=num_slots)
+        nodes.start_node(num_slots=num_slots, num_gpus=num_gpus)
         yield nodes
     finally:
         nodes.stop()

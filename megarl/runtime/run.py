@@ -17,7 +17,7 @@ from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
 from megarl.runtime.build import LoopBuilder
-from megarl.runtime.cluster import Pool, open_cluster
+from megarl.runtime.cluster import Pool, open_cluster, settle
 from megarl.runtime.engines.serving import Serving, connect, reserve_pools, start_serving
 from megarl.runtime.inputs import Inputs, read_inputs
 from megarl.runtime.preemption import Preemption, preemptible
@@ -105,6 +105,7 @@ class _Run:
                 place = "the beginning" if point is None else f"step {point.step}"
                 self._observer.restarted(ALL_TRAINERS, 0, f"from {place}: {error}")
                 await asyncio.sleep(pause_s)
+                await settle(pools, timeout_s=self._recipe.cluster.node_timeout_s, waiting=self._observer.warned)
 
     async def _train(
         self,

@@ -152,6 +152,7 @@ def _pools(pools: Mapping[str, PoolConfig], roles: RolesConfig) -> Iterator[Prob
                 f"does not divide the {pools[pool].gpus} gpus of pool {pool}",
             )
         elif pool in pools:
+            yield from _tensor_groups(split.tensor, pools[pool], role=role, pool_name=pool)
             stage_ranks = pools[pool].gpus // split.pipeline
             yield from check_expert_ranks(split, stage_ranks=stage_ranks, prefix=f"roles.{role}.")
     if rollout is not None and rollout.pool is not None and rollout.pool in pools:
@@ -165,6 +166,17 @@ def _pools(pools: Mapping[str, PoolConfig], roles: RolesConfig) -> Iterator[Prob
         yield from check_engine_experts(tensor=rollout.tensor, expert=rollout.expert, prefix="roles.rollout.")
     for name in sorted(set(pools) - set(used.values())):
         yield Problem(key=f"pools.{name}", message="no role uses this pool; remove it or name it in a role")
+
+
+def _tensor_groups(tensor: int, pool: PoolConfig, *, role: str, pool_name: str) -> Iterator[Problem]:
+    """Yield a problem where the ranks of one tensor-parallel group would be spread over parts of nodes."""
+    per_node = pool.gpus_per_node
+    if pool.nodes > 1 and per_node % tensor and tensor % per_node:
+        yield Problem(
+            key=f"roles.{role}.tensor",
+            message=f"{tensor} and the {per_node} gpus of a node of pool {pool_name} do not divide one another; "
+            "a tensor-parallel group has a share of one node or several whole nodes",
+        )
 
 
 def _lengths(

@@ -1,0 +1,121 @@
+"""Pools on a real Ray of several nodes on this machine; the GPUs of its nodes are declared, not there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import psutil
+import pytest
+
+from megarl.config.roles import PoolConfig
+from megarl.errors import MachineError
+from megarl.runtime.launch import private_ray
+
+with private_ray():
+    # Ray reads its environment when it is imported, here as in a run.
+    import ray
+
+    from megarl.runtime import cluster as cluster_module
+    from megarl.runtime.cluster import Cluster, Place, Pool, settle
+    from megarl.runtime.local_ray import LocalRay, local_ray
+
+GPUS = (4, 4, 2, 4)
+"""Declared by each node; the third is smaller."""
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRay]:
+    log_folder = tmp_path_factory.mktemp("nodes")
+    with ExitStack() as stack:
+        stack.enter_context(private_ray())
+        nodes = LocalRay(device="cuda", log_folder=log_folder, has_several_nodes=True)
+        stack.enter_context(local_ray(nodes, num_slots=1, num_gpus=GPUS[0]))
+        for num_gpus in GPUS[1:]:
+            nodes.start_node(num_slots=1, num_gpus=num_gpus)
+        nodes.wait_started()
+        ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
+        stack.callback(ray.shutdown)
+        yield nodes
+
+
+@pytest.fixture
+def cluster(nodes: LocalRay) -> Iterator[Cluster]:
+    cluster = Cluster("cuda")
+    yield cluster
+    cluster.release()
+
+
+def by_node(places: list[Place]) -> list[list[int | None]]:
+    found: dict[str, list[int | None]] = {}
+    for place in places:
+        found.setdefault(place.node, []).append(place.gpu)
+    return list(found.values())
+
+
+class Seen:
+    """Says which GPUs its process sees."""
+
+    def gpus(self) -> tuple[str, str]:
+        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def test_a_pool_has_all_gpus_of_its_nodes_and_each_process_sees_its_own(cluster: Cluster) -> None:
+    pools = cluster.reserve({"rollout": PoolConfig(gpus_per_node=2), "all": PoolConfig(nodes=3, gpus_per_node=4)})
+    assert by_node(pools["all"]) == [[0, 1, 2, 3]] * 3
+    assert by_node(pools["rollout"]) == [[0, 1]]
+    # A trainer rank and an engine in each place, as in a shared pool.
+    places = [*pools["all"][:5], *pools["all"][:5]]
+    actors = [ray.remote(Seen).options(**place.options({}, share=0.5)).remote() for place in places]
+    seen = ray.get([actor.gpus.remote() for actor in actors], timeout=300)
+    assert seen == [(place.node, str(place.gpu)) for place in places]
+
+
+def test_an_engine_never_gets_the_gpus_of_two_nodes_for_lack_of_one(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Cluster("cuda")
+    other.reserve({"other": PoolConfig(nodes=3, gpus_per_node=1)})
+    monkeypatch.setattr(cluster_module, "PLACEMENT_TIMEOUT_S", 1.0)
+    try:
+        with pytest.raises(MachineError, match=r"pools.wide: 2 nodes with 4 devices not free within 1 s; 11 device"):
+            cluster.reserve({"wide": PoolConfig(nodes=2, gpus_per_node=4)})
+    finally:
+        other.release()
+
+
+def test_a_cluster_of_uneven_nodes_is_refused_at_once(cluster: Cluster) -> None:
+    with pytest.raises(MachineError, match=r"pools.four: needs 4 nodes with 4 GPUs, and the Ray cluster has 3 nodes "):
+        cluster.reserve({"four": PoolConfig(nodes=4, gpus_per_node=4)})
+
+
+def test_a_lost_node_is_replaced_or_the_run_ends_in_time(nodes: LocalRay, cluster: Cluster) -> None:
+    """Takes a node away: the last test of the module."""
+    places = cluster.reserve({"all": PoolConfig(nodes=2, gpus_per_node=4)})["all"]
+    pool, before = Pool(places, 1), {place.node for place in places}
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    victim = next(node for node in before if addresses[node] != nodes.address.partition(":")[0])
+    told: list[str] = []
+
+    async def lose(address: str, *, timeout_s: float) -> None:
+        nodes.kill_node(address)
+        while any(node["Alive"] for node in ray.nodes() if node["NodeManagerAddress"] == address):
+            await asyncio.sleep(0.5)
+        await settle({"all": pool}, timeout_s=timeout_s, waiting=told.append)
+
+    asyncio.run(lose(addresses[victim], timeout_s=300))
+    after = {place.node for place in places}
+    assert victim not in after
+    assert len(after - before) == 1
+    (replacement,) = after - before
+    with pytest.raises(MachineError, match=r"pools.all: 1 node with 4 devices lost, and no other within 1 s"):
+        asyncio.run(lose(addresses[replacement], timeout_s=1.0))
+    assert told[-1].startswith("pools.all: 1 node with 4 devices lost; waiting up to 1 s")
+
+
+def test_the_object_store_grows_with_the_machine(nodes: LocalRay) -> None:
+    store = ray.cluster_resources()["object_store_memory"]
+    free = min(psutil.virtual_memory().available, psutil.disk_usage("/dev/shm").free)
+    assert store > 0.2 * free

@@ -75,9 +75,7 @@ def reshard(deployment: Deployment) -> Reshard:
     return Reshard(
         bytes_by_link=bytes_by_link,
         busiest_bytes=load.busiest,
-        staging_bytes=staging_bound(
-            whole, neediest, bucket_bytes=DEFAULT_BUCKET_BYTES, shares_device=placement.is_shared
-        ),
+        staging_bytes=staging_bound(whole, neediest, bucket_bytes=DEFAULT_BUCKET_BYTES, direct=Link.NODE),
         num_messages=load.num_messages,
         num_hops=whole.num_hops,
         floor_bytes=load.floor,

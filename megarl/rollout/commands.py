@@ -32,7 +32,8 @@ class Rendezvous:
     name: str
     timeout_s: float
     """Deadline of the rendezvous itself and of each transfer after it."""
-    backend: Backend
+    backend: Backend | None
+    """None where no bytes are sent: engine ranks read them all from the memory of trainer ranks."""
     bucket_bytes: int
 
 
@@ -54,29 +55,14 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """Receive a version beside the parameters; reply with a digest per parameter."""
+class Receive:
+    """Receive a version in place; reply with a digest per parameter."""
 
     version: int
-    op: Literal["stage"] = "stage"
+    op: Literal["receive"] = "receive"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
-    """Serve the staged version."""
-
-    version: int
-    op: Literal["commit"] = "commit"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abort:
-    """Discard the staged version."""
-
-    op: Literal["abort"] = "abort"
-
-
-PublishCommand: TypeAlias = Inspect | Join | Stage | Commit | Abort
+PublishCommand: TypeAlias = Inspect | Join | Receive
 Command: TypeAlias = Annotated[PublishCommand | ToolCommand, Field(discriminator="op")]
 
 

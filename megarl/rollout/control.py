@@ -1,6 +1,6 @@
 """The driver's end of a publish: sends commands to all TP ranks of all engines and collects their replies.
 
-It moves no weights: trainer and engine ranks do that among themselves while `stage` waits. A command is one HTTP call
+It moves no weights: trainer and engine ranks do that among themselves while `receive` waits. A command is one HTTP call
 per engine; SGLang returns from it when all its TP ranks have replied, so a missing reply means a broken engine.
 """
 
@@ -18,15 +18,13 @@ from torch._C._distributed_c10d import TCPStore
 from megarl.errors import EngineError, WeightSyncError
 from megarl.rollout.client import EngineClient
 from megarl.rollout.commands import (
-    Abort,
     Command,
     CommandMessage,
-    Commit,
     Inspect,
     Join,
+    Receive,
     Rendezvous,
     Reply,
-    Stage,
     read_reply,
     to_payload,
 )
@@ -95,40 +93,36 @@ class EngineControl:
         assert deadlines[0] <= deadlines[1], f"rendezvous {deadlines[0]} s, commands {deadlines[1]} s"
         await self.ask(Join(transfer=transfer, plan_hash=plan_hash, rendezvous=rendezvous))
 
-    async def stage(self, version: PolicyVersion) -> dict[int, Mapping[str, int]]:
-        """Let every target rank receive `version` beside its parameters; return a digest per parameter and rank.
+    async def receive(self, version: PolicyVersion) -> dict[int, Mapping[str, int]]:
+        """Let every target rank receive `version` in place; return a digest per parameter and rank.
 
-        Trainer ranks send at the same time. The first failure ends the wait; the engines keep serving what they have.
+        Trainer ranks send at the same time. The first failure ends the wait. Until `confirm` the engines must get no
+        request: their weights may be of two versions.
         """
-        replies = await self.ask(Stage(version=version))
+        replies = await self.ask(Receive(version=version), version=version)
         return {rank: reply.digests for rank, reply in enumerate(replies)}
 
-    async def commit(self, version: PolicyVersion, *, is_catching_up: bool = False) -> int:
-        """Let all engines serve what is staged; return how many do. The others are stale from now on.
+    async def confirm(self, version: PolicyVersion, *, is_catching_up: bool = False) -> int:
+        """Let all engines serve what they received, whose digests were compared; return how many do.
 
-        So is every engine outside this control, unless the engines of this control are only `is_catching_up`.
+        The others are stale from now on. So is every engine outside this control, unless the engines of this control
+        are only `is_catching_up`.
         """
-
-        async def commit_one(engine: Engine, position: int) -> _Replies:
-            replies = await self._ask(engine, position, Commit(version=version), version=version)
-            if self._flushes_cache:
-                # Cached prefixes were computed with the old weights.
-                await engine.client.flush_cache()
-            return replies
-
-        outcomes = await asyncio.gather(*self._start(commit_one), return_exceptions=True)
+        # Cached prefixes were computed with the old weights.
+        flushed = [engine.client.flush_cache() for engine in self._engines if self._flushes_cache]
+        outcomes = await asyncio.gather(*flushed, return_exceptions=True) or [None] * len(self._engines)
         succeeded, reasons = [], []
         for engine, outcome in zip(self._engines, outcomes, strict=True):
             match outcome:
-                case tuple():
+                case None:
                     succeeded.append(engine)
-                case EngineError() | WeightSyncError():
+                case EngineError():
                     reasons.append(str(outcome))
-                    await self._fleet.mark_stale(engine, f"commit of version {version} failed: {outcome}")
+                    await self._fleet.mark_stale(engine, f"version {version} has the cache of another: {outcome}")
                 case BaseException():
                     raise outcome
         if not succeeded:
-            raise WeightSyncError(f"version {version} was committed nowhere: {'; '.join(reasons)}")
+            raise WeightSyncError(f"version {version} is served nowhere: {'; '.join(reasons)}")
         if is_catching_up:
             assert version == self._fleet.committed_version, f"{version}, not {self._fleet.committed_version}"
             for engine in succeeded:
@@ -137,19 +131,15 @@ class EngineControl:
             await self._fleet.committed(version, succeeded)
         return len(succeeded)
 
-    async def abort(self) -> None:
-        """Discard what is staged; every engine keeps serving the version it has."""
-        await self.ask(Abort())
-
-    async def ask(self, command: Command) -> list[Reply]:
+    async def ask(self, command: Command, *, version: PolicyVersion | None = None) -> list[Reply]:
         """Send one command to every TP rank of every engine; return the replies by target rank, or raise all failures.
 
-        The first failure ends the wait. The calls to the other engines continue: cutting off a weight update would
-        leave its session open.
+        The engines report `version` afterwards. The first failure ends the wait. The calls to the other engines
+        continue: cutting off a weight update would leave its session open.
         """
 
         async def ask_one(engine: Engine, position: int) -> _Replies:
-            return await self._ask(engine, position, command)
+            return await self._ask(engine, position, command, version=version)
 
         tasks = self._start(ask_one)
         done, unfinished = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -180,7 +170,7 @@ class EngineControl:
         position: int,
         command: Command,
         *,
-        version: PolicyVersion | None = None,
+        version: PolicyVersion | None,
     ) -> _Replies:
         endpoint = engine.client.endpoint
         messages = [

@@ -1,7 +1,7 @@
 """Handles commands inside each SGLang TP process: the engine's end of a publish. SGLang calls `load` with each payload.
 
 An exception here would end the whole engine, so every outcome, good or bad, is a `Reply` in the driver's mailbox. Only
-`Commit` changes parameters.
+`Receive` changes parameters: the driver lets the engine serve them once it has compared the digests.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from torch._C._distributed_c10d import TCPStore
 
 from megarl.errors import WeightSyncError
 from megarl.rollout.commands import (
-    Abort,
     CommandMessage,
-    Commit,
     Inspect,
     Join,
     PublishCommand,
+    Receive,
     Reply,
-    Stage,
     read_message,
     to_bytes,
 )
@@ -78,13 +76,8 @@ class _Member:
                 return Reply(parameters=specs_of(model.named_parameters()))
             case Join():
                 self._join(command, message, model)
-            case Stage(version=version):
-                return Reply(digests=self._joined().stage(version))
-            case Commit(version=version):
-                self._commit(version)
-            case Abort():
-                if self._receiver is not None:
-                    self._receiver.abort()
+            case Receive(version=version):
+                return Reply(digests=self._receive(version))
             case _:
                 assert_never(command)
         return Reply()
@@ -116,20 +109,18 @@ class _Member:
             self._group,
             bucket_bytes=rendezvous.bucket_bytes,
             digest=fastest_digest(is_on_host=transfer.is_cpu_engine),
-            shares_device=transfer.shares_devices,
+            direct=transfer.direct,
             keeps_open=transfer.keeps_open,
         )
 
-    def _commit(self, version: int) -> None:
-        self._joined().commit(version)
+    def _receive(self, version: int) -> dict[str, int]:
+        if self._receiver is None:
+            raise WeightSyncError("not in a transfer group; join comes first")
+        digests = self._receiver.receive(version)
         if torch.cuda.is_available():
             # The next forward pass runs on a stream of its own.
             torch.cuda.synchronize()
-
-    def _joined(self) -> Receiver:
-        if self._receiver is None:
-            raise WeightSyncError("not in a transfer group; join comes first")
-        return self._receiver
+        return digests
 
 
 _MEMBER = _Member()

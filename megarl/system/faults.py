@@ -21,9 +21,7 @@ A transfer of weights; `step` is the version, `of` the name of the group, such a
     bucket_packed      rank    the sender has packed it, not yet sent; corrupt: its bytes
     bucket_sent        rank    it is being transferred
     bucket_received    engine  the receiver has it, not yet read; corrupt: its bytes
-    staged             engine  everything has arrived and is digested, nothing is served; corrupt: a digest
-    committing         engine  the version is agreed on, no parameter is changed
-    committed          engine  all parameters are changed
+    received           engine  everything has arrived and is digested, nothing is served; corrupt: a digest
 
 A step in the driver:
     step_begun         driver
@@ -70,7 +68,7 @@ from typing import Literal, TypeAlias, get_args
 from megarl.env import FAULTS
 
 StepPoint = Literal["forward", "backward", "gradients", "optimizer", "updated", "asked"]
-PublishPoint = Literal["bucket_packed", "bucket_sent", "bucket_received", "staged", "committing", "committed"]
+PublishPoint = Literal["bucket_packed", "bucket_sent", "bucket_received", "received"]
 DriverPoint = Literal["step_begun", "step_taken", "step_trained", "step_published", "generating", "scoring"]
 SavePoint = Literal[
     "begun",
@@ -103,7 +101,7 @@ SPOILABLE: dict[str, Spoil] = {
     "scoring": "nan",
     "bucket_packed": "corrupt",
     "bucket_received": "corrupt",
-    "staged": "corrupt",
+    "received": "corrupt",
 }
 
 

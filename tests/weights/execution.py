@@ -1,32 +1,22 @@
-"""The reference for the executors, in numpy and one process: every peer keeps its order, and no wait may last."""
+"""The reference for the executors, in numpy and one process: rounds in which a send ends only with its receive."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from megarl.weights.algebra.buckets import Bucket, buckets_forwarded_by, buckets_from, buckets_to
+from megarl.weights.algebra.buckets import (
+    Bucket,
+    Peers,
+    Round,
+    buckets_forwarded_by,
+    buckets_from,
+    buckets_to,
+    rounds,
+)
 from megarl.weights.algebra.plan import Plan
-from megarl.weights.algebra.slices import Slice
-from tests.weights.reference import PADDING, Array, Arrays, box
-
-Key = tuple[bool, int, int, int]
-"""(is forwarded, sender, receiver, index)."""
-
-
-@dataclass(kw_only=True)
-class Peer:
-    """A target: receives its buckets one after the other, and forwards what it can in between."""
-
-    incoming: Sequence[Bucket]
-    outgoing: Sequence[Bucket]
-    staged: dict[Slice, Array] = field(default_factory=dict)
-    num_arrived: int = 0
-    num_sent: int = 0
-
-    @property
-    def is_done(self) -> bool:
-        return self.num_arrived == len(self.incoming) and self.num_sent == len(self.outgoing)
+from tests.weights.reference import PADDING, Arrays, box
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +26,20 @@ class Buckets:
     sent: Mapping[int, Sequence[Bucket]]
     received: Mapping[int, Sequence[Bucket]]
     forwarded: Mapping[int, Sequence[Bucket]]
+
+    @property
+    def peers(self) -> Peers:
+        return Peers(first_target=len(self.sent), num_peers=len(self.sent) + len(self.received))
+
+    def rounds(self) -> dict[int, deque[Round]]:
+        """Return the rounds of every peer."""
+        peers = self.peers
+        sources = {rank: rounds(sent, (), peers) for rank, sent in self.sent.items()}
+        targets = {
+            peers.first_target + rank: rounds(self.forwarded[rank], received, peers)
+            for rank, received in self.received.items()
+        }
+        return {peer: deque(each) for peer, each in {**sources, **targets}.items()}
 
 
 def buckets_of(plan: Plan, *, bucket_bytes: int) -> Buckets:
@@ -48,42 +52,39 @@ def buckets_of(plan: Plan, *, bucket_bytes: int) -> Buckets:
 
 
 def execute(buckets: Buckets, sources: Mapping[int, Arrays], targets: Mapping[int, Arrays]) -> None:
-    """Fill `targets`; fail where peers wait in a cycle, or where an element is written twice."""
-    wire: dict[Key, list[Array]] = {}
-    for rank, arrays in sources.items():
-        for bucket in buckets.sent[rank]:
-            wire[_key(bucket)] = [
-                box(arrays[move.source_name], move.source_offsets, move.slice.shape).copy() for move in bucket.moves
-            ]
-    peers = {rank: Peer(incoming=buckets.received[rank], outgoing=buckets.forwarded[rank]) for rank in targets}
-    while any(_advance(peer, targets[rank], wire) for rank, peer in peers.items()):
-        pass
-    assert all(peer.is_done for peer in peers.values()), "peers wait for each other"
-    assert not wire, f"{len(wire)} buckets have no receiver"
+    """Fill `targets`; fail where peers wait in a cycle, or where an element is written twice.
+
+    A peer leaves a round only when both its buckets were taken over: nothing is buffered, and nothing posted ahead.
+    """
+    peers, waiting = buckets.peers, buckets.rounds()
+    done: set[tuple[int, bool]] = set()
+    """(peer, is sending) of the halves of current rounds that are over."""
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for sender, steps in waiting.items():
+            sent = steps[0].sent if steps else None
+            if sent is not None and (sender, True) not in done:
+                receiver = peers.receiver(sent)
+                if waiting[receiver] and waiting[receiver][0].received == sent:
+                    _copy(sent, targets if sent.is_forwarded else sources, targets)
+                    done |= {(sender, True), (receiver, False)}
+        for peer, steps in waiting.items():
+            if steps and all(
+                bucket is None or (peer, is_sending) in done
+                for bucket, is_sending in ((steps[0].sent, True), (steps[0].received, False))
+            ):
+                steps.popleft()
+                done -= {(peer, True), (peer, False)}
+                is_moving = True
+    assert not any(waiting.values()), "peers wait for each other"
 
 
-def _advance(peer: Peer, arrays: Arrays, wire: dict[Key, list[Array]]) -> bool:
-    """Do the peer's next action; return whether there was one."""
-    if peer.num_arrived < len(peer.incoming) and _key(peer.incoming[peer.num_arrived]) in wire:
-        bucket = peer.incoming[peer.num_arrived]
-        for move, values in zip(bucket.moves, wire.pop(_key(bucket)), strict=True):
-            assert (values != PADDING).all(), f"{move} sends what its holder lacks"
-            target = box(arrays[move.target_name], move.target_offsets, move.slice.shape)
-            assert target.shape == move.slice.shape, f"{move} leaves its target"
-            assert (target == PADDING).all(), f"{move} writes an element twice"
-            target[...] = values
-            peer.staged[move.slice] = values
-        peer.num_arrived += 1
-        return True
-    if peer.num_sent < len(peer.outgoing):
-        bucket = peer.outgoing[peer.num_sent]
-        boxes = [move.slice for move in bucket.moves]
-        if all(part in peer.staged for part in boxes):
-            wire[_key(bucket)] = [peer.staged[part] for part in boxes]
-            peer.num_sent += 1
-            return True
-    return False
-
-
-def _key(bucket: Bucket) -> Key:
-    return bucket.is_forwarded, bucket.source_rank, bucket.target_rank, bucket.index
+def _copy(bucket: Bucket, givers: Mapping[int, Arrays], targets: Mapping[int, Arrays]) -> None:
+    for move in bucket.moves:
+        values = box(givers[move.source_rank][move.source_name], move.source_offsets, move.slice.shape)
+        assert (values != PADDING).all(), f"{move} sends what its holder lacks"
+        target = box(targets[move.target_rank][move.target_name], move.target_offsets, move.slice.shape)
+        assert target.shape == move.slice.shape, f"{move} leaves its target"
+        assert (target == PADDING).all(), f"{move} writes an element twice"
+        target[...] = values

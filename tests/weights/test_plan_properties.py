@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.config.model import ModelShape
-from megarl.weights.algebra.buckets import NUM_LANES, staging_bound
+from megarl.weights.algebra.buckets import staging_bound
 from megarl.weights.algebra.locality import Gpu, Link, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Layout
@@ -171,8 +171,8 @@ def check_buckets(case: Case) -> None:
     """Both sides agree on the buckets, and no rank holds more than `staging_bound`."""
     buckets = case.buckets
     for rank, received in buckets.received.items():
-        held = sum(bucket.num_bytes for bucket in received)
-        held += NUM_LANES * max((bucket.num_bytes for bucket in buckets.forwarded[rank]), default=0)
+        held = max((bucket.num_bytes for bucket in received), default=0)
+        held += max((bucket.num_bytes for bucket in buckets.forwarded[rank]), default=0)
         assert held <= staging_bound(case.plan, rank, bucket_bytes=case.bucket_bytes)
     given = {bucket for table in (buckets.sent, buckets.forwarded) for sent in table.values() for bucket in sent}
     assert given == {bucket for received in buckets.received.values() for bucket in received}

@@ -12,10 +12,11 @@ import torch
 
 from megarl.config.model import Family
 from megarl.errors import WeightSyncError
-from megarl.weights.algebra.locality import on_gpus
+from megarl.weights.algebra.locality import Link, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Holding
-from megarl.weights.executors.group import Pending, StoreAddress, TransferGroup
+from megarl.weights.executors.channel import Message
+from megarl.weights.executors.group import StoreAddress, TransferGroup
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.executors.transfer import Receiver, Sender
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
@@ -101,19 +102,17 @@ class CorruptingGroup(TransferGroup):
             payload = json.dumps(memory).encode()
         super().report(key, payload)
 
-    def send(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Pending:
-        if self.is_corrupting:
+    def exchange(self, outgoing: Message | None, incoming: Message | None, *, tag: int, deadline: float) -> None:
+        if self.is_corrupting and outgoing is not None:
             self.is_corrupting = False
-            buffer[len(buffer) // 2] ^= 4
-        return super().send(buffer, peer=peer, tag=tag)
+            outgoing.buffer[len(outgoing.buffer) // 2] ^= 4
+        super().exchange(outgoing, incoming, tag=tag, deadline=deadline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLog:
     digests: dict[int, dict[str, int]]
-    before_commit: Tensors
-    after_commit: dict[int, Tensors]
-    after_abort: Tensors
+    received: dict[int, Tensors]
 
 
 SenderLog = dict[int, dict[tuple[int, str], int]]
@@ -131,7 +130,7 @@ def run_trainer(address: StoreAddress, rank: int, placed: Placed) -> SenderLog:
         tensors,
         group,
         bucket_bytes=BUCKET_BYTES,
-        shares_device=placed in SHARED,
+        direct=Link.DEVICE if placed in SHARED else Link.PROCESS,
         keeps_open=placed != "opened each time",
     )
     log: SenderLog = {}
@@ -146,7 +145,7 @@ def run_trainer(address: StoreAddress, rank: int, placed: Placed) -> SenderLog:
 
 
 def run_engine(address: StoreAddress, rank: int, placed: Placed) -> EngineLog:
-    """Commit every version but the last, which is aborted."""
+    """Receive every version."""
     torch.set_num_threads(1)
     peer = NUM_TRAINERS + rank
     group = TransferGroup.join(address, name="publish", peer=peer, num_peers=peers_of(placed), timeout_s=TIMEOUT_S)
@@ -158,29 +157,17 @@ def run_engine(address: StoreAddress, rank: int, placed: Placed) -> EngineLog:
         tensors,
         group,
         bucket_bytes=BUCKET_BYTES,
-        shares_device=placed in SHARED,
+        direct=Link.DEVICE if placed in SHARED else Link.PROCESS,
         keeps_open=placed != "opened each time",
     )
     digests: dict[int, dict[str, int]] = {}
-    after_commit: dict[int, Tensors] = {}
-    before_commit: Tensors = {}
+    received: dict[int, Tensors] = {}
     for version in VERSIONS:
-        digests[version] = receiver.stage(version)
-        before_commit = before_commit or copy_of(tensors)
-        if version == CORRUPTED_VERSION:
-            receiver.abort()
-        else:
-            receiver.commit(version)
-            after_commit[version] = copy_of(tensors)
-        # A trainer may change its weights only once they are committed.
+        digests[version] = receiver.receive(version)
+        received[version] = {name: tensor.clone() for name, tensor in tensors.items()}
+        # A trainer may change its weights only once they are read.
         group.barrier()
-    return EngineLog(
-        digests=digests, before_commit=before_commit, after_commit=after_commit, after_abort=copy_of(tensors)
-    )
-
-
-def copy_of(tensors: Tensors) -> Tensors:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
+    return EngineLog(digests=digests, received=received)
 
 
 def run_and_die(address: StoreAddress, rank: int) -> None:
@@ -203,7 +190,7 @@ def run_beside_the_dead(address: StoreAddress, peer: int) -> float:
             group.barrier()
         else:
             rank = peer - NUM_TRAINERS
-            Receiver(moves, rank, tensors_of(moves.target.by_rank[rank], None), group).stage(1)
+            Receiver(moves, rank, tensors_of(moves.target.by_rank[rank], None), group).receive(1)
     except WeightSyncError:
         return time.monotonic() - start
     raise AssertionError("the transfer succeeded without one of its peers")

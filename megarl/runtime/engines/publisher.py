@@ -1,8 +1,9 @@
-"""A publish as a transaction: stage everywhere, compare digests, then commit everywhere or nowhere.
+"""A publish as a transaction: receive everywhere, compare digests, then serve the version everywhere or nowhere.
 
-This module decides and sequences; the bytes go from trainer ranks to engine ranks directly. A publish goes to the
-reachable engines. If one is lost on the way, the version is sent to the others again, in a new transfer group. An
-engine that does not confirm the commit is stale: the fleet gives it no request until it has caught up.
+This module decides and sequences; the bytes go from trainer ranks to engine ranks directly and in place: an engine has
+no room for two versions. A publish goes to the reachable engines. If it fails after its first byte, they are stale: the
+fleet gives them no request until the version was sent again, in a new transfer group, without the engines that were
+lost. The trainer ranks keep the version until then, so nothing is lost but time.
 
 A publisher belongs to one set of trainer ranks; the fleet outlives it.
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
@@ -22,9 +23,10 @@ from megarl.results import PublishResult
 from megarl.rollout.commands import Rendezvous
 from megarl.rollout.control import ignore_outcome
 from megarl.rollout.fleet import Engine, Fleet
-from megarl.rollout.lifecycle import EngineState
+from megarl.rollout.lifecycle import EngineState, FellBehind
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
+from megarl.weights.algebra.locality import Link
 from megarl.weights.algebra.plan import Plan
 from megarl.weights.executors.digest_sums import check_digests
 from megarl.weights.executors.group import Backend, StoreServer, abandon_group
@@ -67,11 +69,9 @@ class ReceivingEngines(Protocol):
 
     async def join(self, transfer: TransferSpec, /, *, plan_hash: str, rendezvous: Rendezvous) -> None: ...
 
-    async def stage(self, version: PolicyVersion, /) -> Mapping[int, Mapping[str, int]]: ...
+    async def receive(self, version: PolicyVersion, /) -> Mapping[int, Mapping[str, int]]: ...
 
-    async def commit(self, version: PolicyVersion, /, *, is_catching_up: bool) -> int: ...
-
-    async def abort(self) -> None: ...
+    async def confirm(self, version: PolicyVersion, /, *, is_catching_up: bool) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,21 +194,36 @@ class TransferPublisher:
     async def _deliver(
         self, roster: Sequence[Engine], version: PolicyVersion, *, is_catching_up: bool = False
     ) -> tuple[int, Plan]:
-        """Run one transaction: either no engine changes, or those that confirm the commit serve `version`."""
+        """Run one transaction: afterwards an engine of the roster serves `version`, or is stale.
+
+        A failure before the first byte changes no engine.
+        """
+        consequence = "engines keep the one before"
         try:
             link = await self._linked(roster)
-            sent, arrived = await self._together(link.store, self._ranks.send(version), link.control.stage(version))
-            check_digests(sent, arrived)
-            num_engines = await link.control.commit(version, is_catching_up=is_catching_up)
+            consequence = "engines wait until it is sent again"
+            with self._unusable(roster, version):
+                sent, arrived = await self._together(
+                    link.store, self._ranks.send(version), link.control.receive(version)
+                )
+                check_digests(sent, arrived)
+            num_engines = await link.control.confirm(version, is_catching_up=is_catching_up)
         except (WeightSyncError, WorkerError) as error:
             self._link = None
-            if there := [engine for engine in roster if engine.life.is_reachable]:
-                with suppress(WeightSyncError):  # an engine that cannot abort is not serving the new version either
-                    await self._control.among(there).abort()
             # Lost ranks are restarted by the run; the engines are not at fault.
             kind = WorkerError if isinstance(error, WorkerError) else WeightSyncError
-            raise kind(f"version {version} was not published; engines keep the one before: {error}") from error
+            raise kind(f"version {version} was not published; {consequence}: {error}") from error
         return num_engines, link.plan
+
+    @contextmanager
+    def _unusable(self, roster: Sequence[Engine], version: PolicyVersion) -> Iterator[None]:
+        """Mark the engines as stale if the block fails or is cancelled: their weights may be of two versions."""
+        try:
+            yield
+        except BaseException as error:
+            for engine in roster:
+                self._fleet.report(engine, FellBehind(reason=f"received a part of version {version}: {error}"))
+            raise
 
     async def _linked(self, roster: Sequence[Engine]) -> _Link:
         """Return the transfer group of a roster, a new one if the roster has changed."""
@@ -224,7 +239,7 @@ class TransferPublisher:
             address=store.address,
             name=_GROUP,
             timeout_s=self._timeout_s,
-            backend=self._backend,
+            backend=self._backend(plan),
             bucket_bytes=DEFAULT_BUCKET_BYTES,
         )
         await self._together(
@@ -238,10 +253,18 @@ class TransferPublisher:
     def _transfer_to(self, roster: Sequence[Engine]) -> TransferSpec:
         return self._transfer.with_engines([engine.index for engine in roster])
 
-    @property
-    def _backend(self) -> Backend:
-        # NCCL refuses two processes on one GPU; what crosses between GPUs of a shared pool goes through the host.
-        return "gloo" if self._transfer.is_cpu_engine or self._transfer.shares_devices else "nccl"
+    def _backend(self, plan: Plan) -> Backend | None:
+        """Return the way of the bytes that engine ranks do not read from the memory of trainer ranks."""
+        sent = sum(sum(plan.traffic.received[link].values()) for link in Link if link > self._transfer.direct)
+        if not sent:
+            return None
+        if self._transfer.is_cpu_engine:
+            return "gloo"
+        if self._transfer.shares_devices:
+            # NCCL refuses two processes on one GPU.
+            logger.warning("publish bytes=%d between nodes of a shared pool go through host memory", sent)
+            return "gloo"
+        return "nccl"
 
     async def _together(
         self, store: StoreServer, trainers: Coroutine[None, None, Sent], engines: Coroutine[None, None, Arrived]

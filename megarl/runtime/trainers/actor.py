@@ -56,7 +56,7 @@ class PublishingActor(ActorRank):
             self._group,
             bucket_bytes=rendezvous.bucket_bytes,
             digest=fastest_digest(is_on_host=transfer.is_cpu_engine),
-            shares_device=transfer.shares_devices,
+            direct=transfer.direct,
             keeps_open=transfer.keeps_open,
         )
 

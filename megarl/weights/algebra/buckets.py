@@ -1,6 +1,9 @@
-"""How moves travel: packed end to end into buckets, equally on both sides. Pure: no torch.
+"""How moves travel: packed end to end into buckets, in numbered rounds. Pure: no torch.
 
-The buckets between two ranks depend on the plan and `bucket_bytes` alone, so sender and receiver need no header.
+The buckets between two ranks, and the round of each, depend on the plan and `bucket_bytes` alone: sender and receiver
+need no header. In a round a peer sends at most one bucket and receives at most one. All peers pass through their rounds
+in the same order, and a bucket has the same round at both ends, so no cycle of waits is possible even where a send ends
+only together with its receive.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TypeAlias
 
 from megarl.weights.algebra.locality import Link
 from megarl.weights.algebra.plan import Move, Plan, SourceBox
@@ -16,8 +20,11 @@ from megarl.weights.algebra.slices import ITEM_BYTES, Slice, shift
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 
+RoundNumber: TypeAlias = tuple[int, int, int]
+"""(hop, index among the buckets of a pair, distance between the two peers)."""
+
 NUM_LANES = 2
-"""Buckets of a sender that travel or are being packed at any time."""
+"""Buckets that a peer holds at any time: one that leaves and one that arrives."""
 
 _ALIGNMENT = 16
 """Moves start at multiples of this, so that a bucket can be viewed in any dtype."""
@@ -48,23 +55,56 @@ class Bucket:
         return self.hop > 0
 
     def link(self, plan: Plan) -> Link:
-        return _link(plan, self.moves[0])
+        return link_of(plan, self.moves[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """The numbers of a plan's ranks in a transfer group: source s is peer s, target t is peer `first_target + t`."""
+
+    first_target: int
+    num_peers: int
+
+    def sender(self, bucket: Bucket) -> int:
+        return bucket.source_rank + (self.first_target if bucket.is_forwarded else 0)
+
+    def receiver(self, bucket: Bucket) -> int:
+        return bucket.target_rank + self.first_target
+
+    def round_of(self, bucket: Bucket) -> RoundNumber:
+        """Return a number that no other bucket of the same sender or of the same receiver has."""
+        return bucket.hop, bucket.index, (self.receiver(bucket) - self.sender(bucket)) % self.num_peers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The buckets that one peer sends and receives at the same time; never neither."""
+
+    sent: Bucket | None
+    received: Bucket | None
+
+
+def rounds(sent: Iterable[Bucket], received: Iterable[Bucket], peers: Peers) -> tuple[Round, ...]:
+    """Return the rounds of a peer that sends and receives these buckets, in the order of all peers."""
+    leaving = {peers.round_of(bucket): bucket for bucket in sent}
+    arriving = {peers.round_of(bucket): bucket for bucket in received}
+    numbers = sorted(leaving.keys() | arriving.keys())
+    return tuple(Round(sent=leaving.get(number), received=arriving.get(number)) for number in numbers)
 
 
 def buckets_from(plan: Plan, rank: int, *, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Return what source `rank` sends. Targets take turns, and each source starts at another target."""
-    return _in_turns(plan, rank, plan.moves_from(rank), bucket_bytes)
+    """Return what source `rank` sends."""
+    return tuple(_buckets(plan.moves_from(rank), bucket_bytes))
 
 
 def buckets_forwarded_by(plan: Plan, rank: int, *, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Return what target `rank` sends on, ordered by hop: no bucket waits for one of a later hop."""
-    return _in_turns(plan, rank + 1, plan.moves_forwarded_by(rank), bucket_bytes)
+    """Return what target `rank` sends on: boxes that it received in earlier hops."""
+    return tuple(_buckets(plan.moves_forwarded_by(rank), bucket_bytes))
 
 
 def buckets_to(plan: Plan, rank: int, *, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Return what target `rank` receives, in the order of sending."""
-    buckets = _buckets(plan.moves_to(rank), bucket_bytes)
-    return tuple(sorted(buckets, key=lambda bucket: (bucket.hop, bucket.index, bucket.source_rank)))
+    """Return what target `rank` receives."""
+    return tuple(_buckets(plan.moves_to(rank), bucket_bytes))
 
 
 def split_box(box: SourceBox, *, bucket_bytes: int) -> Iterator[Slice]:
@@ -72,32 +112,27 @@ def split_box(box: SourceBox, *, bucket_bytes: int) -> Iterator[Slice]:
     return _split(box.slice, bucket_bytes // ITEM_BYTES[box.dtype])
 
 
-def staging_bound(plan: Plan, rank: int, *, bucket_bytes: int, shares_device: bool = False) -> int:
-    """Return the bytes that target `rank` holds at most beside its parameters: one version, and what it forwards.
+def staging_bound(plan: Plan, rank: int, *, bucket_bytes: int, direct: Link = Link.PROCESS) -> int:
+    """Return the bytes that target `rank` holds at most beside its parameters: a bucket that arrives, one that leaves.
 
-    Each move may be preceded by a gap; a bucket is larger than `bucket_bytes` only where a single row is. With
-    `shares_device` what is on the target's own device is not staged.
+    A bucket is larger than `bucket_bytes` only where a single row is. Nothing is held for what the target reads from
+    its source's memory, over links up to `direct`.
     """
-    near = Link.DEVICE if shares_device else Link.PROCESS
-    received = [move for move in plan.moves_to(rank) if _link(plan, move) > near]
-    num_moves = sum(sum(1 for _ in _split(move.slice, _max_elements(move, bucket_bytes))) for move in received)
-    bound = sum(move.num_bytes for move in received) + _ALIGNMENT * num_moves
-    rows = [prod(move.slice.shape[1:]) * ITEM_BYTES[move.dtype] for move in plan.moves_forwarded_by(rank)]
-    return bound + NUM_LANES * max(bucket_bytes, *rows) if rows else bound
+    received = [move for move in plan.moves_to(rank) if move.hop or link_of(plan, move) > direct]
+    lanes = [moves for moves in (received, plan.moves_forwarded_by(rank)) if moves]
+    return sum(
+        min(
+            max(bucket_bytes, *(prod(move.slice.shape[1:]) * ITEM_BYTES[move.dtype] for move in moves)),
+            sum(move.num_bytes + _ALIGNMENT for move in moves),
+        )
+        for moves in lanes
+    )
 
 
-def _link(plan: Plan, move: Move) -> Link:
+def link_of(plan: Plan, move: Move) -> Link:
+    """Return the link between the two holders of a move."""
     givers = plan.locations.targets if move.hop else plan.locations.sources
     return givers[move.source_rank].link(plan.locations.targets[move.target_rank])
-
-
-def _in_turns(plan: Plan, first_target: int, moves: Iterable[Move], bucket_bytes: int) -> tuple[Bucket, ...]:
-    num_targets = 1 + max((holding.rank for holding in plan.target.holdings), default=0)
-
-    def turn(bucket: Bucket) -> tuple[int, int, int]:
-        return bucket.hop, bucket.index, (bucket.target_rank - first_target) % num_targets
-
-    return tuple(sorted(_buckets(moves, bucket_bytes), key=turn))
 
 
 def _buckets(moves: Iterable[Move], bucket_bytes: int) -> Iterator[Bucket]:

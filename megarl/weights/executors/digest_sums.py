@@ -120,9 +120,10 @@ class SourceDigests:
         tensors: Mapping[str, torch.Tensor],
         digest: BoxDigest,
         *,
-        own_target: int,
+        own_target: int | None = None,
         bucket_bytes: int,
     ) -> None:
+        """Boxes for `own_target`, a target in this process, are left out."""
         self._plan = plan
         self._tensors = tensors
         self._digest = digest

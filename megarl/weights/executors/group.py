@@ -1,7 +1,8 @@
-"""Trainer ranks and engine ranks as peers that exchange bytes; every wait has a deadline. No layouts, no engine.
+"""Trainer ranks and engine ranks as peers of one group: a store for small messages, a channel for bytes. No layouts.
 
-The group is separate from the default process group of its processes (SGLang has one). It cannot lose a member: after
-any failure it is broken for good, and its peers join a new one under a new name.
+Every wait has a deadline. The group is separate from the default process group of its processes (SGLang has one). It
+cannot lose a member: after any failure it is broken for good, and its peers join a new one under a new name. Messages
+of two versions never meet: a version went through all its rounds, or it ended the group.
 """
 
 from __future__ import annotations
@@ -13,24 +14,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import Literal, Protocol, TypeAlias, assert_never
+from functools import partial
+from typing import Literal, TypeAlias, assert_never
 
 import torch
-from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store, Work
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.errors import WeightSyncError
 from megarl.system.network import LOOPBACK
+from megarl.weights.executors.channel import WATCH_S, Channel, GlooChannel, Message
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
 _POLL_S = 0.005
-_WATCH_S = 0.2
-"""Interval at which a waiting peer checks whether another has abandoned the group."""
-_NUM_TAGS = 1 << 30
 _ABANDONED = "abandoned"
 
 
@@ -56,99 +53,21 @@ class StoreServer:
         )
 
 
-class _PointToPoint(Protocol):
-    """The methods of torch's process groups that their type stubs lack."""
-
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
-
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
-
-
-class Pending(Protocol):
-    """A send or receive under way. Its buffer must not be touched before `wait` returns."""
-
-    def wait(self, deadline: float) -> None:
-        """Wait until `deadline` on the clock of time.monotonic, or until another peer abandons the group."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _GlooPending:
-    work: Work
-    what: str
-    store: Store
-
-    def wait(self, deadline: float) -> None:
-        # In a thread: gloo sometimes leaves a send waiting whose receiver has closed the connection, and only a
-        # timeout, which ends the whole group, gets it back.
-        outcome: SimpleQueue[RuntimeError | None] = SimpleQueue()
-        seconds = max(_WATCH_S, deadline - time.monotonic())
-        Thread(target=self._wait, args=(seconds, outcome), daemon=True).start()
-        while True:
-            with suppress(Empty):
-                error = outcome.get(timeout=_WATCH_S)
-                break
-            _refuse_abandoned(self.store, self.what)
-        if error is not None:
-            raise WeightSyncError(f"{self.what} failed: {_reason(error)}") from error
-
-    def _wait(self, seconds: float, outcome: SimpleQueue[RuntimeError | None]) -> None:
-        try:
-            self.work.wait(timedelta(seconds=seconds))
-            outcome.put(None)
-        except RuntimeError as error:
-            outcome.put(error)
-
-
-@dataclass(frozen=True, slots=True)
-class _NcclPending:
-    work: Work
-    what: str
-    store: Store
-
-    def wait(self, deadline: float) -> None:
-        # Waiting on NCCL work only orders the stream; the deadline needs the transfer itself to be over.
-        with _failing_as(self.what):
-            next_watch = time.monotonic() + _WATCH_S
-            while not self.work.is_completed():
-                now = time.monotonic()
-                if now > deadline:
-                    raise WeightSyncError(f"{self.what} failed: its deadline has passed")
-                if now > next_watch:
-                    _refuse_abandoned(self.store, self.what)
-                    next_watch = now + _WATCH_S
-                time.sleep(_POLL_S)
-            self.work.wait()
-
-
 class TransferGroup:
     """Peers 0..num_peers-1: trainer ranks first, then engine ranks."""
 
     def __init__(
-        self,
-        process_group: _PointToPoint,
-        store: Store,
-        *,
-        downwards: _PointToPoint | None = None,
-        name: str,
-        peer: int,
-        num_peers: int,
-        timeout_s: float,
-        backend: Backend = "gloo",
+        self, store: Store, channel: Channel | None, *, name: str, peer: int, num_peers: int, timeout_s: float
     ) -> None:
         self.name = name
         self.peer = peer
         self.num_peers = num_peers
         self.timeout_s = timeout_s
         """Deadline of one whole transfer, and of other operations without a timeout of their own."""
-        self._backend = backend
-        self._process_group: _PointToPoint | None = process_group
-        # NCCL keeps one order for both directions between two peers: a waiting receive would hold up a send the other
-        # way. So sends to lower peers have a group of their own.
-        self._downwards = downwards
         self._store = store
+        self._channel = channel
         self._num_rounds = 0
-        self._end = "the group is closed"
+        self._end = "no bytes were to be exchanged in it"
 
     @classmethod
     def join(
@@ -159,52 +78,38 @@ class TransferGroup:
         peer: int,
         num_peers: int,
         timeout_s: float,
-        backend: Backend = "gloo",
+        backend: Backend | None = "gloo",
         host: str = LOOPBACK,
     ) -> TransferGroup:
-        """Meet the other peers at the store. `host` is the address at which other peers reach this process."""
+        """Meet the other peers at the store. `host` is the address at which other peers reach this process.
+
+        Without a `backend` the group has a store only.
+        """
         what = f"peer {peer} of {num_peers} joining {name}"
         with _failing_as(what):
-            timeout = timedelta(seconds=timeout_s)
-            client = TCPStore(address.host, address.port, timeout=timeout, wait_for_workers=False)
+            deadline = time.monotonic() + timeout_s
+            client = TCPStore(address.host, address.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
             store = PrefixStore(name, client)
-            store.set(f"peer {peer}", "")
-            _await_keys(store, [f"peer {i}" for i in range(num_peers)], timeout_s, what)
-
-            def connect(way: str) -> _PointToPoint:
-                prefixed = PrefixStore(way, store)
-                return _process_group(backend, prefixed, peer=peer, num_peers=num_peers, timeout=timeout, host=host)
-
-            upwards = connect("up")
-            downwards = connect("down") if backend == "nccl" else None
-        return cls(
-            upwards,
-            store,
-            downwards=downwards,
-            name=name,
-            peer=peer,
-            num_peers=num_peers,
-            timeout_s=timeout_s,
-            backend=backend,
-        )
+            _meet(store, "peer", peer, num_peers, timeout_s, what)
+            channel = _connect(backend, store, peer=peer, num_peers=num_peers, deadline=deadline, host=host, what=what)
+        return cls(store, channel, name=name, peer=peer, num_peers=num_peers, timeout_s=timeout_s)
 
     @property
     def wire_device(self) -> torch.device:
         """The device of buffers that travel."""
-        return torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else torch.device("cpu")
+        return torch.device("cpu") if self._channel is None else self._channel.device
 
-    def send(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Pending:
-        """Start sending; the matching `receive` has the same tag."""
-        what = f"{self.name}: peer {self.peer} sending {buffer.numel()} bytes to peer {peer}"
+    def exchange(self, outgoing: Message | None, incoming: Message | None, *, tag: int, deadline: float) -> None:
+        """Carry out one round of this peer: both messages have the same `tag`, and are over when this returns."""
+        parts = [f"sending {outgoing.buffer.nbytes} bytes to peer {outgoing.peer}"] if outgoing else []
+        parts += [f"receiving {incoming.buffer.nbytes} bytes from peer {incoming.peer}"] if incoming else []
+        what = f"{self.name}: peer {self.peer} {' and '.join(parts)}"
+        if self._channel is None:
+            raise WeightSyncError(f"{what}: the group has ended, join a new group: {self._end}")
         with _failing_as(what):
-            work = self._connected(what, is_down=peer < self.peer).send([buffer], peer, tag % _NUM_TAGS)
-        return self._pending(work, what)
-
-    def receive(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Pending:
-        what = f"{self.name}: peer {self.peer} receiving {buffer.numel()} bytes from peer {peer}"
-        with _failing_as(what):
-            work = self._connected(what, is_down=peer > self.peer).recv([buffer], peer, tag % _NUM_TAGS)
-        return self._pending(work, what)
+            self._channel.exchange(
+                outgoing, incoming, tag=tag, deadline=deadline, check=lambda: _refuse_abandoned(self._store, what)
+            )
 
     @contextmanager
     def transfer(self) -> Iterator[float]:
@@ -241,8 +146,9 @@ class TransferGroup:
     def barrier(self) -> None:
         """Return once every peer has called this."""
         number = self.next_round()
-        self.report(f"barrier {number} of peer {self.peer}", b"")
-        self.collect([f"barrier {number} of peer {peer}" for peer in range(self.num_peers)], self.timeout_s)
+        what = f"{self.name}: peer {self.peer} in barrier {number}"
+        with _failing_as(what):
+            _meet(self._store, f"barrier {number} of peer", self.peer, self.num_peers, self.timeout_s, what)
 
     def abandon(self, reason: str) -> None:
         """Close the group, and end the waits of the other peers with this reason."""
@@ -251,24 +157,10 @@ class TransferGroup:
             self._store.set(_ABANDONED, f"peer {self.peer} gave up: {reason}")
 
     def close(self, reason: str = "the group is closed") -> None:
-        # Dropping the process group closes its connections; gloo's `shutdown` leaves them open.
-        self._process_group = self._downwards = None
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
         self._end = reason
-
-    def _pending(self, work: Work, what: str) -> Pending:
-        match self._backend:
-            case "gloo":
-                return _GlooPending(work, what, self._store)
-            case "nccl":
-                return _NcclPending(work, what, self._store)
-            case _:
-                assert_never(self._backend)
-
-    def _connected(self, what: str, *, is_down: bool) -> _PointToPoint:
-        """Return the process group for one direction between two peers."""
-        if self._process_group is None:
-            raise WeightSyncError(f"{what}: the group has ended, join a new group: {self._end}")
-        return self._downwards if is_down and self._downwards is not None else self._process_group
 
 
 def abandon_group(address: StoreAddress, *, name: str, reason: str, timeout_s: float = 10) -> None:
@@ -278,22 +170,38 @@ def abandon_group(address: StoreAddress, *, name: str, reason: str, timeout_s: f
         PrefixStore(name, client).set(_ABANDONED, reason)
 
 
-def _process_group(
-    backend: Backend, store: Store, *, peer: int, num_peers: int, timeout: timedelta, host: str
-) -> _PointToPoint:
+def _connect(
+    backend: Backend | None, store: Store, *, peer: int, num_peers: int, deadline: float, host: str, what: str
+) -> Channel | None:
     match backend:
+        case None:
+            return None
         case "gloo":
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            # All pairs connect now, not at first use: then a dead peer is a closed connection, noticed at once.
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
-            options._timeout = timeout
-            return dist.ProcessGroupGloo(store, peer, num_peers, options)  # type: ignore[return-value]
+            timeout_s = max(WATCH_S, deadline - time.monotonic())
+            return GlooChannel(store, peer=peer, num_peers=num_peers, timeout_s=timeout_s, host=host)
         case "nccl":
-            nccl_options = dist.ProcessGroupNCCL.Options()
-            nccl_options._timeout = timeout
-            return dist.ProcessGroupNCCL(store, peer, num_peers, nccl_options)  # type: ignore[return-value]
+            from megarl.weights.executors.nccl import NcclChannel  # noqa: PLC0415 - NCCL is only on GPU machines
+
+            check = partial(_refuse_abandoned, store, what)
+            return NcclChannel(store, peer=peer, num_peers=num_peers, deadline=deadline, check=check)
         case _:
             assert_never(backend)
+
+
+def _meet(store: Store, prefix: str, peer: int, num_peers: int, timeout_s: float, what: str) -> None:
+    """Return once all peers have called this. The last one tells the others, who poll one key each."""
+    store.set(f"{prefix} {peer}", "")
+    if store.add(f"{prefix}s", 1) == num_peers:
+        store.set(f"all {prefix}s", "")
+    try:
+        _await_keys(store, [f"all {prefix}s"], timeout_s, what)
+    except _MissingError:
+        missing = [f"{prefix} {i}" for i in range(num_peers) if not store.check([f"{prefix} {i}"])]
+        raise _MissingError(f"{what}: after {timeout_s:g} s still no {', '.join(missing)}") from None
+
+
+class _MissingError(WeightSyncError):
+    """Keys did not appear in time."""
 
 
 def _await_keys(store: Store, keys: Sequence[str], timeout_s: float, what: str) -> None:
@@ -304,7 +212,7 @@ def _await_keys(store: Store, keys: Sequence[str], timeout_s: float, what: str) 
         _refuse_abandoned(store, what)
         if time.monotonic() > deadline:
             missing = [key for key in keys if not store.check([key])]
-            raise WeightSyncError(f"{what}: after {timeout_s:g} s still no {', '.join(missing)}")
+            raise _MissingError(f"{what}: after {timeout_s:g} s still no {', '.join(missing)}")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.1)
 
@@ -319,6 +227,8 @@ def _refuse_abandoned(store: Store, what: str) -> None:
 def _failing_as(what: str) -> Iterator[None]:
     try:
         yield
+    except WeightSyncError as error:
+        raise error if str(error).startswith(what) else WeightSyncError(f"{what}: {error}") from error
     except RuntimeError as error:
         raise WeightSyncError(f"{what} failed: {_reason(error)}") from error
 

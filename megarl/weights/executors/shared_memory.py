@@ -1,4 +1,4 @@
-"""Weights that need not travel: an engine process reads the tensors of a trainer process on the same device.
+"""Weights that need not travel: an engine process reads the tensors of a trainer process on the same node.
 
 There is one handle per storage, however many tensors lie in it (Megatron keeps all weights of a model chunk in one).
 Storages are torch's own interprocess ones: CUDA IPC on a GPU; on a CPU memory without a name, which is gone with the
@@ -17,15 +17,17 @@ from typing import Any
 import torch
 
 from megarl.errors import WeightSyncError
-from megarl.weights.algebra.plan import Move, Plan
+from megarl.weights.algebra.plan import Move
 from megarl.weights.algebra.slices import Index
-from megarl.weights.executors.digest import BoxDigest
-from megarl.weights.executors.digest_sums import DigestSums, Summand
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.tensors import device_of, source_view, target_view, torch_dtype
 
 _DEVICE_FIELD = 0
-"""Field of a CUDA handle with the number of the GPU, which may be another number in another process."""
+"""Field of a CUDA handle with the number of the GPU in the process that made it.
+
+A process opens memory of any GPU of its node from its own GPU, which then reads it directly; CUDA allows this even for
+GPUs that the process does not see.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,7 @@ class _View:
 
 
 class SharedSource:
-    """The sender's end: lets receivers on its device read its tensors, which change only after the commit."""
+    """The sender's end: lets receivers read its tensors, which change only after they have answered."""
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], rank: int, readers: Sequence[int], *, keeps_open: bool
@@ -63,28 +65,21 @@ class SharedSource:
 
 
 class SharedTarget:
-    """The receiver's end: boxes in the memory of one or more senders. Nothing is staged."""
+    """The receiver's end: copies boxes out of the memory of one or more senders."""
 
     def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        moves: Sequence[Move],
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        digest: BoxDigest,
-        keeps_open: bool,
+        self, rank: int, moves: Sequence[Move], tensors: Mapping[str, torch.Tensor], *, keeps_open: bool
     ) -> None:
         self._rank = rank
         self._moves = moves
         self._keeps_open = keeps_open
-        self._sums = DigestSums([_summand(plan, move) for move in moves], digest)
         self._sources: dict[int, tuple[bytes, Mapping[str, torch.Tensor]]] = {}
         self._boxes: list[torch.Tensor] = []
         self._targets = [target_view(tensors, move) for move in moves]
 
-    def read(self, group: TransferGroup, version: int) -> dict[str, int]:
-        """Open this version's boxes; return the digest of each target tensor, cast to its dtype."""
+    @torch.no_grad()
+    def copy(self, group: TransferGroup, version: int) -> None:
+        """Copy this version's boxes; the memory is closed afterwards, unless it is kept open."""
         for source_rank in sorted({move.source_rank for move in self._moves}):
             key = _memory_key(version, source_rank, self._rank)
             memory = group.collect([key], group.timeout_s)[key]
@@ -94,25 +89,15 @@ class SharedTarget:
                 self._sources[source_rank] = memory, open_tensors(memory)
         if not self._boxes:
             self._boxes = [source_view(self._sources[move.source_rank][1], move) for move in self._moves]
-        return self._sums.compute(self._boxes)
-
-    @torch.no_grad()
-    def commit(self) -> None:
         if self._boxes:
             torch._foreach_copy_(self._targets, self._boxes)
+        if not self._keeps_open:
+            self._close()
 
-    def finish(self) -> None:
-        """Close the senders' memory after a commit or an abort, unless it is kept open."""
-        if self._keeps_open:
-            return
+    def _close(self) -> None:
         if self._boxes and self._boxes[0].is_cuda:
             torch.cuda.synchronize(self._boxes[0].device)
         self._boxes, self._sources = [], {}
-
-
-def _summand(plan: Plan, move: Move) -> Summand[str]:
-    shape = plan.target.canonical[move.slice.name].shape
-    return Summand(key=move.target_name, dtype=torch_dtype(move.dtype), box=move.slice, canonical_shape=shape)
 
 
 def _memory_key(version: int, source_rank: int, target_rank: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megarl.config.model import ModelShape
-from megarl.weights.algebra.locality import Gpu, Locations, on_gpus
+from megarl.weights.algebra.locality import Gpu, Link, Locations, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.algebra.slices import Layout
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
@@ -29,7 +29,7 @@ class TransferSpec:
     expert: int = 1
     """Sets that an engine's experts are divided into."""
     shares_devices: bool = False
-    """Whether both roles are in one pool: an engine rank then reads the memory of the trainer rank on its GPU."""
+    """Whether both roles are in one pool: each GPU then has a trainer rank and an engine rank."""
     trainer_gpus: tuple[Gpu, ...] = ()
     """GPU of each source rank; empty: a node each."""
     engine_gpus: tuple[Gpu, ...] = ()
@@ -38,6 +38,16 @@ class TransferSpec:
     """Whether nodes of engines forward weights to each other."""
     keeps_open: bool = True
     """Whether engines keep the trainer's memory open between publishes; the trainer cannot free it meanwhile."""
+
+    @property
+    def direct(self) -> Link:
+        """The farthest link over which an engine rank reads the memory of a trainer rank.
+
+        GPUs of a node read each other (CUDA IPC). CPU ranks that share no device stand for ranks on different nodes.
+        """
+        if self.is_cpu_engine:
+            return Link.DEVICE if self.shares_devices else Link.PROCESS
+        return Link.NODE
 
     @property
     def num_targets(self) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.plan import plan
+from megarl.weights.executors.channel import Message
 from megarl.weights.executors.digest_sums import check_digests
 from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup, abandon_group
 from megarl.weights.executors.transfer import Receiver, Sender
@@ -57,14 +58,14 @@ def logs(placed: Placed) -> Logs:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_committed_parameters_are_the_trainers_cast_to_the_engines_dtype(
+def test_received_parameters_are_the_trainers_cast_to_the_engines_dtype(
     logs: Logs, placed: Placed, version: int
 ) -> None:
     for rank, log in enumerate(logs[1]):
         expected = tensors_of(make_plan(placed=placed).target.by_rank[rank], version)
         for name, tensor in expected.items():
             assert tensor.dtype == torch.bfloat16
-            assert torch.equal(log.after_commit[version][name], tensor), name
+            assert torch.equal(log.received[version][name], tensor), name
 
 
 def test_ranks_on_other_nodes_pass_on_what_they_receive() -> None:
@@ -73,11 +74,6 @@ def test_ranks_on_other_nodes_pass_on_what_they_receive() -> None:
         moves = make_plan(placed=placed)
         assert moves.num_hops == num_hops
         assert bool(moves.traffic.forwarded_bytes) == (num_hops > 1)
-
-
-def test_staging_touches_no_parameter(logs: Logs) -> None:
-    for log in logs[1]:
-        assert all(not tensor.any() for tensor in log.before_commit.values())
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -97,12 +93,6 @@ def test_one_flipped_bit_is_found_and_its_tensor_named(logs: Logs, placed: Place
         check_digests([log[CORRUPTED_VERSION] for log in senders], arrived)
     # What a receiver passes on is as wrong as what it got.
     assert 1 <= str(caught.value).count("has digest") <= (2 if "other nodes" in placed else 1)
-
-
-def test_an_aborted_version_leaves_the_last_committed_one(logs: Logs) -> None:
-    for log in logs[1]:
-        for name, tensor in log.after_commit[2].items():
-            assert torch.equal(log.after_abort[name], tensor)
 
 
 def test_a_dead_peer_is_an_error_long_before_the_deadline() -> None:
@@ -147,7 +137,7 @@ def test_a_wait_ends_when_another_peer_gives_up() -> None:
     with pytest.raises(WeightSyncError, match="peer 0 gave up: the disk is full"):
         group.collect(["never"], 10)
     with pytest.raises(WeightSyncError, match="join a new group: the disk is full"):
-        group.send(torch.zeros(1, dtype=torch.uint8), peer=0, tag=0)
+        group.exchange(Message(peer=0, buffer=torch.zeros(1, dtype=torch.uint8)), None, tag=0, deadline=0.0)
 
 
 def test_a_group_can_be_ended_from_outside() -> None:
@@ -176,18 +166,7 @@ def test_parameters_on_any_device_travel_through_host_memory(device: str) -> Non
         trainer_group, engine_group = pool.map(join, range(2))
         receiver = Receiver(moves, 0, targets, engine_group, bucket_bytes=3000)
         sending = pool.submit(Sender(moves, 0, sources, trainer_group, bucket_bytes=3000).send, 7)
-        arrived = receiver.stage(7)
+        arrived = receiver.receive(7)
         check_digests([sending.result()], {0: arrived})
-    receiver.commit(7)
     for name, expected in cut(moves.target.holdings[0], model).items():
         assert torch.equal(targets[name], expected), name
-
-
-def test_nothing_is_committed_that_was_not_staged() -> None:
-    shape = make_shape()
-    layout = sglang_layout(shape, tensor=1, dtype="float32")
-    server = StoreServer()
-    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=60)
-    receiver = Receiver(plan(layout, layout), 0, {}, group, first_target_peer=0)
-    with pytest.raises(WeightSyncError, match="asked to commit version 1, staged is None"):
-        receiver.commit(1)

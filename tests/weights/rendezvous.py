@@ -1,0 +1,70 @@
+"""A wire that blocks as NCCL does, for threads of one process: a send ends only with its receive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import Condition
+
+import torch
+
+from megarl.errors import WeightSyncError
+from megarl.weights.executors.channel import WATCH_S, Message
+
+
+class Wire:
+    """Connects the channels of one group."""
+
+    def __init__(self) -> None:
+        self.changed = Condition()
+        self.sends: dict[tuple[int, int], torch.Tensor] = {}
+        """Buffers by (sender, receiver); taken out by the receiver."""
+        self.num_bytes = 0
+
+    def channel(self, peer: int) -> RendezvousChannel:
+        return RendezvousChannel(self, peer)
+
+
+class RendezvousChannel:
+    """One peer's end of a wire."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, wire: Wire, peer: int) -> None:
+        self._wire = wire
+        self._peer = peer
+
+    def exchange(
+        self,
+        outgoing: Message | None,
+        incoming: Message | None,
+        *,
+        tag: int,
+        deadline: float,
+        check: Callable[[], None],
+    ) -> None:
+        wire = self._wire
+        sent = None if outgoing is None else (self._peer, outgoing.peer)
+        wanted = None if incoming is None else (incoming.peer, self._peer)
+        with wire.changed:
+            if sent is not None and outgoing is not None:
+                assert sent not in wire.sends, "a send was posted ahead"
+                wire.sends[sent] = outgoing.buffer
+                wire.changed.notify_all()
+            while wanted is not None or sent in wire.sends:
+                if wanted in wire.sends and incoming is not None:
+                    buffer = wire.sends[wanted]
+                    assert buffer.nbytes == incoming.buffer.nbytes, f"{buffer.nbytes} bytes, {incoming.buffer.nbytes}"
+                    incoming.buffer.copy_(buffer)
+                    wire.num_bytes += buffer.nbytes
+                    del wire.sends[wanted]
+                    wanted = None
+                    wire.changed.notify_all()
+                    continue
+                if time.monotonic() > deadline:
+                    raise WeightSyncError("the deadline has passed")
+                wire.changed.wait(WATCH_S)
+                check()
+
+    def close(self) -> None:
+        """Nothing is held."""

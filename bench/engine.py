@@ -136,31 +136,31 @@ async def _measure_publish(server: _Server) -> AsyncIterator[Figure]:
         address=control.address,
         name="publish",
         timeout_s=_TIMEOUT_S,
-        backend="gloo",
+        backend=None,
         bucket_bytes=DEFAULT_BUCKET_BYTES,
     )
     weights = _random_weights(plan.source.by_rank[0].tensors)
 
     def join() -> Sender:
         group = TransferGroup.join(
-            rendezvous.address, name=rendezvous.name, peer=0, num_peers=2, timeout_s=_TIMEOUT_S, backend="gloo"
+            rendezvous.address, name=rendezvous.name, peer=0, num_peers=2, timeout_s=_TIMEOUT_S, backend=None
         )
-        return Sender(plan, 0, weights, group, shares_device=True)
+        return Sender(plan, 0, weights, group, direct=transfer.direct)
 
     sender, _ = await asyncio.gather(
         asyncio.to_thread(join), control.join(transfer, plan_hash=plan.hash, rendezvous=rendezvous)
     )
     versions = iter(range(1, 1000))
-    spent: dict[str, list[float]] = {"sent": [], "staged": [], "committed": []}
+    spent: dict[str, list[float]] = {"sent": [], "received": [], "confirmed": []}
 
     async def publish() -> None:
         version = PolicyVersion(next(versions))
         sent, arrived = await asyncio.gather(
             _noted(asyncio.to_thread(sender.send, version), spent["sent"]),
-            _noted(control.stage(version), spent["staged"]),
+            _noted(control.receive(version), spent["received"]),
         )
         check_digests([sent], arrived)
-        await _noted(control.commit(version), spent["committed"])
+        await _noted(control.confirm(version), spent["confirmed"])
 
     num_bytes = sum(plan.traffic.received_bytes.values())
     ours_s = await _seconds(publish)

@@ -175,15 +175,15 @@ class _Bench:
         )
 
     async def publish(self) -> None:
-        """Publish as a run does: stage, compare digests, commit."""
+        """Publish as a run does: receive, compare digests, confirm."""
         self._version += 1
         version = PolicyVersion(self._version)
         answers, arrived = await asyncio.gather(
-            asyncio.to_thread(self._ranks.call, "send", version), self._control.stage(version)
+            asyncio.to_thread(self._ranks.call, "send", version), self._control.receive(version)
         )
         sent = cast("list[Sent]", answers)
         check_digests([part.digests for part in sent], arrived)
-        await self._control.commit(version)
+        await self._control.confirm(version)
         self.sent_bytes = sum(part.num_bytes for part in sent)
 
     async def gather(self) -> None:

@@ -25,8 +25,9 @@ from megarl.rollout.commands import Rendezvous
 from megarl.rollout.cpu_kernels import declare_torchvision_ops
 from megarl.system.network import LOOPBACK
 from megarl.weights.algebra.slices import Holding, Layout, Slice
+from megarl.weights.executors.channel import Message
 from megarl.weights.executors.digest import fastest_digest
-from megarl.weights.executors.group import Pending, StoreAddress, TransferGroup
+from megarl.weights.executors.group import StoreAddress, TransferGroup
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.transfer_spec import TransferSpec
@@ -55,9 +56,9 @@ class Sent:
 class _CountingGroup(TransferGroup):
     num_bytes = 0
 
-    def send(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Pending:
-        self.num_bytes += buffer.numel()
-        return super().send(buffer, peer=peer, tag=tag)
+    def exchange(self, outgoing: Message | None, incoming: Message | None, *, tag: int, deadline: float) -> None:
+        self.num_bytes += 0 if outgoing is None else outgoing.buffer.nbytes
+        super().exchange(outgoing, incoming, tag=tag, deadline=deadline)
 
 
 class BenchRank:

@@ -17,7 +17,7 @@ from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.train.actor import ActorRank
 from megarl.train.memory import Offload
 from megarl.train.rank import RankSpec
-from megarl.weights.algebra.locality import on_gpus
+from megarl.weights.algebra.locality import Link, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.executors.digest_sums import check_digests
 from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
@@ -109,10 +109,9 @@ def receive(address: StoreAddress, versions: range, pipe: Connection) -> None:
         for name, spec in moves.target.by_rank[0].tensors.items()
     }
     group = TransferGroup.join(address, name="publish", peer=1, num_peers=2, timeout_s=TIMEOUT_S)
-    receiver = Receiver(moves, 0, tensors, group, shares_device=True, keeps_open=False)
+    receiver = Receiver(moves, 0, tensors, group, direct=Link.DEVICE, keeps_open=False)
     for version in versions:
-        pipe.send(receiver.stage(version))
-        receiver.commit(version)
+        pipe.send(receiver.receive(version))
         torch.cuda.synchronize()
         pipe.send(float(tensors["model.norm.weight"].double().sum()))
     pipe.recv()
@@ -135,7 +134,7 @@ def test_weights_that_leave_after_each_publish_are_free_though_another_process_h
     process.start()
     try:
         group = TransferGroup.join(server.address, name="publish", peer=0, num_peers=2, timeout_s=TIMEOUT_S)
-        sender = Sender(moves, 0, weights, group, shares_device=True, keeps_open=False)
+        sender = Sender(moves, 0, weights, group, direct=Link.DEVICE, keeps_open=False)
         offload = Offload(torch.device("cuda", 0))
         away = []
         for version in versions:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from safetensors.torch import load_file
 
 from megarl.rollout.commands import Rendezvous
 from megarl.tools.check_sync.comparison import hold
+from megarl.weights.executors.channel import Message
 from megarl.weights.executors.digest import fastest_digest
-from megarl.weights.executors.group import Pending, TransferGroup
+from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
@@ -40,9 +42,10 @@ class Accident(StrEnum):
 class _AccidentGroup(TransferGroup):
     accident: Accident | None = None
     num_sent = 0
-    twins: tuple[Pending, ...] = ()
 
-    def send(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Pending:
+    def exchange(self, outgoing: Message | None, incoming: Message | None, *, tag: int, deadline: float) -> None:
+        assert outgoing is not None, "a sender only sends"
+        buffer = outgoing.buffer
         self.num_sent += 1
         if self.num_sent == 3:
             match self.accident:
@@ -53,10 +56,10 @@ class _AccidentGroup(TransferGroup):
                 case Accident.TRUNCATED:
                     buffer = buffer[: len(buffer) // 2]
                 case Accident.DUPLICATED:
-                    self.twins = (*self.twins, super().send(buffer.clone(), peer=peer, tag=tag))
+                    super().exchange(replace(outgoing, buffer=buffer.clone()), incoming, tag=tag, deadline=deadline)
                 case _:
                     pass
-        return super().send(buffer, peer=peer, tag=tag)
+        super().exchange(replace(outgoing, buffer=buffer), incoming, tag=tag, deadline=deadline)
 
 
 def run_rank(

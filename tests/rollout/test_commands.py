@@ -7,15 +7,13 @@ import pytest
 import torch
 
 from megarl.rollout.commands import (
-    Abort,
     Command,
     CommandMessage,
-    Commit,
     Inspect,
     Join,
+    Receive,
     Rendezvous,
     Reply,
-    Stage,
     read_message,
     read_reply,
     to_bytes,
@@ -36,9 +34,7 @@ COMMANDS: list[Command] = [
         plan_hash="abc",
         rendezvous=Rendezvous(address=ADDRESS, name="publish-1", timeout_s=5.0, backend="gloo", bucket_bytes=1024),
     ),
-    Stage(version=3),
-    Commit(version=3),
-    Abort(),
+    Receive(version=3),
     Fingerprint(),
 ]
 

@@ -11,15 +11,13 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from megarl.rollout.commands import (
-    Abort,
     Command,
     CommandMessage,
-    Commit,
     Inspect,
     Join,
+    Receive,
     Rendezvous,
     Reply,
-    Stage,
     read_reply,
     to_payload,
 )
@@ -62,15 +60,8 @@ def test_inspect_tells_names_shapes_and_dtypes(model: torch.nn.Module, server: S
     }
 
 
-@pytest.mark.parametrize("command", [Stage(version=1), Commit(version=1)], ids=lambda command: command.op)
-def test_commands_that_need_a_group_are_refused_without_one(
-    command: Command, model: torch.nn.Module, server: StoreServer
-) -> None:
-    assert give(command, model, server).error == "not in a transfer group; join comes first"
-
-
-def test_an_abort_is_harmless_without_a_group(model: torch.nn.Module, server: StoreServer) -> None:
-    assert give(Abort(), model, server).error is None
+def test_a_version_cannot_be_received_without_a_group(model: torch.nn.Module, server: StoreServer) -> None:
+    assert give(Receive(version=1), model, server).error == "not in a transfer group; join comes first"
 
 
 def test_another_plan_is_refused(model: torch.nn.Module, server: StoreServer) -> None:

@@ -14,9 +14,10 @@ from megarl.rollout.commands import Rendezvous
 from megarl.rollout.tool_control import ToolControl
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.slices import Holding
+from megarl.weights.executors.channel import Message
 from megarl.weights.executors.digest import fastest_digest
 from megarl.weights.executors.digest_sums import check_digests
-from megarl.weights.executors.group import Pending, TransferGroup
+from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.tensors import box_of, torch_dtype
 from megarl.weights.executors.transfer import Sender
 from megarl.weights.layouts.megatron import MegatronParallel
@@ -59,12 +60,11 @@ class FlippingGroup(TransferGroup):
 
     is_honest = False
 
-    def send(self, buffer: torch.Tensor, *, peer: int, tag: int) -> Pending:
-        if not self.is_honest:
-            buffer = buffer.clone()
-            buffer[3] ^= 1
+    def exchange(self, outgoing: Message | None, incoming: Message | None, *, tag: int, deadline: float) -> None:
+        if not self.is_honest and outgoing is not None:
+            outgoing.buffer[3] ^= 1
             self.is_honest = True
-        return super().send(buffer, peer=peer, tag=tag)
+        super().exchange(outgoing, incoming, tag=tag, deadline=deadline)
 
 
 class Trainers:
@@ -111,10 +111,10 @@ class Trainers:
         return list(await asyncio.gather(*(asyncio.to_thread(sender.send, version) for sender in self._senders)))
 
     async def publish(self, version: PolicyVersion) -> None:
-        """The transaction: stage, compare, commit or abort."""
-        arrived, sent = await asyncio.gather(self._control.stage(version), self.send(version))
+        """The transaction: receive, compare, serve."""
+        arrived, sent = await asyncio.gather(self._control.receive(version), self.send(version))
         check_digests(sent, arrived)
-        await self._control.commit(version)
+        await self._control.confirm(version)
 
     def close(self) -> None:
         for group in self._groups:

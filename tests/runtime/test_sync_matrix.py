@@ -160,9 +160,9 @@ def test_published_parameters_are_those_sglang_loads_itself(target: Target, name
                 )
             )
             await control.join(transfer, plan_hash=transfer.plan().hash, rendezvous=rendezvous)
-            arrived = await control.stage(PolicyVersion(1))
+            arrived = await control.receive(PolicyVersion(1))
             check_digests(await ranks, arrived)
-            assert await control.commit(PolicyVersion(1)) == target.kind.num_engines
+            assert await control.confirm(PolicyVersion(1)) == target.kind.num_engines
             assert await control.fingerprints() == expected
 
     asyncio.run(scenario())

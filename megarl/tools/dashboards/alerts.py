@@ -82,7 +82,7 @@ ALERTS = (
         severity="page",
         text="increase(megarl_publish_failures_total[15m]) > 0",
         lasting="0s",
-        summary="run {{ $labels.run }}: a version was not published; the engines keep the one before",
+        summary="run {{ $labels.run }}: a version was not published; it is sent again, and its engines wait for it",
     ),
     Alert(
         name="PublishSlow",

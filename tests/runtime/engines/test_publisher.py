@@ -1,4 +1,4 @@
-"""The order of a publish: nothing is committed that did not arrive as it was sent."""
+"""The order of a publish: nothing is served that did not arrive as it was sent."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class FakeRanks:
 
 
 class FakeControl:
-    """Commands to some engines; `mischief` is done before each stage."""
+    """Commands to some engines; `mischief` is done when they receive."""
 
     def __init__(self, fleet: Fleet, calls: list[str], mischief: Mischief) -> None:
         self._fleet = fleet
@@ -102,23 +102,19 @@ class FakeControl:
         assert plan_hash == transfer.plan().hash
         self._calls.append(f"join {self._names}")
 
-    async def stage(self, version: PolicyVersion) -> dict[int, Mapping[str, int]]:
-        self._calls.append(f"stage {self._names}")
+    async def receive(self, version: PolicyVersion) -> dict[int, Mapping[str, int]]:
+        self._calls.append(f"receive {self._names}")
         digest = self._mischief(self._engines)
         return {rank: {"w": digest} for rank in range(len(self._engines))}
 
-    async def commit(self, version: PolicyVersion, *, is_catching_up: bool) -> int:
-        self._calls.append(f"commit {version}: {self._names}")
+    async def confirm(self, version: PolicyVersion, *, is_catching_up: bool) -> int:
+        self._calls.append(f"confirm {version}: {self._names}")
         if is_catching_up:
             for engine in self._engines:
                 await self._fleet.joined(engine)
         else:
             await self._fleet.committed(version, self._engines)
         return len(self._engines)
-
-    async def abort(self) -> None:
-        assert self._engines, "nobody to ask"
-        self._calls.append(f"abort {self._names}")
 
 
 Mischief = Callable[[Sequence[Engine]], int]
@@ -159,15 +155,15 @@ class Scene:
         return [engine.state for engine in self.fleet.engines]
 
 
-def test_a_version_that_arrived_whole_is_committed_and_the_group_stays() -> None:
+def test_a_version_that_arrived_whole_is_served_and_the_group_stays() -> None:
     async def scenario() -> None:
         scene = Scene()
         result = await scene.publisher.publish(PolicyVersion(4))
         assert (result.version, result.num_engines) == (4, 2)
         assert result.num_bytes == sum(TRANSFER.plan().traffic.received_bytes.values())
         await scene.publisher.publish(PolicyVersion(5))
-        again = ["send", "stage 0 1", "commit 5: 0 1"]
-        assert scene.calls == ["join 0 1", "send", "stage 0 1", "commit 4: 0 1", *again]
+        again = ["send", "receive 0 1", "confirm 5: 0 1"]
+        assert scene.calls == ["join 0 1", "send", "receive 0 1", "confirm 4: 0 1", *again]
 
     asyncio.run(scenario())
 
@@ -184,13 +180,13 @@ def test_an_engine_that_dies_on_the_way_is_left_out_and_the_rest_get_the_version
         result = await scene.publisher.publish(PolicyVersion(4))
         assert result.num_engines == 1
         assert scene.states == [EngineState.HEALTHY, EngineState.DEAD]
-        lost = ["join 0 1", "send", "stage 0 1", "abort 0 1"]
-        assert scene.calls == [*lost, "join 0", "send", "stage 0", "commit 4: 0"]
+        lost = ["join 0 1", "send", "receive 0 1"]
+        assert scene.calls == [*lost, "join 0", "send", "receive 0", "confirm 4: 0"]
 
     asyncio.run(scenario())
 
 
-def test_when_all_engines_die_on_the_way_nobody_is_asked_to_abort() -> None:
+def test_when_all_engines_die_on_the_way_the_publish_ends() -> None:
     async def scenario() -> None:
         def die(engines: Sequence[Engine]) -> int:
             for engine in engines:
@@ -201,7 +197,7 @@ def test_when_all_engines_die_on_the_way_nobody_is_asked_to_abort() -> None:
         scene.fleet.policy = RestartPolicy(max_restarts=0)
         with pytest.raises(FleetError, match="no engine"):
             await scene.publisher.publish(PolicyVersion(4))
-        assert scene.calls == ["join 0 1", "send", "stage 0 1"]
+        assert scene.calls == ["join 0 1", "send", "receive 0 1"]
 
     asyncio.run(scenario())
 
@@ -211,35 +207,37 @@ def test_an_engine_at_fault_is_found_by_asking_each_alone_and_is_stale() -> None
         scene = Scene(lambda engines: 13 if engines[0].index == 0 else 12)
         await scene.publisher.publish(PolicyVersion(4))
         assert scene.states == [EngineState.STALE, EngineState.HEALTHY]
-        assert [call for call in scene.calls if call.startswith("stage")] == [
-            "stage 0 1",
-            "stage 0 1",
-            "stage 0",
-            "stage 1",
+        assert [call for call in scene.calls if call.startswith("receive")] == [
+            "receive 0 1",
+            "receive 0 1",
+            "receive 0",
+            "receive 1",
         ]
         assert scene.fleet.committed_version == 4
 
     asyncio.run(scenario())
 
 
-def test_digests_that_differ_everywhere_are_an_error_that_names_the_tensor_and_nothing_is_committed() -> None:
+def test_digests_that_differ_everywhere_are_an_error_that_names_the_tensor_and_nothing_is_served() -> None:
     async def scenario() -> None:
         scene = Scene(lambda _engines: 13)
         with pytest.raises(WeightSyncError, match=r"version 4 was not published.* w "):
             await scene.publisher.publish(PolicyVersion(4))
-        assert not [call for call in scene.calls if call.startswith("commit")]
+        assert not [call for call in scene.calls if call.startswith("confirm")]
+        assert scene.states == [EngineState.STALE, EngineState.STALE]
         assert scene.fleet.committed_version == 0
 
     asyncio.run(scenario())
 
 
-def test_a_sender_that_dies_aborts_and_stays_the_trainers_error() -> None:
+def test_a_sender_that_dies_stays_the_trainers_error_and_its_engines_serve_nothing() -> None:
     async def scenario() -> None:
         scene = Scene(dies=True)
         with pytest.raises(WorkerError, match="actor rank 1: died during send"):
             await scene.publisher.publish(PolicyVersion(4))
-        assert scene.calls == ["join 0 1", "send", "stage 0 1", "abort 0 1"]
-        assert scene.states == [EngineState.HEALTHY, EngineState.HEALTHY]
+        assert scene.calls == ["join 0 1", "send", "receive 0 1"]
+        assert scene.states == [EngineState.STALE, EngineState.STALE]
+        assert "received a part of version 4" in scene.fleet.engines[0].reason
 
     asyncio.run(scenario())
 
@@ -249,10 +247,10 @@ def test_a_stale_engine_catches_up_alone_while_the_other_serves() -> None:
         scene = Scene()
         stale = scene.fleet.engines[1]
         await scene.publisher.publish(PolicyVersion(4))
-        await scene.fleet.mark_stale(stale, "half a commit")
+        await scene.fleet.mark_stale(stale, "half a version")
         scene.calls.clear()
         assert await scene.publisher.catch_up(stale)
-        assert scene.calls == ["join 1", "send", "stage 1", "commit 4: 1"]
+        assert scene.calls == ["join 1", "send", "receive 1", "confirm 4: 1"]
         assert scene.states == [EngineState.HEALTHY, EngineState.HEALTHY]
         assert stale.version == 4
         assert not await scene.publisher.catch_up(stale), "it has caught up"
@@ -267,7 +265,7 @@ def test_nobody_catches_up_with_a_version_the_ranks_do_not_hold() -> None:
         await scene.fleet.mark_stale(stale, "just started")
         assert not await scene.publisher.catch_up(stale), "nothing is published yet"
         await scene.publisher.publish(PolicyVersion(4))
-        await scene.fleet.mark_stale(stale, "half a commit")
+        await scene.fleet.mark_stale(stale, "half a version")
         scene.ranks.held = 5
         assert not await scene.publisher.catch_up(stale)
         assert stale.state is EngineState.STALE

@@ -107,7 +107,7 @@ TROUBLES: Mapping[str, Trouble] = {
     ),
     "PublishFailed": Trouble(
         series={"publish_failures_total": "0x295 1x60"},
-        summary="a version was not published; the engines keep the one before",
+        summary="a version was not published; it is sent again, and its engines wait for it",
     ),
     "PublishSlow": Trouble(
         series={"publish_seconds": "2x270 30x90"},

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megarl.weights.algebra.buckets import (
     Bucket,
-    Peers,
+    PeerNumbers,
     Round,
     buckets_forwarded_by,
     buckets_from,
@@ -28,8 +28,8 @@ class Buckets:
     forwarded: Mapping[int, Sequence[Bucket]]
 
     @property
-    def peers(self) -> Peers:
-        return Peers(first_target=len(self.sent), num_peers=len(self.sent) + len(self.received))
+    def peers(self) -> PeerNumbers:
+        return PeerNumbers(first_target=len(self.sent), num_peers=len(self.sent) + len(self.received))
 
     def rounds(self) -> dict[int, deque[Round]]:
         """Return the rounds of every peer."""

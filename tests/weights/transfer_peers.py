@@ -25,7 +25,7 @@ from tests.weights.reference import make_shape
 
 NUM_TRAINERS = 2
 NUM_PEERS = 4
-"""Peers, unless the engines are on nodes of their own."""
+"""PeerNumbers, unless the engines are on nodes of their own."""
 BUCKET_BYTES = 1500
 """Small: a tensor takes several buckets, and a bucket several tensors."""
 CORRUPTED_VERSION = 3

@@ -59,7 +59,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peers:
+class PeerNumbers:
     """The numbers of a plan's ranks in a transfer group: source s is peer s, target t is peer `first_target + t`."""
 
     first_target: int
@@ -84,7 +84,7 @@ class Round:
     received: Bucket | None
 
 
-def rounds(sent: Iterable[Bucket], received: Iterable[Bucket], peers: Peers) -> tuple[Round, ...]:
+def rounds(sent: Iterable[Bucket], received: Iterable[Bucket], peers: PeerNumbers) -> tuple[Round, ...]:
     """Return the rounds of a peer that sends and receives these buckets, in the order of all peers."""
     leaving = {peers.round_of(bucket): bucket for bucket in sent}
     arriving = {peers.round_of(bucket): bucket for bucket in received}

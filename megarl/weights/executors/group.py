@@ -54,7 +54,7 @@ class StoreServer:
 
 
 class TransferGroup:
-    """Peers 0..num_peers-1: trainer ranks first, then engine ranks."""
+    """PeerNumbers 0..num_peers-1: trainer ranks first, then engine ranks."""
 
     def __init__(
         self, store: Store, channel: Channel | None, *, name: str, peer: int, num_peers: int, timeout_s: float

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 
 from megarl.system.faults import PublishPoint, reach
-from megarl.weights.algebra.buckets import Bucket, Peers, rounds
+from megarl.weights.algebra.buckets import Bucket, PeerNumbers, rounds
 from megarl.weights.algebra.plan import Move
 from megarl.weights.executors.channel import Message
 from megarl.weights.executors.group import TransferGroup
@@ -26,7 +26,7 @@ class Rounds:
     def __init__(
         self,
         group: TransferGroup,
-        peers: Peers,
+        peers: PeerNumbers,
         rank: int,
         *,
         sent: Iterable[Bucket] = (),

@@ -18,7 +18,7 @@ from megarl.system.faults import reach
 from megarl.weights.algebra.buckets import (
     DEFAULT_BUCKET_BYTES,
     Bucket,
-    Peers,
+    PeerNumbers,
     buckets_forwarded_by,
     buckets_from,
     buckets_to,
@@ -152,7 +152,7 @@ def exchange(
 ) -> None:
     """Send and receive on every peer, and check what arrived by digest. Source and target rank r are both peer r."""
     number, rank = group.next_round(), group.peer
-    peers = Peers(first_target=0, num_peers=group.num_peers)
+    peers = PeerNumbers(first_target=0, num_peers=group.num_peers)
     leaving = [bucket for bucket in buckets_from(plan, rank, bucket_bytes=bucket_bytes) if bucket.target_rank != rank]
     arriving = [bucket for bucket in buckets_to(plan, rank, bucket_bytes=bucket_bytes) if peers.sender(bucket) != rank]
     forwarded = buckets_forwarded_by(plan, rank, bucket_bytes=bucket_bytes)
@@ -185,8 +185,8 @@ def _check_with_senders(
     check_digests(parts, {group.peer: arrived})
 
 
-def _peers(plan: Plan, group: TransferGroup) -> Peers:
-    return Peers(first_target=len(plan.source.holdings), num_peers=group.num_peers)
+def _peers(plan: Plan, group: TransferGroup) -> PeerNumbers:
+    return PeerNumbers(first_target=len(plan.source.holdings), num_peers=group.num_peers)
 
 
 def _is_near(plan: Plan, bucket: Bucket, direct: Link) -> bool:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.weights.algebra.buckets import Bucket, Peers, buckets_from, buckets_to, rounds
+from megarl.weights.algebra.buckets import Bucket, PeerNumbers, buckets_from, buckets_to, rounds
 from megarl.weights.algebra.plan import Plan, plan
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
@@ -55,7 +55,7 @@ def test_moves_do_not_overlap_and_carry_the_whole_plan(bucket_bytes: int) -> Non
 
 def test_sources_start_at_different_targets() -> None:
     moves = make_plan()
-    peers = Peers(first_target=4, num_peers=8)
+    peers = PeerNumbers(first_target=4, num_peers=8)
     firsts = set()
     for rank in range(4):
         first = rounds(buckets_from(moves, rank, bucket_bytes=1 << 20), (), peers)[0].sent
@@ -68,7 +68,7 @@ def test_sources_start_at_different_targets() -> None:
 @given(bucket_bytes=st.integers(16, 4000))
 def test_a_peer_has_one_bucket_each_way_in_a_round(bucket_bytes: int) -> None:
     moves = make_plan()
-    peers = Peers(first_target=4, num_peers=8)
+    peers = PeerNumbers(first_target=4, num_peers=8)
     for rank in range(4):
         for buckets in (buckets_from, buckets_to):
             packed = buckets(moves, rank, bucket_bytes=bucket_bytes)

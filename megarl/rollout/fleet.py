@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Protocol
 
 from megarl.errors import EngineError, FleetError
 from megarl.rollout.client import EngineClient
+from megarl.rollout.dispatch import Dispatcher
 from megarl.rollout.lifecycle import (
     Answered,
     Confirmed,
@@ -33,9 +33,6 @@ from megarl.types import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
-_NUM_REMEMBERED_PREFIXES = 4096
-_IMBALANCE = 8
-"""An engine with a cached prefix may have `max_outstanding` / 8 more requests than the least busy one."""
 _PROBE_TIMEOUT_S = 10.0
 
 
@@ -123,12 +120,13 @@ class Fleet:
         self.requests: RequestListener = _Uncounted()
         self._is_supervised = policy is not None
         self._clock = clock
-        self._max_outstanding = max_outstanding
         self._publish_timeout_s = publish_timeout_s
         self._listeners: list[StateListener] = []
-        self._prefixes: OrderedDict[str, int] = OrderedDict()
+        self._dispatcher = Dispatcher(self.engines, max_outstanding=max_outstanding)
+        self._deadline: asyncio.TimerHandle | None = None
+        """Runs while requests wait and no engine is live."""
         self._changed = asyncio.Condition()
-        self._notifying: set[asyncio.Task[None]] = set()
+        self._notifying: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
 
     def listen(self, listener: StateListener) -> None:
@@ -141,9 +139,7 @@ class Fleet:
         Requests with the same `prefix` share an engine, which has the prompt cached, within a bound. The block ends
         with an EngineLostError if the engine dies.
         """
-        async with self._changed:
-            engine = await self._next_free(avoid, prefix)
-            engine.num_outstanding += 1
+        engine = await self._acquire(avoid, prefix)
         scope = asyncio.timeout(None)
         engine.leases.add(scope)
         try:
@@ -155,56 +151,65 @@ class Fleet:
             raise EngineLostError(f"{engine}: lost: {engine.reason}") from None
         finally:
             engine.leases.discard(scope)
-            engine.num_outstanding -= 1
-            async with self._changed:
-                self._changed.notify()
+            self._dispatcher.release(engine)
 
-    async def _next_free(self, avoid: Set[int], prefix: str | None) -> Engine:
+    async def _acquire(self, avoid: Set[int], prefix: str | None) -> Engine:
         while True:
-            live = [engine for engine in self.engines if engine.is_live]
-            candidates = [engine for engine in live if engine.index not in avoid] or live
-            free = [engine for engine in candidates if engine.num_outstanding < self._max_outstanding]
-            if free:
-                return self._choose(free, prefix)
-            await self._wait_for_change(has_live=bool(live))
-
-    def _choose(self, free: Sequence[Engine], prefix: str | None) -> Engine:
-        least = min(free, key=_load)
-        if prefix is None:
-            return least
-        known = self._prefixes.get(prefix)
-        slack = max(1, self._max_outstanding // _IMBALANCE)
-        for engine in free:
-            if engine.index == known and engine.num_outstanding <= least.num_outstanding + slack:
+            engine = self._dispatcher.take(avoid, prefix)
+            if engine is None:
+                self._check()
+                waiting = self._dispatcher.wait(avoid, prefix)
+                if self._deadline is None:
+                    asyncio.get_running_loop().call_soon(self._restart_deadline)
+                engine = await waiting
+            if engine.is_live:
                 return engine
-        self._prefixes[prefix] = least.index
-        self._prefixes.move_to_end(prefix)
-        if len(self._prefixes) > _NUM_REMEMBERED_PREFIXES:
-            self._prefixes.popitem(last=False)
-        return least
+            self._dispatcher.release(engine)
 
-    async def _wait_for_change(self, *, has_live: bool) -> None:
+    def _restart_deadline(self) -> None:
+        """Begin to wait for any change, if requests wait and no engine is live."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        # Requests to a live engine have deadlines of their own; without one a publish or a restart must come.
+        if self._dispatcher.has_waiting and not self._dispatcher.has_live:
+            loop = asyncio.get_running_loop()
+            self._deadline = loop.call_later(self._publish_timeout_s, self._refuse_late)
+
+    def _refuse_late(self) -> None:
+        self._deadline = None
+        self._dispatcher.refuse(self._none_came)
+
+    def _none_came(self) -> FleetError:
+        return FleetError(
+            f"no engine has served version {self.committed_version} for {self._publish_timeout_s:.0f} s: "
+            f"{self._reasons()}"
+        )
+
+    async def _wait_for_change(self) -> None:
         """Wait for a change, holding the condition. Raises FleetError if no engine came in time or can come."""
         self._check()
-        # Requests to a live engine have deadlines of their own; without one a publish or a restart must come.
         try:
-            async with asyncio.timeout(None if has_live else self._publish_timeout_s):
+            async with asyncio.timeout(self._publish_timeout_s):
                 await self._changed.wait()
-        except asyncio.CancelledError:
-            self._changed.notify()  # passes the wake-up on to another waiter
-            raise
         except TimeoutError:
-            raise FleetError(
-                f"no engine has served version {self.committed_version} for {self._publish_timeout_s:.0f} s: "
-                f"{self._reasons()}"
-            ) from None
+            raise self._none_came() from None
 
     def _check(self) -> None:
+        if self._is_hopeless:
+            raise self._end_reason()
+
+    @property
+    def _is_hopeless(self) -> bool:
         if self._failure is not None:
-            raise self._failure
-        if all(engine.life.is_over for engine in self.engines):
-            spent = f" and {self.policy.max_restarts} restarts each are spent" if self.policy.max_restarts else ""
-            raise FleetError(f"no engine is left{spent}: {self._reasons()}")
+            return True
+        return not self._dispatcher.has_live and all(engine.life.is_over for engine in self.engines)
+
+    def _end_reason(self) -> BaseException:
+        if self._failure is not None:
+            return self._failure
+        spent = f" and {self.policy.max_restarts} restarts each are spent" if self.policy.max_restarts else ""
+        return FleetError(f"no engine is left{spent}: {self._reasons()}")
 
     @property
     def reachable(self) -> list[Engine]:
@@ -215,7 +220,7 @@ class Fleet:
         """Return `reachable` as soon as it has an engine; raises FleetError if none will come."""
         async with self._changed:
             while not self.reachable:
-                await self._wait_for_change(has_live=False)
+                await self._wait_for_change()
             return self.reachable
 
     @contextmanager
@@ -232,7 +237,7 @@ class Fleet:
 
     async def committed(self, version: PolicyVersion, engines: Iterable[Engine]) -> None:
         """Record that `version` is committed and that `engines` serve it; all others are stale."""
-        current = list(engines)
+        current = set(engines)
         assert current, f"version {version} is committed, but no engine serves it"
         self.committed_version = version
         for engine in self.engines:
@@ -274,6 +279,7 @@ class Fleet:
         if after.state is before.state:
             return
         logger.info("engine=%d state=%s reason=%s", engine.index, after.state, after.reason)
+        self._dispatcher.changed(engine)
         if after.state is EngineState.DEAD:
             for scope in engine.leases:
                 if not scope.expired():
@@ -298,7 +304,7 @@ class Fleet:
         self.is_awake = False
         async with self._changed:
             while any(engine.state is EngineState.RESTARTING for engine in self.engines):
-                await self._wait_for_change(has_live=False)
+                await self._wait_for_change()
         await asyncio.gather(*(self._ask(engine, engine.client.sleep()) for engine in self.reachable))
 
     async def wake(self) -> None:
@@ -320,15 +326,15 @@ class Fleet:
         return "; ".join(f"{engine} is {engine.state}: {engine.reason}" for engine in self.engines if engine.reason)
 
     def _notify(self) -> None:
-        """Wake all waiters from a task: states change in functions that are not async."""
-        task = asyncio.get_running_loop().create_task(self._notify_all())
-        self._notifying.add(task)
-        task.add_done_callback(self._notifying.discard)
+        """Wake all waiters from a task: states change in functions that are not async, often many at once."""
+        if self._notifying is None:
+            self._notifying = asyncio.get_running_loop().create_task(self._notify_all())
 
     async def _notify_all(self) -> None:
+        self._notifying = None
+        self._dispatcher.serve()
+        if self._is_hopeless:
+            self._dispatcher.refuse(self._end_reason)
+        self._restart_deadline()
         async with self._changed:
             self._changed.notify_all()
-
-
-def _load(engine: Engine) -> tuple[int, int]:
-    return engine.num_outstanding, engine.index

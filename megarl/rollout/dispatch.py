@@ -1,0 +1,168 @@
+"""The choice of the engine for the next request, in time that does not grow with engines or waiting requests.
+
+Knows how busy each engine is and which one has seen a prompt; not why an engine is live, nor what a request is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Generic, Protocol, TypeVar
+
+_NUM_REMEMBERED_PREFIXES = 4096
+_IMBALANCE = 8
+"""An engine with a cached prefix may have `max_outstanding` / 8 more requests than the least busy one."""
+_MAX_ENTRIES = 8
+"""Entries per engine in the heap of loads, above which those that no longer hold are removed."""
+
+
+class Dispatched(Protocol):
+    """An engine as the dispatcher sees it; only the dispatcher changes `num_outstanding`."""
+
+    num_outstanding: int
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def is_live(self) -> bool: ...
+
+
+EngineT = TypeVar("EngineT", bound=Dispatched)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiter(Generic[EngineT]):
+    """A request that has no engine yet."""
+
+    avoid: Set[int]
+    prefix: str | None
+    given: asyncio.Future[EngineT]
+
+
+class Dispatcher(Generic[EngineT]):
+    """Gives each request the live engine with the fewest outstanding ones; others wait in the order they came."""
+
+    def __init__(self, engines: Sequence[EngineT], *, max_outstanding: int) -> None:
+        """At most `max_outstanding` requests per engine are given out."""
+        self._engines = {engine.index: engine for engine in engines}
+        self._max_outstanding = max_outstanding
+        self._live = {engine.index for engine in engines if engine.is_live}
+        # One entry per change; those that no longer hold are skipped.
+        self._loads: list[tuple[int, int]] = []  # (outstanding, index), a heap
+        self._prefixes: OrderedDict[str, int] = OrderedDict()
+        self._waiting: deque[_Waiter[EngineT]] = deque()
+        self._rebuild()
+
+    @property
+    def has_live(self) -> bool:
+        return bool(self._live)
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def take(self, avoid: Set[int], prefix: str | None) -> EngineT | None:
+        """Count one more request to the best free engine and return it; None if the request has to wait.
+
+        An engine in `avoid` is taken only if no other is live. Requests with the same `prefix` share an engine.
+        """
+        least = self._least_busy(avoid)
+        if least is None:
+            return None
+        engine = least if prefix is None else self._with_prefix(prefix, least, avoid)
+        engine.num_outstanding += 1
+        self._note(engine)
+        return engine
+
+    async def wait(self, avoid: Set[int], prefix: str | None) -> EngineT:
+        """Return the engine of a request that had to wait. It may have been lost since the turn came."""
+        given: asyncio.Future[EngineT] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiter(avoid=avoid, prefix=prefix, given=given))
+        try:
+            return await given
+        except asyncio.CancelledError:
+            if not given.cancelled() and given.exception() is None:
+                self.release(given.result())
+            raise
+
+    def release(self, engine: EngineT) -> None:
+        """Count one request less, and give the engine to the next that waits."""
+        engine.num_outstanding -= 1
+        self._note(engine)
+        self.serve()
+
+    def changed(self, engine: EngineT) -> None:
+        """Note that an engine is live or not; `serve` gives it out."""
+        if engine.is_live:
+            self._live.add(engine.index)
+            self._note(engine)
+        else:
+            self._live.discard(engine.index)
+
+    def serve(self) -> None:
+        """Give free engines to waiting requests, in the order in which they came."""
+        passed_over: list[_Waiter[EngineT]] = []
+        while self._waiting and self._least_busy(frozenset()) is not None:
+            waiter = self._waiting.popleft()
+            if waiter.given.done():
+                continue
+            engine = self.take(waiter.avoid, waiter.prefix)
+            if engine is None:
+                passed_over.append(waiter)
+            else:
+                waiter.given.set_result(engine)
+        self._waiting.extendleft(reversed(passed_over))
+
+    def refuse(self, reason: Callable[[], BaseException]) -> None:
+        """Raise an error in all waiting requests."""
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.given.done():
+                waiter.given.set_exception(reason())
+
+    def _least_busy(self, avoid: Set[int]) -> EngineT | None:
+        if self._live <= avoid:
+            avoid = frozenset()
+        put_back: list[tuple[int, int]] = []
+        found = None
+        while found is None and self._loads and self._loads[0][0] < self._max_outstanding:
+            num_outstanding, index = self._loads[0]
+            engine = self._engines[index]
+            holds = index in self._live and engine.num_outstanding == num_outstanding
+            if holds and index not in avoid:
+                found = engine
+                continue
+            entry = heappop(self._loads)
+            if holds:
+                put_back.append(entry)
+        for entry in put_back:
+            heappush(self._loads, entry)
+        return found
+
+    def _with_prefix(self, prefix: str, least: EngineT, avoid: Set[int]) -> EngineT:
+        """Return the engine that has the prefix cached, if it is hardly busier than the least busy one."""
+        known = self._engines[self._prefixes.get(prefix, least.index)]
+        limit = min(least.num_outstanding + max(1, self._max_outstanding // _IMBALANCE), self._max_outstanding - 1)
+        if known.index in self._live and known.index not in avoid and known.num_outstanding <= limit:
+            return self._remember(prefix, known)
+        return self._remember(prefix, least)
+
+    def _remember(self, prefix: str, engine: EngineT) -> EngineT:
+        self._prefixes[prefix] = engine.index
+        self._prefixes.move_to_end(prefix)
+        if len(self._prefixes) > _NUM_REMEMBERED_PREFIXES:
+            self._prefixes.popitem(last=False)
+        return engine
+
+    def _note(self, engine: EngineT) -> None:
+        if engine.index in self._live:
+            heappush(self._loads, (engine.num_outstanding, engine.index))
+        if len(self._loads) > _MAX_ENTRIES * len(self._engines):
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._loads = [(self._engines[index].num_outstanding, index) for index in self._live]
+        heapify(self._loads)

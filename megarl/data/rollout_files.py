@@ -29,6 +29,8 @@ _ROWS_PER_GROUP = 64
 """Rows that are read to show one rollout."""
 _LINE_CHARS = 160
 _MAX_TOKENS_PER_CHAR = 4
+_CUT_CHAR = "\N{REPLACEMENT CHARACTER}"
+"""Ends the text of tokens that end within a character."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +71,32 @@ def _list_steps(folder: Path) -> dict[int, Path]:
 
 def write_rollouts(path: Path, rollouts: Sequence[SampledRollout], *, decode: Callable[[TokenArray], str]) -> None:
     """Write the file in one operation. `decode` returns the text of tokens, special ones included."""
+    if not rollouts:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.tmp")
+    singles: dict[int, str] = {}
+    writer: pq.ParquetWriter | None = None
+    try:
+        # One row group at a time: the rows of a step may be larger than the memory that is left.
+        for first in range(0, len(rollouts), _ROWS_PER_GROUP):
+            table = _table(rollouts[first : first + _ROWS_PER_GROUP], decode, singles)
+            writer = writer or pq.ParquetWriter(partial, table.schema)
+            writer.write_table(table)
+    finally:
+        if writer is not None:
+            writer.close()
+    partial.replace(path)
+
+
+def _table(
+    rollouts: Sequence[SampledRollout], decode: Callable[[TokenArray], str], singles: dict[int, str]
+) -> pa.Table:
+    """Return one row per rollout. `singles` gets the text of every token alone."""
     prompts = [rollout.group.group.prompt for rollout in rollouts]
     samples = [rollout.sample for rollout in rollouts]
-    table = pa.table(
+    _decode_singles(samples, decode, singles)
+    return pa.table(
         {
             "prompt_uid": [prompt.uid for prompt in prompts],
             "data_source": [prompt.data_source for prompt in prompts],
@@ -89,15 +114,11 @@ def write_rollouts(path: Path, rollouts: Sequence[SampledRollout], *, decode: Ca
             "last_version": [int(sample.rollout.versions.max()) for sample in samples],
             "line": [_line(sample.rollout.text) for sample in samples],
             "prompt": [decode(sample.prompt_ids) for sample in samples],
-            "pieces": [_pieces(sample.rollout.token_ids, decode) for sample in samples],
+            "pieces": [_pieces(sample.rollout.token_ids, decode, singles) for sample in samples],
             "trainer_logprobs": [rollout.trainer_logprobs for rollout in rollouts],
             **_columns(samples),
         },
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.tmp")
-    pq.write_table(table, partial, row_group_size=_ROWS_PER_GROUP)
-    partial.replace(path)
 
 
 def write_samples(path: Path, samples: Sequence[TrainSample]) -> None:
@@ -156,7 +177,7 @@ def read_rollout(path: Path, row: int) -> Mapping[str, Any]:
     return {**columns, "components": dict(columns["components"])}
 
 
-def _columns(samples: Sequence[TrainSample]) -> dict[str, list[Any]]:
+def _columns(samples: Sequence[TrainSample]) -> dict[str, Any]:
     return {
         "prompt_ids": [sample.prompt_ids for sample in samples],
         "token_ids": [sample.rollout.token_ids for sample in samples],
@@ -165,24 +186,45 @@ def _columns(samples: Sequence[TrainSample]) -> dict[str, list[Any]]:
         "loss_mask": [sample.rollout.loss_mask for sample in samples],
         "versions": [sample.rollout.versions for sample in samples],
         "rollout_logprobs": [sample.rollout.logprobs for sample in samples],
-        "old_logprobs": [sample.old_logprobs for sample in samples],
-        "reference_logprobs": [sample.reference_logprobs for sample in samples],
+        "old_logprobs": _floats([sample.old_logprobs for sample in samples]),
+        "reference_logprobs": _floats([sample.reference_logprobs for sample in samples]),
         "advantages": [sample.advantages for sample in samples],
-        "values": [sample.values for sample in samples],
-        "returns": [sample.returns for sample in samples],
+        "values": _floats([sample.values for sample in samples]),
+        "returns": _floats([sample.returns for sample in samples]),
     }
 
 
-def _pieces(token_ids: TokenArray, decode: Callable[[TokenArray], str]) -> list[str]:
+def _floats(arrays: Sequence[FloatArray | None]) -> pa.Array:
+    """Return a column whose type does not depend on whether there are values."""
+    return pa.array(arrays, pa.list_(pa.float32()))
+
+
+def _decode_singles(
+    samples: Sequence[TrainSample], decode: Callable[[TokenArray], str], singles: dict[int, str]
+) -> None:
+    """Add the text of each token of the responses that `singles` does not have: a vocabulary has few in use."""
+    if not samples:
+        return
+    used = np.unique(np.concatenate([sample.rollout.token_ids for sample in samples]))
+    for token_id in used.tolist():
+        if token_id not in singles:
+            singles[token_id] = decode(np.array([token_id], dtype=np.int32))
+
+
+def _pieces(token_ids: TokenArray, decode: Callable[[TokenArray], str], singles: Mapping[int, str]) -> list[str]:
     """Return the text of each token. A character of several tokens appears with the last of them."""
-    pieces: list[str] = []
-    first = 0
-    for end in range(1, len(token_ids) + 1):
-        text = decode(token_ids[first:end])
-        is_open = text.endswith("�") and end < len(token_ids) and end - first < _MAX_TOKENS_PER_CHAR
-        pieces.append("" if is_open else text)
-        if not is_open:
-            first = end
+    pieces = [singles[token_id] for token_id in token_ids.tolist()]
+    next_first = 0
+    for first in [place for place, piece in enumerate(pieces) if piece.endswith(_CUT_CHAR)]:
+        if first < next_first:
+            continue  # a part of a character that began before
+        for end in range(first + 1, len(pieces) + 1):
+            text = decode(token_ids[first:end]) if end > first + 1 else pieces[first]
+            is_open = text.endswith(_CUT_CHAR) and end < len(pieces) and end - first < _MAX_TOKENS_PER_CHAR
+            pieces[end - 1] = "" if is_open else text
+            if not is_open:
+                next_first = end
+                break
     return pieces
 
 

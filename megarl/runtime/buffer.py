@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,11 +70,19 @@ class Buffer:
         self._num_taken = 0
         self._under_way: set[Ticket] = set()
         self._scored = {self._ticket_of_carried(place, len(carried)): group for place, group in enumerate(carried)}
+        # Open prompts by the step that admitted them: a step is decided from these few numbers at every `put`.
+        self._num_scored = Counter(ticket.admitted_in_step for ticket in self._scored)
+        self._num_under_way: Counter[int] = Counter()
         self._num_to_oversample = self._num_at_once - len(self._scored)
         """Prompts of this step that are still to be admitted, whether or not others are kept."""
         self._producer_wait_s = 0.0
         self._flow: Flow | None = None
-        self._changed = asyncio.Condition()
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        """Producers without a ticket, in the order in which they came."""
+        self._num_called = 0
+        """Producers that were told to go on and have not drawn their ticket yet."""
+        self._step_is_ready = asyncio.Event()
+        self._note_change()
 
     @property
     def capacity(self) -> int:
@@ -111,59 +119,95 @@ class Buffer:
         assert self._flow is not None, "take_step comes first"
         return self._flow
 
+    @property
+    def num_ready(self) -> int:
+        return len(self._scored)
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._under_way)
+
     async def reserve(self) -> Ticket:
         """Wait until one more prompt may be generated. Unblocked by `release_step` and `give_up`."""
         began = time.monotonic()
-        async with self._changed:
-            await self._changed.wait_for(self._may_admit)
-            ticket = Ticket(admitted_in_step=self._step, number=self._num_tickets)
-            self._num_tickets += 1
-            self._num_to_oversample -= 1
-            self._under_way.add(ticket)
-            self._producer_wait_s += time.monotonic() - began
-            return ticket
+        if not self._may_admit():
+            await self._wait_for_turn()
+        # The ticket is numbered here, where the producer goes on and draws its prompt: their orders are the same.
+        ticket = Ticket(admitted_in_step=self._step, number=self._num_tickets)
+        self._num_tickets += 1
+        self._num_to_oversample -= 1
+        self._under_way.add(ticket)
+        self._num_under_way[ticket.admitted_in_step] += 1
+        self._producer_wait_s += time.monotonic() - began
+        return ticket
+
+    async def _wait_for_turn(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._num_called -= 1
+                self._note_change()  # the turn is another's
+            raise
+        self._num_called -= 1
 
     async def put(self, ticket: Ticket, group: ScoredGroup) -> None:
         """Hand over a group the algorithm keeps. Unblocks `take_step`."""
-        async with self._changed:
-            self._under_way.remove(ticket)
-            self._scored[ticket] = group
-            self._changed.notify_all()
+        self._close(ticket)
+        self._scored[ticket] = group
+        self._num_scored[ticket.admitted_in_step] += 1
+        self._note_change()
 
     async def give_up(self, ticket: Ticket) -> None:
         """Drop a group; another prompt takes its place. Unblocks `reserve`."""
-        async with self._changed:
-            self._under_way.remove(ticket)
-            self._num_given_up += 1
-            self._changed.notify_all()
+        self._close(ticket)
+        self._num_given_up += 1
+        self._note_change()
 
     async def take_step(self) -> list[ScoredGroup]:
         """Wait for the groups of one step; return the oldest in the order in which their prompts were admitted."""
         began = time.monotonic()
-        async with self._changed:
-            await self._changed.wait_for(self._has_step)
-            taken = self._next_step()
-            groups = [self._scored.pop(ticket) for ticket in taken]
-            self._num_taken += len(groups)
-            ages = self._checked_ages(groups)
-            self._flow = Flow(
-                trainer_wait_s=time.monotonic() - began,
-                producer_wait_s=self._producer_wait_s / self.capacity,
-                num_ready=len(self._scored),
-                num_under_way=len(self._under_way),
-                age_mean=float(ages.mean()),
-                age_max=int(ages.max()),
-            )
-            self._producer_wait_s = 0.0
-            return groups
+        while not self._has_step():
+            self._step_is_ready.clear()
+            await self._step_is_ready.wait()
+        taken = sorted(self._scored)[: self._prompts_per_step]
+        groups = [self._scored.pop(ticket) for ticket in taken]
+        self._num_scored.subtract(ticket.admitted_in_step for ticket in taken)
+        self._num_taken += len(groups)
+        ages = self._checked_ages(groups)
+        self._flow = Flow(
+            trainer_wait_s=time.monotonic() - began,
+            producer_wait_s=self._producer_wait_s / self.capacity,
+            num_ready=len(self._scored),
+            num_under_way=len(self._under_way),
+            age_mean=float(ages.mean()),
+            age_max=int(ages.max()),
+        )
+        self._producer_wait_s = 0.0
+        return groups
 
     async def release_step(self, version: PolicyVersion) -> None:
         """Admit one more step's prompts: the last taken step is published as `version`. Unblocks `reserve`."""
-        async with self._changed:
-            self._versions.append(version)
-            self._step += 1
-            self._num_to_oversample = self._num_at_once - len(self._scored) - len(self._under_way)
-            self._changed.notify_all()
+        self._versions.append(version)
+        self._step += 1
+        self._num_to_oversample = self._num_at_once - len(self._scored) - len(self._under_way)
+        self._note_change()
+
+    def _close(self, ticket: Ticket) -> None:
+        self._under_way.remove(ticket)
+        self._num_under_way[ticket.admitted_in_step] -= 1
+
+    def _note_change(self) -> None:
+        """Wake those that can go on, and only those."""
+        while self._waiting and self._may_admit():
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                self._num_called += 1
+        if self._has_step():
+            self._step_is_ready.set()
 
     def _check_carried(self, carried: Sequence[ScoredGroup], versions: Sequence[PolicyVersion]) -> None:
         """Refuse groups that would be too old when this buffer hands them over."""
@@ -184,26 +228,39 @@ class Buffer:
         )
 
     def _may_admit(self) -> bool:
-        num_open = len(self._under_way) + len(self._scored)
+        num_open = len(self._under_way) + len(self._scored) + self._num_called
         # Between take_step and release_step the taken groups still count.
         num_taken_now = self._num_taken - self._step * self._prompts_per_step
         if num_open + num_taken_now < self._prompts_per_step * (1 + self._max_staleness):
             return True
-        return num_taken_now == 0 and self._num_to_oversample > 0
-
-    def _next_step(self) -> list[Ticket]:
-        return sorted(self._scored)[: self._prompts_per_step]
+        return num_taken_now == 0 and self._num_to_oversample > self._num_called
 
     def _has_step(self) -> bool:
-        taken = self._next_step()
-        if len(taken) < self._prompts_per_step or (self.is_synchronous and self._under_way):
+        if len(self._scored) < self._prompts_per_step or (
+            self.is_synchronous and (self._under_way or self._num_called)
+        ):
             return False
-        left = sorted((self._scored.keys() | self._under_way) - set(taken))
-        # The next steps take the rest in this order, prompts_per_step at a time.
-        return all(
-            self._step + 1 + place // self._prompts_per_step - ticket.admitted_in_step <= self.max_age
-            for place, ticket in enumerate(left)
-        )
+        # The next steps take the rest in the order of admission, prompts_per_step at a time. The last prompt that a
+        # step admitted is taken last of them.
+        num_left = 0
+        for admitted_in_step, num_open in self._left_behind():
+            num_left += num_open
+            last_place = num_left - 1
+            if num_open and self._step + 1 + last_place // self._prompts_per_step - admitted_in_step > self.max_age:
+                return False
+        return True
+
+    def _left_behind(self) -> Iterator[tuple[int, int]]:
+        """Yield how many prompts of each admitting step stay open when the next step is taken, the oldest first."""
+        num_to_take = self._prompts_per_step
+        for admitted_in_step in sorted(self._num_scored.keys() | self._num_under_way.keys()):
+            num_scored, num_under_way = self._num_scored[admitted_in_step], self._num_under_way[admitted_in_step]
+            if not num_scored and not num_under_way:
+                del self._num_scored[admitted_in_step], self._num_under_way[admitted_in_step]
+                continue
+            num_taken = min(num_to_take, num_scored)
+            num_to_take -= num_taken
+            yield admitted_in_step, num_scored - num_taken + num_under_way
 
     def _checked_ages(self, groups: Sequence[ScoredGroup]) -> npt.NDArray[np.int64]:
         ages = _ages(groups, self._versions)

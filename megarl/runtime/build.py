@@ -120,8 +120,8 @@ class LoopBuilder:
             carried=() if resume is None else read_carried(resume.folder, resume.state.ledger.num_carried, prompts.at),
         )
         self.observer.watch_queue(
-            num_waiting=lambda: len(buffer.counts.carried),
-            num_under_way=lambda: len(buffer.counts.under_way),
+            num_waiting=lambda: buffer.num_ready,
+            num_under_way=lambda: buffer.num_under_way,
             capacity=lambda: buffer.capacity,
         )
         return buffer

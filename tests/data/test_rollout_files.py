@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -122,3 +123,44 @@ def test_a_file_that_is_no_parquet_is_an_error_of_one_line(tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"step_000001\.parquet: cannot be read") as caught:
         read_list(path)
     assert "\n" not in str(caught.value)
+
+
+def obvious_pieces(token_ids: TokenArray) -> list[str]:
+    """Decode from the last whole character to each token, one after the other."""
+    pieces: list[str] = []
+    first = 0
+    for end in range(1, len(token_ids) + 1):
+        text = decode(token_ids[first:end])
+        is_open = text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(token_ids) and end - first < 4
+        pieces.append("" if is_open else text)
+        if not is_open:
+            first = end
+    return pieces
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_pieces_of_random_bytes_are_those_of_decoding_one_after_the_other(tmp_path: Path, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    alphabet = np.frombuffer("aé€😀".encode() + b"\xff\xe2\x80", np.uint8)
+    token_ids = random.choice(alphabet, 400).astype(np.int32)
+    base = sampled("x" * 400)
+    rollout = replace(base.sample.rollout, token_ids=token_ids)
+    path = rollouts_file(tmp_path, 1)
+    write_rollouts(path, [replace(base, sample=replace(base.sample, rollout=rollout))], decode=decode)
+    assert read_rollout(path, 0)["pieces"] == obvious_pieces(token_ids)
+
+
+def test_the_work_of_a_file_grows_with_the_vocabulary_in_use_and_not_with_the_tokens(tmp_path: Path) -> None:
+    num_calls = 0
+
+    def counted(token_ids: TokenArray) -> str:
+        nonlocal num_calls
+        num_calls += 1
+        return decode(token_ids)
+
+    path = rollouts_file(tmp_path, 1)
+    num_rollouts = 130
+    write_rollouts(path, [sampled("0123456789" * 50, position=i) for i in range(num_rollouts)], decode=counted)
+    assert num_calls == 10 + num_rollouts  # ten tokens, and a prompt each
+    assert [row["prompt_uid"] for row in read_list(path)] == [f"train.parquet:{i}" for i in range(num_rollouts)]
+    assert read_rollout(path, 129)["pieces"] == list("0123456789" * 50)

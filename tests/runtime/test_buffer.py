@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from megarl.errors import CheckpointError
 from megarl.observe.summary import Flow
 from megarl.runtime.buffer import Buffer, Counts
-from megarl.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
+from megarl.types import DEMONSTRATION, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 
 def scored_group(position: int, *versions: int) -> ScoredGroup:
@@ -293,3 +294,70 @@ def test_a_buffer_goes_on_with_what_another_had_left_over() -> None:
         return [group.group.prompt.position for group in (*taken, *buffer.counts.carried)]
 
     assert asyncio.run(main()) == [7, 8, 9, 10]
+
+
+def test_a_producer_that_is_cancelled_with_its_turn_gives_it_to_another() -> None:
+    async def main() -> None:
+        buffer = Buffer(prompts_per_step=1, max_staleness=0)
+        first = await buffer.reserve()
+        waiting = [asyncio.create_task(buffer.reserve()) for _ in range(2)]
+        await asyncio.sleep(0)
+        await buffer.give_up(first)
+        waiting[0].cancel()
+        ticket = await asyncio.wait_for(waiting[1], timeout=60)
+        assert (ticket.number, buffer.counts.under_way) == (1, (1,))
+
+    asyncio.run(main())
+
+
+def test_tickets_are_numbered_in_the_order_in_which_producers_go_on() -> None:
+    async def main() -> list[int]:
+        buffer = Buffer(prompts_per_step=4, max_staleness=0)
+        numbers: list[int] = []
+
+        async def produce(rounds: int) -> None:
+            for _ in range(rounds):
+                ticket = await buffer.reserve()
+                numbers.append(ticket.number)  # a prompt is drawn here
+                await asyncio.sleep(0)
+                await buffer.give_up(ticket)
+
+        await asyncio.gather(*(produce(rounds) for rounds in (5, 1, 7, 3, 2, 9, 4)))
+        return numbers
+
+    numbers = asyncio.run(main())
+    assert numbers == list(range(31))
+
+
+def seconds_per_prompt(prompts_per_step: int, *, max_staleness: int) -> float:
+    """Return the CPU time of reserving and handing over one prompt, with every producer waiting for the next step."""
+
+    async def main() -> float:
+        buffer = Buffer(prompts_per_step=prompts_per_step, max_staleness=max_staleness)
+
+        async def produce() -> None:
+            while True:
+                ticket = await buffer.reserve()
+                await asyncio.sleep(0)
+                await buffer.put(ticket, group)
+
+        producers = [asyncio.create_task(produce()) for _ in range(buffer.capacity)]
+        began = time.process_time()
+        for version in range(1, 4):
+            await buffer.take_step()
+            await buffer.release_step(PolicyVersion(version))
+        seconds = time.process_time() - began
+        for producer in producers:
+            producer.cancel()
+        await asyncio.gather(*producers, return_exceptions=True)
+        return seconds / (3 * prompts_per_step)
+
+    group = scored_group(0, DEMONSTRATION)
+    return min(asyncio.run(main()) for _ in range(3))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_prompt_costs_the_same_in_a_large_step(max_staleness: int) -> None:
+    small, large = (seconds_per_prompt(number, max_staleness=max_staleness) for number in (64, 4096))
+    # Each prompt waking all others would cost 64 times as much.
+    assert large < 8 * small

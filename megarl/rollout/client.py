@@ -195,7 +195,7 @@ class EngineClient:
         SGLang's own health check generates greedily, and a greedy request in a batch changes what the seeds of the
         sampled ones mean. The scheduler is asked for its state instead.
         """
-        await self._get("probe", "/server_info", timeout_s=timeout_s)
+        await self._ask("probe", "/server_info", timeout_s=timeout_s)
         info = await self._get("probe", "/model_info", timeout_s=timeout_s)
         return str(info.get("weight_version"))
 
@@ -253,12 +253,15 @@ class EngineClient:
         if self._has_sessions:
             await self._control("end weight update", "/end_weight_update", {})
 
-    async def _get(self, operation: str, path: str, *, timeout_s: float) -> Mapping[str, JsonValue]:
+    async def _ask(self, operation: str, path: str, *, timeout_s: float) -> HttpReply:
         try:
             response = await self._http.exchange("GET", path, None, self.endpoint.keys.api, timeout_s)
         except httpx.HTTPError as error:
             raise self._error(operation, failure_reason(error, timeout_s)) from error
-        info = self._checked(operation, response).json()
+        return self._checked(operation, response)
+
+    async def _get(self, operation: str, path: str, *, timeout_s: float) -> Mapping[str, JsonValue]:
+        info = (await self._ask(operation, path, timeout_s=timeout_s)).json()
         if not isinstance(info, dict):
             raise self._error(operation, f"{path} returned a {type(info).__name__}")
         return info

@@ -34,6 +34,7 @@ from megarl.types import PolicyVersion
 logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 10.0
+_NOTED_EVERY_S = 0.25
 
 
 class EngineLostError(EngineError):
@@ -271,6 +272,15 @@ class Fleet:
         if engine.client is client:
             self.report(engine, Answered() if is_there else Ended(reason=reason))
         return is_there
+
+    def answered(self, engine: Engine) -> None:
+        """Record that a request was answered with tokens of the engine's version; it need not be probed."""
+        if engine.is_live and self.quiet_s(engine) > _NOTED_EVERY_S:
+            self.report(engine, Answered())
+
+    def quiet_s(self, engine: Engine) -> float:
+        """Return the time since the engine's last answer."""
+        return self._clock() - engine.life.last_answer
 
     def report(self, engine: Engine, event: Event) -> None:
         """Advance the life of an engine. If it is dead, its leases end."""

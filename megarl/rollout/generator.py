@@ -200,9 +200,11 @@ class FleetGenerator:
         )
         reach("generating", step=engine.version, engine=engine.index)
         try:
-            return read_response(reply, expected)
+            response = read_response(reply, expected)
         except BadReplyError as error:
             raise type(error)(f"{engine}: {error}") from error
+        self._fleet.answered(engine)
+        return response
 
     def _finished(self, response: Response) -> Rollout:
         return Rollout(

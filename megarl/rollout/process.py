@@ -29,7 +29,7 @@ from megarl.errors import EngineError, MachineError
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
 from megarl.system.guard import SIGNAL_EXIT, remove, segments_of, start_guarded, stop_guarded
 from megarl.system.network import LOOPBACK, interface_of
-from megarl.system.proc import all_processes
+from megarl.system.proc import ProcessStat, all_processes, read_stat
 from megarl.system.secret import masked
 
 LOADER = "megarl.rollout.loader.load"
@@ -129,7 +129,7 @@ class EngineProcess:
         while self.exit_code is None:
             if lost:
                 return f"its worker process {min(lost)} is gone; {self._log_hint()}"
-            lost = self._workers - _workers_in_group(self.pid)
+            lost = frozenset(pid for pid in self._workers if not _is_worker_of(self.pid, pid))
             # A kill of the whole group may end a worker first: the server gets one more poll to end as well.
             await asyncio.sleep(_POLL_S)
         return self.describe_end()
@@ -313,8 +313,16 @@ _WORKER_NAME = "sglang::"
 
 def _workers_in_group(group: int) -> set[int]:
     """Return the ids of the server's own processes, without those that ended but were not reaped."""
-    return {
-        process.pid
-        for process in all_processes()
-        if process.group == group and process.state not in "ZX" and process.name.startswith(_WORKER_NAME)
-    }
+    return {process.pid for process in all_processes() if _is_worker(process, group)}
+
+
+def _is_worker_of(group: int, pid: int) -> bool:
+    """Whether a process still is a worker of the server: the cost does not grow with all processes of the machine."""
+    try:
+        return _is_worker(read_stat(pid), group)
+    except OSError:
+        return False
+
+
+def _is_worker(process: ProcessStat, group: int) -> bool:
+    return process.group == group and process.state not in "ZX" and process.name.startswith(_WORKER_NAME)

@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _PROBE_EVERY_S = 1.0
+_PROBES_PER_S = 100.0
+"""Engines probed in a second by this process; a larger fleet is probed less often."""
+_MOST_SILENT = 1 / 6
+"""Longest time between two probes, as a share of the silence timeout."""
 _UNHEARD_S = 1.0
 """After a tick later than this the whole process was held up, and answers could not be received either."""
 _RETRY_S = 1.0
@@ -70,6 +74,7 @@ class Supervisor:
         self._processes = processes
         self._connect = connect
         self._publisher: CatchUp | None = None
+        self._probe_every_s = probe_interval_s(len(fleet.engines), fleet.policy.silence_timeout_s)
         self._changes = {engine.index: asyncio.Event() for engine in fleet.engines}
         fleet.listen(self._note_change)
 
@@ -164,10 +169,11 @@ class Supervisor:
     async def _probe_server(self, engine: Engine) -> None:
         """Probe the server's own process, which alone can answer while weights are being received."""
         while True:
-            is_there = await engine.client.is_healthy(timeout_s=self._fleet.policy.silence_timeout_s)
-            if is_there and engine.is_syncing:
-                self._fleet.report(engine, Answered())
-            await asyncio.sleep(_PROBE_EVERY_S)
+            if engine.is_syncing:
+                is_there = await engine.client.is_healthy(timeout_s=self._fleet.policy.silence_timeout_s)
+                if is_there and engine.is_syncing:
+                    self._fleet.report(engine, Answered())
+            await asyncio.sleep(self._probe_every_s)
 
     async def _probe_scheduler(self, engine: Engine) -> None:
         while True:
@@ -179,7 +185,10 @@ class Supervisor:
                 if is_certain and engine.is_live and served != str(expected):
                     reason = f"serves version {served}, not {expected}"
                     self._fleet.report(engine, FellBehind(reason=reason))
-            await asyncio.sleep(_PROBE_EVERY_S)
+            await asyncio.sleep(self._probe_every_s)
+            # A checked rollout says as much as a probe.
+            while engine.is_live and (quiet_s := self._fleet.quiet_s(engine)) < self._probe_every_s:
+                await asyncio.sleep(self._probe_every_s - quiet_s)
 
     async def _sync(self, engine: Engine) -> None:
         while engine.life.wants in (Want.WATCH, Want.SYNC):
@@ -210,6 +219,11 @@ class Supervisor:
             if engine.index == index:
                 return engine
         raise EngineError(f"there is no engine {index}; there are {len(self._fleet.engines)}, counted from 0")
+
+
+def probe_interval_s(num_engines: int, silence_timeout_s: float) -> float:
+    """Return the time between two probes of an engine: longer in a large fleet, but long before it counts as silent."""
+    return max(_PROBE_EVERY_S, min(num_engines / _PROBES_PER_S, silence_timeout_s * _MOST_SILENT))
 
 
 def observe_fleet(fleet: Fleet, observer: Observer) -> None:

@@ -13,7 +13,7 @@ from megarl.errors import FleetError, MachineError, WeightSyncError
 from megarl.rollout.client import EngineClient, EngineEndpoint
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import MAX_FAILED_SYNCS, EngineState, RestartPolicy
-from megarl.runtime.engines.supervisor import Supervisor
+from megarl.runtime.engines.supervisor import Supervisor, probe_interval_s
 from megarl.types import PolicyVersion
 from tests.rollout.engines import scripted_client
 
@@ -27,6 +27,7 @@ class Scripted:
         self.calls: list[str] = []
         self.frozen: set[int] = set()
         self.cannot_start: set[int] = set()
+        self.asked: list[str] = []
         self.served = dict.fromkeys(range(num_engines), PolicyVersion(0))
         self._ends = {index: asyncio.get_running_loop().create_future() for index in range(num_engines)}
 
@@ -50,6 +51,7 @@ class Scripted:
 
     def client(self, index: int) -> EngineClient:
         async def answer(request: httpx.Request) -> httpx.Response:
+            self.asked.append(request.url.path)
             if index in self.frozen:
                 await asyncio.sleep(60)
             return httpx.Response(200, json={"weight_version": str(self.served[index])})
@@ -193,3 +195,27 @@ def test_in_a_shared_pool_an_engine_is_started_only_while_engines_may_generate()
             await until(lambda: fleet.engines[1].is_live)
 
     asyncio.run(scenario())
+
+
+def test_an_engine_that_answers_requests_is_not_probed() -> None:
+    async def scenario() -> list[str]:
+        async with supervised(num_engines=1) as (scripted, fleet, _):
+            await until(lambda: len(scripted.asked) >= 2)
+            scripted.asked.clear()
+            for _ in range(15):
+                fleet.answered(fleet.engines[0])
+                await asyncio.sleep(0.2)
+            busy = list(scripted.asked)
+            await until(lambda: len(scripted.asked) >= 2)
+            # The server's own process is asked only while weights are being sent to it.
+            assert set(scripted.asked) == {"/server_info", "/model_info"}
+            return busy
+
+    assert asyncio.run(scenario()) == []
+
+
+@pytest.mark.parametrize(("num_engines", "seconds"), [(1, 1.0), (100, 1.0), (300, 3.0), (1000, 5.0)])
+def test_a_large_fleet_is_probed_less_often_but_long_before_an_engine_is_suspect(
+    num_engines: int, seconds: float
+) -> None:
+    assert probe_interval_s(num_engines, 30.0) == seconds

@@ -216,7 +216,7 @@ RETRIES = _counter(
     "rollout_retries",
     "Requests sent again, by error class",
     "cause",
-    known=("EngineError", "EngineLostError", "BadReplyError", "WrongVersionError"),
+    known=("EngineError", "EngineLostError", "BadReplyError", "WrongVersionError", "late"),
 )
 DROPPED_GROUPS = _counter(
     "rollout",

@@ -6,6 +6,8 @@ whole server, so callers check what they send.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,6 +27,10 @@ from megarl.types import JsonValue, PolicyVersion
 
 _CONTROL_TIMEOUT_S = 60.0
 _HEALTH_TIMEOUT_S = 5.0
+_CUT_GRACE_S = 30.0
+"""Time for an engine to return the tokens of a late request."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +121,15 @@ class GenerateRequest:
         return request if self.cache_key is None else {**request, "extra_key": self.cache_key}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """A reply to `generate` as it came; `reply` decodes and checks it."""
+
+    content: bytes
+    is_cut: bool
+    """The request was late and was aborted: the reply has its tokens until then, or all of them."""
+
+
 class EngineClient:
     """A client of one engine. It holds connections until `close`."""
 
@@ -125,21 +140,42 @@ class EngineClient:
         self._request_timeout_s = request_timeout_s
         self._has_sessions: bool | None = None
         self._is_asleep = False
+        self._cuts: set[asyncio.Task[None]] = set()
         self._http = EngineHttp(endpoint.url, transport=transport)
 
     async def close(self) -> None:
+        for cut in self._cuts:
+            cut.cancel()
         await self._http.close()
 
-    async def generate(self, request: GenerateRequest) -> bytes:
-        """Return the reply as it came; `reply` decodes and checks it. Cancelling this also ends it in the engine."""
-        reply = await self._call(
-            "generate",
-            "/generate",
-            request.to_json(),
-            key=self.endpoint.keys.api,
-            timeout_s=self._request_timeout_s,
-        )
-        return reply.content
+    async def generate(self, request: GenerateRequest) -> Generated:
+        """Return a response, or its tokens so far when the request is late. Cancelling this ends it in the engine."""
+        cut_after_s = self._request_timeout_s
+        cuts: list[asyncio.Task[None]] = []
+        timer = asyncio.get_running_loop().call_later(cut_after_s, self._begin_cut, request.rid, cuts)
+        try:
+            reply = await self._call(
+                "generate",
+                "/generate",
+                request.to_json(),
+                key=self.endpoint.keys.api,
+                timeout_s=cut_after_s + min(_CUT_GRACE_S, cut_after_s),
+            )
+        finally:
+            timer.cancel()
+        return Generated(content=reply.content, is_cut=bool(cuts))
+
+    def _begin_cut(self, rid: str, cuts: list[asyncio.Task[None]]) -> None:
+        cut = asyncio.get_running_loop().create_task(self._cut(rid))
+        cuts.append(cut)
+        self._cuts.add(cut)
+        cut.add_done_callback(self._cuts.discard)
+
+    async def _cut(self, rid: str) -> None:
+        try:
+            await self.abort(rid)
+        except EngineError as error:
+            logger.info("late request cannot be cut: %s", error)
 
     async def abort(self, rid: str) -> None:
         """End one request; its `generate` returns the tokens so far, with finish reason abort."""

@@ -1,8 +1,8 @@
 """Turns prompts into checked rollout groups with the engines that are live. Knows no weights and no processes.
 
 A rollout is a function of (weights, prompt, seed): engine, time and attempt do not matter. The random numbers of a
-token follow from (seed, position). A rollout that a publish interrupts continues with the same seed: tokens that it
-keeps are not drawn again, and only the choice of weights for each position depends on timing.
+token follow from (seed, position). A rollout that a publish or its deadline interrupts continues with the same seed:
+tokens that it keeps are not drawn again, and only the choice of weights for each position depends on timing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, TokenArray
 logger = logging.getLogger(__name__)
 
 
+_LEAST_PROGRESS = 1 / 32
+"""Share of the longest response that a late request must have added; with less it counts as a failed attempt."""
 _NEARLY_ZERO = 1e-4
 """A temperature at which a token 0.01 nats behind is never chosen, and which SGLang does not treat as zero."""
 
@@ -89,6 +91,13 @@ class Vocabulary:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rest:
+    response: Response
+    is_late: bool
+    """The request was cut at its deadline; another one continues the response."""
+
+
 class FleetGenerator:
     """The Generator of a run (see `stages`). The fleet limits the number of outstanding requests."""
 
@@ -144,7 +153,11 @@ class FleetGenerator:
             try:
                 async with self._fleet.lease(avoid=tried, prefix=prompt.uid) as engine:
                     try:
-                        so_far = so_far.then(await self._respond(engine, prompt, index, so_far))
+                        rest = await self._respond(engine, prompt, index, so_far)
+                        so_far = so_far.then(rest.response)
+                        if rest.is_late:
+                            tried.add(engine.index)
+                            failures += self._late(prompt, index, len(rest.response.token_ids))
                     except EngineError as error:
                         tried.add(engine.index)
                         failures.append(str(error))
@@ -160,6 +173,14 @@ class FleetGenerator:
         reasons = "; ".join(failures)
         raise FleetError(f"prompt {prompt.uid}, rollout {index}: {len(failures)} attempts failed: {reasons}")
 
+    def _late(self, prompt: Prompt, index: int, num_tokens: int) -> list[str]:
+        """Return why a request that was cut at its deadline counts as a failed attempt; nothing if it got on."""
+        self._fleet.requests.request_retried("late")
+        logger.info("rollout late prompt=%s index=%d tokens=%d", prompt.uid, index, num_tokens)
+        if num_tokens >= _LEAST_PROGRESS * self._sampling.max_response_tokens:
+            return []
+        return [f"{num_tokens} tokens at its deadline (roles.rollout.request_timeout_s)"]
+
     async def _report(self, engine: Engine, error: EngineError) -> None:
         """Report a failed request to the fleet, which decides whether the engine gets another one."""
         if isinstance(error, WrongVersionError):
@@ -167,7 +188,7 @@ class FleetGenerator:
         elif not isinstance(error, BadReplyError):
             await self._fleet.doubt(engine, str(error))
 
-    async def _respond(self, engine: Engine, prompt: Prompt, index: int, so_far: Response) -> Response:
+    async def _respond(self, engine: Engine, prompt: Prompt, index: int, so_far: Response) -> _Rest:
         """Return the rest of a response that begins with `so_far`."""
         sampling, pauses, version = self._sampling, self._pauses, engine.version
         num_pauses = 0 if pauses is None else pauses.count(engine)
@@ -195,16 +216,16 @@ class FleetGenerator:
             eos_ids=frozenset(self._vocabulary.eos_ids),
             version=version,
             newest_version=engine.version if is_interrupted else version,
-            is_interrupted=is_interrupted,
+            is_interrupted=is_interrupted or reply.is_cut,
             in_flight=None if pauses is None else pauses.mode,
         )
         reach("generating", step=engine.version, engine=engine.index)
         try:
-            response = read_response(reply, expected)
+            response = read_response(reply.content, expected)
         except BadReplyError as error:
             raise type(error)(f"{engine}: {error}") from error
         self._fleet.answered(engine)
-        return response
+        return _Rest(response=response, is_late=reply.is_cut and response.finish_reason is FinishReason.ABORT)
 
     def _finished(self, response: Response) -> Rollout:
         return Rollout(

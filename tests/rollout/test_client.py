@@ -73,7 +73,7 @@ def test_a_late_answer_names_the_deadline() -> None:
     def late(request: httpx.Request) -> httpx.Response:
         raise httpx.ReadTimeout("late")
 
-    with pytest.raises(EngineError, match="generate: no answer within 60 s"):
+    with pytest.raises(EngineError, match="generate: no answer within 90 s"):
         asyncio.run(scripted_client(late).generate(REQUEST))
 
 
@@ -101,7 +101,7 @@ async def ask(answer: Callable[[web.Request], Awaitable[web.StreamResponse]], *,
         endpoint = replace(scripted_client(Recorder()).endpoint, port=server.make_url("/").port or 0)
         client = EngineClient(endpoint, request_timeout_s=timeout_s)
         try:
-            return await client.generate(REQUEST)
+            return (await client.generate(REQUEST)).content
         finally:
             await client.close()
 
@@ -116,7 +116,7 @@ def test_a_reply_that_trickles_is_late() -> None:
             await asyncio.sleep(0.01)
 
     began = time.monotonic()
-    with pytest.raises(EngineError, match="generate: no answer within 1 s"):
+    with pytest.raises(EngineError, match="generate: no answer within 2 s"):
         asyncio.run(ask(trickle, timeout_s=1.0))
     assert time.monotonic() - began < 30
 
@@ -149,7 +149,7 @@ def test_a_reply_over_a_real_connection_arrives_whole(is_chunked: bool) -> None:
             client = EngineClient(endpoint, request_timeout_s=30)
             try:
                 assert not await client.is_healthy()  # 404
-                return await client.generate(REQUEST)
+                return (await client.generate(REQUEST)).content
             finally:
                 await client.close()
 
@@ -234,7 +234,7 @@ def test_an_aborted_request_says_so_and_keeps_its_tokens(qwen2_tp1: ServedModel)
             running = asyncio.create_task(client.generate(request))
             await asyncio.sleep(0.3)
             await client.abort(request.rid)
-            return await running
+            return (await running).content
 
     reply = json.loads(asyncio.run(abort_one()))
     assert isinstance(reply, dict)

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 import httpx
 import numpy as np
@@ -11,11 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.errors import DataError, FleetError
+from megarl.rollout.client import EngineClient
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import evaluation_seed, sampling_seed
 from megarl.rollout.lifecycle import EngineState
 from megarl.types import FinishReason, Prompt, RolloutGroup
-from tests.rollout.engines import EOS, ServedModel, generator_of, prompt_of, scripted_fleet
+from tests.rollout.engines import EOS, ServedModel, generator_of, prompt_of, scripted_client, scripted_fleet
 
 
 def reply_of(*token_ids: int, version: str = "0", kind: str = "stop") -> httpx.Response:
@@ -238,3 +242,113 @@ def test_responses_end_with_their_end_token_or_at_the_limit(qwen2_tp1: ServedMod
             assert rollout.token_ids[-1] == EOS
         else:
             assert len(rollout.token_ids) == 100
+
+
+class SlowEngine:
+    """Generates one token per `token_s` seconds of a given response, and returns those it has when it is aborted."""
+
+    def __init__(self, *response: int, token_s: float) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self._response = response
+        self._token_s = token_s
+        self._aborted: dict[str, asyncio.Event] = {}
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content or b"{}")
+        match request.url.path:
+            case "/abort_request":
+                self._aborted[body["rid"]].set()
+                return httpx.Response(200, json={})
+            case "/generate":
+                self.requests.append(body)
+                return await self._generate(body)
+            case _:
+                return httpx.Response(200)
+
+    async def _generate(self, body: dict[str, Any]) -> httpx.Response:
+        aborted = self._aborted[body["rid"]] = asyncio.Event()
+        given = body["input_ids"][2:]
+        assert given == list(self._response[: len(given)]), "a continuation begins with the tokens that were kept"
+        tokens: list[int] = []
+        for token_id in self._response[len(given) :]:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(aborted.wait(), self._token_s)
+                return reply_of(*tokens, kind="abort")
+            tokens.append(token_id)
+        return reply_of(*tokens)
+
+
+def late_fleet(*engines: SlowEngine, request_timeout_s: float) -> Fleet:
+    clients = [
+        EngineClient(
+            scripted_client(engine, index=index).endpoint,
+            request_timeout_s=request_timeout_s,
+            transport=httpx.MockTransport(engine),
+        )
+        for index, engine in enumerate(engines)
+    ]
+    return Fleet(clients, max_outstanding=8, publish_timeout_s=5)
+
+
+class Retries:
+    def __init__(self) -> None:
+        self.causes: list[str] = []
+
+    def request_retried(self, cause: str) -> None:
+        self.causes.append(cause)
+
+
+@pytest.mark.fault("a response that takes longer than a request may", "its tokens are kept and another continues it")
+def test_a_late_response_keeps_its_tokens_and_is_continued_elsewhere() -> None:
+    response = (*range(10, 20), EOS)
+    engines = [SlowEngine(*response, token_s=0.1) for _ in range(2)]
+    fleet = late_fleet(*engines, request_timeout_s=0.6)
+    fleet.requests = retries = Retries()
+    (rollout,) = generate(fleet).rollouts
+    assert rollout.token_ids.tolist() == list(response)
+    assert (len(rollout.logprobs), rollout.versions.tolist()) == (11, [0] * 11)
+    assert rollout.finish_reason is FinishReason.STOP
+    assert set(retries.causes) == {"late"}
+    requests = [*engines[0].requests, *engines[1].requests]
+    assert all(engine.requests for engine in engines), "another engine goes on"
+    assert len({request["sampling_params"]["sampling_seed"] for request in requests}) == 1
+    # Each asks only for what is missing.
+    assert all(
+        request["sampling_params"]["max_new_tokens"] + len(request["input_ids"]) == 2 + 12 for request in requests
+    )
+    assert [engine.state for engine in fleet.engines] == [EngineState.HEALTHY] * 2
+
+
+def test_a_response_that_does_not_get_on_is_a_failure() -> None:
+    engine = SlowEngine(*range(10, 20), EOS, token_s=30)
+    with pytest.raises(FleetError, match=r"3 attempts failed: 0 tokens at its deadline \(roles\.rollout\.request_t"):
+        generate(late_fleet(engine, request_timeout_s=0.2))
+
+
+def test_a_late_response_of_a_real_engine_is_that_of_a_patient_one(qwen2_tp1: ServedModel) -> None:
+    """The tokens of every position follow from the seed, so that a cut changes nothing."""
+
+    async def scenario() -> tuple[RolloutGroup, RolloutGroup, list[str]]:
+        async with qwen2_tp1.fleet() as fleet:
+            patient = await generator_of(fleet, num_rollouts=4, max_response_tokens=400).generate(prompt_of(5, 6))
+            began = time.monotonic()
+            await generator_of(fleet, num_rollouts=4, max_response_tokens=400).generate(prompt_of(5, 6))
+            seconds = time.monotonic() - began
+            hasty = Fleet(
+                [EngineClient(qwen2_tp1.process.endpoint, request_timeout_s=seconds / 3)],
+                max_outstanding=8,
+                publish_timeout_s=60,
+            )
+            hasty.requests = retries = Retries()
+            try:
+                generator = generator_of(hasty, num_rollouts=4, max_response_tokens=400, max_attempts=50)
+                return patient, await generator.generate(prompt_of(5, 6)), retries.causes
+            finally:
+                await hasty.close()
+
+    patient, hasty, causes = asyncio.run(scenario())
+    assert "late" in causes
+    for before, after in zip(patient.rollouts, hasty.rollouts, strict=True):
+        assert after.token_ids.tolist() == before.token_ids.tolist()
+        np.testing.assert_allclose(after.logprobs, before.logprobs, atol=1e-4)
+        assert after.finish_reason is before.finish_reason

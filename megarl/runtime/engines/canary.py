@@ -151,7 +151,8 @@ class Canary:
             newest_version=version,
         )
         try:
-            return read_response(await engine.client.generate(question.request(version)), expected)
+            reply = await engine.client.generate(question.request(version))
+            return read_response(reply.content, expected)
         except EngineError as error:
             return error
 

@@ -82,13 +82,23 @@ def digests_in_one_launch() -> float:
             ("x", values, Slice(name="a", offsets=(3, 16), shape=(70, 1536))),
             ("y", values[:, 64:128], Slice(name="b", offsets=(0, 1), shape=(70, 64))),
             ("x", values[5], Slice(name="c", offsets=(7,), shape=(1536,))),
+            ("y", values[:3, 1:38], Slice(name="d", offsets=(2, 9), shape=(3, 37))),
         ]
         parts = [
             Summand(key=key, dtype=dtype, box=box, canonical_shape=(4000, 4000)[: part.dim()])
             for key, part, box in boxes
         ]
         sums = DigestSums(parts)
-        found = sums._prepared(torch.device("cpu")).compute([bits_of_matrix(part) for _, part, _ in boxes])
+        copies = [torch.zeros(part.shape, dtype=dtype) for _, part, _ in boxes]
+        kernel = sums._prepared(torch.device("cpu"))
+        found = kernel.compute(
+            [bits_of_matrix(part) for _, part, _ in boxes], [bits_of_matrix(copy) for copy in copies]
+        )
+        if not all(torch.equal(copy, part) for copy, (_, part, _) in zip(copies, boxes, strict=True)):
+            return 1.0
+        again = kernel.compute([bits_of_matrix(part) for _, part, _ in boxes])
+        if not torch.equal(found, again):
+            return 1.0
         if {key: int(value) % MODULUS for key, value in zip("xy", found, strict=True)} != sums.compute(
             [part for _, part, _ in boxes]
         ):

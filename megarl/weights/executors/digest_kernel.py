@@ -1,4 +1,7 @@
-"""Digests on a GPU in one pass over the bytes, of one matrix or of many: bit-equal to `digest_tensor`."""
+"""Digests on a GPU in one pass over the bytes, of one matrix or of many: bit-equal to `digest_tensor`.
+
+The pass over many matrices can copy them on the way: then every byte is read once.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ _ROWS = 32
 _COLUMNS = 1024
 _TILE_COLUMNS = 512
 _TILE_ROWS = 64
-_STEP = 8
-"""Rows that are loaded at once."""
+_STEP = 4
+"""Rows that are loaded at once; each element of them has an accumulator, so that nothing is reduced in the loop."""
+_ALIGNED_BYTES = 16
+"""Width of the largest load. Matrices that do not begin and end at multiples of it are loaded element by element."""
 
 
 def digest_rows(
@@ -40,50 +45,81 @@ class MatrixKeys:
     """Index of the sum that the matrix belongs to."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    places: torch.Tensor  # [matrices, fields], int64
+    owners: torch.Tensor  # [tiles], int32: the matrix of each tile
+    is_aligned: bool
+
+
 class MatrixSums:
-    """The sums over many matrices of one dtype, in one launch."""
+    """The sums over many matrices of one dtype, in one launch, or two if some are not aligned."""
 
     def __init__(self, keys: Sequence[MatrixKeys], *, num_sums: int, lift: int) -> None:
         self._keys = keys  # the kernel has their addresses only
         self._num_sums = num_sums
         self._lift = lift
         self._device = keys[0].rows.device
-        self._first_tiles, owners, num_tiles = [], [], 0
-        for index, each in enumerate(keys):
-            count = triton.cdiv(len(each.rows), _TILE_ROWS) * triton.cdiv(len(each.columns), _TILE_COLUMNS)
-            self._first_tiles.append(num_tiles)
-            owners.append(torch.full((count,), index, dtype=torch.int32))
-            num_tiles += count
-        self._owners = torch.cat(owners).to(self._device)
-        self._known: list[tuple[int, int]] = []
-        self._places = torch.empty(0)
+        self._known: list[tuple[int, int, int, int]] = []
+        self._launches: list[_Launch] = []
 
-    def compute(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return [num_sums], int64. Matrices are of integers, with contiguous columns, in the order of their keys."""
-        known = [(matrix.data_ptr(), matrix.stride(0)) for matrix in matrices]
+    def compute(self, matrices: Sequence[torch.Tensor], targets: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+        """Return [num_sums], int64, and copy each matrix to its target if there are any.
+
+        Matrices are of integers, with contiguous columns, in the order of their keys; targets have the same shapes.
+        """
+        into = matrices if targets is None else targets
+        known = [
+            (matrix.data_ptr(), matrix.stride(0), target.data_ptr(), target.stride(0))
+            for matrix, target in zip(matrices, into, strict=True)
+        ]
         if known != self._known:
-            self._known, self._places = known, self._located(known)
+            self._known, self._launches = known, self._located(known, matrices[0].element_size())
         totals = torch.zeros(self._num_sums, dtype=torch.int64, device=self._device)
-        _sum_tiles[(len(self._owners),)](
-            self._places,
-            self._owners,
-            totals,
-            self._lift,
-            FIELDS=self._places.shape[1],
-            IS_WIDE=matrices[0].element_size() == torch.int32.itemsize,
-            ROWS=_TILE_ROWS,
-            STEP=_STEP,
-            COLUMNS=_TILE_COLUMNS,
-        )
+        for launch in self._launches:
+            _sum_tiles[(len(launch.owners),)](
+                launch.places,
+                launch.owners,
+                totals,
+                self._lift,
+                FIELDS=launch.places.shape[1],
+                IS_WIDE=matrices[0].element_size() == torch.int32.itemsize,
+                ALIGNMENT=_ALIGNED_BYTES // matrices[0].element_size() if launch.is_aligned else 1,
+                COPIES=targets is not None,
+                ROWS=_TILE_ROWS,
+                STEP=_STEP,
+                COLUMNS=_TILE_COLUMNS,
+            )
         return totals
 
-    def _located(self, known: Sequence[tuple[int, int]]) -> torch.Tensor:
-        places = []
-        for each, first_tile, (address, stride) in zip(self._keys, self._first_tiles, known, strict=True):
-            addresses = [address, each.rows.data_ptr(), each.columns.data_ptr()]
-            size = [len(each.rows), len(each.columns), stride, triton.cdiv(len(each.columns), _TILE_COLUMNS)]
-            places.append([*addresses, *size, first_tile, each.sum_index])
-        return torch.tensor(places, dtype=torch.int64).to(self._device)
+    def _located(self, known: Sequence[tuple[int, int, int, int]], item_bytes: int) -> list[_Launch]:
+        """Return the launches: tables of addresses and sizes."""
+        tables: dict[bool, list[list[int]]] = {True: [], False: []}
+        owners: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        num_tiles = {True: 0, False: 0}
+        for each, (address, stride, target, target_stride) in zip(self._keys, known, strict=True):
+            rows, columns = len(each.rows), len(each.columns)
+            steps = (stride, target_stride) if rows > 1 else ()
+            is_aligned = not any(
+                number % _ALIGNED_BYTES
+                for number in (address, target, *(item_bytes * step for step in (*steps, columns)))
+            )
+            tiles_per_row = triton.cdiv(columns, _TILE_COLUMNS)
+            count = triton.cdiv(rows, _TILE_ROWS) * tiles_per_row
+            keys = [each.rows.data_ptr(), each.columns.data_ptr()]
+            size = [rows, columns, stride if rows > 1 else 0, tiles_per_row, num_tiles[is_aligned], each.sum_index]
+            owners[is_aligned].append(torch.full((count,), len(tables[is_aligned]), dtype=torch.int32))
+            tables[is_aligned].append([address, *keys, *size, target, target_stride if rows > 1 else 0])
+            num_tiles[is_aligned] += count
+        return [
+            _Launch(
+                torch.tensor(table, dtype=torch.int64).to(self._device),
+                torch.cat(owners[is_aligned]).to(self._device),
+                is_aligned,
+            )
+            for is_aligned, table in tables.items()
+            if table
+        ]
 
 
 @triton.jit
@@ -94,42 +130,50 @@ def _sum_tiles(  # type: ignore[no-untyped-def]
     lift,
     FIELDS: tl.constexpr,  # noqa: N803
     IS_WIDE: tl.constexpr,  # noqa: N803
+    ALIGNMENT: tl.constexpr,  # noqa: N803
+    COPIES: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     STEP: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ):
     place = places + tl.load(owners + tl.program_id(0)) * FIELDS
-    address = tl.load(place)
+    element = tl.int32 if IS_WIDE else tl.int16
+    bytes_of_alignment: tl.constexpr = ALIGNMENT * (4 if IS_WIDE else 2)
+    source = tl.multiple_of(tl.load(place).to(tl.pointer_type(element)), bytes_of_alignment)
+    target = tl.multiple_of(tl.load(place + 9).to(tl.pointer_type(element)), bytes_of_alignment)
     row_keys = tl.load(place + 1).to(tl.pointer_type(tl.int64))
     column_keys = tl.load(place + 2).to(tl.pointer_type(tl.int64))
-    rows, columns, row_stride = tl.load(place + 3), tl.load(place + 4), tl.load(place + 5)
+    rows = tl.load(place + 3)
+    columns = tl.multiple_of(tl.load(place + 4), ALIGNMENT)
+    row_stride = tl.multiple_of(tl.load(place + 5), ALIGNMENT)
+    target_stride = tl.multiple_of(tl.load(place + 10), ALIGNMENT)
     tiles_per_row = tl.load(place + 6)
     tile = tl.program_id(0) - tl.load(place + 7)
     start = (tile // tiles_per_row) * ROWS
     column = (tile % tiles_per_row) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < columns
-    low = tl.zeros([COLUMNS], dtype=tl.uint64)
-    high = tl.zeros([COLUMNS], dtype=tl.uint64 if IS_WIDE else tl.uint32)
+    low = tl.zeros([STEP, COLUMNS], dtype=tl.uint64)
+    high = tl.zeros([STEP, COLUMNS], dtype=tl.uint32)
     for first in range(0, ROWS, STEP):
         row = start + first + tl.arange(0, STEP)
         is_row = row < rows
         # Rows outside the matrix have a key of zero.
         row_key = tl.load(row_keys + row, mask=is_row, other=0).to(tl.uint64, bitcast=True)
-        offsets = row[:, None] * row_stride + column[None, :]
         is_inside = is_row[:, None] & is_column[None, :]
+        value = tl.load(source + row[:, None] * row_stride + column[None, :], mask=is_inside, other=0)
+        if COPIES:
+            tl.store(target + row[:, None] * target_stride + column[None, :], value, mask=is_inside)
         if IS_WIDE:
-            wide = tl.load(address.to(tl.pointer_type(tl.int32)) + offsets, mask=is_inside, other=0).to(tl.int64) + lift
-            low += tl.sum(wide.to(tl.uint64) * row_key[:, None], axis=0)
+            low += (value.to(tl.int64) + lift).to(tl.uint64) * row_key[:, None]
         else:
             # A lifted value has 17 bits: two products of 32 bits do the work of one of 64, and no sum overflows.
-            value = tl.load(address.to(tl.pointer_type(tl.int16)) + offsets, mask=is_inside, other=0)
             lifted = (value.to(tl.int32) + lift).to(tl.uint32)
             key_low, key_high = row_key.to(tl.uint32), (row_key >> 32).to(tl.uint32)
-            low += tl.sum(lifted.to(tl.uint64) * key_low[:, None].to(tl.uint64), axis=0)
-            high += tl.sum(lifted * key_high[:, None], axis=0)
+            low += lifted.to(tl.uint64) * key_low[:, None].to(tl.uint64)
+            high += lifted * key_high[:, None]
     sums = (low + (high.to(tl.uint64) << 32)).to(tl.int64, bitcast=True)
     column_key = tl.load(column_keys + column, mask=is_column, other=0)
-    tl.atomic_add(totals + tl.load(place + 8), tl.sum(sums * column_key))
+    tl.atomic_add(totals + tl.load(place + 8), tl.sum(tl.sum(sums * column_key[None, :], axis=1), axis=0))
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic
 
@@ -11,7 +11,7 @@ import torch
 
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.buckets import split_box
-from megarl.weights.algebra.plan import Plan
+from megarl.weights.algebra.plan import Move, Plan
 from megarl.weights.algebra.slices import Index, Slice, shift
 from megarl.weights.executors.digest import (
     MATRIX_DIMENSIONS,
@@ -62,6 +62,19 @@ class Summand(Generic[Key]):
     box: Slice
     canonical_shape: Index
 
+    @classmethod
+    def of_moves(cls, plan: Plan, moves: Iterable[Move]) -> list[Summand[str]]:
+        """Return the boxes of a target's moves, summed by target tensor."""
+        return [
+            Summand(
+                key=move.target_name,
+                dtype=torch_dtype(move.dtype),
+                box=move.slice,
+                canonical_shape=plan.target.canonical[move.slice.name].shape,
+            )
+            for move in moves
+        ]
+
 
 class DigestSums(Generic[Key]):
     """Digests of the same boxes again and again: on a GPU in one launch that the first call prepares."""
@@ -70,25 +83,22 @@ class DigestSums(Generic[Key]):
         self._summands = summands
         self._digest = digest
         self._keys = list(dict.fromkeys(summand.key for summand in summands))
+        self._dtypes = {summand.dtype for summand in summands}
         self._kernel: MatrixSums | None = None
 
-    def compute(self, values: Sequence[torch.Tensor]) -> dict[Key, int]:
-        """Return the sums by key; `values` are those of the summands."""
-        if self._digest is digest_tensor and self._suits_kernel(values):
-            sums = self._prepared(values[0].device).compute([bits_of_matrix(tensor) for tensor in values]).tolist()
+    def compute(self, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> dict[Key, int]:
+        """Return the sums by key; `values` are those of the summands, and are copied to `into` on the way."""
+        if self._digest is digest_tensor and _suit_kernel([*values, *(into or ())], self._dtypes):
+            targets = None if into is None else [bits_of_matrix(tensor) for tensor in into]
+            kernel = self._prepared(values[0].device)
+            sums = kernel.compute([bits_of_matrix(tensor) for tensor in values], targets).tolist()
             return {key: value % MODULUS for key, value in zip(self._keys, sums, strict=True)}
+        if into:
+            torch._foreach_copy_(list(into), list(values))
         totals: dict[Key, torch.Tensor] = {}
-        for each, tensor in zip(self._summands, values, strict=True):
+        for each, tensor in zip(self._summands, into or values, strict=True):
             add(totals, each.key, self._digest(tensor.to(each.dtype), each.box, each.canonical_shape))
         return to_ints(totals)
-
-    def _suits_kernel(self, values: Sequence[torch.Tensor]) -> bool:
-        kinds = {(tensor.device.type, tensor.dtype) for tensor in values} | {
-            ("cuda", summand.dtype) for summand in self._summands
-        }
-        return len(kinds) == 1 and all(
-            tensor.stride(-1) == 1 and tensor.dim() <= MATRIX_DIMENSIONS for tensor in values
-        )
 
     def _prepared(self, device: torch.device) -> MatrixSums:
         if self._kernel is None:
@@ -104,6 +114,15 @@ class DigestSums(Generic[Key]):
             lift = 1 << (8 * self._summands[0].dtype.itemsize)
             self._kernel = MatrixSums(matrices, num_sums=len(self._keys), lift=lift)
         return self._kernel
+
+
+def _suit_kernel(tensors: Sequence[torch.Tensor], dtypes: Set[torch.dtype]) -> bool:
+    kinds = {(tensor.device.type, tensor.dtype) for tensor in tensors}
+    return (
+        len(dtypes) == 1
+        and kinds == {("cuda", dtype) for dtype in dtypes}
+        and all(tensor.stride(-1) == 1 and tensor.dim() <= MATRIX_DIMENSIONS for tensor in tensors)
+    )
 
 
 def add(sums: dict[Key, torch.Tensor], key: Key, value: torch.Tensor) -> None:

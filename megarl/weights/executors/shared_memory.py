@@ -19,6 +19,7 @@ import torch
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.plan import Move
 from megarl.weights.algebra.slices import Index
+from megarl.weights.executors.digest_sums import DigestSums
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.tensors import device_of, source_view, target_view, torch_dtype
 
@@ -68,8 +69,16 @@ class SharedTarget:
     """The receiver's end: copies boxes out of the memory of one or more senders."""
 
     def __init__(
-        self, rank: int, moves: Sequence[Move], tensors: Mapping[str, torch.Tensor], *, keeps_open: bool
+        self,
+        rank: int,
+        moves: Sequence[Move],
+        tensors: Mapping[str, torch.Tensor],
+        sums: DigestSums[str],
+        *,
+        keeps_open: bool,
     ) -> None:
+        """`sums` are of the moves' boxes."""
+        self._sums = sums
         self._rank = rank
         self._moves = moves
         self._keeps_open = keeps_open
@@ -78,8 +87,8 @@ class SharedTarget:
         self._targets = [target_view(tensors, move) for move in moves]
 
     @torch.no_grad()
-    def copy(self, group: TransferGroup, version: int) -> None:
-        """Copy this version's boxes; the memory is closed afterwards, unless it is kept open."""
+    def copy(self, group: TransferGroup, version: int) -> dict[str, int]:
+        """Copy this version's boxes; return a digest per tensor. The memory is then closed, unless it is kept open."""
         for source_rank in sorted({move.source_rank for move in self._moves}):
             key = _memory_key(version, source_rank, self._rank)
             memory = group.collect([key], group.timeout_s)[key]
@@ -89,10 +98,10 @@ class SharedTarget:
                 self._sources[source_rank] = memory, open_tensors(memory)
         if not self._boxes:
             self._boxes = [source_view(self._sources[move.source_rank][1], move) for move in self._moves]
-        if self._boxes:
-            torch._foreach_copy_(self._targets, self._boxes)
+        digests = self._sums.compute(self._boxes, self._targets)
         if not self._keeps_open:
             self._close()
+        return digests
 
     def _close(self) -> None:
         if self._boxes and self._boxes[0].is_cuda:

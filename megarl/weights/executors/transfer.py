@@ -25,12 +25,12 @@ from megarl.weights.algebra.buckets import (
 )
 from megarl.weights.algebra.locality import Link
 from megarl.weights.algebra.plan import Plan
-from megarl.weights.executors.digest import BoxDigest, digest_bytes, digest_tensor
+from megarl.weights.executors.digest import MODULUS, BoxDigest, digest_bytes, digest_tensor
 from megarl.weights.executors.digest_sums import DigestSums, SourceDigests, Summand, check_digests
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.rounds import Rounds
 from megarl.weights.executors.shared_memory import SharedSource, SharedTarget
-from megarl.weights.executors.tensors import source_view, target_view, torch_dtype
+from megarl.weights.executors.tensors import source_view, target_view
 
 
 class Sender:
@@ -90,27 +90,29 @@ class Receiver:
         self._rank = rank
         self._group = group
         buckets = buckets_to(plan, rank, bucket_bytes=bucket_bytes)
-        near = [bucket for bucket in buckets if _is_near(plan, bucket, direct)]
+        near, far = _near_and_far(plan, buckets, direct)
+        read = [move for bucket in near for move in bucket.moves]
         self._shared = SharedTarget(
-            rank, [move for bucket in near for move in bucket.moves], tensors, keeps_open=keeps_open
+            rank, read, tensors, DigestSums(Summand.of_moves(plan, read), digest), keeps_open=keeps_open
         )
         self._rounds = Rounds(
             group,
             peers,
             rank,
             sent=buckets_forwarded_by(plan, rank, bucket_bytes=bucket_bytes),
-            received=[bucket for bucket in buckets if not _is_near(plan, bucket, direct)],
+            received=far,
             sources={},
             targets=tensors,
         )
-        self._digests = _TargetDigests(plan, buckets, tensors, digest)
+        self._digests = _TargetDigests(plan, far, tensors, digest)
 
     def receive(self, version: int) -> dict[str, int]:
         """Receive one version in place, and forward what others wait for. Return a digest per tensor."""
         with self._group.transfer() as deadline:
-            self._shared.copy(self._group, version)
+            digests = self._shared.copy(self._group, version)
             self._rounds.run(version, deadline)
-        digests = self._digests.compute()
+        for name, value in self._digests.compute().items():
+            digests[name] = (digests.get(name, 0) + value) % MODULUS
         if reach("received", step=version, rank=self._rank, of=self._group.name) == "corrupt":
             digests[next(iter(digests))] ^= 1
         return digests
@@ -123,18 +125,7 @@ class _TargetDigests:
         self, plan: Plan, buckets: Sequence[Bucket], tensors: Mapping[str, torch.Tensor], digest: BoxDigest
     ) -> None:
         moves = [move for bucket in buckets for move in bucket.moves]
-        self._sums = DigestSums(
-            [
-                Summand(
-                    key=move.target_name,
-                    dtype=torch_dtype(move.dtype),
-                    box=move.slice,
-                    canonical_shape=plan.target.canonical[move.slice.name].shape,
-                )
-                for move in moves
-            ],
-            digest,
-        )
+        self._sums = DigestSums(Summand.of_moves(plan, moves), digest)
         self._boxes = [target_view(tensors, move) for move in moves]
 
     def compute(self) -> dict[str, int]:
@@ -189,6 +180,7 @@ def _peers(plan: Plan, group: TransferGroup) -> PeerNumbers:
     return PeerNumbers(first_target=len(plan.source.holdings), num_peers=group.num_peers)
 
 
-def _is_near(plan: Plan, bucket: Bucket, direct: Link) -> bool:
-    """Return whether the target reads the bucket's boxes from the memory of their source."""
-    return not bucket.is_forwarded and bucket.link(plan) <= direct
+def _near_and_far(plan: Plan, buckets: Sequence[Bucket], direct: Link) -> tuple[list[Bucket], list[Bucket]]:
+    """Return the buckets whose boxes a target reads from the memory of their source, and the others."""
+    near = [bucket for bucket in buckets if not bucket.is_forwarded and bucket.link(plan) <= direct]
+    return near, [bucket for bucket in buckets if bucket.is_forwarded or bucket.link(plan) > direct]

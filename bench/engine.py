@@ -93,7 +93,7 @@ async def _serving(model: str, folder: Path, options: Mapping[str, object]) -> A
         max_cached_tokens=2 * _NUM_PROMPTS * _NUM_ROLLOUTS * (_PROMPT_TOKENS + _RESPONSE_TOKENS),
         memory_fraction=0.5,
         is_deterministic=False,
-        sglang={**options, "load_format": "dummy"},
+        sglang=dict(options),
     )
     spec = EngineSpec(
         index=0,
@@ -103,7 +103,8 @@ async def _serving(model: str, folder: Path, options: Mapping[str, object]) -> A
         seed=1,
         run_folder=folder,
         keys=EngineKeys.fresh(),
-        can_sleep=True,
+        loads_weights=False,
+        shares_devices=True,
     )
     process = EngineProcess(spec)
     process.start()

@@ -292,7 +292,7 @@ def _write_model(folder: Path, gigabytes: float) -> ModelShape:
 
 @asynccontextmanager
 async def _serving(folder: Path) -> AsyncIterator[tuple[Fleet, EngineEndpoint]]:
-    config = RolloutRoleConfig(pool="cpu", tensor=_TENSOR, sglang={"load_format": "dummy"})
+    config = RolloutRoleConfig(pool="cpu", tensor=_TENSOR)
     spec = EngineSpec(
         index=0,
         model_folder=folder / "model",
@@ -301,6 +301,7 @@ async def _serving(folder: Path) -> AsyncIterator[tuple[Fleet, EngineEndpoint]]:
         seed=1,
         run_folder=folder,
         keys=EngineKeys.fresh(),
+        loads_weights=False,
     )
     process = EngineProcess(spec)
     process.start()

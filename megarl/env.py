@@ -62,6 +62,12 @@ CPU_ENGINE_ENVIRONMENT: Mapping[str, str] = {
 }
 """Further variables of an SGLang process without a GPU."""
 
+SHARED_ENGINE_ENVIRONMENT: Mapping[str, str] = {
+    # SGLang would refuse GPUs of which one has less free memory, because a trainer has not left it yet.
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+}
+"""Further variables of an SGLang process that shares its GPUs with trainers."""
+
 
 GLOO_INTERFACE = EnvVar(
     name="GLOO_SOCKET_IFNAME",
@@ -70,9 +76,11 @@ GLOO_INTERFACE = EnvVar(
 )
 
 
-def engine_environment(*, device: str, tensor: int, interface: str | None) -> dict[str, str]:
+def engine_environment(
+    *, device: str, tensor: int, interface: str | None, shares_devices: bool = False
+) -> dict[str, str]:
     """Return all variables of one engine's process: this process's, then ours. `interface` has the engine's address."""
-    environment = {**os.environ, **ENGINE_ENVIRONMENT}
+    environment = {**os.environ, **ENGINE_ENVIRONMENT, **(SHARED_ENGINE_ENVIRONMENT if shares_devices else {})}
     if interface is not None:
         environment[GLOO_INTERFACE.name] = interface
     if device == "cpu":

@@ -78,6 +78,10 @@ class Phases(Protocol):
 
     def training(self) -> AbstractAsyncContextManager[None]: ...
 
+    def comparing(self) -> AbstractAsyncContextManager[None]:
+        """Let trainers compute without a change of weights: engines keep theirs."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:

@@ -279,5 +279,10 @@ class Recipe(Section):
         return self.evaluation.max_response_tokens or self.sampling.max_response_tokens
 
     @property
+    def longest_response_tokens(self) -> int:
+        """Length of the longest response, in training or in an evaluation."""
+        return max(self.sampling.max_response_tokens, self.evaluation_response_tokens)
+
+    @property
     def max_context_tokens(self) -> int:
         return self.data.max_prompt_tokens + self.sampling.max_response_tokens

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.section import Section
+from megarl.config.section import Device, Section
 
 
 class PoolConfig(Section):
@@ -138,15 +138,20 @@ class RolloutRoleConfig(Section):
     max_running_requests: PositiveInt = 128
     """Requests that an engine computes at the same time; further ones wait."""
     max_cached_tokens: PositiveInt | None = None
-    """Size of the KV cache in tokens; null takes the memory that is left (on CPU: 32,768)."""
+    """Size of the KV cache in tokens; null takes what `megarl plan` grants in a pool that is shared with trainers, else
+    the memory that is left (on CPU: 32,768)."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
     """Share of GPU memory for weights and KV cache."""
-    is_deterministic: bool = True
-    """Same tokens whatever the order and size of the batch, at some cost in speed."""
-    start_timeout_s: PositiveFloat = 300
-    """Until an engine has generated its first tokens."""
-    request_timeout_s: PositiveFloat = 600
-    """For one request with all its tokens."""
+    release: Literal["kv_cache", "everything"] = "kv_cache"
+    """Memory that engines give up while trainers work in their pool. With `everything` their weights go as well, and
+    each step ends with a publish that brings them back."""
+    is_deterministic: bool | None = None
+    """Same tokens whatever the order and size of the batch, at some cost in speed; null: on CPU only."""
+    start_timeout_s: PositiveFloat | None = None
+    """Until an engine has generated its first tokens; null: 600 s, and 1 s for each GB of its weights."""
+    request_timeout_s: PositiveFloat | None = None
+    """For one request with all its tokens; null: 600 s, and for each token of the longest response 0.05 s and 4 ms for
+    each GB of weights on one GPU."""
     publish_timeout_s: PositiveFloat = 600
     """Deadline of each exchange of weights with the trainer ranks."""
     relays_weights: bool = False
@@ -168,6 +173,10 @@ class RolloutRoleConfig(Section):
     sglang: dict[str, object] = Field(default={})
     """Further options of the SGLang server, such as `attention_backend: fa3` for `--attention-backend fa3`."""
 
+    def is_deterministic_on(self, device: Device) -> bool:
+        """Whether the tokens of a request are independent of its batch, by the recipe or else by the device."""
+        return device == "cpu" if self.is_deterministic is None else self.is_deterministic
+
 
 class RolesConfig(Section):
     actor: ActorConfig
@@ -183,6 +192,12 @@ class RolesConfig(Section):
         """The pool of each role that has one."""
         named = {"actor": self.actor, "critic": self.critic, "reference": self.reference, "rollout": self.rollout}
         return {name: role.pool for name, role in named.items() if role is not None and role.pool is not None}
+
+    @property
+    def beside_engines(self) -> tuple[str, ...]:
+        """The roles that share the pool of the engines megarl starts."""
+        pools = self.used_pools
+        return tuple(role for role, pool in pools.items() if role != "rollout" and pool == pools.get("rollout"))
 
     @property
     def megatron_roles(self) -> dict[str, ModelParallelConfig]:

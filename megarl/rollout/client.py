@@ -66,10 +66,16 @@ class EngineEndpoint:
     device: Device
     keys: EngineKeys
     scheme: str = "http"
+    node_hosts: tuple[str, ...] = ()
+    """The address of each node of an engine that has several; `host` is the first."""
 
     @property
     def url(self) -> str:
         return f"{self.scheme}://{self.host}:{self.port}"
+
+    def host_of(self, tp_rank: int) -> str:
+        """Return the address of the node that a TP rank is on; nodes have equal shares of the ranks, in order."""
+        return self.node_hosts[tp_rank * len(self.node_hosts) // self.tensor] if self.node_hosts else self.host
 
     def __str__(self) -> str:
         return f"engine {self.index} ({self.host}:{self.port})"
@@ -141,6 +147,8 @@ class EngineClient:
         self._has_sessions: bool | None = None
         self._is_asleep = False
         self._cuts: set[asyncio.Task[None]] = set()
+        self._released: list[str] = []
+        """SGLang's tags of the memory that it gave up; it ends itself when asked for memory that it has."""
         self._http = EngineHttp(endpoint.url, transport=transport)
 
     async def close(self) -> None:
@@ -196,26 +204,42 @@ class EngineClient:
         """Discard cached prefixes. The engine refuses while requests are running."""
         await self._control("flush cache", "/flush_cache", {})
 
-    async def sleep(self) -> None:
-        """Stop computing and, on a GPU, release the memory of the KV cache. Weights stay and can be published to.
+    async def sleep(self, *, releases_weights: bool = False) -> None:
+        """Stop computing and, on a GPU, release the memory of the KV cache and, if so asked, of the weights.
 
-        The engine must be idle: SGLang ends itself when memory is released during a request. Requests that arrive
-        meanwhile wait until `wake`.
+        Weights that stay can be published to; those that were released are lost. The engine must be idle: SGLang ends
+        itself when memory is released during a request. Requests that arrive meanwhile wait until `wake`.
         """
-        if self._is_asleep:
-            return
-        await self.pause(PauseMode.RETRACT)
-        if self.endpoint.device == "cuda":
-            await self._control("sleep", "/release_memory_occupation", {"tags": ["kv_cache"]})
-        self._is_asleep = True
+        if not self._is_asleep:
+            await self.pause(PauseMode.RETRACT)
+            self._is_asleep = True
+        await self._release("kv_cache", *(["weights"] if releases_weights else []))
+
+    async def take_weights(self) -> None:
+        """Take the memory of the weights again, without their values: a publish must follow."""
+        await self._take("weights")
 
     async def wake(self) -> None:
+        """Compute again. Weights that were released have been published by now."""
         if not self._is_asleep:
             return
-        if self.endpoint.device == "cuda":
-            await self._control("wake", "/resume_memory_occupation", {"tags": ["kv_cache"]})
+        assert "weights" not in self._released, f"{self.endpoint}: take_weights and a publish come before wake"
+        await self._take("kv_cache")
         await self.resume()
         self._is_asleep = False
+
+    async def _release(self, *tags: str) -> None:
+        new: list[JsonValue] = [tag for tag in tags if tag not in self._released]
+        if new and self.endpoint.device == "cuda":
+            await self._control("release memory", "/release_memory_occupation", {"tags": new})
+        self._released += [tag for tag in tags if tag not in self._released]
+
+    async def _take(self, tag: str) -> None:
+        if tag not in self._released:
+            return
+        if self.endpoint.device == "cuda":
+            await self._control("take memory", "/resume_memory_occupation", {"tags": [tag]})
+        self._released.remove(tag)
 
     async def is_healthy(self, *, timeout_s: float = _HEALTH_TIMEOUT_S) -> bool:
         """Return whether the server answers; a paused or sleeping engine does."""
@@ -261,6 +285,8 @@ class EngineClient:
         """Let SGLang load a Hugging Face folder."""
         body: dict[str, JsonValue] = {
             "model_path": str(folder),
+            # Without it SGLang takes the format of its start, and an engine may have started with random weights.
+            "load_format": "auto",
             "weight_version": str(version),
             "flush_cache": False,
         }

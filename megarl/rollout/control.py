@@ -178,7 +178,7 @@ class EngineControl:
                 command=command,
                 engine=position,
                 tp_rank=tp_rank,
-                host=endpoint.host,
+                host=endpoint.host_of(tp_rank),
                 mailbox=self._server.address,
                 reply_key=f"{command.op}/{endpoint.index}/{tp_rank}/{uuid4().hex}",
             )

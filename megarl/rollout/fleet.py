@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 10.0
 _NOTED_EVERY_S = 0.25
+UNFILLED = "has no weights before the first publish"
+RELEASED = "gave up its weights while trainers use its devices"
 
 
 class EngineLostError(EngineError):
@@ -309,13 +311,26 @@ class Fleet:
         self._failure = error
         self._notify()
 
-    async def sleep(self) -> None:
-        """Release the devices. Waits for engines that are starting, which would take the devices back."""
+    async def sleep(self, *, releases_weights: bool = False) -> None:
+        """Release the devices. Waits for engines that are starting, which would take the devices back.
+
+        An engine that releases its weights is stale until a publish has confirmed others.
+        """
         self.is_awake = False
         async with self._changed:
             while any(engine.state is EngineState.RESTARTING for engine in self.engines):
                 await self._wait_for_change()
-        await asyncio.gather(*(self._ask(engine, engine.client.sleep()) for engine in self.reachable))
+        if releases_weights:
+            for engine in self.reachable:
+                self.report(engine, FellBehind(reason=RELEASED))
+        asleep = (
+            self._ask(engine, engine.client.sleep(releases_weights=releases_weights)) for engine in self.reachable
+        )
+        await asyncio.gather(*asleep)
+
+    async def take_weights(self) -> None:
+        """Take the memory of the weights again, for a publish."""
+        await asyncio.gather(*(self._ask(engine, engine.client.take_weights()) for engine in self.reachable))
 
     async def wake(self) -> None:
         await asyncio.gather(*(self._ask(engine, engine.client.wake()) for engine in self.reachable))

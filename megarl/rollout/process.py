@@ -1,7 +1,8 @@
 """One SGLang server as a child of this process: its command line, log, readiness and end.
 
 Knows the server's options, not its requests. The engine has its own process group and dies with its parent. It reads
-its keys from a file, which is removed once the engine is ready; its log never shows them.
+its keys from a file, which is removed once the engine is ready; its log never shows them. An engine of several nodes is
+one such process on each of them, and only the first one answers requests.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ LOADER = "megarl.rollout.loader.load"
 _POLL_S = 0.25
 _LOG_TIMEOUT_S = 5.0
 _NUM_TAIL_LINES = 400
+_MOST_MEMORY = 0.95
+"""Share of GPU memory where the KV cache has a fixed size: a limit for weights and cache that never decides it."""
+_NO_VERSION = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +56,19 @@ class EngineSpec:
     run_folder: Path
     """The log is `engines/engine_<index>.log` in it."""
     keys: EngineKeys
-    can_sleep: bool = False
-    """Whether a GPU engine shares its pool and must be able to release memory."""
+    start_timeout_s: float = 600.0
+    loads_weights: bool = True
+    """False: it starts with random weights and reads no file; a publish must come before the first request."""
+    shares_devices: bool = False
+    """Whether the engine shares its pool with trainers and must be able to release memory."""
+    cached_tokens: int | None = None
+    """Size of the KV cache if the recipe has none; None: SGLang takes the memory that is left."""
+    num_nodes: int = 1
+    """Nodes with equal shares of the TP ranks."""
+    node: int = 0
+    """The node of this process, among those of the engine."""
+    rendezvous: str | None = None
+    """Address and port on the first node where the processes of several nodes meet."""
     bind: str | None = None
     """`network.bind` of the recipe, from which the starting process derives `host`."""
     host: str = LOOPBACK
@@ -66,7 +81,11 @@ class EngineSpec:
 
     @property
     def log_path(self) -> Path:
-        return self.run_folder / "engines" / f"engine_{self.index}.log"
+        part = f"_node_{self.node}" if self.node else ""
+        return self.run_folder / "engines" / f"engine_{self.index}{part}.log"
+
+    def __str__(self) -> str:
+        return f"engine {self.index}" + (f", node {self.node} of {self.num_nodes}" if self.num_nodes > 1 else "")
 
 
 class PortTakenError(MachineError):
@@ -101,7 +120,10 @@ class EngineProcess:
         self._process = start_guarded(
             server,
             environment=engine_environment(
-                device=self.spec.device, tensor=self.spec.config.tensor, interface=interface_of(self.spec.host)
+                device=self.spec.device,
+                tensor=self.spec.config.tensor,
+                interface=interface_of(self.spec.host),
+                shares_devices=self.spec.shares_devices,
             ),
             output=subprocess.PIPE,
         )
@@ -109,7 +131,7 @@ class EngineProcess:
 
     async def wait_ready(self) -> None:
         """Wait until it generates. A server that ends or is late is stopped; the error quotes its log."""
-        timeout_s = self.spec.config.start_timeout_s
+        timeout_s = self.spec.start_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 await self._until_generating()
@@ -135,21 +157,22 @@ class EngineProcess:
         return self.describe_end()
 
     async def _until_generating(self) -> None:
-        client = EngineClient(self.endpoint, request_timeout_s=self.spec.config.start_timeout_s)
+        client = EngineClient(self.endpoint, request_timeout_s=self.spec.start_timeout_s)
         try:
             while not await client.is_healthy():
                 if self.exit_code is not None:
                     raise EngineError(f"exited with {_describe_exit(self.exit_code)}")
                 await asyncio.sleep(_POLL_S)
-            # The first tokens may wait for kernels to be compiled; that is part of the start.
-            await client.generate(GenerateRequest(rid="ready", input_ids=(0,), max_new_tokens=2, temperature=0.0))
+            if self.spec.node == 0:
+                # The first tokens may wait for kernels to be compiled; that is part of the start.
+                await client.generate(GenerateRequest(rid="ready", input_ids=(0,), max_new_tokens=2, temperature=0.0))
         finally:
             await client.close()
 
     async def _give_up(self, reason: str) -> NoReturn:
         await asyncio.to_thread(self.stop)
         kind = PortTakenError if _PORT_TAKEN.search("\n".join(self._tail)) else MachineError
-        raise kind(f"engine {self.spec.index}: {reason}; {self._log_hint()}")
+        raise kind(f"{self.spec}: {reason}; {self._log_hint()}")
 
     def stop(self) -> None:
         """Kill the server and everything it started. Does nothing if it has ended or was never started."""
@@ -218,32 +241,46 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         "--tp-size": config.tensor,
         "--ep-size": config.expert,
         "--max-running-requests": config.max_running_requests,
-        "--mem-fraction-static": config.memory_fraction,
         "--random-seed": spec.seed % (1 << 31),
-        "--weight-version": "0",
+        # An answer that no publish preceded is refused by its version.
+        "--weight-version": "0" if spec.loads_weights else _NO_VERSION,
+        "--load-format": "auto" if spec.loads_weights else "dummy",
         "--custom-weight-loader": LOADER,
         "--log-level-http": "warning",
+        **_memory_options(spec),
+        **_node_options(spec),
     }
-    cached_tokens = config.max_cached_tokens
     if spec.device == "cpu":
         options["--attention-backend"] = "torch_native"
         # A prompt that is split between batches would be computed in another order than a whole one.
         options["--chunked-prefill-size"] = -1
-        cached_tokens = cached_tokens or CPU_CACHED_TOKENS
     else:
         # Other kernels store the experts in an order of their own, which a publish does not know.
         options["--moe-runner-backend"] = "triton"
-    if cached_tokens is not None:
-        options["--max-total-tokens"] = cached_tokens
     # Without sleep-on-idle a waiting engine polls and takes a whole core of the machine that trains.
     # Its own metrics are under /metrics, which needs no key.
     flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle", "--enable-metrics"]
-    if config.is_deterministic:
+    if config.is_deterministic_on(spec.device):
         flags.append("--enable-deterministic-inference")
-    if spec.can_sleep and spec.device == "cuda":
+    if spec.shares_devices and spec.device == "cuda":
         flags.append("--enable-memory-saver")
     words = [str(word) for option in options.items() for word in option]
     return [sys.executable, "-m", module, *words, *flags, *_native_words(config.sglang)]
+
+
+def _memory_options(spec: EngineSpec) -> dict[str, str | int | float | Path]:
+    config, is_shared_gpu = spec.config, spec.shares_devices and spec.device == "cuda"
+    tokens = config.max_cached_tokens or spec.cached_tokens or (CPU_CACHED_TOKENS if spec.device == "cpu" else None)
+    # In a shared pool SGLang's fraction would be one of what the trainers have left at this moment.
+    fraction = _MOST_MEMORY if is_shared_gpu and tokens is not None else config.memory_fraction
+    return {"--mem-fraction-static": fraction, **({} if tokens is None else {"--max-total-tokens": tokens})}
+
+
+def _node_options(spec: EngineSpec) -> dict[str, str | int | float | Path]:
+    if spec.num_nodes == 1:
+        return {}
+    assert spec.rendezvous is not None, f"{spec}: no rendezvous"
+    return {"--nnodes": spec.num_nodes, "--node-rank": spec.node, "--dist-init-addr": spec.rendezvous}
 
 
 def _native_words(options: Mapping[str, object]) -> list[str]:

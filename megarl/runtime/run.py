@@ -18,7 +18,7 @@ from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
 from megarl.runtime.build import LoopBuilder
 from megarl.runtime.cluster import Pool, open_cluster, settle
-from megarl.runtime.engines.serving import Serving, connect, reserve_pools, start_serving
+from megarl.runtime.engines.serving import Serving, connect, make_room, reserve_pools, start_serving
 from megarl.runtime.inputs import Inputs, read_inputs
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.resume import Restarts, checked_resume_point, last_good
@@ -119,6 +119,7 @@ class _Run:
         recipe, shape = self._recipe, self._inputs.shape
         async with AsyncExitStack() as stack:
             with self._observer.phase("start"):
+                await make_room(recipe.roles, serving)
                 starting = running_trainers(recipe, shape, pools, resume=point)
                 trainers = await stack.enter_async_context(starting)
                 # Shielded: engines go on starting when ranks are lost meanwhile.

@@ -65,9 +65,7 @@ class Offload:
             torch.cuda.synchronize(self._device)
         for absent in self._absent.values():
             absent.storage.resize_(0)
-        if self._is_cuda:
-            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-            torch.cuda.empty_cache()
+        free_cache(self._device)
 
     def reload(self, first: Iterable[Tensor]) -> None:
         """Allocate the memory again. Work submitted from now on sees the values of `first`, and zeros in dropped ones.
@@ -120,6 +118,14 @@ class Offload:
         for (key, storage), size in zip(new.items(), sizes, strict=True):
             self._places[key] = storage, block[start : start + storage.nbytes()]
             start += size
+
+
+def free_cache(device: torch.device) -> None:
+    """Give back the memory that torch keeps for later: other processes of the device need it now."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
 
 
 def _storages(tensors: Iterable[Tensor], *, even_if_empty: bool = False) -> dict[int, torch.UntypedStorage]:

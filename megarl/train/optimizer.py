@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.roles import OptimizerConfig, TrainedModelConfig
-from megarl.train.memory import Offload
+from megarl.train.memory import Offload, free_cache
 from megarl.train.model import Model
 from megarl.train.shards import Shard, shards_of
 
@@ -27,7 +27,8 @@ class ModelOptimizer:
     def __init__(self, chunks: Sequence[Model], config: OptimizerConfig, split: TrainedModelConfig) -> None:
         self._config = config
         self._offloads = split.offload
-        self._offload = Offload(next(chunks[0].parameters()).device)
+        self._device = next(chunks[0].parameters()).device
+        self._offload = Offload(self._device)
         model_config = chunks[0].config
         model_config.finalize_model_grads_func = _sum_gradients
         buffers = buffer_config(split.megatron_ddp)
@@ -76,8 +77,10 @@ class ModelOptimizer:
         return not (self._offload.is_released and self._offloads == "everything")
 
     def release(self) -> None:
-        """Free device memory, as much as the recipe's `offload` says."""
-        if self._offloads != "nothing":
+        """Free device memory: the allocator's cache, and as much else as the recipe's `offload` says."""
+        if self._offloads == "nothing":
+            free_cache(self._device)
+        else:
             self._offload.release(self.tensors_to_offload(), self._gradients())
 
     def tensors_to_offload(self) -> list[Tensor]:

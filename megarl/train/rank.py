@@ -21,6 +21,7 @@ from megarl.data.packing import unpack
 from megarl.system.faults import Spoil, StepPoint, reach
 from megarl.train import cpu
 from megarl.train.logprob import TokenScores
+from megarl.train.memory import free_cache
 from megarl.train.model import DeviceMicroBatch, Model, build_chunks, to_device
 from megarl.train.passes import forward
 from megarl.train.stats import gather_tokens
@@ -98,6 +99,13 @@ class ModelRank:
             for index, model in enumerate(self._models)
             for name, parameter in model.named_parameters()
         }
+
+    def release(self) -> None:
+        """Free the device's memory that is not in use, for engines of the same pool."""
+        free_cache(self._topology.device)
+
+    def reload(self) -> None:
+        """Take back what `release` freed; here that is nothing."""
 
     def close(self) -> None:
         """Leave the groups of ranks; no method may be called afterwards."""

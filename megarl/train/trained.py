@@ -76,7 +76,7 @@ class TrainedRank(ModelRank):
         )
 
     def release(self) -> None:
-        """Free the device until `reload`; meanwhile only saving is allowed."""
+        """Free the device until `reload`; meanwhile only saving is allowed, unless nothing is offloaded."""
         with self._on_device():
             self._optimizer.release()
 

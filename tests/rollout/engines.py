@@ -72,12 +72,13 @@ def engine_spec(
     return EngineSpec(
         index=0,
         model_folder=model_folder,
-        config=RolloutRoleConfig(pool="rollout", tensor=tensor, expert=expert, start_timeout_s=start_timeout_s),
+        config=RolloutRoleConfig(pool="rollout", tensor=tensor, expert=expert),
         device="cpu",
         seed=1,
         run_folder=run_folder,
         keys=EngineKeys.fresh(),
         port=port,
+        start_timeout_s=start_timeout_s,
     )
 
 

@@ -16,6 +16,7 @@ import pytest
 from megarl.config.native.options import read_library
 from megarl.config.native.owned import owned
 from megarl.config.section import Device
+from megarl.env import engine_environment
 from megarl.errors import MachineError
 from megarl.rollout.process import EngineProcess, command_line, last_message
 from megarl.system.proc import ZOMBIE, all_processes
@@ -63,6 +64,50 @@ def test_options_follow_the_role_and_the_device(tmp_path: Path) -> None:
     assert "--enable-deterministic-inference" in words
 
 
+def test_an_engine_that_a_publish_fills_reads_no_weights_and_has_no_version(tmp_path: Path) -> None:
+    spec = replace(engine_spec(tmp_path / "model", tmp_path), loads_weights=False)
+    options = dict(pairwise(command_line(spec, port=1234, keys_path=tmp_path / "keys.yaml")))
+    assert options["--load-format"] == "dummy"
+    assert not options["--weight-version"].isdigit()
+
+
+def test_the_cache_of_an_engine_beside_trainers_has_the_planned_size_whatever_is_free(tmp_path: Path) -> None:
+    plain = replace(engine_spec(tmp_path / "model", tmp_path), device="cuda", cached_tokens=70_000)
+    shared = replace(plain, shares_devices=True)
+    fixed = replace(shared, config=shared.config.model_copy(update={"max_cached_tokens": 50_000}))
+    words = [command_line(spec, port=1234, keys_path=tmp_path / "keys.yaml") for spec in (plain, shared, fixed)]
+    options = [dict(pairwise(item)) for item in words]
+    assert [item["--max-total-tokens"] for item in options] == ["70000", "70000", "50000"]
+    assert [item["--mem-fraction-static"] for item in options] == ["0.8", "0.95", "0.95"]
+    assert ["--enable-memory-saver" in item for item in words] == [False, True, True]
+    check = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
+    environments = [
+        engine_environment(device="cuda", tensor=1, interface=None, shares_devices=shares) for shares in (False, True)
+    ]
+    assert [environment.get(check) for environment in environments] == [None, "0"]
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen", "expected"), [("cpu", None, True), ("cuda", None, False), ("cuda", True, True)]
+)
+def test_decoding_is_deterministic_by_device_unless_the_recipe_decides(
+    device: Device, chosen: bool | None, expected: bool, tmp_path: Path
+) -> None:
+    plain = engine_spec(tmp_path / "model", tmp_path)
+    config = plain.config.model_copy(update={"is_deterministic": chosen})
+    words = command_line(replace(plain, device=device, config=config), port=1234, keys_path=tmp_path / "keys.yaml")
+    assert ("--enable-deterministic-inference" in words) is expected
+
+
+def test_the_processes_of_several_nodes_differ_in_their_rank_and_their_log(tmp_path: Path) -> None:
+    whole = replace(engine_spec(tmp_path / "model", tmp_path, tensor=16), num_nodes=2, rendezvous="10.0.0.1:4000")
+    parts = [replace(whole, node=node) for node in range(2)]
+    options = [dict(pairwise(command_line(part, port=1234, keys_path=tmp_path / "keys.yaml"))) for part in parts]
+    assert [item["--node-rank"] for item in options] == ["0", "1"]
+    assert all(item["--nnodes"] == "2" and item["--dist-init-addr"] == "10.0.0.1:4000" for item in options)
+    assert [part.log_path.name for part in parts] == ["engine_0.log", "engine_0_node_1.log"]
+
+
 def test_native_options_come_last_in_the_order_of_the_recipe(tmp_path: Path) -> None:
     options: dict[str, object] = {
         "schedule_policy": "lpm",
@@ -91,7 +136,8 @@ def test_native_options_come_last_in_the_order_of_the_recipe(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_no_option_is_set_by_both_megarl_and_a_recipe(device: Device, tmp_path: Path) -> None:
-    spec = replace(engine_spec(tmp_path / "model", tmp_path), device=device, can_sleep=True)
+    plain = engine_spec(tmp_path / "model", tmp_path)
+    spec = replace(plain, device=device, shares_devices=True, num_nodes=2, rendezvous="10.0.0.1:4000")
     words = command_line(spec, port=1234, keys_path=tmp_path / "keys.yaml")
     own = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")} - {"config"}
     assert own <= set(read_library("sglang").fields)

@@ -177,8 +177,18 @@ class FakeCluster:
         assert self.marked == (step, self._position + 1)
         self.saved.append((*self.marked, is_last))
 
-    async def sleep(self) -> None:
+    async def sleep(self, *, releases_weights: bool) -> None:
+        assert not releases_weights
         self.calls.append("sleep")
+
+    async def take_weights(self) -> None: ...
+
+    @property
+    def reachable(self) -> list[object]:
+        return [self]
+
+    async def any_reachable(self) -> list[object]:
+        return self.reachable
 
     async def wake(self) -> None:
         self.calls.append("wake")
@@ -376,7 +386,7 @@ def test_a_resumed_loop_trains_on_what_the_whole_one_would_have_though_prompts_a
 
 def test_engines_of_a_shared_pool_sleep_while_the_trainer_works() -> None:
     cluster = FakeCluster()
-    run(cluster, num_steps=2, phases=SharedPhases([cluster]))
+    run(cluster, num_steps=2, phases=SharedPhases(cluster))
     assert cluster.calls == [
         *("publish 0", "sleep", "update", "publish 1"),
         *("wake", "sleep", "update", "publish 2", "drain"),
@@ -385,7 +395,7 @@ def test_engines_of_a_shared_pool_sleep_while_the_trainer_works() -> None:
 
 def test_a_trainer_that_offloads_is_away_while_engines_generate() -> None:
     cluster = FakeCluster()
-    phases = SharedPhases([cluster])
+    phases = SharedPhases(cluster)
 
     async def release() -> None:
         cluster.calls.append("release")
@@ -426,7 +436,7 @@ def test_the_seconds_of_a_step_include_the_time_in_which_devices_change_hands() 
     sink = ListSink()
     cluster = SlowToWake()
     began = time.monotonic()
-    run(cluster, num_steps=3, phases=SharedPhases([cluster]), sinks=[sink])
+    run(cluster, num_steps=3, phases=SharedPhases(cluster), sinks=[sink])
     seconds = [event.summary.seconds for event in sink.events if isinstance(event, StepFinished)]
     assert all(step_s >= 0.2 for step_s in seconds[1:])
     assert sum(seconds) <= time.monotonic() - began, "each step has a clock of its own"

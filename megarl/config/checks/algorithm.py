@@ -88,12 +88,11 @@ def check_staleness(recipe: Recipe) -> Iterator[Problem]:
     if isinstance(algorithm, SftConfig):
         message = f"{staleness} has no effect in sft, which generates nothing to train on; remove it"
         yield Problem(key="train.max_staleness", message=message)
-    pools = recipe.roles.used_pools
-    sharing = [role for role, pool in pools.items() if role != "rollout" and pool == pools.get("rollout")]
-    if sharing:
+    if sharing := recipe.roles.beside_engines:
         yield Problem(
             key="train.max_staleness",
-            message=f"{staleness} generates while {sharing[0]} works, but both have pool {pools['rollout']}; "
+            message=f"{staleness} generates while {sharing[0]} works, but both have pool "
+            f"{recipe.roles.used_pools['rollout']}; "
             "give roles.rollout a pool of its own or set it to 0",
         )
     filtering = algorithm.filter if isinstance(algorithm, PolicyGradientConfig) else None

@@ -29,6 +29,7 @@ _KEYS_OF_STARTED_ENGINES = (
     "expert",
     "max_cached_tokens",
     "memory_fraction",
+    "release",
     "is_deterministic",
     "start_timeout_s",
     "sglang",
@@ -105,6 +106,11 @@ def check_unused_keys(roles: RolesConfig) -> Iterator[Problem]:
                 key=f"roles.{role}.offload",
                 message=f"{trained.offload} makes room for engines, and none are in pool {trained.pool}; remove it",
             )
+    if roles.rollout is not None and roles.rollout.release != "kv_cache" and engine_pool and not roles.beside_engines:
+        yield Problem(
+            key="roles.rollout.release",
+            message=f"{roles.rollout.release} makes room for trainers, and none are in pool {engine_pool}; remove it",
+        )
     reference = roles.reference
     if reference is not None and reference.pool is None:
         for name in sorted(reference.model_fields_set - {"pool", "path"}):
@@ -156,13 +162,10 @@ def _pools(pools: Mapping[str, PoolConfig], roles: RolesConfig) -> Iterator[Prob
             stage_ranks = pools[pool].gpus // split.pipeline
             yield from check_expert_ranks(split, stage_ranks=stage_ranks, prefix=f"roles.{role}.")
     if rollout is not None and rollout.pool is not None and rollout.pool in pools:
-        per_node = pools[rollout.pool].gpus_per_node
-        if per_node % rollout.tensor:
-            yield Problem(
-                key="roles.rollout.tensor",
-                message=f"{rollout.tensor} does not divide the {per_node} gpus of a node of pool {rollout.pool}; "
-                "an engine stays on one node",
-            )
+        yield from _tensor_groups(rollout.tensor, pools[rollout.pool], role="rollout", pool_name=rollout.pool)
+        if (gpus := pools[rollout.pool].gpus) % rollout.tensor:
+            message = f"engines of {rollout.tensor} gpus do not fill the {gpus} gpus of pool {rollout.pool}"
+            yield Problem(key="roles.rollout.tensor", message=message)
         yield from check_engine_experts(tensor=rollout.tensor, expert=rollout.expert, prefix="roles.rollout.")
     for name in sorted(set(pools) - set(used.values())):
         yield Problem(key=f"pools.{name}", message="no role uses this pool; remove it or name it in a role")

@@ -119,7 +119,7 @@ class Canary:
         answered = [
             (engine, answer) for engine, answer in zip(engines, answers, strict=True) if isinstance(answer, Response)
         ]
-        async with self._phases.training():
+        async with self._phases.comparing():
             trained = await self._logprobs([self._question.sample(answer) for _, answer in answered])
         reasons = {
             engine.index: str(answer)

@@ -1,10 +1,16 @@
-"""Engines as Ray actors: an SGLang server is a child of an actor on its node and ends with it."""
+"""Engines as Ray actors: an SGLang server is a child of an actor on its node and ends with it.
+
+An engine of several nodes has an actor and a process on each. It is one engine: it answers at its first node, and when
+one of its processes ends, all are ended and started again.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import TypeVar, TypeVarTuple
 
 import ray
@@ -25,26 +31,24 @@ _MAX_STARTS = 3
 
 
 class EngineHost:
-    """The actor that starts, watches and stops one engine. It runs several calls at a time."""
+    """The actor that starts, watches and stops one engine on one node. It runs several calls at a time."""
 
     def __init__(self) -> None:
         self._engine: EngineProcess | None = None
 
+    async def find_address(self, bind: str | None) -> str:
+        """Return this node's address with a port that is free now, where the processes of an engine meet."""
+        with socket.create_server((own_address(bind), 0)) as listener:
+            host, port = listener.getsockname()[:2]
+        return f"{host}:{port}"
+
     async def start(self, spec: EngineSpec) -> EngineEndpoint:
-        """Start an engine; return when it generates. If another process took a port, it is tried again with others."""
-        for attempt in range(1, _MAX_STARTS + 1):
-            await self.stop()
-            engine = EngineProcess(replace(spec, host=own_address(spec.bind)))
-            self._engine = engine
-            engine.start()
-            try:
-                await engine.wait_ready()
-            except PortTakenError:
-                if attempt == _MAX_STARTS or spec.port is not None:
-                    raise
-            else:
-                return engine.endpoint
-        raise AssertionError("the last attempt returns or raises")
+        """Start an engine; return when it generates."""
+        await self.stop()
+        self._engine = engine = EngineProcess(replace(spec, host=own_address(spec.bind)))
+        engine.start()
+        await engine.wait_ready()
+        return engine.endpoint
 
     async def wait_end(self) -> str:
         """Wait for the end of the engine; return the reason."""
@@ -62,44 +66,73 @@ class Engines:
     """The processes of all engines, by index. The fleet knows what they serve."""
 
     def __init__(self, specs: Sequence[EngineSpec], places: Sequence[Sequence[Place]], *, share: float) -> None:
-        """`places` has those of each engine."""
+        """`places` has those of each engine, node by node."""
         self._specs = tuple(specs)
-        self._places = tuple(places)
+        self._places = tuple(on_nodes(of_engine) for of_engine in places)
         self._share = share
-        self._hosts: dict[int, ActorHandle] = {}
+        self._hosts: dict[tuple[int, int], ActorHandle] = {}
+        """By engine and node."""
 
     async def start(self, index: int) -> EngineEndpoint:
         """Start or restart an engine in its places; a MegarlError has the reason of a failure."""
-        spec = self._specs[index]
-        if index not in self._hosts:
-            places = self._places[index]
-            options = places[0].options(_environment(places), share=self._share)
-            self._hosts[index] = ray.remote(EngineHost).options(**options).remote()
-        deadline_s = spec.config.start_timeout_s + _STOP_TIMEOUT_S
-        return await self._call(index, EngineHost.start, spec, timeout_s=deadline_s)
+        for node, places in enumerate(self._places[index]):
+            if (index, node) not in self._hosts:
+                options = places[0].options(_environment(places), share=self._share)
+                self._hosts[index, node] = ray.remote(EngineHost).options(**options).remote()
+        return await with_free_ports(lambda: self._start_nodes(index))
+
+    async def _start_nodes(self, index: int) -> EngineEndpoint:
+        spec, num_nodes = self._specs[index], len(self._places[index])
+        deadline_s = spec.start_timeout_s + _STOP_TIMEOUT_S
+        if num_nodes > 1:
+            address = await self._call(index, 0, EngineHost.find_address, spec.bind, timeout_s=deadline_s)
+            spec = replace(spec, num_nodes=num_nodes, rendezvous=address)
+        starts = [
+            self._call(index, node, EngineHost.start, replace(spec, node=node), timeout_s=deadline_s)
+            for node in range(num_nodes)
+        ]
+        try:
+            endpoints = await asyncio.gather(*starts)
+        except MegarlError:
+            # The processes of the other nodes would wait for the one that failed.
+            await self.end(index)
+            raise
+        hosts = tuple(endpoint.host for endpoint in endpoints)
+        return endpoints[0] if num_nodes == 1 else replace(endpoints[0], node_hosts=hosts)
 
     async def wait_end(self, index: int) -> str:
-        """Wait for the end of an engine or of its host; return the reason."""
+        """Wait for the end of a process of an engine or of its host; return the reason."""
+        waits = [asyncio.create_task(self._wait_node(index, node)) for node in range(len(self._places[index]))]
         try:
-            return await self._call(index, EngineHost.wait_end, timeout_s=None)
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _wait_node(self, index: int, node: int) -> str:
+        try:
+            reason = await self._call(index, node, EngineHost.wait_end, timeout_s=None)
         except EngineError as error:
             return str(error)
+        return f"node {node}: {reason}" if len(self._places[index]) > 1 else reason
 
     async def end(self, index: int) -> None:
         """End an engine at once, in any state."""
-        if index not in self._hosts:
-            return
+        await asyncio.gather(*(self._end_node(*key) for key in list(self._hosts) if key[0] == index))
+
+    async def _end_node(self, index: int, node: int) -> None:
         try:
-            await self._call(index, EngineHost.stop, timeout_s=_STOP_TIMEOUT_S)
+            await self._call(index, node, EngineHost.stop, timeout_s=_STOP_TIMEOUT_S)
         except EngineError:
             # A host that cannot end its engine is killed; the engine ends with it.
-            host = self._hosts.pop(index, None)
+            host = self._hosts.pop((index, node), None)
             if host is not None:
                 ray.kill(host)
 
     async def stop(self) -> None:
         """Stop all engines."""
-        calls = [self._call(index, EngineHost.stop, timeout_s=_STOP_TIMEOUT_S) for index in self._hosts]
+        calls = [self._call(*key, EngineHost.stop, timeout_s=_STOP_TIMEOUT_S) for key in self._hosts]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):
@@ -108,12 +141,16 @@ class Engines:
     async def _call(
         self,
         index: int,
+        node: int,
         method: Callable[[EngineHost, *Arguments], Coroutine[None, None, Result]],
         *arguments: *Arguments,
         timeout_s: float | None,
     ) -> Result:
         name = method.__name__
-        reference = getattr(self._hosts[index], name).remote(*arguments)
+        host = self._hosts.get((index, node))
+        if host is None:
+            raise EngineError(f"engine {index}: its host process is gone")
+        reference = getattr(host, name).remote(*arguments)
         try:
             async with asyncio.timeout(timeout_s):
                 result: Result = await reference
@@ -125,8 +162,27 @@ class Engines:
                 raise error.cause from None
             raise EngineError(f"engine {index}: {name} failed: {error.cause}") from error
         except ray.exceptions.RayActorError as error:
-            self._hosts.pop(index, None)
+            self._hosts.pop((index, node), None)
             raise EngineError(f"engine {index}: its host process died during {name}") from error
+
+
+async def with_free_ports(start: Callable[[], Awaitable[Result]]) -> Result:
+    """Start something; if another process took one of its ports meanwhile, it is tried again with others."""
+    for _ in range(_MAX_STARTS - 1):
+        try:
+            return await start()
+        except PortTakenError:
+            continue
+    return await start()
+
+
+def on_nodes(places: Sequence[Place]) -> list[list[Place]]:
+    """Return the places of one engine by node. Nodes have equal shares, in the order of the TP ranks."""
+    nodes = [list(of_node) for _, of_node in groupby(places, key=lambda place: place.node)]
+    shares = {of_node[0].node: len(of_node) for of_node in nodes}
+    assert len(shares) == len(nodes), f"TP ranks in turn on {[place.node for place in places]}"
+    assert len(set(shares.values())) == 1, f"unequal shares of an engine: {shares}"
+    return nodes
 
 
 async def start_engines(
@@ -139,6 +195,6 @@ async def start_engines(
 
 
 def _environment(places: Sequence[Place]) -> dict[str, str]:
-    """Let an engine see all its GPUs. Its host is placed on the first: a Ray actor cannot span bundles."""
+    """Let an engine see all its GPUs of a node. Its host is placed on the first one."""
     gpus = [str(place.gpu) for place in places if place.gpu is not None]
     return {**ENGINE_HOST_ENVIRONMENT, **(visible_gpus(gpus) if gpus else {})}

@@ -5,6 +5,7 @@ It outlives the trainer ranks: each new set of ranks is connected with the engin
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,15 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
+import ray
+
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import PoolConfig, RolesConfig, RolloutRoleConfig
 from megarl.observe.observer import Observer
+from megarl.planner.hardware import gpu_of
+from megarl.planner.memory import planned_cached_tokens
 from megarl.results import PublishResult
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.rollout.control import EngineControl
-from megarl.rollout.fleet import Fleet
-from megarl.rollout.lifecycle import RestartPolicy
+from megarl.rollout.deadlines import EngineDeadlines, deadlines_of
+from megarl.rollout.fleet import UNFILLED, Fleet
+from megarl.rollout.lifecycle import FellBehind, RestartPolicy
 from megarl.rollout.process import EngineSpec
 from megarl.runtime.cluster import Cluster, Place, Pool, gpu_numbers, open_cluster, own_address
 from megarl.runtime.engines.file_publisher import PUBLISH_FOLDER, FilePublisher, endpoints_of
@@ -28,13 +34,12 @@ from megarl.runtime.engines.operator import open_to_operator
 from megarl.runtime.engines.processes import start_engines
 from megarl.runtime.engines.publisher import TransferPublisher
 from megarl.runtime.engines.supervisor import Supervisor, observe_fleet
-from megarl.runtime.phases import Offloader, SeparatePhases, SharedPhases
+from megarl.runtime.phases import Offloader, SeparatePhases, SharedPhases, SharedPublisher
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.actor import ActorWeights
-from megarl.runtime.trainers.ranks import RankGroup
 from megarl.runtime.trainers.start import Trainers, start_trainers
 from megarl.stages import Phases, Publisher
-from megarl.train.trained import TrainedRank
+from megarl.train.rank import ModelRank
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.gpu_order import nearest_order
 from megarl.weights.layouts.megatron import MegatronParallel
@@ -103,12 +108,15 @@ async def start_serving(
     if config is None:
         return NoServing()
     publish_timeout_s = config.publish_timeout_s + recipe.train.operation_timeout_s
+    deadlines = deadlines_of(
+        config, shape, device=recipe.run.device, max_response_tokens=recipe.longest_response_tokens
+    )
     if config.pool is None:
         endpoints = endpoints_of(config.endpoints, device=recipe.run.device)
         publish_folder = config.publish_folder or recipe.run_folder / PUBLISH_FOLDER
         return ExternalServing(
             config=config,
-            fleet=_open_fleet(config, endpoints, stack, observer, publish_timeout_s=publish_timeout_s),
+            fleet=_open_fleet(config, endpoints, deadlines, stack, observer, publish_timeout_s=publish_timeout_s),
             model_folder=recipe.model.path.absolute(),
             publish_folder=publish_folder.absolute(),
         )
@@ -116,34 +124,52 @@ async def start_serving(
     num_engines = len(pool.places) // config.tensor
     transfer = transfer_spec(recipe, config, shape, num_engines=num_engines)
     transfer, places = _place(transfer, pools[recipe.roles.actor.pool].places, pool.places)
-    keys = EngineKeys.fresh()
-    specs = [
-        EngineSpec(
-            index=index,
-            model_folder=recipe.model.path.absolute(),
-            config=config,
-            device=recipe.run.device,
-            seed=recipe.run.seed,
-            run_folder=recipe.run_folder.absolute(),
-            keys=keys,
-            can_sleep=pool.is_shared,
-            bind=recipe.network.bind,
-        )
-        for index in range(num_engines)
-    ]
+    cached_tokens = None
+    if pool.is_shared and recipe.run.device == "cuda":
+        cached_tokens = planned_cached_tokens(shape, config, gpu_of(recipe.cluster, accelerators()))
+    first = EngineSpec(
+        index=0,
+        model_folder=recipe.model.path.absolute(),
+        config=config,
+        device=recipe.run.device,
+        seed=recipe.run.seed,
+        run_folder=recipe.run_folder.absolute(),
+        keys=EngineKeys.fresh(),
+        start_timeout_s=deadlines.start_s,
+        loads_weights=False,
+        shares_devices=pool.is_shared,
+        cached_tokens=cached_tokens,
+        bind=recipe.network.bind,
+    )
+    specs = [replace(first, index=index) for index in range(num_engines)]
     engines, endpoints = await start_engines(specs, places, share=pool.share)
     stack.push_async_callback(engines.stop)
     # The longest time without news of an engine that is being restarted.
-    publish_timeout_s += config.start_timeout_s
-    policy = _restart_policy(config)
-    fleet = _open_fleet(config, endpoints, stack, observer, publish_timeout_s=publish_timeout_s, policy=policy)
-    supervisor = Supervisor(fleet, engines, connect=partial(EngineClient, request_timeout_s=config.request_timeout_s))
+    publish_timeout_s += deadlines.start_s
+    policy = _restart_policy(config, start_timeout_s=deadlines.start_s)
+    fleet = _open_fleet(
+        config, endpoints, deadlines, stack, observer, publish_timeout_s=publish_timeout_s, policy=policy
+    )
+    supervisor = Supervisor(fleet, engines, connect=partial(EngineClient, request_timeout_s=deadlines.request_s))
     await stack.enter_async_context(supervisor.running())
     await stack.enter_async_context(open_to_operator(recipe.run_folder, fleet, supervisor))
-    host, phases = own_address(recipe.network.bind), SharedPhases([fleet]) if pool.is_shared else SeparatePhases()
+    phases: SeparatePhases | SharedPhases = SeparatePhases()
+    if pool.is_shared:
+        phases = SharedPhases(fleet, releases_weights=config.release == "everything")
     return ManagedServing(
-        config=config, fleet=fleet, supervisor=supervisor, transfer=transfer, host=host, phases=phases
+        config=config,
+        fleet=fleet,
+        supervisor=supervisor,
+        transfer=transfer,
+        host=own_address(recipe.network.bind),
+        phases=phases,
     )
+
+
+def accelerators() -> list[str]:
+    """Return the kinds of GPUs that Ray reports, such as `H100`."""
+    prefix = "accelerator_type:"
+    return [name.removeprefix(prefix) for name in ray.cluster_resources() if name.startswith(prefix)]
 
 
 def _place(
@@ -169,6 +195,7 @@ def _place(
 def _open_fleet(
     config: RolloutRoleConfig,
     endpoints: Sequence[EngineEndpoint],
+    deadlines: EngineDeadlines,
     stack: AsyncExitStack,
     observer: Observer,
     *,
@@ -176,22 +203,26 @@ def _open_fleet(
     policy: RestartPolicy | None = None,
 ) -> Fleet:
     fleet = Fleet(
-        [EngineClient(endpoint, request_timeout_s=config.request_timeout_s) for endpoint in endpoints],
+        [EngineClient(endpoint, request_timeout_s=deadlines.request_s) for endpoint in endpoints],
         max_outstanding=config.max_running_requests,
         publish_timeout_s=publish_timeout_s,
         policy=policy,
     )
     stack.push_async_callback(fleet.close)
+    if policy is not None:
+        # Engines that megarl starts have random weights at first.
+        for engine in fleet.engines:
+            fleet.report(engine, FellBehind(reason=UNFILLED))
     observe_fleet(fleet, observer)
     return fleet
 
 
-def _restart_policy(config: RolloutRoleConfig) -> RestartPolicy:
+def _restart_policy(config: RolloutRoleConfig, *, start_timeout_s: float) -> RestartPolicy:
     return RestartPolicy(
         max_restarts=config.max_restarts,
         back_off_s=config.restart_back_off_s,
         silence_timeout_s=config.silence_timeout_s,
-        start_timeout_s=config.start_timeout_s,
+        start_timeout_s=start_timeout_s,
     )
 
 
@@ -213,36 +244,55 @@ async def connect(
                 timeout_s=config.publish_timeout_s,
             )
             await publisher.connect()
-        case ManagedServing(config=config, fleet=fleet, host=host, phases=phases):
-            timeout_s, flushes_cache = config.publish_timeout_s, config.in_flight != "in_place"
-            publisher = TransferPublisher(
-                ranks=ActorWeights(trainers.actor),
-                fleet=fleet,
-                control=EngineControl(fleet, timeout_s=timeout_s, host=host, flushes_cache=flushes_cache),
-                transfer=serving.transfer,
-                timeout_s=timeout_s,
-                host=host,
-                failed=observer.publish_failed,
-            )
-            await publisher.connect()
-            serving.supervisor.attach(publisher)
+        case ManagedServing(phases=phases):
+            sending = await _connect_managed(roles, trainers, serving, observer)
+            publisher = sending
+            serving.supervisor.attach(sending)
             stack.callback(serving.supervisor.attach, None)
-            if isinstance(phases, SharedPhases):
-                phases.take_turns_with(_offloaders(roles, trainers))
         case _:
             assert_never(serving)
     return Roles(trainers=trainers, serving=serving, publisher=publisher, phases=phases)
 
 
-def _offloaders(roles: RolesConfig, trainers: Trainers) -> list[Offloader]:
-    offloaders = [_offloader(trainers.actor)] if roles.actor.offload != "nothing" else []
-    if trainers.critic is not None and roles.critic is not None and roles.critic.offload != "nothing":
-        offloaders.append(_offloader(trainers.critic))
-    return offloaders
+async def _connect_managed(
+    roles: RolesConfig, trainers: Trainers, serving: ManagedServing, observer: Observer
+) -> TransferPublisher | SharedPublisher:
+    config, fleet, host, phases = serving.config, serving.fleet, serving.host, serving.phases
+    timeout_s, flushes_cache = config.publish_timeout_s, config.in_flight != "in_place"
+    ranks = ActorWeights(trainers.actor)
+    publisher = TransferPublisher(
+        ranks=ranks,
+        fleet=fleet,
+        control=EngineControl(fleet, timeout_s=timeout_s, host=host, flushes_cache=flushes_cache),
+        transfer=serving.transfer,
+        timeout_s=timeout_s,
+        host=host,
+        failed=observer.publish_failed,
+    )
+    if not isinstance(phases, SharedPhases):
+        await publisher.connect()
+        return publisher
+    # SGLang looks at its weights whenever it gets a command.
+    await fleet.take_weights()
+    await publisher.connect()
+    shared = SharedPublisher(publisher, phases)
+
+    async def refill() -> None:
+        await shared.publish(PolicyVersion(await ranks.version()))
+
+    can_send_away = roles.actor.offload != "everything" or "actor" not in roles.beside_engines
+    phases.take_turns_with(offloaders(roles, trainers), refill=refill, can_send_away=can_send_away)
+    return shared
 
 
-def _offloader(ranks: RankGroup[TrainedRank]) -> Offloader:
-    return Offloader(release=ranks.computing(TrainedRank.release), reload=ranks.computing(TrainedRank.reload))
+def offloaders(roles: RolesConfig, trainers: Trainers) -> list[Offloader]:
+    """Return all models beside the engines: one that offloads nothing still gives back what torch keeps for later."""
+    models = {"actor": trainers.actor, "critic": trainers.critic, "reference": trainers.reference}
+    beside = [model for role in roles.beside_engines if (model := models[role]) is not None]
+    return [
+        Offloader(release=ranks.computing(ModelRank.release), reload=ranks.computing(ModelRank.reload))
+        for ranks in beside
+    ]
 
 
 @asynccontextmanager
@@ -254,9 +304,19 @@ async def started_roles(recipe: Recipe, shape: ModelShape, *, ray_address: str |
         pools = reserve_pools(cluster, recipe.pools, recipe.roles.used_pools)
         async with AsyncExitStack() as stack:
             async with task_group() as tasks:
-                trainers = tasks.create_task(start_trainers(recipe, shape, pools, stack, resume=None))
                 serving = tasks.create_task(start_serving(recipe, shape, pools, stack, observer=observer))
+                await make_room(recipe.roles, serving)
+                trainers = tasks.create_task(start_trainers(recipe, shape, pools, stack, resume=None))
             yield await connect(recipe.roles, trainers.result(), serving.result(), stack, observer=observer)
+
+
+async def make_room(roles: RolesConfig, serving: asyncio.Task[Serving]) -> None:
+    """Return when trainers may start: at once, or in a shared pool when the engines have started and sleep."""
+    if roles.beside_engines:
+        # Shielded: engines go on starting when ranks are lost meanwhile.
+        engines = await asyncio.shield(serving)
+        if isinstance(engines, ManagedServing) and isinstance(engines.phases, SharedPhases):
+            await engines.phases.make_room()
 
 
 def transfer_spec(recipe: Recipe, config: RolloutRoleConfig, shape: ModelShape, *, num_engines: int) -> TransferSpec:

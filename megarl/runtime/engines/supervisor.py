@@ -16,7 +16,7 @@ from typing import Protocol
 from megarl.errors import EngineError, MegarlError, WeightSyncError, WorkerError
 from megarl.observe.observer import Observer
 from megarl.rollout.client import EngineClient, EngineEndpoint
-from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.fleet import RELEASED, UNFILLED, Engine, Fleet
 from megarl.rollout.lifecycle import (
     Added,
     Answered,
@@ -242,6 +242,9 @@ def observe_fleet(fleet: Fleet, observer: Observer) -> None:
         )
 
     def report_change(engine: Engine, before: Life) -> None:
+        is_release = RELEASED in (before.reason, engine.reason)
+        if is_release and {before.state, engine.state} == {EngineState.HEALTHY, EngineState.STALE}:
+            return  # part of every step
         if engine.state is EngineState.RESTARTING:
             observer.restarted(
                 "rollout", engine.index, f"restart {engine.life.num_restarts} of {fleet.policy.max_restarts}"
@@ -263,6 +266,8 @@ def _describe_change(engine: Engine, before: Life, fleet: Fleet) -> str:
     match life.state:
         case EngineState.HEALTHY if before.state is EngineState.SUSPECT:
             return "it answers again"
+        case EngineState.HEALTHY if before.reason == UNFILLED:
+            return ""
         case EngineState.HEALTHY:
             return f"it has joined at version {engine.version}"
         case EngineState.DEAD if life.restart_at is not None:

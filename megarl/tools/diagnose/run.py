@@ -29,7 +29,7 @@ from megarl.rollout.tool_commands import FILE_PREFIX
 from megarl.rollout.tool_control import ToolControl
 from megarl.runtime.engines.serving import ManagedServing, started_roles, transfer_spec
 from megarl.runtime.inputs import read_inputs
-from megarl.stages import Generator
+from megarl.stages import Generator, Phases
 from megarl.tools.diagnose.diagnosis import TOLERANCES, Conversation, Diagnosis, diagnose
 from megarl.train.actor import RECORD_PREFIX, ActorRank, TrainerRecord
 from megarl.types import PolicyVersion, Prompt, RolloutGroup, TrainBatch, TrainSample
@@ -96,6 +96,7 @@ async def _diagnose(
         await roles.publisher.publish(PolicyVersion(0))
         return await compare(
             prompt,
+            phases=roles.phases,
             record_trainer=lambda batch, folder: roles.trainers.actor.call(ActorRank.record, batch, folder),
             fleet=serving.fleet,
             control=ToolControl(serving.fleet, timeout_s=rollout.publish_timeout_s, host=serving.host),
@@ -143,6 +144,7 @@ RecordTrainer: TypeAlias = Callable[[TrainBatch, Path], Awaitable[Sequence[Train
 async def compare(
     prompt: Prompt,
     *,
+    phases: Phases,
     record_trainer: RecordTrainer,
     fleet: Fleet,
     control: ToolControl,
@@ -156,13 +158,15 @@ async def compare(
     The fleet has one engine, the generator makes one rollout, and the recordings go to `folder`.
     """
     _clear(folder)
-    # A prompt whose prefix is cached would not be computed.
-    await fleet.engines[0].client.flush_cache()
-    await control.start_recording(transfer)
-    group = await generator.generate(prompt)
-    engine_digests = await control.write_recording(folder)
+    async with phases.generating():
+        # A prompt whose prefix is cached would not be computed.
+        await fleet.engines[0].client.flush_cache()
+        await control.start_recording(transfer)
+        group = await generator.generate(prompt)
+        engine_digests = await control.write_recording(folder)
     batch = _batch(group, transfer.parallel, temperature)
-    records = await record_trainer(batch, folder)
+    async with phases.comparing():
+        records = await record_trainer(batch, folder)
     (rollout,) = group.rollouts
     conversation = Conversation(
         prompt_ids=prompt.token_ids,

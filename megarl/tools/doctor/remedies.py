@@ -120,7 +120,7 @@ def correct_mismatch(run: RunHistory) -> Sequence[RecipeChange]:
     if isinstance(algorithm, PolicyGradientConfig) and algorithm.correction is None:
         changes.append(_change("algorithm.correction", "{kind: tis}"))
     rollout = run.recipe.roles.rollout
-    if rollout is not None and not rollout.is_deterministic:
+    if rollout is not None and not rollout.is_deterministic_on(run.recipe.run.device):
         changes.append(_change("roles.rollout.is_deterministic", "true"))
     return changes
 

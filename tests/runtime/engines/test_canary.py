@@ -50,7 +50,7 @@ def test_an_engine_with_the_trainers_weights_passes_and_one_with_others_does_not
                 fleet,
                 question=QUESTION,
                 logprobs=FolderTrainer(folder).logprobs,
-                phases=SharedPhases([fleet]),
+                phases=SharedPhases(fleet),
                 warn=warnings.append,
             )
             try:

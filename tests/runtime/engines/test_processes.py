@@ -11,7 +11,7 @@ from megarl.config.roles import RolloutRoleConfig
 from megarl.rollout.client import EngineKeys
 from megarl.rollout.process import EngineSpec, PortTakenError
 from megarl.runtime.engines import processes as engines
-from megarl.runtime.engines.processes import EngineHost
+from megarl.runtime.engines.processes import EngineHost, with_free_ports
 
 
 class ScriptedEngine:
@@ -54,7 +54,7 @@ def test_a_port_that_somebody_took_is_no_reason_to_give_up(
     monkeypatch.setattr(ScriptedEngine, "num_starts", 0)
     monkeypatch.setattr(engines, "EngineProcess", ScriptedEngine)
     monkeypatch.setattr(engines, "own_address", lambda _: "127.0.0.1")
-    asyncio.run(EngineHost().start(spec))
+    asyncio.run(with_free_ports(lambda: EngineHost().start(spec)))
     assert ScriptedEngine.num_starts == num_starts
 
 
@@ -64,5 +64,5 @@ def test_three_times_are_enough(spec: EngineSpec, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engines, "EngineProcess", ScriptedEngine)
     monkeypatch.setattr(engines, "own_address", lambda _: "127.0.0.1")
     with pytest.raises(PortTakenError, match="EADDRINUSE"):
-        asyncio.run(EngineHost().start(spec))
+        asyncio.run(with_free_ports(lambda: EngineHost().start(spec)))
     assert ScriptedEngine.num_starts == 3

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig
 from megarl.rollout.process import EngineProcess
+from megarl.runtime.phases import SeparatePhases
 from megarl.tools.diagnose.diagnosis import Diagnosis, Verdict
 from megarl.tools.diagnose.run import compare
 from megarl.train.actor import TrainerRecord
@@ -65,6 +66,7 @@ def diagnosed(
                 )
             return await compare(
                 prompt_of(*range(3, 20)),
+                phases=SeparatePhases(),
                 record_trainer=trainer.record,
                 fleet=fleet,
                 control=control_of(fleet),

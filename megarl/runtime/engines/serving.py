@@ -124,9 +124,8 @@ async def start_serving(
     num_engines = len(pool.places) // config.tensor
     transfer = transfer_spec(recipe, config, shape, num_engines=num_engines)
     transfer, places = _place(transfer, pools[recipe.roles.actor.pool].places, pool.places)
-    cached_tokens = None
-    if pool.is_shared and recipe.run.device == "cuda":
-        cached_tokens = planned_cached_tokens(shape, config, gpu_of(recipe.cluster, accelerators()))
+    is_shared_gpu = pool.is_shared and recipe.run.device == "cuda"
+    gpu = gpu_of(recipe.cluster, accelerators())
     first = EngineSpec(
         index=0,
         model_folder=recipe.model.path.absolute(),
@@ -138,7 +137,7 @@ async def start_serving(
         start_timeout_s=deadlines.start_s,
         loads_weights=False,
         shares_devices=pool.is_shared,
-        cached_tokens=cached_tokens,
+        cached_tokens=planned_cached_tokens(shape, config, gpu) if is_shared_gpu else None,
         bind=recipe.network.bind,
     )
     specs = [replace(first, index=index) for index in range(num_engines)]
@@ -153,16 +152,10 @@ async def start_serving(
     supervisor = Supervisor(fleet, engines, connect=partial(EngineClient, request_timeout_s=deadlines.request_s))
     await stack.enter_async_context(supervisor.running())
     await stack.enter_async_context(open_to_operator(recipe.run_folder, fleet, supervisor))
-    phases: SeparatePhases | SharedPhases = SeparatePhases()
-    if pool.is_shared:
-        phases = SharedPhases(fleet, releases_weights=config.release == "everything")
+    shared = SharedPhases(fleet, releases_weights=config.release == "everything")
+    host, phases = own_address(recipe.network.bind), shared if pool.is_shared else SeparatePhases()
     return ManagedServing(
-        config=config,
-        fleet=fleet,
-        supervisor=supervisor,
-        transfer=transfer,
-        host=own_address(recipe.network.bind),
-        phases=phases,
+        config=config, fleet=fleet, supervisor=supervisor, transfer=transfer, host=host, phases=phases
     )
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from megarl.algo.algorithm import build_algorithm
 from megarl.config.algorithm import AlgorithmConfig, GaeConfig, GrpoConfig
-from megarl.data.packing import pack
+from megarl.data.packing import Packing, pack
 from megarl.env import NO_COLOR
 from megarl.errors import MachineError
 from megarl.stages import Algorithm
@@ -119,15 +119,16 @@ def measure_step(kind: Kind, *, num_rollouts: int, num_tokens: int) -> StepMeasu
     began, cpu_began = time.perf_counter(), time.process_time()
     samples = algorithm.assign(groups, estimates)
     assigned = time.perf_counter()
-    pack(
-        samples,
+    packing = Packing(
         data_parallel=_DATA_PARALLEL,
         tokens_per_micro_batch=_MICRO_BATCH_SEQUENCES * (num_tokens + _PROMPT_TOKENS[1]),
         samples_per_update=None,
         pad_multiple=_PAD_MULTIPLE,
         micro_batch_multiple=1,
-        temperature=1.0,
     )
+    # As a run does: one share after the other, each of which is stored and forgotten.
+    for _share in pack(samples, packing, temperature=1.0):
+        pass
     packed = time.perf_counter()
     return StepMeasurement(
         kind=kind,

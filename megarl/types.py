@@ -120,6 +120,19 @@ class TrainSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleNumbers:
+    """One number per response token of some samples of a step, such as the values that one rank computed."""
+
+    sample_ids: npt.NDArray[np.int32]  # [S], indices into the step's samples
+    starts: npt.NDArray[np.int64]  # [S + 1], where the numbers of each sample begin
+    numbers: FloatArray  # [sum of T]
+
+    def by_sample(self) -> dict[int, FloatArray]:
+        arrays = np.split(self.numbers, self.starts[1:-1])
+        return dict(zip(self.sample_ids.tolist(), arrays, strict=True)) if len(self.sample_ids) else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """Whole sequences, packed end to end. Position n predicts `targets[n]`, the next token of its sequence.
 
@@ -158,13 +171,13 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """The samples of one optimizer update, split over the data-parallel ranks.
+    """One data-parallel rank's share of the samples of one optimizer update.
 
     The denominators are global: no rank or micro-batch divides by a count of its own.
     """
 
-    shares: tuple[tuple[MicroBatch, ...], ...]
-    """One tuple of micro-batches per data-parallel rank; all tuples have one length, all micro-batches one N."""
+    micro_batches: tuple[MicroBatch, ...]
+    """Every rank has equally many; those of all ranks have one N."""
     num_loss_tokens: int
     num_sequences: int
     """Sequences with a loss token: a rollout that left the loss is not in its denominator."""
@@ -172,7 +185,7 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """Everything one step trains on."""
+    """One data-parallel rank's share of everything that a step trains on."""
 
     mini_batches: tuple[MiniBatch, ...]
     temperature: float

@@ -25,7 +25,7 @@ from megarl.train.passes import forward
 from megarl.train.rank import RankSpec
 from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report
 from megarl.train.trained import TrainedRank
-from megarl.types import FloatArray, MiniBatch, PolicyVersion, TrainBatch
+from megarl.types import FloatArray, MiniBatch, PolicyVersion, SampleNumbers, TrainBatch
 
 RECORD_PREFIX = "trainer_"
 
@@ -34,7 +34,7 @@ RECORD_PREFIX = "trainer_"
 class TrainerRecord:
     """The result of `ActorRank.record`, which writes the recording itself to a file."""
 
-    logprobs: FloatArray  # [T], of the response tokens
+    logprobs: FloatArray | None  # [T], of the response tokens; None on ranks that do not answer
     weight_digests: WeightDigests
 
 
@@ -71,7 +71,7 @@ class ActorRank(TrainedRank):
         applied: list[tuple[MiniBatch, MiniBatchStats, float]] = []
         with self._on_device():
             # Old log-probabilities are not needed for a single update, whose ratio is 1, and may come with the batch.
-            is_known = is_single or batch.mini_batches[0].shares[0][0].old_logprobs is not None
+            is_known = is_single or batch.mini_batches[0].micro_batches[0].old_logprobs is not None
             old = [] if is_known else [self._score(batch, item) for item in batch.mini_batches]
             befores: list[list[Tensor] | None] = [*old] if old else [None] * len(batch.mini_batches)
             updates = list(zip(batch.mini_batches, befores, strict=True)) * self._epochs
@@ -96,8 +96,8 @@ class ActorRank(TrainedRank):
             else self._monitor.observe(summary.engine_mismatch),
         )
 
-    def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
-        """Return per sample the log-probabilities of its response tokens, [T] each."""
+    def logprobs(self, batch: TrainBatch) -> SampleNumbers | None:
+        """Return the log-probabilities of the response tokens."""
         with self._on_device():
             return self._unpack(batch, [self._score(batch, item) for item in batch.mini_batches])
 
@@ -119,14 +119,14 @@ class ActorRank(TrainedRank):
         part = topology.tensor_rank if self._spec.split.is_sequence_parallel else 0
         write_patches(folder / f"{RECORD_PREFIX}{self._spec.rank}.safetensors", recorder.patches(part=part))
         digests = weight_digests(self._holding, self._layout.canonical, self.tensors())
-        return TrainerRecord(logprobs=logprobs[0], weight_digests=digests)
+        return TrainerRecord(logprobs=None if logprobs is None else logprobs.numbers, weight_digests=digests)
 
     def keep_reference(self, folder: Path) -> None:
         """Load this rank's share of the reference policy into host memory."""
         self._reference = {name: _host_like(tensor) for name, tensor in self.tensors().items()}
         self._read(folder, self._reference)
 
-    def reference_logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
+    def reference_logprobs(self, batch: TrainBatch) -> SampleNumbers | None:
         """Return what `logprobs` does, with the weights of the reference."""
         assert self._reference, "keep_reference comes first"
         with self._on_device(), _exchanged(self.tensors(), self._reference):
@@ -137,7 +137,7 @@ class ActorRank(TrainedRank):
         known: dict[str, float | None] = {
             "num_loss_tokens": sum(mini_batch.num_loss_tokens for mini_batch in mini_batches),
             "num_sequences": sum(mini_batch.num_sequences for mini_batch in mini_batches),
-            "num_micro_batches": sum(len(mini_batch.shares[0]) for mini_batch in mini_batches),
+            "num_micro_batches": sum(len(mini_batch.micro_batches) for mini_batch in mini_batches),
         }
         if not (isinstance(self._algorithm, PolicyGradientConfig) and isinstance(self._algorithm.kl, KlLossConfig)):
             known["reference_kl"] = None

@@ -17,7 +17,7 @@ from megarl.train.passes import forward
 from megarl.train.rank import RankSpec
 from megarl.train.stats import MiniBatchStats, Report, Statistics
 from megarl.train.trained import TrainedRank
-from megarl.types import FloatArray, MiniBatch, TrainBatch
+from megarl.types import MiniBatch, SampleNumbers, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +74,8 @@ class CriticRank(TrainedRank):
         self._epochs = epochs
         self._clip = clip
 
-    def values(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
-        """Return per sample the values before each of its response tokens, [T] each."""
+    def values(self, batch: TrainBatch) -> SampleNumbers | None:
+        """Return the values before each of the response tokens."""
         self._reach("asked", step=self._num_steps + 1)
         with self._on_device():
             values: list[list[Tensor]] = [

@@ -1,7 +1,9 @@
 """One rank of a model that Megatron splits: its share in this process, and what every model needs.
 
-Every method is collective: all ranks call it with the same arguments and get the same result. Only `write` may run
-concurrently with the others, in its own thread. Knows no Ray: `runtime` starts the processes and sets deadlines.
+Every method is collective: all ranks call it, each with the batch of its data-parallel rank. Numbers per token are
+returned by the ranks that have them, one of each model replica, and are None elsewhere; other results are the same on
+all ranks. Only `write` may run concurrently with the others, in its own thread. Knows no Ray: `runtime` starts the
+processes and sets deadlines.
 """
 
 from __future__ import annotations
@@ -24,9 +26,8 @@ from megarl.train.logprob import TokenScores
 from megarl.train.memory import free_cache
 from megarl.train.model import DeviceMicroBatch, Model, build_chunks, to_device
 from megarl.train.passes import forward
-from megarl.train.stats import gather_tokens
 from megarl.train.topology import initialize, shut_down
-from megarl.types import FloatArray, MiniBatch, TrainBatch
+from megarl.types import MiniBatch, SampleNumbers, TrainBatch
 from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import check_holding, specs_of
 from megarl.weights.layouts.canonical import VALUE_HEAD
@@ -125,24 +126,21 @@ class ModelRank:
     def _share(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[DeviceMicroBatch]:
         return [
             to_device(micro_batch, self._topology.device, temperature=batch.temperature)
-            for micro_batch in mini_batch.shares[self._topology.data_rank]
+            for micro_batch in mini_batch.micro_batches
         ]
 
-    def _unpack(self, batch: TrainBatch, columns: Sequence[Sequence[Tensor]]) -> tuple[FloatArray, ...]:
-        """Return per sample the values of its response tokens on all ranks, from the columns on the last stages."""
-        arrays = []
-        for mini_batch, of_share in zip(batch.mini_batches, columns, strict=True):
-            share = mini_batch.shares[self._topology.data_rank]
-            shape = (len(share), len(share[0].token_ids))
-            arrays.append(gather_tokens(of_share, shape, self._topology).cpu().numpy())
-        return unpack(batch, arrays)
+    def _unpack(self, batch: TrainBatch, columns: Sequence[Sequence[Tensor]]) -> SampleNumbers | None:
+        """Return the numbers of the share's response tokens on the rank that answers, None on the others."""
+        if not self._topology.answers:
+            return None
+        return unpack(batch, [[column.float().cpu().numpy() for column in of_share] for of_share in columns])
 
 
 class ReferenceRank(ModelRank):
     """A rank of a reference policy in its own pool: weights without an optimizer."""
 
-    def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
-        """Return per sample the log-probabilities of its response tokens, [T] each."""
+    def logprobs(self, batch: TrainBatch) -> SampleNumbers | None:
+        """Return the log-probabilities of the response tokens."""
         with self._on_device():
             scores: list[list[TokenScores]] = [self._score(batch, item) for item in batch.mini_batches]
             return self._unpack(batch, [[item.logprobs for item in of_share] for of_share in scores])

@@ -161,12 +161,3 @@ ACTOR: Statistics[ActorTokens, UpdateStats] = Statistics(
         ),
     },
 )
-
-
-def gather_tokens(columns: Sequence[Tensor], shape: tuple[int, int], topology: Topology) -> Tensor:
-    """Return [data-parallel ranks, micro-batches, N] on every rank; `columns` are empty except on the last stage."""
-    gathered = torch.zeros((topology.data, *shape), dtype=torch.float32, device=topology.device)
-    if topology.is_last_stage:
-        dist.all_gather(list(gathered), torch.stack(list(columns)), group=topology.data_group)
-    dist.broadcast(gathered, group_src=topology.pipeline - 1, group=topology.pipeline_group)
-    return gathered

@@ -50,6 +50,11 @@ class Topology:
     def is_last_stage(self) -> bool:
         return self.pipeline_rank == self.pipeline - 1
 
+    @property
+    def answers(self) -> bool:
+        """Whether this rank returns the numbers of its share: one rank of each model replica does."""
+        return self.is_last_stage and self.tensor_rank == 0
+
 
 def initialize(
     split: ModelParallelConfig,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.packing import pack, unpack
-from megarl.types import FinishReason, MicroBatch, Rollout, TrainBatch, TrainSample
+from megarl.data.packing import Packing, SequenceCost, assemble, pack, plan_packs, unpack, with_numbers
+from megarl.types import FinishReason, FloatArray, MicroBatch, Rollout, SampleNumbers, TrainBatch, TrainSample
 
 PADDING = -1
 Lengths = list[tuple[int, int]]
@@ -47,21 +47,31 @@ def pack_samples(
     pad_multiple: int = 1,
     micro_batch_multiple: int = 1,
     has_versions: bool = False,
-) -> TrainBatch:
-    return pack(
-        samples,
+) -> list[TrainBatch]:
+    packing = Packing(
         data_parallel=data_parallel,
         tokens_per_micro_batch=budget,
         samples_per_update=per_update,
         pad_multiple=pad_multiple,
         micro_batch_multiple=micro_batch_multiple,
-        temperature=1.0,
-        has_versions=has_versions,
+    )
+    return list(pack(samples, packing, temperature=1.0, has_versions=has_versions))
+
+
+def micro_batches(shares: list[TrainBatch]) -> list[MicroBatch]:
+    return [item for share in shares for mini_batch in share.mini_batches for item in mini_batch.micro_batches]
+
+
+def columns_of(share: TrainBatch, name: str) -> SampleNumbers:
+    """The numbers that a rank would return if its model had computed this column."""
+    return unpack(
+        share,
+        [[getattr(item, name) for item in mini_batch.micro_batches] for mini_batch in share.mini_batches],
     )
 
 
-def micro_batches(batch: TrainBatch) -> list[MicroBatch]:
-    return [item for mini_batch in batch.mini_batches for share in mini_batch.shares for item in share]
+def all_columns(shares: list[TrainBatch], name: str) -> tuple[FloatArray, ...]:
+    return assemble([columns_of(share, name) for share in shares])
 
 
 @given(
@@ -81,7 +91,7 @@ def test_every_sample_is_packed_once_and_whole(
     micro_batch_multiple: int,
 ) -> None:
     samples = make_samples(sizes)
-    batch = pack_samples(
+    shares = pack_samples(
         samples,
         data_parallel=data_parallel,
         budget=budget,
@@ -89,14 +99,14 @@ def test_every_sample_is_packed_once_and_whole(
         pad_multiple=pad_multiple,
         micro_batch_multiple=micro_batch_multiple,
     )
-    packed_ids = [sample_id for item in micro_batches(batch) for sample_id in item.sample_ids if sample_id != PADDING]
+    packed_ids = [sample_id for item in micro_batches(shares) for sample_id in item.sample_ids if sample_id != PADDING]
     assert sorted(packed_ids) == list(range(len(samples)))
-    for item in micro_batches(batch):
+    for item in micro_batches(shares):
         check_contents(item, samples)
-    for index, mini_batch in enumerate(batch.mini_batches):
-        counts = {len(share) for share in mini_batch.shares}
-        num_tokens = {len(item.token_ids) for share in mini_batch.shares for item in share}
-        assert len(mini_batch.shares) == data_parallel
+    assert len(shares) == data_parallel
+    for index, of_ranks in enumerate(zip(*(share.mini_batches for share in shares), strict=True)):
+        counts = {len(mini_batch.micro_batches) for mini_batch in of_ranks}
+        num_tokens = {len(item.token_ids) for mini_batch in of_ranks for item in mini_batch.micro_batches}
         assert len(counts) == len(num_tokens) == 1
         assert counts.pop() % micro_batch_multiple == 0
         length = num_tokens.pop()
@@ -104,10 +114,11 @@ def test_every_sample_is_packed_once_and_whole(
         assert length < budget + pad_multiple
         size = per_update or len(samples)
         members = samples[index * size : (index + 1) * size]
-        assert mini_batch.num_sequences == sum(sample.rollout.loss_mask.any() for sample in members)
-        assert mini_batch.num_loss_tokens == sum(sample.rollout.loss_mask.sum() for sample in members)
-        masked = sum(int(item.loss_mask.sum()) for share in mini_batch.shares for item in share)
-        assert masked == mini_batch.num_loss_tokens
+        for mini_batch in of_ranks:
+            assert mini_batch.num_sequences == sum(sample.rollout.loss_mask.any() for sample in members)
+            assert mini_batch.num_loss_tokens == sum(sample.rollout.loss_mask.sum() for sample in members)
+        masked = sum(int(item.loss_mask.sum()) for mini_batch in of_ranks for item in mini_batch.micro_batches)
+        assert masked == of_ranks[0].num_loss_tokens
 
 
 def check_contents(item: MicroBatch, samples: list[TrainSample]) -> None:
@@ -138,15 +149,26 @@ def check_contents(item: MicroBatch, samples: list[TrainSample]) -> None:
 @given(sizes=lengths, data_parallel=st.integers(1, 3), per_update=st.none() | st.integers(1, 9))
 def test_unpacking_gives_each_sample_its_own_back(sizes: Lengths, data_parallel: int, per_update: int | None) -> None:
     samples = make_samples(sizes)
-    batch = pack_samples(samples, data_parallel=data_parallel, per_update=per_update)
-    arrays = [
-        np.stack([np.stack([item.rollout_logprobs for item in share]) for share in mini_batch.shares])
-        for mini_batch in batch.mini_batches
-    ]
-    unpacked = unpack(batch, arrays)
+    shares = pack_samples(samples, data_parallel=data_parallel, per_update=per_update)
+    unpacked = all_columns(shares, "rollout_logprobs")
     assert len(unpacked) == len(samples)
     for found, sample in zip(unpacked, samples, strict=True):
         np.testing.assert_array_equal(found, sample.rollout.logprobs)
+
+
+@given(sizes=lengths, asked=st.integers(1, 3), learning=st.integers(1, 3), per_update=st.none() | st.integers(1, 9))
+def test_numbers_of_one_division_are_columns_of_another(
+    sizes: Lengths, asked: int, learning: int, per_update: int | None
+) -> None:
+    """A reference in a pool of its own has other data-parallel ranks than the actor."""
+    samples = make_samples(sizes)
+    parts = [columns_of(share, "rollout_logprobs") for share in pack_samples(samples, data_parallel=asked)]
+    for share in pack_samples(samples, data_parallel=learning, per_update=per_update):
+        for mini_batch in with_numbers(share, {"values": parts, "old_logprobs": parts}).mini_batches:
+            for item in mini_batch.micro_batches:
+                np.testing.assert_array_equal(item.values, item.rollout_logprobs)
+                np.testing.assert_array_equal(item.old_logprobs, item.rollout_logprobs)
+                assert item.reference_logprobs is None
 
 
 @given(sizes=lengths)
@@ -160,11 +182,49 @@ def test_the_same_samples_always_give_the_same_batch(sizes: Lengths) -> None:
 def test_ranks_get_about_the_same_number_of_tokens() -> None:
     random = np.random.default_rng(0)
     samples = make_samples([(4, int(size)) for size in random.integers(1, 200, 64)])
-    (mini_batch,) = pack_samples(samples, data_parallel=4, budget=512).mini_batches
-    loads = [sum(num_real_tokens(item) for item in share) for share in mini_batch.shares]
+    shares = pack_samples(samples, data_parallel=4, budget=512)
+    loads = [sum(map(num_real_tokens, micro_batches([share]))) for share in shares]
     assert max(loads) - min(loads) < 0.05 * max(loads), loads
-    num_slots = sum(len(item.token_ids) for share in mini_batch.shares for item in share)
+    num_slots = sum(len(item.token_ids) for item in micro_batches(shares))
     assert sum(loads) > 0.95 * num_slots, f"{num_slots} slots for {sum(loads)} tokens"
+
+
+# Operations of Qwen2.5-7B: attention is as much work as the weights at about 35,000 tokens.
+COST = SequenceCost(per_token=1.41e10, per_squared_token=2.0e5)
+
+
+@given(seed=st.integers(0, 2**32 - 1), data_parallel=st.sampled_from([2, 8, 16, 64]))
+def test_ranks_get_about_the_same_work_from_lengths_with_a_long_tail(seed: int, data_parallel: int) -> None:
+    random = np.random.default_rng(seed)
+    found = random.lognormal(7.5, 1.1, 32 * data_parallel).astype(int) + 200
+    lengths = np.minimum(found, 20_480).tolist()
+    packing = Packing(
+        data_parallel=data_parallel,
+        tokens_per_micro_batch=22_528,
+        samples_per_update=None,
+        pad_multiple=64,
+        micro_batch_multiple=1,
+        cost=COST,
+    )
+    (plan,) = plan_packs(lengths, packing)
+    work = [sum(COST.of(lengths[i]) for members in share for i in members) for share in plan.shares]
+    assert max(work) <= 1.05 * np.mean(work), work
+    fewest = -(-sum(lengths) // (packing.tokens_per_micro_batch * data_parallel))
+    assert len(plan.shares[0]) <= fewest + 1
+
+
+def test_balance_is_not_bought_with_another_micro_batch() -> None:
+    """Every sample fills a micro-batch: equal work would give three short ones to one rank."""
+    packing = Packing(
+        data_parallel=2,
+        tokens_per_micro_batch=100,
+        samples_per_update=None,
+        pad_multiple=1,
+        micro_batch_multiple=1,
+        cost=SequenceCost(per_token=100.0, per_squared_token=1.0),
+    )
+    (plan,) = plan_packs([100, 57, 56, 55], packing)
+    assert [len(share) for share in plan.shares] == [2, 2]
 
 
 def num_real_tokens(item: MicroBatch) -> int:
@@ -174,13 +234,11 @@ def num_real_tokens(item: MicroBatch) -> int:
 
 def test_the_budget_is_used_before_another_micro_batch_is_opened() -> None:
     samples = make_samples([(1, 10)] * 8)  # ten positions each
-    ((share,),) = (mini_batch.shares for mini_batch in pack_samples(samples, budget=40).mini_batches)
-    assert [len(item.sample_ids) for item in share] == [4, 4]
+    assert [len(item.sample_ids) for item in micro_batches(pack_samples(samples, budget=40))] == [4, 4]
 
 
 def test_a_rank_without_samples_gets_pure_padding() -> None:
-    (mini_batch,) = pack_samples(make_samples([(3, 4)]), data_parallel=2, pad_multiple=4).mini_batches
-    (full,), (empty,) = mini_batch.shares
+    full, empty = micro_batches(pack_samples(make_samples([(3, 4)]), data_parallel=2, pad_multiple=4))
     assert full.sample_ids.tolist() == [0, PADDING]
     assert empty.sample_ids.tolist() == [PADDING]
     assert len(empty.token_ids) == len(full.token_ids) == 8
@@ -196,19 +254,14 @@ def test_columns_that_samples_have_are_packed_and_others_are_left_out(sizes: Len
     samples = [
         replace(sample, values=sample.advantages + 1, returns=sample.advantages) for sample in make_samples(sizes)
     ]
-    batch = pack_samples(samples, data_parallel=1)
-    micro_batches = [item for mini_batch in batch.mini_batches for item in mini_batch.shares[0]]
-    for item in micro_batches:
+    shares = pack_samples(samples, data_parallel=1)
+    for item in micro_batches(shares):
         assert item.values is not None
         assert item.returns is not None
         np.testing.assert_array_equal(item.returns, item.advantages)
         assert item.old_logprobs is None
         assert item.reference_logprobs is None
-    arrays = [
-        np.stack([np.stack([item.values for item in share if item.values is not None]) for share in mini_batch.shares])
-        for mini_batch in batch.mini_batches
-    ]
-    for found, sample in zip(unpack(batch, arrays), samples, strict=True):
+    for found, sample in zip(all_columns(shares, "values"), samples, strict=True):
         np.testing.assert_array_equal(found, sample.values)
 
 
@@ -221,10 +274,6 @@ def test_versions_are_packed_where_ranks_need_them(sizes: Lengths) -> None:
         for sample in make_samples(sizes)
     ]
     assert all(item.versions is None for item in micro_batches(pack_samples(samples)))
-    batch = pack_samples(samples, data_parallel=2, has_versions=True)
-    columns = [
-        np.stack([np.stack([item.versions for item in share if item.versions is not None]) for share in each.shares])
-        for each in batch.mini_batches
-    ]
-    for found, sample in zip(unpack(batch, [column.astype(np.float32) for column in columns]), samples, strict=True):
+    shares = pack_samples(samples, data_parallel=2, has_versions=True)
+    for found, sample in zip(all_columns(shares, "versions"), samples, strict=True):
         np.testing.assert_array_equal(found, sample.rollout.versions)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.algorithm import SftConfig
 from megarl.config.roles import ActorConfig, OptimizerConfig
-from megarl.data.packing import pack
+from megarl.data.packing import Packing, assemble, pack
 from megarl.train.actor import ActorRank
 from megarl.train.rank import RankSpec
 from megarl.types import DEMONSTRATION, FinishReason, Rollout, TrainBatch, TrainSample
@@ -45,15 +45,11 @@ def packed_samples() -> TrainBatch:
 
 
 def packed(samples: list[TrainSample]) -> TrainBatch:
-    return pack(
-        samples,
-        data_parallel=1,
-        tokens_per_micro_batch=160,
-        samples_per_update=None,
-        pad_multiple=8,
-        micro_batch_multiple=1,
-        temperature=1.0,
+    packing = Packing(
+        data_parallel=1, tokens_per_micro_batch=160, samples_per_update=None, pad_multiple=8, micro_batch_multiple=1
     )
+    (batch,) = pack(samples, packing, temperature=1.0)
+    return batch
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -80,7 +76,9 @@ def test_logprobs_are_those_of_transformers_and_training_raises_them(family: str
     )
     try:
         trainer.load(tmp_path / "model")
-        found = trainer.logprobs(batch)
+        numbers = trainer.logprobs(batch)
+        assert numbers is not None
+        found = assemble([numbers])
         # The trainer's own weights, rounded as it holds them; everything else in float32.
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).float().cuda()
         for sample, logprobs in zip(samples, found, strict=True):

@@ -9,12 +9,14 @@ import gc
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Generic, TypeVar
 
+from megarl.data.packing import assemble
+from megarl.types import FloatArray, SampleNumbers, TrainBatch
 from tests.processes import template
 
 Result = TypeVar("Result")
@@ -37,6 +39,25 @@ class _Done(Generic[Result]):
     value: Result
 
 
+class Shares(tuple[TrainBatch, ...]):
+    """A step's share of each data-parallel rank, as an argument of a job: each rank gets its own."""
+
+    tensor: int
+
+    @classmethod
+    def of(cls, batches: Iterable[TrainBatch], *, tensor: int) -> Shares:
+        shares = cls(batches)
+        shares.tensor = tensor
+        return shares
+
+
+def assembled(parts: Iterable[SampleNumbers | None], *, data_parallel: int | None = None) -> tuple[FloatArray, ...]:
+    """Return the numbers of all samples from what the ranks returned; one rank per model replica returns some."""
+    found = [part for part in parts if part is not None]
+    assert data_parallel is None or len(found) == data_parallel, f"{len(found)} ranks answered, not {data_parallel}"
+    return assemble(found)
+
+
 class Cluster:
     def __init__(self) -> None:
         self._processes: list[ForkServerProcess] = []
@@ -48,7 +69,7 @@ class Cluster:
             self._start()
         port = _free_port()
         for rank, pipe in enumerate(self._pipes[:world]):
-            pipe.send((job, rank, world, port, arguments))
+            pipe.send((job, rank, world, port, [_own(argument, rank) for argument in arguments]))
         deadline = time.monotonic() + timeout_s
         results = []
         for rank, pipe in enumerate(self._pipes[:world]):
@@ -88,6 +109,14 @@ class Cluster:
         for pipe in self._pipes:
             assert pipe.poll(_START_TIMEOUT_S), f"a rank process did not start within {_START_TIMEOUT_S:g} s"
             assert pipe.recv() == "ready"
+
+
+def _own(argument: object, rank: int) -> object:
+    if isinstance(argument, Shares):
+        return argument[rank // argument.tensor % len(argument)]
+    if isinstance(argument, list):
+        return [_own(each, rank) for each in argument]
+    return argument
 
 
 def _serve(pipe: Connection) -> None:

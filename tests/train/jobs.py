@@ -23,7 +23,7 @@ from megarl.train.critic import CriticRank
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.train.rank import RankSpec, ReferenceRank
 from megarl.train.topology import Topology, initialize, shut_down
-from megarl.types import FloatArray, TrainBatch
+from megarl.types import FloatArray, SampleNumbers, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class ScoreOutcome:
 class Outcome:
     """Of one rank."""
 
-    logprobs: list[tuple[FloatArray, ...]]
+    logprobs: list[SampleNumbers | None]
     result: UpdateResult
     tensors: dict[str, FloatArray]
 
@@ -313,7 +313,7 @@ class CriticSetup:
 class CriticOutcome:
     """Of one rank."""
 
-    values: tuple[FloatArray, ...]
+    values: SampleNumbers | None
     result: CriticResult
     tensors: dict[str, FloatArray]
     state: TrainerState
@@ -364,7 +364,7 @@ def train_critic(
 
 def resume_critic(
     rank: int, world: int, port: int, setup: CriticSetup, checkpoint: Path, state: TrainerState, batch: TrainBatch
-) -> tuple[FloatArray, ...]:
+) -> SampleNumbers | None:
     """Return the values of a batch from a critic that resumed from a checkpoint."""
     critic = build_critic(rank, world, port, setup)
     critic.resume(checkpoint, state)
@@ -375,7 +375,7 @@ def resume_critic(
 
 def ask_reference(
     rank: int, world: int, port: int, setup: Setup, folder: Path, batch: TrainBatch
-) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...], tuple[FloatArray, ...]]:
+) -> tuple[SampleNumbers | None, SampleNumbers | None, SampleNumbers | None]:
     """Return log-probabilities of the policy, of a reference in its ranks, and of the policy again."""
     trainer = build(rank, world, port, setup)
     trainer.keep_reference(folder)
@@ -384,7 +384,7 @@ def ask_reference(
     return before, reference, after
 
 
-def ask_separate_reference(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> tuple[FloatArray, ...]:
+def ask_separate_reference(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> SampleNumbers | None:
     reference = ReferenceRank(spec_of(rank, world, port, setup))
     reference.load(setup.folder)
     logprobs = reference.logprobs(batch)

@@ -13,7 +13,7 @@ from megarl.algo.loss import kl
 from megarl.config.algorithm import GrpoConfig, KlLossConfig
 from megarl.types import FloatArray, TrainSample
 from tests.train import jobs
-from tests.train.cluster import Cluster
+from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
 from tests.train.reference import Reference
 from tests.train.samples import make_samples
@@ -45,10 +45,11 @@ def test_a_reference_in_the_actors_ranks_answers_and_leaves_the_policy_as_it_was
     expected = Reference(other, DESCENT, GRPO, TEMPERATURE).logprobs(samples)
     world, actor = SPLITS[split]
     batch = packed(samples, world=world, actor=actor)
-    for before, reference, after in cluster.run(world, jobs.ask_reference, setup_of(model, actor), other.folder, batch):
-        assert same(before, after)
-        assert not same(before, reference)
-        assert_same_logprobs(reference, expected)
+    answers = cluster.run(world, jobs.ask_reference, setup_of(model, actor), other.folder, batch)
+    before, reference, after = (assembled(parts, data_parallel=1) for parts in zip(*answers, strict=True))
+    assert same(before, after)
+    assert not same(before, reference)
+    assert_same_logprobs(reference, expected)
 
 
 def test_a_reference_with_ranks_of_its_own_says_the_same(cluster: Cluster, models: Models) -> None:
@@ -58,8 +59,8 @@ def test_a_reference_with_ranks_of_its_own_says_the_same(cluster: Cluster, model
     for split in ("PP2-VPP2", "TP2-SP"):
         world, actor = SPLITS[split]
         batch = packed(samples, world=world, actor=actor)
-        for found in cluster.run(world, jobs.ask_separate_reference, setup_of(model, actor), batch):
-            assert_same_logprobs(found, expected)
+        parts = cluster.run(world, jobs.ask_separate_reference, setup_of(model, actor), batch)
+        assert_same_logprobs(assembled(parts, data_parallel=1), expected)
 
 
 def with_references(samples: Sequence[TrainSample], logprobs: Sequence[torch.Tensor]) -> list[TrainSample]:

@@ -15,10 +15,9 @@ from megarl.checkpoint.state import TrainerState
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.train.checkpoint import has_own_master
-from megarl.types import TrainBatch
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.train import jobs, save_jobs
-from tests.train.cluster import Cluster
+from tests.train.cluster import Cluster, Shares
 from tests.train.conftest import Models
 from tests.train.reference import Model
 from tests.train.samples import make_samples
@@ -33,7 +32,7 @@ NUM_STEPS = 4
 SAVED_AFTER = 2
 
 
-def batches_of(model: Model, world: int, actor: ActorConfig) -> list[TrainBatch]:
+def batches_of(model: Model, world: int, actor: ActorConfig) -> list[Shares]:
     return [
         packed(make_samples(6, vocab=model.shape.vocab, seed=seed), world=world, actor=actor)
         for seed in range(NUM_STEPS)

@@ -11,12 +11,11 @@ import pytest
 from megarl.config.algorithm import SftConfig
 from megarl.config.native.owned import owned
 from megarl.config.roles import ActorConfig, OptimizerConfig
-from megarl.data.packing import pack
+from megarl.data.packing import Packing, pack
 from megarl.train import optimizer as optimizer_module
 from megarl.train.optimizer import buffer_config, learning_rate, optimizer_config
-from megarl.types import TrainBatch
 from tests.train import optimizer_jobs as jobs
-from tests.train.cluster import Cluster
+from tests.train.cluster import Cluster, Shares
 from tests.train.conftest import Models
 from tests.train.jobs import Setup
 from tests.train.reference import Model
@@ -27,16 +26,15 @@ DECAYING = OptimizerConfig(learning_rate=1e-2, weight_decay=0.5)
 OVERLAPPING: dict[str, object] = {"overlap_grad_reduce": True, "bucket_size": 5000}
 
 
-def batch_of(model: Model, *, data_parallel: int, micro_batch_multiple: int = 1) -> TrainBatch:
-    return pack(
-        make_samples(6, vocab=model.shape.vocab, seed=3),
+def batch_of(model: Model, *, data_parallel: int, micro_batch_multiple: int = 1) -> Shares:
+    packing = Packing(
         data_parallel=data_parallel,
         tokens_per_micro_batch=32,
         samples_per_update=None,
         pad_multiple=1,
         micro_batch_multiple=micro_batch_multiple,
-        temperature=1.0,
     )
+    return Shares.of(pack(make_samples(6, vocab=model.shape.vocab, seed=3), packing, temperature=1.0), tensor=1)
 
 
 def setup_of(model: Model, actor: ActorConfig) -> Setup:
@@ -60,7 +58,7 @@ def test_gradients_that_travel_in_buckets_during_the_backward_pass_are_the_same(
     model = models.get("qwen2", tied=False)
     multiple = actor.pipeline if actor.virtual_pipeline > 1 else 1
     batch = batch_of(model, data_parallel=world // actor.model_parallel, micro_batch_multiple=multiple)
-    assert len(batch.mini_batches[0].shares[0]) > 1
+    assert len(batch[0].mini_batches[0].micro_batches) > 1
     overlapping = actor.model_copy(update={"megatron_ddp": OVERLAPPING})
     plain, found = (cluster.run(world, jobs.update, setup_of(model, each), batch) for each in (actor, overlapping))
     for rank in range(world):

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
 from megarl.config.roles import ActorConfig, OptimizerConfig
-from megarl.data.packing import pack
-from megarl.types import TrainBatch, TrainSample
+from megarl.data.packing import Packing, pack
+from megarl.types import TrainSample
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.tiny_models import write_tiny_model
 from tests.train import jobs
-from tests.train.cluster import Cluster
+from tests.train.cluster import Cluster, Shares, assembled
 from tests.train.conftest import Models
 from tests.train.reference import Model, Reference
 from tests.train.samples import make_samples
@@ -65,17 +65,16 @@ def packed(
     budget: int = 48,
     per_update: int | None = None,
     has_versions: bool = False,
-) -> TrainBatch:
-    return pack(
-        samples,
+) -> Shares:
+    packing = Packing(
         data_parallel=world // actor.model_parallel,
         tokens_per_micro_batch=budget,
         samples_per_update=per_update,
         pad_multiple=actor.tensor,
         micro_batch_multiple=actor.pipeline if actor.virtual_pipeline > 1 else 1,
-        temperature=TEMPERATURE,
-        has_versions=has_versions,
     )
+    shares = pack(samples, packing, temperature=TEMPERATURE, has_versions=has_versions)
+    return Shares.of(shares, tensor=actor.tensor)
 
 
 def setup_of(model: Model, actor: ActorConfig, algorithm: AlgorithmConfig = GRPO) -> jobs.Setup:
@@ -155,9 +154,10 @@ def check_equals_hugging_face(
 
     outcomes = cluster.run(world, jobs.train, setup_of(model, actor), packings, packings[0])
 
+    for place in range(len(packings)):
+        parts = [outcome.logprobs[place] for outcome in outcomes]
+        assert_same_logprobs(assembled(parts, data_parallel=world // actor.model_parallel), logprobs)
     for outcome in outcomes:
-        for found in outcome.logprobs:
-            assert_same_logprobs(found, logprobs)
         stats = outcome.stats
         assert stats.loss == pytest.approx(loss, abs=TOLERANCE)
         assert stats.entropy == pytest.approx(entropy, abs=TOLERANCE)
@@ -222,7 +222,7 @@ def test_fewer_kv_heads_than_ranks_and_ranks_that_hold_only_vocabulary_padding(
 
     outcomes = cluster.run(4, jobs.train, setup_of(model, actor), [batch], batch)
 
-    assert_same_logprobs(outcomes[0].logprobs[0], old)
+    assert_same_logprobs(assembled(outcome.logprobs[0] for outcome in outcomes), old)
     assert_close(whole_weights(outcomes, model, actor), reference.weights())
 
 

@@ -28,7 +28,7 @@ def test_recordings_do_not_depend_on_the_split(split: str, cluster: Cluster, mod
         world, actor = SPLITS[name]
         batch = packed([sample], world=world, actor=actor)
         records = cluster.run(world, jobs.record, setup_of(model, actor), batch, folder)
-        assert len({record.logprobs.tobytes() for record in records}) == 1
+        assert [record.logprobs is not None for record in records].count(True) == 1
         recordings.append(Recording(sorted(folder.iterdir()), num_tokens=num_tokens))
     whole, found = recordings
     for point in hook_points(model.shape)[:-2]:

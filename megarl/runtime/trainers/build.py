@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,11 +13,11 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import PAD_MULTIPLE
-from megarl.data.packing import pack
+from megarl.data.packing import Packing, SequenceCost, pack
 from megarl.planner.hardware import GPUS
 from megarl.planner.timing import forward_flops
 from megarl.results import RankUsage, TrainingWork
-from megarl.runtime.trainers.start import Trainers
+from megarl.runtime.trainers.start import Trainers, critic_shape
 from megarl.runtime.trainers.trainer import (
     ModelQuestion,
     ModelQuestions,
@@ -28,10 +29,12 @@ from megarl.runtime.trainers.trainer import (
 from megarl.train.actor import ActorRank
 from megarl.train.critic import CriticRank
 from megarl.train.rank import ReferenceRank
-from megarl.types import PolicyVersion, TrainBatch
+from megarl.types import PolicyVersion
 
 SKIPPED_FOLDER = "skipped"
 """In the run's folder: rollouts whose updates were skipped."""
+_HELD = ("old_logprobs", "reference_logprobs", "values")
+"""Columns that ranks have computed: an update gets them from there, not with the samples."""
 _PASSES = 3
 """In units of the forward pass: the backward pass multiplies with weights and with activations."""
 
@@ -61,8 +64,8 @@ class _Builder:
         config, train = self.recipe.roles.actor, self.recipe.train
         num_ranks = self.recipe.pools[config.pool].gpus
         return TrainedActor(
-            update=self.trainers.actor.computing(ActorRank.update),
-            pack=self._pack(config, config.pool, prompts_per_update=train.prompts_per_update),
+            update=partial(self.trainers.actor.compute_shares, ActorRank.update),
+            pack=self._pack_actor(),
             logprobs=self._actor_logprobs(),
             measure_work=partial(training_work, shape=self.shape, epochs=train.epochs, num_ranks=num_ranks),
         )
@@ -73,8 +76,8 @@ class _Builder:
             return None
         per_update = config.prompts_per_update or self.recipe.train.prompts_per_update
         return TrainedCritic(
-            update=ranks.computing(CriticRank.update),
-            pack=self._pack(config, config.pool, prompts_per_update=per_update),
+            update=partial(ranks.compute_shares, CriticRank.update),
+            pack=self._pack(config, config.pool, self._critic_shape, prompts_per_update=per_update),
             warmup_steps=config.warmup_steps,
         )
 
@@ -83,56 +86,75 @@ class _Builder:
         kl = algorithm.kl if isinstance(algorithm, PolicyGradientConfig) else None
         return ModelQuestions(
             logprobs=self._actor_logprobs() if isinstance(kl, KlRewardConfig) else None,
-            reference_logprobs=None if kl is None else self._reference_logprobs(),
+            reference_logprobs=None
+            if kl is None
+            else self._reference_logprobs(is_for_credit=isinstance(kl, KlRewardConfig)),
             values=self._values(),
         )
 
     def _actor_logprobs(self) -> ModelQuestion:
-        config = self.recipe.roles.actor
-        ask = self.trainers.actor.computing(ActorRank.logprobs)
-        return ModelQuestion(ask=ask, pack=self._pack(config, config.pool))
+        return ModelQuestion(ask=partial(self.trainers.actor.ask, ActorRank.logprobs), pack=self._pack_actor())
 
-    def _reference_logprobs(self) -> ModelQuestion:
-        config, ranks, actor = self.recipe.roles.reference, self.trainers.reference, self.recipe.roles.actor
+    def _reference_logprobs(self, *, is_for_credit: bool) -> ModelQuestion:
+        config, ranks = self.recipe.roles.reference, self.trainers.reference
         if config is None or config.pool is None or ranks is None:
-            ask = self.trainers.actor.computing(ActorRank.reference_logprobs)
-            return ModelQuestion(ask=ask, pack=self._pack(actor, actor.pool))
-        return ModelQuestion(ask=ranks.computing(ReferenceRank.logprobs), pack=self._pack(config, config.pool))
+            ask, pack = partial(self.trainers.actor.ask, ActorRank.reference_logprobs), self._pack_actor()
+            return ModelQuestion(ask=ask, pack=pack, is_for_credit=is_for_credit)
+        pack = self._pack(config, config.pool, self.shape)
+        return ModelQuestion(ask=partial(ranks.ask, ReferenceRank.logprobs), pack=pack, is_for_credit=is_for_credit)
 
     def _values(self) -> ModelQuestion | None:
         config, ranks = self.recipe.roles.critic, self.trainers.critic
         if config is None or ranks is None:
             return None
-        return ModelQuestion(ask=ranks.computing(CriticRank.values), pack=self._pack(config, config.pool))
+        # As the update packs, so that a rank is asked about the samples that it learns from.
+        per_update = config.prompts_per_update or self.recipe.train.prompts_per_update
+        pack = self._pack(config, config.pool, self._critic_shape, prompts_per_update=per_update)
+        return ModelQuestion(ask=partial(ranks.ask, CriticRank.values), pack=pack)
 
-    def _pack(self, split: ModelParallelConfig, pool: str, *, prompts_per_update: int | None = None) -> Pack:
+    def _pack_actor(self) -> Pack:
+        """Questions and updates are packed alike, so that a rank is asked about the samples that it learns from."""
+        config = self.recipe.roles.actor
+        return self._pack(config, config.pool, self.shape, prompts_per_update=self.recipe.train.prompts_per_update)
+
+    @property
+    def _critic_shape(self) -> ModelShape:
+        config = self.recipe.roles.critic
+        assert config is not None, "a run without a critic"
+        return critic_shape(config, self.shape)
+
+    def _pack(
+        self, split: ModelParallelConfig, pool: str, shape: ModelShape, *, prompts_per_update: int | None = None
+    ) -> Pack:
         """Without `prompts_per_update` the whole step is one mini-batch."""
         recipe = self.recipe
         is_sft = isinstance(recipe.algorithm, SftConfig)
         num_rollouts = recipe.sampling.rollouts_per_prompt
-        return partial(
-            pack,
+        packing = Packing(
             data_parallel=recipe.pools[pool].gpus // split.model_parallel,
             tokens_per_micro_batch=recipe.train.tokens_per_micro_batch,
             samples_per_update=None if prompts_per_update is None else prompts_per_update * num_rollouts,
             pad_multiple=PAD_MULTIPLE * split.tensor,
             micro_batch_multiple=split.pipeline if split.virtual_pipeline > 1 else 1,
+            cost=SequenceCost(
+                per_token=forward_flops(shape, num_tokens=1, num_squared_tokens=0),
+                per_squared_token=forward_flops(shape, num_tokens=0, num_squared_tokens=1),
+            ),
+        )
+        return partial(
+            pack,
+            packing=packing,
             temperature=1.0 if is_sft else recipe.sampling.temperature,
             has_versions=recipe.train.max_staleness > 0,
+            without=_HELD,
         )
 
 
 def training_work(
-    batch: TrainBatch, usage: RankUsage, *, shape: ModelShape, epochs: int, num_ranks: int
+    lengths: Sequence[int], usage: RankUsage, *, shape: ModelShape, epochs: int, num_ranks: int
 ) -> TrainingWork:
     """Return the work of all sequences of a step; padding is not counted."""
-    lengths = [
-        np.diff(micro_batch.sequence_starts)[micro_batch.sample_ids >= 0]
-        for mini_batch in batch.mini_batches
-        for share in mini_batch.shares
-        for micro_batch in share
-    ]
-    tokens = np.concatenate(lengths).astype(np.float64)
+    tokens = np.asarray(lengths, np.float64)
     forward = forward_flops(shape, num_tokens=float(tokens.sum()), num_squared_tokens=float(np.square(tokens).sum()))
     peak = None if usage.gpu_name is None else peak_flops(usage.gpu_name)
     return TrainingWork(

@@ -30,8 +30,8 @@ _WAITS = (
 _CALLERS = ("megatron.", "megarl.")
 _PASSED_THROUGH = ("megarl.train.cpu", "megarl.weights.executors.group")
 _OWN_CALLS = ("watch", "stacks", "process")
-_DISPATCHER = "run"
-"""The function of the host that runs the method of a rank named by its argument `method`."""
+_DISPATCHERS = ("run", "run_share")
+"""The functions of the host that run the method of a rank named by their argument `method`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ def _stack(name: str, frame: FrameType, home: str) -> ThreadStack:
 
 def _called(frame: FrameType) -> str:
     name = frame.f_code.co_name
-    return str(frame.f_locals["method"]) if name == _DISPATCHER else name
+    return str(frame.f_locals["method"]) if name in _DISPATCHERS else name
 
 
 def _wait(frames: list[FrameType]) -> Wait | None:

@@ -6,14 +6,18 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 
+from megarl.config.roles import ModelParallelConfig
+from megarl.data.packing import assemble, with_numbers
 from megarl.env import GLOO_INTERFACE
 from megarl.errors import WorkerError
 from megarl.runtime.cluster import own_address
@@ -22,6 +26,7 @@ from megarl.runtime.trainers.remote_process import RemoteProcess, describe, end,
 from megarl.runtime.trainers.worker_group import WorkerGroup
 from megarl.system.network import interface_of
 from megarl.train.rank import ModelRank, RankSpec
+from megarl.types import FloatArray, SampleNumbers, TrainBatch
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +51,29 @@ class SpecOf(Protocol):
     """A RankSpec that lacks only the rank's place among the others."""
 
     def __call__(self, *, rank: int, world: int, master_address: str, master_port: int) -> RankSpec: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldPart:
+    """The numbers of one data-parallel rank's samples, in the object store of its node."""
+
+    sample_ids: frozenset[int]
+    reference: ray.ObjectRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldNumbers:
+    """Numbers per token that stay where ranks computed them; the driver has references to them."""
+
+    parts: tuple[HeldPart, ...]
+
+    async def fetch(self) -> tuple[FloatArray, ...]:
+        """Return one array per sample of the step."""
+        return assemble(await asyncio.gather(*(part.reference for part in self.parts)))
+
+    def of(self, sample_ids: frozenset[int]) -> list[ray.ObjectRef]:
+        """Return references to the parts that have some of the samples."""
+        return [part.reference for part in self.parts if not part.sample_ids.isdisjoint(sample_ids)]
 
 
 class RankHost:
@@ -73,6 +101,17 @@ class RankHost:
         assert self._rank is not None, "start comes first"
         return getattr(self._rank, method)(*arguments, **named)
 
+    def run_share(self, method: str, batch: TrainBatch, numbers: Mapping[str, Sequence[ray.ObjectRef]]) -> object:
+        """Call a method of the rank with its share of a step, and with columns that ranks computed before.
+
+        Numbers per token that it returns stay on this node.
+        """
+        columns = {name: ray.get(list(parts)) for name, parts in numbers.items()}
+        result = self.run(method, with_numbers(batch, columns))
+        if not isinstance(result, SampleNumbers):
+            return result
+        return HeldPart(sample_ids=frozenset(result.sample_ids.tolist()), reference=ray.put(result))
+
     @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
     def process(self) -> RemoteProcess:
         return this_process()
@@ -94,10 +133,18 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
     """
 
     def __init__(
-        self, role: str, workers: Sequence[ActorHandle], *, timeout_s: float, report_folder: Path, turn: asyncio.Lock
+        self,
+        role: str,
+        workers: Sequence[ActorHandle],
+        *,
+        split: ModelParallelConfig,
+        timeout_s: float,
+        report_folder: Path,
+        turn: asyncio.Lock,
     ) -> None:
         """A call that does not end leaves a file in `report_folder`. Models of one pool share one `turn`."""
         super().__init__(role, workers, timeout_s=timeout_s)
+        self._split = split
         self.is_lost = False
         """Whether a rank is known to be dead."""
         self.turn = turn
@@ -124,6 +171,39 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
             return self.compute(method, *arguments, **named)
 
         return compute
+
+    async def compute_shares(
+        self,
+        method: Callable[[Rank, TrainBatch], Result],
+        shares: Iterator[TrainBatch],
+        numbers: Mapping[str, HeldNumbers] = MappingProxyType({}),
+    ) -> Result:
+        """Call every rank in this model's turn with the share of its data-parallel rank; return rank 0's result."""
+        results: list[Result] = await self._compute_shares(method.__name__, shares, numbers)
+        return results[0]
+
+    async def ask(
+        self, method: Callable[[Rank, TrainBatch], SampleNumbers | None], shares: Iterator[TrainBatch]
+    ) -> HeldNumbers:
+        """Have every rank compute numbers of its share's tokens, in this model's turn; they stay where they are."""
+        parts: list[HeldPart | None] = await self._compute_shares(method.__name__, shares, {})
+        return HeldNumbers(parts=tuple(part for part in parts if part is not None))
+
+    async def _compute_shares(
+        self, method: str, shares: Iterator[TrainBatch], numbers: Mapping[str, HeldNumbers]
+    ) -> list[Result]:
+        async with self.turn:
+            # In a thread: packing a step takes seconds. A share is stored once, and only its ranks read it.
+            stored = await asyncio.to_thread(lambda: [_store(share, numbers) for share in shares])
+            data_parallel = len(self) // self._split.model_parallel
+            assert len(stored) == data_parallel, f"{len(stored)} shares, {data_parallel} data-parallel ranks"
+            started = [
+                worker.run_share.options(name=f"{self.role.capitalize()}Rank.{method}").remote(
+                    method, *stored[rank // self._split.tensor % data_parallel]
+                )
+                for rank, worker in enumerate(self.workers)
+            ]
+            return await self._gather(method, started, timeout_s=self._timeout_s)
 
     async def call_beside(
         self,
@@ -205,3 +285,16 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
             return Silence(reason=f"it does not answer; {await describe(process)} (pid {process.pid})")
         except ray.exceptions.RayActorError:
             return Silence(reason="it is dead")
+
+
+def _store(
+    share: TrainBatch, numbers: Mapping[str, HeldNumbers]
+) -> tuple[ray.ObjectRef, dict[str, list[ray.ObjectRef]]]:
+    """Return a reference to the stored share, and references to the numbers of its samples by column."""
+    sample_ids = frozenset(
+        sample_id
+        for mini_batch in share.mini_batches
+        for micro_batch in mini_batch.micro_batches
+        for sample_id in micro_batch.sample_ids.tolist()
+    )
+    return ray.put(share), {name: held.of(sample_ids) for name, held in numbers.items()}

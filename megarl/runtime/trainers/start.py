@@ -177,6 +177,7 @@ class _Starter:
                 remote.options(**place.options(environment, share=places.share)).remote(recipe.network.bind)
                 for place in places.places
             ],
+            split=split,
             timeout_s=recipe.train.operation_timeout_s,
             report_folder=recipe.run_folder.absolute(),
             turn=places.turn,

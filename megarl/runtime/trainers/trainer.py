@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 
+from megarl.data.packing import num_positions
 from megarl.data.rollout_files import write_samples
 from megarl.errors import NumericsError
 from megarl.results import CriticResult, RankUsage, TrainingWork, UpdateResult
+from megarl.runtime.trainers.ranks import HeldNumbers
 from megarl.types import Estimates, FloatArray, PolicyVersion, ScoredGroup, TrainBatch, TrainSample
 
-Pack: TypeAlias = Callable[[Sequence[TrainSample]], TrainBatch]
+Pack: TypeAlias = Callable[[Sequence[TrainSample]], Iterator[TrainBatch]]
+"""Yields one share per data-parallel rank."""
+Held: TypeAlias = Mapping[str, HeldNumbers]
+"""Columns of an update that ranks have computed before it, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelQuestion:
     """A number that a model computes for every sampled token."""
 
-    ask: Callable[[TrainBatch], Awaitable[tuple[FloatArray, ...]]]
+    ask: Callable[[Iterator[TrainBatch]], Awaitable[HeldNumbers]]
     pack: Pack
+    is_for_credit: bool = True
+    """Whether the driver needs the numbers to assign credit; otherwise only the actor's update does."""
 
-    async def answer(self, samples: Sequence[TrainSample]) -> tuple[FloatArray, ...]:
+    async def hold(self, samples: Sequence[TrainSample]) -> HeldNumbers:
         return await self.ask(self.pack(samples))
 
 
@@ -40,15 +47,16 @@ class ModelQuestions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedActor:
-    update: Callable[[TrainBatch], Awaitable[UpdateResult]]
+    update: Callable[[Iterator[TrainBatch], Held], Awaitable[UpdateResult]]
     pack: Pack
     logprobs: ModelQuestion
-    measure_work: Callable[[TrainBatch, RankUsage], TrainingWork]
+    measure_work: Callable[[Sequence[int], RankUsage], TrainingWork]
+    """Takes the lengths of the sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedCritic:
-    update: Callable[[TrainBatch], Awaitable[CriticResult]]
+    update: Callable[[Iterator[TrainBatch], Held], Awaitable[CriticResult]]
     pack: Pack
     warmup_steps: int
     """Steps in which the critic alone is updated."""
@@ -72,6 +80,7 @@ class ModelsTrainer:
         self._num_steps = num_steps
         self._version = version
         self._skipped_folder = skipped_folder
+        self._held: dict[str, HeldNumbers] = {}
 
     async def estimate(self, groups: Sequence[ScoredGroup]) -> Estimates:
         asked = self._questions
@@ -86,14 +95,17 @@ class ModelsTrainer:
             for scored in groups
             for rollout in scored.group.rollouts
         ]
-        logprobs, reference_logprobs, values = await asyncio.gather(
-            _answer(asked.logprobs, samples), _answer(asked.reference_logprobs, samples), _answer(asked.values, samples)
-        )
-        return Estimates(logprobs=logprobs, reference_logprobs=reference_logprobs, values=values)
+        names = ("logprobs", "reference_logprobs", "values")
+        questions = {name: question for name in names if (question := getattr(asked, name)) is not None}
+        answers = await asyncio.gather(*(question.hold(samples) for question in questions.values()))
+        self._held = dict(zip(questions, answers, strict=True))
+        needed = [name for name, question in questions.items() if question.is_for_credit]
+        fetched = await asyncio.gather(*(self._held[name].fetch() for name in needed))
+        return Estimates(**dict(zip(needed, fetched, strict=True)))
 
     async def logprobs(self, samples: Sequence[TrainSample]) -> tuple[FloatArray, ...]:
         """Return the actor's log-probabilities of every token of the samples' responses."""
-        return await self._actor.logprobs.answer(samples)
+        return await (await self._actor.logprobs.hold(samples)).fetch()
 
     async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
         step = self._num_steps + 1
@@ -101,6 +113,8 @@ class ModelsTrainer:
             result = await self._update(samples)
         except NumericsError as error:
             raise NumericsError(f"{error}; its rollouts are in {self._write_skipped(step, samples)}") from error
+        finally:
+            self._held = {}
         self._num_steps, self._version = step, result.version
         if not result.num_skipped_updates:
             return result
@@ -114,16 +128,27 @@ class ModelsTrainer:
         critic = self._critic
         if critic is None:
             return await self._update_actor(samples)
+        learning = self._update_critic(critic, samples)
         if self._num_steps < critic.warmup_steps:
-            learned = await critic.update(critic.pack(samples))
-            return _with_critic(UpdateResult(version=self._version, stats=None), learned)
-        update, learned = await asyncio.gather(self._update_actor(samples), critic.update(critic.pack(samples)))
+            return _with_critic(UpdateResult(version=self._version, stats=None), await learning)
+        update, learned = await asyncio.gather(self._update_actor(samples), learning)
         return _with_critic(update, learned)
 
     async def _update_actor(self, samples: Sequence[TrainSample]) -> UpdateResult:
-        batch = self._actor.pack(samples)
-        update = await self._actor.update(batch)
-        return replace(update, work=self._actor.measure_work(batch, update.usage["actor"]))
+        reference = self._questions.reference_logprobs
+        columns = {"old_logprobs": "logprobs"}
+        if reference is not None and not reference.is_for_credit:
+            columns["reference_logprobs"] = "reference_logprobs"
+        update = await self._actor.update(self._actor.pack(samples), self._held_as(columns))
+        work = self._actor.measure_work([num_positions(sample) for sample in samples], update.usage["actor"])
+        return replace(update, work=work)
+
+    async def _update_critic(self, critic: TrainedCritic, samples: Sequence[TrainSample]) -> CriticResult:
+        return await critic.update(critic.pack(samples), self._held_as({"values": "values"}))
+
+    def _held_as(self, columns: Mapping[str, str]) -> Held:
+        """Return what is held of these columns, each given with the question that it answers."""
+        return {column: self._held[question] for column, question in columns.items() if question in self._held}
 
     def _write_skipped(self, step: int, samples: Sequence[TrainSample]) -> Path:
         path = self._skipped_folder / f"step_{step:06d}.parquet"
@@ -138,7 +163,3 @@ def _with_critic(update: UpdateResult, critic: CriticResult) -> UpdateResult:
         num_skipped_updates=update.num_skipped_updates + critic.num_skipped_updates,
         usage=update.usage if critic.usage is None else {**update.usage, "critic": critic.usage},
     )
-
-
-async def _answer(question: ModelQuestion | None, samples: Sequence[TrainSample]) -> tuple[FloatArray, ...] | None:
-    return None if question is None else await question.answer(samples)

@@ -20,7 +20,7 @@ from megarl.compare.small_recipe import SmallRecipe, single_copy
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.config.section import PAD_MULTIPLE
-from megarl.data.packing import pack
+from megarl.data.packing import Packing, pack
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import ConfigError, DataError, Problem
 from megarl.rollout.fleet import Fleet
@@ -168,11 +168,12 @@ async def compare(
     async with phases.comparing():
         records = await record_trainer(batch, folder)
     (rollout,) = group.rollouts
+    (of_trainer,) = (record.logprobs for record in records if record.logprobs is not None)
     conversation = Conversation(
         prompt_ids=prompt.token_ids,
         response_ids=rollout.token_ids,
         engine_logprobs=rollout.logprobs,
-        trainer_logprobs=records[0].logprobs,
+        trainer_logprobs=of_trainer,
         temperature=temperature,
     )
     trainer_layout = megatron_layout(transfer.shape, transfer.parallel, dtype=transfer.trainer_dtype)
@@ -203,12 +204,12 @@ def _batch(group: RolloutGroup, parallel: MegatronParallel, temperature: float) 
     sample = TrainSample(
         prompt_ids=group.prompt.token_ids, rollout=rollout, advantages=np.zeros(len(rollout.token_ids), np.float32)
     )
-    return pack(
-        [sample],
+    packing = Packing(
         data_parallel=1,
         tokens_per_micro_batch=len(sample.prompt_ids) + len(rollout.token_ids),
         samples_per_update=None,
         pad_multiple=PAD_MULTIPLE * parallel.tensor,
         micro_batch_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
-        temperature=temperature,
     )
+    (batch,) = pack([sample], packing, temperature=temperature)
+    return batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,9 @@ import pytest
 
 from megarl.errors import NumericsError
 from megarl.results import CriticResult, CriticStats, RankUsage, TrainingWork, UpdateResult
+from megarl.runtime.trainers.ranks import HeldNumbers
 from megarl.runtime.trainers.trainer import (
+    Held,
     ModelQuestion,
     ModelQuestions,
     ModelsTrainer,
@@ -32,15 +34,28 @@ VALUE_STATS = CriticStats(
     return_mean=0.5,
     explained_variance=0.0,
 )
-BATCH = TrainBatch(mini_batches=(), temperature=1.0)
-
-
 USAGE = RankUsage(resident_bytes=1, host_available_bytes=1, host_total_bytes=2)
 
 
-def pack(samples: Sequence[TrainSample]) -> TrainBatch:
+def pack(samples: Sequence[TrainSample]) -> Iterator[TrainBatch]:
     assert samples
-    return BATCH
+    yield TrainBatch(mini_batches=(), temperature=1.0)
+
+
+class Numbers(HeldNumbers):
+    """Numbers that lie in this process."""
+
+    def __init__(self, *arrays: FloatArray) -> None:
+        super().__init__(parts=())
+        object.__setattr__(self, "arrays", arrays)
+        object.__setattr__(self, "num_fetched", 0)
+
+    arrays: tuple[FloatArray, ...]
+    num_fetched: int
+
+    async def fetch(self) -> tuple[FloatArray, ...]:
+        object.__setattr__(self, "num_fetched", self.num_fetched + 1)
+        return self.arrays
 
 
 class FakeActor:
@@ -48,8 +63,11 @@ class FakeActor:
         self.num_updates = 0
         self._num_skipped = num_skipped
         self._error = error
+        self.held: list[Held] = []
 
-    async def update(self, batch: TrainBatch) -> UpdateResult:
+    async def update(self, shares: Iterator[TrainBatch], held: Held) -> UpdateResult:
+        assert len(list(shares)) == 1
+        self.held.append(held)
         if self._error is not None:
             raise self._error
         self.num_updates += 1
@@ -60,15 +78,17 @@ class FakeActor:
             usage={"actor": USAGE},
         )
 
-    async def logprobs(self, batch: TrainBatch) -> tuple[FloatArray, ...]:
-        return (np.full(2, -0.5, np.float32),)
+    async def logprobs(self, shares: Iterator[TrainBatch]) -> HeldNumbers:
+        return Numbers(np.full(2, -0.5, np.float32))
 
 
 class FakeCritic:
     def __init__(self) -> None:
         self.num_updates = 0
+        self.held: list[Held] = []
 
-    async def update(self, batch: TrainBatch) -> CriticResult:
+    async def update(self, shares: Iterator[TrainBatch], held: Held) -> CriticResult:
+        self.held.append(held)
         self.num_updates += 1
         return CriticResult(stats=VALUE_STATS)
 
@@ -105,16 +125,39 @@ def test_nothing_is_asked_that_nobody_needs(tmp_path: Path) -> None:
     assert asyncio.run(trainer(tmp_path, FakeActor()).estimate([scored_group(0, [1, 0])])) == Estimates()
 
 
+def asking(numbers: Numbers, *, is_for_credit: bool = True) -> ModelQuestion:
+    async def ask(shares: Iterator[TrainBatch]) -> HeldNumbers:
+        assert len(list(shares)) == 1
+        return numbers
+
+    return ModelQuestion(ask=ask, pack=pack, is_for_credit=is_for_credit)
+
+
 def test_only_what_is_needed_is_asked(tmp_path: Path) -> None:
     answer = (np.zeros(2, np.float32), np.ones(3, np.float32))
-
-    async def ask(batch: TrainBatch) -> tuple[FloatArray, ...]:
-        assert batch is BATCH
-        return answer
-
-    asked = ModelQuestions(values=ModelQuestion(ask=ask, pack=pack))
+    asked = ModelQuestions(values=asking(Numbers(*answer)))
     estimates = asyncio.run(trainer(tmp_path, FakeActor(), questions=asked).estimate([scored_group(0, [1, 0])]))
     assert estimates == Estimates(values=answer)
+
+
+def test_numbers_that_only_an_update_needs_do_not_pass_through_the_driver(tmp_path: Path) -> None:
+    reference, values = Numbers(np.zeros(2, np.float32)), Numbers(np.ones(2, np.float32))
+    asked = ModelQuestions(reference_logprobs=asking(reference, is_for_credit=False), values=asking(values))
+    actor, critic = FakeActor(), FakeCritic()
+    training = trainer(tmp_path, actor, critic=critic, questions=asked)
+
+    async def steps() -> Estimates:
+        estimates = await training.estimate([scored_group(0, [1, 0])])
+        await training.update(make_samples(2, vocab=9))
+        await training.update(make_samples(2, vocab=9))
+        return estimates
+
+    estimates = asyncio.run(steps())
+    assert estimates.reference_logprobs is None
+    assert (reference.num_fetched, values.num_fetched) == (0, 1)
+    # The second step was not asked about: it gets nothing of the first.
+    assert actor.held == [{"reference_logprobs": reference}, {}]
+    assert critic.held == [{"values": values}, {}]
 
 
 @pytest.mark.parametrize(("num_steps", "expected"), [(0, [0, 0, 1]), (2, [3, 4, 5])], ids=["new", "resumed"])

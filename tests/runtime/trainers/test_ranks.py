@@ -1,0 +1,112 @@
+"""Shares of a step on real Ray actors: each reaches its ranks alone, and numbers stay where they were computed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.config.load import load_recipe
+from megarl.config.roles import ModelParallelConfig
+from megarl.data.packing import Packing, pack, unpack
+from megarl.runtime.launch import private_ray
+from megarl.tools.quickstart.arithmetic import make_arithmetic
+from megarl.types import SampleNumbers, TrainBatch
+from tests.runtime.runs import write_recipe
+from tests.train.samples import make_samples
+
+with private_ray():
+    # Ray reads its environment when it is imported, here as in a run.
+    import ray
+
+    from megarl.runtime.cluster import open_cluster
+    from megarl.runtime.trainers.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
+    from megarl.train.rank import ModelRank, RankSpec
+
+SPLIT = ModelParallelConfig(tensor=2)
+WORLD = 4
+PACKING = Packing(
+    data_parallel=2, tokens_per_micro_batch=40, samples_per_update=None, pad_multiple=1, micro_batch_multiple=1
+)
+
+
+class EchoRank(ModelRank):
+    """A rank without a model, which answers with the engine's log-probabilities."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
+
+    def echo(self, batch: TrainBatch) -> SampleNumbers | None:
+        if self._spec.rank % SPLIT.tensor:
+            return None
+        columns = [[item.rollout_logprobs for item in each.micro_batches] for each in batch.mini_batches]
+        return unpack(batch, columns)
+
+    def differences(self, batch: TrainBatch) -> tuple[int, float]:
+        """Return how many samples the rank got, and how far `values` are from the engine's log-probabilities."""
+        items = [item for each in batch.mini_batches for item in each.micro_batches]
+        worst = [float(np.abs(item.values - item.rollout_logprobs).max()) for item in items if item.values is not None]
+        return sum(int((item.sample_ids >= 0).sum()) for item in items), max(worst)
+
+
+def build(spec: RankSpec) -> EchoRank:
+    return EchoRank(spec)
+
+
+def place(*, rank: int, world: int, master_address: str, master_port: int) -> RankSpec:
+    shape: object = None
+    return RankSpec(
+        rank=rank,
+        world=world,
+        master_address=master_address,
+        master_port=master_port,
+        device="cpu",
+        split=SPLIT,
+        shape=shape,  # type: ignore[arg-type]  # there is no model
+        seed=0,
+        timeout_s=300,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    make_arithmetic(tmp_path / "arithmetic", num_train=8, num_sft=8, num_eval=8)
+    recipe = load_recipe(write_recipe(tmp_path, "ranks"))
+    Path(recipe.run_folder).mkdir(parents=True)
+    with private_ray(), open_cluster(recipe, address=None):
+        yield tmp_path
+
+
+def test_ranks_get_their_share_and_numbers_stay_with_those_that_computed_them(folder: Path) -> None:
+    samples = make_samples(9, vocab=50)
+    remote = ray.remote(num_cpus=0, concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(RankHost)
+    workers = [remote.remote(None) for _ in range(WORLD)]
+
+    async def run() -> None:
+        group: RankGroup[EchoRank] = RankGroup(
+            "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, turn=asyncio.Lock()
+        )
+        await group.start(build, place)
+        held = await group.ask(EchoRank.echo, pack(samples, PACKING, temperature=1.0))
+        # One rank of each of the two replicas answers.
+        assert len(held.parts) == PACKING.data_parallel
+        assert sorted(i for part in held.parts for i in part.sample_ids) == list(range(len(samples)))
+        for found, sample in zip(await held.fetch(), samples, strict=True):
+            np.testing.assert_array_equal(found, sample.rollout.logprobs)
+        # Other micro-batches: the numbers of a rank come from both replicas.
+        narrow = Packing(
+            data_parallel=2, tokens_per_micro_batch=20, samples_per_update=4, pad_multiple=1, micro_batch_multiple=1
+        )
+        shares = pack(samples, narrow, temperature=1.0)
+        results: list[tuple[int, float]] = await group._compute_shares("differences", shares, {"values": held})
+        counts = [count for count, _ in results]
+        assert counts[0] == counts[1]
+        assert counts[2] == counts[3]
+        assert counts[0] + counts[2] == len(samples)
+        assert [worst for _, worst in results] == [0.0] * WORLD
+        await group.end()
+
+    asyncio.run(run())

@@ -6,6 +6,7 @@
     │   └── RewardError      3   the reward cannot be loaded or reached, or has changed
     │       └── ScoreError       one rollout has no score: the reward failed, was late or returned nonsense
     ├── CheckpointError      4   nothing that verifies can be loaded, or a folder is broken
+    │   └── DamagedError         a file does not have the bytes that were written; an earlier checkpoint may be whole
     ├── MachineError         5   ports, devices, packages, processes of this machine
     ├── PreemptedError      75   the run was asked to stop; requeue it
     ├── FleetError          76   no engine that can generate is left
@@ -69,6 +70,10 @@ class ScoreError(RewardError):
 
 class CheckpointError(MegarlError):
     exit_code = 4
+
+
+class DamagedError(CheckpointError):
+    pass
 
 
 class MachineError(MegarlError):

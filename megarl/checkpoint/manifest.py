@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ import xxhash
 from pydantic import JsonValue, TypeAdapter, ValidationError
 
 from megarl.checkpoint.tensor_header import TENSOR_SUFFIX, TensorEntry, read_header
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, DamagedError
 
 FORMAT = 1
 MANIFEST_FILE = "manifest.json"
@@ -122,22 +122,63 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(
-    folder: Path, *, below: str | None = None, on_bytes: OnBytes | None = None, num_threads: int | None = None
+    folder: Path,
+    *,
+    below: str | None = None,
+    wants_weights: bool = True,
+    on_bytes: OnBytes | None = None,
+    num_threads: int | None = None,
 ) -> Manifest:
     """Return the manifest if every file has its size and digests; a CheckpointError names the first that does not.
 
-    `below` limits the check to an inner folder. The default of `num_threads` is one per core.
+    `below` limits the check to an inner folder. Without `wants_weights` only the sizes are compared of files that
+    trainer ranks read: `verify_tensors` compares their digests. The default of `num_threads` is one per core.
     """
     manifest = read_manifest(folder)
     files = {name: file for name, file in manifest.files.items() if below is None or name.startswith(f"{below}/")}
     _refuse_pickles(folder, manifest)
+
+    def check(name: str) -> None:
+        if wants_weights or not _has_weights(name, files[name]):
+            _check(_inside(folder, name), files[name], on_bytes)
+        else:
+            _check_size(_inside(folder, name), files[name])
+
+    _check_all(check, files, num_threads)
+    return manifest
+
+
+def verify_tensors(
+    folder: Path, inner_folders: Collection[str], names: Collection[str], *, num_threads: int | None = None
+) -> None:
+    """Compare the tensors of these names in the files of inner folders, and the headers of those files, with the
+    manifest; a DamagedError names the first that differs.
+
+    Ranks that are given different names verify a checkpoint together, each tensor once.
+    """
+    manifest = read_manifest(folder)
+    files = {
+        name: wanted
+        for name, file in manifest.files.items()
+        if PurePosixPath(name).parent.as_posix() in inner_folders
+        and (wanted := {tensor.name for tensor in file.tensors} & set(names))
+    }
+    _check_all(
+        lambda name: _check(_inside(folder, name), manifest.files[name], None, names=files[name]), files, num_threads
+    )
+
+
+def _check_all(check: Callable[[str], None], names: Iterable[str], num_threads: int | None) -> None:
     pool = ThreadPoolExecutor(num_threads or os.cpu_count())
     try:
-        for _ in pool.map(lambda name: _check(_inside(folder, name), files[name], on_bytes), files):
+        for _ in pool.map(check, names):
             pass
     finally:
         pool.shutdown(cancel_futures=True)
-    return manifest
+
+
+def _has_weights(name: str, file: FileDigest) -> bool:
+    return bool(file.tensors) and PurePosixPath(name).parts[0] in (MODEL_FOLDER, OPTIMIZER_FOLDER, CRITIC_FOLDER)
 
 
 def check_sizes(folder: Path) -> Manifest:
@@ -148,17 +189,20 @@ def check_sizes(folder: Path) -> Manifest:
     return manifest
 
 
-def _check(path: Path, expected: FileDigest, on_bytes: OnBytes | None) -> None:
+def _check(path: Path, expected: FileDigest, on_bytes: OnBytes | None, *, names: Collection[str] | None = None) -> None:
+    """Compare a file's header and its tensors, only those of `names` if given, or the whole of another file."""
     try:
         _check_size(path, expected)
         header_bytes = expected.num_bytes - sum(tensor.num_bytes for tensor in expected.tensors)
         with path.open("rb", buffering=0) as file:
             if _digest_next(file, header_bytes, on_bytes) != expected.xxh3_128:
                 part = "the header" if expected.tensors else "the file"
-                raise CheckpointError(f"{path}: damaged: {part} does not have the digest of the manifest")
+                raise DamagedError(f"{path}: damaged: {part} does not have the digest of the manifest")
             for tensor in expected.tensors:
-                if _digest_next(file, tensor.num_bytes, on_bytes) != tensor.xxh3_128:
-                    raise CheckpointError(
+                if names is not None and tensor.name not in names:
+                    file.seek(tensor.num_bytes, os.SEEK_CUR)
+                elif _digest_next(file, tensor.num_bytes, on_bytes) != tensor.xxh3_128:
+                    raise DamagedError(
                         f"{path}: damaged: tensor {tensor.name} does not have the digest of the manifest"
                     )
     except OSError as error:
@@ -171,7 +215,7 @@ def _check_size(path: Path, expected: FileDigest) -> None:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     if size != expected.num_bytes:
-        raise CheckpointError(f"{path}: damaged: {size} bytes, {expected.num_bytes} were written")
+        raise DamagedError(f"{path}: damaged: {size} bytes, {expected.num_bytes} were written")
 
 
 def _refuse_pickles(folder: Path, manifest: Manifest) -> None:

@@ -1,10 +1,10 @@
-"""Chooses the checkpoint that a run resumes from. Every byte of it is verified before a weight is read."""
+"""Chooses the checkpoint that a run resumes from: sizes, and all bytes but those of weights, which ranks verify."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ Layout, length, paths and output are left out. Model and data are compared by co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """A checkpoint that verifies."""
+    """A checkpoint whose files are complete; the ranks that load its weights compare them with their digests."""
 
     folder: Path
     manifest: Manifest
@@ -50,18 +50,22 @@ class Decision:
     """Sentences for the user about the choice."""
 
 
-def decide(parent: Path, *, recipe_digest: str, num_steps: int) -> Decision:
-    """Choose the newest checkpoint that verifies, if the run can continue from it.
+def decide(parent: Path, *, recipe_digest: str, num_steps: int, damaged: Collection[Path] = ()) -> Decision:
+    """Choose the newest checkpoint that is complete, if the run can continue from it.
 
-    If there are checkpoints and all are damaged, a CheckpointError leaves the decision to the user.
+    Folders in `damaged` are passed over. If there are checkpoints and none is left, a CheckpointError leaves the
+    decision to the user.
     """
     notes: list[str] = []
     for folder in list_checkpoints(parent):
+        if folder in damaged:
+            notes.append(f"skipped {folder}: damaged")
+            continue
         try:
             obstacle = _obstacle(read_manifest(folder), recipe_digest=recipe_digest, num_steps=num_steps)
             if obstacle is not None:
                 return Decision(point=None, notes=(*notes, f"starting anew: {folder} {obstacle}"))
-            return Decision(point=open_verified(folder), notes=tuple(notes))
+            return Decision(point=open_complete(folder), notes=tuple(notes))
         except CheckpointError as error:
             notes.append(f"skipped {folder}: {error}")
     if notes:
@@ -80,7 +84,7 @@ def open_named(folder: Path, *, recipe_digest: str, num_steps: int) -> Decision:
         raise CheckpointError(f"{folder}: is at step {manifest.step}, run.steps is {num_steps}; raise run.steps")
     is_changed = manifest.recipe_digest != recipe_digest
     notes = (f"the recipe differs from the one {folder} was made with",) if is_changed else ()
-    return Decision(point=open_verified(folder), notes=notes)
+    return Decision(point=open_complete(folder), notes=notes)
 
 
 def _obstacle(manifest: Manifest, *, recipe_digest: str, num_steps: int) -> str | None:
@@ -94,8 +98,9 @@ def _obstacle(manifest: Manifest, *, recipe_digest: str, num_steps: int) -> str 
     return None
 
 
-def open_verified(folder: Path) -> ResumePoint:
-    manifest = verify(folder)
+def open_complete(folder: Path) -> ResumePoint:
+    """Return a checkpoint whose files have their sizes, and all but those of weights their digests."""
+    manifest = verify(folder, wants_weights=False)
     return ResumePoint(folder=folder, manifest=manifest, state=read_state(folder))
 
 

@@ -39,6 +39,8 @@ def advance(progress: Progress, record: Record) -> Progress:
             began = progress.steps_began or (record.time if phase == "generate" else None)
             return replace(progress, phase=phase, phase_began=record.time, steps_began=began)
         case StepFinished(summary=summary):
+            # Behind a damaged checkpoint a process goes on from an earlier step than it began with.
+            progress = replace(progress, first_step=min(progress.first_step, summary.step - 1))
             eta_s = _eta_s(progress, record.time, step=summary.step)
             return replace(progress, step=summary.step, summary=summary, eta_s=eta_s)
         case Evaluated(result=result):

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from megarl.config.recipe import ClusterConfig, Recipe, RunConfig
@@ -64,6 +64,7 @@ def train(
             observer,
             ray_address=address,
             resume=point,
+            choose_again=partial(choose, recipe, resume),
             allows_data_change=allows_data_change,
             tasks_file=tasks_file,
         )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, checkpoint_folder
 from megarl.checkpoint.manifest import MODEL_FOLDER, digest_file
-from megarl.checkpoint.resume import Decision, ResumePoint, decide, identity_digest, open_named, open_verified
+from megarl.checkpoint.resume import Decision, ResumePoint, decide, identity_digest, open_complete, open_named
 from megarl.checkpoint.state import Ledger
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
@@ -22,17 +22,20 @@ _TOKENIZER = "tokenizer.json"
 _MAX_PAUSE_S = 60.0
 
 
-def choose(recipe: Recipe, choice: ResumeChoice) -> Decision:
-    """Return the checkpoint to resume from, with every byte verified."""
+def choose(recipe: Recipe, choice: ResumeChoice, *, damaged: Collection[Path] = ()) -> Decision:
+    """Return the checkpoint to resume from; ranks found that those in `damaged` do not verify."""
     recipe_digest, num_steps = identity_digest(recipe.model_dump(mode="json")), recipe.run.steps
     match choice:
         case "never":
             return Decision(point=None)
         case "auto":
             parent = recipe.run_folder.absolute() / CHECKPOINTS_FOLDER
-            return decide(parent, recipe_digest=recipe_digest, num_steps=num_steps)
+            return decide(parent, recipe_digest=recipe_digest, num_steps=num_steps, damaged=damaged)
         case Path():
-            return open_named(choice.resolve(), recipe_digest=recipe_digest, num_steps=num_steps)
+            folder = choice.resolve()
+            if folder in damaged:
+                raise CheckpointError(f"{folder}: damaged; name an earlier one, or start anew with --resume never")
+            return open_named(folder, recipe_digest=recipe_digest, num_steps=num_steps)
 
 
 def is_of_run(point: ResumePoint, recipe: Recipe) -> bool:
@@ -41,7 +44,12 @@ def is_of_run(point: ResumePoint, recipe: Recipe) -> bool:
 
 
 def last_good(
-    recipe: Recipe, *, first: ResumePoint | None, saved_steps: Sequence[int], warn: Callable[[str], None]
+    recipe: Recipe,
+    *,
+    first: ResumePoint | None,
+    saved_steps: Sequence[int],
+    warn: Callable[[str], None],
+    damaged: Collection[Path] = (),
 ) -> ResumePoint | None:
     """Return where a run resumes after losing ranks: its newest checkpoint, or the point where it began.
 
@@ -50,9 +58,9 @@ def last_good(
     parent = recipe.run_folder.absolute() / CHECKPOINTS_FOLDER
     if recipe.checkpoint.contents == "everything":
         folders = [checkpoint_folder(parent, step) for step in sorted(set(saved_steps), reverse=True)]
-        for folder in filter(Path.exists, folders):
+        for folder in (folder for folder in folders if folder.exists() and folder not in damaged):
             try:
-                return open_verified(folder)
+                return open_complete(folder)
             except CheckpointError as error:
                 warn(f"skipped {folder}: {error}")
     if first is not None and not first.folder.exists():

@@ -6,13 +6,15 @@ Data and ports come before Ray, Ray before roles, roles before the first publish
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
-from megarl.checkpoint.resume import ResumePoint
+from megarl.checkpoint.resume import Decision, ResumePoint
 from megarl.config.recipe import Recipe
-from megarl.errors import WorkerError
+from megarl.errors import DamagedError, MegarlError, WorkerError
 from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
@@ -33,39 +35,59 @@ def run_recipe(
     *,
     ray_address: str | None,
     resume: ResumePoint | None,
+    choose_again: ChooseAgain,
     allows_data_change: bool,
     tasks_file: Path | None,
 ) -> None:
     """Take every step of a run that is left. Ctrl-C and SIGTERM end it in order, with nothing left running.
 
-    A trace of Ray's tasks is written to `tasks_file`.
+    `choose_again` returns another checkpoint where ranks find one damaged. A trace of Ray's tasks is written to
+    `tasks_file`.
     """
     with observer.phase("start"):
         inputs = read_inputs(recipe)
-        if resume is not None:
-            resume = checked_resume_point(
-                resume,
-                model_folder=recipe.model.path,
-                shape=inputs.shape,
-                data_digest=inputs.train.digest,
-                allows_data_change=allows_data_change,
-                warn=observer.warned,
-            )
+        check = partial(
+            checked_resume_point,
+            model_folder=recipe.model.path,
+            shape=inputs.shape,
+            data_digest=inputs.train.digest,
+            allows_data_change=allows_data_change,
+            warn=observer.warned,
+        )
+        resume = None if resume is None else check(resume)
+
+    async def choose_earlier(damaged: Collection[Path]) -> ResumePoint | None:
+        point = (await asyncio.to_thread(partial(choose_again, damaged=damaged))).point
+        return None if point is None else check(point)
+
     observer.data_read(num_prompts=len(inputs.train.prompts), num_dropped=inputs.train.num_dropped)
     if inputs.train.num_dropped:
         observer.warned(f"{inputs.train.num_dropped} prompts are too long and were dropped (data.overlong_prompts)")
-    run = _Run(recipe, inputs, observer)
+    run = _Run(recipe, inputs, observer, choose_earlier)
     asyncio.run(run.take_steps(resume, ray_address=ray_address, tasks_file=tasks_file))
+
+
+class ChooseAgain(Protocol):
+    def __call__(self, *, damaged: Collection[Path]) -> Decision: ...
 
 
 class _Run:
     """A run with one serving side and one set of trainer ranks after another: lost ranks are replaced by a new set."""
 
-    def __init__(self, recipe: Recipe, inputs: Inputs, observer: Observer) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        inputs: Inputs,
+        observer: Observer,
+        choose_earlier: Callable[[Collection[Path]], Awaitable[ResumePoint | None]],
+    ) -> None:
         self._recipe = recipe
         self._inputs = inputs
         self._observer = observer
+        self._choose_earlier = choose_earlier
         self._saved_steps: list[int] = []
+        self._damaged: set[Path] = set()
+        """Checkpoints that ranks found damaged."""
 
     async def take_steps(self, resume: ResumePoint | None, *, ray_address: str | None, tasks_file: Path | None) -> None:
         recipe, observer = self._recipe, self._observer
@@ -101,11 +123,38 @@ class _Run:
                 if serving.done() and serving.exception() is not None:
                     raise  # the engines did not start
                 pause_s = restarts.spend(error, saved_step=max(self._saved_steps, default=0))
-                point = last_good(self._recipe, first=first, saved_steps=self._saved_steps, warn=self._observer.warned)
-                place = "the beginning" if point is None else f"step {point.step}"
-                self._observer.restarted(ALL_TRAINERS, 0, f"from {place}: {error}")
+                point = await self._last_good(first)
+                self._restarted(point, error)
                 await asyncio.sleep(pause_s)
                 await settle(pools, timeout_s=self._recipe.cluster.node_timeout_s, waiting=self._observer.warned)
+            except DamagedError as error:
+                if point is None or point.folder in self._damaged:
+                    raise
+                self._damaged.add(point.folder)
+                if self._saved_steps:
+                    point = await self._last_good(first)
+                else:
+                    point = first = await self._choose_earlier(self._damaged)
+                self._restarted(point, error)
+
+    async def _last_good(self, first: ResumePoint | None) -> ResumePoint | None:
+        notes: list[str] = []
+        choose = partial(
+            last_good,
+            self._recipe,
+            first=first,
+            saved_steps=self._saved_steps,
+            warn=notes.append,
+            damaged=self._damaged,
+        )
+        point = await asyncio.to_thread(choose)
+        for note in notes:
+            self._observer.warned(note)
+        return point
+
+    def _restarted(self, point: ResumePoint | None, error: MegarlError) -> None:
+        place = "the beginning" if point is None else f"step {point.step}"
+        self._observer.restarted(ALL_TRAINERS, 0, f"from {place}: {error}")
 
     async def _train(
         self,

@@ -41,6 +41,11 @@ def weights_of(folder: Path) -> Path:
     return master if master.exists() else folder / MODEL_FOLDER
 
 
+def folders_read(folder: Path) -> list[Path]:
+    """Return the folders with tensors that a rank reads to continue from a checkpoint."""
+    return [weights_of(folder), *(folder / OPTIMIZER_FOLDER / kind for kind in MOMENTS)]
+
+
 def has_own_master(layout: Layout) -> bool:
     """Whether master weights are more precise than `model/`, whose file or whose source has a narrower dtype."""
     held = (spec for holding in layout.holdings for spec in holding.tensors.values())

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.checkpoint.manifest import Contents, FileDigest
+from megarl.checkpoint.manifest import Contents, FileDigest, verify_tensors
+from megarl.checkpoint.save import assign_tensors
 from megarl.checkpoint.state import TrainerState
 from megarl.config.roles import OptimizerConfig, TrainedModelConfig
 from megarl.errors import NumericsError
-from megarl.train.checkpoint import Peers, RankSaver, load_optimizer, weights_of
+from megarl.train.checkpoint import Peers, RankSaver, folders_read, load_optimizer, weights_of
 from megarl.train.model import DeviceMicroBatch
 from megarl.train.optimizer import ModelOptimizer, learning_rate
 from megarl.train.passes import Loss, Output, accumulate_gradients
@@ -21,6 +22,8 @@ from megarl.train.rank import ModelRank, RankSpec
 from megarl.train.stats import Report
 from megarl.types import MiniBatch, TrainBatch
 
+_VERIFYING_THREADS = 4
+"""A node has several ranks."""
 MAX_SKIPPED_UPDATES = 3
 """Consecutive ones: a bad batch is skipped, a broken model ends the run."""
 
@@ -54,6 +57,16 @@ class TrainedRank(ModelRank):
         super().load(folder)
         with self._on_device():
             self._optimizer.adopt_weights()
+
+    def verify(self, checkpoint: Path, inner: str) -> None:
+        """Compare tensors that `resume` reads from the inner folder of a checkpoint with their digests.
+
+        Each tensor is compared by one of the ranks that read it, so that all ranks together compare all of them once.
+        """
+        folder = checkpoint / inner
+        mine = assign_tensors(self._layout).by_rank[self._spec.rank].tensors
+        read = (each.relative_to(checkpoint).as_posix() for each in folders_read(folder))
+        verify_tensors(checkpoint, frozenset(read), mine, num_threads=_VERIFYING_THREADS)
 
     def resume(self, folder: Path, state: TrainerState) -> None:
         """Continue from a checkpoint of any layout; `state` is what `snapshot` returned for it."""

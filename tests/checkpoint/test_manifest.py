@@ -15,11 +15,12 @@ from megarl.checkpoint.manifest import (
     check_sizes,
     read_manifest,
     verify,
+    verify_tensors,
     write_manifest,
 )
 from megarl.checkpoint.state import read_state
 from megarl.checkpoint.tensor_header import read_header
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, DamagedError
 from tests.checkpoint.samples import run_state, write_checkpoint
 
 
@@ -96,6 +97,37 @@ def test_an_inner_folder_can_be_verified_alone(checkpoint: Path) -> None:
     verify(checkpoint, below="model")
     with pytest.raises(CheckpointError, match="exp_avg"):
         verify(checkpoint, below="optimizer")
+
+
+def test_without_weights_everything_but_the_bytes_of_weights_is_compared(checkpoint: Path) -> None:
+    for path in files_of(checkpoint):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        if path.suffix == ".safetensors":
+            verify(checkpoint, wants_weights=False)
+            path.write_bytes(whole[:-1])
+        with pytest.raises(CheckpointError, match=path.name):
+            verify(checkpoint, wants_weights=False)
+        path.write_bytes(whole)
+
+
+def test_ranks_verify_each_tensor_once_and_the_one_that_has_it_finds_the_damage(checkpoint: Path) -> None:
+    inner = ("model", "optimizer/exp_avg")
+    shares = ({"a.weight"}, {"a.bias", "b"}, {"of another folder"})
+    for name in shares:
+        verify_tensors(checkpoint, inner, name)
+    path = checkpoint / "optimizer" / "exp_avg" / "model-00001-of-00001.safetensors"
+    whole = path.read_bytes()
+    for entry in read_header(path).entries:
+        path.write_bytes(whole[: entry.start] + bytes([whole[entry.start] ^ 1]) + whole[entry.start + 1 :])
+        for names in shares:
+            if entry.name in names:
+                with pytest.raises(DamagedError, match=f"exp_avg.*damaged: tensor {entry.name} does not"):
+                    verify_tensors(checkpoint, inner, names)
+            else:
+                verify_tensors(checkpoint, inner, names)
+        # Nobody reads it: nobody complains.
+        verify_tensors(checkpoint, ("model",), {"a.weight", "a.bias", "b"})
 
 
 def test_progress_adds_up_to_every_byte(checkpoint: Path) -> None:

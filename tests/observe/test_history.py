@@ -36,5 +36,11 @@ def test_a_resumed_run_counts_only_its_own_steps_in_its_pace() -> None:
     assert fold(run_started(steps=10, resumed_step=6)).step == 6
 
 
+def test_a_run_that_goes_on_from_an_earlier_step_than_it_began_with_has_a_pace() -> None:
+    generate = PhaseStarted(phase="generate")
+    progress = fold(run_started(steps=8, resumed_step=6), generate, step_finished(6), generate, step_finished(7))
+    assert progress.eta_s == 15.0
+
+
 def test_a_new_run_starts_from_nothing() -> None:
     assert fold(run_started(), step_finished(1), run_started(steps=9)) == Progress(steps=9)

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER
 from megarl.checkpoint.manifest import digest_file, read_manifest
-from megarl.checkpoint.resume import Decision, ResumePoint, identity_digest, open_verified
+from megarl.checkpoint.resume import Decision, ResumePoint, identity_digest, open_complete
 from megarl.checkpoint.state import Ledger, read_state
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
@@ -140,16 +140,30 @@ def test_a_checkpoint_that_does_not_verify_is_skipped_and_told(tmp_path: Path) -
     assert "step_000004" in note
 
 
+def test_what_ranks_found_damaged_is_not_chosen_again(tmp_path: Path, saved: Path) -> None:
+    recipe = recipe_in(tmp_path)
+    write_checkpoint(saved.parent, 2, recipe_digest=identity_digest(recipe.model_dump(mode="json")))
+    write_checkpoint(saved.parent, 4, recipe_digest=identity_digest(recipe.model_dump(mode="json")))
+    point = choose(recipe, "auto", damaged={saved}).point
+    assert point is not None
+    assert point.step == 2
+    with pytest.raises(CheckpointError, match=r"step_000004: damaged; name an earlier one"):
+        choose(recipe, saved, damaged={saved.resolve()})
+    point = last_good(recipe, first=None, saved_steps=(2, 4), warn=lambda _: None, damaged={saved})
+    assert point is not None
+    assert point.step == 2
+
+
 def test_without_one_of_their_own_they_go_on_where_the_run_began(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path)
     assert go_on(recipe) == (None, [])
-    first = open_verified(write_checkpoint(tmp_path / "elsewhere", 2))
+    first = open_complete(write_checkpoint(tmp_path / "elsewhere", 2))
     assert go_on(recipe, first=first) == (first, [])
 
 
 def test_a_beginning_that_is_gone_is_said(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path)
-    first = open_verified(write_checkpoint(tmp_path / "elsewhere", 2))
+    first = open_complete(write_checkpoint(tmp_path / "elsewhere", 2))
     gone = replace(first, folder=tmp_path / "gone")
     with pytest.raises(CheckpointError, match="the run resumed from it, and it is gone"):
         go_on(recipe, first=gone)

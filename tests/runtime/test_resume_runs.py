@@ -122,6 +122,36 @@ def test_a_run_that_was_killed_in_its_save_goes_on_and_ends_with_the_same_bits(
     _goes_on_to_the_same_end(folder, name, at_once)
 
 
+@pytest.mark.fault("a flipped bit in the newest checkpoint", "its ranks find it; goes on from the one before")
+@pytest.mark.slow
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(folder: Path) -> None:
+    """Without engines: the ranks find the damage while they load."""
+    overrides = (
+        "algorithm={kind: sft}",
+        f"data={{train: [{folder}/arithmetic/sft.parquet], max_prompt_tokens: 16}}",
+        "pools={train: {gpus_per_node: 2}}",
+        "roles={actor: {pool: train, tensor: 2}}",
+        "evaluation=null",
+        *EVERY_STEP,
+    )
+    first = run(folder, "flipped", *overrides, "run.steps=3")
+    assert first.exit_code == 0, first.output
+    damaged = first.folder / "checkpoints" / "step_000003"
+    whole = {path.relative_to(damaged): path.read_bytes() for path in damaged.rglob("*.safetensors")}
+    path = next(damaged.glob("optimizer/exp_avg/*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+    resumed = run(folder, "flipped", *overrides, "run.steps=4")
+
+    assert resumed.exit_code == 0, resumed.output
+    assert "from step 2: " in resumed.output
+    assert f"{path}: damaged: tensor" in resumed.output
+    again = first.folder / "checkpoints" / "step_000003"
+    assert {path.relative_to(again): path.read_bytes() for path in again.rglob("*.safetensors")} == whole
+
+
 @pytest.mark.fault("a disk that is full for a while", "told; the run goes on")
 @pytest.mark.slow
 def test_a_run_whose_disk_was_full_for_a_while_says_so_and_goes_on(folder: Path, at_once: Run) -> None:

@@ -15,7 +15,7 @@ from megarl.checkpoint.state import TrainerState
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
-from megarl.errors import CheckpointError, ConfigError, MachineError, NumericsError
+from megarl.errors import CheckpointError, ConfigError, DamagedError, MachineError, NumericsError
 from megarl.results import CriticResult, CriticStats, UpdateResult, UpdateStats
 from megarl.train import cpu
 from megarl.train.actor import ActorRank, TrainerRecord
@@ -283,6 +283,18 @@ def resume_and_train(
     trainer.write(folder, setup.folder)
     trainer.close()
     return reached, results
+
+
+def fail_to_verify(rank: int, world: int, port: int, setup: Setup, checkpoint: Path) -> str:
+    """Return the error of a rank that compares its tensors of a checkpoint with their digests."""
+    trainer = build_empty(rank, world, port, setup)
+    try:
+        trainer.verify(checkpoint, "")
+        message = ""
+    except DamagedError as error:
+        message = str(error)
+    trainer.close()
+    return message
 
 
 def fail_to_save_and_go_on(

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megarl.checkpoint.manifest import FORMAT, Manifest, write_manifest
 from megarl.checkpoint.state import TrainerState
+from megarl.checkpoint.tensor_header import read_header
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.train.checkpoint import has_own_master
@@ -87,6 +89,30 @@ def test_training_in_two_parts_gives_the_same_bits(
     assert {key.rpartition("/")[0] for key in expected} == {"model", "optimizer/exp_avg", "optimizer/exp_avg_sq"}
     for name, tensor in expected.items():
         assert torch.equal(tensor, found[name]), name
+
+
+@pytest.mark.parametrize("split", ["DP2", "TP2-PP2"])
+def test_ranks_verify_a_checkpoint_together(split: str, cluster: Cluster, models: Models, tmp_path: Path) -> None:
+    """Saved by one rank; whichever tensor is damaged, one rank of any layout finds it."""
+    model = models.get("qwen3", tied=True)
+    folder = tmp_path / "saved"
+    (saved,) = cluster.run(
+        1, jobs.train_and_save, replace(setup_of(model, SPLITS["TP1"][1]), optimizer=ADAM), [], folder
+    )
+    manifest = Manifest(
+        format=FORMAT, megarl_version="", step=1, contents="everything", recipe={}, recipe_digest="", files=saved[1]
+    )
+    write_manifest(folder, manifest)
+    world, actor = SPLITS[split]
+    setup = setup_of(model, actor)
+    assert cluster.run(world, jobs.fail_to_verify, setup, folder) == [""] * world
+    path = folder / "optimizer" / "exp_avg_sq" / "model-00001-of-00001.safetensors"
+    whole = path.read_bytes()
+    for entry in read_header(path).entries[::7]:
+        path.write_bytes(whole[: entry.start] + bytes([whole[entry.start] ^ 1]) + whole[entry.start + 1 :])
+        messages = cluster.run(world, jobs.fail_to_verify, setup, folder)
+        (found,) = (message for message in messages if message)
+        assert f"tensor {entry.name} does not have the digest" in found
 
 
 @pytest.mark.parametrize(

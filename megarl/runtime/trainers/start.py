@@ -90,15 +90,18 @@ class WeightOrigin:
     """Where the first weights of a model come from."""
 
     folder: Path
-    """In Hugging Face format, or a checkpoint's."""
+    """In Hugging Face format, or a checkpoint."""
     resumed: TrainerState | None = None
-    """The trainer's state, if `folder` is a checkpoint's."""
+    """The trainer's state, if `folder` is a checkpoint."""
+    inner: str = ""
+    """The model's folder in the checkpoint."""
 
     def fill(self, model: TrainedRank) -> None:
         if self.resumed is None:
             model.load(self.folder)
         else:
-            model.resume(self.folder, self.resumed)
+            model.verify(self.folder, self.inner)
+            model.resume(self.folder / self.inner, self.resumed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +138,7 @@ class _Starter:
         if self.resume is not None:
             state = self.resume.state.critic
             assert state is not None, f"{self.resume.folder} has no critic"
-            origin = WeightOrigin(folder=self.resume.folder / CRITIC_FOLDER, resumed=state)
+            origin = WeightOrigin(folder=self.resume.folder, resumed=state, inner=CRITIC_FOLDER)
         algorithm = recipe.algorithm
         assert isinstance(algorithm, PolicyGradientConfig), f"{algorithm.kind} has no critic"
         build = partial(_build_critic, origin=origin, algorithm=algorithm, critic=config, total_steps=recipe.run.steps)

@@ -80,6 +80,8 @@ class RankSaver:
         self._weights: Contribution | None = None
         self._shards: Contribution | None = None
         self._num_snapshots = 0
+        self._group: TransferGroup | None = None
+        """Kept from save to save: connections of all pairs of ranks take long to make."""
         self._taken: dict[str, _Part] = {}
 
     def snapshot(self, contents: Contents) -> None:
@@ -106,13 +108,22 @@ class RankSaver:
         assert parts, "snapshot comes first"
         files: dict[str, FileDigest] = {}
         group = self._join_group(folder)
+        self._group = None
         try:
             for inner in list(parts):
                 part = parts.pop(inner)  # freed once it is on disk
                 files |= below(inner, self._write_part(part, folder / inner, source_folder, group))
-        finally:
-            group.close()
+        except BaseException as error:
+            # Some peers may not have noticed: they learn it when they meet again.
+            group.abandon(f"{folder} was not saved: {error}")
+            raise
+        self._group = group
         return files
+
+    def close(self) -> None:
+        """Close the connections to the other ranks."""
+        if self._group is not None:
+            self._group.close()
 
     def _snapshot_optimizer(self, rank: int) -> dict[str, _Part]:
         """Copy the moments, and the master weights if they are more precise than `model/`."""
@@ -151,11 +162,19 @@ class RankSaver:
         )
 
     def _join_group(self, folder: Path) -> TransferGroup:
-        try:
-            # A new group each time: a group that has failed once stays broken.
-            group = self._peers.join(f"{self._purpose} {self._num_snapshots}")
-        except WeightSyncError as error:
-            raise CheckpointError(f"{folder} was not saved: {error}") from error
+        """Meet the other ranks in the group of the save before; in a new one after a save that failed."""
+        group = self._group
+        if group is not None:
+            try:
+                group.barrier()
+            except WeightSyncError:
+                group.close()
+                group = None
+        if group is None:
+            try:
+                group = self._peers.join(f"{self._purpose} {self._num_snapshots}")
+            except WeightSyncError as error:
+                raise CheckpointError(f"{folder} was not saved: {error}") from error
         reach("ranks_met", step=step_in(folder), rank=self._topology.rank)
         return group
 

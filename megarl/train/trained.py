@@ -82,6 +82,11 @@ class TrainedRank(ModelRank):
         self._num_steps, self._num_updates = state.num_steps, state.num_updates
         self._num_skipped = state.num_skipped_in_a_row
 
+    def close(self) -> None:
+        self._saver.close()
+        self._exporter.close()
+        super().close()
+
     @property
     def state(self) -> TrainerState:
         return TrainerState(

@@ -59,6 +59,30 @@ def break_a_weight_and_save(rank: int, world: int, port: int, setup: Setup, fold
     return message
 
 
+def save_again_and_again(rank: int, world: int, port: int, setup: Setup, folder: Path) -> tuple[list[str], int]:
+    """Return the errors of saves, of which the third fails, and how often the rank joined a new group for them.
+
+    After the second rank 0 leaves the group, and the other ranks do not notice.
+    """
+    trainer = build(rank, world, port, setup)
+    peers, joined = trainer._saver._peers, []
+    join = peers.join
+    peers.join = lambda name: joined.append(name) or join(name)  # type: ignore[func-returns-value,method-assign]
+    messages = [_write(trainer, folder / str(number), setup) for number in range(2)]
+    group = trainer._saver._group
+    assert group is not None
+    if rank == 0:
+        group.abandon("it was late")
+        trainer._saver._group = None
+    messages.append(_write(trainer, folder / "2", setup))
+    os.environ[FAULTS.name] = json.dumps([{"point": "file_written", "rank": 1, "kind": "ENOSPC"}])
+    messages.append(_write(trainer, folder / "3", setup))
+    os.environ.pop(FAULTS.name)
+    messages += [_write(trainer, folder / str(number), setup) for number in (4, 5)]
+    trainer.close()
+    return messages, len(joined)
+
+
 def lose_a_rank(rank: int, world: int, port: int, setup: Setup, folder: Path, point: str) -> None:
     """Kill rank 1 while it saves; rank 0 writes the error of its own write to a file."""
     trainer = build(rank, world, port, setup)

@@ -108,7 +108,8 @@ def test_ranks_verify_a_checkpoint_together(split: str, cluster: Cluster, models
     assert cluster.run(world, jobs.fail_to_verify, setup, folder) == [""] * world
     path = folder / "optimizer" / "exp_avg_sq" / "model-00001-of-00001.safetensors"
     whole = path.read_bytes()
-    for entry in read_header(path).entries[::7]:
+    entries = read_header(path).entries
+    for entry in (entries[0], entries[-1]):
         path.write_bytes(whole[: entry.start] + bytes([whole[entry.start] ^ 1]) + whole[entry.start + 1 :])
         messages = cluster.run(world, jobs.fail_to_verify, setup, folder)
         (found,) = (message for message in messages if message)
@@ -238,6 +239,17 @@ def test_no_rank_saves_weights_that_are_not_finite(cluster: Cluster, models: Mod
     world, actor = SPLITS["TP2"]
     messages = cluster.run(world, save_jobs.break_a_weight_and_save, setup_of(model, actor), tmp_path / "saved")
     assert all("NaN or infinite" in message for message in messages)
+
+
+def test_ranks_stay_connected_from_save_to_save_until_one_fails(
+    cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    world, actor = SPLITS["DP2"]
+    setup = setup_of(models.get("qwen2", tied=True), actor)
+    for messages, num_joined in cluster.run(world, save_jobs.save_again_and_again, setup, tmp_path):
+        assert [message == "no error" for message in messages] == [True, True, True, False, True, True], messages
+        # Once at first, once after the group was left, once after the save that failed.
+        assert num_joined == 3
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,9 @@ class GenerateRequest:
             "input_ids": list(self.input_ids),
             "sampling_params": sampling,
             "return_logprob": True,
+            # Of output tokens too, where `server` runs.
+            "return_flat_raw_top_logprobs": True,
+            "return_flat_raw_top_logprobs_b64": True,
         }
         return request if self.cache_key is None else {**request, "extra_key": self.cache_key}
 

@@ -7,7 +7,6 @@ on a machine with a GPU. SGLang's workers are forked, with the stand-ins in plac
 from __future__ import annotations
 
 import importlib.machinery
-import runpy
 import sys
 import types
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from megarl.rollout.cpu_kernels import (
     murmur_hash32,
     own_experts,
 )
+from megarl.rollout.server import run
 
 
 def _install() -> None:
@@ -135,9 +135,8 @@ def _enable_batch_invariant_mode() -> None:
 
 
 if torch.cuda.is_available():
-    raise RuntimeError("megarl.rollout.cpu is for machines without a GPU; on this one start sglang.launch_server")
+    raise RuntimeError("megarl.rollout.cpu is for machines without a GPU; on this one start megarl.rollout.server")
 _install()
 
 if __name__ == "__main__":
-    sys.argv[0] = "sglang.launch_server"
-    runpy.run_module("sglang.launch_server", run_name="__main__")
+    run()

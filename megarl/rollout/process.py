@@ -230,7 +230,7 @@ class EngineProcess:
 def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     """Return the server's command line. Its keys are in a file: every user can read a command line."""
     config = spec.config
-    module = "megarl.rollout.cpu" if spec.device == "cpu" else "sglang.launch_server"
+    module = "megarl.rollout.cpu" if spec.device == "cpu" else "megarl.rollout.server"
     options: dict[str, str | int | float | Path] = {
         "--model-path": spec.model_folder,
         "--config": keys_path,

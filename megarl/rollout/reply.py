@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -86,6 +86,13 @@ class _TokenLogprob(msgspec.Struct, array_like=True, gc=False):
     token_id: _Int32
 
 
+class _FlatLogprobs(msgspec.Struct):
+    """Arrays of little-endian numbers, as `server` sends them; base64 in JSON."""
+
+    logprobs: bytes
+    token_ids: bytes
+
+
 class _Finish(msgspec.Struct):
     type: str
     message: str | None = None
@@ -102,13 +109,13 @@ class _Meta(msgspec.Struct):
     finish_reason: _Finish
     weight_version: str | _Int32 | None = None
     weight_versions: list[_Span] | None = None
-    output_token_logprobs: list[_TokenLogprob] | None = None
+    output_token_logprobs: _FlatLogprobs | list[_TokenLogprob] | None = None
 
 
 class _Reply(msgspec.Struct):
     """The fields of a reply of `/generate` that are read; others are skipped without being built."""
 
-    output_ids: list[_Int32]
+    output_ids: list[int]
     meta_info: _Meta
 
 
@@ -153,29 +160,42 @@ def _finish_reason(finish: _Finish, expected: Expectation) -> FinishReason:
 def _token_ids(values: list[int], expected: Expectation, *, fewest: int) -> TokenArray:
     if not fewest <= len(values) <= expected.max_response_tokens:
         raise BadReplyError(f"{len(values)} tokens, asked for {fewest} to {expected.max_response_tokens}")
-    token_ids = np.fromiter(values, dtype=np.int32, count=len(values))
+    try:
+        token_ids = np.fromiter(values, dtype=np.int32, count=len(values))
+    except OverflowError as error:
+        raise BadReplyError(f"a token id is too large: {error}") from None
     outside = token_ids[(token_ids < 0) | (token_ids >= expected.vocab)]
     if outside.size:
         raise BadReplyError(f"token id {outside[0]} is not in the vocabulary of {expected.vocab}")
     return token_ids
 
 
-def _logprobs(entries: list[_TokenLogprob] | None, token_ids: TokenArray) -> FloatArray:
-    if entries is None:
-        raise BadReplyError("output_token_logprobs is missing")
-    num_tokens = len(token_ids)
-    if len(entries) != num_tokens:
-        raise BadReplyError(f"{len(entries)} log-probabilities for {num_tokens} tokens")
-    ids = np.fromiter([entry.token_id for entry in entries], dtype=np.int32, count=num_tokens)
+def _logprobs(entries: _FlatLogprobs | list[_TokenLogprob] | None, token_ids: TokenArray) -> FloatArray:
+    match entries:
+        case None:
+            raise BadReplyError("output_token_logprobs is missing")
+        case _FlatLogprobs():
+            logprobs, ids = _from_bytes(entries.logprobs, "<f4"), _from_bytes(entries.token_ids, "<i4")
+        case _:
+            ids = np.fromiter([entry.token_id for entry in entries], dtype=np.int32, count=len(entries))
+            values = np.fromiter([entry.logprob for entry in entries], dtype=np.float64, count=len(entries))
+            with np.errstate(over="ignore"):
+                logprobs = values.astype(np.float32)
+    if not len(logprobs) == len(ids) == len(token_ids):
+        raise BadReplyError(f"{len(logprobs)} log-probabilities of {len(ids)} for {len(token_ids)} tokens")
     for place in np.flatnonzero(ids != token_ids)[:1]:
         raise BadReplyError(f"log-probability of token {ids[place]} is not of token {token_ids[place]}")
-    values = [entry.logprob for entry in entries]
     # Checked as the trainer reads them: what is finite in 64 bits may not be in 32.
-    with np.errstate(over="ignore"):
-        logprobs = np.fromiter(values, dtype=np.float64, count=num_tokens).astype(np.float32)
     for place in np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= _MAX_LOGPROB)))[:1]:
-        raise BadReplyError(f"log-probability {values[place]!r} of token {token_ids[place]}")
+        raise BadReplyError(f"log-probability {logprobs[place]} of token {token_ids[place]}")
     return logprobs
+
+
+def _from_bytes(content: bytes, dtype: str) -> npt.NDArray[Any]:
+    try:
+        return np.frombuffer(content, dtype=dtype).copy()
+    except ValueError as error:
+        raise BadReplyError(f"{len(content)} bytes of an array: {error}") from None
 
 
 def _check_end(finish_reason: FinishReason, finish: _Finish, token_ids: TokenArray, expected: Expectation) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+from base64 import b64encode
 from dataclasses import replace
 from typing import Any
 
@@ -87,19 +88,21 @@ def test_an_end_token_that_only_the_model_config_names_is_a_stop() -> None:
         (with_tokens(5, 50, 2), "token id 50 is not in the vocabulary of 50"),
         (with_tokens(5, -1, 2), "token id -1 is not in the vocabulary"),
         (GOOD | {"output_ids": [5, "6", 2]}, r"Expected `int`, got `str` - at `\$.output_ids"),
-        (with_logprobs([-0.5, 5], [-0.5, 6]), "2 log-probabilities for 3 tokens"),
+        (with_logprobs([-0.5, 5], [-0.5, 6]), "2 log-probabilities of 2 for 3 tokens"),
         (with_logprobs([-0.5, 5], [-0.5, 7], [-0.5, 2]), "is not of token 6"),
         (with_logprobs([-0.5, 5], [float("nan"), 6], [-0.5, 2]), "JSON is malformed"),
         (with_logprobs([-0.5, 5], [float("-inf"), 6], [-0.5, 2]), "no reply"),
         (with_logprobs([-0.5, 5], [None, 6], [-0.5, 2]), "Expected `float`, got `null`"),
-        (with_logprobs([-0.5, 5], [-1e308, 6], [-0.5, 2]), r"log-probability -1e\+308 of token 6"),
+        (with_logprobs([-0.5, 5], [-1e308, 6], [-0.5, 2]), "log-probability -inf of token 6"),
         (with_logprobs([-0.5, 5], [-0.5, 2**40], [-0.5, 2]), "Expected `int` <= 2147483647"),
         (with_meta(weight_version=str(2**40)), "weight version is 1099511627776, which no run reaches"),
         (with_meta(weight_version="-1"), "weight version is -1, which no run reaches"),
         (with_meta(weight_version="7" * 5000), "weight version is '7777"),
         (with_meta(weight_versions=[{"version": str(2**40), "start": 0, "end": 3}]), "which no run reaches"),
         (with_meta(weight_versions=[{"version": "4", "start": -(10**400), "end": 3}]), "no reply"),
-        (GOOD | {"output_ids": [5, 10**400, 2]}, "no reply"),
+        (GOOD | {"output_ids": [5, 10**400, 2]}, "a token id is too large"),
+        (GOOD | {"output_ids": [5, 2**31, 2]}, "a token id is too large"),
+        (GOOD | {"output_ids": [5, True, 2]}, "Expected `int`, got `bool`"),
         (with_logprobs([-0.5, 5], [0.5, 6], [-0.5, 2]), "log-probability 0.5 of token 6"),
         (with_meta(output_token_logprobs=None), "output_token_logprobs is missing"),
         (with_tokens(5, 6, 7), "stopped at token 7, which is no end token"),
@@ -176,6 +179,43 @@ def test_a_long_reply_becomes_arrays_that_are_equal_to_its_numbers() -> None:
         "float32",
         "int32",
     ]
+
+
+def flat(logprobs: bytes, token_ids: bytes) -> dict[str, Any]:
+    encoded = {"logprobs": b64encode(logprobs).decode(), "token_ids": b64encode(token_ids).decode()}
+    return with_meta(output_token_logprobs=encoded)
+
+
+LOGPROBS = np.array([-0.5, -1.5, 0.0], "<f4").tobytes()
+IDS = np.array([5, 6, 2], "<i4").tobytes()
+
+
+def test_flat_log_probabilities_are_those_of_the_list() -> None:
+    flat_response, response = read(flat(LOGPROBS, IDS), EXPECTED), read(GOOD, EXPECTED)
+    assert flat_response.logprobs.tolist() == response.logprobs.tolist()
+    assert flat_response.logprobs.dtype == response.logprobs.dtype
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "token_ids", "message"),
+    [
+        (LOGPROBS[:-1], IDS, "11 bytes of an array"),
+        (LOGPROBS[:-4], IDS, "2 log-probabilities of 3 for 3 tokens"),
+        (LOGPROBS, IDS[:-4], "3 log-probabilities of 2 for 3 tokens"),
+        (LOGPROBS, np.array([5, 7, 2], "<i4").tobytes(), "of token 7 is not of token 6"),
+        (np.array([-0.5, np.nan, 0.0], "<f4").tobytes(), IDS, "log-probability nan of token 6"),
+        (np.array([-0.5, -np.inf, 0.0], "<f4").tobytes(), IDS, "log-probability -inf of token 6"),
+        (np.array([-0.5, 0.5, 0.0], "<f4").tobytes(), IDS, "log-probability 0.5 of token 6"),
+    ],
+)
+def test_bad_flat_log_probabilities_are_refused(logprobs: bytes, token_ids: bytes, message: str) -> None:
+    with pytest.raises(BadReplyError, match=message):
+        read(flat(logprobs, token_ids), EXPECTED)
+
+
+def test_an_array_that_is_no_base64_is_refused() -> None:
+    with pytest.raises(BadReplyError, match="no reply: Invalid base64"):
+        read(with_meta(output_token_logprobs={"logprobs": "*", "token_ids": ""}), EXPECTED)
 
 
 def interrupted(mode: InFlight = "abort", *, newest: int = 5) -> Expectation:

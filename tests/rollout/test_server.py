@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from base64 import b64decode
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.rollout.client import GenerateRequest
+from megarl.rollout.server import add_flat_logprobs
+from tests.rollout.engines import ServedModel
+
+
+def added(*, finish_reason: object, stream: bool = False, top_logprobs_num: int = 0, is_asked: bool = True) -> Any:
+    """Return what the hook wrote, or "original" if it left the work to SGLang."""
+    state = SimpleNamespace(
+        obj=SimpleNamespace(stream=stream, return_flat_raw_top_logprobs_b64=is_asked),
+        input_token_logprobs_val=[],
+        output_token_logprobs_val=[-0.5, -1.25],
+        output_token_logprobs_idx=[7, 8],
+    )
+    meta_info: dict[str, object] = {"finish_reason": finish_reason}
+
+    def original(*_arguments: object) -> None:
+        meta_info["output_token_logprobs"] = "original"
+
+    add_flat_logprobs(original, None, meta_info, state, top_logprobs_num, None, False)
+    return meta_info.get("output_token_logprobs")
+
+
+def test_a_finished_response_has_arrays() -> None:
+    fields = added(finish_reason={"type": "stop"})
+    assert np.frombuffer(b64decode(fields["logprobs"]), "<f4").tolist() == [-0.5, -1.25]
+    assert np.frombuffer(b64decode(fields["token_ids"]), "<i4").tolist() == [7, 8]
+
+
+def test_nothing_is_encoded_before_the_end() -> None:
+    assert added(finish_reason=None) is None
+
+
+@pytest.mark.parametrize("other", [{"stream": True}, {"top_logprobs_num": 2}, {"is_asked": False}])
+def test_other_requests_are_left_to_sglang(other: dict[str, Any]) -> None:
+    assert added(finish_reason={"type": "stop"}, **other) == "original"
+
+
+def test_a_real_server_answers_with_arrays_where_it_is_asked_and_with_lists_where_it_is_not(
+    qwen2_tp1: ServedModel,
+) -> None:
+    request = GenerateRequest(rid="flat", input_ids=(5, 6), max_new_tokens=8, temperature=1.0, sampling_seed=3)
+
+    class Plain(GenerateRequest):
+        def to_json(self) -> dict[str, Any]:
+            return {name: value for name, value in super().to_json().items() if "flat" not in name}
+
+    plain = Plain(rid="plain", input_ids=(5, 6), max_new_tokens=8, temperature=1.0, sampling_seed=3)
+
+    async def scenario() -> list[dict[str, Any]]:
+        async with qwen2_tp1.fleet() as fleet:
+            client = fleet.engines[0].client
+            return [json.loads((await client.generate(each)).content) for each in (request, plain)]
+
+    flat, listed = asyncio.run(scenario())
+    entries = listed["meta_info"]["output_token_logprobs"]
+    fields = flat["meta_info"]["output_token_logprobs"]
+    assert flat["output_ids"] == listed["output_ids"] == [entry[1] for entry in entries]
+    assert np.frombuffer(b64decode(fields["token_ids"]), "<i4").tolist() == flat["output_ids"]
+    assert np.frombuffer(b64decode(fields["logprobs"]), "<f4").tolist() == [entry[0] for entry in entries]

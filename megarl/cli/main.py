@@ -54,9 +54,10 @@ def _add_other_commands() -> None:
     from megarl.cli.export import export
     from megarl.cli.launch import launch_app
     from megarl.cli.metrics import dashboards, metrics_app
+    from megarl.cli.rehearse import rehearse
     from megarl.cli.run_folder import fleet, report, samples, timeline, view
 
-    for command in (doctor, view, report, timeline, samples, fleet, export, dashboards):
+    for command in (doctor, rehearse, view, report, timeline, samples, fleet, export, dashboards):
         app.command()(command)
     app.command("check-sync")(check_sync)
     app.add_typer(checkpoint_app, name="checkpoint")

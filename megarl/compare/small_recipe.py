@@ -2,20 +2,33 @@
 
 `single_copy` keeps the model and computes what the recipe computes. `small_layouts` keeps every kind of split, for a
 tiny model: a split by more than two is of the same kind as one by two, and the arithmetic of larger ones is checked
-with `tiny_for_layouts`, without processes.
+with `tiny_for_layouts`, without processes. `small_topology` keeps the pools and roles, for a rehearsal of a whole run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 
-from megarl.config.algorithm import GrpoConfig
+from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, PolicyGradientConfig
 from megarl.config.model import Experts, ModelShape
-from megarl.config.recipe import Recipe, RunConfig
-from megarl.config.roles import ActorConfig, PoolConfig, RolesConfig, RolloutRoleConfig
+from megarl.config.recipe import (
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    ModelConfig,
+    NetworkConfig,
+    ObserveConfig,
+    Recipe,
+    RolloutSamplesConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainConfig,
+)
+from megarl.config.reward import FunctionRewardConfig
+from megarl.config.roles import ActorConfig, ModelParallelConfig, PoolConfig, RolesConfig, RolloutRoleConfig
 from megarl.errors import ConfigError, MachineError, Problem
 
 _TRAINER, _ENGINE = "trainer", "engine"
@@ -23,6 +36,8 @@ _MAX_PARTS = 2
 _VOCAB = 130
 """The trainer and the engine pad it to different sizes."""
 _MAX_CONTEXT = 128
+_REHEARSED_STEPS = 6
+"""A node is killed after the first; the others leave time to notice it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,21 +120,144 @@ def small_layouts(recipe: Recipe, *, folder: Path, model_folder: Path, max_engin
     return SmallRecipe(recipe=small, notes=tuple(notes))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsalFiles:
+    """The files of a rehearsal: a tiny model, prompts or demonstrations, and a reward that is right now and then."""
+
+    model: Path
+    data: Path
+    reward: Path
+
+
+def small_topology(recipe: Recipe, *, folder: Path, files: RehearsalFiles, max_nodes: int) -> SmallRecipe:
+    """Return a recipe for the CPU with the same pools, roles and algorithm, and with every split by at most two.
+
+    A pool of several nodes has at most `max_nodes`. The notes state each number that is another one.
+    """
+    roles = recipe.roles
+    if roles.rollout is not None and roles.rollout.pool is None:
+        message = "engines that run already cannot be rehearsed; name a pool for engines instead"
+        raise ConfigError("recipe", (Problem(key="roles.rollout.endpoints", message=message),))
+    small_roles = _small_roles(roles)
+    pools = {name: _small_pool(name, pool, roles, small_roles, max_nodes) for name, pool in recipe.pools.items()}
+    small = Recipe(
+        run=RunConfig(name="run", folder=folder, steps=_REHEARSED_STEPS, device="cpu", seed=recipe.run.seed),
+        model=ModelConfig(path=files.model),
+        data=DataConfig(train=(files.data,), max_prompt_tokens=16, is_shuffled=recipe.data.is_shuffled),
+        cluster=ClusterConfig(node_timeout_s=recipe.cluster.node_timeout_s),
+        pools=pools,
+        roles=small_roles,
+        algorithm=_small_algorithm(recipe.algorithm),
+        sampling=_small_sampling(recipe.sampling),
+        reward=FunctionRewardConfig(kind="function", path=files.reward, workers=1),
+        train=_small_train(recipe.train),
+        checkpoint=CheckpointConfig(save_every_steps=1),
+        observe=ObserveConfig(metrics_port=None, rollouts=RolloutSamplesConfig(groups_per_step=0)),
+        network=NetworkConfig(),
+    )
+    notes = [*_pool_changes(recipe.pools, pools), *_role_changes(roles, small_roles)]
+    if roles.rollout is not None and small_roles.rollout is not None:
+        engines, tensor = small.num_engines, small_roles.rollout.tensor
+        notes.append(f"engines: {recipe.num_engines} of TP{roles.rollout.tensor} -> {engines} of TP{tensor}")
+        rollouts, own = small.sampling.rollouts_per_prompt, recipe.sampling.rollouts_per_prompt
+        notes.append(
+            f"rollouts: {own} per prompt -> {rollouts}, of at most {small.sampling.max_response_tokens} tokens"
+        )
+    notes.append(f"a step: {recipe.train.prompts_per_step} prompts -> {small.train.prompts_per_step}")
+    return SmallRecipe(recipe=small, notes=tuple(notes))
+
+
+def _small_roles(roles: RolesConfig) -> RolesConfig:
+    critic, reference, rollout = roles.critic, roles.reference, roles.rollout
+    trained: dict[str, object] = {"megatron_optimizer": {}, "megatron_ddp": {}}
+    even: dict[str, object] = {"first_stage_layers": None, "last_stage_layers": None}
+    learning = {"path": None, "prompts_per_update": None, "warmup_steps": 0}
+    return RolesConfig(
+        actor=roles.actor.model_copy(update=_small_split(roles.actor) | trained | even),
+        critic=critic and critic.model_copy(update=_small_split(critic) | trained | even | learning),
+        reference=reference and reference.model_copy(update=_small_split(reference) | even | {"path": None}),
+        rollout=rollout and _small_rollout(rollout),
+    )
+
+
+def _small_pool(name: str, pool: PoolConfig, roles: RolesConfig, small: RolesConfig, max_nodes: int) -> PoolConfig:
+    """Return the smallest pool of at most two devices a node, or more where the roles need them."""
+    nodes, per_node = min(max_nodes, pool.nodes), min(_MAX_PARTS, pool.gpus_per_node)
+    splits = [split for role, split in small.megatron_roles.items() if small.used_pools[role] == name]
+    tensor = small.rollout.tensor if small.rollout is not None and small.rollout.pool == name else 1
+    if roles.rollout is not None and roles.rollout.pool == name and roles.rollout.tensor > pool.gpus_per_node:
+        nodes, per_node = max(nodes, tensor), 1  # an engine over several whole nodes
+    while any(nodes * per_node % _ranks_needed(split) for split in splits) or nodes * per_node % tensor:
+        per_node += 1
+    return PoolConfig(nodes=nodes, gpus_per_node=per_node)
+
+
+def _ranks_needed(split: ModelParallelConfig) -> int:
+    """Return the number that the ranks of a model are a multiple of."""
+    return lcm(split.model_parallel, split.pipeline * split.expert * split.ranks_per_expert)
+
+
+def _small_algorithm(algorithm: AlgorithmConfig) -> AlgorithmConfig:
+    if not isinstance(algorithm, PolicyGradientConfig) or algorithm.overlong is None:
+        return algorithm
+    buffer_tokens = algorithm.overlong.buffer_tokens
+    overlong = algorithm.overlong.model_copy(update={"buffer_tokens": buffer_tokens and min(2, buffer_tokens)})
+    return algorithm.model_copy(update={"overlong": overlong})
+
+
+def _small_sampling(sampling: SamplingConfig) -> SamplingConfig:
+    return sampling.model_copy(
+        update={"rollouts_per_prompt": min(4, sampling.rollouts_per_prompt), "max_response_tokens": 6}
+    )
+
+
+def _small_train(train: TrainConfig) -> TrainConfig:
+    """Return eight prompts a step, in two updates where the recipe has several, with the recipe's staleness."""
+    has_updates = train.prompts_per_update not in (None, train.prompts_per_step)
+    optimizer = train.optimizer.model_copy(update={"warmup_steps": 0})
+    return TrainConfig(
+        prompts_per_step=8,
+        prompts_per_update=4 if has_updates else None,
+        epochs=train.epochs,
+        tokens_per_micro_batch=128,
+        max_staleness=train.max_staleness,
+        optimizer=optimizer,
+    )
+
+
+def _pool_changes(pools: Mapping[str, PoolConfig], small: Mapping[str, PoolConfig]) -> Iterator[str]:
+    for name, pool in pools.items():
+        if pool != small[name]:
+            nodes, devices = small[name].nodes, small[name].gpus_per_node
+            yield f"pools.{name}: {pool.nodes} node(s) of {pool.gpus_per_node} -> {nodes} of {devices}"
+
+
+def _role_changes(roles: RolesConfig, small: RolesConfig) -> Iterator[str]:
+    for role, split in roles.megatron_roles.items():
+        own, changed = _describe_split(split), _describe_split(small.megatron_roles[role])
+        if own != changed:
+            yield f"roles.{role}: {own} -> {changed}"
+
+
 def describe_layout(recipe: Recipe) -> str:
     """Return the layouts of the trainer and the engines in one line."""
     actor, rollout = recipe.roles.actor, recipe.roles.rollout
     assert rollout is not None, "layouts without engines"
-    parts = [f"TP{actor.tensor}", f"PP{actor.pipeline}"]
-    if actor.virtual_pipeline > 1:
-        parts.append(f"VPP{actor.virtual_pipeline}")
-    if actor.expert > 1:
-        parts += [f"EP{actor.expert}", f"ETP{actor.ranks_per_expert}"]
-    parts.append(f"DP{recipe.data_parallel}")
+    trainer = f"{_describe_split(actor)} DP{recipe.data_parallel}"
     ranks = recipe.pools[actor.pool].gpus
     expert = f" EP{rollout.expert}" if rollout.expert > 1 else ""
     pools = "one pool" if actor.pool == rollout.pool else "separate pools"
     engines = f"{recipe.num_engines} engine(s) of TP{rollout.tensor}{expert}"
-    return f"trainer {' '.join(parts)} ({ranks} ranks) -> {engines}, {pools}"
+    return f"trainer {trainer} ({ranks} ranks) -> {engines}, {pools}"
+
+
+def _describe_split(split: ModelParallelConfig) -> str:
+    parts = [f"TP{split.tensor}", f"PP{split.pipeline}"]
+    if split.virtual_pipeline > 1:
+        parts.append(f"VPP{split.virtual_pipeline}")
+    if split.expert > 1:
+        parts += [f"EP{split.expert}", f"ETP{split.ranks_per_expert}"]
+    return " ".join(parts)
 
 
 def tiny_shape(shape: ModelShape, actor: ActorConfig) -> ModelShape:
@@ -174,27 +312,33 @@ def _sections(run: RunConfig, pools: Mapping[str, PoolConfig], roles: RolesConfi
 
 
 def _small_actor(actor: ActorConfig) -> ActorConfig:
-    tensor = min(_MAX_PARTS, actor.tensor)
     stages = {
         key: None if given is None else 1
         for key, given in (("first", actor.first_stage_layers), ("last", actor.last_stage_layers))
     }
     return actor.model_copy(
-        update={
-            "tensor": tensor,
-            "pipeline": min(_MAX_PARTS, actor.pipeline),
-            "virtual_pipeline": min(_MAX_PARTS, actor.virtual_pipeline),
-            "is_sequence_parallel": tensor > 1 and (actor.is_sequence_parallel or actor.expert > 1),
-            "expert": min(_MAX_PARTS, actor.expert),
-            "expert_tensor": None if actor.expert_tensor is None else min(tensor, actor.expert_tensor),
+        update=_small_split(actor)
+        | {
             "first_stage_layers": stages["first"],
             # Of two stages, only one can have its own number of layers; the other one has the rest.
             "last_stage_layers": stages["last"] if stages["first"] is None else None,
-            "megatron": {},
             "megatron_optimizer": {},
             "megatron_ddp": {},
         }
     )
+
+
+def _small_split(split: ModelParallelConfig) -> dict[str, object]:
+    tensor = min(_MAX_PARTS, split.tensor)
+    return {
+        "tensor": tensor,
+        "pipeline": min(_MAX_PARTS, split.pipeline),
+        "virtual_pipeline": min(_MAX_PARTS, split.virtual_pipeline),
+        "is_sequence_parallel": tensor > 1 and (split.is_sequence_parallel or split.expert > 1),
+        "expert": min(_MAX_PARTS, split.expert),
+        "expert_tensor": None if split.expert_tensor is None else min(tensor, split.expert_tensor),
+        "megatron": {},
+    }
 
 
 def _small_data(actor: ActorConfig, wanted: int) -> int:

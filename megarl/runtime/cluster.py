@@ -32,6 +32,7 @@ from megarl.weights.algebra.locality import Gpu
 PLACEMENT_TIMEOUT_S = 120.0
 _LOCATE_TIMEOUT_S = 120.0
 _POLL_S = 1.0
+_GROUP_PREFIX = "megarl-"
 
 
 class NodeBundle:
@@ -115,7 +116,7 @@ class Cluster:
         # The largest bundles first: small ones fit into what is left.
         for name, pool in sorted(pools.items(), key=lambda item: -item[1].gpus_per_node):
             bundles = [{self._resource: float(pool.gpus_per_node)}] * pool.nodes
-            groups[name] = placement_group(bundles, strategy="STRICT_SPREAD", name=f"megarl-{name}")
+            groups[name] = placement_group(bundles, strategy="STRICT_SPREAD", name=f"{_GROUP_PREFIX}{name}")
             self._groups.append(groups[name])
         deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
         return {
@@ -150,6 +151,24 @@ class Cluster:
 def nodes_of(pools: Iterable[Pool]) -> list[str]:
     """Return Ray's id of every node that the pools use, each once, in the order of the places."""
     return list(dict.fromkeys(place.node for pool in pools for place in pool.places))
+
+
+def held_nodes(address: str) -> dict[str, dict[str, int]]:
+    """Return for each pool of the Ray at `address` the addresses of its nodes, with the devices held on each."""
+    with joined(address):
+        return _held_nodes()
+
+
+def _held_nodes() -> dict[str, dict[str, int]]:
+    addresses = {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in ray.nodes()}
+    held: dict[str, dict[str, int]] = {}
+    for group in placement_group_table().values():
+        if group["name"].startswith(_GROUP_PREFIX) and group["state"] == "CREATED":
+            sizes = {addresses[node]: index for index, node in group["bundles_to_node_id"].items()}
+            in_order = sorted(sizes.items(), key=lambda item: _order(item[0]))
+            bundles = {node: int(sum(group["bundles"][index].values())) for node, index in in_order}
+            held[group["name"].removeprefix(_GROUP_PREFIX)] = bundles
+    return held
 
 
 def gpu_numbers(*pools: Sequence[Place]) -> list[tuple[Gpu, ...]]:
@@ -285,7 +304,7 @@ def own_address(bind: str | None) -> str:
 
 
 @contextmanager
-def _joined(address: str, *, log_hint: str = "") -> Iterator[None]:
+def joined(address: str, *, log_hint: str = "") -> Iterator[None]:
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -308,9 +327,9 @@ def open_cluster(recipe: Recipe, *, address: str | None, tasks_file: Path | None
             num_slots = sum(pool.gpus for pool in recipe.pools.values())
             nodes = LocalRay(device=recipe.run.device, log_folder=recipe.run_folder)
             stack.enter_context(local_ray(nodes, num_slots=num_slots))
-            stack.enter_context(_joined(nodes.address, log_hint=f"; log: {nodes.log_of(0)}"))
+            stack.enter_context(joined(nodes.address, log_hint=f"; log: {nodes.log_of(0)}"))
         else:
-            stack.enter_context(_joined(address))
+            stack.enter_context(joined(address))
         cluster = Cluster(recipe.run.device)
         stack.callback(cluster.release)
         if tasks_file is not None:

@@ -139,6 +139,8 @@ def _weight(error: BaseException) -> int:
 def _exit_detail(error: BaseException) -> str:
     """Return Ray's reason for the death of this process, without its list of common causes."""
     line = _last_line(error)
+    if line.startswith("actor_id: "):
+        return "Ray gives no reason, as after the loss of its node"
     return line.partition("Worker exit detail: ")[2].partition(" Some common causes")[0] or line
 
 

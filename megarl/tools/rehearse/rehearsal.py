@@ -1,0 +1,236 @@
+"""Rehearse a run on this machine: a Ray of several local nodes, one whole `megarl train`, and a node that is killed.
+
+The rehearsal looks only at what a real run leaves behind: its events and the placement groups of the cluster. Import
+this module inside `private_ray`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+
+from megarl.compare.small_recipe import SmallRecipe
+from megarl.config.roles import PoolConfig
+from megarl.env import RAY_ADDRESS, current_environment
+from megarl.errors import MachineError
+from megarl.observe.events import (
+    ALL_TRAINERS,
+    EVENTS_FILE,
+    CheckpointSaved,
+    EngineChanged,
+    Event,
+    EventTail,
+    PhaseEnded,
+    Published,
+    Restarted,
+    RunFinished,
+    RunStatus,
+    StepFinished,
+    Warned,
+)
+from megarl.runtime.cluster import held_nodes
+from megarl.runtime.local_ray import LocalRay, local_ray
+from megarl.system.guard import start_guarded, stop_guarded
+
+Found = TypeVar("Found")
+
+_SILENCE_S = 600.0
+"""Longest time without an event of the run."""
+_POLL_S = 0.2
+_STOP_GRACE_S = 60.0
+_MAX_MISMATCH = 1e-3
+"""Between a token's log-probability in the trainer and in the engine, both in fp32 on the CPU."""
+_TRAIN = "from megarl.cli.main import main; main()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """One thing that the rehearsal looked for."""
+
+    what: str
+    is_shown: bool
+    how: str
+
+
+@dataclass(slots=True, kw_only=True)
+class RehearsalReport:
+    shown: list[Shown] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def is_complete(self) -> bool:
+        return all(item.is_shown for item in self.shown)
+
+    def add(self, what: str, how: str, *, is_shown: bool = True) -> None:
+        self.shown.append(Shown(what=what, how=how, is_shown=is_shown))
+
+
+def rehearse(small: SmallRecipe, folder: Path, *, say: Callable[[str], None]) -> RehearsalReport:
+    """Start the nodes, run the recipe, kill a node of the actor's pool, and report what was seen of the run."""
+    began = time.monotonic()
+    report = RehearsalReport()
+    recipe = small.recipe
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True)))
+    with ExitStack() as stack:
+        nodes = LocalRay(device="cpu", log_folder=folder, has_several_nodes=True)
+        num_nodes = sum(pool.nodes for pool in recipe.pools.values())
+        say(f"starting Ray: a head and {num_nodes} nodes")
+        stack.enter_context(local_ray(nodes, num_slots=0))
+        for pool in recipe.pools.values():
+            for _ in range(pool.nodes):
+                nodes.start_node(num_slots=pool.gpus_per_node)
+        nodes.wait_started()
+        report.add("cluster", f"{num_nodes} nodes and a head, each with an address of its own, joined with a token")
+        say("starting megarl train: its ranks and engines take a minute or two")
+        run = _WatchedRun(path, folder, recipe.run_folder / EVENTS_FILE, nodes.address, say=say)
+        stack.callback(run.stop)
+        _watch(run, nodes, recipe.pools, actor_pool=recipe.roles.actor.pool, report=report)
+    engines = 0 if recipe.roles.rollout is None else recipe.num_engines
+    report.shown += _read_off(run.events, num_engines=engines, num_steps=recipe.run.steps)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _watch(
+    run: _WatchedRun, nodes: LocalRay, pools: Mapping[str, PoolConfig], *, actor_pool: str, report: RehearsalReport
+) -> None:
+    """Follow the run to its end; after a checkpoint a node is killed, and another one started when it is missed."""
+    run.wait_for(lambda event: event if isinstance(event, Published) else None)
+    held = held_nodes(nodes.address)
+    is_whole = all(list(held[name].values()) == [pool.gpus_per_node] * pool.nodes for name, pool in pools.items())
+    texts = [f"{name}: {', '.join(f'{count} on {node}' for node, count in held[name].items())}" for name in held]
+    report.add("placement", "; ".join(texts), is_shown=is_whole)
+    victim = list(held[actor_pool])[-1]
+    run.wait_for(lambda event: event if isinstance(event, CheckpointSaved) else None)
+    run.say(f"killing every process of node {victim}")
+    killed = time.monotonic()
+    nodes.kill_node(victim)
+    missed = run.wait_for(lambda event: event.text if isinstance(event, Warned) and " lost; " in event.text else None)
+    report.add("node lost", f"{victim} killed; after {time.monotonic() - killed:.0f} s: {missed}")
+    replacement = nodes.start_node(num_slots=pools[actor_pool].gpus_per_node)
+    run.say(f"starting node {replacement} in its place")
+    run.wait_for(lambda event: event if isinstance(event, StepFinished) else None)
+    after = held_nodes(nodes.address)[actor_pool]
+    report.add(
+        "node replaced",
+        f"pool {actor_pool} has {', '.join(after)} {time.monotonic() - killed:.0f} s after the loss, and trains",
+        is_shown=replacement in after and victim not in after,
+    )
+    run.wait_for(lambda event: event if isinstance(event, RunFinished) else None)
+
+
+class _WatchedRun:
+    """`megarl train` in a process of its own, as its events tell it."""
+
+    def __init__(
+        self, recipe: Path, folder: Path, events_path: Path, address: str, *, say: Callable[[str], None]
+    ) -> None:
+        self.events: list[Event] = []
+        self.say = say
+        self._log = folder / "train.log"
+        self._path = events_path
+        self._tail = EventTail(events_path)
+        self._unread: list[Event] = []
+        environment = {**current_environment(), RAY_ADDRESS.name: address}
+        with self._log.open("wb") as log:
+            self._process: subprocess.Popen[bytes] = start_guarded(
+                [sys.executable, "-c", _TRAIN, "train", str(recipe)], environment=environment, output=log
+            )
+
+    def wait_for(self, find: Callable[[Event], Found | None]) -> Found:
+        """Return what `find` finds in the first event in which it finds something; earlier events are passed over."""
+        deadline = time.monotonic() + _SILENCE_S
+        while True:
+            while self._unread:
+                event = self._unread.pop(0)
+                self.events.append(event)
+                if (line := _progress(event)) is not None:
+                    self.say(line)
+                if (found := find(event)) is not None:
+                    return found
+                deadline = time.monotonic() + _SILENCE_S
+                if isinstance(event, RunFinished):
+                    raise MachineError(f"the run ended early: {event.status}: {event.reason}; its log is {self._log}")
+            has_ended = self._process.poll() is not None
+            if self._path.exists():
+                self._unread += [record.event for record in self._tail.read()]
+            if not self._unread:
+                if has_ended:
+                    raise MachineError(f"the run ended without an event of its end; its log is {self._log}")
+                if time.monotonic() > deadline:
+                    raise MachineError(f"no event of the run within {_SILENCE_S:.0f} s; its log is {self._log}")
+                time.sleep(_POLL_S)
+
+    def stop(self) -> None:
+        """Let a finished run end, and end any other."""
+        if self.events and isinstance(self.events[-1], RunFinished):
+            try:
+                self._process.wait(timeout=_STOP_GRACE_S)
+            except subprocess.TimeoutExpired:
+                self.say("the run does not end; it is killed")
+        stop_guarded(self._process, grace_s=_STOP_GRACE_S)
+
+
+def _progress(event: Event) -> str | None:
+    match event:
+        case PhaseEnded(phase="start", seconds=seconds):
+            return f"ranks and engines are there after {seconds:.0f} s"
+        case StepFinished(summary=summary):
+            return f"step {summary.step} is trained"
+        case CheckpointSaved(step=step):
+            return f"step {step} is saved"
+        case Published(result=result):
+            return f"version {result.version} is published to {result.num_engines} engine(s)"
+        case Restarted() | Warned():
+            return event.reason if isinstance(event, Restarted) else event.text
+        case EngineChanged(index=index, state=state, reason=reason):
+            return f"engine {index} is {state}{': ' + reason if reason else ''}"
+        case _:
+            return None
+
+
+def _read_off(events: list[Event], *, num_engines: int, num_steps: int) -> Iterator[Shown]:
+    """Yield what the events of a whole run show."""
+    published = [event.result for event in events if isinstance(event, Published)]
+    steps = [event.summary for event in events if isinstance(event, StepFinished)]
+    saved = [event.step for event in events if isinstance(event, CheckpointSaved)]
+    resumed = [event.reason for event in events if isinstance(event, Restarted) and event.role == ALL_TRAINERS]
+    ends = [event for event in events if isinstance(event, RunFinished)]
+    if num_engines:
+        whole = [result for result in published if result.num_engines == num_engines]
+        yield Shown(
+            what="publish",
+            is_shown=bool(whole) and published[-1].num_engines == num_engines,
+            how=f"{len(published)} publishes, {len(whole)} of them to all {num_engines} engines, the last to "
+            f"{published[-1].num_engines}; every digest was equal"
+            if published
+            else "no publish",
+        )
+        updates = [step.update for step in steps if step.update is not None]
+        worst = max((update.mismatch_max for update in updates), default=float("nan"))
+        yield Shown(
+            what="rollouts",
+            is_shown=bool(updates) and worst <= _MAX_MISMATCH,
+            how=f"trainer and engines agree about every token within {worst:.1e}",
+        )
+    yield Shown(what="checkpoints", is_shown=bool(saved), how=f"steps {', '.join(map(str, saved))}, by all ranks")
+    yield Shown(
+        what="resume",
+        is_shown=any(reason.startswith("from step ") for reason in resumed),
+        how="; ".join(reason.partition(":")[0] for reason in resumed) or "the ranks were never restarted",
+    )
+    last = steps[-1].step if steps else 0
+    yield Shown(
+        what="end",
+        is_shown=bool(ends) and ends[-1].status is RunStatus.DONE and last == num_steps,
+        how=f"step {last} of {num_steps}, {ends[-1].status if ends else 'no end'}",
+    )

@@ -26,6 +26,7 @@ _HEAVY: dict[str, tuple[str, ...]] = {
         "tests/runtime/engines/test_file_publisher.py",
         "tests/tools/diagnose/test_mismatch.py",
     ),
+    "rehearsals": ("tests/tools/rehearse/test_rehearsal.py",),
     "trainer faults": ("tests/faults/test_trainers.py", "tests/faults/test_s"),
     "engine faults": ("tests/runtime/test_fleet_faults.py",),
     "Ray": (

@@ -28,7 +28,14 @@ from megarl.config.recipe import (
     TrainConfig,
 )
 from megarl.config.reward import FunctionRewardConfig
-from megarl.config.roles import ActorConfig, ModelParallelConfig, PoolConfig, RolesConfig, RolloutRoleConfig
+from megarl.config.roles import (
+    ActorConfig,
+    ModelParallelConfig,
+    PoolConfig,
+    ReferenceConfig,
+    RolesConfig,
+    RolloutRoleConfig,
+)
 from megarl.errors import ConfigError, MachineError, Problem
 
 _TRAINER, _ENGINE = "trainer", "engine"
@@ -175,9 +182,16 @@ def _small_roles(roles: RolesConfig) -> RolesConfig:
     return RolesConfig(
         actor=roles.actor.model_copy(update=_small_split(roles.actor) | trained | even),
         critic=critic and critic.model_copy(update=_small_split(critic) | trained | even | learning),
-        reference=reference and reference.model_copy(update=_small_split(reference) | even | {"path": None}),
+        reference=reference and _small_reference(reference),
         rollout=rollout and _small_rollout(rollout),
     )
+
+
+def _small_reference(reference: ReferenceConfig) -> ReferenceConfig:
+    if reference.pool is None:
+        return ReferenceConfig()  # in the actor's ranks, split like the actor
+    uneven = {"first_stage_layers": None, "last_stage_layers": None, "path": None}
+    return reference.model_copy(update=_small_split(reference) | uneven)
 
 
 def _small_pool(name: str, pool: PoolConfig, roles: RolesConfig, small: RolesConfig, max_nodes: int) -> PoolConfig:

@@ -18,7 +18,9 @@ from megarl.system.guard import start_guarded, stop_guarded
 from megarl.system.network import LOOPBACK
 
 _STOP_GRACE_S = 20.0
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 360.0
+_MAX_STARTS = 3
+"""Starts of one node: Ray gives its own agents 15 s to start, which a busy machine may not keep."""
 _POLL_S = 0.1
 _STARTED = b"Ray runtime started"
 """In the output of `ray start`."""
@@ -37,6 +39,7 @@ class LocalRay:
         self._log_folder = log_folder
         self._has_several_nodes = has_several_nodes
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self._last_words: list[str] = []
         host = self._address_of(0)
         with socket.create_server((host, 0)) as listener:
             self._port: int = listener.getsockname()[1]
@@ -61,11 +64,15 @@ class LocalRay:
             words += ["--resources", json.dumps({CPU_SLOT: num_slots})]
         if num_gpus is not None:
             words += ["--num-gpus", str(num_gpus)]
+        self._last_words = words
+        self._start(node, number)
+        return node
+
+    def _start(self, node: str, number: int) -> None:
         environment = {**current_environment(), **(SEVERAL_NODES_ENVIRONMENT if self._has_several_nodes else {})}
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *words]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *self._last_words]
         with self.log_of(number).open("wb") as log:
             self._nodes[node] = start_guarded(command, environment=environment, output=log)
-        return node
 
     def log_of(self, number: int) -> Path:
         return self._log_folder / ("ray.log" if number == 0 else f"ray_node_{number}.log")
@@ -84,12 +91,17 @@ class LocalRay:
 
     def wait_started(self) -> None:
         """Wait until the last node has started: the next one would give up without a head, or take its ports."""
-        deadline = time.monotonic() + _START_TIMEOUT_S
+        deadline, num_starts = time.monotonic() + _START_TIMEOUT_S, 1
         number = len(self._nodes) - 1
-        log, guard = self.log_of(number), self._nodes[self._address_of(number)]
+        node, log = self._address_of(number), self.log_of(number)
         while _STARTED not in log.read_bytes():
-            if guard.poll() is not None or time.monotonic() > deadline:
+            has_ended = self._nodes[node].poll() is not None
+            if time.monotonic() > deadline or (has_ended and num_starts == _MAX_STARTS):
                 raise MachineError(f"node {number} of the local Ray does not start; log: {log}")
+            if has_ended:
+                num_starts += 1
+                stop_guarded(self._nodes[node], grace_s=0.0)
+                self._start(node, number)
             time.sleep(_POLL_S)
 
 

@@ -3,19 +3,24 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megarl.compare.small_recipe import (
+    RehearsalFiles,
     SmallRecipe,
     describe_layout,
     single_copy,
     small_layouts,
+    small_topology,
     tiny_for_layouts,
     tiny_shape,
 )
+from megarl.config.checks.recipe import check_without_files
 from megarl.config.load import read_recipe
 from megarl.config.model import ModelShape
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
+from megarl.config.roles import RolesConfig
 from megarl.errors import ConfigError, MachineError
 from megarl.planner.deployment import find_shapes
 from megarl.runtime.engines.serving import transfer_spec
@@ -143,3 +148,56 @@ def test_a_single_device_is_not_enough() -> None:
 def test_a_recipe_without_engines_has_nothing_to_compare() -> None:
     with pytest.raises(ConfigError, match=r"roles\.rollout: missing: there is no engine"):
         single_copy(make_recipe("roles.rollout=null"), name="diagnose", num_devices=8)
+
+
+FILES = RehearsalFiles(model=Path("model"), data=Path("data.parquet"), reward=Path("reward.py"))
+
+
+def topology(recipe: Recipe, *, max_nodes: int = 2) -> SmallRecipe:
+    return small_topology(recipe, folder=Path("folder"), files=FILES, max_nodes=max_nodes)
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(RECIPES.glob("*.yaml"))])
+def test_a_rehearsal_has_the_pools_and_roles_of_the_recipe_in_a_size_that_can_run(name: str, tmp_path: Path) -> None:
+    recipe = read_recipe(RECIPES / f"{name}.yaml").recipe
+    shape = find_shapes(recipe.model, None).policy if name in LARGE else PUBLIC_MODELS["qwen2.5-0.5b"]
+    rehearsed = topology(recipe).recipe
+    path = tmp_path / "rehearsed.yaml"
+    path.write_text(yaml.safe_dump(rehearsed.model_dump(mode="json", exclude_defaults=True)))
+    assert read_recipe(path).recipe == rehearsed
+    tiny = tiny_shape(shape, rehearsed.roles.actor)
+    assert check_without_files(rehearsed, tiny, critic=tiny.as_critic()) == []
+    assert rehearsed.roles.used_pools == recipe.roles.used_pools
+    assert (rehearsed.algorithm.kind, rehearsed.train.max_staleness) == (
+        recipe.algorithm.kind,
+        recipe.train.max_staleness,
+    )
+    assert sum(pool.gpus for pool in rehearsed.pools.values()) <= 12
+    for pool, own in zip(rehearsed.pools.values(), recipe.pools.values(), strict=True):
+        assert (pool.nodes > 1) == (own.nodes > 1)
+
+
+def test_a_rehearsal_states_what_it_scales_down() -> None:
+    notes = topology(read("ppo_70b")[0]).notes
+    assert "pools.critic: 16 node(s) of 8 -> 2 of 2" in notes
+    assert "roles.critic: TP8 PP4 -> TP2 PP2" in notes
+    assert any(note.startswith("engines: 8 of TP8 -> 2 of TP2") for note in notes)
+
+
+def test_an_engine_over_several_nodes_is_rehearsed_over_several_nodes() -> None:
+    recipe, _ = read("grpo_70b")
+    rollout = recipe.roles.rollout
+    assert rollout is not None
+    roles = recipe.roles.model_copy(update={"rollout": rollout.model_copy(update={"tensor": 16})})
+    rehearsed = topology(recipe.model_copy(update={"roles": roles})).recipe
+    pool, engine = rehearsed.pools[rollout.pool or ""], rehearsed.roles.rollout
+    assert engine is not None
+    assert (pool.nodes, pool.gpus_per_node, engine.tensor) == (2, 1, 2)
+
+
+def test_engines_that_run_already_cannot_be_rehearsed() -> None:
+    recipe, _ = read("grpo_7b")
+    rollout = {"pool": None, "endpoints": [{"url": "http://10.0.0.7:30000"}]}
+    roles = RolesConfig.model_validate({"actor": recipe.roles.actor, "rollout": rollout})
+    with pytest.raises(ConfigError, match="engines that run already cannot be rehearsed"):
+        topology(recipe.model_copy(update={"roles": roles}))

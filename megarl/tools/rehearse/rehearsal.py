@@ -95,7 +95,7 @@ def rehearse(small: SmallRecipe, folder: Path, *, say: Callable[[str], None]) ->
         stack.callback(run.stop)
         _watch(run, nodes, recipe.pools, actor_pool=recipe.roles.actor.pool, report=report)
     engines = 0 if recipe.roles.rollout is None else recipe.num_engines
-    report.shown += _read_off(run.events, num_engines=engines, num_steps=recipe.run.steps)
+    report.shown += read_off(run.events, num_engines=engines, num_steps=recipe.run.steps)
     report.seconds = time.monotonic() - began
     return report
 
@@ -118,6 +118,7 @@ def _watch(
     report.add("node lost", f"{victim} killed; after {time.monotonic() - killed:.0f} s: {missed}")
     replacement = nodes.start_node(num_slots=pools[actor_pool].gpus_per_node)
     run.say(f"starting node {replacement} in its place")
+    nodes.wait_started()
     run.wait_for(lambda event: event if isinstance(event, StepFinished) else None)
     after = held_nodes(nodes.address)[actor_pool]
     report.add(
@@ -198,7 +199,7 @@ def _progress(event: Event) -> str | None:
             return None
 
 
-def _read_off(events: list[Event], *, num_engines: int, num_steps: int) -> Iterator[Shown]:
+def read_off(events: list[Event], *, num_engines: int, num_steps: int) -> Iterator[Shown]:
     """Yield what the events of a whole run show."""
     published = [event.result for event in events if isinstance(event, Published)]
     steps = [event.summary for event in events if isinstance(event, StepFinished)]

@@ -1,0 +1,72 @@
+"""Whole rehearsals: several Ray nodes, a real run, and a node that is killed; and what is read off a run's events."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.observe.events import ALL_TRAINERS, CheckpointSaved, Event, Published, Restarted, RunFinished, RunStatus
+from megarl.results import PublishResult
+from megarl.types import PolicyVersion
+from tests.repository import ROOT
+
+COMMAND = "from megarl.cli.main import main; main()"
+ROWS = ("cluster", "placement", "node lost", "node replaced", "publish", "rollouts", "checkpoints", "resume", "end")
+
+
+def rehearse(name: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, "rehearse", str(ROOT / "recipes" / f"{name}.yaml"), "--out", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = dict(re.findall(r"^ {2}(\w[\w ]*?) {2,}(yes|NO) ", done.stdout, flags=re.MULTILINE))
+    assert rows == dict.fromkeys(ROWS, "yes"), done.stdout
+    assert "not shown:" in done.stdout
+    assert "is published to" in done.stderr, "no progress"
+    left = [process.pid for process in psutil.process_iter(["cmdline"]) if _is_of(process, folder)]
+    assert left == []
+    return done.stdout
+
+
+def _is_of(process: psutil.Process, folder: Path) -> bool:
+    return any(str(folder) in word for word in process.info["cmdline"] or ())
+
+
+def test_a_shared_pool_over_nodes_loses_one_and_goes_on(tmp_path: Path) -> None:
+    shown = rehearse("dapo_32b", tmp_path)
+    assert "pools.all: 16 node(s) of 8 -> 2 of 2" in shown
+    assert re.search(r"all: 2 on 127\.0\.0\.\d, 2 on 127\.0\.0\.\d", shown), shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_pools"), [("ppo_70b", 3), ("dapo_70b_async", 2)])
+def test_separate_pools_lose_a_trainer_node_and_go_on(name: str, num_pools: int, tmp_path: Path) -> None:
+    shown = rehearse(name, tmp_path)
+    assert len(set(re.findall(r"(\w+): 2 on 127", shown))) == num_pools, shown
+
+
+def published(num_engines: int) -> Published:
+    result = PublishResult(version=PolicyVersion(0), num_bytes=1, seconds=1.0, num_engines=num_engines)
+    return Published(result=result)
+
+
+def test_what_a_run_did_not_do_is_not_shown() -> None:
+    from megarl.runtime.launch import private_ray
+
+    with private_ray():
+        from megarl.tools.rehearse.rehearsal import read_off
+
+    saved = CheckpointSaved(step=1, path="x", num_bytes=1, blocking_seconds=0.0, seconds=0.0)
+    again = Restarted(role=ALL_TRAINERS, index=0, reason="from the beginning: actor rank 2: died during the run")
+    events: list[Event] = [published(2), saved, again, published(1), RunFinished(status=RunStatus.DONE)]
+    found = {item.what: item.is_shown for item in read_off(events, num_engines=2, num_steps=6)}
+    assert found == {"publish": False, "rollouts": False, "checkpoints": True, "resume": False, "end": False}

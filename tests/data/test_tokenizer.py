@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
+from transformers import AutoTokenizer
 
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import ConfigError, DataError
@@ -146,3 +147,26 @@ def test_a_chat_template_has_a_deadline_and_a_limit_of_memory(
     with pytest.raises(DataError, match=r"chat template (needs more than|refuses)"):
         tokenizer.render_chat([{"role": "user", "content": "1" * 1000}])
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_text_of_any_tokens_is_that_of_transformers(tokenizer: Tokenizer, model_folder: Path, seed: int) -> None:
+    """Bytes in any order, added tokens, and ids that are in the embedding but not in the vocabulary."""
+    inner = AutoTokenizer.from_pretrained(str(model_folder), local_files_only=True)
+    token_ids = np.random.default_rng(seed).integers(0, VOCAB, 300).astype(np.int32)
+    expected = inner.decode(token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert tokenizer.decode(token_ids) == expected
+
+
+def test_decoding_many_tokens_is_cheaper_than_the_tokenizers_own(tokenizer: Tokenizer, model_folder: Path) -> None:
+    inner = AutoTokenizer.from_pretrained(str(model_folder), local_files_only=True)
+    token_ids = np.frombuffer(b"what is 12 + 34? it is 46. " * 400, np.uint8).astype(np.int32) % 90 + 3
+    own, fast = [], []
+    for _ in range(5):
+        began = time.process_time()
+        expected = inner.decode(token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        own.append(time.process_time() - began)
+        began = time.process_time()
+        assert tokenizer.decode(token_ids) == expected
+        fast.append(time.process_time() - began)
+    assert min(fast) < min(own) / 2

@@ -100,9 +100,10 @@ def test_a_corrupted_bucket_is_found(peers: list[Peer]) -> None:
     check_logs(logs, version=2)
 
 
-def test_what_a_publish_holds_is_two_buckets_and_one_communicator(peers: list[Peer]) -> None:
-    free, _ = torch.cuda.mem_get_info()
-    logs = logs_of(publish(peers, FAR))
+def test_what_a_publish_holds_is_two_buckets_and_one_communicator() -> None:
+    with card(NUM_PEERS, connections=8) as peers:
+        free, _ = torch.cuda.mem_get_info()
+        logs = logs_of(publish(peers, FAR))
     each = (free - min(log.free_bytes for log in logs)) / NUM_PEERS
     logger.info("a peer holds %.0f MiB during a publish, %d bytes of them lanes", each / 2**20, 2 * BUCKET_BYTES)
     assert each < MAX_HELD_BYTES

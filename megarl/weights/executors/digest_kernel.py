@@ -16,7 +16,7 @@ _ROWS = 32
 _COLUMNS = 1024
 _TILE_COLUMNS = 512
 _TILE_ROWS = 64
-_STEP = 4
+_STEP = 2
 """Rows that are loaded at once; each element of them has an accumulator, so that nothing is reduced in the loop."""
 _ALIGNED_BYTES = 16
 """Width of the largest load. Matrices that do not begin and end at multiples of it are loaded element by element."""

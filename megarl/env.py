@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from uuid import uuid4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,11 @@ def update_environment(variables: Mapping[str, str]) -> None:
 RAY_ADDRESS = EnvVar(name="RAY_ADDRESS", default="", reason="Join this Ray cluster when the recipe names none.")
 NO_COLOR = EnvVar(name="NO_COLOR", default="", reason="Any value: plain output, as with other tools.")
 FAULTS = EnvVar(name="MEGARL_FAULTS", default="", reason="Faults for tests, as JSON; see system/faults.py.")
+ONE_CARD = EnvVar(
+    name="MEGARL_ONE_CARD",
+    default="",
+    reason="Any value: all GPUs of the run are the first one of this machine, to rehearse a cluster on a single GPU.",
+)
 SLURM_JOB_ID = EnvVar(name="SLURM_JOB_ID", default="", reason="Set inside a Slurm job.")
 SLURM_CPUS_ON_NODE = EnvVar(
     name="SLURM_CPUS_ON_NODE", default="", reason="The job's cores on this node; Ray would count every core."
@@ -141,4 +147,10 @@ RAY_AUTH_TOKEN = EnvVar(name="RAY_AUTH_TOKEN", default="", reason="The token its
 
 def visible_gpus(gpus: Sequence[str]) -> dict[str, str]:
     """Return the variables that make these GPUs visible to a process, instead of the one Ray would choose."""
-    return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    named = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return {**named, "CUDA_VISIBLE_DEVICES": "0", **own_host()} if ONE_CARD.read() else named
+
+
+def own_host() -> dict[str, str]:
+    """Return the variables that make a process a host of its own to NCCL, which refuses two of a host on one GPU."""
+    return {"NCCL_HOSTID": uuid4().hex, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}

@@ -15,6 +15,12 @@ from typing import Protocol
 
 import numpy as np
 
+from megarl.env import ONE_CARD, own_host, update_environment
+
+if ONE_CARD.read():
+    # SGLang imports the main module in each process that it spawns.
+    update_environment(own_host())
+
 _TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager.add_logprob_to_meta_info"
 
 
@@ -34,8 +40,10 @@ class _State(Protocol):
 
 def register() -> None:
     """Register the hook; the server applies it when it loads its plugins, before it starts."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - only in the server
-
+    try:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415 - only in the server
+    except ImportError:
+        return  # an older release, whose replies have lists
     HookRegistry.register(_TARGET, add_flat_logprobs, HookType.AROUND)
 
 

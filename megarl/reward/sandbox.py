@@ -33,6 +33,9 @@ _TMP = "/tmp"  # noqa: S108 - inside the sandbox
 _SHM = "/dev/shm"  # noqa: S108 - inside the sandbox
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 _LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_GUARD = 'test "$PPID" = "$0" && exec "$@"'
+"""Run the command only if the caller, whose pid is the shell's name, is still the parent: it may have died before the
+signal at its death was set."""
 _PROBE = "print(6 * 7)"
 _PROBE_TIMEOUT_S = 20.0
 _WATCH_INTERVAL_S = 0.1
@@ -109,7 +112,7 @@ class Sandbox:
             source = stack.enter_context(_file_of(program.encode(errors="replace")))
             folder = "/" if self._kind == "bubblewrap" else stack.enter_context(tempfile.TemporaryDirectory())
             process = subprocess.Popen(  # noqa: S603 - no shell; the command is ours, the program is inside
-                self._command(source, folder),
+                [*self._with_caller(), *self._command(source)],
                 stdin=stack.enter_context(_file_of(given)),
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -154,7 +157,12 @@ class Sandbox:
                         process.wait(min(_WATCH_INTERVAL_S, deadline - now))
                         return bytes(output), None
 
-    def _command(self, source: int, folder: str) -> list[str]:
+    @staticmethod
+    def _with_caller() -> list[str]:
+        """Return a prefix that ends the command with its caller: bubblewrap asks for that only after a while."""
+        return ["setpriv", "--pdeathsig", "KILL", "sh", "-c", _GUARD, str(os.getpid())]
+
+    def _command(self, source: int) -> list[str]:
         limits = self._limits
         limited = [
             "prlimit",
@@ -166,7 +174,7 @@ class Sandbox:
         python = [self._python, "-I", "-B"]
         if self._kind == "none":
             # No limit on processes: the kernel would count all processes of the user.
-            return ["setpriv", "--pdeathsig", "KILL", *limited, *python, f"/proc/self/fd/{source}"]
+            return [*limited, *python, f"/proc/self/fd/{source}"]
         limited.append(f"--nproc={limits.max_processes}")
         if os.geteuid() == 0:
             uid = _FIRST_UID + os.getpid() % _NUM_UIDS

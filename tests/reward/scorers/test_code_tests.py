@@ -212,17 +212,21 @@ def test_many_processes_share_one_memory_limit() -> None:
     assert ran.stopped == "its processes used too much memory"
 
 
-def test_nothing_is_left_of_a_program_whose_caller_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["while it runs", "before bubblewrap has begun"])
+def test_nothing_is_left_of_a_program_whose_caller_was_killed(moment: str, tmp_path: Path) -> None:
+    slow = tmp_path / "bwrap"
+    slow.write_text("#!/bin/sh\nexec python3 -c 'import time; time.sleep(987654)'\n")
+    slow.chmod(0o755)
+    early = f"import os; os.environ['PATH'] = '{tmp_path}:' + os.environ['PATH']\n" if "before" in moment else ""
     script = (
         "import time\nfrom megarl.reward.sandbox import Limits, Sandbox\n"
-        f"sandbox = Sandbox('bubblewrap', Limits(**{asdict(LIMITS)}))\nprint('ready', flush=True)\n"
+        f"sandbox = Sandbox('bubblewrap', Limits(**{asdict(LIMITS)}))\nprint('ready', flush=True)\n{early}"
         "sandbox.run('import time\\nwhile True: time.sleep(987654)', b'', deadline=time.monotonic() + 600)\n"
     )
     caller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert caller.stdout is not None
     assert caller.stdout.readline() == b"ready\n"
     deadline = time.monotonic() + 60
-    # Until the program itself runs: bubblewrap does not notice a caller that is killed before it asks for the signal.
     while not (inside := program_in(caller.pid)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -232,6 +236,15 @@ def test_nothing_is_left_of_a_program_whose_caller_was_killed(tmp_path: Path) ->
     while any(Path(f"/proc/{pid}/exe").exists() for pid in inside):
         assert time.monotonic() < deadline, f"still there: {inside}"
         time.sleep(0.05)
+
+
+def test_a_program_whose_caller_is_gone_already_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch = ["touch", str(tmp_path / "begun")]
+    subprocess.run([*Sandbox._with_caller(), *touch], check=True)
+    (tmp_path / "begun").unlink()
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    assert subprocess.run([*Sandbox._with_caller(), *touch], check=False).returncode != 0
+    assert not (tmp_path / "begun").exists()
 
 
 def program_in(caller: int) -> list[int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from megarl.config.reward import (
     BySourceRewardConfig,
@@ -23,7 +24,7 @@ from megarl.reward.judge import HttpJudge, read_key
 from megarl.reward.pool import START_TIMEOUT_S, RewardWorker, ScoringTask, WorkerPool
 from megarl.reward.protocol import WorkerTask
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
-from megarl.reward.scorer import BySourceScorer, ClosableScorer, ExactScorer, RemoteScorer
+from megarl.reward.scorer import BySourceScorer, ClosableScorer, ExactScorer, RemoteScorer, ScoringBackend
 
 _SCORERS = Path(__file__).parent / "scorers"
 _FUNCTION = "compute_score"
@@ -33,17 +34,20 @@ _SANDBOX_GRACE_S = 20.0
 """The sandbox enforces the deadline itself; a worker that is this much later is broken."""
 
 
+OpenPool: TypeAlias = Callable[[ScoringTask], ScoringBackend]
+
+
 def build_scorer(
-    config: RewardConfig, *, log_path: Path | None = None, observer: Observer | None = None
+    config: RewardConfig, *, observer: Observer | None = None, open_pool: OpenPool = WorkerPool
 ) -> ClosableScorer:
-    """Return the scorer of a recipe. What user code prints goes to `log_path`, or to standard error without one."""
+    """Return the scorer of a recipe; `open_pool` starts the processes of a reward function."""
     observer = observer or Observer(())
     if isinstance(config, BySourceRewardConfig):
-        return BySourceScorer({name: _build(part, log_path, observer) for name, part in config.sources.items()})
-    return _build(config, log_path, observer)
+        return BySourceScorer({name: _build(part, observer, open_pool) for name, part in config.sources.items()})
+    return _build(config, observer, open_pool)
 
 
-def _build(config: SingleRewardConfig, log_path: Path | None, observer: Observer) -> ClosableScorer:
+def _build(config: SingleRewardConfig, observer: Observer, open_pool: OpenPool) -> ClosableScorer:
     match config:
         case ExactRewardConfig():
             return ExactScorer(observer)
@@ -51,8 +55,7 @@ def _build(config: SingleRewardConfig, log_path: Path | None, observer: Observer
             return RemoteScorer(HttpJudge(config), observer, name=config.url, config=config)
         case _:
             name = f"{config.path} {config.name}" if isinstance(config, FunctionRewardConfig) else config.kind
-            pool = WorkerPool(scoring_task(config), log_path=log_path)
-            return RemoteScorer(pool, observer, name=name, config=config)
+            return RemoteScorer(open_pool(scoring_task(config)), observer, name=name, config=config)
 
 
 def check_reward(config: RewardConfig, *, timeout_s: float = START_TIMEOUT_S) -> list[Problem]:

@@ -17,13 +17,13 @@ from megarl.config.recipe import Recipe
 from megarl.errors import DamagedError, MegarlError, WorkerError
 from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
-from megarl.reward.build import build_scorer
 from megarl.runtime.build import LoopBuilder
-from megarl.runtime.cluster import Pool, open_cluster, settle
+from megarl.runtime.cluster import Pool, nodes_of, open_cluster, settle
 from megarl.runtime.engines.serving import Serving, connect, make_room, reserve_pools, start_serving
 from megarl.runtime.inputs import Inputs, read_inputs
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.resume import Restarts, checked_resume_point, last_good
+from megarl.runtime.rewards import build_spread_scorer
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.start import running_trainers
 from megarl.stages import Scorer
@@ -99,7 +99,8 @@ class _Run:
             async with AsyncExitStack() as stack, task_group() as tasks:
                 starting = start_serving(recipe, self._inputs.shape, pools, stack, observer=observer)
                 serving = tasks.create_task(starting)
-                scorer = build_scorer(recipe.reward, log_path=recipe.run_folder / "reward.log", observer=observer)
+                nodes = nodes_of(pools.values())
+                scorer = build_spread_scorer(recipe.reward, nodes, run_folder=recipe.run_folder, observer=observer)
                 stack.callback(scorer.close)
                 await self._replace_lost_ranks(resume, pools, serving, scorer, preemption)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from megarl.config.reward import BySourceRewardConfig, ExactRewardConfig, Functi
 from megarl.errors import RewardError
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer, check_reward
+from megarl.reward.pool import WorkerPool
 from megarl.reward.scorer import ExactScorer, RemoteScorer
 from megarl.types import FinishReason, RolloutGroup, Score
 
@@ -174,7 +176,7 @@ def test_a_late_score_is_an_error_that_names_the_deadline(make_group: MakeGroup,
 
 def test_what_the_function_prints_is_kept(tmp_path: Path, make_group: MakeGroup, make_reward: MakeReward) -> None:
     config = make_reward("def compute_score(**sample): print('looked at', sample['solution_str']); return 1")
-    scorer = build_scorer(config, log_path=tmp_path / "reward.log")
+    scorer = build_scorer(config, open_pool=partial(WorkerPool, log_path=tmp_path / "reward.log"))
     asyncio.run(scorer.score(make_group("42")))
     scorer.close()
     assert (tmp_path / "reward.log").read_text() == "looked at 42\n"

@@ -25,7 +25,7 @@ from typing import NoReturn
 from megarl.config.native.options import JSON, read_library
 from megarl.config.roles import RolloutRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
-from megarl.env import ONE_CARD, engine_environment
+from megarl.env import engine_environment
 from megarl.errors import EngineError, MachineError
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
 from megarl.system.guard import SIGNAL_EXIT, remove, segments_of, start_guarded, stop_guarded
@@ -257,8 +257,6 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     else:
         # Other kernels store the experts in an order of their own, which a publish does not know.
         options["--moe-runner-backend"] = "triton"
-        if ONE_CARD.read():
-            options["--gpu-id-step"] = 0
     # Without sleep-on-idle a waiting engine polls and takes a whole core of the machine that trains.
     # Its own metrics are under /metrics, which needs no key.
     flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle", "--enable-metrics"]

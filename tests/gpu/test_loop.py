@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,15 @@ TIMEOUT_S = 400
 MAIN = "from megarl.cli.main import main; main()"
 
 
-def rehearse(name: str, folder: Path, *settings: str) -> list[object]:
-    """Run the recipe on two Ray nodes; return the events of the run."""
+def rehearse(name: str, folder: Path, *settings: str, rollout_gpus: Sequence[int] = (2,)) -> list[object]:
+    """Run the recipe on Ray nodes for the trainer and for the engines; return the events of the run."""
     if not MODEL.exists():
         pytest.skip(f"{MODEL} does not exist: `make quickstart` makes it")
     nodes = LocalRay(device="cuda", log_folder=folder, has_several_nodes=True)
     command = [sys.executable, "-c", MAIN, "train", "recipes/gpu_rehearsal.yaml", "--set", f"run.name={name}"]
     with private_ray(), local_ray(nodes, num_slots=8, num_gpus=4):
-        nodes.start_node(num_slots=8, num_gpus=2)
+        for num_gpus in rollout_gpus:
+            nodes.start_node(num_slots=8, num_gpus=num_gpus)
         nodes.wait_started()
         environment = {
             **os.environ,
@@ -76,6 +78,12 @@ def test_a_cluster_on_one_card_learns_though_an_engine_and_a_rank_are_killed(
     assert back[-1].is_serving, back[-1]
 
 
-def test_data_parallel_ranks_publish_to_an_engine_of_two_ranks_on_one_card(tmp_path: Path) -> None:
-    sets = ("roles.actor.pipeline=1", "roles.rollout.tensor=2", "roles.rollout.sglang.disable_custom_all_reduce=true")
-    check_learned(rehearse("gpu_rehearsal_dp2", tmp_path, *sets), 10)
+def test_data_parallel_ranks_publish_to_an_engine_over_two_nodes(tmp_path: Path) -> None:
+    """SGLang refuses two TP ranks of a node on one GPU, but not of two nodes."""
+    settings = (
+        "roles.actor.pipeline=1",
+        "pools.rollout={nodes: 2, gpus_per_node: 1}",
+        "roles.rollout.tensor=2",
+        "roles.rollout.sglang.disable_custom_all_reduce=true",
+    )
+    check_learned(rehearse("gpu_rehearsal_dp2", tmp_path, *settings, rollout_gpus=(1, 1)), 10)

@@ -184,6 +184,13 @@ def _phases(_: PieceOptions, report: Report) -> None:
         report(figure)
 
 
+def _reads(_: PieceOptions, report: Report) -> None:
+    from bench.reads import measure_reads
+
+    for figure in measure_reads():
+        report(figure)
+
+
 def _engine(options: PieceOptions, report: Report) -> None:
     from bench.engine import measure_engine
 
@@ -209,5 +216,6 @@ PIECES: Mapping[str, GpuPiece] = {
     "step-1.5b": GpuPiece(timeout_s=240, measure=partial(_step, index=1)),
     "step-16k": GpuPiece(timeout_s=90, measure=_long_step),
     "phases": GpuPiece(timeout_s=120, measure=_phases),
+    "reads": GpuPiece(timeout_s=150, measure=_reads),
     "engine": GpuPiece(timeout_s=420, measure=_engine),
 }

@@ -30,6 +30,7 @@ _HEAVY: dict[str, tuple[str, ...]] = {
     "trainer faults": ("tests/faults/test_trainers.py", "tests/faults/test_s"),
     "engine faults": ("tests/runtime/test_fleet_faults.py",),
     "Ray": (
+        "tests/runtime/engines/test_processes.py",
         "tests/runtime/test_local_ray.py",
         "tests/runtime/trainers/test_worker_group.py",
         "tests/tools/doctor/test_cluster.py",

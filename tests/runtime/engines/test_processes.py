@@ -1,17 +1,35 @@
-"""Starting an engine where others take ports, too."""
+"""Starting an engine where others take ports, too, and one whose ranks are on two nodes."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from megarl.config.roles import RolloutRoleConfig
-from megarl.rollout.client import EngineKeys
+from megarl.config.load import load_recipe
+from megarl.config.roles import PoolConfig, RolloutRoleConfig
+from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
+from megarl.rollout.control import EngineControl
+from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineSpec, PortTakenError
+from megarl.rollout.reply import Expectation, read_response
+from megarl.runtime.cluster import Place, open_cluster
 from megarl.runtime.engines import processes as engines
-from megarl.runtime.engines.processes import EngineHost, with_free_ports
+from megarl.runtime.engines.processes import EngineHost, on_nodes, start_engines, with_free_ports
+from megarl.runtime.launch import private_ray
+from megarl.tools.quickstart.arithmetic import make_arithmetic
+from megarl.types import PolicyVersion
+from tests.rollout.engines import COMMAND_TIMEOUT_S, EOS, REQUEST_TIMEOUT_S, engine_spec
+from tests.runtime.runs import write_recipe
+from tests.tiny_models import write_tiny_model
 
 
 class ScriptedEngine:
@@ -66,3 +84,103 @@ def test_three_times_are_enough(spec: EngineSpec, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(PortTakenError, match="EADDRINUSE"):
         asyncio.run(with_free_ports(lambda: EngineHost().start(spec)))
     assert ScriptedEngine.num_starts == 3
+
+
+PROMPT = tuple(range(3, 12))
+NUM_TOKENS = 6
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Iterator[list[Place]]:
+    """Two devices of a real Ray that pass for two nodes: SGLang's processes meet through addresses alone."""
+    make_arithmetic(tmp_path / "arithmetic", num_train=8, num_sft=8, num_eval=8)
+    recipe = load_recipe(write_recipe(tmp_path, "nodes"))
+    recipe.run_folder.mkdir(parents=True)
+    with private_ray(), open_cluster(recipe, address=None) as cluster:
+        pools = cluster.reserve({name: PoolConfig(gpus_per_node=1) for name in ("first", "second")})
+        places = [place for name in pools for place in pools[name]]
+        for name, place in zip(pools, places, strict=True):
+            place.bundle.node = name
+        yield places
+
+
+def test_an_engine_of_two_nodes_is_one_engine_that_is_started_again_as_a_whole(
+    two_nodes: list[Place], tmp_path: Path
+) -> None:
+    write_tiny_model(tmp_path / "model", "qwen2", tied=False, layers=2, seed=1)
+    expected = _greedy(tmp_path / "model")
+    spec = replace(engine_spec(tmp_path / "model", tmp_path / "run", tensor=2), index=0)
+
+    async def scenario() -> None:
+        started, (endpoint,) = await start_engines([spec], two_nodes, share=1.0)
+        try:
+            assert (len(endpoint.node_hosts), endpoint.host_of(1)) == (2, endpoint.node_hosts[1])
+            assert await _answer(endpoint) == expected
+            assert await _num_ranks_asked(endpoint) == 2
+            (part,) = _processes_of_node(1)
+            os.killpg(os.getpgid(part.pid), signal.SIGKILL)
+            async with asyncio.timeout(300):
+                assert (await started.wait_end(0)).startswith("node ")
+            await started.end(0)
+            assert [_processes_of_node(node) for node in range(2)] == [[], []]
+            assert await _answer(await started.start(0)) == expected
+        finally:
+            await started.stop()
+
+    asyncio.run(scenario())
+
+
+def test_nodes_have_equal_shares_of_an_engine_in_the_order_of_its_ranks(two_nodes: list[Place]) -> None:
+    first, second = two_nodes
+    assert on_nodes([first, first, second, second]) == [[first, first], [second, second]]
+    with pytest.raises(AssertionError, match="unequal shares"):
+        on_nodes([first, first, second])
+    with pytest.raises(AssertionError, match="in turn"):
+        on_nodes([first, second, first, second])
+
+
+def _greedy(folder: Path) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        for _ in range(NUM_TOKENS):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    tokens: list[int] = ids[0, len(PROMPT) :].tolist()
+    return tokens
+
+
+async def _answer(endpoint: EngineEndpoint) -> list[int]:
+    client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
+    try:
+        request = GenerateRequest(rid="nodes", input_ids=PROMPT, max_new_tokens=NUM_TOKENS, temperature=0.0)
+        version = PolicyVersion(0)
+        expected = Expectation(
+            vocab=99,
+            max_response_tokens=NUM_TOKENS,
+            eos_ids=frozenset({EOS}),
+            version=version,
+            newest_version=version,
+        )
+        tokens: list[int] = read_response((await client.generate(request)).content, expected).token_ids.tolist()
+        return tokens
+    finally:
+        await client.close()
+
+
+async def _num_ranks_asked(endpoint: EngineEndpoint) -> int:
+    """How many TP ranks reply to a command of a publish."""
+    fleet = Fleet([EngineClient(endpoint, request_timeout_s=60)], max_outstanding=1, publish_timeout_s=60)
+    try:
+        return len(await EngineControl(fleet, timeout_s=COMMAND_TIMEOUT_S).inspect())
+    finally:
+        await fleet.close()
+
+
+def _processes_of_node(node: int) -> list[psutil.Process]:
+    """The servers of this test's engines, without their workers."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        words = process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
+        if words[1:3] == ["-m", "megarl.rollout.cpu"] and words[words.index("--node-rank") + 1] == str(node):
+            found.append(process)
+    return found

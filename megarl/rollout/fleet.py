@@ -90,7 +90,7 @@ class _Uncounted:
 
 
 class Fleet:
-    """The engines by index. All start with the weights of the model folder (version 0)."""
+    """The engines by index. All start at version 0; those that have no weights yet are reported as stale."""
 
     def __init__(
         self,

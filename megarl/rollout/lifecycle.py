@@ -88,7 +88,7 @@ class Life:
 
     @classmethod
     def begin(cls, now: float) -> Life:
-        """Return the life of an engine that has just started with the weights of the model folder."""
+        """Return the life of an engine that has just started and serves version 0."""
         return cls(state=EngineState.HEALTHY, since=now, last_answer=now, confirmed_at=now)
 
     @property
@@ -137,7 +137,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """It generates, with the weights of the model folder."""
+    """It generates, with other weights than the committed ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ def advance(life: Life, event: Event, *, now: float, policy: RestartPolicy) -> L
             if life.state is not EngineState.RESTARTING:
                 return life
             fresh = replace(life, last_answer=now, num_doubts=0, num_failed_syncs=0, confirmed_at=None)
-            return _enter(fresh, EngineState.STALE, now, "has the weights of the model folder")
+            return _enter(fresh, EngineState.STALE, now, "has just started, without weights")
         case Confirmed():
             if not life.is_reachable:
                 return life

@@ -131,6 +131,26 @@ def bench_exporter(
         raise typer.Exit(1)
 
 
+@bench_app.command("dataplane")
+def bench_dataplane(
+    requests: Annotated[int, typer.Option(min=16, help="Requests under way at once in the large fleet.")] = 16_000,
+    engines: Annotated[int, typer.Option(min=1, help="Engines of the large fleet.")] = 1000,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Time the tokens of a step outside the engines: asking, reading, checking, decoding and buffering them.
+
+    Engines are replaced by a server that answers at once. Exit code 1 if a goal is missed.
+    """
+    from bench.dataplane import Load, as_json, measure_dataplane, print_figures
+
+    figures = measure_dataplane(Load(num_requests=requests, num_engines=engines))
+    print_figures(figures)
+    if is_json:
+        print(as_json(figures))
+    if any(figure.is_missed for figure in figures):
+        raise typer.Exit(1)
+
+
 @bench_app.command("async")
 def bench_async(
     steps: Annotated[int, typer.Option(min=2, help="Measured steps of each run; the median counts.")] = 12,

@@ -15,7 +15,8 @@ from megarl.types import JsonValue
 
 MAX_REPLY_BYTES = 256 << 20
 """Limit of one reply: a million tokens with their log-probabilities take a quarter of it."""
-_CONNECT_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 60.0
+"""Long: a busy process notices late that it is connected. Probes find out sooner that an engine is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,8 @@ def failure_reason(error: httpx.HTTPError, timeout_s: float) -> str:
     cause = error.__cause__
     # The transport reports every broken connection as a timeout.
     is_broken = isinstance(cause, aiohttp.ClientConnectionError) and not isinstance(cause, aiohttp.ServerTimeoutError)
+    if isinstance(cause, aiohttp.ConnectionTimeoutError):
+        return f"no connection within {_CONNECT_TIMEOUT_S:.0f} s"
     if isinstance(error, httpx.TimeoutException) and not is_broken:
         return f"no answer within {timeout_s:.0f} s"
     name = type(cause if is_broken else error).__name__

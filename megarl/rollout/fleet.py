@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 10.0
 _NOTED_EVERY_S = 0.25
+_MAX_REASONS = 8
+"""Engines that an error names."""
 UNFILLED = "has no weights before the first publish"
 RELEASED = "gave up its weights while trainers use its devices"
 
@@ -348,7 +350,9 @@ class Fleet:
         await asyncio.gather(*(engine.client.close() for engine in self.engines))
 
     def _reasons(self) -> str:
-        return "; ".join(f"{engine} is {engine.state}: {engine.reason}" for engine in self.engines if engine.reason)
+        reasons = [f"{engine} is {engine.state}: {engine.reason}" for engine in self.engines if engine.reason]
+        num_more = len(reasons) - _MAX_REASONS
+        return "; ".join([*reasons[:_MAX_REASONS], *([f"and {num_more} more"] if num_more > 0 else [])])
 
     def _notify(self) -> None:
         """Wake all waiters from a task: states change in functions that are not async, often many at once."""

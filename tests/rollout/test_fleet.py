@@ -161,3 +161,15 @@ def test_rollouts_of_one_prompt_share_an_engine_within_bounds() -> None:
             assert await lease("second") == 0
 
     asyncio.run(scenario())
+
+
+def test_the_error_of_a_large_fleet_names_some_engines() -> None:
+    async def scenario() -> None:
+        fleet = scripted_fleet(*[silent] * 100)
+        for engine in fleet.engines:
+            fleet.report(engine, Ended(reason="killed"))
+        async with fleet.lease():
+            pass
+
+    with pytest.raises(FleetError, match=r"no engine is left: engine 0 .*: killed; .*; and 92 more$"):
+        asyncio.run(scenario())

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from bench import dataplane as module
+from bench.__main__ import run
+from bench.dataplane import Load, PlaneFigure, measure_dataplane, read_as_before
+from bench.instant_engine import reply_content
+from megarl.rollout.reply import Expectation, read_response
+from megarl.types import PolicyVersion
+
+SMALL = Load(num_tokens=256, num_prompts=2, num_rollouts=4, num_engines=4, num_requests=32, num_open=4, delay_s=0.0)
+
+
+def test_every_figure_is_measured() -> None:
+    figures = measure_dataplane(SMALL, repeats=2)
+    assert all(figure.value > 0 for figure in figures[:-1])
+    assert [figure.unit for figure in figures] == ["us/token"] * 4 + ["us", "ms", "us", "%", "KB"]
+    assert [figure.goal for figure in figures if figure.goal is not None] == [0.15, 0.25, 200.0]
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_both_ways_of_reading_give_the_same_numbers(is_flat: bool) -> None:
+    expected = Expectation(
+        vocab=300,
+        max_response_tokens=100,
+        eos_ids=frozenset({2}),
+        version=PolicyVersion(0),
+        newest_version=PolicyVersion(0),
+    )
+    response = read_response(reply_content(100, vocab=300, is_flat=is_flat), expected)
+    token_ids, logprobs = read_as_before(reply_content(100, vocab=300, is_flat=False), 300)
+    assert np.array_equal(response.token_ids, token_ids)
+    assert np.array_equal(response.logprobs, logprobs)
+
+
+@pytest.mark.parametrize(("value", "exit_code"), [(0.15, 0), (0.2, 1)])
+def test_a_missed_goal_is_an_exit_code(
+    value: float, exit_code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = [PlaneFigure(name="read", value=value, unit="us/token", goal=0.15, before=1.0)]
+    monkeypatch.setattr(module, "measure_dataplane", lambda load: figures)
+    assert run(["dataplane", "--json"]) == exit_code
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])[0]["value"] == value

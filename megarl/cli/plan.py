@@ -15,7 +15,8 @@ from rich.table import Table
 from megarl.cli.recipe import Overrides, RecipePath
 from megarl.config.advice import advise
 from megarl.env import NO_COLOR
-from megarl.planner.deployment import Placement, RankPlace
+from megarl.errors import ConfigError
+from megarl.planner.deployment import Placement, PublishWay, RankPlace
 from megarl.planner.fit import Proposal
 from megarl.planner.hardware import parse_gpu
 from megarl.planner.ledger import MemoryLedger, saves
@@ -24,6 +25,11 @@ from megarl.planner.timing import PhaseName, PhaseTime, Timing
 from megarl.weights.layouts.megatron import padded_vocab
 
 _MAX_NODES = 12
+_WAYS = {
+    PublishWay.MEMORY: "engines read all weights from the trainers' memory on their node (CUDA IPC)",
+    PublishWay.NCCL: "between nodes: rounds on one NCCL communicator; within a node: CUDA IPC",
+    PublishWay.HOST: "between nodes: gloo through host memory; within a node: in place",
+}
 WIDTH = 100
 
 
@@ -31,8 +37,11 @@ def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
     gpu: Annotated[
-        str, typer.Option(help="a100, h100 or h200, with other figures as in h100,memory_gib=94,network_gb_per_s=25.")
-    ] = "h100",
+        str | None,
+        typer.Option(
+            help="Instead of the recipe's cluster.gpu; with other figures as in h100,memory_gib=94,network_gb_per_s=25."
+        ),
+    ] = None,
     shape: Annotated[str | None, typer.Option(help="A public model's name, where model.path is missing here.")] = None,
     what_if: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Compare with this change. May be repeated.")
@@ -40,16 +49,23 @@ def plan(
     mean_response_tokens: Annotated[int | None, typer.Option(min=1, help="Half the limit if not given.")] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Estimate the memory and the time that a recipe needs. Starts nothing."""
-    question = PlanQuestion(gpu=parse_gpu(gpu), shape_name=shape, mean_response_tokens=mean_response_tokens)
+    """Estimate the memory and the time that a recipe needs; exit with 2 if it does not fit its GPUs. Starts nothing."""
+    question = PlanQuestion(
+        gpu=None if gpu is None else parse_gpu(gpu), shape_name=shape, mean_response_tokens=mean_response_tokens
+    )
     first = answer(recipe, overrides or [], question)
     changed = answer(recipe, [*(overrides or []), *what_if], question) if what_if else None
     if is_json:
         plans = as_json(first) if changed is None else [as_json(first), as_json(changed)]
         print(json.dumps(plans, indent=2))
-        return
+        raise typer.Exit(_exit_code(first))
     console = Console(width=WIDTH, no_color=bool(NO_COLOR.read()), highlight=False, markup=False)
     console.print(tables(first) if changed is None else comparison(first, changed, what_if or []))
+    raise typer.Exit(_exit_code(first))
+
+
+def _exit_code(answer: PlanAnswer) -> int:
+    return 0 if answer.plan.sizes.fits else ConfigError.exit_code
 
 
 def as_json(answer: PlanAnswer) -> dict[str, object]:
@@ -171,10 +187,7 @@ def _fit_lines(answer: PlanAnswer) -> list[str]:
         return ["this is the host memory of one process; a CPU run has no limit to compare it with"]
     if sizes.fits:
         return [f"fits: at least {_gib(worst.margin_bytes)} GiB are left ({worst.where}, {worst.phase})"]
-    if worst.margin_bytes >= 0:
-        lines = ["does not fit: roles.rollout.memory_fraction leaves no room for a KV cache beside the weights"]
-    else:
-        lines = [f"does not fit: {_gib(-worst.margin_bytes)} GiB too much ({worst.where}, {worst.phase})"]
+    lines = [f"does not fit: {sizes.excess}"]
     for proposal in answer.proposals:
         lines += _proposal_lines(proposal)
     if not answer.proposals:
@@ -199,20 +212,27 @@ def _reshard_table(plan: RunPlan) -> Table:
         table.add_row(f"over {link}", _gb(num_bytes), "")
     table.add_row("total", _gb(reshard.total_bytes), "")
     table.add_row("total, if full models were gathered", _gb(reshard.gathered_bytes), "")
-    table.add_row("staging buffer of an engine rank", _gb(reshard.staging_bytes), "")
+    table.add_row("buckets in each engine rank, at most", _gb(reshard.staging_bytes), "")
+    if reshard.communicator_bytes:
+        table.add_row("communicator in each trainer and engine rank, about", _gb(reshard.communicator_bytes), "")
+    if reshard.host_bytes:
+        table.add_row("pinned host memory of each rank", _gb(reshard.host_bytes), "")
     for link, num_bytes in reshard.busiest_bytes.items():
         if num_bytes:
             table.add_row(f"busiest GPU, over {link}", _gb(num_bytes), "")
     if plan.sizes.timing is not None:
         table.add_row("estimate from the rates of the links", "", f"{reshard.seconds:.2f}")
         table.add_row("lower bound of any plan", "", f"{reshard.floor_s:.2f}")
-    table.add_row(f"about {reshard.num_messages:,} messages; hops: {reshard.num_hops}", "", "")
+    table.add_row(
+        f"about {reshard.num_messages:,} buckets, {reshard.num_rounds:,} rounds; hops: {reshard.num_hops}", "", ""
+    )
+    table.add_row(_WAYS[reshard.way], "", "")
     table.add_row(f"plan {reshard.hash}", "", "")
     return table
 
 
 def _time_table(timing: Timing) -> Table:
-    table = _table("Time of a step (roofline)", "phase", "seconds", "share")
+    table = _table("Time of a step", "phase", "seconds", "share")
     for phase in timing.phases:
         share = f"{phase.seconds / timing.step_s:.0%}" if phase.is_waited_for else "in parallel"
         table.add_row(phase.name, f"{phase.seconds:.1f}", share)
@@ -277,6 +297,8 @@ def _lever(phase: PhaseTime, timing: Timing) -> str:
             return "a pool for the reference, or more GPUs in it"
         case PhaseName.PUBLISH:
             return "engines nearer to the trainer"
+        case PhaseName.SWITCH:
+            return "less `offload`, or pools of their own"
 
 
 def comparison(first: PlanAnswer, second: PlanAnswer, changes: list[str]) -> Table:

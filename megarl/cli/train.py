@@ -30,6 +30,10 @@ def train(
     allows_data_change: Annotated[
         bool, typer.Option("--allow-data-change", help="Resume with other prompts than those of the checkpoint.")
     ] = False,
+    overrides_fit: Annotated[
+        bool,
+        typer.Option("--override-fit", help="Start even if the run does not fit its GPUs by `megarl plan`."),
+    ] = False,
     timeline: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write when each role and each Ray task was busy, as a Perfetto trace."),
@@ -54,6 +58,7 @@ def train(
             display=make_display(console),
             resume=_resume_choice(resume),
             allows_data_change=allows_data_change,
+            overrides_fit=overrides_fit,
             tasks_file=tasks_file,
         )
     print_report(make_report(checked.run_folder), console)

@@ -5,8 +5,10 @@ Ranks and engines fill a pool in the order in which the runtime fills it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 
@@ -108,6 +110,16 @@ class Placement:
         """Places of all processes, role after role."""
         return tuple(self._places())
 
+    def nodes_with_the_model(self) -> set[str]:
+        """Return the nodes on which the actor's ranks together hold every weight."""
+        parallel, parts = self.parallel, defaultdict[str, set[tuple[str, int, int]]](set)
+        for rank in self.ranks:
+            in_stage = rank.data * parallel.tensor + rank.tensor
+            share = in_stage // parallel.ranks_per_expert % parallel.expert
+            parts[rank.place.node] |= {("dense", rank.pipeline, rank.tensor), ("expert", rank.pipeline, share)}
+        num_parts = parallel.pipeline * (parallel.tensor + parallel.expert)
+        return {node for node, found in parts.items() if len(found) == num_parts}
+
     def _places(self) -> Iterator[GpuPlace]:
         for model in self.models.values():
             yield from (rank.place for rank in model.ranks)
@@ -134,7 +146,16 @@ class PlannedModel:
         return bare_weights(self.work.shape, self.placement.parallel, dtype=dtype_on(self.work.device))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishWay(StrEnum):
+    MEMORY = "memory"
+    """Every engine rank reads all its weights from the memory of trainer ranks on its node (CUDA IPC)."""
+    NCCL = "nccl"
+    """One communicator of all trainer and engine ranks carries what comes from other nodes."""
+    HOST = "host"
+    """Gloo carries it through host memory: NCCL refuses two processes on one GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Deployment:
     """The roles of a run on their GPUs; memory, publishing and time are computed from it."""
 
@@ -159,12 +180,21 @@ class Deployment:
         return self.roles.reference is not None and self.roles.reference.pool is None
 
     @property
-    def publishes_in_place(self) -> bool:
-        """Whether every engine finds the whole model in the memory of the trainer rank on its own GPU."""
-        actor, rollout = self.roles.actor, self.roles.rollout
-        if rollout is None or self.device == "cpu" or rollout.pool != actor.pool:
-            return False
-        return actor.model_parallel == actor.expert == rollout.tensor == 1
+    def keeps_engine_weights(self) -> bool:
+        """Whether engines keep their weights while trainers compute on the same GPUs."""
+        return self.roles.rollout is not None and self.roles.rollout.release == "kv_cache"
+
+    @cached_property
+    def publish_way(self) -> PublishWay | None:
+        """The way of the bytes that a publish moves between nodes; None without engines."""
+        if self.engine is None:
+            return None
+        if self.device == "cpu":
+            return PublishWay.HOST
+        engine_nodes = {rank.place.node for rank in self.placement.engine_ranks}
+        if engine_nodes <= self.placement.nodes_with_the_model():
+            return PublishWay.MEMORY
+        return PublishWay.HOST if self.placement.is_shared else PublishWay.NCCL
 
 
 def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:

@@ -16,10 +16,11 @@ from megarl.config.document import Document, override
 from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig, PoolConfig, RolloutRoleConfig, TrainedModelConfig
 from megarl.planner.deployment import Deployment, RoleShapes, deploy
-from megarl.planner.hardware import GpuModel
+from megarl.planner.hardware import GIB, GpuModel
 from megarl.planner.ledger import HostLedger, MemoryLedger, host_ledgers, ledgers, snapshot_bytes
 from megarl.planner.memory import EngineMemory
-from megarl.planner.timing import StepWorkload, Timing, estimate
+from megarl.planner.timing import Timing, estimate
+from megarl.planner.workload import StepWorkload
 
 NUM_PROPOSALS = 3
 _FACTORS = (2, 4)
@@ -48,9 +49,17 @@ class Sizes:
 
     @property
     def fits(self) -> bool:
+        return self.excess is None
+
+    @property
+    def excess(self) -> str | None:
+        """A sentence about the memory that is too much; None if the run fits."""
         worst = self.worst
-        has_cache = self.engine is None or self.engine.cached_tokens > 0
-        return has_cache and (worst is None or worst.margin_bytes is None or worst.margin_bytes >= 0)
+        if worst is not None and worst.margin_bytes is not None and worst.margin_bytes < 0:
+            return f"{-worst.margin_bytes / GIB:.1f} GiB too much ({worst.where}, {worst.phase})"
+        if self.engine is not None and self.engine.cached_tokens == 0:
+            return "roles.rollout.memory_fraction leaves no room for a KV cache beside the weights"
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +131,11 @@ def _fitting(
         if changed is None or check_without_files(changed, shapes.policy, critic=shapes.critic):
             continue
         deployment = deploy(changed, shapes, gpu)
+        worst = min(ledgers(deployment, changed.algorithm), key=lambda ledger: ledger.margin_bytes or 0)
+        if worst.margin_bytes is None or worst.margin_bytes < 0:
+            continue  # estimating the time takes longest
         sizes = size(changed, deployment, workload, publish_s=0.0)
-        worst = sizes.worst
-        if sizes.fits and worst is not None and worst.margin_bytes is not None and sizes.timing is not None:
+        if sizes.fits and sizes.timing is not None:
             yield Proposal(
                 assignments=assignments,
                 num_gpus=deployment.placement.num_gpus,
@@ -145,8 +156,9 @@ def _model_changes(role: str, split: ModelParallelConfig) -> Iterator[_Change]:
     key = f"roles.{role}"
     if split.tensor > 1 and not split.is_sequence_parallel:
         yield (f"{key}.is_sequence_parallel=true",)
-    if isinstance(split, TrainedModelConfig) and split.offload == "nothing":
-        yield (f"{key}.offload=optimizer",)
+    if isinstance(split, TrainedModelConfig):
+        levels = ("nothing", "optimizer", "everything")
+        yield from ((f"{key}.offload={level}",) for level in levels[levels.index(split.offload) + 1 :])
     if role != "reference" and "recompute_granularity" not in split.megatron:
         yield tuple(f"{key}.megatron.{option}" for option in _RECOMPUTE)
     for factor in _FACTORS:
@@ -162,6 +174,8 @@ def _pool_changes(pools: Mapping[str, PoolConfig]) -> Iterator[_Change]:
 
 def _engine_changes(rollout: RolloutRoleConfig | None) -> Iterator[_Change]:
     if rollout is not None:
+        if rollout.release == "kv_cache":
+            yield ("roles.rollout.release=everything",)
         smaller = [fraction for fraction in _FRACTIONS if fraction < rollout.memory_fraction]
         yield from ((f"roles.rollout.memory_fraction={fraction}",) for fraction in smaller)
         yield from ((f"roles.rollout.tensor={rollout.tensor * factor}",) for factor in _FACTORS)

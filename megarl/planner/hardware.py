@@ -24,6 +24,8 @@ class GpuModel:
     """Rate to another GPU of the node, in one direction."""
     network_gb_per_s: float
     """Rate to a GPU of another node, in one direction, per GPU."""
+    reached: float = 1.0
+    """Share of the efficiencies below that runs reach on this GPU: its software is younger, or its host slower."""
 
     @property
     def memory_bytes(self) -> int:
@@ -46,6 +48,9 @@ _GPUS: Mapping[GpuName, tuple[float, float, float, float, float]] = {
     "l40s": (44.4, 362, 864, 32, 25),
 }
 
+_BLACKWELL_REACHED = 0.57
+"""Fitted to the published GB200 runs."""
+
 GPUS: Mapping[str, GpuModel] = {
     name: GpuModel(
         name=name,
@@ -54,6 +59,7 @@ GPUS: Mapping[str, GpuModel] = {
         memory_gb_per_s=memory_gb_per_s,
         node_gb_per_s=node_gb_per_s,
         network_gb_per_s=network_gb_per_s,
+        reached=_BLACKWELL_REACHED if "b" in name else 1.0,
     )
     for name, (memory_gib, tflops, memory_gb_per_s, node_gb_per_s, network_gb_per_s) in _GPUS.items()
 }
@@ -61,11 +67,36 @@ GPUS: Mapping[str, GpuModel] = {
 
 DEFAULT_GPU: GpuName = "h100"
 
-TRAIN_EFFICIENCY = 0.45
+# Shares of the peak rates and times that a run reaches, fitted to published runs: docs/planning.md has the comparison.
+DENSE_EFFICIENCY = 0.4
+"""Share of the arithmetic rate in matrices that every token is multiplied with."""
+EXPERT_EFFICIENCY = 0.08
+"""The same in experts: small matrices, and experts that wait for the fullest one."""
+ATTENTION_EFFICIENCY = 0.3
 PREFILL_EFFICIENCY = 0.5
-DECODE_EFFICIENCY = 0.6
-"""Share of the memory bandwidth."""
+DECODE_EFFICIENCY = 0.8
+"""Share of the memory bandwidth in a decoding step; the rest of the step is in the times below."""
+DECODE_STEP_S = 1.5e-3
+"""Scheduling and sampling of a decoding step."""
+DECODE_LAYER_S = 3e-5
+"""Small kernels of one layer in a decoding step."""
+DECODE_REQUEST_S = 2e-5
+"""Work of scheduler and tokenizer per running request in a decoding step."""
+NODE_ALL_REDUCE_S = 1e-5
+NETWORK_ALL_REDUCE_S = 6e-5
+"""Latency of one small all-reduce between the GPUs of a node, and of several nodes."""
+DETERMINISTIC_SLOWDOWN = 1.35
+"""Factor of decoding with `is_deterministic`: the mean that SGLang's authors report for batch-invariant kernels."""
+PASS_S = 2.0
+"""Time of a pass over a step's sequences before and after the arithmetic: packing, sending, collecting."""
+SWITCH_S = 5.0
+"""Time per step in which a shared pool changes hands, without the copies to and from host memory."""
 LINK_EFFICIENCY = 0.8
+ALL_TO_ALL_EFFICIENCY = 0.6
+GLOO_GB_PER_S = 1.5
+"""Rate of one process over TCP, with the copies to and from host memory. Not measured between machines."""
+ROUND_S = 5e-4
+"""Time of a round of a publish beside its bytes: its receiver polls this often."""
 HOST_GB_PER_S = 25.0
 """Rate between a GPU and pinned host memory, in one direction."""
 DISK_GB_PER_S_PER_NODE = 2.0
@@ -74,12 +105,17 @@ _CUSTOM = ("memory_gib", "tflops", "memory_gb_per_s", "node_gb_per_s", "network_
 
 
 def gpu_of(cluster: ClusterConfig, accelerators: Iterable[str] = ()) -> GpuModel:
-    """Return the GPU that the recipe names, or the smallest of those that Ray reports (`H100`, `A100-80G`)."""
+    """Return the GPU that the recipe names, else the one that Ray reports, else the default."""
     if cluster.gpu is not None:
         return GPUS[cluster.gpu]
+    return reported_gpu(accelerators) or GPUS[DEFAULT_GPU]
+
+
+def reported_gpu(accelerators: Iterable[str]) -> GpuModel | None:
+    """Return the smallest GPU of those that Ray reports (`H100`, `A100-80G`); None where it reports none that is
+    known."""
     names = (accelerator.lower().removesuffix("-80g") for accelerator in accelerators)
-    known = [GPUS[name] for name in names if name in GPUS]
-    return min(known, key=lambda gpu: gpu.memory_gib, default=GPUS[DEFAULT_GPU])
+    return min((GPUS[name] for name in names if name in GPUS), key=lambda gpu: gpu.memory_gib, default=None)
 
 
 def parse_gpu(text: str) -> GpuModel:

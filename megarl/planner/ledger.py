@@ -1,7 +1,8 @@
 """Memory of the fullest GPU of every kind in every phase, and host memory per node.
 
 Roles that share a pool share its GPUs: each holds its memory at all times, and one at a time computes. A sleeping
-engine gives back its KV cache and keeps its weights; a trainer with `offload` is in host memory while engines generate.
+engine gives back its KV cache and, with `release: everything`, its weights; a trainer gives back what its allocator
+holds unused and, with `offload`, is in host memory while engines generate.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig, P
 from megarl.config.recipe import CheckpointConfig
 from megarl.config.roles import ModelParallelConfig, TrainedModelConfig
 from megarl.planner.activations import activation_bytes, forward_bytes, scoring_bytes
-from megarl.planner.deployment import Deployment, PlannedModel
+from megarl.planner.deployment import Deployment, PlannedModel, PublishWay
 from megarl.planner.hardware import GIB
-from megarl.planner.memory import ENGINE_CONTEXT_BYTES, StageMemory
+from megarl.planner.memory import COMMUNICATOR_BYTES, ENGINE_CONTEXT_BYTES, StageMemory
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES
 
 TRAINER_CONTEXT_BYTES = 7 * GIB // 2
@@ -26,12 +27,19 @@ GRAPH_BYTES = 3 * GIB // 2
 """Allowance for CUDA graphs and activations of an engine; with the context, 1.4 GiB seen for 0.5B on an H200."""
 
 
+ALLOCATOR_SHARE = 0.05
+"""Allowance for blocks that PyTorch's allocator holds and cannot use, as a share of what a pass allocates."""
+
+
 class MemoryPhase(StrEnum):
+    STARTING = "starting"
+    """Trainers and engines of a pool have been started, and one of them sleeps if the recipe lets it."""
     GENERATING = "generating"
     SCORING = "scoring"
     """Values, and log-probabilities of the reference and of the policy before its update."""
     TRAINING = "training"
     PUBLISHING = "publishing"
+    """The engines have their weights again, and no KV cache yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +109,13 @@ class _PoolLedgers:
 
     def ledgers(self) -> Iterator[MemoryLedger]:
         held = [item for model in self._models.values() for item in model.held]
+        resting = [item for model in self._models.values() for item in model.resting]
+        awake, asleep = [*self._engine_items(has_weights=True, has_cache=True)], [*self._resting_engine()]
+        if self._models and self._engine is not None:
+            takes_turns = len(resting) < len(held) or not self._deployment.keeps_engine_weights
+            yield self._ledger(MemoryPhase.STARTING, [*held, *(asleep if takes_turns else awake)])
         if self._engine is not None:
-            cache = LedgerItem(name="KV cache", num_bytes=self._engine.cache_bytes, is_exact=True)
-            resting = [item for model in self._models.values() for item in model.resting]
-            yield self._ledger(MemoryPhase.GENERATING, [*resting, *self._asleep(), cache])
+            yield self._ledger(MemoryPhase.GENERATING, [*resting, *awake])
         for phase in (MemoryPhase.SCORING, MemoryPhase.TRAINING):
             busy = {role: model.busy(phase) for role, model in self._models.items()}
             possible = [
@@ -113,19 +124,28 @@ class _PoolLedgers:
                 if computing
             ]
             if possible:
-                yield self._ledger(phase, [*max(possible, key=_total), *self._asleep()])
+                yield self._ledger(phase, [*max(possible, key=_total), *asleep])
         if "actor" in self._models and self._deployment.engine is not None:
-            yield self._ledger(MemoryPhase.PUBLISHING, [*held, *self._asleep()])
+            publishing = self._engine_items(has_weights=True, has_cache=False)
+            yield self._ledger(MemoryPhase.PUBLISHING, [*held, *publishing])
 
-    def _asleep(self) -> Iterator[LedgerItem]:
-        """Yield the memory of an engine without its KV cache."""
-        engine = self._engine
-        if engine is not None:
+    def _resting_engine(self) -> Iterator[LedgerItem]:
+        """Yield the memory of an engine while trainers compute in its pool."""
+        return self._engine_items(has_weights=self._deployment.keeps_engine_weights, has_cache=False)
+
+    def _engine_items(self, *, has_weights: bool, has_cache: bool) -> Iterator[LedgerItem]:
+        engine, deployment = self._engine, self._deployment
+        if engine is None:
+            return
+        if has_weights:
             yield LedgerItem(name="engine weights", num_bytes=engine.weight_bytes, is_exact=True)
-            if not self._deployment.publishes_in_place:
-                yield LedgerItem(name="staging", num_bytes=engine.staging_bytes, is_exact=True)
-            if self._deployment.capacity_bytes is not None:
-                yield LedgerItem(name="engine graphs", num_bytes=GRAPH_BYTES, is_exact=False)
+        if has_cache:
+            yield LedgerItem(name="KV cache", num_bytes=engine.cache_bytes, is_exact=True)
+        yield from _publish_items(deployment)
+        if deployment.capacity_bytes is not None:
+            yield LedgerItem(name="engine graphs", num_bytes=GRAPH_BYTES, is_exact=False)
+            if deployment.roles.rollout is not None and deployment.roles.rollout.tensor > 1:
+                yield LedgerItem(name="communicators", num_bytes=COMMUNICATOR_BYTES, is_exact=False)
 
     def _ledger(self, phase: MemoryPhase, items: Sequence[LedgerItem]) -> MemoryLedger:
         capacity_bytes = self._deployment.capacity_bytes
@@ -148,9 +168,7 @@ class _ModelMemory:
         self._prefix = prefix
         self._exchanges_weights = model.role == "actor" and deployment.keeps_reference
         self._is_scored = model.role != "actor" or isinstance(kl, KlRewardConfig) or self._exchanges_weights
-        self._sends_buckets = (
-            model.role == "actor" and deployment.engine is not None and not deployment.publishes_in_place
-        )
+        self._deployment = deployment
         self._held: list[tuple[LedgerItem, ...]]
         if model.role == "reference":
             self._held = [(self._item("weights", stage.num_bytes),) for stage in model.bare_weights]
@@ -181,28 +199,50 @@ class _ModelMemory:
         yield self._item("weights", stage.weight_bytes)
         yield self._item("gradients", stage.gradient_bytes)
         yield self._item("optimizer", stage.optimizer_bytes)
-        if self._sends_buckets:
-            yield LedgerItem(name="send buckets", num_bytes=NUM_LANES * DEFAULT_BUCKET_BYTES, is_exact=True)
+        if self._work.device != "cpu":
+            num_bytes = _num_communicators(self._model) * COMMUNICATOR_BYTES
+            yield LedgerItem(name="communicators", num_bytes=num_bytes, is_exact=False)
+        if self._model.role == "actor":
+            yield from _publish_items(self._deployment)
 
     def _scoring(self, stage: int) -> Iterator[LedgerItem]:
-        yield self._item("activations", forward_bytes(self._work), is_exact=False)
-        yield from self._outputs(stage, has_gradients=False)
+        yield from self._pass(stage, forward_bytes(self._work), has_gradients=False)
         if self._exchanges_weights:
             largest_bytes = self._model.bare_weights[stage].largest_bytes
             yield LedgerItem(name="exchanged tensor", num_bytes=largest_bytes, is_exact=True)
 
     def _updating(self, stage: int) -> Iterator[LedgerItem]:
-        yield self._item("activations", activation_bytes(self._work, stage), is_exact=False)
-        yield from self._outputs(stage, has_gradients=True)
+        yield from self._pass(stage, activation_bytes(self._work, stage), has_gradients=True)
 
-    def _outputs(self, stage: int, *, has_gradients: bool) -> Iterator[LedgerItem]:
+    def _pass(self, stage: int, activations: int, *, has_gradients: bool) -> Iterator[LedgerItem]:
+        yield self._item("activations", activations, is_exact=False)
+        allocated = activations
         if stage == self._work.split.pipeline - 1:
             name = "values" if self._work.shape.has_value_head else "log-probabilities"
             num_bytes = scoring_bytes(self._work, has_gradients=has_gradients)
+            allocated += num_bytes
             yield LedgerItem(name=name, num_bytes=num_bytes, is_exact=False)
+        if self._work.device != "cpu":
+            yield LedgerItem(name="allocator", num_bytes=int(ALLOCATOR_SHARE * allocated), is_exact=False)
 
     def _item(self, name: str, num_bytes: int, *, is_exact: bool = True) -> LedgerItem:
         return LedgerItem(name=f"{self._prefix}{name}", num_bytes=num_bytes, is_exact=is_exact)
+
+
+def _publish_items(deployment: Deployment) -> Iterator[LedgerItem]:
+    """Yield the memory of one end of a publish: two buckets, and the communicator of all ends."""
+    way = deployment.publish_way
+    if way not in (None, PublishWay.MEMORY) and deployment.device != "cpu":
+        yield LedgerItem(name="publish buckets", num_bytes=NUM_LANES * DEFAULT_BUCKET_BYTES, is_exact=True)
+    if way is PublishWay.NCCL:
+        yield LedgerItem(name="publish communicator", num_bytes=COMMUNICATOR_BYTES, is_exact=False)
+
+
+def _num_communicators(model: PlannedModel) -> int:
+    """Return how many groups of ranks a rank talks to: by tensor, stage, replica and expert, and all of them."""
+    parallel = model.placement.parallel
+    sizes = (parallel.tensor, parallel.pipeline, parallel.data, parallel.expert, parallel.world_size)
+    return sum(size > 1 for size in sizes)
 
 
 def kl_config(algorithm: AlgorithmConfig) -> KlConfig | None:
@@ -223,6 +263,14 @@ def _offloaded(split: ModelParallelConfig) -> tuple[str, ...]:
     }[offload]
 
 
+def offloaded_bytes(model: PlannedModel) -> list[int]:
+    """Return the bytes per stage that a rank keeps in host memory while engines generate; gradients are dropped."""
+    offloaded = _offloaded(model.work.split) if model.work.device != "cpu" else ()
+    if not offloaded:
+        return [0] * model.work.split.pipeline
+    return [stage.optimizer_bytes + (stage.weight_bytes if "weights" in offloaded else 0) for stage in model.stages]
+
+
 def host_ledgers(deployment: Deployment, checkpoint: CheckpointConfig) -> tuple[HostLedger, ...]:
     """Return a ledger per kind of node, which is the set of its roles; nodes that hold nothing are left out."""
     by_node: defaultdict[str, dict[str, list[LedgerItem]]] = defaultdict(dict)
@@ -230,6 +278,11 @@ def host_ledgers(deployment: Deployment, checkpoint: CheckpointConfig) -> tuple[
         stages = _host_items(model, checkpoint, keeps_reference=role == "actor" and deployment.keeps_reference)
         for rank in model.placement.ranks:
             by_node[rank.place.node].setdefault(role, []).extend(stages[rank.pipeline])
+    if deployment.publish_way is PublishWay.HOST and deployment.device != "cpu":
+        lanes = LedgerItem(name="publish buckets", num_bytes=NUM_LANES * DEFAULT_BUCKET_BYTES, is_exact=True)
+        ranks, engine_ranks = deployment.placement.ranks, deployment.placement.engine_ranks
+        for place in (*(rank.place for rank in ranks), *(rank.place for rank in engine_ranks)):
+            by_node[place.node].setdefault("actor", []).append(lanes)
     kinds: defaultdict[str, list[HostLedger]] = defaultdict(list)
     for by_role in by_node.values():
         where = " + ".join(by_role)
@@ -258,11 +311,10 @@ def _host_items(model: PlannedModel, checkpoint: CheckpointConfig, *, keeps_refe
     stages: list[list[LedgerItem]] = [[] for _ in range(work.split.pipeline)]
     if keeps_reference:
         for stage, weights in enumerate(model.bare_weights):
-            stages[stage].append(LedgerItem(name="reference weights", num_bytes=weights.num_bytes, is_exact=True))
-    offloaded = _offloaded(work.split)
-    if offloaded and work.device != "cpu":
-        for stage, trained in enumerate(model.stages):
-            num_bytes = trained.optimizer_bytes + (trained.weight_bytes if "weights" in offloaded else 0)
+            num_bytes = weights.num_bytes if work.device == "cpu" else weights.pinned_bytes
+            stages[stage].append(LedgerItem(name="reference weights", num_bytes=num_bytes, is_exact=True))
+    for stage, num_bytes in enumerate(offloaded_bytes(model)):
+        if num_bytes:
             stages[stage].append(LedgerItem(name=f"{role}'s offloaded memory", num_bytes=num_bytes, is_exact=True))
     if role != "reference" and saves(checkpoint):
         for stage, num_bytes in enumerate(snapshot_bytes(model, checkpoint)):

@@ -1,4 +1,4 @@
-"""Memory that ranks and engines hold at all times: weights, gradients, optimizer, staging, KV cache. All exact."""
+"""Memory that ranks and engines hold at all times: weights, gradients, optimizer, KV cache. All exact."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ BUCKET_ALIGNMENT = 128
 ENGINE_CONTEXT_BYTES = 1 << 30
 """Allowance for CUDA context, loaded kernels and workspaces of an engine, without its graphs."""
 
+COMMUNICATOR_BYTES = 225 << 20
+"""GPU memory of one NCCL communicator in one process; measured for two ranks over sockets on an H200."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
@@ -38,8 +41,6 @@ class EngineMemory:
     weight_bytes: int
     expert_bytes: int
     """Weights in experts; part of `weight_bytes`."""
-    staging_bytes: int
-    """The next version until it is committed; allocated once."""
     cache_bytes: int
     cache_bytes_per_token: int
     cached_tokens: int
@@ -88,6 +89,8 @@ class BareWeights:
     """Weights outside of experts; part of `num_bytes`."""
     largest_bytes: int
     """Size of the largest tensor."""
+    pinned_bytes: int
+    """Host memory that holds them where torch pins each tensor: it rounds every allocation up to a power of two."""
 
 
 @cache
@@ -118,6 +121,10 @@ def bare_weights(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -
             BareWeights(
                 num_bytes=sum(fullest.values()),
                 dense_bytes=sum(size for name, size in fullest.items() if not _is_expert(name)),
+                pinned_bytes=sum(
+                    repeats(name, layers[name.partition(".")[0]]) * (1 << (spec.num_bytes - 1).bit_length())
+                    for name, spec in layout.by_rank[ranks[sizes.index(fullest)]].tensors.items()
+                ),
                 largest_bytes=max(spec.num_bytes for rank in ranks for spec in layout.by_rank[rank].tensors.values()),
             )
         )
@@ -201,7 +208,6 @@ def engine_memory(shape: ModelShape, rollout: RolloutRoleConfig, capacity_bytes:
     return EngineMemory(
         weight_bytes=weights.held_bytes,
         expert_bytes=weights.expert_bytes,
-        staging_bytes=weights.staging_bytes,
         cache_bytes=cached_tokens * per_token,
         cache_bytes_per_token=per_token,
         cached_tokens=cached_tokens,
@@ -212,7 +218,6 @@ def engine_memory(shape: ModelShape, rollout: RolloutRoleConfig, capacity_bytes:
 class _EngineWeights:
     held_bytes: int
     expert_bytes: int
-    staging_bytes: int
 
 
 @cache
@@ -233,11 +238,6 @@ def _engine_weights(shape: ModelShape, tensor: int, expert: int, device: Device)
         ),
         expert_bytes=layers
         * sum(spec.num_bytes for name, spec in layout.holdings[0].tensors.items() if _is_expert(name)),
-        staging_bytes=ITEM_BYTES[dtype_on(device)]
-        * max(
-            sum(repeats(piece.slice.name, layers) * piece.slice.num_elements for piece in holding.pieces)
-            for holding in layout.holdings
-        ),
     )
 
 

@@ -1,8 +1,9 @@
 """Traffic and time of one publish, from the run's own plan on its own layouts and placement.
 
-Seconds are modelled from stated link rates: the transfers of the busiest GPU, one kind of link after the other although
-a run overlaps much of it, and the copies into and out of buckets. The floor is the least time of any plan with these
-layouts and this placement, at the full rate of the links.
+Seconds are modelled from stated link rates: the transfers of the busiest GPU, one kind of link after the other, the
+copies into and out of buckets of what crosses nodes, and a time per round. An engine rank reads the memory of trainer
+ranks on its own node in place. The floor is the least time of any plan with these layouts and this placement, at the
+full rate of the links.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megarl.config.section import dtype_on
-from megarl.planner.deployment import Deployment, GpuPlace, Placement
-from megarl.planner.hardware import LINK_EFFICIENCY, GpuModel
+from megarl.planner.deployment import Deployment, GpuPlace, Placement, PublishWay
+from megarl.planner.hardware import GLOO_GB_PER_S, LINK_EFFICIENCY, ROUND_S, GpuModel
+from megarl.planner.memory import COMMUNICATOR_BYTES
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, staging_bound
 from megarl.weights.algebra.gpu_order import nearest_order
 from megarl.weights.algebra.locality import Gpu as GpuNumber
@@ -45,8 +47,16 @@ class Reshard:
     bytes_by_link: Mapping[LinkClass, int]
     busiest_bytes: Mapping[LinkClass, int]
     """Most bytes that one GPU sends or receives over each kind of link."""
+    way: PublishWay
+    """The way of the bytes that engine ranks do not read from the memory of trainer ranks."""
     staging_bytes: int
-    """Upper bound on what one engine rank holds beside its weights until the version is committed."""
+    """Upper bound on what one engine rank holds beside its weights: a bucket that arrives and one that leaves."""
+    communicator_bytes: int
+    """GPU memory of the communicator in each trainer and engine rank; 0 without one."""
+    host_bytes: int
+    """Pinned host memory of one rank; 0 unless `way` is host."""
+    num_rounds: int
+    """Rounds of the busiest rank: in each it sends at most one bucket and receives at most one."""
     num_messages: int
     num_hops: int
     """Hops of the longest route."""
@@ -65,27 +75,53 @@ class Reshard:
 
 def reshard(deployment: Deployment) -> Reshard:
     """Return the traffic of one version, from all trainer ranks to all engine ranks."""
-    placement, gpu = deployment.placement, deployment.gpu
+    placement = deployment.placement
     whole = publish_plan(deployment)
-    load = _Load(whole, placement)
+    direct = _direct(deployment)
+    load = _Load(whole, direct)
     received = whole.traffic.received_bytes
     neediest = max(received, key=lambda rank: (received[rank], -rank))
-    bytes_by_link = {_CLASSES[link]: whole.traffic.bytes_by_link.get(link, 0) for link in _CLASSES}
+    sends = any(whole.traffic.received[link] for link in Link if link > direct)
+    way = PublishWay.MEMORY if not sends else PublishWay.NCCL
+    if sends and (deployment.device == "cpu" or placement.is_shared):
+        way = PublishWay.HOST
     parallel = placement.parallel
+    lanes_bytes = staging_bound(whole, neediest, bucket_bytes=DEFAULT_BUCKET_BYTES, direct=direct)
     return Reshard(
-        bytes_by_link=bytes_by_link,
+        bytes_by_link={_CLASSES[link]: whole.traffic.bytes_by_link.get(link, 0) for link in _CLASSES},
         busiest_bytes=load.busiest,
-        staging_bytes=staging_bound(whole, neediest, bucket_bytes=DEFAULT_BUCKET_BYTES, direct=Link.NODE),
+        way=way,
+        staging_bytes=lanes_bytes,
+        communicator_bytes=COMMUNICATOR_BYTES if way is PublishWay.NCCL else 0,
+        host_bytes=lanes_bytes if way is PublishWay.HOST else 0,
+        num_rounds=load.num_rounds,
         num_messages=load.num_messages,
         num_hops=whole.num_hops,
         floor_bytes=load.floor,
-        seconds=sum(load.busiest[link] / (_rate(gpu, link) * LINK_EFFICIENCY) for link in LinkClass)
-        + load.copied_bytes / (_rate(gpu, LinkClass.SAME_GPU) * LINK_EFFICIENCY),
-        floor_s=max(load.floor[link] / _rate(gpu, link) for link in LinkClass),
+        seconds=_seconds(load, deployment.gpu, way),
+        floor_s=max(load.floor[link] / _rate(deployment.gpu, link) for link in LinkClass),
         gathered_bytes=_model_bytes(deployment)
         * (parallel.tensor * parallel.pipeline - 1 + len(placement.engine_ranks)),
         hash=whole.hash,
     )
+
+
+def _direct(deployment: Deployment) -> Link:
+    """Return the farthest link over which engine ranks read the memory of trainer ranks, as the run decides it."""
+    if deployment.device != "cpu":
+        return Link.NODE
+    return Link.DEVICE if deployment.placement.is_shared else Link.PROCESS
+
+
+def _seconds(load: _Load, gpu: GpuModel, way: PublishWay) -> float:
+    network_s = load.busiest[LinkClass.NETWORK] / (_rate(gpu, LinkClass.NETWORK) * LINK_EFFICIENCY)
+    if way is PublishWay.HOST:
+        network_s = load.busiest[LinkClass.NETWORK] / (GLOO_GB_PER_S * 1e9)
+    near_s = sum(
+        load.busiest[link] / (_rate(gpu, link) * LINK_EFFICIENCY) for link in LinkClass if link is not LinkClass.NETWORK
+    )
+    copies_s = load.copied_bytes / (_rate(gpu, LinkClass.SAME_GPU) * LINK_EFFICIENCY)
+    return near_s + network_s + copies_s + load.num_rounds * ROUND_S
 
 
 def publish_plan(deployment: Deployment) -> Plan:
@@ -118,15 +154,16 @@ def publish_plan(deployment: Deployment) -> Plan:
 class _Load:
     """Bytes that GPUs and nodes send, receive and copy in one publish."""
 
-    def __init__(self, whole: Plan, placement: Placement) -> None:
+    def __init__(self, whole: Plan, direct: Link) -> None:
         self._plan = whole
-        self._is_shared = placement.is_shared
         locations, traffic = whole.locations, whole.traffic
         self.busiest = dict.fromkeys(LinkClass, 0)
         self.floor = dict.fromkeys(LinkClass, 0)
         self.copied_bytes = 0
-        """Most bytes that one GPU packs into buckets, or writes from its staging into its weights."""
-        copied: defaultdict[str, int] = defaultdict(int)
+        """Most bytes that one GPU packs into buckets, or writes from buckets into its weights."""
+        self.num_messages = 0
+        """Number of buckets; each sender fills its own for each engine rank."""
+        self.num_rounds = 0
         num_on = _counted(location.node for location in locations.targets.values())
         for link, kind in _CLASSES.items():
             sent: defaultdict[str, int] = defaultdict(int)
@@ -144,22 +181,26 @@ class _Load:
             if link is Link.NETWORK:
                 shares.append(-(-sum(traffic.sent[link].values()) // len(locations.sources)))
             self.floor[kind] = max(shares, default=0)
-            if link is not Link.DEVICE:
-                for table in (sent, received):
-                    for device, num_bytes in table.items():
-                        copied[device] += num_bytes
-        self.copied_bytes = max(copied.values(), default=0)
+        self._count_buckets(direct)
 
-    @property
-    def num_messages(self) -> int:
-        """Number of buckets; each sender fills its own for each engine rank."""
+    def _count_buckets(self, direct: Link) -> None:
+        """Count what travels in buckets: all that a target does not read from the memory of a source."""
         locations = self._plan.locations
-        num_messages = 0
+        copied: defaultdict[str, int] = defaultdict(int)
+        sent: defaultdict[int, int] = defaultdict(int)
+        received: defaultdict[int, int] = defaultdict(int)
         for (sender, target), num_bytes in self._plan.traffic.between.items():
-            link = giver_location(sender, locations).link(locations.targets[target])
-            if not (self._is_shared and link is Link.DEVICE):
-                num_messages += -(-num_bytes // DEFAULT_BUCKET_BYTES)
-        return num_messages
+            location = giver_location(sender, locations)
+            if sender >= 0 and location.link(locations.targets[target]) <= direct:
+                continue
+            num_buckets = -(-num_bytes // DEFAULT_BUCKET_BYTES)
+            sent[sender] += num_buckets
+            received[target] += num_buckets
+            copied[location.device] += num_bytes
+            copied[locations.targets[target].device] += num_bytes
+        self.num_messages = sum(sent.values())
+        self.num_rounds = max((*sent.values(), *received.values()), default=0)
+        self.copied_bytes = max(copied.values(), default=0)
 
 
 def _counted(words: Iterable[str]) -> dict[str, int]:

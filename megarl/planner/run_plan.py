@@ -10,18 +10,19 @@ from megarl.config.checks.recipe import check_without_files
 from megarl.config.load import read_recipe
 from megarl.config.recipe import DataConfig, Recipe, SamplingConfig
 from megarl.config.roles import RolesConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, Problem
 from megarl.planner.deployment import Placement, RoleShapes, deploy, find_shapes
 from megarl.planner.fit import Proposal, Sizes, proposals, size
-from megarl.planner.hardware import GpuModel
+from megarl.planner.hardware import GpuModel, gpu_of
 from megarl.planner.memory import StageMemory
 from megarl.planner.reshard import Reshard, reshard
-from megarl.planner.timing import StepWorkload
+from megarl.planner.workload import StepWorkload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuestion:
-    gpu: GpuModel
+    gpu: GpuModel | None = None
+    """None takes the GPU that the recipe names."""
     shape_name: str | None = None
     """A public model whose shape replaces that of `model.path`."""
     mean_response_tokens: int | None = None
@@ -62,9 +63,30 @@ def answer(path: Path, overrides: Sequence[str], question: PlanQuestion) -> Plan
     if problems:
         raise ConfigError(str(path), tuple(problems))
     recipe = recipe.model_copy(update={"roles": _without_running_engines(recipe.roles)})
-    plan = make_plan(recipe, shapes, question.gpu, question.workload(recipe.data, recipe.sampling))
+    plan = make_plan(
+        recipe, shapes, question.gpu or gpu_of(recipe.cluster), question.workload(recipe.data, recipe.sampling)
+    )
     fitting = [] if plan.sizes.fits else proposals(recipe, shapes, plan.gpu, plan.workload)
     return PlanAnswer(recipe=recipe, plan=plan, proposals=tuple(fitting))
+
+
+def check_fit(recipe: Recipe, gpu: GpuModel | None) -> str | None:
+    """Raise a ConfigError if the run needs more memory than its GPUs have; it names what is too much and a way out.
+
+    Return a warning where the GPU is not known.
+    """
+    if gpu is None:
+        return "Ray reports no GPU that the planner knows: whether the run fits is not checked; set cluster.gpu"
+    shapes = find_shapes(recipe.model, recipe.roles.critic)
+    recipe = recipe.model_copy(update={"roles": _without_running_engines(recipe.roles)})
+    deployment, workload = deploy(recipe, shapes, gpu), StepWorkload.half(recipe.data, recipe.sampling)
+    sizes = size(recipe, deployment, workload, publish_s=0.0)
+    if sizes.fits:
+        return None
+    found = proposals(recipe, shapes, gpu, workload)
+    changes = " ".join(f"--set {assignment}" for assignment in found[0].assignments) if found else "more or larger GPUs"
+    message = f"{sizes.excess}; fits with {changes}; `megarl plan` has more, --override-fit starts anyway"
+    raise ConfigError(recipe.run.name, (Problem(key=f"does not fit {gpu.name}", message=message),))
 
 
 def _without_running_engines(roles: RolesConfig) -> RolesConfig:

@@ -295,6 +295,12 @@ def _own_gpus() -> list[int]:
     return [int(number) for number in ray.get_gpu_ids()]
 
 
+def accelerators() -> list[str]:
+    """Return the kinds of GPUs that Ray reports, such as `H100`."""
+    prefix = "accelerator_type:"
+    return [name.removeprefix(prefix) for name in ray.cluster_resources() if name.startswith(prefix)]
+
+
 def own_address(bind: str | None) -> str:
     """Return this machine's address in the network `bind`; without one, the address Ray has for this machine."""
     if bind is not None:

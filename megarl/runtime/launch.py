@@ -24,6 +24,8 @@ from megarl.env import (
 from megarl.errors import ConfigError, MachineError, Problem
 from megarl.observe.events import Sink
 from megarl.observe.observing import observing
+from megarl.planner.hardware import gpu_of
+from megarl.planner.run_plan import check_fit
 from megarl.runtime.exit_notice import exit_notice
 from megarl.runtime.resume import ResumeChoice, choose, is_of_run
 
@@ -34,12 +36,16 @@ def train(
     display: Sink,
     resume: ResumeChoice = "auto",
     allows_data_change: bool = False,
+    overrides_fit: bool = False,
     tasks_file: Path | None = None,
 ) -> None:
     """Run a recipe to its end; everything it started has ended when this returns or raises.
 
-    A trace of Ray's tasks is written to `tasks_file`.
+    A run that does not fit its GPUs is refused, unless `overrides_fit`: before anything starts where the recipe names
+    the GPU, else once Ray reports it. A trace of Ray's tasks is written to `tasks_file`.
     """
+    if recipe.run.device != "cpu" and recipe.cluster.gpu is not None and not overrides_fit:
+        check_fit(recipe, gpu_of(recipe.cluster))
     address = ray_address_of(recipe.run)
     refuse_nodes_without_cluster(recipe.pools, address)
     environment = ray_environment(address, recipe.cluster)
@@ -66,6 +72,7 @@ def train(
             resume=point,
             choose_again=partial(choose, recipe, resume),
             allows_data_change=allows_data_change,
+            asks_ray_for_gpu=recipe.run.device != "cpu" and recipe.cluster.gpu is None and not overrides_fit,
             tasks_file=tasks_file,
         )
 

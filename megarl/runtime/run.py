@@ -17,8 +17,10 @@ from megarl.config.recipe import Recipe
 from megarl.errors import DamagedError, MegarlError, WorkerError
 from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
+from megarl.planner.hardware import reported_gpu
+from megarl.planner.run_plan import check_fit
 from megarl.runtime.build import LoopBuilder
-from megarl.runtime.cluster import Pool, nodes_of, open_cluster, settle
+from megarl.runtime.cluster import Pool, accelerators, nodes_of, open_cluster, settle
 from megarl.runtime.engines.serving import Serving, connect, make_room, reserve_pools, start_serving
 from megarl.runtime.inputs import Inputs, read_inputs
 from megarl.runtime.preemption import Preemption, preemptible
@@ -37,12 +39,13 @@ def run_recipe(
     resume: ResumePoint | None,
     choose_again: ChooseAgain,
     allows_data_change: bool,
+    asks_ray_for_gpu: bool,
     tasks_file: Path | None,
 ) -> None:
     """Take every step of a run that is left. Ctrl-C and SIGTERM end it in order, with nothing left running.
 
-    `choose_again` returns another checkpoint where ranks find one damaged. A trace of Ray's tasks is written to
-    `tasks_file`.
+    `choose_again` returns another checkpoint where ranks find one damaged. With `asks_ray_for_gpu` a run that does not
+    fit the GPUs that Ray reports is refused before a role starts. A trace of Ray's tasks is written to `tasks_file`.
     """
     with observer.phase("start"):
         inputs = read_inputs(recipe)
@@ -64,7 +67,9 @@ def run_recipe(
     if inputs.train.num_dropped:
         observer.warned(f"{inputs.train.num_dropped} prompts are too long and were dropped (data.overlong_prompts)")
     run = _Run(recipe, inputs, observer, choose_earlier)
-    asyncio.run(run.take_steps(resume, ray_address=ray_address, tasks_file=tasks_file))
+    asyncio.run(
+        run.take_steps(resume, ray_address=ray_address, asks_ray_for_gpu=asks_ray_for_gpu, tasks_file=tasks_file)
+    )
 
 
 class ChooseAgain(Protocol):
@@ -89,12 +94,16 @@ class _Run:
         self._damaged: set[Path] = set()
         """Checkpoints that ranks found damaged."""
 
-    async def take_steps(self, resume: ResumePoint | None, *, ray_address: str | None, tasks_file: Path | None) -> None:
+    async def take_steps(
+        self, resume: ResumePoint | None, *, ray_address: str | None, asks_ray_for_gpu: bool, tasks_file: Path | None
+    ) -> None:
         recipe, observer = self._recipe, self._observer
         with (
             open_cluster(recipe, address=ray_address, tasks_file=tasks_file) as cluster,
             preemptible(grace_s=recipe.checkpoint.grace_s) as preemption,
         ):
+            if asks_ray_for_gpu and (warning := check_fit(recipe, reported_gpu(accelerators()))):
+                observer.warned(warning)
             pools = reserve_pools(cluster, recipe.pools, recipe.roles.used_pools)
             async with AsyncExitStack() as stack, task_group() as tasks:
                 starting = start_serving(recipe, self._inputs.shape, pools, stack, observer=observer)

@@ -3,10 +3,15 @@ from __future__ import annotations
 from io import StringIO
 from pathlib import Path
 
+import pytest
+import yaml
 from rich.console import Console
 
+from megarl.cli.main import run
 from megarl.cli.train import print_report
+from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 from megarl.observe.report import ReportRow, RunReport
+from megarl.tools.quickstart.arithmetic import make_arithmetic
 
 
 def test_the_table_has_every_row_and_the_picture_its_path() -> None:
@@ -25,3 +30,35 @@ def test_the_table_has_every_row_and_the_picture_its_path() -> None:
         ["tokens/s", "1,200", "1,500", "1,500", "3"],
     ]
     assert out.getvalue().splitlines()[-1] == "curves: runs/sample/curves.png"
+
+
+def test_a_run_that_does_not_fit_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = make_arithmetic(tmp_path, num_train=8, num_sft=1, num_eval=1)
+    recipe = {
+        "run": {"name": "big", "folder": str(tmp_path / "runs"), "steps": 1, "ray_address": "127.0.0.1:1"},
+        "model": {"path": str(files.model)},
+        "data": {"train": [str(files.train)], "max_prompt_tokens": 32},
+        "cluster": {"gpu": "l40s"},
+        "pools": {"all": {"gpus_per_node": 1}},
+        "roles": {"actor": {"pool": "all"}, "rollout": {"pool": "all", "memory_fraction": 0.5}},
+        "algorithm": {"kind": "grpo"},
+        "sampling": {"max_response_tokens": 8},
+        "train": {"prompts_per_step": 2, "tokens_per_micro_batch": 10_000_000},
+    }
+    path = tmp_path / "big.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    assert run(["train", str(path)]) == 2
+    title, line = capsys.readouterr().err.splitlines()[-2:]
+    assert title == "big: 1 problem(s)"
+    assert line.startswith("  does not fit l40s: ")
+    assert "GiB too much (actor + engine, training); fits with --set train.tokens_per_micro_batch=" in line
+    assert "--override-fit" in line
+    assert not (tmp_path / "runs").exists()
+    # Overridden, it goes on to the next thing that is missing: the token of the cluster.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for variable in (RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN):
+        monkeypatch.delenv(variable.name, raising=False)
+    assert run(["train", str(path), "--override-fit"]) not in (0, 2)
+    assert "no token" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.planner.deployment import Placement, RoleShapes, place
 
-_TREE: dict[str, Tree] = {
+RECIPE_TREE: dict[str, Tree] = {
     "run": {"name": "test", "steps": 10, "ray_address": "auto"},
     "model": {"path": "qwen2.5-7b"},
     "data": {"train": ["train.parquet"], "max_prompt_tokens": 1024},
@@ -36,7 +36,7 @@ def shapes_of(shape: ModelShape) -> RoleShapes:
 
 
 def make_recipe(*assignments: str) -> Recipe:
-    document = Document(tree=_TREE, origins={})
+    document = Document(tree=RECIPE_TREE, origins={})
     for assignment in assignments:
         document = override(document, assignment)
     return Recipe.model_validate(document.tree)

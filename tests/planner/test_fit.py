@@ -2,12 +2,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
+from megarl.errors import ConfigError
 from megarl.planner.deployment import deploy
 from megarl.planner.fit import Proposal, Sizes, proposals, size
-from megarl.planner.hardware import GPUS, GpuModel
-from megarl.planner.timing import StepWorkload
+from megarl.planner.hardware import GPUS, GpuModel, reported_gpu
+from megarl.planner.run_plan import check_fit
+from megarl.planner.workload import StepWorkload
 from tests.planner.recipes import PPO, make_recipe, shapes_of
 
 SHAPES = shapes_of(PUBLIC_MODELS["qwen2.5-7b"])
@@ -27,12 +31,12 @@ def proposals_for(recipe: Recipe, gpu: GpuModel = H100) -> list[Proposal]:
 
 
 def test_each_proposal_makes_the_recipe_fit() -> None:
-    recipe = make_recipe("roles.rollout.memory_fraction=0.95")
+    recipe = make_recipe("roles.rollout.memory_fraction=0.98")
     assert not size_of(recipe).fits
     found = proposals_for(recipe)
     assert 1 <= len(found) <= 3
     for proposal in found:
-        changed = make_recipe("roles.rollout.memory_fraction=0.95", *proposal.assignments)
+        changed = make_recipe("roles.rollout.memory_fraction=0.98", *proposal.assignments)
         sizes = size_of(changed)
         assert sizes.fits
         assert sizes.worst is not None
@@ -40,14 +44,14 @@ def test_each_proposal_makes_the_recipe_fit() -> None:
 
 
 def test_the_smallest_change_of_a_key_is_proposed() -> None:
-    recipe = make_recipe("roles.rollout.memory_fraction=0.95")
+    recipe = make_recipe("roles.rollout.memory_fraction=0.98")
     found = proposals_for(recipe)
     (assignment,) = next(item.assignments for item in found if "memory_fraction" in item.assignments[0])
     assert assignment == "roles.rollout.memory_fraction=0.75"
 
 
 def test_two_changes_are_proposed_where_one_is_not_enough() -> None:
-    recipe = make_recipe("roles.rollout.memory_fraction=0.95", "train.tokens_per_micro_batch=65536")
+    recipe = make_recipe("roles.rollout.memory_fraction=0.98", "train.tokens_per_micro_batch=65536")
     found = proposals_for(recipe)
     assert found
     assert all("roles.rollout.memory_fraction" in str(item.assignments) for item in found)
@@ -70,3 +74,11 @@ def test_a_critic_that_is_too_large_gets_ways_out_of_its_own() -> None:
     found = proposals_for(recipe)
     assert found
     assert all("critic" in assignment for item in found for assignment in item.assignments[:1])
+
+
+def test_a_gpu_that_ray_does_not_name_is_a_warning_and_a_small_one_a_refusal() -> None:
+    recipe = make_recipe()
+    assert check_fit(recipe, H100) is None
+    assert "set cluster.gpu" in (check_fit(recipe, reported_gpu(["TPU-V4"])) or "")
+    with pytest.raises(ConfigError, match=r"does not fit a100-40g: .* GiB too much \(actor, training\); fits with "):
+        check_fit(make_recipe("train.tokens_per_micro_batch=40000"), reported_gpu(["H100", "A100-40G"]))

@@ -10,8 +10,17 @@ from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.planner.deployment import deploy
 from megarl.planner.hardware import GPUS
-from megarl.planner.ledger import TRAINER_CONTEXT_BYTES, HostLedger, MemoryLedger, MemoryPhase, host_ledgers, ledgers
-from megarl.planner.memory import bare_weights, stage_memory
+from megarl.planner.ledger import (
+    ALLOCATOR_SHARE,
+    TRAINER_CONTEXT_BYTES,
+    HostLedger,
+    MemoryLedger,
+    MemoryPhase,
+    host_ledgers,
+    ledgers,
+)
+from megarl.planner.memory import COMMUNICATOR_BYTES, bare_weights, stage_memory
+from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.planner.recipes import PPO, make_recipe, shapes_of
 
@@ -37,7 +46,7 @@ def names(ledger: MemoryLedger | HostLedger) -> set[str]:
 def test_a_shared_pool_holds_trainer_and_engine_at_once() -> None:
     recipe = make_recipe("roles.rollout.pool=train")
     found = {item.phase: item for item in ledgers(deploy(recipe, SHAPES, H100), recipe.algorithm)}
-    assert set(found) == {MemoryPhase.GENERATING, MemoryPhase.TRAINING, MemoryPhase.PUBLISHING}
+    assert set(found) == set(MemoryPhase) - {MemoryPhase.SCORING}
     assert {"optimizer", "KV cache", "engine weights"} <= names(found[MemoryPhase.GENERATING])
     assert "KV cache" not in names(found[MemoryPhase.TRAINING])
     assert "activations" in names(found[MemoryPhase.TRAINING])
@@ -65,11 +74,46 @@ def test_what_an_actor_offloads_is_in_host_memory_while_engines_generate() -> No
         )
 
 
-def test_nothing_is_staged_where_engines_find_the_whole_model_on_their_own_gpu() -> None:
-    recipe = make_recipe("roles.rollout={pool: train, tensor: 1}", "roles.actor.tensor=1", "roles.actor.pipeline=1")
+def test_no_bucket_is_held_where_engines_find_the_whole_model_on_their_node() -> None:
+    recipe = make_recipe("roles.rollout={pool: train, tensor: 4}", "roles.actor.pipeline=1")
     for items in found_in(recipe).values():
-        assert not {"staging", "send buckets"} & set(items)
-    assert "staging" in found_in(make_recipe("roles.rollout.pool=train"))["actor + engine", MemoryPhase.PUBLISHING]
+        assert not {name for name in items if name.startswith("publish")}
+
+
+def test_both_ends_of_a_publish_over_the_network_hold_a_communicator_and_two_buckets() -> None:
+    found = found_in(make_recipe())
+    for items in (found["actor", MemoryPhase.TRAINING], found["engine", MemoryPhase.GENERATING]):
+        assert items["publish communicator"] == COMMUNICATOR_BYTES
+        assert items["publish buckets"] == 2 * DEFAULT_BUCKET_BYTES
+
+
+def test_a_shared_pool_whose_nodes_lack_weights_publishes_through_host_memory() -> None:
+    recipe = make_recipe("roles.rollout.pool=train")
+    assert "publish communicator" not in found_in(recipe)["actor + engine", MemoryPhase.PUBLISHING]
+    (host,) = host_ledgers(deploy(recipe, SHAPES, H100), recipe.checkpoint)
+    (lanes,) = (item.num_bytes for item in host.items if item.name == "publish buckets")
+    assert lanes == 2 * 8 * 2 * DEFAULT_BUCKET_BYTES
+
+
+def test_at_the_start_both_are_there_unless_one_of_them_can_leave() -> None:
+    plain = found_in(make_recipe("roles.rollout.pool=train"))["actor + engine", MemoryPhase.STARTING]
+    assert {"optimizer", "KV cache", "engine weights"} <= set(plain)
+    for change in ("roles.actor.offload=optimizer", "roles.rollout.release=everything"):
+        found = found_in(make_recipe("roles.rollout.pool=train", change))["actor + engine", MemoryPhase.STARTING]
+        assert "optimizer" in found
+        assert "KV cache" not in found
+
+
+def test_an_engine_that_releases_everything_leaves_its_weights_to_the_trainer_until_the_publish() -> None:
+    found = found_in(make_recipe("roles.rollout.pool=train", "roles.rollout.release=everything"))
+    with_weights = {phase for (_, phase), items in found.items() if "engine weights" in items}
+    assert with_weights == {MemoryPhase.GENERATING, MemoryPhase.PUBLISHING}
+
+
+def test_blocks_that_the_allocator_cannot_use_are_counted_in_a_pass() -> None:
+    training = found_in(make_recipe())["actor", MemoryPhase.TRAINING]
+    activations = training["activations"] + training.get("log-probabilities", 0)
+    assert training["allocator"] == pytest.approx(ALLOCATOR_SHARE * activations, abs=1)
 
 
 def test_separate_pools_are_counted_apart() -> None:
@@ -113,7 +157,7 @@ def test_a_reference_with_a_pool_holds_its_weights_and_nothing_else() -> None:
     reference = found["reference", MemoryPhase.SCORING]
     (stage,) = bare_weights(SHAPE, MegatronParallel(tensor=4), dtype="bfloat16")
     assert reference["weights"] == stage.num_bytes
-    assert set(reference) == {"weights", "activations", "log-probabilities", "context"}
+    assert set(reference) == {"weights", "activations", "log-probabilities", "allocator", "context"}
 
 
 def test_models_of_one_pool_are_all_held_and_compute_in_turn() -> None:
@@ -136,7 +180,8 @@ def test_host_memory_holds_the_reference_and_what_a_save_copies(contents: str) -
     weights = bare_weights(SHAPE, SPLIT, dtype="bfloat16")
     optimizer = stage_memory(SHAPE, SPLIT, dtype="bfloat16")
     items = {item.name: item.num_bytes for item in actor.items}
-    assert items["reference weights"] == 8 * max(stage.num_bytes for stage in weights)
+    assert items["reference weights"] == 8 * max(stage.pinned_bytes for stage in weights)
+    assert all(stage.num_bytes < stage.pinned_bytes < 2 * stage.num_bytes for stage in weights)
     copied = [
         stage.num_bytes // 2 + (state.optimizer_bytes if contents == "everything" else 0)
         for stage, state in zip(weights, optimizer, strict=True)

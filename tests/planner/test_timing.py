@@ -6,10 +6,20 @@ from megarl.config.model import ModelShape
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.planner.deployment import deploy
-from megarl.planner.hardware import GPUS, HOST_GB_PER_S, TRAIN_EFFICIENCY
+from megarl.planner.hardware import (
+    ALL_TO_ALL_EFFICIENCY,
+    DENSE_EFFICIENCY,
+    DETERMINISTIC_SLOWDOWN,
+    GPUS,
+    HOST_GB_PER_S,
+    PASS_S,
+    SWITCH_S,
+)
 from megarl.planner.ledger import snapshot_bytes
 from megarl.planner.memory import bare_weights
-from megarl.planner.timing import PhaseName, StepWorkload, Timing, estimate
+from megarl.planner.timing import PhaseName, Timing, estimate
+from megarl.planner.training_time import forward_work
+from megarl.planner.workload import StepWorkload
 from tests.planner.recipes import PPO, make_recipe, placement_of, shapes_of
 
 SHAPE = PUBLIC_MODELS["qwen2.5-7b"]
@@ -20,7 +30,11 @@ def time_of(recipe: Recipe, *, response: int = 1000, shape: ModelShape = SHAPE) 
     deployment = deploy(recipe, shapes_of(shape), H100)
     return estimate(
         deployment,
-        StepWorkload(mean_prompt_tokens=100, mean_response_tokens=response),
+        StepWorkload(
+            mean_prompt_tokens=100,
+            mean_response_tokens=response,
+            max_response_tokens=max(response, recipe.sampling.max_response_tokens),
+        ),
         algorithm=recipe.algorithm,
         train=recipe.train,
         sampling=recipe.sampling,
@@ -34,21 +48,26 @@ def time_of(recipe: Recipe, *, response: int = 1000, shape: ModelShape = SHAPE) 
 
 
 def test_an_update_is_six_operations_per_weight_and_token() -> None:
-    timing = time_of(make_recipe("roles.actor={pool: train, tensor: 4}"))
+    timing = time_of(make_recipe("pools.train={gpus_per_node: 1}", "roles.actor={pool: train}"))
     multiplied = 7_615_616_512 - 152064 * 3584
-    attention = 2 * 28 * 3584 * 1100
-    flops = 3 * timing.trained_tokens * (2 * multiplied + attention)
-    assert timing.trained_tokens == 128 * 8 * 1100
-    assert timing.seconds(PhaseName.UPDATE) == pytest.approx(flops / (16 * 989e12 * TRAIN_EFFICIENCY))
+    tokens = 128 * 8 * 1100
+    assert timing.trained_tokens == tokens
+    work = forward_work(SHAPE, num_tokens=tokens, num_squared_tokens=0)
+    assert (work.dense, work.expert, work.attention) == (2 * multiplied * tokens, 0, 0)
+    least_s = 3 * work.dense / (989e12 * DENSE_EFFICIENCY)
+    assert least_s < timing.seconds(PhaseName.UPDATE) < 1.1 * least_s
+
+
+def test_attention_is_the_causal_half_of_the_squared_lengths() -> None:
+    work = forward_work(SHAPE, num_tokens=0, num_squared_tokens=1100**2)
+    assert work.total == work.attention == 2 * 28 * 3584 * 1100**2
 
 
 def test_a_mixture_computes_with_the_experts_of_a_token_and_reads_those_of_the_batch() -> None:
     mixture = PUBLIC_MODELS["qwen3-30b-a3b"]
-    recipe = make_recipe("roles.actor={pool: train, expert: 8}")
-    timing = time_of(recipe, shape=mixture)
-    attention = 2 * 48 * 32 * 128 * 1100
-    flops = 3 * timing.trained_tokens * (2 * (3_353_032_704 - 151936 * 2048) + attention)
-    assert timing.seconds(PhaseName.UPDATE) == pytest.approx(flops / (16 * 989e12 * TRAIN_EFFICIENCY))
+    work = forward_work(mixture, num_tokens=1, num_squared_tokens=0)
+    assert work.total == 2 * (3_353_032_704 - 151936 * 2048)
+    assert work.expert == 2 * 48 * 8 * 3 * 768 * 2048
     alone = time_of(make_recipe("roles.rollout.max_running_requests=1"), shape=mixture)
     many = time_of(make_recipe("roles.rollout.max_running_requests=64"), shape=mixture)
     fast, slow = many.seconds(PhaseName.ROLLOUT), alone.seconds(PhaseName.ROLLOUT)
@@ -58,7 +77,8 @@ def test_a_mixture_computes_with_the_experts_of_a_token_and_reads_those_of_the_b
 def test_old_log_probabilities_cost_a_forward_pass_only_with_several_updates() -> None:
     assert time_of(make_recipe()).seconds(PhaseName.OLD) == 0
     timing = time_of(make_recipe("train.prompts_per_update=64"))
-    assert timing.seconds(PhaseName.OLD) == pytest.approx(timing.seconds(PhaseName.UPDATE) / 3)
+    forward_s, update_s = timing.seconds(PhaseName.OLD) - PASS_S, timing.seconds(PhaseName.UPDATE) - PASS_S
+    assert 0.25 < forward_s / update_s < 0.4
 
 
 def test_a_pipeline_has_a_bubble_that_chunks_make_smaller() -> None:
@@ -89,7 +109,7 @@ def test_a_step_is_the_sum_of_its_phases() -> None:
 def test_half_of_what_is_allowed_is_assumed() -> None:
     recipe = make_recipe()
     assert StepWorkload.half(recipe.data, recipe.sampling) == StepWorkload(
-        mean_prompt_tokens=512, mean_response_tokens=1536
+        mean_prompt_tokens=512, mean_response_tokens=1536, max_response_tokens=3072
     )
 
 
@@ -115,7 +135,7 @@ def test_a_step_with_critic_and_reference_waits_for_the_slower_pool() -> None:
         PhaseName.CRITIC_UPDATE: True,
         PhaseName.PUBLISH: True,
     }
-    assert timing.seconds(PhaseName.CRITIC_UPDATE) == pytest.approx(6 * timing.seconds(PhaseName.VALUES))
+    assert timing.seconds(PhaseName.CRITIC_UPDATE) > 5 * (timing.seconds(PhaseName.VALUES) - PASS_S)
 
 
 def test_models_of_one_pool_wait_for_each_other() -> None:
@@ -133,7 +153,7 @@ def test_weights_that_change_places_cost_time_over_the_host_link() -> None:
 def test_recomputation_adds_a_forward_pass_to_the_update() -> None:
     options = "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
     plain, recomputing = time_of(make_recipe()), time_of(make_recipe(f"roles.actor.megatron={options}"))
-    assert recomputing.seconds(PhaseName.UPDATE) == pytest.approx(4 / 3 * plain.seconds(PhaseName.UPDATE))
+    assert 1.2 < recomputing.seconds(PhaseName.UPDATE) / plain.seconds(PhaseName.UPDATE) < 4 / 3
 
 
 def test_a_save_copies_first_and_writes_behind_the_training() -> None:
@@ -154,3 +174,61 @@ def test_with_staleness_a_step_takes_as_long_as_its_longer_side(response: int) -
     training = in_turn.step_s - generating - publishing
     assert beside.step_s == pytest.approx(max(generating, training) + publishing)
     assert beside.step_s < in_turn.step_s
+
+
+def test_the_all_to_all_of_a_mixture_takes_its_time_over_the_network() -> None:
+    """The update of grpo_235b: 262 kB per token and layer, 131,072 tokens and 12 layers per GPU, half of it to the
+    other node of sixteen expert ranks."""
+    mixture = PUBLIC_MODELS["qwen3-235b-a22b"]
+    recipe = make_recipe(
+        "pools={train: {nodes: 32, gpus_per_node: 8}, rollout: {nodes: 8, gpus_per_node: 8}}",
+        "roles.actor={pool: train, tensor: 4, is_sequence_parallel: true, pipeline: 8, last_stage_layers: 10, "
+        "expert: 16, expert_tensor: 1}",
+        "roles.rollout={pool: rollout, tensor: 8}",
+        "train={prompts_per_step: 256, prompts_per_update: 128}",
+    )
+    network_s = 131_072 * 12 * 262_144 / 2 / (50e9 * ALL_TO_ALL_EFFICIENCY)
+    timing = time_of(recipe, shape=mixture, response=1948)
+    assert timing.trained_tokens == pytest.approx(131_072 * 32, rel=0.001)
+    assert timing.seconds(PhaseName.UPDATE) > max(11, network_s)
+
+
+def test_tensor_parallelism_costs_traffic_and_more_of_it_between_nodes() -> None:
+    pool = "pools.train={nodes: 2, gpus_per_node: 4}"
+    alone, near, far = (
+        time_of(make_recipe(pool, f"roles.actor={{pool: train, {split}}}"), shape=PUBLIC_MODELS["llama-3.1-8b"])
+        for split in ("tensor: 1", "tensor: 4", "tensor: 8")
+    )
+    assert alone.seconds(PhaseName.UPDATE) < near.seconds(PhaseName.UPDATE) < far.seconds(PhaseName.UPDATE) / 1.5
+
+
+def test_oversampling_is_generated_and_not_trained() -> None:
+    plain, more = (
+        time_of(make_recipe(f"algorithm={{kind: grpo, filter: {{oversampling: {factor}}}}}")) for factor in (1, 3)
+    )
+    assert more.trained_tokens == plain.trained_tokens
+    assert more.seconds(PhaseName.ROLLOUT) > 2 * plain.seconds(PhaseName.ROLLOUT)
+    assert more.seconds(PhaseName.UPDATE) == plain.seconds(PhaseName.UPDATE)
+
+
+def test_deterministic_decoding_is_slower() -> None:
+    fast, slow = (
+        time_of(make_recipe(f"roles.rollout.is_deterministic={value}")).seconds(PhaseName.ROLLOUT)
+        for value in ("false", "true")
+    )
+    assert slow == pytest.approx(DETERMINISTIC_SLOWDOWN * fast, rel=0.05)
+
+
+def test_steps_under_way_at_once_share_the_wait_for_the_longest_response() -> None:
+    one, four = (time_of(make_recipe(f"train.max_staleness={count}", "train.prompts_per_step=32")) for count in (1, 4))
+    assert four.seconds(PhaseName.ROLLOUT) < 0.6 * one.seconds(PhaseName.ROLLOUT)
+
+
+def test_a_shared_pool_changes_hands_once_a_step() -> None:
+    assert time_of(make_recipe()).seconds(PhaseName.SWITCH) == 0
+    stays, leaves = (
+        time_of(make_recipe("roles.rollout.pool=train", f"roles.actor.offload={level}")).seconds(PhaseName.SWITCH)
+        for level in ("nothing", "everything")
+    )
+    assert stays == SWITCH_S
+    assert leaves > stays + 0.5

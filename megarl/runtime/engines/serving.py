@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
-import ray
-
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import PoolConfig, RolesConfig, RolloutRoleConfig
@@ -28,7 +26,7 @@ from megarl.rollout.deadlines import EngineDeadlines, deadlines_of
 from megarl.rollout.fleet import UNFILLED, Fleet
 from megarl.rollout.lifecycle import FellBehind, RestartPolicy
 from megarl.rollout.process import EngineSpec
-from megarl.runtime.cluster import Cluster, Place, Pool, gpu_numbers, open_cluster, own_address
+from megarl.runtime.cluster import Cluster, Place, Pool, accelerators, gpu_numbers, open_cluster, own_address
 from megarl.runtime.engines.file_publisher import PUBLISH_FOLDER, FilePublisher, endpoints_of
 from megarl.runtime.engines.operator import open_to_operator
 from megarl.runtime.engines.processes import start_engines
@@ -157,12 +155,6 @@ async def start_serving(
     return ManagedServing(
         config=config, fleet=fleet, supervisor=supervisor, transfer=transfer, host=host, phases=phases
     )
-
-
-def accelerators() -> list[str]:
-    """Return the kinds of GPUs that Ray reports, such as `H100`."""
-    prefix = "accelerator_type:"
-    return [name.removeprefix(prefix) for name in ray.cluster_resources() if name.startswith(prefix)]
 
 
 def _place(

@@ -15,7 +15,7 @@ from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import PAD_MULTIPLE
 from megarl.data.packing import Packing, SequenceCost, pack
 from megarl.planner.hardware import GPUS
-from megarl.planner.timing import forward_flops
+from megarl.planner.training_time import forward_flops
 from megarl.results import RankUsage, TrainingWork
 from megarl.runtime.trainers.start import Trainers, critic_shape
 from megarl.runtime.trainers.trainer import (

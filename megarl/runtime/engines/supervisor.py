@@ -275,6 +275,6 @@ def _describe_change(engine: Engine, before: Life, fleet: Fleet) -> str:
         case EngineState.DEAD:
             return f"{life.reason}; it is given up after {fleet.policy.max_restarts} restarts"
         case EngineState.STALE:
-            return f"{life.reason}; it waits for version {fleet.committed_version}"
+            return f"{life.reason}; it waits for a publish"
         case _:
             return life.reason

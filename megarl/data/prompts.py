@@ -7,22 +7,34 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
 from megarl.config.recipe import DataConfig
 from megarl.data.rows import DataRow, read_rows
-from megarl.data.tokenizer import Tokenizer
-from megarl.errors import DataError
-from megarl.types import DEMONSTRATION, FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.errors import DataError, MachineError
+from megarl.system.guard import die_with_parent
+from megarl.types import DEMONSTRATION, FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenArray
 
 logger = logging.getLogger(__name__)
 
-_ROWS_PER_ENCODING = 1024
+_ROWS_PER_CHUNK = 1024
+_ROWS_PER_WORKER = 8192
+"""Fewer rows are tokenised in less time than a worker process takes to start."""
+_MAX_WORKERS = 16
+
+_Encoded: TypeAlias = tuple[list[TokenArray], list[TokenArray]]
+"""The prompts of some rows, and the responses of those that have one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,25 +75,73 @@ def load_demonstrations(
 
 
 def _tokenise(rows: Sequence[DataRow], tokenizer: Tokenizer) -> list[Prompt]:
+    """Tokenise all rows, many of them in worker processes."""
+    chunks = [rows[start : start + _ROWS_PER_CHUNK] for start in range(0, len(rows), _ROWS_PER_CHUNK)]
+    num_workers = min(_num_cores(), _MAX_WORKERS, len(rows) // _ROWS_PER_WORKER)
+    if num_workers > 1:
+        encodings = _encode_all(chunks, tokenizer, num_workers)
+    else:
+        encodings = map(partial(_encode, tokenizer), chunks)
     prompts: list[Prompt] = []
-    for start in range(0, len(rows), _ROWS_PER_ENCODING):
-        chunk = rows[start : start + _ROWS_PER_ENCODING]
-        questions = tokenizer.encode([_render(row, tokenizer) for row in chunk])
-        answers = iter(tokenizer.encode_responses([row.response for row in chunk if row.response is not None]))
+    for chunk, (questions, answers) in zip(chunks, encodings, strict=True):
+        remaining = iter(answers)
         prompts += [
             Prompt(
                 uid=row.uid,
-                position=start + place,
+                position=len(prompts) + place,
                 epoch=0,
                 token_ids=token_ids,
                 data_source=row.data_source,
                 ground_truth=row.ground_truth,
                 extra_info=row.extra_info,
-                demonstration=None if row.response is None else next(answers),
+                demonstration=None if row.response is None else next(remaining),
             )
             for place, (row, token_ids) in enumerate(zip(chunk, questions, strict=True))
         ]
+        logger.info("tokenised num_rows=%d of=%d", len(prompts), len(rows))
     return prompts
+
+
+def _encode(tokenizer: Tokenizer, rows: Sequence[DataRow]) -> _Encoded:
+    questions = tokenizer.encode([_render(row, tokenizer) for row in rows])
+    return questions, tokenizer.encode_responses([row.response for row in rows if row.response is not None])
+
+
+def _encode_all(chunks: Sequence[Sequence[DataRow]], tokenizer: Tokenizer, num_workers: int) -> Iterator[_Encoded]:
+    """Yield the encoded chunks in their order, so that the first row that is refused is the first of the data."""
+    # Spawned, not forked: this process has threads. Workers that outlive a killed driver would wait for ever.
+    pool = ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(tokenizer.folder, tokenizer.vocab, os.getpid()),
+    )
+    try:
+        yield from pool.map(_encode_in_worker, chunks)
+    except BrokenProcessPool as error:
+        raise MachineError(
+            "a process that tokenises the data was killed; is there enough memory? (data.train, data.eval)"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_tokenizer_of_worker: Tokenizer | None = None
+
+
+def _start_worker(folder: Path, vocab: int, parent: int) -> None:
+    global _tokenizer_of_worker
+    die_with_parent(parent)
+    _tokenizer_of_worker = load_tokenizer(folder, vocab=vocab)
+
+
+def _encode_in_worker(rows: Sequence[DataRow]) -> _Encoded:
+    assert _tokenizer_of_worker is not None, "_start_worker comes first"
+    return _encode(_tokenizer_of_worker, rows)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _render(row: DataRow, tokenizer: Tokenizer) -> str:

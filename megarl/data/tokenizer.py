@@ -67,7 +67,7 @@ def load_tokenizer(folder: Path, *, vocab: int) -> Tokenizer:
     eos_ids = _eos_ids(folder, inner.eos_token_id)
     if not eos_ids:
         raise _error(f"{folder} names no end token; set eos_token in tokenizer_config.json")
-    return Tokenizer(inner, eos_ids=eos_ids, vocab=vocab, decoder=_byte_decoder(inner))
+    return Tokenizer(inner, folder=folder, eos_ids=eos_ids, vocab=vocab, decoder=_byte_decoder(inner))
 
 
 class _ByteDecoder:
@@ -122,6 +122,7 @@ class Tokenizer:
         self,
         inner: _HuggingFaceTokenizer,
         *,
+        folder: Path,
         eos_ids: tuple[int, ...],
         vocab: int,
         decoder: _ByteDecoder | None = None,
@@ -129,6 +130,7 @@ class Tokenizer:
         """`decoder` gives the same text as `inner`, faster."""
         self._inner = inner
         self._decoder = decoder
+        self.folder = folder
         self.eos_ids = eos_ids
         """Each ends a response; a demonstration ends with the first."""
         self.vocab = vocab

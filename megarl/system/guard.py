@@ -107,6 +107,13 @@ def _die_with_guard() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def die_with_parent(parent: int) -> None:
+    """End this process with its parent, which may have ended already: `parent` is its pid."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _end_others() -> None:
     """Kill what the command has left behind: the parent, which would do so, may have ended."""
     segments = segments_of(os.getpid())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 
 from megarl.config.recipe import DataConfig
+from megarl.data import prompts as prompts_module
 from megarl.data.prompts import Demonstrations, DemonstrationScorer, PromptSet, load_demonstrations, load_prompts
-from megarl.data.tokenizer import Tokenizer
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import DataError
+from megarl.tools.quickstart.tiny_model import TinyShape
 from megarl.types import DEMONSTRATION, FinishReason, Prompt
 
 MakeRow = Callable[..., dict[str, object]]
@@ -52,6 +55,46 @@ def test_more_rows_than_one_encoding_keep_their_places(
         demonstration = prompts[number].demonstration
         assert demonstration is not None
         assert tokenizer.decode_response(demonstration) == str(number)
+
+
+@pytest.fixture
+def in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenise in two processes, however few rows and cores there are."""
+    monkeypatch.setattr(prompts_module, "_ROWS_PER_WORKER", 10)
+    monkeypatch.setattr(prompts_module, "_ROWS_PER_CHUNK", 7)
+    monkeypatch.setattr(prompts_module, "_num_cores", lambda: 2)
+
+
+def test_worker_processes_give_the_same_prompts(
+    write_parquet: WriteParquet,
+    make_row: MakeRow,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    rows = [make_row(f"{number}+0=", response=None if number % 3 else str(number)) for number in range(0, 90, 3)]
+    path = write_parquet(*rows)
+    expected = load_answered(path, tokenizer)
+    request.getfixturevalue("in_workers")
+    monkeypatch.setattr(tokenizer, "render_chat", lambda _: pytest.fail("tokenised here"))
+    found = load_answered(path, tokenizer)
+    assert found.digest == expected.digest
+    assert [prompt.position for prompt in found.prompts] == list(range(len(rows)))
+
+
+@pytest.mark.usefixtures("in_workers")
+def test_the_first_row_that_is_refused_is_named_whoever_tokenises_it(
+    write_parquet: WriteParquet, make_row: MakeRow, model_folder: Path, tmp_path: Path
+) -> None:
+    strict = tmp_path / "strict"
+    shutil.copytree(model_folder, strict)
+    template = "{% if messages[0].role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}{{ messages[0].content }}"
+    (strict / "chat_template.jinja").write_text(template)
+    bad = [{"role": "nobody", "content": "?"}]
+    rows = [make_row([{"role": "user", "content": "1"}]) for _ in range(40)]
+    rows[11] = rows[30] = make_row(bad)
+    with pytest.raises(DataError, match=r"train\.parquet:11: the model's chat template refuses"):
+        load(write_parquet(*rows), load_tokenizer(strict, vocab=TinyShape().vocab))
 
 
 def test_a_demonstration_ends_with_the_end_token(

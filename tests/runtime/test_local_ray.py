@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
 
 from megarl.config.roles import PoolConfig
+from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 from megarl.errors import MachineError
 from megarl.runtime.launch import private_ray
 
@@ -119,3 +123,32 @@ def test_the_object_store_grows_with_the_machine(nodes: LocalRay) -> None:
     store = ray.cluster_resources()["object_store_memory"]
     free = min(psutil.virtual_memory().available, psutil.disk_usage("/dev/shm").free)
     assert store > 0.2 * free
+
+
+GUEST = """
+import sys
+
+from megarl.config.recipe import ClusterConfig
+from megarl.runtime.launch import ray_environment
+
+with ray_environment(sys.argv[1], ClusterConfig(allows_no_token=True)):
+    import ray
+
+    from megarl.runtime.cluster import joined
+
+    with joined(sys.argv[1]):
+        print(ray.cluster_resources())
+"""
+
+
+def test_a_ray_that_others_started_without_a_token_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (RAY_AUTH_TOKEN_PATH.name, RAY_AUTH_TOKEN.name):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with local_ray(LocalRay(device="cpu", log_folder=tmp_path), num_slots=7) as nodes:
+        nodes.wait_started()
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        words = [sys.executable, "-c", GUEST, nodes.address]
+        guest = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert "'megarl_slot': 7.0" in guest.stdout, guest.stderr

@@ -60,7 +60,7 @@ def render(job: SlurmJob, recipe: Recipe) -> str:
 
 
 def _check_sizes(job: SlurmJob, pools: Mapping[str, PoolConfig]) -> Iterator[Problem]:
-    """Pack the pools as Ray does: a pool of one node has all its GPUs there, others take free ones anywhere."""
+    """Pack the pools as a run does: a pool takes its GPUs of a node on as many nodes as it has, the largest first."""
     needed, given = sum(pool.gpus for pool in pools.values()), job.nodes * job.gpus_per_node
     if needed > given:
         yield Problem(
@@ -70,18 +70,18 @@ def _check_sizes(job: SlurmJob, pools: Mapping[str, PoolConfig]) -> Iterator[Pro
         )
         return
     free = [job.gpus_per_node] * job.nodes
-    for name, pool in sorted(pools.items(), key=lambda item: -item[1].gpus):
-        if pool.nodes > 1:
-            continue
-        fullest = max(range(job.nodes), key=lambda node: (free[node] >= pool.gpus, -free[node]))
-        if free[fullest] < pool.gpus:
+    for name, pool in sorted(pools.items(), key=lambda item: -item[1].gpus_per_node):
+        # The nodes with the least room that is enough.
+        fitting = sorted((room, node) for node, room in enumerate(free) if room >= pool.gpus_per_node)
+        if len(fitting) < pool.nodes:
             yield Problem(
                 key=f"pools.{name}",
-                message=f"its {pool.gpus} gpus must be on one node; one has {job.gpus_per_node}, less those of other "
-                f"pools; set pools.{name}.nodes or ask for more --nodes",
+                message=f"needs {pool.gpus_per_node} gpus on each of {pool.nodes} node(s); {len(fitting)} of "
+                f"{job.nodes} nodes of {job.gpus_per_node} have them beside the other pools; ask for more --nodes",
             )
             return
-        free[fullest] -= pool.gpus
+        for _, node in fitting[: pool.nodes]:
+            free[node] -= pool.gpus_per_node
 
 
 def _check_words(job: SlurmJob) -> Iterator[Problem]:

@@ -28,7 +28,6 @@ from megarl.observe.events import (
     EngineChanged,
     Event,
     EventTail,
-    PhaseEnded,
     Published,
     Restarted,
     RunFinished,
@@ -183,8 +182,6 @@ class _WatchedRun:
 
 def _progress(event: Event) -> str | None:
     match event:
-        case PhaseEnded(phase="start", seconds=seconds):
-            return f"ranks and engines are there after {seconds:.0f} s"
         case StepFinished(summary=summary):
             return f"step {summary.step} is trained"
         case CheckpointSaved(step=step):

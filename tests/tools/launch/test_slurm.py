@@ -131,14 +131,14 @@ def test_a_container_sees_every_folder_of_the_recipe() -> None:
         (
             replace(JOB, nodes=3, gpus_per_node=1),
             (),
-            "pools.train: its 2 gpus must be on one node; one has 1, less those of other pools; "
-            "set pools.train.nodes or ask for more --nodes",
+            "pools.train: needs 2 gpus on each of 1 node(s); 0 of 3 nodes of 1 have them beside the other pools; "
+            "ask for more --nodes",
         ),
         (
             replace(JOB, gpus_per_node=3),
             ("pools={a: {gpus_per_node: 2}, b: {gpus_per_node: 2}, c: {gpus_per_node: 2}}",),
-            "pools.c: its 2 gpus must be on one node; one has 3, less those of other pools; "
-            "set pools.c.nodes or ask for more --nodes",
+            "pools.c: needs 2 gpus on each of 1 node(s); 0 of 2 nodes of 3 have them beside the other pools; "
+            "ask for more --nodes",
         ),
         (
             replace(JOB, time_limit="tomorrow"),
@@ -164,9 +164,11 @@ def test_what_cannot_work_is_refused(job: SlurmJob, overrides: tuple[str, ...], 
     assert [str(found) for found in caught.value.problems] == [problem]
 
 
-def test_a_pool_of_several_nodes_takes_what_is_left() -> None:
+def test_a_pool_of_several_nodes_needs_room_on_each_of_them() -> None:
     spread = recipe(QUICKSTART, "pools={train: {nodes: 2, gpus_per_node: 1}, rollout: {gpus_per_node: 2}}")
-    render(replace(JOB, nodes=2), spread)
+    with pytest.raises(ConfigError, match=r"pools.train: needs 1 gpus on each of 2 node\(s\); 1 of 2 nodes of 2 have"):
+        render(replace(JOB, nodes=2), spread)
+    render(replace(JOB, nodes=3), spread)
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,9 @@ class LocalRay:
         stop_guarded(self._nodes[node], grace_s=0.0)
 
     def stop(self) -> None:
-        """Stop all nodes, the head last."""
-        for guard in reversed(self._nodes.values()):
-            stop_guarded(guard, grace_s=_STOP_GRACE_S)
+        """Stop all nodes, the head last; it alone ends in order, since nothing runs on the others any more."""
+        for node, guard in reversed(self._nodes.items()):
+            stop_guarded(guard, grace_s=_STOP_GRACE_S if node == self._address_of(0) else 0.0)
 
     def _address_of(self, number: int) -> str:
         return f"127.0.0.{number + 2}" if self._has_several_nodes else LOOPBACK

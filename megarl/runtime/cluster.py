@@ -32,7 +32,7 @@ from megarl.weights.algebra.locality import Gpu
 PLACEMENT_TIMEOUT_S = 120.0
 _LOCATE_TIMEOUT_S = 120.0
 _POLL_S = 1.0
-_GROUP_PREFIX = "megarl-"
+GROUP_PREFIX = "megarl-"
 
 
 class NodeBundle:
@@ -116,7 +116,7 @@ class Cluster:
         # The largest bundles first: small ones fit into what is left.
         for name, pool in sorted(pools.items(), key=lambda item: -item[1].gpus_per_node):
             bundles = [{self._resource: float(pool.gpus_per_node)}] * pool.nodes
-            groups[name] = placement_group(bundles, strategy="STRICT_SPREAD", name=f"{_GROUP_PREFIX}{name}")
+            groups[name] = placement_group(bundles, strategy="STRICT_SPREAD", name=f"{GROUP_PREFIX}{name}")
             self._groups.append(groups[name])
         deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
         return {
@@ -151,24 +151,6 @@ class Cluster:
 def nodes_of(pools: Iterable[Pool]) -> list[str]:
     """Return Ray's id of every node that the pools use, each once, in the order of the places."""
     return list(dict.fromkeys(place.node for pool in pools for place in pool.places))
-
-
-def held_nodes(address: str) -> dict[str, dict[str, int]]:
-    """Return for each pool of the Ray at `address` the addresses of its nodes, with the devices held on each."""
-    with joined(address):
-        return _held_nodes()
-
-
-def _held_nodes() -> dict[str, dict[str, int]]:
-    addresses = {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in ray.nodes()}
-    held: dict[str, dict[str, int]] = {}
-    for group in placement_group_table().values():
-        if group["name"].startswith(_GROUP_PREFIX) and group["state"] == "CREATED":
-            sizes = {addresses[node]: index for index, node in group["bundles_to_node_id"].items()}
-            in_order = sorted(sizes.items(), key=lambda item: _order(item[0]))
-            bundles = {node: int(sum(group["bundles"][index].values())) for node, index in in_order}
-            held[group["name"].removeprefix(_GROUP_PREFIX)] = bundles
-    return held
 
 
 def gpu_numbers(*pools: Sequence[Place]) -> list[tuple[Gpu, ...]]:

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import ray
 import yaml
+from ray.util.placement_group import placement_group_table
 
 from megarl.compare.small_recipe import SmallRecipe
 from megarl.config.roles import PoolConfig
@@ -35,7 +37,7 @@ from megarl.observe.events import (
     StepFinished,
     Warned,
 )
-from megarl.runtime.cluster import held_nodes
+from megarl.runtime.cluster import GROUP_PREFIX, joined
 from megarl.runtime.local_ray import LocalRay, local_ray
 from megarl.system.guard import start_guarded, stop_guarded
 
@@ -104,7 +106,7 @@ def _watch(
 ) -> None:
     """Follow the run to its end; after a checkpoint a node is killed, and another one started when it is missed."""
     run.wait_for(lambda event: event if isinstance(event, Published) else None)
-    held = held_nodes(nodes.address)
+    held = _held_nodes(nodes.address)
     is_whole = all(list(held[name].values()) == [pool.gpus_per_node] * pool.nodes for name, pool in pools.items())
     texts = [f"{name}: {', '.join(f'{count} on {node}' for node, count in held[name].items())}" for name in held]
     report.add("placement", "; ".join(texts), is_shown=is_whole)
@@ -119,13 +121,28 @@ def _watch(
     run.say(f"starting node {replacement} in its place")
     nodes.wait_started()
     run.wait_for(lambda event: event if isinstance(event, StepFinished) else None)
-    after = held_nodes(nodes.address)[actor_pool]
+    after = _held_nodes(nodes.address)[actor_pool]
     report.add(
         "node replaced",
         f"pool {actor_pool} has {', '.join(after)} {time.monotonic() - killed:.0f} s after the loss, and trains",
         is_shown=replacement in after and victim not in after,
     )
     run.wait_for(lambda event: event if isinstance(event, RunFinished) else None)
+
+
+def _held_nodes(address: str) -> dict[str, dict[str, int]]:
+    """Return for each pool of the Ray at `address` the addresses of its nodes, with the devices held on each."""
+    held: dict[str, dict[str, int]] = {}
+    with joined(address):
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        groups = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
+    for group in groups:
+        bundles = {
+            addresses[node]: int(sum(group["bundles"][index].values()))
+            for index, node in group["bundles_to_node_id"].items()
+        }
+        held[group["name"].removeprefix(GROUP_PREFIX)] = dict(sorted(bundles.items()))
+    return held
 
 
 class _WatchedRun:

@@ -3,12 +3,16 @@
 SGLang returns a JSON list of three items per output token, half of the cost of a reply on both sides. A hook of its
 plugin registry replaces it by two arrays in base64 where a request asks for flat log-probabilities. A server without
 the hook ignores the wish for output tokens, and the client reads both.
+
+A second hook lets a paused scheduler on a CPU wait: SGLang's loop polls without a pause then, and takes a core of the
+machine that trains for each rank of an engine. (On a GPU the workers are spawned, without the hooks.)
 """
 
 from __future__ import annotations
 
 import runpy
 import sys
+import time
 from base64 import b64encode
 from collections.abc import Callable
 from typing import Protocol
@@ -21,6 +25,9 @@ if ONE_CARD.read():
     # SGLang imports the main module in each process that it spawns.
     update_environment(own_host())
 
+_PAUSED_LOOP = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
+"""Called in each turn of the loop of a paused scheduler."""
+_PAUSED_POLL_S = 0.005
 _TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager.add_logprob_to_meta_info"
 
 
@@ -45,6 +52,13 @@ def register() -> None:
     except ImportError:
         return  # an older release, whose replies have lists
     HookRegistry.register(_TARGET, add_flat_logprobs, HookType.AROUND)
+    HookRegistry.register(_PAUSED_LOOP, wait_while_paused, HookType.AROUND)
+
+
+def wait_while_paused(record: Callable[[object], None], scheduler: object) -> None:
+    """Give the core away for a moment."""
+    record(scheduler)
+    time.sleep(_PAUSED_POLL_S)
 
 
 def add_flat_logprobs(

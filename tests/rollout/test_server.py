@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from megarl.rollout.client import GenerateRequest
@@ -68,3 +69,23 @@ def test_a_real_server_answers_with_arrays_where_it_is_asked_and_with_lists_wher
     assert flat["output_ids"] == listed["output_ids"] == [entry[1] for entry in entries]
     assert np.frombuffer(b64decode(fields["token_ids"]), "<i4").tolist() == flat["output_ids"]
     assert np.frombuffer(b64decode(fields["logprobs"]), "<f4").tolist() == [entry[0] for entry in entries]
+
+
+def test_a_paused_engine_leaves_its_core_to_the_trainer(qwen2_tp1: ServedModel) -> None:
+    workers = psutil.Process(qwen2_tp1.process.pid).children(recursive=True)
+
+    def cpu_s() -> float:
+        return sum(sum(worker.cpu_times()[:2]) for worker in workers)
+
+    async def scenario() -> float:
+        async with qwen2_tp1.fleet() as fleet:
+            client = fleet.engines[0].client
+            await client.sleep()
+            before = cpu_s()
+            await asyncio.sleep(3.0)
+            used = cpu_s() - before
+            await client.wake()
+            return used
+
+    # A loop that polls without a pause takes all of them.
+    assert asyncio.run(scenario()) < 1.5

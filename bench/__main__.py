@@ -137,13 +137,14 @@ def bench_dataplane(
     engines: Annotated[int, typer.Option(min=1, help="Engines of the large fleet.")] = 1000,
     is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
 ) -> None:
-    """Time the tokens of a step outside the engines: asking, reading, checking, decoding and buffering them.
+    """Time the tokens of a step outside the engines: asking, reading, checking, decoding, buffering and packing them.
 
     Engines are replaced by a server that answers at once. Exit code 1 if a goal is missed.
     """
     from bench.dataplane import Load, as_json, measure_dataplane, print_figures
+    from bench.packing import measure_packing
 
-    figures = measure_dataplane(Load(num_requests=requests, num_engines=engines))
+    figures = [*measure_dataplane(Load(num_requests=requests, num_engines=engines)), *measure_packing()]
     print_figures(figures)
     if is_json:
         print(as_json(figures))

@@ -3,8 +3,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from socket import AF_INET
 
 import httpx
+import psutil
 import pytest
 
 from megarl.config.recipe import Recipe
@@ -59,6 +61,25 @@ def test_the_recipe_that_ran_is_in_the_first_event(tmp_path: Path) -> None:
     first = next(read_events(tmp_path / "sample" / "events.jsonl")).event
     assert isinstance(first, RunStarted)
     assert Recipe.model_validate(first.recipe) == recipe
+
+
+def test_the_endpoint_is_where_the_network_of_the_recipe_is(tmp_path: Path) -> None:
+    own = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family == AF_INET]
+    address = next((each for each in own if not each.startswith("127.")), own[0])
+    fields = make_recipe(tmp_path).model_dump()
+    recipe = Recipe.model_validate({**fields, "network": {"bind": f"{address}/32"}})
+    display = ListSink()
+    with observing(recipe, display=display):
+        (started,) = (event for event in display.events if isinstance(event, RunStarted))
+        assert started.metrics_url is not None
+        url = httpx.URL(started.metrics_url)
+        assert url.host == address
+        assert "megarl_step" in httpx.get(url, timeout=60).text
+        # Prometheus is told the same address.
+        assert f"{address}:{url.port}" in (recipe.run_folder / "prometheus_targets.json").read_text()
+        if address != "127.0.0.1":
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(url.copy_with(host="127.0.0.1"), timeout=60)
 
 
 def test_a_null_port_opens_no_endpoint(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,7 +21,8 @@ from megarl.planner.deployment import Placement, PublishWay, RankPlace
 from megarl.planner.fit import Proposal
 from megarl.planner.hardware import parse_gpu
 from megarl.planner.ledger import MemoryLedger, saves
-from megarl.planner.run_plan import PlanAnswer, PlanQuestion, RunPlan, answer
+from megarl.planner.replay import read_run
+from megarl.planner.run_plan import PlanAnswer, PlanQuestion, RunPlan, answer, replay_run
 from megarl.planner.timing import PhaseName, PhaseTime, Timing
 from megarl.weights.layouts.megatron import padded_vocab
 
@@ -47,20 +49,37 @@ def plan(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Compare with this change. May be repeated.")
     ] = None,
     mean_response_tokens: Annotated[int | None, typer.Option(min=1, help="Half the limit if not given.")] = None,
+    recorded: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="The folder of a run, whose lengths and times are replayed."),
+    ] = None,
     is_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Estimate the memory and the time that a recipe needs; exit with 2 if it does not fit its GPUs. Starts nothing."""
+    run = None if recorded is None else read_run(recorded)
     question = PlanQuestion(
-        gpu=None if gpu is None else parse_gpu(gpu), shape_name=shape, mean_response_tokens=mean_response_tokens
+        gpu=None if gpu is None else parse_gpu(gpu),
+        shape_name=shape,
+        mean_response_tokens=mean_response_tokens,
+        recorded=None if run is None else run.workload,
+        recorded_gpu=None if run is None else run.gpu,
     )
     first = answer(recipe, overrides or [], question)
     changed = answer(recipe, [*(overrides or []), *what_if], question) if what_if else None
+    answers = [first] if changed is None else [first, changed]
+    replayed = None if run is None else replay_run(run, shape_name=shape)
     if is_json:
-        plans = as_json(first) if changed is None else [as_json(first), as_json(changed)]
-        print(json.dumps(plans, indent=2))
+        plans = [as_json(each) for each in answers]
+        shown: object = plans if what_if else plans[0]
+        print(json.dumps(shown if replayed is None else {"replay": asdict(replayed), "plans": plans}, indent=2))
         raise typer.Exit(_exit_code(first))
     console = Console(width=WIDTH, no_color=bool(NO_COLOR.read()), highlight=False, markup=False)
-    console.print(tables(first) if changed is None else comparison(first, changed, what_if or []))
+    if run is not None and replayed is not None:
+        from megarl.cli.replay import replay_tables
+
+        console.print(replay_tables(run, replayed, answers))
+    else:
+        console.print(tables(first) if changed is None else comparison(first, changed, what_if or []))
     raise typer.Exit(_exit_code(first))
 
 
@@ -75,16 +94,16 @@ def as_json(answer: PlanAnswer) -> dict[str, object]:
 
 def tables(answer: PlanAnswer) -> Group:
     plan = answer.plan
-    parts: list[RenderableType] = [_title(answer), "", _placement_table(plan.placement), ""]
+    parts: list[RenderableType] = [_title(answer), "", _placementmake_table(plan.placement), ""]
     for where in dict.fromkeys(ledger.where for ledger in plan.sizes.ledgers):
-        parts += [_memory_table(where, [ledger for ledger in plan.sizes.ledgers if ledger.where == where])]
-    parts += [*_fit_lines(answer), ""]
+        parts += [_memorymake_table(where, [ledger for ledger in plan.sizes.ledgers if ledger.where == where])]
+    parts += [*fit_lines(answer), ""]
     if plan.sizes.hosts:
-        parts += [_host_table(plan), ""]
+        parts += [_hostmake_table(plan), ""]
     if plan.reshard is not None:
-        parts += [_reshard_table(plan), ""]
+        parts += [_reshardmake_table(plan), ""]
     if plan.sizes.timing is not None:
-        parts += [_time_table(plan.sizes.timing), *_time_notes(answer)]
+        parts += [_timemake_table(plan.sizes.timing), *_time_notes(answer)]
     parts += _padding_notes(answer)
     parts += [f"warning: {warning}" for warning in advise(answer.recipe, plan.shapes.policy)]
     return Group(*parts)
@@ -99,17 +118,17 @@ def _title(answer: PlanAnswer) -> str:
     )
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Table:
+def make_table(title: str, *columns: str, left: int = 1) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", header_style="none", box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < left else "right")
     return table
 
 
-def _placement_table(placement: Placement) -> Table:
+def _placementmake_table(placement: Placement) -> Table:
     """Return a line per node with the ranks of each role and the parts of the model that they hold."""
     roles = list(placement.models)
-    table = _table(
+    table = make_table(
         "Placement; ranks: tensor x data x pipeline",
         "node",
         "GPUs",
@@ -151,10 +170,10 @@ def _coordinates(ranks: Sequence[RankPlace]) -> str:
     return f"{_span(rank.rank for rank in ranks)}: {' x '.join(parts)} x {_span(rank.pipeline for rank in ranks)}"
 
 
-def _memory_table(where: str, ledgers: Sequence[MemoryLedger]) -> Table:
+def _memorymake_table(where: str, ledgers: Sequence[MemoryLedger]) -> Table:
     """Return the table of one kind of GPU, with a column per phase."""
     title = f"Memory of the fullest GPU, GiB: {where}"
-    table = _table(title, "", *(ledger.phase for ledger in ledgers))
+    table = make_table(title, "", *(ledger.phase for ledger in ledgers))
     names = list(dict.fromkeys(item.name for ledger in ledgers for item in ledger.items))
     estimated = {item.name for ledger in ledgers for item in ledger.items if not item.is_exact}
     for name in names:
@@ -168,9 +187,9 @@ def _memory_table(where: str, ledgers: Sequence[MemoryLedger]) -> Table:
     return table
 
 
-def _host_table(plan: RunPlan) -> Table:
+def _hostmake_table(plan: RunPlan) -> Table:
     hosts = plan.sizes.hosts
-    table = _table("Host memory of the fullest node, GiB", "", *(host.where for host in hosts))
+    table = make_table("Host memory of the fullest node, GiB", "", *(host.where for host in hosts))
     names = list(dict.fromkeys(item.name for host in hosts for item in host.items))
     for name in names:
         sums = [sum(item.num_bytes for item in host.items if item.name == name) for host in hosts]
@@ -180,7 +199,7 @@ def _host_table(plan: RunPlan) -> Table:
     return table
 
 
-def _fit_lines(answer: PlanAnswer) -> list[str]:
+def fit_lines(answer: PlanAnswer) -> list[str]:
     sizes = answer.plan.sizes
     worst = sizes.worst
     if worst is None or worst.margin_bytes is None:
@@ -204,10 +223,10 @@ def _proposal_lines(proposal: Proposal) -> list[str]:
     return [line] if len(line) <= WIDTH else [f"  fits with these: {outcome}", *(f"    {change}" for change in changes)]
 
 
-def _reshard_table(plan: RunPlan) -> Table:
+def _reshardmake_table(plan: RunPlan) -> Table:
     reshard = plan.reshard
     assert reshard is not None
-    table = _table("Publishing one version", "", "GB", "seconds")
+    table = make_table("Publishing one version", "", "GB", "seconds")
     for link, num_bytes in reshard.bytes_by_link.items():
         table.add_row(f"over {link}", _gb(num_bytes), "")
     table.add_row("total", _gb(reshard.total_bytes), "")
@@ -231,8 +250,8 @@ def _reshard_table(plan: RunPlan) -> Table:
     return table
 
 
-def _time_table(timing: Timing) -> Table:
-    table = _table("Time of a step", "phase", "seconds", "share")
+def _timemake_table(timing: Timing) -> Table:
+    table = make_table("Time of a step", "phase", "seconds", "share")
     for phase in timing.phases:
         share = f"{phase.seconds / timing.step_s:.0%}" if phase.is_waited_for else "in parallel"
         table.add_row(phase.name, f"{phase.seconds:.1f}", share)
@@ -302,7 +321,7 @@ def _lever(phase: PhaseTime, timing: Timing) -> str:
 
 
 def comparison(first: PlanAnswer, second: PlanAnswer, changes: list[str]) -> Table:
-    table = _table(first.recipe.run.name, "", "as it is", "\n".join(changes))
+    table = make_table(first.recipe.run.name, "", "as it is", "\n".join(changes))
 
     def row(label: str, *values: str) -> None:
         table.add_row(label, *values)

@@ -24,6 +24,8 @@ _NORMAL_PER_MEDIAN = 1.4826
 _FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64)
 """Hash factors, one for each token of a window."""
 _MAX_RESPONSES = 64
+_RANKS = np.linspace(0, 1, 21)
+"""Ranks of the recorded quantiles of lengths."""
 _NO_ADVANTAGE = 1e-6
 """Below it an advantage counts as 0: the mean of equal rewards has rounding errors."""
 
@@ -61,6 +63,8 @@ class RolloutSummary:
     """Mean of each component of the score, over the rollouts that have it."""
     response_tokens_mean: float
     response_tokens_max: int
+    response_tokens_quantiles: tuple[int, ...] = ()
+    """Lengths at equal distances of rank, from the shortest to the longest; empty in events of earlier versions."""
     truncated_ratio: float
     """Share of rollouts that ended at the length limit."""
     empty_ratio: float
@@ -206,6 +210,7 @@ def _summarize_rollouts(
         component_means={name: float(np.mean(values)) for name, values in sorted(components.items())},
         response_tokens_mean=float(lengths.mean()),
         response_tokens_max=int(lengths.max()),
+        response_tokens_quantiles=tuple(np.quantile(lengths, _RANKS).astype(int).tolist()),
         truncated_ratio=float(np.mean([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts])),
         empty_ratio=float(np.mean(lengths <= 1)),
         repetition_ratio=_repetition(rollouts),

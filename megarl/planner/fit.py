@@ -72,10 +72,15 @@ class Proposal:
     step_s: float
 
 
-def size(recipe: Recipe, deployment: Deployment, workload: StepWorkload, *, publish_s: float) -> Sizes:
-    """Return memory and time; `publish_s` is given, because planning a publish takes longest."""
+def size(
+    recipe: Recipe, deployment: Deployment, workload: StepWorkload, *, publish_s: float, times_cpu: bool = False
+) -> Sizes:
+    """Return memory and time; `publish_s` is given, because planning a publish takes longest.
+
+    A CPU run is timed with the rates of the deployment's GPU, for comparisons, if `times_cpu`.
+    """
     timing = None
-    if deployment.device != "cpu":
+    if deployment.device != "cpu" or times_cpu:
         timing = estimate(
             deployment,
             workload,

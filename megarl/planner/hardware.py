@@ -111,6 +111,13 @@ def gpu_of(cluster: ClusterConfig, accelerators: Iterable[str] = ()) -> GpuModel
     return reported_gpu(accelerators) or GPUS[DEFAULT_GPU]
 
 
+def gpu_named(driver_name: str) -> GpuModel | None:
+    """Return the GPU that its driver calls `NVIDIA H200`; None for one that is not in the table."""
+    words = driver_name.lower()
+    # The longest name counts: an H200 is no H20.
+    return next((GPUS[name] for name in sorted(GPUS, key=len, reverse=True) if name in words), None)
+
+
 def reported_gpu(accelerators: Iterable[str]) -> GpuModel | None:
     """Return the smallest GPU of those that Ray reports (`H100`, `A100-80G`); None where it reports none that is
     known."""

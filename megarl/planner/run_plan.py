@@ -8,13 +8,14 @@ from pathlib import Path
 
 from megarl.config.checks.recipe import check_without_files
 from megarl.config.load import read_recipe
-from megarl.config.recipe import DataConfig, Recipe, SamplingConfig
+from megarl.config.recipe import ClusterConfig, DataConfig, Recipe, SamplingConfig
 from megarl.config.roles import RolesConfig
 from megarl.errors import ConfigError, Problem
 from megarl.planner.deployment import Placement, RoleShapes, deploy, find_shapes
 from megarl.planner.fit import Proposal, Sizes, proposals, size
 from megarl.planner.hardware import GpuModel, gpu_of
 from megarl.planner.memory import StageMemory
+from megarl.planner.replay import RecordedRun, Replay, replay
 from megarl.planner.reshard import Reshard, reshard
 from megarl.planner.workload import StepWorkload
 
@@ -26,8 +27,19 @@ class PlanQuestion:
     shape_name: str | None = None
     """A public model whose shape replaces that of `model.path`."""
     mean_response_tokens: int | None = None
+    recorded: StepWorkload | None = None
+    """Lengths that a run recorded, instead of assumed ones. A CPU run is then timed as well."""
+    recorded_gpu: GpuModel | None = None
+    """The GPU of that run, for a recipe that names none."""
+
+    def gpu_for(self, cluster: ClusterConfig) -> GpuModel:
+        if self.gpu is None and cluster.gpu is None and self.recorded_gpu is not None:
+            return self.recorded_gpu
+        return self.gpu or gpu_of(cluster)
 
     def workload(self, data: DataConfig, sampling: SamplingConfig) -> StepWorkload:
+        if self.recorded is not None:
+            return self.recorded.limited(sampling.max_response_tokens)
         half = StepWorkload.half(data, sampling)
         if self.mean_response_tokens is None:
             return half
@@ -63,11 +75,24 @@ def answer(path: Path, overrides: Sequence[str], question: PlanQuestion) -> Plan
     if problems:
         raise ConfigError(str(path), tuple(problems))
     recipe = recipe.model_copy(update={"roles": _without_running_engines(recipe.roles)})
+    workload = question.workload(recipe.data, recipe.sampling)
     plan = make_plan(
-        recipe, shapes, question.gpu or gpu_of(recipe.cluster), question.workload(recipe.data, recipe.sampling)
+        recipe, shapes, question.gpu_for(recipe.cluster), workload, times_cpu=question.recorded is not None
     )
     fitting = [] if plan.sizes.fits else proposals(recipe, shapes, plan.gpu, plan.workload)
     return PlanAnswer(recipe=recipe, plan=plan, proposals=tuple(fitting))
+
+
+def replay_run(run: RecordedRun, *, shape_name: str | None = None) -> Replay:
+    """Replay a run through the model of its own recipe."""
+    recipe = run.recipe.model_copy(update={"roles": _without_running_engines(run.recipe.roles)})
+    shapes = find_shapes(recipe.model, recipe.roles.critic, name=shape_name)
+    deployment = deploy(recipe, shapes, run.gpu or gpu_of(recipe.cluster))
+    publish_s = 0.0 if deployment.engine is None else reshard(deployment).seconds
+    timings = [
+        size(recipe, deployment, step.workload, publish_s=publish_s, times_cpu=True).timing for step in run.steps
+    ]
+    return replay(run, [timing for timing in timings if timing is not None])
 
 
 def check_fit(recipe: Recipe, gpu: GpuModel | None) -> str | None:
@@ -96,7 +121,9 @@ def _without_running_engines(roles: RolesConfig) -> RolesConfig:
     return roles.model_copy(update={"rollout": None})
 
 
-def make_plan(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload) -> RunPlan:
+def make_plan(
+    recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload, *, times_cpu: bool = False
+) -> RunPlan:
     """Return the plan of a recipe that passed its checks."""
     deployment = deploy(recipe, shapes, gpu)
     published = None if deployment.engine is None else reshard(deployment)
@@ -106,6 +133,12 @@ def make_plan(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepW
         workload=workload,
         placement=deployment.placement,
         stages={role: model.stages for role, model in deployment.models.items() if role != "reference"},
-        sizes=size(recipe, deployment, workload, publish_s=published.seconds if published else 0.0),
+        sizes=size(
+            recipe,
+            deployment,
+            workload,
+            publish_s=published.seconds if published else 0.0,
+            times_cpu=times_cpu,
+        ),
         reshard=published,
     )

@@ -38,6 +38,8 @@ class PhaseTime:
     seconds: float
     is_waited_for: bool
     """False if another pool works longer at the same time."""
+    is_longest: bool = True
+    """False if another pool trains or scores longer at the same time, whatever generating takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +93,13 @@ def estimate(
     }
     running, rollout = 0, list[PhaseTime]()
     if deployment.engine is not None and not is_sft:
-        num_prompts = generated_prompts(algorithm, train)
+        num_rounds, num_prompts = generated_prompts(algorithm, train, workload)
         # Prompts of so many steps are under way at once, and only the last of them waits for its longest response.
         num_steps = max(1, train.max_staleness)
         num_sequences = num_steps * num_prompts * sampling.rollouts_per_prompt
         engines = RolloutTime(deployment, workload, num_sequences=num_sequences)
         running = engines.num_running
-        seconds = engines.seconds(num_prompts=num_steps * num_prompts) / num_steps
+        seconds = num_rounds * engines.seconds(num_prompts=num_steps * num_prompts) / num_steps
         rollout = [PhaseTime(name=PhaseName.ROLLOUT, seconds=seconds, is_waited_for=True)]
     publish = [PhaseTime(name=PhaseName.PUBLISH, seconds=publish_s, is_waited_for=True)] if deployment.engine else []
     scoring, learning = _work(deployment, models, train, kl_config(algorithm))
@@ -117,10 +119,19 @@ def estimate(
     )
 
 
-def generated_prompts(algorithm: AlgorithmConfig, train: TrainConfig) -> int:
-    """Return the prompts that a step generates for: with oversampling as many as the recipe expects to be dropped."""
+def generated_prompts(algorithm: AlgorithmConfig, train: TrainConfig, workload: StepWorkload) -> tuple[float, int]:
+    """Return how many rounds a step generates in, and the prompts of a round.
+
+    Dropped groups are replaced in a further round, unless oversampling has replaced them already. With `max_staleness`
+    prompts are replaced at once.
+    """
     filtering = algorithm.filter if isinstance(algorithm, PolicyGradientConfig) else None
-    return math.ceil(train.prompts_per_step * (1.0 if filtering is None else filtering.oversampling))
+    oversampling = 1.0 if filtering is None else filtering.oversampling
+    at_once = train.prompts_per_step * oversampling
+    kept_share = workload.kept_share if filtering is not None else None
+    needed = at_once if kept_share is None else train.prompts_per_step / max(kept_share, 0.01)
+    num_rounds = 1.0 if train.max_staleness else max(1.0, needed / at_once)
+    return num_rounds, math.ceil(needed / num_rounds)
 
 
 def _switch(deployment: Deployment) -> Iterator[PhaseTime]:
@@ -167,7 +178,8 @@ def _side_by_side(work: _Work, pools: Mapping[str, str]) -> Iterator[PhaseTime]:
         by_pool[pools[role]] += seconds
     longest = max(by_pool, key=lambda pool: by_pool[pool], default=None)
     for name, (role, seconds) in work.items():
-        yield PhaseTime(name=name, seconds=seconds, is_waited_for=pools[role] == longest)
+        is_longest = pools[role] == longest
+        yield PhaseTime(name=name, seconds=seconds, is_waited_for=is_longest, is_longest=is_longest)
 
 
 def _overlapped(rollout: Sequence[PhaseTime], training: Sequence[PhaseTime]) -> tuple[list[PhaseTime], list[PhaseTime]]:

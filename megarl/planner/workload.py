@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.config.recipe import DataConfig, SamplingConfig
 
@@ -23,6 +23,8 @@ class StepWorkload:
     """Recorded lengths of responses at equal distances of rank, from the shortest to the longest; empty assumes a
     power of the rank that has the mean and the maximum, which is a uniform distribution for a mean of half the
     maximum."""
+    kept_share: float | None = None
+    """Share of the groups that `algorithm.filter` keeps; None assumes that what oversampling adds is dropped."""
 
     @classmethod
     def half(cls, data: DataConfig, sampling: SamplingConfig) -> StepWorkload:
@@ -31,6 +33,18 @@ class StepWorkload:
             mean_prompt_tokens=max(1, data.max_prompt_tokens // 2),
             mean_response_tokens=max(1, sampling.max_response_tokens // 2),
             max_response_tokens=sampling.max_response_tokens,
+        )
+
+    def limited(self, max_response_tokens: int) -> StepWorkload:
+        """Return the lengths that a limit leaves of these."""
+        if max_response_tokens >= self.max_response_tokens:
+            return self
+        cut = [min(length, max_response_tokens) for length in self.lengths(_NUM_SAMPLES)]
+        return replace(
+            self,
+            mean_response_tokens=max(1, round(sum(cut) / len(cut))),
+            max_response_tokens=max_response_tokens,
+            quantiles=tuple(min(length, max_response_tokens) for length in self.quantiles),
         )
 
     @property

@@ -12,6 +12,8 @@ import pytest
 
 from megarl.cli.main import run
 from megarl.cli.plan import WIDTH
+from tests.planner.recipes import make_recipe
+from tests.planner.runs import write_run
 from tests.repository import ROOT
 
 RECIPES = ROOT / "recipes"
@@ -140,3 +142,28 @@ def test_publishing_is_shown_with_its_links_its_floor_and_its_hash(capsys: pytes
     assert any(line.endswith("286 rounds; hops: 2") for line in lines)
     assert "between nodes: rounds on one NCCL communicator; within a node: CUDA IPC" in lines
     assert any(line.startswith("plan ") and len(line) == len("plan ") + 32 for line in lines)
+
+
+def test_a_run_is_replayed_its_error_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path, make_recipe(), {"generate": 2.0})
+    recipe = RECIPES / "grpo_7b.yaml"
+    arguments = ["plan", str(recipe), "--from", str(folder), "--shape", "qwen2.5-7b"]
+    assert run([*arguments, "--what-if", "pools.rollout.gpus_per_node=8"]) == 0
+    out = capsys.readouterr().out
+    assert max(len(line) for line in out.splitlines()) <= WIDTH
+    places = [
+        out.index(text) for text in ("6 steps up to 7", "factor", "error of the model on the run: -", "A step, seconds")
+    ]
+    assert places == sorted(places)
+    (row,) = (line.split() for line in out[places[-1] :].splitlines() if line.startswith("  generate"))
+    recorded, as_it_is, changed = map(float, row[1:])
+    assert changed < as_it_is
+    assert run([*arguments, "--json"]) == 0
+    replay = json.loads(capsys.readouterr().out)["replay"]
+    assert replay["corrected_error"] == pytest.approx(0, abs=1e-6)
+    assert replay["parts"]["generate"]["recorded_s"] == pytest.approx(recorded, abs=0.01)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(RECIPES / "grpo_7b.yaml"), "--from", str(tmp_path)]) == 3
+    assert capsys.readouterr().err.count("\n") == 1

@@ -4,11 +4,20 @@ import pytest
 
 from megarl.config.recipe import ClusterConfig
 from megarl.errors import ConfigError
-from megarl.planner.hardware import DEFAULT_GPU, GPUS, gpu_of, parse_gpu
+from megarl.planner.hardware import DEFAULT_GPU, GPUS, gpu_named, gpu_of, parse_gpu
 
 
 def test_a_known_gpu_is_found_by_its_name() -> None:
     assert parse_gpu("h200") is GPUS["h200"]
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "name"),
+    [("NVIDIA H200", "h200"), ("NVIDIA H20", "h20"), ("NVIDIA GB200", "gb200"), ("NVIDIA A100-SXM4-80GB", "a100")],
+)
+def test_a_gpu_is_found_by_the_name_of_its_driver(driver_name: str, name: str) -> None:
+    assert gpu_named(driver_name) is GPUS[name]
+    assert gpu_named("Tesla V100") is None
 
 
 def test_figures_can_be_changed() -> None:

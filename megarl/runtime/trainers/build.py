@@ -14,7 +14,7 @@ from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import PAD_MULTIPLE
 from megarl.data.packing import Packing, SequenceCost, pack
-from megarl.planner.hardware import GPUS
+from megarl.planner.hardware import gpu_named
 from megarl.planner.training_time import forward_flops
 from megarl.results import RankUsage, TrainingWork
 from megarl.runtime.trainers.start import Trainers, critic_shape
@@ -164,4 +164,5 @@ def training_work(
 
 def peak_flops(gpu_name: str) -> float | None:
     """Return the dense bfloat16 rate of the GPU with this driver name; None for one that is not in the table."""
-    return next((gpu.flops for name, gpu in GPUS.items() if name in gpu_name.lower()), None)
+    gpu = gpu_named(gpu_name)
+    return None if gpu is None else gpu.flops

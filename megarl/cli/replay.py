@@ -1,4 +1,4 @@
-"""`megarl plan --from RUN`: the error of the model on a recorded run, and the step of a recipe by the corrected model."""
+"""`megarl plan --from RUN`: the error of the model on a recorded run, and a recipe by the corrected model."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from uuid import uuid4
 
 import numpy as np
+import numpy.typing as npt
 
 from megarl.config.model import ModelShape
 from megarl.config.recipe import SampledEvaluationConfig, SamplingConfig
@@ -231,11 +232,18 @@ class FleetGenerator:
         return Rollout(
             token_ids=response.token_ids,
             logprobs=response.logprobs,
-            versions=response.versions,
-            loss_mask=np.ones(len(response.token_ids), dtype=np.bool_),
+            versions=_shared(response.versions),
+            loss_mask=np.broadcast_to(np.True_, len(response.token_ids)),
             finish_reason=response.finish_reason,
             text=self._vocabulary.decode(response.token_ids),
         )
+
+
+def _shared(versions: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Return versions that are all equal as one number that is repeated: a step's tokens fill the driver's memory."""
+    if not len(versions) or (versions != versions[0]).any():
+        return versions
+    return np.broadcast_to(versions[0].copy(), len(versions))
 
 
 def sampling_seed(run_seed: int, prompt_uid: str, *, epoch: int, index: int) -> int:

@@ -164,3 +164,16 @@ def test_the_work_of_a_file_grows_with_the_vocabulary_in_use_and_not_with_the_to
     assert num_calls == 10 + num_rollouts  # ten tokens, and a prompt each
     assert [row["prompt_uid"] for row in read_list(path)] == [f"train.parquet:{i}" for i in range(num_rollouts)]
     assert read_rollout(path, 129)["pieces"] == list("0123456789" * 50)
+
+
+def test_columns_that_repeat_one_number_are_written_for_each_token(tmp_path: Path) -> None:
+    base = sampled("abc")
+    rollout = replace(
+        base.sample.rollout,
+        versions=np.broadcast_to(np.int32(4), 3),
+        loss_mask=np.broadcast_to(np.True_, 3),
+    )
+    path = rollouts_file(tmp_path, 1)
+    write_rollouts(path, [replace(base, sample=replace(base.sample, rollout=rollout))], decode=decode)
+    row = read_rollout(path, 0)
+    assert (row["versions"], row["loss_mask"]) == ([4, 4, 4], [True, True, True])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -65,6 +66,14 @@ def test_a_group_has_all_rollouts_with_text_versions_and_reasons() -> None:
         assert rollout.versions.tolist() == [0, 0, 0]
         assert rollout.loss_mask.all()
         assert rollout.finish_reason is FinishReason.STOP
+
+
+def test_what_is_the_same_for_all_tokens_takes_no_memory_for_each() -> None:
+    (rollout,) = generate(scripted_fleet(ScriptedEngine(reply_of(7, 8, EOS)))).rollouts
+    assert (rollout.versions.strides, rollout.loss_mask.strides) == ((0,), (0,))
+    assert (rollout.versions.dtype, rollout.loss_mask.dtype) == (np.dtype(np.int32), np.dtype(np.bool_))
+    again = pickle.loads(pickle.dumps(rollout))
+    assert (again.versions.tolist(), again.loss_mask.tolist()) == ([0, 0, 0], [True, True, True])
 
 
 def test_every_rollout_is_a_request_of_its_own_with_its_own_seed() -> None:

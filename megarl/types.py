@@ -142,7 +142,7 @@ class MicroBatch:
     token_ids: TokenArray  # [N]
     sequence_starts: npt.NDArray[np.int32]  # [S + 1], ends with N
     last_ids: TokenArray  # [S], what the last position of each sequence predicts; 0 for padding
-    loss_mask: BoolArray  # [N], True where the policy chose `targets[n]`
+    loss_mask: BoolArray  # [N], True where the policy chose `targets[n]`; this and the next two: [0] in a question
     rollout_logprobs: FloatArray  # [N], of `targets[n]`
     advantages: FloatArray  # [N]
     old_logprobs: FloatArray | None  # [N], None where the samples have none; so the next three

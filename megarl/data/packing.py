@@ -28,6 +28,8 @@ from megarl.types import (
 
 _PADDING = -1
 _CREDIT = ("advantages", "old_logprobs", "reference_logprobs", "values", "returns")
+QUESTION = ("loss_mask", "rollout_logprobs", *_CREDIT)
+"""Columns that a model does not need to compute numbers of tokens."""
 
 _Bins: TypeAlias = list[list[int]]
 """The samples of each micro-batch."""
@@ -107,11 +109,12 @@ def fill(
     `num_chosen` are the loss tokens of every sample of the step. `has_versions` adds the policy that chose each token.
     Columns named in `without` are left out.
     """
-    given = tuple(name for name in _credit_columns(samples[0]) if name not in without)
+    # All samples of a step have the same columns.
+    given = tuple(name for name in _CREDIT if name not in without and getattr(samples[0], name) is not None)
     mini_batches = []
     for plan in plans:
         share = plan.shares[data_rank]
-        rows = _rows(len(share), plan.num_tokens, given, has_versions=has_versions)
+        rows = _rows(len(share), plan.num_tokens, given, has_versions=has_versions, without=without)
         chosen = [num_chosen[i] for i in plan.members]
         mini_batches.append(
             MiniBatch(
@@ -308,11 +311,6 @@ def _share_out(bins: _Bins, lengths: Sequence[int], packing: Packing) -> list[_B
     return shares
 
 
-def _credit_columns(sample: TrainSample) -> tuple[str, ...]:
-    """Return the credit columns that this sample has; all samples of a step have the same."""
-    return tuple(name for name in _CREDIT if getattr(sample, name) is not None)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
     """The columns of one micro-batch, [N] each, to be filled."""
@@ -324,11 +322,14 @@ class _Row:
     credit: Mapping[str, FloatArray]
 
 
-def _rows(num_rows: int, num_tokens: int, given: tuple[str, ...], *, has_versions: bool) -> Iterator[_Row]:
+def _rows(
+    num_rows: int, num_tokens: int, given: tuple[str, ...], *, has_versions: bool, without: Collection[str]
+) -> Iterator[_Row]:
     """Yield zeros for each micro-batch. The columns of all are allocated at once: large arrays get large pages."""
     shape = (num_rows, num_tokens)
     token_ids = np.zeros(shape, np.int32)
-    loss_mask, rollout_logprobs = np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
+    loss_mask = np.zeros((num_rows, 0) if "loss_mask" in without else shape, np.bool_)
+    rollout_logprobs = np.zeros((num_rows, 0) if "rollout_logprobs" in without else shape, np.float32)
     versions = np.zeros(shape, np.int32) if has_versions else None
     credit = {name: np.zeros(shape, np.float32) for name in given}
     for row in range(num_rows):
@@ -351,8 +352,10 @@ def _micro_batch(samples: Sequence[TrainSample], members: Sequence[int], row: _R
         first = end - len(rollout.token_ids)
         row.token_ids[start : first + 1] = prompt_ids
         row.token_ids[first + 1 : end] = rollout.token_ids[:-1]
-        row.loss_mask[first:end] = rollout.loss_mask
-        row.rollout_logprobs[first:end] = rollout.logprobs
+        if row.loss_mask.size:
+            row.loss_mask[first:end] = rollout.loss_mask
+        if row.rollout_logprobs.size:
+            row.rollout_logprobs[first:end] = rollout.logprobs
         if row.versions is not None:
             row.versions[first:end] = rollout.versions
         for name, column in row.credit.items():
@@ -372,7 +375,7 @@ def _micro_batch(samples: Sequence[TrainSample], members: Sequence[int], row: _R
         last_ids=_int32(last_ids),
         loss_mask=row.loss_mask,
         rollout_logprobs=row.rollout_logprobs,
-        advantages=row.credit["advantages"],
+        advantages=row.credit.get("advantages", np.zeros(0, np.float32)),
         old_logprobs=row.credit.get("old_logprobs"),
         reference_logprobs=row.credit.get("reference_logprobs"),
         values=row.credit.get("values"),

@@ -61,15 +61,19 @@ def to_device(micro_batch: MicroBatch, device: torch.device, *, temperature: flo
     def column(array: FloatArray | None) -> Tensor | None:
         return None if array is None else tensor(array, torch.float32)
 
-    starts = micro_batch.sequence_starts
+    def padded(array: npt.NDArray[np.generic], dtype: torch.dtype) -> Tensor:
+        """Return zeros for a column that a question does not have."""
+        return tensor(array, dtype) if array.size else torch.zeros(num_tokens, device=device, dtype=dtype)
+
+    starts, num_tokens = micro_batch.sequence_starts, len(micro_batch.token_ids)
     return DeviceMicroBatch(
         token_ids=tensor(micro_batch.token_ids, torch.int64)[None],
         positions=tensor(micro_batch.positions, torch.int64)[None],
         sequences=PackedSequences(starts=tensor(starts, torch.int32), lengths=np.diff(starts).tolist()),
         targets=tensor(micro_batch.targets, torch.int64),
-        loss_mask=tensor(micro_batch.loss_mask, torch.bool),
-        rollout_logprobs=tensor(micro_batch.rollout_logprobs, torch.float32),
-        advantages=tensor(micro_batch.advantages, torch.float32),
+        loss_mask=padded(micro_batch.loss_mask, torch.bool),
+        rollout_logprobs=padded(micro_batch.rollout_logprobs, torch.float32),
+        advantages=padded(micro_batch.advantages, torch.float32),
         old_logprobs=column(micro_batch.old_logprobs),
         reference_logprobs=column(micro_batch.reference_logprobs),
         values=column(micro_batch.values),

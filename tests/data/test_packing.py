@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.packing import Packing, SequenceCost, assemble, pack, plan_packs, unpack, with_numbers
+from megarl.data.packing import QUESTION, Packing, SequenceCost, assemble, pack, plan_packs, unpack, with_numbers
 from megarl.types import FinishReason, FloatArray, MicroBatch, Rollout, SampleNumbers, TrainBatch, TrainSample
 
 PADDING = -1
@@ -263,6 +263,25 @@ def test_columns_that_samples_have_are_packed_and_others_are_left_out(sizes: Len
         assert item.reference_logprobs is None
     for found, sample in zip(all_columns(shares, "values"), samples, strict=True):
         np.testing.assert_array_equal(found, sample.values)
+
+
+@given(sizes=lengths, data_parallel=st.integers(1, 3))
+def test_a_question_has_only_tokens(sizes: Lengths, data_parallel: int) -> None:
+    samples = make_samples(sizes)
+    packing = Packing(
+        data_parallel=data_parallel,
+        tokens_per_micro_batch=40,
+        samples_per_update=None,
+        pad_multiple=1,
+        micro_batch_multiple=1,
+    )
+    asked = list(pack(samples, packing, temperature=1.0, without=QUESTION))
+    for lean, full in zip(
+        micro_batches(asked), micro_batches(list(pack(samples, packing, temperature=1.0))), strict=True
+    ):
+        np.testing.assert_array_equal(lean.token_ids, full.token_ids)
+        np.testing.assert_array_equal(lean.targets, full.targets)
+        assert lean.loss_mask.size == lean.rollout_logprobs.size == lean.advantages.size == 0
 
 
 @given(sizes=lengths)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
 from megarl.config.roles import ActorConfig, OptimizerConfig
-from megarl.data.packing import Packing, pack
+from megarl.data.packing import QUESTION, Packing, pack
 from megarl.types import TrainSample
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.tiny_models import write_tiny_model
@@ -65,6 +65,7 @@ def packed(
     budget: int = 48,
     per_update: int | None = None,
     has_versions: bool = False,
+    is_question: bool = False,
 ) -> Shares:
     packing = Packing(
         data_parallel=world // actor.model_parallel,
@@ -73,7 +74,8 @@ def packed(
         pad_multiple=actor.tensor,
         micro_batch_multiple=actor.pipeline if actor.virtual_pipeline > 1 else 1,
     )
-    shares = pack(samples, packing, temperature=TEMPERATURE, has_versions=has_versions)
+    without = QUESTION if is_question else ()
+    shares = pack(samples, packing, temperature=TEMPERATURE, has_versions=has_versions, without=without)
     return Shares.of(shares, tensor=actor.tensor)
 
 
@@ -150,11 +152,12 @@ def check_equals_hugging_face(
         references[model.folder] = (old, reference.update(samples, old), reference.weights())
     logprobs, (loss, entropy, grad_norm), weights = references[model.folder]
     world, actor = split
-    packings = [packed(samples, world=world, actor=actor, budget=budget) for budget in (20, 64)]
+    asked = [packed(samples, world=world, actor=actor, budget=budget, is_question=True) for budget in (20, 64)]
+    trained = packed(samples, world=world, actor=actor, budget=20)
 
-    outcomes = cluster.run(world, jobs.train, setup_of(model, actor), packings, packings[0])
+    outcomes = cluster.run(world, jobs.train, setup_of(model, actor), asked, trained)
 
-    for place in range(len(packings)):
+    for place in range(len(asked)):
         parts = [outcome.logprobs[place] for outcome in outcomes]
         assert_same_logprobs(assembled(parts, data_parallel=world // actor.model_parallel), logprobs)
     for outcome in outcomes:

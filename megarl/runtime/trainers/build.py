@@ -13,7 +13,7 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import PAD_MULTIPLE
-from megarl.data.packing import Packing, SequenceCost, pack
+from megarl.data.packing import QUESTION, Packing, SequenceCost, pack
 from megarl.planner.hardware import gpu_named
 from megarl.planner.training_time import forward_flops
 from megarl.results import RankUsage, TrainingWork
@@ -93,14 +93,16 @@ class _Builder:
         )
 
     def _actor_logprobs(self) -> ModelQuestion:
-        return ModelQuestion(ask=partial(self.trainers.actor.ask, ActorRank.logprobs), pack=self._pack_actor())
+        ask = partial(self.trainers.actor.ask, ActorRank.logprobs)
+        return ModelQuestion(ask=ask, pack=self._pack_actor(is_question=True))
 
     def _reference_logprobs(self, *, is_for_credit: bool) -> ModelQuestion:
         config, ranks = self.recipe.roles.reference, self.trainers.reference
         if config is None or config.pool is None or ranks is None:
-            ask, pack = partial(self.trainers.actor.ask, ActorRank.reference_logprobs), self._pack_actor()
+            ask = partial(self.trainers.actor.ask, ActorRank.reference_logprobs)
+            pack = self._pack_actor(is_question=True)
             return ModelQuestion(ask=ask, pack=pack, is_for_credit=is_for_credit)
-        pack = self._pack(config, config.pool, self.shape)
+        pack = self._pack(config, config.pool, self.shape, is_question=True)
         return ModelQuestion(ask=partial(ranks.ask, ReferenceRank.logprobs), pack=pack, is_for_credit=is_for_credit)
 
     def _values(self) -> ModelQuestion | None:
@@ -109,13 +111,13 @@ class _Builder:
             return None
         # As the update packs, so that a rank is asked about the samples that it learns from.
         per_update = config.prompts_per_update or self.recipe.train.prompts_per_update
-        pack = self._pack(config, config.pool, self._critic_shape, prompts_per_update=per_update)
+        pack = self._pack(config, config.pool, self._critic_shape, prompts_per_update=per_update, is_question=True)
         return ModelQuestion(ask=partial(ranks.ask, CriticRank.values), pack=pack)
 
-    def _pack_actor(self) -> Pack:
+    def _pack_actor(self, *, is_question: bool = False) -> Pack:
         """Questions and updates are packed alike, so that a rank is asked about the samples that it learns from."""
-        config = self.recipe.roles.actor
-        return self._pack(config, config.pool, self.shape, prompts_per_update=self.recipe.train.prompts_per_update)
+        config, per_update = self.recipe.roles.actor, self.recipe.train.prompts_per_update
+        return self._pack(config, config.pool, self.shape, prompts_per_update=per_update, is_question=is_question)
 
     @property
     def _critic_shape(self) -> ModelShape:
@@ -124,9 +126,15 @@ class _Builder:
         return critic_shape(config, self.shape)
 
     def _pack(
-        self, split: ModelParallelConfig, pool: str, shape: ModelShape, *, prompts_per_update: int | None = None
+        self,
+        split: ModelParallelConfig,
+        pool: str,
+        shape: ModelShape,
+        *,
+        prompts_per_update: int | None = None,
+        is_question: bool = False,
     ) -> Pack:
-        """Without `prompts_per_update` the whole step is one mini-batch."""
+        """Without `prompts_per_update` the whole step is one mini-batch. A question has only tokens."""
         recipe = self.recipe
         is_sft = isinstance(recipe.algorithm, SftConfig)
         num_rollouts = recipe.sampling.rollouts_per_prompt
@@ -145,8 +153,8 @@ class _Builder:
             pack,
             packing=packing,
             temperature=1.0 if is_sft else recipe.sampling.temperature,
-            has_versions=recipe.train.max_staleness > 0,
-            without=_HELD,
+            has_versions=recipe.train.max_staleness > 0 and not is_question,
+            without=QUESTION if is_question else _HELD,
         )
 
 

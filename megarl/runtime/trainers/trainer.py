@@ -86,12 +86,9 @@ class ModelsTrainer:
         asked = self._questions
         if asked == ModelQuestions():
             return Estimates()
+        nothing = np.zeros(0, np.float32)
         samples = [
-            TrainSample(
-                prompt_ids=scored.group.prompt.token_ids,
-                rollout=rollout,
-                advantages=np.zeros(len(rollout.token_ids), np.float32),
-            )
+            TrainSample(prompt_ids=scored.group.prompt.token_ids, rollout=rollout, advantages=nothing)
             for scored in groups
             for rollout in scored.group.rollouts
         ]

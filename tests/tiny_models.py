@@ -12,6 +12,7 @@ from megarl.rollout.cpu_kernels import declare_torchvision_ops
 declare_torchvision_ops()
 
 from transformers import (  # noqa: E402 - transformers imports torchvision, which needs its operators declared
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -75,3 +76,14 @@ def write_tiny_model(
             parameter.normal_(mean=mean, std=0.05, generator=generator)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return read_model_shape(folder)
+
+
+def greedy_tokens(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    """Return the likeliest continuation, computed by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    tokens: list[int] = ids[0, len(prompt) :].tolist()
+    return tokens

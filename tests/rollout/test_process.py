@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -18,9 +19,14 @@ from megarl.config.native.owned import owned
 from megarl.config.section import Device
 from megarl.env import engine_environment
 from megarl.errors import MachineError
+from megarl.rollout.client import EngineClient, GenerateRequest
 from megarl.rollout.process import EngineProcess, command_line, last_message
 from megarl.system.proc import ZOMBIE, all_processes
-from tests.rollout.engines import ServedModel, engine_spec
+from megarl.types import PolicyVersion
+from tests.rollout.engines import REQUEST_TIMEOUT_S, ServedModel, engine_spec
+from tests.tiny_models import greedy_tokens, write_tiny_model
+
+PROMPT = tuple(range(3, 12))
 
 
 def group_members(group: int) -> list[int]:
@@ -199,6 +205,42 @@ def test_an_engine_does_not_outlive_its_parent(tmp_path: Path) -> None:
     os.kill(parent.pid, signal.SIGKILL)
     parent.communicate()
     assert not wait_until_gone(group, 60)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen2", "qwen3"))]
+)
+def test_an_engine_that_started_with_random_weights_computes_with_those_it_is_given(
+    family: str, tmp_path: Path
+) -> None:
+    """Random weights are in every tensor that is saved with a model; a publish brings parameters, not buffers."""
+    write_tiny_model(tmp_path / "model", family, layers=2, seed=1)
+    process = EngineProcess(replace(engine_spec(tmp_path / "model", tmp_path / "run"), loads_weights=False))
+
+    async def answers() -> list[object]:
+        await process.wait_ready()
+        client = EngineClient(process.endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
+        request = GenerateRequest(rid="filled", input_ids=PROMPT, max_new_tokens=6, temperature=0.0)
+        try:
+            before = json.loads((await client.generate(request)).content)
+            await client.load_weights_from_disk(
+                tmp_path / "model", version=PolicyVersion(0), timeout_s=REQUEST_TIMEOUT_S
+            )
+            await client.flush_cache()
+            after = json.loads((await client.generate(request)).content)
+        finally:
+            await client.close()
+        return [before["meta_info"]["weight_version"], before["output_ids"], after["output_ids"]]
+
+    process.start()
+    try:
+        version, before, after = asyncio.run(answers())
+    finally:
+        process.stop()
+    expected = greedy_tokens(tmp_path / "model", PROMPT, 6)
+    assert after == expected
+    assert before != expected
+    assert version == "none"
 
 
 @pytest.mark.parametrize(

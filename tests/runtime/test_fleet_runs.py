@@ -79,16 +79,20 @@ def test_a_run_that_loses_one_engine_in_a_publish_and_the_other_while_generating
 @pytest.mark.fault(
     "kill -9 of an engine that sleeps in a shared pool", "comes back when engines may generate; the same bits"
 )
-def test_in_a_shared_pool_an_engine_killed_while_it_sleeps_comes_back_when_it_may_generate(folder: Path) -> None:
-    shared = ("pools={all: {gpus_per_node: 2}}", "roles={actor: {pool: all}, rollout: {pool: all}}")
-    overrides = (*TWO_ENGINES[3:], *shared)
-    reference = run(folder, "shared_undisturbed", *overrides)
+@pytest.mark.parametrize("release", ["kv_cache", "everything"])
+def test_in_a_shared_pool_an_engine_killed_while_it_sleeps_comes_back_when_it_may_generate(
+    release: str, folder: Path
+) -> None:
+    roles = f"roles={{actor: {{pool: all}}, rollout: {{pool: all, release: {release}}}}}"
+    overrides = (*TWO_ENGINES[3:], "pools={all: {gpus_per_node: 2}}", roles)
+    name = f"shared_{release}"
+    reference = run(folder, f"{name}_undisturbed", *overrides)
     assert reference.exit_code == 0, reference.output
-    with started(folder, "shared", *overrides) as process:
-        _await_phase(folder / "runs" / "shared", process, "update", after_step=2)
+    with started(folder, name, *overrides) as process:
+        _await_phase(folder / "runs" / name, process, "update", after_step=2)
         os.killpg(os.getpgid(_engine_of(process, index=0)), signal.SIGKILL)
         process.wait(timeout=1200)
-    done = finished(folder, "shared", process)
+    done = finished(folder, name, process)
     assert done.exit_code == 0, done.output
     assert _weights(done) == _weights(reference)
     events = done.events

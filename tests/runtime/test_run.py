@@ -23,7 +23,7 @@ PP2_ENGINE_TP2 = (
 )
 SHARED_DP2_ENGINE_TP2 = (
     "pools={all: {gpus_per_node: 2}}",
-    "roles={actor: {pool: all}, rollout: {pool: all, tensor: 2}}",
+    "roles={actor: {pool: all, offload: optimizer}, rollout: {pool: all, tensor: 2, release: everything}}",
 )
 TP2_PP2 = ("roles.actor={pool: train, tensor: 2, pipeline: 2}", "pools.train.gpus_per_node=4")
 

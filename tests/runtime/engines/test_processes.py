@@ -11,8 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from megarl.config.load import load_recipe
 from megarl.config.roles import PoolConfig, RolloutRoleConfig
@@ -29,7 +27,7 @@ from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import PolicyVersion
 from tests.rollout.engines import COMMAND_TIMEOUT_S, EOS, REQUEST_TIMEOUT_S, engine_spec
 from tests.runtime.runs import write_recipe
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import greedy_tokens, write_tiny_model
 
 
 class ScriptedEngine:
@@ -108,7 +106,7 @@ def test_an_engine_of_two_nodes_is_one_engine_that_is_started_again_as_a_whole(
     two_nodes: list[Place], tmp_path: Path
 ) -> None:
     write_tiny_model(tmp_path / "model", "qwen2", tied=False, layers=2, seed=1)
-    expected = _greedy(tmp_path / "model")
+    expected = greedy_tokens(tmp_path / "model", PROMPT, NUM_TOKENS)
     spec = replace(engine_spec(tmp_path / "model", tmp_path / "run", tensor=2), index=0)
 
     async def scenario() -> None:
@@ -137,16 +135,6 @@ def test_nodes_have_equal_shares_of_an_engine_in_the_order_of_its_ranks(two_node
         on_nodes([first, first, second])
     with pytest.raises(AssertionError, match="in turn"):
         on_nodes([first, second, first, second])
-
-
-def _greedy(folder: Path) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    ids = torch.tensor([PROMPT])
-    with torch.no_grad():
-        for _ in range(NUM_TOKENS):
-            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
-    tokens: list[int] = ids[0, len(PROMPT) :].tolist()
-    return tokens
 
 
 async def _answer(endpoint: EngineEndpoint) -> list[int]:

@@ -129,11 +129,15 @@ class SharedPhases:
     async def publishing(self) -> AsyncIterator[None]:
         """Enclose a publish. After one that fails, engines that had given up their weights are still empty."""
         async with self._turn:
-            if not self._engines.reachable:
-                await self._let_one_start()
-            await self._engines.take_weights()
+            await self.take_weights()
             yield
             self._are_empty = False
+
+    async def take_weights(self) -> None:
+        """Let engines have memory for their weights, before they get any command: SGLang looks at them each time."""
+        if not self._engines.reachable:
+            await self._let_one_start()
+        await self._engines.take_weights()
 
     @asynccontextmanager
     async def sending_to_one(self) -> AsyncIterator[bool]:

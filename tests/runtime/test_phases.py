@@ -58,13 +58,13 @@ class Pool:
     async def start_trainers(self) -> None:
         await self.phases.make_room()
         self.calls.append("trainers start")
-        await self.fleet.take_weights()
         actor = Offloader(release=self._note("trainers leave"), reload=self._note("trainers return"))
 
         async def refill() -> None:
             await self.publisher.publish(self.version)
 
         self.phases.take_turns_with([actor], refill=refill, can_send_away=self._can_send_away)
+        await self.phases.take_weights()
 
     def _note(self, call: str) -> Callable[[], asyncio.Future[None]]:
         def note() -> asyncio.Future[None]:

@@ -257,9 +257,6 @@ async def _connect_managed(
     if not isinstance(phases, SharedPhases):
         await publisher.connect()
         return publisher
-    # SGLang looks at its weights whenever it gets a command.
-    await fleet.take_weights()
-    await publisher.connect()
     shared = SharedPublisher(publisher, phases)
 
     async def refill() -> None:
@@ -267,6 +264,8 @@ async def _connect_managed(
 
     can_send_away = roles.actor.offload != "everything" or "actor" not in roles.beside_engines
     phases.take_turns_with(offloaders(roles, trainers), refill=refill, can_send_away=can_send_away)
+    await phases.take_weights()
+    await publisher.connect()
     return shared
 
 

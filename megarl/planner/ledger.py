@@ -33,13 +33,13 @@ ALLOCATOR_SHARE = 0.05
 
 class MemoryPhase(StrEnum):
     STARTING = "starting"
-    """Trainers and engines of a pool have been started, and one of them sleeps if the recipe lets it."""
+    """Engines were started first and sleep, and the trainers of their pool have been built."""
     GENERATING = "generating"
     SCORING = "scoring"
     """Values, and log-probabilities of the reference and of the policy before its update."""
     TRAINING = "training"
     PUBLISHING = "publishing"
-    """The engines have their weights again, and no KV cache yet."""
+    """The engines have their weights again and no KV cache; trainers still hold the memory of their last pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +111,9 @@ class _PoolLedgers:
         held = [item for model in self._models.values() for item in model.held]
         resting = [item for model in self._models.values() for item in model.resting]
         awake, asleep = [*self._engine_items(has_weights=True, has_cache=True)], [*self._resting_engine()]
+        kept_bytes = 0
         if self._models and self._engine is not None:
-            takes_turns = len(resting) < len(held) or not self._deployment.keeps_engine_weights
-            yield self._ledger(MemoryPhase.STARTING, [*held, *(asleep if takes_turns else awake)])
+            yield self._ledger(MemoryPhase.STARTING, [*held, *asleep])
         if self._engine is not None:
             yield self._ledger(MemoryPhase.GENERATING, [*resting, *awake])
         for phase in (MemoryPhase.SCORING, MemoryPhase.TRAINING):
@@ -124,9 +124,13 @@ class _PoolLedgers:
                 if computing
             ]
             if possible:
-                yield self._ledger(phase, [*max(possible, key=_total), *asleep])
+                fullest = max(possible, key=_total)
+                kept_bytes = max(kept_bytes, _total(fullest) - _total(held))
+                yield self._ledger(phase, [*fullest, *asleep])
         if "actor" in self._models and self._deployment.engine is not None:
             publishing = self._engine_items(has_weights=True, has_cache=False)
+            if self._deployment.capacity_bytes is not None:
+                held.append(LedgerItem(name="allocator", num_bytes=kept_bytes, is_exact=False))
             yield self._ledger(MemoryPhase.PUBLISHING, [*held, *publishing])
 
     def _resting_engine(self) -> Iterator[LedgerItem]:

@@ -75,11 +75,26 @@ def answer(path: Path, overrides: Sequence[str], question: PlanQuestion) -> Plan
     if problems:
         raise ConfigError(str(path), tuple(problems))
     recipe = recipe.model_copy(update={"roles": _without_running_engines(recipe.roles)})
-    workload = question.workload(recipe.data, recipe.sampling)
-    plan = make_plan(
-        recipe, shapes, question.gpu_for(recipe.cluster), workload, times_cpu=question.recorded is not None
+    gpu, workload = question.gpu_for(recipe.cluster), question.workload(recipe.data, recipe.sampling)
+    deployment = deploy(recipe, shapes, gpu)
+    published = None if deployment.engine is None else reshard(deployment)
+    sizes = size(
+        recipe,
+        deployment,
+        workload,
+        publish_s=published.seconds if published else 0.0,
+        times_cpu=question.recorded is not None,
     )
-    fitting = [] if plan.sizes.fits else proposals(recipe, shapes, plan.gpu, plan.workload)
+    plan = RunPlan(
+        shapes=shapes,
+        gpu=gpu,
+        workload=workload,
+        placement=deployment.placement,
+        stages={role: model.stages for role, model in deployment.models.items() if role != "reference"},
+        sizes=sizes,
+        reshard=published,
+    )
+    fitting = [] if sizes.fits else proposals(recipe, shapes, gpu, workload)
     return PlanAnswer(recipe=recipe, plan=plan, proposals=tuple(fitting))
 
 
@@ -119,26 +134,3 @@ def _without_running_engines(roles: RolesConfig) -> RolesConfig:
     if roles.rollout is None or roles.rollout.pool is not None:
         return roles
     return roles.model_copy(update={"rollout": None})
-
-
-def make_plan(
-    recipe: Recipe, shapes: RoleShapes, gpu: GpuModel, workload: StepWorkload, *, times_cpu: bool = False
-) -> RunPlan:
-    """Return the plan of a recipe that passed its checks."""
-    deployment = deploy(recipe, shapes, gpu)
-    published = None if deployment.engine is None else reshard(deployment)
-    return RunPlan(
-        shapes=shapes,
-        gpu=gpu,
-        workload=workload,
-        placement=deployment.placement,
-        stages={role: model.stages for role, model in deployment.models.items() if role != "reference"},
-        sizes=size(
-            recipe,
-            deployment,
-            workload,
-            publish_s=published.seconds if published else 0.0,
-            times_cpu=times_cpu,
-        ),
-        reshard=published,
-    )

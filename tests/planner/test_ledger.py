@@ -95,13 +95,20 @@ def test_a_shared_pool_whose_nodes_lack_weights_publishes_through_host_memory() 
     assert lanes == 2 * 8 * 2 * DEFAULT_BUCKET_BYTES
 
 
-def test_at_the_start_both_are_there_unless_one_of_them_can_leave() -> None:
-    plain = found_in(make_recipe("roles.rollout.pool=train"))["actor + engine", MemoryPhase.STARTING]
-    assert {"optimizer", "KV cache", "engine weights"} <= set(plain)
-    for change in ("roles.actor.offload=optimizer", "roles.rollout.release=everything"):
-        found = found_in(make_recipe("roles.rollout.pool=train", change))["actor + engine", MemoryPhase.STARTING]
-        assert "optimizer" in found
+def test_trainers_start_beside_engines_that_sleep() -> None:
+    for release, has_weights in (("kv_cache", True), ("everything", False)):
+        recipe = make_recipe("roles.rollout.pool=train", f"roles.rollout.release={release}")
+        found = found_in(recipe)["actor + engine", MemoryPhase.STARTING]
+        assert {"weights", "gradients", "optimizer", "engine graphs"} <= set(found)
         assert "KV cache" not in found
+        assert ("engine weights" in found) == has_weights
+
+
+def test_a_publish_meets_the_memory_that_the_last_pass_left_with_the_allocator() -> None:
+    found = found_in(make_recipe("roles.rollout.pool=train", "roles.rollout.release=everything"))
+    training, publishing = (found["actor + engine", phase] for phase in (MemoryPhase.TRAINING, MemoryPhase.PUBLISHING))
+    assert sum(publishing.values()) == sum(training.values()) + publishing["engine weights"]
+    assert "allocator" not in found["actor + engine", MemoryPhase.GENERATING]
 
 
 def test_an_engine_that_releases_everything_leaves_its_weights_to_the_trainer_until_the_publish() -> None:

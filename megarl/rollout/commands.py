@@ -22,6 +22,8 @@ from megarl.weights.executors.group import Backend, StoreAddress
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
 _TENSOR_NAME = "megarl.command"
+_MAX_JOIN_S = 120.0
+"""A peer that takes longer to join is stuck in a failure before, and is given up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +33,15 @@ class Rendezvous:
     address: StoreAddress
     name: str
     timeout_s: float
-    """Deadline of the rendezvous itself and of each transfer after it."""
+    """Deadline of each transfer."""
     backend: Backend | None
     """None where no bytes are sent: engine ranks read them all from the memory of trainer ranks."""
     bucket_bytes: int
+
+    @property
+    def join_timeout_s(self) -> float:
+        """Deadline of the rendezvous itself, which moves no weights."""
+        return min(self.timeout_s, _MAX_JOIN_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

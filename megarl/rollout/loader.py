@@ -99,6 +99,7 @@ class _Member:
             peer=transfer.peer(rank),
             num_peers=transfer.num_peers,
             timeout_s=rendezvous.timeout_s,
+            join_timeout_s=rendezvous.join_timeout_s,
             backend=rendezvous.backend,
             host=message.host,
         )

@@ -67,7 +67,8 @@ def test_random_layouts_arrive_bit_for_bit_whatever_the_number_of_hardware_queue
 
 @pytest.fixture(scope="module")
 def peers() -> Iterator[list[Peer]]:
-    with card(NUM_PEERS, connections=8) as processes:
+    """The ranks of a trainer have one hardware queue."""
+    with card(NUM_PEERS, connections=1) as processes:
         yield processes
 
 

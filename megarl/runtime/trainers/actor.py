@@ -46,6 +46,7 @@ class PublishingActor(ActorRank):
             peer=self._spec.rank,
             num_peers=transfer.num_peers,
             timeout_s=rendezvous.timeout_s,
+            join_timeout_s=rendezvous.join_timeout_s,
             backend=rendezvous.backend,
             host=own_address(self._bind),
         )

@@ -27,7 +27,8 @@ from megarl.weights.executors.channel import WATCH_S, Channel, GlooChannel, Mess
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
-_POLL_S = 0.005
+_POLL_S = 0.0005
+"""First pause of a wait; each further one is twice as long, up to a limit."""
 _ABANDONED = "abandoned"
 
 
@@ -78,19 +79,21 @@ class TransferGroup:
         peer: int,
         num_peers: int,
         timeout_s: float,
+        join_timeout_s: float | None = None,
         backend: Backend | None = "gloo",
         host: str = LOOPBACK,
     ) -> TransferGroup:
-        """Meet the other peers at the store. `host` is the address at which other peers reach this process.
+        """Meet the other peers at the store, within `join_timeout_s` or else `timeout_s`.
 
-        Without a `backend` the group has a store only.
+        `host` is the address at which other peers reach this process. Without a `backend` the group has a store only.
         """
         what = f"peer {peer} of {num_peers} joining {name}"
         with _failing_as(what):
-            deadline = time.monotonic() + timeout_s
+            join_s = timeout_s if join_timeout_s is None else join_timeout_s
+            deadline = time.monotonic() + join_s
             client = TCPStore(address.host, address.port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
             store = PrefixStore(name, client)
-            _meet(store, "peer", peer, num_peers, timeout_s, what)
+            _meet(store, "peer", peer, num_peers, join_s, what)
             channel = _connect(backend, store, peer=peer, num_peers=num_peers, deadline=deadline, host=host, what=what)
         return cls(store, channel, name=name, peer=peer, num_peers=num_peers, timeout_s=timeout_s)
 

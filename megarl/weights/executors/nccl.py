@@ -11,6 +11,7 @@ wait for it, and so would a copy that shares its hardware queue.
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from torch.distributed.distributed_c10d import Store
 
 from megarl.errors import WeightSyncError
 from megarl.weights.executors.channel import WATCH_S, Message
+
+logger = logging.getLogger(__name__)
 
 _LIBRARY = "libnccl.so.2"
 _SUCCESS, _IN_PROGRESS = 0, 7
@@ -131,6 +134,8 @@ class NcclChannel:
             aborting = Thread(target=_library().ncclCommAbort, args=(communicator,), daemon=True)
             aborting.start()
             aborting.join(_ABORT_TIMEOUT_S)
+            if aborting.is_alive():
+                logger.warning("NCCL has not aborted a communicator within %.0f s", _ABORT_TIMEOUT_S)
 
     def _until_accepted(self, result: int, deadline: float, check: Callable[[], None]) -> None:
         """Wait until a call that was begun is carried out, or enqueued on the stream."""

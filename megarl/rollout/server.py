@@ -33,7 +33,6 @@ _TARGET = "sglang.srt.managers.tokenizer_manager.TokenizerManager.add_logprob_to
 
 class _Request(Protocol):
     stream: bool
-    return_flat_raw_top_logprobs_b64: bool
 
 
 class _State(Protocol):
@@ -73,7 +72,8 @@ def add_flat_logprobs(
     """Write the log-probabilities of the output into `meta_info`, once, when the response is complete."""
     request = state.obj
     is_plain = not top_logprobs_num and token_ids_logprob is None and not return_text_in_logprobs
-    is_flat = request.return_flat_raw_top_logprobs_b64 and not request.stream and not state.input_token_logprobs_val
+    is_asked = getattr(request, "return_flat_raw_top_logprobs_b64", False)  # not in every release
+    is_flat = is_asked and not request.stream and not state.input_token_logprobs_val
     if not is_plain or not is_flat:
         add(manager, meta_info, state, top_logprobs_num, token_ids_logprob, return_text_in_logprobs)
     elif meta_info["finish_reason"] is not None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from base64 import b64decode
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from megarl.rollout.client import GenerateRequest
-from megarl.rollout.server import add_flat_logprobs
+from megarl.rollout.server import add_flat_logprobs, register
 from tests.rollout.engines import ServedModel
 
 
@@ -45,6 +46,11 @@ def test_nothing_is_encoded_before_the_end() -> None:
 @pytest.mark.parametrize("other", [{"stream": True}, {"top_logprobs_num": 2}, {"is_asked": False}])
 def test_other_requests_are_left_to_sglang(other: dict[str, Any]) -> None:
     assert added(finish_reason={"type": "stop"}, **other) == "original"
+
+
+def test_a_release_without_plugins_runs_without_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", None)
+    register()
 
 
 def test_a_real_server_answers_with_arrays_where_it_is_asked_and_with_lists_where_it_is_not(

@@ -128,9 +128,6 @@ LOCAL_RAY_ENVIRONMENT: Mapping[str, str] = {
 SEVERAL_NODES_ENVIRONMENT: Mapping[str, str] = {
     # Ray refuses to start a further node otherwise.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
-    # Both instead of 30 s: the nodes share the cores of one machine with everything that runs on them.
-    "RAY_raylet_start_wait_time_s": "300",
-    "RAY_agent_register_timeout_ms": "300000",
 }
 """Set for every node of a Ray of several nodes on this machine."""
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from megarl.config.section import CPU_SLOT
@@ -20,7 +20,7 @@ from megarl.system.network import LOOPBACK
 _STOP_GRACE_S = 20.0
 _START_TIMEOUT_S = 360.0
 _MAX_STARTS = 3
-"""Starts of one node: Ray gives its own agents 15 s to start, which a busy machine may not keep."""
+"""Starts of one node: Ray gives a node 30 s to register, which a busy machine may not keep."""
 _POLL_S = 0.1
 _STARTED = b"Ray runtime started"
 """In the output of `ray start`."""
@@ -59,7 +59,7 @@ class LocalRay:
         else:
             self.wait_started()
             words = ["--address", self.address]
-        words += ["--node-ip-address", node, "--num-cpus", str(num_slots + 2)]
+        words += [*_agent_ports(node), "--node-ip-address", node, "--num-cpus", str(num_slots + 2)]
         if self._device == "cpu":
             words += ["--resources", json.dumps({CPU_SLOT: num_slots})]
         if num_gpus is not None:
@@ -103,6 +103,19 @@ class LocalRay:
                 stop_guarded(self._nodes[node], grace_s=0.0)
                 self._start(node, number)
             time.sleep(_POLL_S)
+
+
+def _agent_ports(node: str) -> Iterator[str]:
+    """Yield options that name a free port for each agent of a node.
+
+    Without them a raylet ends itself when an agent has not reported its port within 15 s, as on a busy machine.
+    """
+    agents = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server((node, 0))) for _ in agents]
+        ports = [str(listener.getsockname()[1]) for listener in listeners]
+    for agent, port in zip(agents, ports, strict=True):
+        yield from (f"--{agent}-port", port)
 
 
 @contextmanager

@@ -40,10 +40,8 @@ class LocalRay:
         self._has_several_nodes = has_several_nodes
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._last_words: list[str] = []
-        host = self._address_of(0)
-        with socket.create_server((host, 0)) as listener:
-            self._port: int = listener.getsockname()[1]
-        self.address = f"{host}:{self._port}"
+        (self._port,) = _free_ports(1)
+        self.address = f"{self._address_of(0)}:{self._port}"
         """The head's, for processes that join."""
 
     def start_node(self, *, num_slots: int, num_gpus: int | None = None) -> str:
@@ -55,11 +53,11 @@ class LocalRay:
         number = len(self._nodes)
         node = self._address_of(number)
         if number == 0:
-            words = ["--head", "--port", str(self._port), "--include-dashboard", "false"]
+            words = ["--head", "--port", self._port, "--include-dashboard", "false"]
         else:
             self.wait_started()
             words = ["--address", self.address]
-        words += [*_agent_ports(node), "--node-ip-address", node, "--num-cpus", str(num_slots + 2)]
+        words += [*_agent_ports(), "--node-ip-address", node, "--num-cpus", str(num_slots + 2)]
         if self._device == "cpu":
             words += ["--resources", json.dumps({CPU_SLOT: num_slots})]
         if num_gpus is not None:
@@ -105,16 +103,20 @@ class LocalRay:
             time.sleep(_POLL_S)
 
 
-def _agent_ports(node: str) -> Iterator[str]:
+def _free_ports(number: int) -> list[str]:
+    """Return ports that are free on every address: a node with another address than 127.0.0.1 listens on all."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("", 0))) for _ in range(number)]
+        return [str(listener.getsockname()[1]) for listener in listeners]
+
+
+def _agent_ports() -> Iterator[str]:
     """Yield options that name a free port for each agent of a node.
 
     Without them a raylet ends itself when an agent has not reported its port within 15 s, as on a busy machine.
     """
     agents = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server((node, 0))) for _ in agents]
-        ports = [str(listener.getsockname()[1]) for listener in listeners]
-    for agent, port in zip(agents, ports, strict=True):
+    for agent, port in zip(agents, _free_ports(len(agents)), strict=True):
         yield from (f"--{agent}-port", port)
 
 

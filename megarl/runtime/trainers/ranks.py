@@ -23,7 +23,7 @@ from megarl.errors import WorkerError
 from megarl.runtime.cluster import own_address
 from megarl.runtime.trainers.hang import Answer, RankStacks, Silence, capture, explain_hang, write_report
 from megarl.runtime.trainers.remote_process import RemoteProcess, describe, end, this_process
-from megarl.runtime.trainers.worker_group import WorkerGroup
+from megarl.runtime.trainers.worker_group import WorkerDiedError, WorkerGroup, WorkerLateError
 from megarl.system.network import interface_of
 from megarl.train.rank import ModelRank, RankSpec
 from megarl.types import FloatArray, SampleNumbers, TrainBatch
@@ -65,11 +65,21 @@ class HeldPart:
 class HeldNumbers:
     """Numbers per token that stay where ranks computed them; the driver has references to them."""
 
+    role: str
     parts: tuple[HeldPart, ...]
+    timeout_s: float
 
     async def fetch(self) -> tuple[FloatArray, ...]:
-        """Return one array per sample of the step."""
-        return assemble(await asyncio.gather(*(part.reference for part in self.parts)))
+        """Return one array per sample of the step; raise WorkerError if the rank that holds some is lost."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return assemble(await asyncio.gather(*(part.reference for part in self.parts)))
+        except TimeoutError:
+            late = f"numbers of {self.role} ranks were not fetched within {self.timeout_s:g} s"
+            raise WorkerLateError(f"{late} (train.operation_timeout_s)") from None
+        except ray.exceptions.RayError as error:
+            reason = str(error).splitlines()[0]
+            raise WorkerDiedError(f"numbers of {self.role} ranks are lost with the rank: {reason}") from error
 
     def of(self, sample_ids: frozenset[int]) -> list[ray.ObjectRef]:
         """Return references to the parts that have some of the samples."""
@@ -187,7 +197,8 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
     ) -> HeldNumbers:
         """Have every rank compute numbers of its share's tokens, in this model's turn; they stay where they are."""
         parts: list[HeldPart | None] = await self._compute_shares(method.__name__, shares, {})
-        return HeldNumbers(parts=tuple(part for part in parts if part is not None))
+        answered = tuple(part for part in parts if part is not None)
+        return HeldNumbers(role=self.role, parts=answered, timeout_s=self._timeout_s)
 
     async def _compute_shares(
         self, method: str, shares: Iterator[TrainBatch], numbers: Mapping[str, HeldNumbers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 from megarl.config.load import load_recipe
 from megarl.config.roles import ModelParallelConfig
 from megarl.data.packing import Packing, pack, unpack
+from megarl.errors import WorkerError
 from megarl.runtime.launch import private_ray
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import SampleNumbers, TrainBatch
@@ -23,7 +24,7 @@ with private_ray():
     import ray
 
     from megarl.runtime.cluster import open_cluster
-    from megarl.runtime.trainers.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
+    from megarl.runtime.trainers.ranks import ALWAYS, BESIDE_TRAINING, HeldNumbers, HeldPart, RankGroup, RankHost
     from megarl.train.rank import ModelRank, RankSpec
 
 SPLIT = ModelParallelConfig(tensor=2)
@@ -110,3 +111,26 @@ def test_ranks_get_their_share_and_numbers_stay_with_those_that_computed_them(fo
         await group.end()
 
     asyncio.run(run())
+
+
+async def _lose() -> SampleNumbers:
+    raise ray.exceptions.RayError("the owner of the object died")
+
+
+async def _hang() -> SampleNumbers:
+    await asyncio.sleep(600)
+    raise AssertionError
+
+
+@pytest.mark.parametrize(("reference", "reason"), [(_lose, "lost with the rank: the owner"), (_hang, "within 0.1 s")])
+def test_numbers_that_cannot_be_fetched_are_a_lost_rank(
+    reference: Callable[[], Awaitable[SampleNumbers]], reason: str
+) -> None:
+    """The run then starts new ranks."""
+
+    async def fetch() -> None:
+        part = HeldPart(sample_ids=frozenset({0}), reference=reference())
+        await HeldNumbers(role="actor", parts=(part,), timeout_s=0.1).fetch()
+
+    with pytest.raises(WorkerError, match=f"numbers of actor ranks .*{reason}"):
+        asyncio.run(fetch())

@@ -46,7 +46,7 @@ class Numbers(HeldNumbers):
     """Numbers that lie in this process."""
 
     def __init__(self, *arrays: FloatArray) -> None:
-        super().__init__(parts=())
+        super().__init__(role="actor", parts=(), timeout_s=60)
         object.__setattr__(self, "arrays", arrays)
         object.__setattr__(self, "num_fetched", 0)
 

@@ -129,6 +129,39 @@ def test_a_bad_answer_is_tried_again_on_another_engine(bad: httpx.Response | htt
     assert first.requests[0]["sampling_params"] == second.requests[0]["sampling_params"]
 
 
+def broken_reply(**changes: object) -> bytes:
+    """A good reply with other fields in it or in its meta_info."""
+    reply = json.loads(reply_of(7, EOS).content)
+    for name, value in changes.items():
+        (reply if name in reply else reply["meta_info"])[name] = value
+    return json.dumps(reply).encode()
+
+
+@pytest.mark.fault("replies that no engine should give", "retried and counted, never trained on, never a crash")
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        (broken_reply(output_token_logprobs=[[-1e308, 7, None], [-1.0, EOS, None]]), "BadReplyError"),
+        (broken_reply(weight_version=str(2**40)), "BadReplyError"),
+        (broken_reply(weight_version=2**40), "BadReplyError"),
+        (broken_reply(output_ids=[10**400, EOS]), "BadReplyError"),
+        (broken_reply(output_token_logprobs=[[-(10**400), 7, None], [-1.0, EOS, None]]), "BadReplyError"),
+        (b'{"meta_info":' * 100_000, "BadReplyError"),
+        (broken_reply()[:-20], "BadReplyError"),
+        (broken_reply(weight_version="3"), "WrongVersionError"),
+    ],
+    ids=["-1e308", "version 2^40", "number 2^40", "long id", "long logprob", "deep", "truncated", "other version"],
+)
+def test_a_reply_that_no_engine_should_give_is_retried_and_counted(content: bytes, cause: str) -> None:
+    bad, good = ScriptedEngine(httpx.Response(200, content=content)), ScriptedEngine(reply_of(9, EOS))
+    fleet = scripted_fleet(bad, good)
+    fleet.requests = retries = Retries()
+    (rollout,) = generate(fleet).rollouts
+    assert rollout.token_ids.tolist() == [9, EOS]
+    assert np.isfinite(rollout.logprobs).all()
+    assert retries.causes == [cause]
+
+
 def test_an_aborted_rollout_is_tried_again_where_there_is_one_engine() -> None:
     engine = ScriptedEngine(reply_of(7, kind="abort"), reply_of(8, EOS))
     assert generate(scripted_fleet(engine)).rollouts[0].token_ids.tolist() == [8, EOS]

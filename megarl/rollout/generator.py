@@ -1,8 +1,9 @@
 """Turns prompts into checked rollout groups with the engines that are live. Knows no weights and no processes.
 
 A rollout is a function of (weights, prompt, seed): engine, time and attempt do not matter. The random numbers of a
-token follow from (seed, position). A rollout that a publish or its deadline interrupts continues with the same seed:
-tokens that it keeps are not drawn again, and only the choice of weights for each position depends on timing.
+token follow from (seed, position). A rollout that is interrupted, by a publish, at its deadline or because its engine
+is retired, continues with the same seed: tokens that it keeps are not drawn again, and only the choice of weights for
+each position depends on timing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megarl.errors import DataError, EngineError, FleetError
 from megarl.rollout.client import GenerateRequest
 from megarl.rollout.fleet import Engine, EngineLostError, Fleet
 from megarl.rollout.in_flight import Pauses
+from megarl.rollout.lifecycle import EngineState
 from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.system.faults import reach
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, TokenArray
@@ -217,7 +219,7 @@ class FleetGenerator:
             eos_ids=frozenset(self._vocabulary.eos_ids),
             version=version,
             newest_version=engine.version if is_interrupted else version,
-            is_interrupted=is_interrupted or reply.is_cut,
+            is_interrupted=is_interrupted or reply.is_cut or engine.state is EngineState.RETIRED,
             in_flight=None if pauses is None else pauses.mode,
         )
         reach("generating", step=engine.version, engine=engine.index)

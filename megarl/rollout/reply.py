@@ -43,7 +43,7 @@ class Expectation:
     newest_version: PolicyVersion
     """The newest version that may have been served since."""
     is_interrupted: bool = False
-    """The engine was paused or the request cut meanwhile: the tokens it had by then are a valid reply."""
+    """The engine was paused or retired, or the request cut: the tokens it had by then are a valid reply."""
     in_flight: InFlight | None = None
     """How the engine is paused for a publish; None if it is never paused during a request."""
 

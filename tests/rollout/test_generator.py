@@ -18,7 +18,7 @@ from megarl.errors import DataError, FleetError
 from megarl.rollout.client import EngineClient
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import evaluation_seed, sampling_seed
-from megarl.rollout.lifecycle import EngineState
+from megarl.rollout.lifecycle import EngineState, Retired
 from megarl.types import FinishReason, Prompt, RolloutGroup
 from tests.rollout.engines import EOS, ServedModel, generator_of, prompt_of, scripted_client, scripted_fleet
 
@@ -299,7 +299,9 @@ class SlowEngine:
         body = json.loads(request.content or b"{}")
         match request.url.path:
             case "/abort_request":
-                self._aborted[body["rid"]].set()
+                for rid, aborted in self._aborted.items():
+                    if body.get("abort_all") or rid == body.get("rid"):
+                        aborted.set()
                 return httpx.Response(200, json={})
             case "/generate":
                 self.requests.append(body)
@@ -359,6 +361,26 @@ def test_a_late_response_keeps_its_tokens_and_is_continued_elsewhere() -> None:
         request["sampling_params"]["max_new_tokens"] + len(request["input_ids"]) == 2 + 12 for request in requests
     )
     assert [engine.state for engine in fleet.engines] == [EngineState.HEALTHY] * 2
+
+
+@pytest.mark.fault("an engine that the operator retires", "its requests keep their tokens and go on elsewhere")
+def test_a_retired_engine_hands_its_responses_over() -> None:
+    response = (*range(10, 20), EOS)
+    engines = [SlowEngine(*response, token_s=0.1) for _ in range(2)]
+    fleet = late_fleet(*engines, request_timeout_s=60)
+
+    async def scenario() -> RolloutGroup:
+        generating = asyncio.create_task(generator_of(fleet).generate(prompt_of(5, 6)))
+        await asyncio.sleep(0.55)
+        fleet.report(fleet.engines[0], Retired())
+        await fleet.engines[0].client.abort_all()
+        return await generating
+
+    (rollout,) = asyncio.run(scenario()).rollouts
+    assert rollout.token_ids.tolist() == list(response)
+    assert len(engines[0].requests) == len(engines[1].requests) == 1
+    # Some tokens were kept: the other engine was not asked for all of them.
+    assert len(engines[1].requests[0]["input_ids"]) > 2
 
 
 def test_a_response_that_does_not_get_on_is_a_failure() -> None:

@@ -83,7 +83,7 @@ class Supervisor:
         self._publisher = publisher
 
     def retire(self, index: int) -> None:
-        """Take an engine out: it gets no further request and ends after its last answer."""
+        """Take an engine out: it gets no further request, and ends when it has returned the tokens of those it has."""
         engine = self._engine(index)
         if all(other.life.is_over for other in self._fleet.engines if other is not engine):
             raise EngineError(f"engine {index} is the last one; stop the run instead")
@@ -160,6 +160,9 @@ class Supervisor:
 
     async def _end(self, engine: Engine) -> None:
         while engine.state is EngineState.RETIRED and engine.num_outstanding:
+            # Its requests end with the tokens they have, and are continued elsewhere.
+            with suppress(EngineError):
+                await engine.client.abort_all()
             await asyncio.sleep(_TICK_S)
         await self._processes.end(engine.index)
 

@@ -172,6 +172,7 @@ def test_a_retired_engine_answers_what_it_has_and_ends_and_can_be_added_again() 
                 supervisor.retire(engine.index)
                 await asyncio.sleep(0.5)
                 assert "end 0" not in scripted.calls
+                assert "/abort_request" in scripted.asked, "its requests end with the tokens they have"
                 async with fleet.lease() as other:
                     assert other.index == 1
             await until(lambda: "end 0" in scripted.calls)

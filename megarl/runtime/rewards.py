@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,14 +32,14 @@ _LOG_FILE = "reward.log"
 _MAX_WAITING = 65_536
 """Responses that one node holds, waiting or being scored."""
 _REST_S = 30.0
-"""How long a node that failed gets no response; Ray may start its pool again meanwhile."""
+"""How long a node that failed gets no response: Ray may start its pool again. Nodes are looked up as often."""
 
 
 def build_spread_scorer(
-    config: RewardConfig, nodes: Sequence[str], *, run_folder: Path, observer: Observer
+    config: RewardConfig, find_nodes: Callable[[], Sequence[str]], *, run_folder: Path, observer: Observer
 ) -> ClosableScorer:
-    """Return the scorer of a recipe, with worker processes on each of the nodes, given by Ray's ids."""
-    open_pool = partial(SpreadPool, nodes=nodes, run_folder=run_folder)
+    """Return the scorer of a recipe, with worker processes on each node that `find_nodes` returns, by Ray's ids."""
+    open_pool = partial(SpreadPool, find_nodes=find_nodes, run_folder=run_folder)
     return build_scorer(config, observer=observer, open_pool=open_pool)
 
 
@@ -87,27 +87,41 @@ class _Node:
 class SpreadPool:
     """A `ScoringBackend` with `task.workers` processes on every node."""
 
-    def __init__(self, task: ScoringTask, *, nodes: Sequence[str], run_folder: Path) -> None:
+    def __init__(self, task: ScoringTask, *, find_nodes: Callable[[], Sequence[str]], run_folder: Path) -> None:
+        self._task = task
+        self._find_nodes = find_nodes
+        self._run_folder = run_folder.absolute()
+        self._nodes: dict[str, _Node] = {}
+        self._looks_again = 0.0
+        self._look()
+
+    def _look(self) -> None:
+        """Open a pool on each node that is new; close those of nodes that were replaced."""
+        self._looks_again = time.monotonic() + _REST_S
         own = str(ray.get_runtime_context().get_node_id())
-        self._nodes: list[_Node] = []
-        for node in nodes or [own]:
-            is_own = node == own
-            log_path = run_folder.absolute() / (_LOG_FILE if is_own else f"reward_{node[:8]}.log")
-            pool: ScoringBackend = (
-                WorkerPool(task, log_path=log_path) if is_own else _RemotePool(task, node, log_path=log_path)
-            )
-            self._nodes.append(_Node(name=node, pool=pool))
+        names = self._find_nodes() or [own]
+        for name in self._nodes.keys() - set(names):
+            if not self._nodes[name].num_waiting:
+                self._nodes.pop(name).pool.close()
+        for name in names:
+            if name not in self._nodes:
+                self._nodes[name] = _Node(name=name, pool=self._open(name, is_own=name == own))
+
+    def _open(self, node: str, *, is_own: bool) -> ScoringBackend:
+        if is_own:
+            return WorkerPool(self._task, log_path=self._run_folder / _LOG_FILE)
+        return _RemotePool(self._task, node, log_path=self._run_folder / f"reward_{node[:8]}.log")
 
     async def score(self, request: Request) -> Score:
         """Score on the node where the fewest responses wait; on another one if the node fails."""
-        tried: list[_Node] = []
+        tried: set[str] = set()
         while True:
             now = time.monotonic()
-            left = [node for node in self._nodes if node not in tried]
+            if now > self._looks_again:
+                self._look()
+            left = [node for name, node in self._nodes.items() if name not in tried]
             if not left:
-                raise RewardError(
-                    f"no node can score: {', '.join(node.name for node in tried)} failed; see reward*.log"
-                )
+                raise RewardError("no node is left that scores: the reward workers of all of them are lost")
             node = min(left, key=lambda each: (each.rests_until > now, each.num_waiting))
             node.num_waiting += 1
             try:
@@ -115,10 +129,10 @@ class SpreadPool:
             except ray.exceptions.RayError as error:
                 logger.warning("node=%s its reward workers are lost: %s", node.name, str(error).splitlines()[0])
                 node.rests_until = now + _REST_S
-                tried.append(node)
+                tried.add(node.name)
             finally:
                 node.num_waiting -= 1
 
     def close(self) -> None:
-        for node in self._nodes:
+        for node in self._nodes.values():
             node.pool.close()

@@ -108,8 +108,9 @@ class _Run:
             async with AsyncExitStack() as stack, task_group() as tasks:
                 starting = start_serving(recipe, self._inputs.shape, pools, stack, observer=observer)
                 serving = tasks.create_task(starting)
-                nodes = nodes_of(pools.values())
-                scorer = build_spread_scorer(recipe.reward, nodes, run_folder=recipe.run_folder, observer=observer)
+                scorer = build_spread_scorer(
+                    recipe.reward, lambda: nodes_of(pools.values()), run_folder=recipe.run_folder, observer=observer
+                )
                 stack.callback(scorer.close)
                 await self._replace_lost_ranks(resume, pools, serving, scorer, preemption)
 

@@ -22,6 +22,7 @@ with private_ray():
     # Ray reads its environment when it is imported, here as in a run.
     import ray
 
+    from megarl.runtime import rewards
     from megarl.runtime.local_ray import LocalRay, local_ray
     from megarl.runtime.rewards import SpreadPool
 
@@ -53,16 +54,25 @@ def request(text: str) -> Request:
     return Request(data_source="", solution_str=text, ground_truth="", extra_info={})
 
 
-def test_every_node_scores_and_a_lost_node_takes_no_response_with_it(nodes: LocalRay, tmp_path: Path) -> None:
+def test_every_node_scores_and_a_lost_node_takes_no_response_with_it(
+    nodes: LocalRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewards, "_REST_S", 0.1)
     (tmp_path / "reward.py").write_text(REWARD)
     config = FunctionRewardConfig(kind="function", path=tmp_path / "reward.py", workers=1)
     ids = {str(node["NodeManagerAddress"]): str(node["NodeID"]) for node in ray.nodes()}
-    pool = SpreadPool(scoring_task(config), nodes=list(ids.values()), run_folder=tmp_path)
+    head = ids[nodes.address.partition(":")[0]]
+    used = [head]
+    pool = SpreadPool(scoring_task(config), find_nodes=lambda: used, run_folder=tmp_path)
 
     async def score(numbers: range) -> list[Score]:
         return await asyncio.gather(*(pool.score(request(str(number))) for number in numbers))
 
     async def run() -> set[int]:
+        alone = await score(range(4))
+        assert {int(found.components["host"]) for found in alone} == {os.getpid()}
+        used[:] = ids.values()
+        await asyncio.sleep(0.2)
         first = await score(range(12))
         assert [found.value for found in first] == list(range(12))
         hosts = {int(found.components["host"]) for found in first}
@@ -70,6 +80,8 @@ def test_every_node_scores_and_a_lost_node_takes_no_response_with_it(nodes: Loca
         assert os.getpid() in hosts
         with pytest.raises(ScoreError, match="broken on purpose"):
             await asyncio.gather(*(pool.score(request("bad")) for _ in range(4)))
+        monkeypatch.setattr(rewards, "_REST_S", 30.0)
+        await score(range(1))
         away = next(address for address in ids if address != nodes.address.partition(":")[0])
         under_way = asyncio.ensure_future(score(range(12)))
         await asyncio.sleep(0.5)

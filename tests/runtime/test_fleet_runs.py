@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from megarl.checkpoint.manifest import verify
+from megarl.env import RAY_ADDRESS
 from megarl.observe.events import EVENTS_FILE, EngineChanged, PhaseStarted, Restarted, StepFinished, read_events
+from megarl.runtime.launch import private_ray
+from megarl.runtime.local_ray import LocalRay, local_ray
 from megarl.tools.quickstart.arithmetic import make_arithmetic
-from tests.runtime.runs import Driver, Run, descendants, finished, run, started, survivors
+from tests.runtime.runs import Driver, Run, descendants, finished, run, started, survivors, write_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -99,6 +104,33 @@ def test_in_a_shared_pool_an_engine_killed_while_it_sleeps_comes_back_when_it_ma
     restart = next(number for number, event in enumerate(events) if isinstance(event, Restarted))
     phases = [event.phase for event in events[:restart] if isinstance(event, PhaseStarted)]
     assert phases[-1] == "generate"
+
+
+def test_a_run_with_an_engine_of_two_nodes_is_the_run_with_an_engine_of_one(folder: Path) -> None:
+    sizes = ("roles.rollout.tensor=2", "roles.rollout.canary_every=1")
+    reference = run(folder, "one_node", "pools.rollout.gpus_per_node=2", *sizes)
+    assert reference.exit_code == 0, reference.output
+    overrides = ("pools.rollout={nodes: 2, gpus_per_node: 1}", *sizes)
+    words = ["train", str(write_recipe(folder, "two_nodes")), *(word for item in overrides for word in ("--set", item))]
+    with private_ray():
+        nodes = LocalRay(device="cpu", log_folder=folder, has_several_nodes=True)
+        with local_ray(nodes, num_slots=3):
+            nodes.start_node(num_slots=1)
+            nodes.wait_started()
+            done = subprocess.run(
+                [sys.executable, "-c", "from megarl.cli.main import main; main()", *words],
+                env={**os.environ, RAY_ADDRESS.name: nodes.address},
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=1200,
+                check=False,
+            )
+    assert done.returncode == 0, done.stdout + done.stderr
+    finished_there = Run(folder=folder / "runs" / "two_nodes", exit_code=0, output=done.stdout)
+    assert _weights(finished_there) == _weights(reference)
+    logs = sorted(path.name for path in (finished_there.folder / "engines").iterdir())
+    assert logs == ["engine_0.log", "engine_0_node_1.log"]
 
 
 @pytest.mark.fault("all engines gone, restarts spent", "exit code 76, one sentence, a checkpoint that verifies")

@@ -15,7 +15,7 @@ from megarl.config.algorithm import SftConfig
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.train.actor import ActorRank
-from megarl.train.memory import Offload
+from megarl.train.memory import Offload, free_cache
 from megarl.train.rank import RankSpec
 from megarl.weights.algebra.locality import Link, on_gpus
 from megarl.weights.algebra.plan import Plan, plan
@@ -94,6 +94,15 @@ def test_memory_that_is_given_back_is_free_for_others() -> None:
         offload.wait()
         assert buffer.double().sum() == total
         assert not gradient.any()
+
+
+def test_what_torch_keeps_for_later_is_free_for_others() -> None:
+    block = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    before = used_bytes()
+    del block
+    assert before - used_bytes() < SLACK_BYTES
+    free_cache(torch.device("cuda", 0))
+    assert before - used_bytes() > (1 << 30) - SLACK_BYTES
 
 
 def make_plan() -> Plan:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megarl.train.memory import Offload
+from megarl.train.optimizer import ModelOptimizer
 from tests.train import jobs
 from tests.train.cluster import Cluster
 from tests.train.conftest import Models
@@ -59,6 +60,15 @@ def test_new_values_are_taken_along_and_host_memory_is_kept() -> None:
     assert buffer.eq(3.0).all()
     assert later.eq(1.0).all()
     assert places.items() <= {key: place.data_ptr() for key, (_, place) in offload._places.items()}.items()
+
+
+def test_an_optimizer_that_offloads_nothing_gives_back_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[torch.device] = []
+    monkeypatch.setattr("megarl.train.optimizer.free_cache", freed.append)
+    optimizer = object.__new__(ModelOptimizer)
+    optimizer._offloads, optimizer._device, optimizer._offload = "nothing", CPU, Offload(CPU)
+    optimizer.release()
+    assert (freed, optimizer.is_released, optimizer.has_weights) == ([CPU], False, True)
 
 
 @pytest.mark.parametrize("split", ["TP1", "DP2", "PP2-VPP2"])

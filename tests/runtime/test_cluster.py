@@ -9,7 +9,7 @@ from ray.util.placement_group import PlacementGroup
 from megarl.config.roles import PoolConfig
 from megarl.config.section import CPU_SLOT
 from megarl.errors import MachineError
-from megarl.runtime.cluster import NodeBundle, Place, Pool, gpu_numbers, nodes_of, refuse_missing
+from megarl.runtime.cluster import NodeBundle, Place, Pool, accelerators, gpu_numbers, nodes_of, refuse_missing
 
 
 def places(pool: str, *nodes: str, gpus: tuple[int, ...] = (), size: int = 2) -> list[Place]:
@@ -73,3 +73,9 @@ def test_pools_that_fit_one_by_one_and_not_together_are_refused() -> None:
     with pytest.raises(MachineError, match="pools: need 32 GPUs together, and the Ray cluster has 3 nodes with 8 GPUs"):
         refuse_missing(pools, [8, 8, 8], resource="GPU")
     refuse_missing(pools, [8, 8, 8, 8], resource="GPU")
+
+
+def test_the_kinds_of_gpus_are_those_that_ray_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    resources = {"GPU": 16.0, "accelerator_type:H100": 1.0, "accelerator_type:H200": 1.0, "node:10.0.0.1": 1.0}
+    monkeypatch.setattr("ray.cluster_resources", lambda: resources)
+    assert accelerators() == ["H100", "H200"]

@@ -111,6 +111,14 @@ def gpu_of(cluster: ClusterConfig, accelerators: Iterable[str] = ()) -> GpuModel
     return reported_gpu(accelerators) or GPUS[DEFAULT_GPU]
 
 
+def other_gpu(cluster: ClusterConfig, accelerators: Iterable[str]) -> str | None:
+    """Return a warning if Ray reports a smaller GPU than the recipe names: the plan does not hold there."""
+    reported = reported_gpu(accelerators)
+    if cluster.gpu is None or reported is None or reported.memory_gib >= GPUS[cluster.gpu].memory_gib:
+        return None
+    return f"cluster.gpu is {cluster.gpu}, but Ray reports {reported.name}, which is smaller; name it and plan again"
+
+
 def gpu_named(driver_name: str) -> GpuModel | None:
     """Return the GPU that its driver calls `NVIDIA H200`; None for one that is not in the table."""
     words = driver_name.lower()

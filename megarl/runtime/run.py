@@ -17,7 +17,7 @@ from megarl.config.recipe import Recipe
 from megarl.errors import DamagedError, MegarlError, WorkerError
 from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
-from megarl.planner.hardware import reported_gpu
+from megarl.planner.hardware import other_gpu, reported_gpu
 from megarl.planner.run_plan import check_fit
 from megarl.runtime.build import LoopBuilder
 from megarl.runtime.cluster import Pool, accelerators, nodes_of, open_cluster, settle
@@ -102,7 +102,9 @@ class _Run:
             open_cluster(recipe, address=ray_address, tasks_file=tasks_file) as cluster,
             preemptible(grace_s=recipe.checkpoint.grace_s) as preemption,
         ):
-            if asks_ray_for_gpu and (warning := check_fit(recipe, reported_gpu(accelerators()))):
+            kinds = accelerators()
+            warning = check_fit(recipe, reported_gpu(kinds)) if asks_ray_for_gpu else other_gpu(recipe.cluster, kinds)
+            if warning is not None:
                 observer.warned(warning)
             pools = reserve_pools(cluster, recipe.pools, recipe.roles.used_pools)
             async with AsyncExitStack() as stack, task_group() as tasks:

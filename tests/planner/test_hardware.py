@@ -4,7 +4,7 @@ import pytest
 
 from megarl.config.recipe import ClusterConfig
 from megarl.errors import ConfigError
-from megarl.planner.hardware import DEFAULT_GPU, GPUS, gpu_named, gpu_of, parse_gpu
+from megarl.planner.hardware import DEFAULT_GPU, GPUS, gpu_named, gpu_of, other_gpu, parse_gpu
 
 
 def test_a_known_gpu_is_found_by_its_name() -> None:
@@ -35,3 +35,9 @@ def test_the_recipes_gpu_counts_before_what_ray_reports() -> None:
     assert gpu_of(ClusterConfig(gpu="h200"), ["A100-80G"]) is GPUS["h200"]
     assert gpu_of(ClusterConfig(), ["H200", "A100-80G", "TPU-V4"]) is GPUS["a100"]
     assert gpu_of(ClusterConfig(), ["TPU-V4"]) is GPUS[DEFAULT_GPU]
+
+
+def test_a_smaller_gpu_than_the_recipe_names_is_a_warning() -> None:
+    assert "Ray reports h100" in (other_gpu(ClusterConfig(gpu="h200"), ["H200", "H100"]) or "")
+    for named, reported in ((None, ["H100"]), ("h100", ["H200"]), ("h200", []), ("h200", ["TPU-V4"])):
+        assert other_gpu(ClusterConfig.model_validate({"gpu": named}), reported) is None

@@ -120,8 +120,8 @@ RAY_ENVIRONMENT: Mapping[str, str] = {
 LOCAL_RAY_ENVIRONMENT: Mapping[str, str] = {
     # Named for other systems, but on Linux too it makes Ray use 127.0.0.1 as its address and listen on nothing else.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Seconds: a head that is gone does not come back.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+    # Seconds: a head that is gone does not come back, but one on a busy machine may be late.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
 }
 """Set as well for a Ray that megarl starts on this machine alone."""
 

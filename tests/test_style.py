@@ -11,8 +11,11 @@ LONG_FILES: set[str] = set()
 LONG_FUNCTIONS: set[str] = set()
 REPEATED_CLASSES: set[str] = set()
 MISSED = {
-    # Fault tolerance, four roles and two engines' layouts are on the path; see docs/contributing.md.
-    "lines with what builds the step": 11_200,
+    # See docs/contributing.md for what came after the goals were met.
+    "files in megarl/": 270,
+    "lines to follow one step": 8_900,
+    # Fault tolerance, four roles and two engines' layouts are on the path.
+    "lines with what builds the step": 12_500,
 }
 """Figures above their goal, and the value that they may not exceed."""
 

@@ -100,6 +100,26 @@ def test_the_first_step_does_not_depend_on_the_layout(
         assert difference < 1e-5, f"{number} differs by {difference}"
 
 
+@pytest.mark.slow
+def test_a_reference_with_ranks_of_its_own_is_read_by_the_ranks_that_learn(folder: Path) -> None:
+    """One rank answers for both data-parallel ranks of the actor; the driver does not see the numbers."""
+    done = run(
+        folder,
+        "reference",
+        "pools={train: {gpus_per_node: 2}, rollout: {gpus_per_node: 1}, reference: {gpus_per_node: 1}}",
+        "roles={actor: {pool: train}, rollout: {pool: rollout}, reference: {pool: reference}}",
+        "algorithm={kind: grpo, kl: {kind: loss, coef: 0.1}}",
+    )
+    assert done.exit_code == 0, done.output
+    first, second = (step.summary.update for step in done.steps)
+    assert first is not None
+    assert second is not None
+    # The policy is the reference until its first update.
+    assert first.reference_kl == 0
+    assert second.reference_kl is not None
+    assert second.reference_kl > 1e-3
+
+
 @pytest.mark.parametrize(
     ("number", "exit_code"),
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow)],

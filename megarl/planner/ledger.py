@@ -18,7 +18,7 @@ from megarl.config.roles import ModelParallelConfig, TrainedModelConfig
 from megarl.planner.activations import activation_bytes, forward_bytes, scoring_bytes
 from megarl.planner.deployment import Deployment, PlannedModel, PublishWay
 from megarl.planner.hardware import GIB
-from megarl.planner.memory import COMMUNICATOR_BYTES, ENGINE_CONTEXT_BYTES, StageMemory
+from megarl.planner.memory import COMMUNICATOR_BYTES, ENGINE_CONTEXT_BYTES, PUBLISH_COMMUNICATOR_BYTES, StageMemory
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES
 
 TRAINER_CONTEXT_BYTES = 7 * GIB // 2
@@ -239,7 +239,7 @@ def _publish_items(deployment: Deployment) -> Iterator[LedgerItem]:
     if way not in (None, PublishWay.MEMORY) and deployment.device != "cpu":
         yield LedgerItem(name="publish buckets", num_bytes=NUM_LANES * DEFAULT_BUCKET_BYTES, is_exact=True)
     if way is PublishWay.NCCL:
-        yield LedgerItem(name="publish communicator", num_bytes=COMMUNICATOR_BYTES, is_exact=False)
+        yield LedgerItem(name="publish communicator", num_bytes=PUBLISH_COMMUNICATOR_BYTES, is_exact=False)
 
 
 def _num_communicators(model: PlannedModel) -> int:

@@ -25,6 +25,9 @@ ENGINE_CONTEXT_BYTES = 1 << 30
 COMMUNICATOR_BYTES = 225 << 20
 """GPU memory of one NCCL communicator in one process; measured for two ranks over sockets on an H200."""
 
+PUBLISH_COMMUNICATOR_BYTES = 434 << 20
+"""The same for the communicator of a publish; measured for eight peers that exchange with each other."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:

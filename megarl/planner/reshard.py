@@ -16,7 +16,7 @@ from enum import StrEnum
 from megarl.config.section import dtype_on
 from megarl.planner.deployment import Deployment, GpuPlace, Placement, PublishWay
 from megarl.planner.hardware import GLOO_GB_PER_S, LINK_EFFICIENCY, ROUND_S, GpuModel
-from megarl.planner.memory import COMMUNICATOR_BYTES
+from megarl.planner.memory import PUBLISH_COMMUNICATOR_BYTES
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, staging_bound
 from megarl.weights.algebra.gpu_order import nearest_order
 from megarl.weights.algebra.locality import Gpu as GpuNumber
@@ -92,7 +92,7 @@ def reshard(deployment: Deployment) -> Reshard:
         busiest_bytes=load.busiest,
         way=way,
         staging_bytes=lanes_bytes,
-        communicator_bytes=COMMUNICATOR_BYTES if way is PublishWay.NCCL else 0,
+        communicator_bytes=PUBLISH_COMMUNICATOR_BYTES if way is PublishWay.NCCL else 0,
         host_bytes=lanes_bytes if way is PublishWay.HOST else 0,
         num_rounds=load.num_rounds,
         num_messages=load.num_messages,

@@ -19,7 +19,7 @@ from megarl.planner.ledger import (
     host_ledgers,
     ledgers,
 )
-from megarl.planner.memory import COMMUNICATOR_BYTES, bare_weights, stage_memory
+from megarl.planner.memory import PUBLISH_COMMUNICATOR_BYTES, bare_weights, stage_memory
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.layouts.megatron import MegatronParallel
 from tests.planner.recipes import PPO, make_recipe, shapes_of
@@ -83,7 +83,7 @@ def test_no_bucket_is_held_where_engines_find_the_whole_model_on_their_node() ->
 def test_both_ends_of_a_publish_over_the_network_hold_a_communicator_and_two_buckets() -> None:
     found = found_in(make_recipe())
     for items in (found["actor", MemoryPhase.TRAINING], found["engine", MemoryPhase.GENERATING]):
-        assert items["publish communicator"] == COMMUNICATOR_BYTES
+        assert items["publish communicator"] == PUBLISH_COMMUNICATOR_BYTES
         assert items["publish buckets"] == 2 * DEFAULT_BUCKET_BYTES
 
 

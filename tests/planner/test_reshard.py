@@ -10,7 +10,7 @@ from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
 from megarl.planner.deployment import Deployment, PublishWay, deploy
 from megarl.planner.hardware import GLOO_GB_PER_S, GPUS
-from megarl.planner.memory import COMMUNICATOR_BYTES
+from megarl.planner.memory import PUBLISH_COMMUNICATOR_BYTES
 from megarl.planner.reshard import LinkClass, Reshard, publish_plan, reshard
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, buckets_to
 from megarl.weights.layouts.canonical import canonical_tensors
@@ -68,7 +68,7 @@ def test_figures_are_those_of_the_plan_that_is_carried_out(shape: ModelShape, as
     largest = max(bucket.num_bytes for bucket in buckets)
     assert largest <= found.staging_bytes <= 2 * max(DEFAULT_BUCKET_BYTES, largest)
     assert found.way is PublishWay.NCCL
-    assert (found.communicator_bytes, found.host_bytes) == (COMMUNICATOR_BYTES, 0)
+    assert (found.communicator_bytes, found.host_bytes) == (PUBLISH_COMMUNICATOR_BYTES, 0)
     on_one = Counter(bucket.target_rank for bucket in buckets)
     assert max(on_one.values()) <= found.num_rounds <= len(buckets)
 

@@ -68,6 +68,8 @@ class TransferGroup:
         self._store = store
         self._channel = channel
         self._num_rounds = 0
+        self._barrier: int | None = None
+        """The number of the last barrier."""
         self._end = "no bytes were to be exchanged in it"
 
     @classmethod
@@ -152,6 +154,10 @@ class TransferGroup:
         what = f"{self.name}: peer {self.peer} in barrier {number}"
         with _failing_as(what):
             _meet(self._store, f"barrier {number} of peer", self.peer, self.num_peers, self.timeout_s, what)
+            # Who is here has left the barrier before; its keys are of no use to anyone.
+            if self._barrier is not None:
+                _forget_meeting(self._store, f"barrier {self._barrier} of peer", self.peer)
+        self._barrier = number
 
     def abandon(self, reason: str) -> None:
         """Close the group, and end the waits of the other peers with this reason."""
@@ -201,6 +207,12 @@ def _meet(store: Store, prefix: str, peer: int, num_peers: int, timeout_s: float
     except _MissingError:
         missing = [f"{prefix} {i}" for i in range(num_peers) if not store.check([f"{prefix} {i}"])]
         raise _MissingError(f"{what}: after {timeout_s:g} s still no {', '.join(missing)}") from None
+
+
+def _forget_meeting(store: Store, prefix: str, peer: int) -> None:
+    """Delete this peer's part of the keys of `_meet`."""
+    for key in (f"{prefix} {peer}", *((f"{prefix}s", f"all {prefix}s") if peer == 0 else ())):
+        store.delete_key(key)
 
 
 class _MissingError(WeightSyncError):

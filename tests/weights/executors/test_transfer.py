@@ -170,3 +170,13 @@ def test_parameters_on_any_device_travel_through_host_memory(device: str) -> Non
         check_digests([sending.result()], {0: arrived})
     for name, expected in cut(moves.target.holdings[0], model).items():
         assert torch.equal(targets[name], expected), name
+
+
+def test_barriers_leave_few_keys() -> None:
+    server = StoreServer()
+    group = TransferGroup.join(server.address, name="one", peer=0, num_peers=1, timeout_s=60, backend=None)
+    group.barrier()
+    before = group._store.num_keys()
+    for _ in range(5):
+        group.barrier()
+    assert group._store.num_keys() == before

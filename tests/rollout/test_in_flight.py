@@ -81,7 +81,7 @@ def check_whole(group: RolloutGroup) -> None:
         assert is_stopped or len(rollout.token_ids) == MAX_TOKENS
         assert (np.diff(rollout.versions) >= 0).all()
     mixed = [rollout for rollout in group.rollouts if rollout.versions[0] != rollout.versions[-1]]
-    assert len(mixed) >= 4, "the publishes came too late or too early to test anything"
+    assert len(mixed) >= 2, "the publishes came too late or too early to test anything"
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract"])

@@ -6,10 +6,12 @@ this module inside `private_ray`.
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,7 +108,7 @@ def _watch(
 ) -> None:
     """Follow the run to its end; after a checkpoint a node is killed, and another one started when it is missed."""
     run.wait_for(lambda event: event if isinstance(event, Published) else None)
-    held = _held_nodes(nodes.address)
+    held = held_nodes(nodes.address)
     is_whole = all(list(held[name].values()) == [pool.gpus_per_node] * pool.nodes for name, pool in pools.items())
     texts = [f"{name}: {', '.join(f'{count} on {node}' for node, count in held[name].items())}" for name in held]
     report.add("placement", "; ".join(texts), is_shown=is_whole)
@@ -121,7 +123,7 @@ def _watch(
     run.say(f"starting node {replacement} in its place")
     nodes.wait_started()
     run.wait_for(lambda event: event if isinstance(event, StepFinished) else None)
-    after = _held_nodes(nodes.address)[actor_pool]
+    after = held_nodes(nodes.address)[actor_pool]
     report.add(
         "node replaced",
         f"pool {actor_pool} has {', '.join(after)} {time.monotonic() - killed:.0f} s after the loss, and trains",
@@ -130,8 +132,16 @@ def _watch(
     run.wait_for(lambda event: event if isinstance(event, RunFinished) else None)
 
 
+def held_nodes(address: str) -> dict[str, dict[str, int]]:
+    """Return for each pool of the Ray at `address` the addresses of its nodes, with the devices held on each.
+
+    In a process of its own: a process that has joined a Ray and left it again may crash at its end.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(_held_nodes, address).result()
+
+
 def _held_nodes(address: str) -> dict[str, dict[str, int]]:
-    """Return for each pool of the Ray at `address` the addresses of its nodes, with the devices held on each."""
     held: dict[str, dict[str, int]] = {}
     with joined(address):
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}

@@ -169,6 +169,8 @@ def _processes_of_node(node: int) -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         words = process.cmdline() if process.status() != psutil.STATUS_ZOMBIE else []
-        if words[1:3] == ["-m", "megarl.rollout.cpu"] and words[words.index("--node-rank") + 1] == str(node):
+        if words[1:3] != ["-m", "megarl.rollout.cpu"] or "--node-rank" not in words:
+            continue
+        if words[words.index("--node-rank") + 1] == str(node):
             found.append(process)
     return found

@@ -1,4 +1,4 @@
-"""What an engine rank does with the memory of a trainer rank on its node: read it from another process, digest it."""
+"""Times an engine rank that reads the memory of a trainer rank on its node, and digests it."""
 
 from __future__ import annotations
 

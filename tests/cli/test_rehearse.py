@@ -1,4 +1,4 @@
-"""What `megarl rehearse` refuses before anything starts; tests/tools/rehearse has whole rehearsals."""
+"""Refusals of `megarl rehearse` before anything starts; tests/tools/rehearse has whole rehearsals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run needs before it joins or starts a Ray."""
+"""A run checks its Ray before it joins or starts it: nodes, address and token."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class Traffic:
         return _between_processes(self.forwarded)
 
     @property
-    def peak_staging_bytes(self) -> int:
-        """Most bytes that one target holds between `stage` and `commit` beside its parameters."""
+    def neediest_bytes(self) -> int:
+        """Most bytes that one target receives."""
         return max(self.received_bytes.values(), default=0)
 
     @property
@@ -65,7 +65,7 @@ class Traffic:
     @property
     def floor_bytes(self) -> int:
         """Lower bound of `busiest_bytes`: the neediest target's bytes, or an equal share for every source."""
-        return max(self.peak_staging_bytes, -(-sum(self.sent_bytes.values()) // max(1, self._num_sources)))
+        return max(self.neediest_bytes, -(-sum(self.sent_bytes.values()) // max(1, self._num_sources)))
 
 
 def giver_location(giver: int, locations: Locations) -> Location:

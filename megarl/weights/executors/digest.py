@@ -15,16 +15,13 @@ import hashlib
 from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import xxhash
 
 from megarl.weights.algebra.slices import Index, Slice
 from megarl.weights.executors.tensors import bytes_of
-
-if TYPE_CHECKING:
-    pass
 
 BoxDigest: TypeAlias = Callable[[torch.Tensor, Slice, Index], torch.Tensor]
 """(values of a box, the box, shape of its canonical tensor) -> int64 scalar."""

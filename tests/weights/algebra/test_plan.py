@@ -121,7 +121,7 @@ def test_a_rank_that_has_the_box_itself_moves_nothing_over_a_link() -> None:
     layout = megatron_layout(make_shape(), MegatronParallel(tensor=2, data=2), dtype="float32")
     result = plan(layout, layout, locations=same_processes(layout, layout))
     assert set(result.traffic.bytes_by_link) == {Link.PROCESS}
-    assert result.traffic.peak_staging_bytes == result.traffic.busiest_bytes == 0
+    assert result.traffic.neediest_bytes == result.traffic.busiest_bytes == 0
 
 
 def test_sizes_are_stated_in_the_targets_bytes_and_never_below_the_floor() -> None:
@@ -131,7 +131,7 @@ def test_sizes_are_stated_in_the_targets_bytes_and_never_below_the_floor() -> No
     num_bytes = sum(2 * move.slice.num_elements for move in result.moves)
     assert sum(result.traffic.bytes_by_link.values()) == num_bytes
     assert sum(result.traffic.sent_bytes.values()) == sum(result.traffic.received_bytes.values()) == num_bytes
-    assert result.traffic.peak_staging_bytes == max(result.traffic.received_bytes.values())
+    assert result.traffic.neediest_bytes == max(result.traffic.received_bytes.values())
     assert result.traffic.floor_bytes <= result.traffic.busiest_bytes <= 2 * result.traffic.floor_bytes
 
 

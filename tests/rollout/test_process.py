@@ -256,3 +256,24 @@ def test_an_engine_that_started_with_random_weights_computes_with_those_it_is_gi
 )  # fmt: skip
 def test_the_last_message_is_the_reason_not_the_last_line(log: list[str], expected: str) -> None:
     assert last_message(log) == expected
+
+
+def test_a_kill_that_is_seen_at_a_worker_first_is_told_as_the_servers(tmp_path: Path) -> None:
+    """A real process in the place of the server: it ends a moment after its worker is missed."""
+    engine = EngineProcess(engine_spec(tmp_path, tmp_path))
+    engine._process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.PIPE)
+    engine._workers = frozenset({2**22 + 1})  # no process has this id
+
+    async def scenario() -> str:
+        waiting = asyncio.create_task(engine.wait_end())
+        await asyncio.sleep(0.05)
+        os.kill(engine.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, engine.pid, os.WEXITED | os.WNOWAIT)
+        return await waiting
+
+    try:
+        assert "SIGKILL" in asyncio.run(scenario())
+    finally:
+        engine._process.kill()
+        engine._process.communicate()
+        engine._forget_secrets()

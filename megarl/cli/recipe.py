@@ -47,7 +47,9 @@ def validate(
     checked = load_checked(recipe, overrides)
     if is_explained:
         print_explanation(recipe, overrides or [])
-    print(f"{recipe}: ok: {checked.algorithm.kind}, {checked.run.steps} steps, runs in {checked.run_folder}")
+    steps, epochs = checked.run.steps, checked.run.epochs
+    length = " or ".join([f"{epochs} epoch(s)"] * bool(epochs) + [f"{steps} steps"] * bool(steps))
+    print(f"{recipe}: ok: {checked.algorithm.kind}, {length}, runs in {checked.run_folder}")
 
 
 def print_explanation(recipe: Path, overrides: list[str]) -> None:

@@ -228,7 +228,7 @@ def _small_sampling(sampling: SamplingConfig) -> SamplingConfig:
 def _small_train(train: TrainConfig) -> TrainConfig:
     """Return eight prompts a step, in two updates where the recipe has several, with the recipe's staleness."""
     has_updates = train.prompts_per_update not in (None, train.prompts_per_step)
-    optimizer = train.optimizer.model_copy(update={"warmup_steps": 0})
+    optimizer = train.optimizer.model_copy(update={"warmup_steps": 0, "warmup_share": 0.0})
     return TrainConfig(
         prompts_per_step=8,
         prompts_per_update=4 if has_updates else None,

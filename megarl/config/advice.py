@@ -15,7 +15,7 @@ _HOT = 1.5
 
 
 def advise(recipe: Recipe, shape: ModelShape) -> list[Problem]:
-    algorithm, train, steps = recipe.algorithm, recipe.train, recipe.run.steps
+    algorithm, train, steps = recipe.algorithm, recipe.train, recipe.run.max_steps
     critic = recipe.roles.critic
     return [
         *_sampling(recipe.sampling, algorithm),

@@ -5,6 +5,7 @@ A function takes the sections it needs rather than the whole recipe. Nothing her
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,8 +24,10 @@ class RunConfig(Section):
     """Holds the folders of all runs."""
     seed: NonNegativeInt = 1
     """With the recipe it determines a synchronous CPU run: tokens, rewards and weights."""
-    steps: PositiveInt
-    """How often to generate and train; the run ends after the last."""
+    steps: PositiveInt | None = None
+    """How often to generate and train; the run ends after the last. With `epochs`, whichever ends first counts."""
+    epochs: PositiveInt | None = None
+    """Passes over the prompts of `data.train`, each in another order: as many steps as show every prompt so often."""
     device: Device = "cuda"
     """`cpu` runs the same engines on a laptop, one process per GPU of the pools."""
     ray_address: str | None = None
@@ -33,6 +36,17 @@ class RunConfig(Section):
     @property
     def dtype(self) -> DtypeName:
         return dtype_on(self.device)
+
+    @property
+    def max_steps(self) -> int:
+        """Upper bound of the steps that is known without the data; a run of epochs alone has none."""
+        return sys.maxsize if self.steps is None else self.steps
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps of a run whose data were counted."""
+        assert self.steps is not None, "`with_steps` turns run.epochs into run.steps"
+        return self.steps
 
 
 class ModelConfig(Section):
@@ -247,6 +261,13 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     network: NetworkConfig = NetworkConfig()
+
+    def with_steps(self, num_prompts: int) -> Recipe:
+        """Return the recipe with the number of its steps, which follows from `run.epochs` and the data."""
+        if self.run.epochs is None:
+            return self
+        steps = -(-self.run.epochs * num_prompts // self.train.prompts_per_step)
+        return self.model_copy(update={"run": self.run.model_copy(update={"steps": min(steps, self.run.max_steps)})})
 
     @property
     def run_folder(self) -> Path:

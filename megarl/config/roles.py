@@ -30,8 +30,10 @@ class OptimizerConfig(Section):
     """Where `decay` ends."""
     warmup_steps: NonNegativeInt = 0
     """Linear, from zero."""
+    warmup_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the run's steps to warm up for, instead of `warmup_steps`."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up, until `run.steps`."""
+    """After the warm-up, until the last step."""
     weight_decay: NonNegativeFloat = 0.01
     """Not applied to norms and biases."""
     beta1: Decay = 0.9
@@ -39,6 +41,10 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     clip_grad_norm: PositiveFloat = 1.0
     """Bound on the norm of all gradients together."""
+
+    def warmup_of(self, total_steps: int) -> int:
+        """Return the steps of the warm-up in a run of `total_steps`."""
+        return self.warmup_steps or int(self.warmup_share * total_steps)
 
 
 class ModelParallelConfig(Section):

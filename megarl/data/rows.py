@@ -65,6 +65,11 @@ def check_files(files: Sequence[Path], config: DataConfig, *, as_demonstrations:
         _check_file(path, _columns(config, as_demonstrations=as_demonstrations))
 
 
+def num_rows(files: Sequence[Path]) -> int:
+    """Return the number of rows of all files, from their footers."""
+    return sum(int(pq.read_metadata(path).num_rows) for path in files)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Column:
     name: str

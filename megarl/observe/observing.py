@@ -64,7 +64,7 @@ def observing(
             name=recipe.run.name,
             folder=str(folder),
             algorithm=recipe.algorithm.kind,
-            steps=recipe.run.steps,
+            steps=recipe.run.total_steps,
             megarl_version=__version__,
             metrics_url=endpoint.url if endpoint else None,
             resumed_step=resumed_step,
@@ -105,7 +105,7 @@ def set_constants(meter: Meter, recipe: Recipe) -> None:
     packages = (_version(name) for name in ("torch", "megatron-core", "sglang", "ray"))
     meter.set(names.BUILD_INFO, 1, __version__, platform.python_version(), *packages)
     meter.set(names.RUN_INFO, 1, recipe.algorithm.kind, str(recipe.model.path), recipe.run.device)
-    meter.set(names.RUN_STEPS, recipe.run.steps)
+    meter.set(names.RUN_STEPS, recipe.run.total_steps)
     meter.set(names.RUN_GPUS, sum(pool.gpus for pool in recipe.pools.values()))
     meter.set(names.STALENESS_LIMIT, recipe.train.max_staleness)
     if recipe.checkpoint.save_every_steps is not None:

@@ -77,7 +77,7 @@ class LoopBuilder:
             saver=saver,
             observer=self.observer,
             start=start,
-            num_steps=recipe.run.steps,
+            num_steps=recipe.run.total_steps,
         )
 
     @property

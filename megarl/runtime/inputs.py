@@ -8,7 +8,7 @@ from megarl.config.algorithm import PolicyGradientConfig, SftConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.prompts import PromptSet, load_demonstrations, load_prompts
-from megarl.data.rows import check_files
+from megarl.data.rows import check_files, num_rows
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.types import Prompt
 
@@ -35,6 +35,15 @@ def read_inputs(recipe: Recipe) -> Inputs:
     if recipe.evaluation is not None:
         held_out = load_prompts(recipe.data.eval, recipe.data, tokenizer).prompts[: recipe.evaluation.max_prompts]
     return Inputs(shape=shape, tokenizer=tokenizer, train=train, eval=held_out)
+
+
+def recipe_with_steps(recipe: Recipe) -> Recipe:
+    """Return the recipe with `run.steps`: for a run of epochs, counted with the prompts that are left to train on."""
+    if recipe.run.epochs is None:
+        return recipe
+    if recipe.data.overlong_prompts == "refuse":
+        return recipe.with_steps(num_rows(recipe.data.train))
+    return recipe.with_steps(len(read_inputs(recipe).train.prompts))
 
 
 def check_data(recipe: Recipe) -> None:

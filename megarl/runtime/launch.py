@@ -27,6 +27,7 @@ from megarl.observe.observing import observing
 from megarl.planner.hardware import gpu_of
 from megarl.planner.run_plan import check_fit
 from megarl.runtime.exit_notice import exit_notice
+from megarl.runtime.inputs import recipe_with_steps
 from megarl.runtime.resume import ResumeChoice, choose, is_of_run
 
 
@@ -49,6 +50,7 @@ def train(
     address = ray_address_of(recipe.run)
     refuse_nodes_without_cluster(recipe.pools, address)
     environment = ray_environment(address, recipe.cluster)
+    recipe = recipe_with_steps(recipe)
     decision = choose(recipe, resume)
     point = decision.point
     with (

@@ -24,7 +24,7 @@ _MAX_PAUSE_S = 60.0
 
 def choose(recipe: Recipe, choice: ResumeChoice, *, damaged: Collection[Path] = ()) -> Decision:
     """Return the checkpoint to resume from; ranks found that those in `damaged` do not verify."""
-    recipe_digest, num_steps = identity_digest(recipe.model_dump(mode="json")), recipe.run.steps
+    recipe_digest, num_steps = identity_digest(recipe.model_dump(mode="json")), recipe.run.total_steps
     match choice:
         case "never":
             return Decision(point=None)

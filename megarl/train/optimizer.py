@@ -195,10 +195,11 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
     """
     assert step >= 0, f"step {step}"
     peak, floor = config.learning_rate, config.min_learning_rate
-    if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
-    decay_steps = max(total_steps - config.warmup_steps, 1)
-    progress = min((step - config.warmup_steps) / decay_steps, 1.0)
+    warmup_steps = config.warmup_of(total_steps)
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    decay_steps = max(total_steps - warmup_steps, 1)
+    progress = min((step - warmup_steps) / decay_steps, 1.0)
     match config.decay:
         case "constant":
             return peak

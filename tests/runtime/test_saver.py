@@ -114,7 +114,7 @@ class FakeRun:
             resumed=state,
         )
         async with saver:
-            for step in range(first, self.recipe.run.steps + 1):
+            for step in range(first, self.recipe.run.total_steps + 1):
                 await saver.unless_leaving(self._generate(step))
                 for ranks in filter(None, (self.ranks, self.critic)):
                     ranks.num_steps = step

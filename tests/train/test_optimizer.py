@@ -102,6 +102,10 @@ def test_the_warm_up_is_linear_and_ends_at_the_peak() -> None:
     assert rates(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
+def test_a_share_of_the_steps_warms_up_like_their_number() -> None:
+    assert rates(6, warmup_share=0.7, decay="linear") == rates(6, warmup_steps=4, decay="linear")
+
+
 def test_linear_decay_heads_for_the_floor_after_the_last_step() -> None:
     assert rates(5, decay="linear", min_learning_rate=0.5, warmup_steps=1) == pytest.approx(
         [1.0, 1.0, 0.875, 0.75, 0.625]

@@ -60,7 +60,7 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
         *_models(algorithm, recipe.roles),
         *_loss(algorithm, recipe.train, sampling),
         *_correction(algorithm),
-        *_mismatch(algorithm, recipe.run.steps),
+        *_mismatch(algorithm, recipe.run.max_steps),
         *_filter(algorithm, sampling),
         *_overlong(algorithm, sampling),
         *_components(algorithm, recipe.reward),

@@ -101,6 +101,8 @@ def check_without_files(recipe: Recipe, shape: ModelShape, *, critic: ModelShape
 
 
 def _without_shape(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.run.steps is None and recipe.run.epochs is None:
+        yield Problem(key="run.steps", message="missing; set run.steps or run.epochs")
     yield from check_step(recipe)
     yield from check_algorithm(recipe)
     yield from check_rewards(recipe.reward)

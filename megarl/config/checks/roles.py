@@ -38,7 +38,7 @@ _KEYS_OF_STARTED_ENGINES = (
 
 def check_step(recipe: Recipe) -> Iterator[Problem]:
     """Yield what is wrong with pools and batches, whatever the model."""
-    roles, train, steps = recipe.roles, recipe.train, recipe.run.steps
+    roles, train, steps = recipe.roles, recipe.train, recipe.run.max_steps
     yield from _pools(recipe.pools, roles)
     if train.prompts_per_update is not None and train.prompts_per_step % train.prompts_per_update:
         yield Problem(
@@ -220,6 +220,8 @@ def _optimizer(optimizer: OptimizerConfig, steps: int, *, key: str) -> Iterator[
             message=f"{optimizer.warmup_steps} is more than run.steps {steps}; "
             "the learning rate would never be reached",
         )
+    if optimizer.warmup_steps and optimizer.warmup_share:
+        yield Problem(key=f"{key}.warmup_share", message="warmup_steps is given as well; remove one of the two")
     if optimizer.min_learning_rate > optimizer.learning_rate:
         yield Problem(
             key=f"{key}.min_learning_rate",

@@ -124,7 +124,7 @@ class _Starter:
             origin=origin,
             algorithm=recipe.algorithm,
             train=recipe.train,
-            total_steps=recipe.run.steps - (critic.warmup_steps if critic else 0),
+            total_steps=recipe.run.total_steps - (critic.warmup_steps if critic else 0),
             reference_folder=held,
             bind=recipe.network.bind,
         )
@@ -141,7 +141,9 @@ class _Starter:
             origin = WeightOrigin(folder=self.resume.folder, resumed=state, inner=CRITIC_FOLDER)
         algorithm = recipe.algorithm
         assert isinstance(algorithm, PolicyGradientConfig), f"{algorithm.kind} has no critic"
-        build = partial(_build_critic, origin=origin, algorithm=algorithm, critic=config, total_steps=recipe.run.steps)
+        build = partial(
+            _build_critic, origin=origin, algorithm=algorithm, critic=config, total_steps=recipe.run.total_steps
+        )
         return await self._start("critic", build, config, critic_shape(config, self.shape), pool=config.pool)
 
     async def reference(self) -> RankGroup[ReferenceRank] | None:

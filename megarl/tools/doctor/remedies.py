@@ -49,7 +49,7 @@ def tighten_gradient_clip(run: RunHistory) -> Sequence[RecipeChange]:
 def warm_up(run: RunHistory) -> Sequence[RecipeChange]:
     if run.recipe.train.optimizer.warmup_steps:
         return ()
-    return (_change("train.optimizer.warmup_steps", max(1, min(10, run.recipe.run.steps // 10))),)
+    return (_change("train.optimizer.warmup_steps", max(1, min(10, run.recipe.run.total_steps // 10))),)
 
 
 def hold_to_reference(run: RunHistory) -> Sequence[RecipeChange]:

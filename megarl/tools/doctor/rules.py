@@ -66,7 +66,7 @@ def diagnose_run(folder: Path, *, now: datetime) -> RunDiagnosis:
         raise DataError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
     return RunDiagnosis(
         run=run.recipe.run.name,
-        num_steps=run.recipe.run.steps,
+        num_steps=run.recipe.run.total_steps,
         last_step=run.last_step,
         status="has not ended" if run.end is None else run.end.status.value,
         reason="" if run.end is None else run.end.reason,

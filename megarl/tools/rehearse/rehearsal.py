@@ -98,7 +98,7 @@ def rehearse(small: SmallRecipe, folder: Path, *, say: Callable[[str], None]) ->
         stack.callback(run.stop)
         _watch(run, nodes, recipe.pools, actor_pool=recipe.roles.actor.pool, report=report)
     engines = 0 if recipe.roles.rollout is None else recipe.num_engines
-    report.shown += read_off(run.events, num_engines=engines, num_steps=recipe.run.steps)
+    report.shown += read_off(run.events, num_engines=engines, num_steps=recipe.run.total_steps)
     report.seconds = time.monotonic() - began
     return report
 

@@ -24,10 +24,12 @@ from rich.table import Table
 
 from megarl.algo.algorithm import build_algorithm
 from megarl.config.algorithm import AlgorithmConfig, GaeConfig, GrpoConfig
-from megarl.data.packing import Packing, pack
+from megarl.data.packing import Packing
+from megarl.data.shares import pack
 from megarl.env import NO_COLOR
 from megarl.errors import MachineError
 from megarl.stages import Algorithm
+from megarl.tokens import Content
 from megarl.types import (
     BoolArray,
     Estimates,
@@ -159,12 +161,14 @@ def _group(random: np.random.Generator, index: int, num_tokens: int) -> ScoredGr
     )
     rollouts = tuple(
         Rollout(
-            token_ids=random.integers(0, 1 << 17, num_tokens, dtype=np.int32),
-            logprobs=-random.random(num_tokens, dtype=np.float32),
+            content=Content(
+                token_ids=random.integers(0, 1 << 17, num_tokens, dtype=np.int32),
+                logprobs=-random.random(num_tokens, dtype=np.float32),
+                text="",
+            ),
             versions=np.full(num_tokens, index, np.int32),
             loss_mask=_turns(random, num_tokens),
             finish_reason=FinishReason.STOP,
-            text="",
         )
         for _ in range(_GROUP)
     )

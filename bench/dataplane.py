@@ -32,6 +32,7 @@ from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.rollout.reply import Expectation, read_response
 from megarl.runtime.buffer import Buffer
 from megarl.system.network import LOOPBACK
+from megarl.tokens import Content
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import (
     DEMONSTRATION,
@@ -305,12 +306,10 @@ _GROUP = ScoredGroup(
         prompt=_prompt(0),
         rollouts=(
             Rollout(
-                token_ids=np.array([3], np.int32),
-                logprobs=np.zeros(1, np.float32),
+                content=Content(token_ids=np.array([3], np.int32), logprobs=np.zeros(1, np.float32), text=""),
                 versions=np.array([DEMONSTRATION], np.int32),
                 loss_mask=np.ones(1, np.bool_),
                 finish_reason=FinishReason.STOP,
-                text="",
             ),
         ),
     ),

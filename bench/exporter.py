@@ -28,6 +28,7 @@ from megarl.observe.prometheus import MetricsEndpoint
 from megarl.observe.summary import summarize_step
 from megarl.results import PublishResult, UpdateResult
 from megarl.system.network import LOOPBACK
+from megarl.tokens import Content
 from megarl.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TrainSample
 
 MAX_OVERHEAD = 0.005
@@ -181,12 +182,12 @@ def _groups(watched: WatchedStep) -> tuple[list[ScoredGroup], list[TrainSample]]
     size = watched.num_tokens
     rollouts = [
         Rollout(
-            token_ids=random.integers(0, 1000, size, dtype=np.int32),
-            logprobs=np.zeros(size, np.float32),
+            content=Content(
+                token_ids=random.integers(0, 1000, size, dtype=np.int32), logprobs=np.zeros(size, np.float32), text=""
+            ),
             versions=np.zeros(size, np.int32),
             loss_mask=np.ones(size, np.bool_),
             finish_reason=FinishReason.STOP,
-            text="",
         )
         for _ in range(watched.num_rollouts)
     ]

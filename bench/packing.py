@@ -14,8 +14,10 @@ import numpy as np
 
 from bench.dataplane import PlaneFigure
 from megarl.config.public_models import PUBLIC_MODELS
-from megarl.data.packing import MiniBatchPlan, Packing, SequenceCost, _fill_all, _share_out, pack, plan_packs
+from megarl.data.packing import MiniBatchPlan, Packing, SequenceCost, _fill_all, _share_out, plan_packs
+from megarl.data.shares import pack
 from megarl.planner.training_time import forward_flops
+from megarl.tokens import Content
 from megarl.types import FinishReason, Rollout, TrainBatch, TrainSample
 
 _SHAPE = PUBLIC_MODELS["qwen2.5-32b"]
@@ -121,12 +123,12 @@ def _sample(length: int) -> TrainSample:
     return TrainSample(
         prompt_ids=np.zeros(_PROMPT_TOKENS, np.int32),
         rollout=Rollout(
-            token_ids=np.zeros(num_response, np.int32),
-            logprobs=np.zeros(num_response, np.float32),
+            content=Content(
+                token_ids=np.zeros(num_response, np.int32), logprobs=np.zeros(num_response, np.float32), text=""
+            ),
             versions=np.zeros(num_response, np.int32),
             loss_mask=np.ones(num_response, np.bool_),
             finish_reason=FinishReason.STOP,
-            text="",
         ),
         advantages=np.zeros(num_response, np.float32),
     )

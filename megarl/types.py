@@ -15,6 +15,8 @@ from typing import NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from megarl.tokens import ContentHandle
+
 TokenArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
@@ -53,14 +55,28 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One response, token by token, as the engine gave it."""
+    """One response as the engine gave it. A step is decided without its content."""
 
-    token_ids: TokenArray  # [T]
-    logprobs: FloatArray  # [T], of the engine, after temperature
     versions: npt.NDArray[np.int32]  # [T], which policy chose each token
     loss_mask: BoolArray  # [T], True where the policy chose the token
     finish_reason: FinishReason
-    text: str
+    content: ContentHandle
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.versions)
+
+    @property
+    def token_ids(self) -> TokenArray:
+        return self.content.load().token_ids
+
+    @property
+    def logprobs(self) -> FloatArray:
+        return self.content.load().logprobs
+
+    @property
+    def text(self) -> str:
+        return self.content.load().text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,19 +133,6 @@ class TrainSample:
     reference_logprobs: FloatArray | None = None  # [T], where the loss has a KL term
     values: FloatArray | None = None  # [T], of the critic before the step, where there is one
     returns: FloatArray | None = None  # [T], what the critic learns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleNumbers:
-    """One number per response token of some samples of a step, such as the values that one rank computed."""
-
-    sample_ids: npt.NDArray[np.int32]  # [S], indices into the step's samples
-    starts: npt.NDArray[np.int64]  # [S + 1], where the numbers of each sample begin
-    numbers: FloatArray  # [sum of T]
-
-    def by_sample(self) -> dict[int, FloatArray]:
-        arrays = np.split(self.numbers, self.starts[1:-1])
-        return dict(zip(self.sample_ids.tolist(), arrays, strict=True)) if len(self.sample_ids) else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from megarl.config.algorithm import (
     ReinforcePpConfig,
     RemaxConfig,
 )
+from megarl.tokens import is_repeated, num_true
 from megarl.types import BoolArray, FloatArray
 
 _EPS = 1e-6
@@ -60,7 +61,7 @@ class Outcomes:
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """[B], tokens the policy chose."""
-        return np.array([np.count_nonzero(mask) for mask in self.loss_masks], dtype=np.int64)
+        return np.array([num_true(mask) for mask in self.loss_masks], dtype=np.int64)
 
     @property
     def totals(self) -> _Wide:
@@ -264,10 +265,14 @@ def _whiten(chosen: Sequence[_Wide]) -> Iterator[_Wide]:
 
 def _over_tokens(per_rollout: _Wide, loss_masks: tuple[BoolArray, ...]) -> Credit:
     """Give every token the policy chose the advantage of its rollout."""
-    spread = _arrays([len(mask) for mask in loss_masks], np.float32)
-    for value, mask, row in zip(per_rollout.astype(np.float32), loss_masks, spread, strict=True):
-        np.multiply(mask, value, out=row)
-    return Credit(advantages=spread)
+    pairs = zip(per_rollout.astype(np.float32), loss_masks, strict=True)
+    return Credit(
+        advantages=tuple(
+            # One number in memory, however many tokens have it.
+            np.broadcast_to(value * mask[0], len(mask)) if is_repeated(mask) else np.multiply(mask, value)
+            for value, mask in pairs
+        )
+    )
 
 
 def _placed(chosen: Iterable[_Wide], loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:

@@ -169,7 +169,7 @@ class PolicyGradient:
         if overlong is None or overlong.buffer_tokens is None:
             return rewards
         return rewards + length_penalty(
-            np.array([len(rollout.token_ids) for rollout, _ in scored]),
+            np.array([rollout.num_tokens for rollout, _ in scored]),
             max_tokens=self._max_response_tokens,
             buffer_tokens=overlong.buffer_tokens,
             factor=overlong.factor,

@@ -123,12 +123,12 @@ def with_unscored(
         if has_score:
             result.append(next(remaining))
             continue
-        nothing = np.zeros(len(rollout.token_ids), dtype=np.float32)
+        nothing = np.broadcast_to(np.float32(0), rollout.num_tokens)
         # Without loss tokens no value is read, but every sample of a batch needs the same columns.
         result.append(
             TrainSample(
                 prompt_ids=prompt.token_ids,
-                rollout=replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask)),
+                rollout=replace(rollout, loss_mask=np.broadcast_to(np.False_, rollout.num_tokens)),
                 advantages=nothing,
                 old_logprobs=None if like.old_logprobs is None else nothing,
                 reference_logprobs=None if like.reference_logprobs is None else nothing,
@@ -146,6 +146,6 @@ def without_cut(sample: TrainSample) -> TrainSample:
         return sample
     return replace(
         sample,
-        rollout=replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask)),
-        advantages=np.zeros_like(sample.advantages),
+        rollout=replace(rollout, loss_mask=np.broadcast_to(np.False_, rollout.num_tokens)),
+        advantages=np.broadcast_to(np.float32(0), rollout.num_tokens),
     )

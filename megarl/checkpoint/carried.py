@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
 from megarl.checkpoint.tensor_files import write_tensor_file
 from megarl.errors import CheckpointError
+from megarl.tokens import Content
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 TOKENS_FILE = "carried.safetensors"
@@ -29,6 +30,7 @@ _COLUMNS: dict[str, tuple[str, type[np.generic]]] = {
     "versions": ("I32", np.int32),
     "loss_mask": ("BOOL", np.bool_),
 }
+_OF_CONTENT = ("token_ids", "logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +58,11 @@ def write_carried(folder: Path, groups: Sequence[ScoredGroup]) -> dict[str, File
         return {}
     pairs = [_scored_rollouts(scored) for scored in groups]
     rollouts = [rollout for group_pairs in pairs for rollout, _ in group_pairs]
+    contents = [rollout.content.load() for rollout in rollouts]
     columns = {
-        name: np.concatenate([getattr(rollout, name) for rollout in rollouts]).astype(dtype)
+        name: np.concatenate([getattr(each, name) for each in (contents if name in _OF_CONTENT else rollouts)]).astype(
+            dtype
+        )
         for name, (_, dtype) in _COLUMNS.items()
     }
     specs = {name: (_COLUMNS[name][0], column.shape) for name, column in columns.items()}
@@ -95,7 +100,7 @@ def _scored_rollouts(scored: ScoredGroup) -> list[tuple[Rollout, Score]]:
 def _record(scored: ScoredGroup, pairs: Sequence[tuple[Rollout, Score]]) -> _GroupRecord:
     rollouts = [
         _RolloutRecord(
-            num_tokens=len(rollout.token_ids), finish_reason=rollout.finish_reason, text=rollout.text, score=score
+            num_tokens=rollout.num_tokens, finish_reason=rollout.finish_reason, text=rollout.text, score=score
         )
         for rollout, score in pairs
     ]
@@ -118,12 +123,14 @@ class _TokenReader:
         part = slice(self._position, self._position + record.num_tokens)
         self._position += record.num_tokens
         return Rollout(
-            token_ids=cast("npt.NDArray[np.int32]", self._columns["token_ids"][part]),
-            logprobs=cast("npt.NDArray[np.float32]", self._columns["logprobs"][part]),
+            content=Content(
+                token_ids=cast("npt.NDArray[np.int32]", self._columns["token_ids"][part]),
+                logprobs=cast("npt.NDArray[np.float32]", self._columns["logprobs"][part]),
+                text=record.text,
+            ),
             versions=cast("npt.NDArray[np.int32]", self._columns["versions"][part]),
             loss_mask=cast("npt.NDArray[np.bool_]", self._columns["loss_mask"][part]),
             finish_reason=record.finish_reason,
-            text=record.text,
         )
 
 

@@ -24,6 +24,7 @@ from megarl.data.rows import DataRow, read_rows
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import DataError, MachineError
 from megarl.system.guard import die_with_parent
+from megarl.tokens import Content
 from megarl.types import DEMONSTRATION, FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -205,12 +206,14 @@ class Demonstrations:
         token_ids = prompt.demonstration
         assert token_ids is not None, f"prompt {prompt.uid} has no demonstration; it was not loaded as one"
         rollout = Rollout(
-            token_ids=token_ids,
-            logprobs=np.zeros(len(token_ids), dtype=np.float32),
+            content=Content(
+                token_ids=token_ids,
+                logprobs=np.zeros(len(token_ids), dtype=np.float32),
+                text=self._tokenizer.decode_response(token_ids),
+            ),
             versions=np.full(len(token_ids), DEMONSTRATION, dtype=np.int32),
             loss_mask=np.ones(len(token_ids), dtype=np.bool_),
             finish_reason=FinishReason.STOP,
-            text=self._tokenizer.decode_response(token_ids),
         )
         return RolloutGroup(prompt=prompt, rollouts=(rollout,))
 

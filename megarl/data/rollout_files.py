@@ -108,7 +108,7 @@ def _table(
             ),
             "prediction": pa.array([rollout.score.prediction for rollout in rollouts], pa.string()),
             "ground_truth": [prompt.ground_truth for prompt in prompts],
-            "num_tokens": [len(sample.rollout.token_ids) for sample in samples],
+            "num_tokens": [sample.rollout.num_tokens for sample in samples],
             "largest_gap": [rollout.largest_gap for rollout in rollouts],
             "first_version": [int(sample.rollout.versions.min()) for sample in samples],
             "last_version": [int(sample.rollout.versions.max()) for sample in samples],

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.results import CriticStats, RankUsage, TrainingWork, UpdateResult, UpdateStats
+from megarl.tokens import counted, is_repeated
 from megarl.types import DEMONSTRATION, FinishReason, PolicyVersion, Rollout, ScoredGroup, TokenArray, TrainSample
 
 Phase = Literal["start", "generate", "assign", "update", "publish", "evaluate", "save"]
@@ -149,7 +150,7 @@ def summarize_step(
 ) -> StepSummary:
     """`samples` are those of `groups`, in their order; `dropped_groups` counts groups that the filter dropped."""
     num_tokens = sum(
-        len(scored.group.prompt.token_ids) + len(rollout.token_ids)
+        len(scored.group.prompt.token_ids) + rollout.num_tokens
         for scored in groups
         for rollout in scored.group.rollouts
     )
@@ -176,7 +177,9 @@ def summarize_step(
 
 def _are_demonstrations(groups: Sequence[ScoredGroup]) -> bool:
     return all(
-        bool((rollout.versions == DEMONSTRATION).all()) for scored in groups for rollout in scored.group.rollouts
+        counted(rollout.versions)[0].tolist() == [DEMONSTRATION]
+        for scored in groups
+        for rollout in scored.group.rollouts
     )
 
 
@@ -188,7 +191,7 @@ def _summarize_rollouts(
     scores = [score for score in all_scores if not score.is_masked]
     rewards = np.array([score.value for score in scores], dtype=np.float64)
     outliers = _outliers(rewards)
-    lengths = np.array([len(rollout.token_ids) for rollout in rollouts])
+    lengths = np.array([rollout.num_tokens for rollout in rollouts])
     components: dict[str, list[float]] = {}
     for score in scores:
         for name, value in score.components.items():
@@ -242,7 +245,10 @@ def _num_without_signal(groups: Sequence[ScoredGroup], samples: Sequence[TrainSa
 
 
 def _has_signal(sample: TrainSample) -> bool:
-    return bool((np.abs(sample.advantages[sample.rollout.loss_mask]) > _NO_ADVANTAGE).any())
+    advantages, mask = sample.advantages, sample.rollout.loss_mask
+    if is_repeated(advantages) and is_repeated(mask):
+        return bool(mask[0]) and abs(float(advantages[0])) > _NO_ADVANTAGE
+    return bool((np.abs(advantages[mask]) > _NO_ADVANTAGE).any())
 
 
 def _outliers(rewards: npt.NDArray[np.float64]) -> list[int]:
@@ -271,12 +277,8 @@ def _first_outlier(
 def _tokens_by_version(rollouts: Sequence[Rollout]) -> dict[int, int]:
     counts: Counter[int] = Counter()
     for rollout in rollouts:
-        chosen = rollout.versions[rollout.loss_mask]
-        if not len(chosen):
-            continue
-        if (chosen == chosen[0]).all():  # nearly always, and far quicker than sorting
-            counts[int(chosen[0])] += len(chosen)
-            continue
-        versions, numbers = np.unique(chosen, return_counts=True)
+        mask = rollout.loss_mask
+        is_whole = is_repeated(mask) and bool(mask[0])
+        versions, numbers = counted(rollout.versions if is_whole else rollout.versions[mask])
         counts.update(dict(zip(versions.tolist(), numbers.tolist(), strict=True)))
     return dict(sorted(counts.items()))

@@ -28,6 +28,7 @@ from megarl.rollout.in_flight import Pauses
 from megarl.rollout.lifecycle import EngineState
 from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.system.faults import reach
+from megarl.tokens import Content
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -232,12 +233,14 @@ class FleetGenerator:
 
     def _finished(self, response: Response) -> Rollout:
         return Rollout(
-            token_ids=response.token_ids,
-            logprobs=response.logprobs,
+            content=Content(
+                token_ids=response.token_ids,
+                logprobs=response.logprobs,
+                text=self._vocabulary.decode(response.token_ids),
+            ),
             versions=_shared(response.versions),
             loss_mask=np.broadcast_to(np.True_, len(response.token_ids)),
             finish_reason=response.finish_reason,
-            text=self._vocabulary.decode(response.token_ids),
         )
 
 

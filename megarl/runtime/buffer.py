@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from megarl.errors import CheckpointError
 from megarl.observe.summary import Flow
+from megarl.tokens import counted
 from megarl.types import DEMONSTRATION, PolicyVersion, ScoredGroup
 
 
@@ -176,13 +177,13 @@ class Buffer:
         groups = [self._scored.pop(ticket) for ticket in taken]
         self._num_scored.subtract(ticket.admitted_in_step for ticket in taken)
         self._num_taken += len(groups)
-        ages = self._checked_ages(groups)
+        ages, num_tokens = self._checked_ages(groups)
         self._flow = Flow(
             trainer_wait_s=time.monotonic() - began,
             producer_wait_s=self._producer_wait_s / self.capacity,
             num_ready=len(self._scored),
             num_under_way=len(self._under_way),
-            age_mean=float(ages.mean()),
+            age_mean=float(np.average(ages, weights=num_tokens)),
             age_max=int(ages.max()),
         )
         self._producer_wait_s = 0.0
@@ -212,7 +213,7 @@ class Buffer:
     def _check_carried(self, carried: Sequence[ScoredGroup], versions: Sequence[PolicyVersion]) -> None:
         """Refuse groups that would be too old when this buffer hands them over."""
         for place, scored in enumerate(carried):
-            age = place // self._prompts_per_step + int(_ages([scored], versions).max())
+            age = place // self._prompts_per_step + int(_ages([scored], versions)[0].max())
             if age > self.max_age:
                 raise CheckpointError(
                     f"prompt {scored.group.prompt.uid}: its carried rollouts will be trained {age} steps old, "
@@ -262,19 +263,29 @@ class Buffer:
             num_to_take -= num_taken
             yield admitted_in_step, num_scored - num_taken + num_under_way
 
-    def _checked_ages(self, groups: Sequence[ScoredGroup]) -> npt.NDArray[np.int64]:
-        ages = _ages(groups, self._versions)
+    def _checked_ages(self, groups: Sequence[ScoredGroup]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        ages, num_tokens = _ages(groups, self._versions)
         assert 0 <= ages.min() <= ages.max() <= min(self.max_age, len(self._versions) - 1), (
             f"step {self._step} has tokens {ages.min()} to {ages.max()} steps old, allowed are versions {self.versions}"
         )
-        return ages
+        return ages, num_tokens
 
 
-def _ages(groups: Sequence[ScoredGroup], versions: Sequence[PolicyVersion]) -> npt.NDArray[np.int64]:
-    """Return the age of every token in steps, without demonstrations; -1 for a version that was never served."""
-    tokens = np.concatenate([rollout.versions for scored in groups for rollout in scored.group.rollouts])
-    chosen = tokens[tokens != DEMONSTRATION]
-    if not len(chosen):
-        return np.zeros(1, np.int64)
+def _ages(
+    groups: Sequence[ScoredGroup], versions: Sequence[PolicyVersion]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the ages of tokens in steps, without demonstrations, and how many tokens have each.
+
+    A version that was never served has age -1.
+    """
+    counts: Counter[int] = Counter()
+    for scored in groups:
+        for rollout in scored.group.rollouts:
+            for version, number in zip(*counted(rollout.versions), strict=True):
+                counts[int(version)] += int(number)
+    counts.pop(DEMONSTRATION, None)
+    if not counts:
+        return np.zeros(1, np.int64), np.ones(1, np.int64)
+    chosen, numbers = np.array(list(counts)), np.array(list(counts.values()))
     ages: npt.NDArray[np.int64] = len(versions) - np.searchsorted(np.asarray(versions), chosen, side="right")
-    return np.where(chosen > versions[-1], -1, ages)
+    return np.where(chosen > versions[-1], -1, ages), numbers

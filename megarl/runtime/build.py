@@ -266,6 +266,6 @@ class TimedGenerator:
         self._observer.group_generated(
             seconds=time.monotonic() - began,
             num_rollouts=len(group.rollouts),
-            num_tokens=sum(len(rollout.token_ids) for rollout in group.rollouts),
+            num_tokens=sum(rollout.num_tokens for rollout in group.rollouts),
         )
         return group

@@ -195,7 +195,7 @@ class HeldOutEvaluator:
                 prediction=score.prediction,
                 ground_truth=prompt.ground_truth,
                 finish_reason=rollout.finish_reason,
-                num_tokens=len(rollout.token_ids),
+                num_tokens=rollout.num_tokens,
                 prompt=text,
                 response=rollout.text,
             )

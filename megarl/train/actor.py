@@ -19,13 +19,14 @@ from megarl.compare.recordings import Recorder, WeightDigests, weight_digests, w
 from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradientConfig, SftConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import UpdateResult, UpdateStats
+from megarl.tokens import SampleNumbers
 from megarl.train.logprob import TokenScores
 from megarl.train.memory import measure_usage
 from megarl.train.passes import forward
 from megarl.train.rank import RankSpec
 from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report
 from megarl.train.trained import TrainedRank
-from megarl.types import FloatArray, MiniBatch, PolicyVersion, SampleNumbers, TrainBatch
+from megarl.types import FloatArray, MiniBatch, PolicyVersion, TrainBatch
 
 RECORD_PREFIX = "trainer_"
 

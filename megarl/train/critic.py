@@ -12,12 +12,13 @@ from megarl.algo.objective import CriticLoss, ValueTokens, critic_loss
 from megarl.config.algorithm import PolicyGradientConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import CriticResult, CriticStats
+from megarl.tokens import SampleNumbers
 from megarl.train.memory import measure_usage
 from megarl.train.passes import forward
 from megarl.train.rank import RankSpec
 from megarl.train.stats import MiniBatchStats, Report, Statistics
 from megarl.train.trained import TrainedRank
-from megarl.types import MiniBatch, SampleNumbers, TrainBatch
+from megarl.types import MiniBatch, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,15 +19,16 @@ from torch import Tensor
 from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import Device, dtype_on
-from megarl.data.packing import unpack
+from megarl.data.shares import unpack
 from megarl.system.faults import Spoil, StepPoint, reach
+from megarl.tokens import SampleNumbers
 from megarl.train import cpu
 from megarl.train.logprob import TokenScores
 from megarl.train.memory import free_cache
 from megarl.train.model import DeviceMicroBatch, Model, build_chunks, to_device
 from megarl.train.passes import forward
 from megarl.train.topology import initialize, shut_down
-from megarl.types import MiniBatch, SampleNumbers, TrainBatch
+from megarl.types import MiniBatch, TrainBatch
 from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import check_holding, specs_of
 from megarl.weights.layouts.canonical import VALUE_HEAD

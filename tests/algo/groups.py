@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megarl.tokens import Content
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 
@@ -49,10 +50,10 @@ def with_baseline(group: ScoredGroup, *, score: float, length: int) -> ScoredGro
 
 def _rollout(length: int, finish_reason: FinishReason) -> Rollout:
     return Rollout(
-        token_ids=np.arange(length, dtype=np.int32),
-        logprobs=np.zeros(length, dtype=np.float32),
+        content=Content(
+            token_ids=np.arange(length, dtype=np.int32), logprobs=np.zeros(length, dtype=np.float32), text=""
+        ),
         versions=np.zeros(length, dtype=np.int32),
         loss_mask=np.arange(length) > 0,
         finish_reason=finish_reason,
-        text="",
     )

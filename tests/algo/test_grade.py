@@ -82,7 +82,10 @@ def test_of_a_tie_the_answer_that_came_first_counts(answers: str, verdicts: list
 
 
 def with_texts(group: ScoredGroup, texts: Sequence[str], *, predictions: Sequence[str | None]) -> ScoredGroup:
-    rollouts = tuple(replace(rollout, text=text) for rollout, text in zip(group.group.rollouts, texts, strict=True))
+    rollouts = tuple(
+        replace(rollout, content=replace(rollout.content.load(), text=text))
+        for rollout, text in zip(group.group.rollouts, texts, strict=True)
+    )
     scores = tuple(
         replace(score, prediction=prediction) for score, prediction in zip(group.scores, predictions, strict=True)
     )

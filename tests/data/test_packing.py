@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.packing import QUESTION, Packing, SequenceCost, assemble, pack, plan_packs, unpack, with_numbers
-from megarl.types import FinishReason, FloatArray, MicroBatch, Rollout, SampleNumbers, TrainBatch, TrainSample
+from megarl.data.packing import Packing, SequenceCost, plan_packs
+from megarl.data.shares import QUESTION, assemble, pack, unpack, with_numbers
+from megarl.tokens import Content, SampleNumbers
+from megarl.types import FinishReason, FloatArray, MicroBatch, Rollout, TrainBatch, TrainSample
 
 PADDING = -1
 Lengths = list[tuple[int, int]]
@@ -20,12 +22,14 @@ lengths = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 20)), min_size=1
 def make_sample(num_prompt: int, num_response: int, seed: int) -> TrainSample:
     random = np.random.default_rng(seed)
     rollout = Rollout(
-        token_ids=random.integers(1, 100, num_response).astype(np.int32),
-        logprobs=random.standard_normal(num_response).astype(np.float32),
+        content=Content(
+            token_ids=random.integers(1, 100, num_response).astype(np.int32),
+            logprobs=random.standard_normal(num_response).astype(np.float32),
+            text="",
+        ),
         versions=np.zeros(num_response, np.int32),
         loss_mask=random.random(num_response) < 0.7,
         finish_reason=FinishReason.STOP,
-        text="",
     )
     return TrainSample(
         prompt_ids=random.integers(1, 100, num_prompt).astype(np.int32),

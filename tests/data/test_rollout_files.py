@@ -18,6 +18,7 @@ from megarl.data.rollout_files import (
     write_rollouts,
 )
 from megarl.errors import DataError
+from megarl.tokens import Content
 from megarl.types import (
     FinishReason,
     Prompt,
@@ -39,12 +40,10 @@ def sampled(text: str, *, position: int = 0, reward: float = 1.0, gap: float = 0
     token_ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     size = len(token_ids)
     rollout = Rollout(
-        token_ids=token_ids,
-        logprobs=np.full(size, -1.0, np.float32),
+        content=Content(token_ids=token_ids, logprobs=np.full(size, -1.0, np.float32), text=text),
         versions=np.arange(size, dtype=np.int32),
         loss_mask=np.ones(size, np.bool_),
         finish_reason=FinishReason.STOP,
-        text=text,
     )
     prompt = Prompt(
         uid=f"train.parquet:{position}",
@@ -144,7 +143,10 @@ def test_the_pieces_of_random_bytes_are_those_of_decoding_one_after_the_other(tm
     alphabet = np.frombuffer("aé€😀".encode() + b"\xff\xe2\x80", np.uint8)
     token_ids = random.choice(alphabet, 400).astype(np.int32)
     base = sampled("x" * 400)
-    rollout = replace(base.sample.rollout, token_ids=token_ids)
+    rollout = replace(
+        base.sample.rollout,
+        content=replace(base.sample.rollout.content.load(), token_ids=token_ids),
+    )
     path = rollouts_file(tmp_path, 1)
     write_rollouts(path, [replace(base, sample=replace(base.sample, rollout=rollout))], decode=decode)
     assert read_rollout(path, 0)["pieces"] == obvious_pieces(token_ids)

@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.algorithm import SftConfig
 from megarl.config.roles import ActorConfig, OptimizerConfig
-from megarl.data.packing import Packing, assemble, pack
+from megarl.data.packing import Packing
+from megarl.data.shares import assemble, pack
+from megarl.tokens import Content
 from megarl.train.actor import ActorRank
 from megarl.train.rank import RankSpec
 from megarl.types import DEMONSTRATION, FinishReason, Rollout, TrainBatch, TrainSample
@@ -25,12 +27,14 @@ LENGTHS = ((3, 40), (17, 5), (60, 90))
 
 def sample_of(random: np.random.Generator, num_prompt: int, num_response: int) -> TrainSample:
     rollout = Rollout(
-        token_ids=random.integers(3, 99, num_response, dtype=np.int32),
-        logprobs=np.zeros(num_response, dtype=np.float32),
+        content=Content(
+            token_ids=random.integers(3, 99, num_response, dtype=np.int32),
+            logprobs=np.zeros(num_response, dtype=np.float32),
+            text="",
+        ),
         versions=np.full(num_response, DEMONSTRATION, dtype=np.int32),
         loss_mask=np.ones(num_response, dtype=np.bool_),
         finish_reason=FinishReason.STOP,
-        text="",
     )
     return TrainSample(
         prompt_ids=random.integers(3, 99, num_prompt, dtype=np.int32),

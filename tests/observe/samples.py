@@ -30,6 +30,7 @@ from megarl.observe.events import (
 )
 from megarl.observe.summary import Flow, RewardOutlier, RolloutSummary, StepSummary
 from megarl.results import EvalResult, Grade, Grades, PublishResult, RankUsage, TrainingWork, UpdateStats
+from megarl.tokens import Content
 from megarl.types import (
     DEMONSTRATION,
     FinishReason,
@@ -309,12 +310,12 @@ def scored_group(
     )
     rollouts = tuple(
         Rollout(
-            token_ids=np.zeros(length, dtype=np.int32),
-            logprobs=np.zeros(length, dtype=np.float32),
+            content=Content(
+                token_ids=np.zeros(length, dtype=np.int32), logprobs=np.zeros(length, dtype=np.float32), text=""
+            ),
             versions=np.full(length, version, dtype=np.int32),
             loss_mask=np.ones(length, dtype=np.bool_),
             finish_reason=finish,
-            text="",
         )
         for length in lengths
     )

@@ -139,7 +139,7 @@ def test_trained_tokens_are_counted_by_the_version_that_chose_them() -> None:
 def with_tokens(tokens: Sequence[Sequence[int]]) -> ScoredGroup:
     group = scored_group([0.0, 1.0], lengths=[len(row) for row in tokens])
     rollouts = tuple(
-        replace(rollout, token_ids=np.array(row, dtype=np.int32))
+        replace(rollout, content=replace(rollout.content.load(), token_ids=np.array(row, dtype=np.int32)))
         for rollout, row in zip(group.group.rollouts, tokens, strict=True)
     )
     return replace(group, group=replace(group.group, rollouts=rollouts))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.config.reward import FunctionRewardConfig
+from megarl.tokens import Content
 from megarl.types import FinishReason, JsonValue, PolicyVersion, Prompt, Rollout, RolloutGroup
 
 MakeGroup = Callable[..., RolloutGroup]
@@ -41,12 +42,12 @@ def make_group() -> MakeGroup:
 
 def _rollout(text: str, finish_reason: FinishReason) -> Rollout:
     return Rollout(
-        token_ids=np.array([5], dtype=np.int32),
-        logprobs=np.array([-0.5], dtype=np.float32),
+        content=Content(
+            token_ids=np.array([5], dtype=np.int32), logprobs=np.array([-0.5], dtype=np.float32), text=text
+        ),
         versions=np.array([PolicyVersion(0)], dtype=np.int32),
         loss_mask=np.array([True]),
         finish_reason=finish_reason,
-        text=text,
     )
 
 

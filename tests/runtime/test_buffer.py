@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megarl.errors import CheckpointError
 from megarl.observe.summary import Flow
 from megarl.runtime.buffer import Buffer, Counts
+from megarl.tokens import Content
 from megarl.types import DEMONSTRATION, FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 
@@ -33,12 +34,12 @@ def scored_group(position: int, *versions: int) -> ScoredGroup:
         extra_info={},
     )
     rollout = Rollout(
-        token_ids=np.full_like(token_versions, 2),
-        logprobs=np.zeros(len(token_versions), dtype=np.float32),
+        content=Content(
+            token_ids=np.full_like(token_versions, 2), logprobs=np.zeros(len(token_versions), dtype=np.float32), text=""
+        ),
         versions=token_versions,
         loss_mask=np.ones(len(token_versions), dtype=np.bool_),
         finish_reason=FinishReason.STOP,
-        text="",
     )
     score = Score(value=0.0, components={})
     return ScoredGroup(group=RolloutGroup(prompt=prompt, rollouts=(rollout,)), scores=(score,))

@@ -14,6 +14,7 @@ from megarl.errors import FleetError
 from megarl.results import EvalResult
 from megarl.runtime.evaluate import HeldOutEvaluator
 from megarl.stages import Generator
+from megarl.tokens import Content
 from megarl.types import FinishReason, PolicyVersion, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenArray
 
 
@@ -48,12 +49,14 @@ class Guesser:
             prompt=prompt,
             rollouts=tuple(
                 Rollout(
-                    token_ids=np.array([1, 2], dtype=np.int32),
-                    logprobs=np.zeros(2, dtype=np.float32),
+                    content=Content(
+                        token_ids=np.array([1, 2], dtype=np.int32),
+                        logprobs=np.zeros(2, dtype=np.float32),
+                        text=str(prompt.position + index + self._offset),
+                    ),
                     versions=np.full(2, 7, dtype=np.int32),
                     loss_mask=np.ones(2, dtype=np.bool_),
                     finish_reason=FinishReason.STOP,
-                    text=str(prompt.position + index + self._offset),
                 )
                 for index in range(self._num_rollouts)
             ),

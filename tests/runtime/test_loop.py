@@ -20,6 +20,7 @@ from megarl.runtime.evaluate import Evaluation, Evaluator, NoEvaluation, Schedul
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.phases import Offloader, SeparatePhases, SharedPhases
 from megarl.stages import Phases, Stages
+from megarl.tokens import Content
 from megarl.types import (
     Estimates,
     FinishReason,
@@ -108,12 +109,10 @@ class FakeCluster:
         if prompt.position == self._fails_at:
             raise FleetError("no engine left")
         rollout = Rollout(
-            token_ids=np.array([2], dtype=np.int32),
-            logprobs=np.zeros(1, dtype=np.float32),
+            content=Content(token_ids=np.array([2], dtype=np.int32), logprobs=np.zeros(1, dtype=np.float32), text=""),
             versions=np.full(1, version, dtype=np.int32),
             loss_mask=np.ones(1, dtype=np.bool_),
             finish_reason=FinishReason.STOP,
-            text="",
         )
         return RolloutGroup(prompt=prompt, rollouts=(rollout, rollout))
 

@@ -15,8 +15,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Generic, TypeVar
 
-from megarl.data.packing import assemble
-from megarl.types import FloatArray, SampleNumbers, TrainBatch
+from megarl.data.shares import assemble
+from megarl.tokens import SampleNumbers
+from megarl.types import FloatArray, TrainBatch
 from tests.processes import template
 
 Result = TypeVar("Result")

@@ -17,13 +17,14 @@ from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.errors import CheckpointError, ConfigError, DamagedError, MachineError, NumericsError
 from megarl.results import CriticResult, CriticStats, UpdateResult, UpdateStats
+from megarl.tokens import SampleNumbers
 from megarl.train import cpu
 from megarl.train.actor import ActorRank, TrainerRecord
 from megarl.train.critic import CriticRank
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.train.rank import RankSpec, ReferenceRank
 from megarl.train.topology import Topology, initialize, shut_down
-from megarl.types import FloatArray, SampleNumbers, TrainBatch
+from megarl.types import FloatArray, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

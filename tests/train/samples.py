@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megarl.tokens import Content
 from megarl.types import FinishReason, PolicyVersion, Rollout, TrainSample
 
 
@@ -18,12 +19,14 @@ def make_samples(
         loss_mask = random.random(num_response) < 0.8
         loss_mask[0] = True
         rollout = Rollout(
-            token_ids=random.integers(0, vocab, num_response).astype(np.int32),
-            logprobs=np.log(random.uniform(0.001, 0.05, num_response)).astype(np.float32),
+            content=Content(
+                token_ids=random.integers(0, vocab, num_response).astype(np.int32),
+                logprobs=np.log(random.uniform(0.001, 0.05, num_response)).astype(np.float32),
+                text="",
+            ),
             versions=np.full(num_response, PolicyVersion(0), np.int32),
             loss_mask=loss_mask,
             finish_reason=FinishReason.STOP,
-            text="",
         )
         samples.append(
             TrainSample(

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
 from megarl.config.roles import ActorConfig, OptimizerConfig
-from megarl.data.packing import QUESTION, Packing, pack
+from megarl.data.packing import Packing
+from megarl.data.shares import QUESTION, pack
 from megarl.types import TrainSample
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.tiny_models import write_tiny_model

@@ -20,6 +20,7 @@ from megarl.rollout.client import GenerateRequest
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.reply import Expectation, Response, read_response
 from megarl.stages import Phases, Publisher
+from megarl.tokens import Content
 from megarl.types import FloatArray, PolicyVersion, Rollout, TokenArray, TrainSample
 
 logger = logging.getLogger(__name__)
@@ -83,12 +84,10 @@ class CanaryQuestion:
     def sample(self, response: Response) -> TrainSample:
         num_tokens = len(response.token_ids)
         rollout = Rollout(
-            token_ids=response.token_ids,
-            logprobs=response.logprobs,
+            content=Content(token_ids=response.token_ids, logprobs=response.logprobs, text=""),
             versions=response.versions,
             loss_mask=np.ones(num_tokens, np.bool_),
             finish_reason=response.finish_reason,
-            text="",
         )
         return TrainSample(prompt_ids=self.prompt_ids, rollout=rollout, advantages=np.zeros(num_tokens, np.float32))
 

@@ -13,7 +13,8 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import PAD_MULTIPLE
-from megarl.data.packing import QUESTION, Packing, SequenceCost, pack
+from megarl.data.packing import Packing, SequenceCost
+from megarl.data.shares import QUESTION, make_shares
 from megarl.planner.hardware import gpu_named
 from megarl.planner.training_time import forward_flops
 from megarl.results import RankUsage, TrainingWork
@@ -150,7 +151,7 @@ class _Builder:
             ),
         )
         return partial(
-            pack,
+            make_shares,
             packing=packing,
             temperature=1.0 if is_sft else recipe.sampling.temperature,
             has_versions=recipe.train.max_staleness > 0 and not is_question,

@@ -17,16 +17,18 @@ import ray
 from ray.actor import ActorHandle
 
 from megarl.config.roles import ModelParallelConfig
-from megarl.data.packing import assemble, with_numbers
+from megarl.data.shares import Share, assemble, with_numbers
 from megarl.env import GLOO_INTERFACE
 from megarl.errors import WorkerError
 from megarl.runtime.cluster import own_address
+from megarl.runtime.stored_content import fetch
 from megarl.runtime.trainers.hang import Answer, RankStacks, Silence, capture, explain_hang, write_report
 from megarl.runtime.trainers.remote_process import RemoteProcess, describe, end, this_process
 from megarl.runtime.trainers.worker_group import WorkerDiedError, WorkerGroup, WorkerLateError
 from megarl.system.network import interface_of
+from megarl.tokens import SampleNumbers
 from megarl.train.rank import ModelRank, RankSpec
-from megarl.types import FloatArray, SampleNumbers, TrainBatch
+from megarl.types import FloatArray, TrainBatch
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +113,14 @@ class RankHost:
         assert self._rank is not None, "start comes first"
         return getattr(self._rank, method)(*arguments, **named)
 
-    def run_share(self, method: str, batch: TrainBatch, numbers: Mapping[str, Sequence[ray.ObjectRef]]) -> object:
+    def run_share(self, method: str, share: Share, numbers: Mapping[str, Sequence[ray.ObjectRef]]) -> object:
         """Call a method of the rank with its share of a step, and with columns that ranks computed before.
 
-        Numbers per token that it returns stay on this node.
+        The responses are loaded here. Numbers per token that the method returns stay on this node.
         """
+        fetch([sample.content for sample in share.samples.values()])
         columns = {name: ray.get(list(parts)) for name, parts in numbers.items()}
-        result = self.run(method, with_numbers(batch, columns))
+        result = self.run(method, with_numbers(share.fill(), columns))
         if not isinstance(result, SampleNumbers):
             return result
         return HeldPart(sample_ids=frozenset(result.sample_ids.tolist()), reference=ray.put(result))
@@ -185,7 +188,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
     async def compute_shares(
         self,
         method: Callable[[Rank, TrainBatch], Result],
-        shares: Iterator[TrainBatch],
+        shares: Iterator[Share],
         numbers: Mapping[str, HeldNumbers] = MappingProxyType({}),
     ) -> Result:
         """Call every rank in this model's turn with the share of its data-parallel rank; return rank 0's result."""
@@ -193,7 +196,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         return results[0]
 
     async def ask(
-        self, method: Callable[[Rank, TrainBatch], SampleNumbers | None], shares: Iterator[TrainBatch]
+        self, method: Callable[[Rank, TrainBatch], SampleNumbers | None], shares: Iterator[Share]
     ) -> HeldNumbers:
         """Have every rank compute numbers of its share's tokens, in this model's turn; they stay where they are."""
         parts: list[HeldPart | None] = await self._compute_shares(method.__name__, shares, {})
@@ -201,10 +204,10 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         return HeldNumbers(role=self.role, parts=answered, timeout_s=self._timeout_s)
 
     async def _compute_shares(
-        self, method: str, shares: Iterator[TrainBatch], numbers: Mapping[str, HeldNumbers]
+        self, method: str, shares: Iterator[Share], numbers: Mapping[str, HeldNumbers]
     ) -> list[Result]:
         async with self.turn:
-            # In a thread: packing a step takes seconds. A share is stored once, and only its ranks read it.
+            # In a thread: planning a step takes seconds. A share is stored once, and only its ranks read it.
             stored = await asyncio.to_thread(lambda: [_store(share, numbers) for share in shares])
             data_parallel = len(self) // self._split.model_parallel
             assert len(stored) == data_parallel, f"{len(stored)} shares, {data_parallel} data-parallel ranks"
@@ -298,14 +301,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
             return Silence(reason="it is dead")
 
 
-def _store(
-    share: TrainBatch, numbers: Mapping[str, HeldNumbers]
-) -> tuple[ray.ObjectRef, dict[str, list[ray.ObjectRef]]]:
+def _store(share: Share, numbers: Mapping[str, HeldNumbers]) -> tuple[ray.ObjectRef, dict[str, list[ray.ObjectRef]]]:
     """Return a reference to the stored share, and references to the numbers of its samples by column."""
-    sample_ids = frozenset(
-        sample_id
-        for mini_batch in share.mini_batches
-        for micro_batch in mini_batch.micro_batches
-        for sample_id in micro_batch.sample_ids.tolist()
-    )
+    sample_ids = frozenset(share.samples)
     return ray.put(share), {name: held.of(sample_ids) for name, held in numbers.items()}

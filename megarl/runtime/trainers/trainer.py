@@ -10,14 +10,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megarl.data.packing import num_positions
 from megarl.data.rollout_files import write_samples
+from megarl.data.shares import Share, num_positions
 from megarl.errors import NumericsError
 from megarl.results import CriticResult, RankUsage, TrainingWork, UpdateResult
 from megarl.runtime.trainers.ranks import HeldNumbers
-from megarl.types import Estimates, FloatArray, PolicyVersion, ScoredGroup, TrainBatch, TrainSample
+from megarl.types import Estimates, FloatArray, PolicyVersion, ScoredGroup, TrainSample
 
-Pack: TypeAlias = Callable[[Sequence[TrainSample]], Iterator[TrainBatch]]
+Pack: TypeAlias = Callable[[Sequence[TrainSample]], Iterator[Share]]
 """Yields one share per data-parallel rank."""
 Held: TypeAlias = Mapping[str, HeldNumbers]
 """Columns of an update that ranks have computed before it, by name."""
@@ -27,7 +27,7 @@ Held: TypeAlias = Mapping[str, HeldNumbers]
 class ModelQuestion:
     """A number that a model computes for every sampled token."""
 
-    ask: Callable[[Iterator[TrainBatch]], Awaitable[HeldNumbers]]
+    ask: Callable[[Iterator[Share]], Awaitable[HeldNumbers]]
     pack: Pack
     is_for_credit: bool = True
     """Whether the driver needs the numbers to assign credit; otherwise only the actor's update does."""
@@ -47,7 +47,7 @@ class ModelQuestions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedActor:
-    update: Callable[[Iterator[TrainBatch], Held], Awaitable[UpdateResult]]
+    update: Callable[[Iterator[Share], Held], Awaitable[UpdateResult]]
     pack: Pack
     logprobs: ModelQuestion
     measure_work: Callable[[Sequence[int], RankUsage], TrainingWork]
@@ -56,7 +56,7 @@ class TrainedActor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedCritic:
-    update: Callable[[Iterator[TrainBatch], Held], Awaitable[CriticResult]]
+    update: Callable[[Iterator[Share], Held], Awaitable[CriticResult]]
     pack: Pack
     warmup_steps: int
     """Steps in which the critic alone is updated."""

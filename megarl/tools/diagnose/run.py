@@ -20,7 +20,8 @@ from megarl.compare.small_recipe import SmallRecipe, single_copy
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.config.section import PAD_MULTIPLE
-from megarl.data.packing import Packing, pack
+from megarl.data.packing import Packing
+from megarl.data.shares import pack
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import ConfigError, DataError, Problem
 from megarl.rollout.fleet import Fleet
@@ -202,11 +203,11 @@ def _clear(folder: Path) -> None:
 def _batch(group: RolloutGroup, parallel: MegatronParallel, temperature: float) -> TrainBatch:
     (rollout,) = group.rollouts
     sample = TrainSample(
-        prompt_ids=group.prompt.token_ids, rollout=rollout, advantages=np.zeros(len(rollout.token_ids), np.float32)
+        prompt_ids=group.prompt.token_ids, rollout=rollout, advantages=np.zeros(rollout.num_tokens, np.float32)
     )
     packing = Packing(
         data_parallel=1,
-        tokens_per_micro_batch=len(sample.prompt_ids) + len(rollout.token_ids),
+        tokens_per_micro_batch=len(sample.prompt_ids) + rollout.num_tokens,
         samples_per_update=None,
         pad_multiple=PAD_MULTIPLE * parallel.tensor,
         micro_batch_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,

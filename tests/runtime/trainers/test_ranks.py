@@ -11,11 +11,13 @@ import pytest
 
 from megarl.config.load import load_recipe
 from megarl.config.roles import ModelParallelConfig
-from megarl.data.packing import Packing, pack, unpack
+from megarl.data.packing import Packing
+from megarl.data.shares import make_shares, unpack
 from megarl.errors import WorkerError
 from megarl.runtime.launch import private_ray
+from megarl.tokens import SampleNumbers
 from megarl.tools.quickstart.arithmetic import make_arithmetic
-from megarl.types import SampleNumbers, TrainBatch
+from megarl.types import TrainBatch
 from tests.runtime.runs import write_recipe
 from tests.train.samples import make_samples
 
@@ -91,7 +93,7 @@ def test_ranks_get_their_share_and_numbers_stay_with_those_that_computed_them(fo
             "actor", workers, split=SPLIT, timeout_s=300, report_folder=folder, turn=asyncio.Lock()
         )
         await group.start(build, place)
-        held = await group.ask(EchoRank.echo, pack(samples, PACKING, temperature=1.0))
+        held = await group.ask(EchoRank.echo, make_shares(samples, PACKING, temperature=1.0))
         # One rank of each of the two replicas answers.
         assert len(held.parts) == PACKING.data_parallel
         assert sorted(i for part in held.parts for i in part.sample_ids) == list(range(len(samples)))
@@ -101,7 +103,7 @@ def test_ranks_get_their_share_and_numbers_stay_with_those_that_computed_them(fo
         narrow = Packing(
             data_parallel=2, tokens_per_micro_batch=20, samples_per_update=4, pad_multiple=1, micro_batch_multiple=1
         )
-        shares = pack(samples, narrow, temperature=1.0)
+        shares = make_shares(samples, narrow, temperature=1.0)
         results: list[tuple[int, float]] = await group._compute_shares("differences", shares, {"values": held})
         counts = [count for count, _ in results]
         assert counts[0] == counts[1]

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.data.shares import Share
 from megarl.errors import NumericsError
 from megarl.results import CriticResult, CriticStats, RankUsage, TrainingWork, UpdateResult
 from megarl.runtime.trainers.ranks import HeldNumbers
@@ -21,7 +22,7 @@ from megarl.runtime.trainers.trainer import (
     TrainedActor,
     TrainedCritic,
 )
-from megarl.types import Estimates, FloatArray, PolicyVersion, TrainBatch, TrainSample
+from megarl.types import Estimates, FloatArray, PolicyVersion, TrainSample
 from tests.algo.groups import scored_group
 from tests.train.samples import make_samples
 
@@ -37,9 +38,9 @@ VALUE_STATS = CriticStats(
 USAGE = RankUsage(resident_bytes=1, host_available_bytes=1, host_total_bytes=2)
 
 
-def pack(samples: Sequence[TrainSample]) -> Iterator[TrainBatch]:
+def pack(samples: Sequence[TrainSample]) -> Iterator[Share]:
     assert samples
-    yield TrainBatch(mini_batches=(), temperature=1.0)
+    yield Share(samples={}, updates=(), temperature=1.0, columns=())
 
 
 class Numbers(HeldNumbers):
@@ -65,7 +66,7 @@ class FakeActor:
         self._error = error
         self.held: list[Held] = []
 
-    async def update(self, shares: Iterator[TrainBatch], held: Held) -> UpdateResult:
+    async def update(self, shares: Iterator[Share], held: Held) -> UpdateResult:
         assert len(list(shares)) == 1
         self.held.append(held)
         if self._error is not None:
@@ -78,7 +79,7 @@ class FakeActor:
             usage={"actor": USAGE},
         )
 
-    async def logprobs(self, shares: Iterator[TrainBatch]) -> HeldNumbers:
+    async def logprobs(self, shares: Iterator[Share]) -> HeldNumbers:
         return Numbers(np.full(2, -0.5, np.float32))
 
 
@@ -87,7 +88,7 @@ class FakeCritic:
         self.num_updates = 0
         self.held: list[Held] = []
 
-    async def update(self, shares: Iterator[TrainBatch], held: Held) -> CriticResult:
+    async def update(self, shares: Iterator[Share], held: Held) -> CriticResult:
         self.held.append(held)
         self.num_updates += 1
         return CriticResult(stats=VALUE_STATS)
@@ -126,7 +127,7 @@ def test_nothing_is_asked_that_nobody_needs(tmp_path: Path) -> None:
 
 
 def asking(numbers: Numbers, *, is_for_credit: bool = True) -> ModelQuestion:
-    async def ask(shares: Iterator[TrainBatch]) -> HeldNumbers:
+    async def ask(shares: Iterator[Share]) -> HeldNumbers:
         assert len(list(shares)) == 1
         return numbers
 

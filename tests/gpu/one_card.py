@@ -31,8 +31,10 @@ from tests.weights.transfer_peers import cut
 
 NUM_SOURCES = 4
 BUCKET_BYTES = 3000
+LATE_S = 4.0
+"""Time in which NCCL notices a lost peer, so that the next call fails at once and not in a wait."""
 Where = Literal["near", "far", "two nodes", "relay"]
-Fault = Literal["killed", "stopped", "corrupted"]
+Fault = Literal["killed", "stopped", "late", "corrupted"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,8 @@ class CountingGroup(TransferGroup):
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "stopped":
                     os.kill(os.getpid(), signal.SIGSTOP)
+                case "late":
+                    time.sleep(LATE_S)
                 case "corrupted":
                     assert outgoing is not None, "only senders corrupt"
                     outgoing.buffer[0] ^= 1
@@ -311,7 +315,7 @@ def publish(
         peer.begin(take_part, number, server.address, name, case, timeout_s, (faults or {}).get(number))
     answers: list[Answer] = []
     for number, peer in enumerate(peers[:num_peers]):
-        is_lost = (faults or {}).get(number, ("corrupted", 0))[0] != "corrupted"
+        is_lost = (faults or {}).get(number, ("late", 0))[0] in ("killed", "stopped")
         value = None if is_lost else peer.result(timeout_s + 30)
         answers.append(Answer(value=value, seconds=time.monotonic() - started))
     return answers

@@ -77,13 +77,22 @@ def peers() -> Iterator[list[Peer]]:
 def test_a_lost_peer_ends_the_publish_in_time_and_the_next_one_succeeds(
     peers: list[Peer], fault: Fault, lost: int, at: int
 ) -> None:
-    answers = publish(peers, FAR, timeout_s=DEADLINE_S, faults={lost: (fault, at)})
+    check_loss(peers, lost, {lost: (fault, at)})
+
+
+def test_a_loss_that_is_found_at_the_beginning_of_a_round_leaves_no_group_of_calls_open(peers: list[Peer]) -> None:
+    late: dict[int, tuple[Fault, int]] = dict.fromkeys(range(NUM_PEERS), ("late", 2))
+    check_loss(peers, 6, {**late, 6: ("killed", 2)})
+
+
+def check_loss(peers: list[Peer], lost: int, faults: dict[int, tuple[Fault, int]]) -> None:
+    answers = publish(peers, FAR, timeout_s=DEADLINE_S, faults=faults)
     for number, answer in enumerate(answers):
         if number != lost:
             assert isinstance(answer.value, str), f"peer {number}: {answer.value}"
             assert "peer" in answer.value
             assert answer.seconds < DEADLINE_S + GRACE_S, f"peer {number}: {answer.seconds:.1f} s, {answer.value}"
-    logger.info("%s peer %d at round %d: %.1f s", fault, lost, at, max(answer.seconds for answer in answers))
+    logger.info("%s at round %d, peer %d: %.1f s", *faults[lost], lost, max(answer.seconds for answer in answers))
     peers[lost].kill()
     peers[lost].start()
     peers[lost].begin(use_gpu)

@@ -107,24 +107,35 @@ class NcclChannel:
         check: Callable[[], None],
     ) -> None:
         # NCCL has no tags: messages between two peers keep their order, and a group ends with its first failure.
-        library, stream = _library(), ctypes.c_void_p(self._stream.cuda_stream)
         assert self._communicator, "the channel is closed"
         # What packed the buffer is over before the round begins, and nothing is launched until the round is over.
         torch.cuda.current_stream(self.device).synchronize()
         with self._aborting():
-            _check(library.ncclGroupStart())
-            for message, call in ((outgoing, library.ncclSend), (incoming, library.ncclRecv)):
-                if message is not None:
-                    buffer = message.buffer
-                    assert buffer.device == self.device, f"a buffer on {buffer.device}"
-                    _check(call(buffer.data_ptr(), buffer.nbytes, _UINT8, message.peer, self._communicator, stream))
-            self._until_accepted(library.ncclGroupEnd(), deadline, check)
+            self._until_accepted(self._enqueue(outgoing, incoming), deadline, check)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
             for _ in _polls(deadline, check):
                 if done.query():  # type: ignore[no-untyped-call]
                     return
                 _check(self._state())
+
+    def _enqueue(self, outgoing: Message | None, incoming: Message | None) -> int:
+        """Begin both messages at once; return NCCL's result.
+
+        A group that was started is ended whatever happens in it: NCCL counts open groups per thread, and would put off
+        every later call of this process, those of the next communicator as well.
+        """
+        library, stream = _library(), ctypes.c_void_p(self._stream.cuda_stream)
+        _check(library.ncclGroupStart())
+        try:
+            for message, call in ((outgoing, library.ncclSend), (incoming, library.ncclRecv)):
+                if message is not None:
+                    buffer = message.buffer
+                    assert buffer.device == self.device, f"a buffer on {buffer.device}"
+                    _check(call(buffer.data_ptr(), buffer.nbytes, _UINT8, message.peer, self._communicator, stream))
+        finally:
+            result: int = library.ncclGroupEnd()
+        return result
 
     def close(self) -> None:
         """Abort the communicator. In a thread: a driver that is out of order must not hold this process up."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -152,7 +153,7 @@ class Grades:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """Grades of the answers to held-out prompts: greedy, sampled or both."""
+    """Grades of the answers to held-out prompts: greedy, sampled or both; and the loss of held-out demonstrations."""
 
     version: PolicyVersion
     """Oldest version that chose a token."""
@@ -160,25 +161,31 @@ class EvalResult:
     sampled: Grades | None
     newest_version: PolicyVersion | None = None
     """Newest version that chose a token, if versions were published during the evaluation."""
+    held_out_loss: float | None = None
+    """Mean loss of the imitated tokens of held-out demonstrations, where an sft run has some."""
 
     @property
-    def main(self) -> Grades:
-        """The greedy answers if there are any, else the sampled ones."""
-        grades = self.greedy or self.sampled
-        assert grades is not None, f"version {self.version} was evaluated without an answer"
-        return grades
+    def main(self) -> Grades | None:
+        """The greedy answers if there are any, else the sampled ones; None if nothing was generated."""
+        return self.greedy or self.sampled
 
     @property
     def accuracy(self) -> float:
-        return self.main.overall.accuracy
+        return self.numbers["accuracy"]
 
     @property
     def numbers(self) -> dict[str, float]:
-        """All numbers over all prompts by name: `accuracy` and `score` always, then `mean@8`, `pass@4` and so on."""
-        return self.numbers_of(None)
+        """All numbers over all prompts by name: `accuracy` and `score` of answers, then `mean@8`, `pass@4` and so on;
+        `held_out_loss` and `perplexity` of demonstrations."""
+        numbers = {} if self.main is None else self.numbers_of(None)
+        if self.held_out_loss is not None:
+            # Above this loss the perplexity is no float any more.
+            numbers |= {"held_out_loss": self.held_out_loss, "perplexity": math.exp(min(self.held_out_loss, 700.0))}
+        return numbers
 
     def numbers_of(self, source: str | None) -> dict[str, float]:
-        """Return `numbers` of one data source; None is all sources."""
+        """Return the numbers of answers to one data source; None is all sources."""
+        assert self.main is not None, f"version {self.version} was evaluated without an answer"
         main = _of_source(self.main, source)
         numbers = {"accuracy": main.accuracy, "score": main.score_mean}
         if self.sampled is not None:

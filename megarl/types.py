@@ -45,6 +45,7 @@ class Prompt:
     extra_info: Mapping[str, JsonValue]
     demonstration: TokenArray | None = None
     """The response of the data set, end token included, where it has one."""
+    demonstration_mask: BoolArray | None = None  # [T], True where it is imitated; None: all of it
 
 
 class FinishReason(StrEnum):

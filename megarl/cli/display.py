@@ -182,13 +182,12 @@ def _(event: RunFinished) -> str:
 
 def _evaluation(result: EvalResult) -> str:
     """Return `accuracy 0.875 of 64 prompts  pass@8 0.953`, with the score where it differs from the accuracy."""
-    accuracy, score = result.accuracy, result.numbers["score"]
-    parts = [f"accuracy {accuracy:.3f} of {result.main.overall.num_prompts} prompts"]
-    parts += [
-        f"{name} {value:.3f}"
-        for name, value in result.numbers.items()
-        if name != "accuracy" and (name != "score" or score != accuracy)
+    numbers = result.numbers
+    parts = [
+        f"{name} {value:.3f}" for name, value in numbers.items() if name != "score" or value != numbers["accuracy"]
     ]
+    if result.main is not None:
+        parts[0] += f" of {result.main.overall.num_prompts} prompts"
     return "  ".join(parts)
 
 
@@ -212,7 +211,8 @@ def _numbers(progress: Progress) -> str:
     summary = progress.summary
     parts = [] if summary is None else [*_rollout_numbers(summary), *_update_numbers(summary)]
     if progress.evaluation is not None:
-        parts.append(f"accuracy {progress.evaluation.accuracy:.3f}")
+        name, value = next(iter(progress.evaluation.numbers.items()))
+        parts.append(f"{name} {value:.3f}")
     if summary is not None:
         parts += [f"{summary.tokens_per_second:,.0f} tokens/s", f"{summary.seconds:.1f} s"]
     if progress.eta_s is not None:

@@ -103,8 +103,9 @@ def _idle_ranks(
 
 
 def _unused_data(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    if "response_key" in data.model_fields_set and not isinstance(algorithm, SftConfig):
-        yield Problem(key="data.response_key", message="only sft reads it")
+    for key in sorted(data.model_fields_set & {"response_key", "imitates"}):
+        if not isinstance(algorithm, SftConfig):
+            yield Problem(key=f"data.{key}", message="only sft reads it")
 
 
 def _unused_saves(checkpoint: CheckpointConfig, steps: int) -> Iterator[Problem]:

@@ -159,13 +159,14 @@ def _quoted(value: object) -> str:
 
 
 def _without_tags(location: _Location, root: type[BaseModel]) -> list[str | int]:
-    """Return the path without the tags of unions, which pydantic puts into it (`algorithm.grpo.clip_low`)."""
+    """Return the path without the tags and types of unions, which pydantic puts into it (`algorithm.grpo.clip_low`)."""
     kept: list[str | int] = []
     models = [root]
     is_name = False
     for part in location:
         tagged = [] if is_name else _tagged(models, part)
-        if not tagged:
+        is_type = str(part).startswith("literal[") or part in {model.__name__ for model in models}
+        if not tagged and not is_type:
             kept.append(part)
         is_name = not is_name and _is_mapping(models, part)
         models = tagged or _children(models, part) or models

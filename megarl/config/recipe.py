@@ -54,15 +54,39 @@ class ModelConfig(Section):
     """A folder in Hugging Face format: config.json, safetensors, tokenizer."""
 
 
+class JinjaTemplateConfig(Section):
+    """A chat template instead of the model's own."""
+
+    jinja: Annotated[str, Field(min_length=1)]
+    """The template, or the path of a file with it that ends in `.jinja`. Reads `messages`, `add_generation_prompt` and
+    the special tokens, such as `bos_token`."""
+
+    @property
+    def text(self) -> str:
+        return Path(self.jinja).read_text() if self.jinja.endswith(".jinja") else self.jinja
+
+
 class DataConfig(Section):
     train: Annotated[tuple[Path, ...], Field(min_length=1)]
     """Parquet files."""
     eval: tuple[Path, ...] = ()
     """Parquet files of held-out prompts, for `evaluation`."""
+    eval_demonstrations: tuple[Path, ...] = ()
+    """Parquet files of held-out demonstrations: `evaluation` of an sft run computes their loss and perplexity."""
+    template: Literal["chat", "raw"] | JinjaTemplateConfig = "chat"
+    """Turns a prompt into text: the model's chat template, or another one. `raw` takes strings as they are, for prompts
+    that are rendered already and for base models; the tokenizer's first token is added where it is missing."""
     prompt_key: str = "prompt"
     """Column with a list of messages, or a string (sent as one user message)."""
     response_key: str = "response"
-    """Column that `sft` imitates; where it is missing, the last assistant message of the prompt."""
+    """Column that `sft` imitates; where it is missing, assistant messages of the prompt."""
+    imitates: Literal["every_answer", "last_answer"] = "every_answer"
+    """The assistant messages that `sft` imitates where there is no response column. A message with `weight: 0` is never
+    imitated."""
+    ground_truth_key: Annotated[str, Field(min_length=1)] | None = "reward_model.ground_truth"
+    """Column, or field of a column, that rewards compare with; numbers and lists become JSON. null: there is none."""
+    source_key: Annotated[str, Field(min_length=1)] = "data_source"
+    """Column that names the kind of task; where it is missing, the file's name is used."""
     max_prompt_tokens: PositiveInt = 1024
     """Length of the longest prompt, after the chat template."""
     overlong_prompts: Literal["refuse", "drop"] = "refuse"
@@ -134,14 +158,15 @@ class SampledEvaluationConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Answers to the prompts of `data.eval`, scored like rollouts and kept in `<run>/evaluations`."""
+    """Answers to the prompts of `data.eval`, scored like rollouts and kept in `<run>/evaluations`; and the loss of
+    `data.eval_demonstrations`."""
 
     every_steps: PositiveInt | None = None
     """Steps between two evaluations; null evaluates only before the first and after the last step."""
     runs_before_training: bool = True
     """false skips the evaluation before the first step."""
     max_prompts: PositiveInt | None = None
-    """How many prompts of `data.eval` to use, from its beginning; null uses all."""
+    """How many prompts of `data.eval`, and how many demonstrations, to use from the beginning; null uses all."""
     max_response_tokens: PositiveInt | None = None
     """null takes `sampling.max_response_tokens`."""
     is_greedy: bool = True
@@ -150,6 +175,12 @@ class EvaluationConfig(Section):
     """Sampled rollouts in addition to the greedy one or, with `is_greedy: false`, instead of it."""
     right_from: float = 1.0
     """A score of at least this is a right answer; the built-in scorers give 1 for right, and less for part of it."""
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        """Whether to evaluate after `step`; 0 is before the first."""
+        if step == 0:
+            return self.runs_before_training
+        return is_last or (self.every_steps is not None and step % self.every_steps == 0)
 
 
 class KeepBestConfig(Section):

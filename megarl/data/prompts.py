@@ -15,27 +15,39 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from megarl.config.recipe import DataConfig
 from megarl.data.rows import DataRow, read_rows
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.tokenizer import Chat, Template, Tokenizer, load_tokenizer
 from megarl.errors import DataError, MachineError
 from megarl.system.guard import die_with_parent
 from megarl.tokens import Content
-from megarl.types import DEMONSTRATION, FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenArray
+from megarl.types import (
+    DEMONSTRATION,
+    BoolArray,
+    FinishReason,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Score,
+    ScoredGroup,
+    TokenArray,
+)
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _ROWS_PER_CHUNK = 1024
 _ROWS_PER_WORKER = 8192
 """Fewer rows are tokenised in less time than a worker process takes to start."""
 _MAX_WORKERS = 16
 
-_Encoded: TypeAlias = tuple[list[TokenArray], list[TokenArray]]
-"""The prompts of some rows, and the responses of those that have one."""
+_Encoded: TypeAlias = tuple[list[TokenArray], list[tuple[TokenArray, BoolArray]]]
+"""The prompts of some rows; and the demonstrations of those that have one, with what of them is imitated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +61,9 @@ class PromptSet:
         """Digest of all prompts in their order: equal digests mean that positions in the stream are comparable."""
         digest = hashlib.blake2b(digest_size=16)
         for prompt in self.prompts:
-            demonstration = b"" if prompt.demonstration is None else prompt.demonstration.tobytes()
-            parts = (prompt.uid.encode(), prompt.token_ids.tobytes(), prompt.ground_truth.encode(), demonstration)
+            parts = [prompt.uid.encode(), prompt.token_ids.tobytes(), prompt.ground_truth.encode()]
+            arrays = (prompt.demonstration, prompt.demonstration_mask)
+            parts += [b"" if array is None else array.tobytes() for array in arrays]
             for part in parts:
                 digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()
@@ -65,7 +78,7 @@ def load_prompts(files: Sequence[Path], config: DataConfig, tokenizer: Tokenizer
 def load_demonstrations(
     files: Sequence[Path], config: DataConfig, tokenizer: Tokenizer, *, max_response_tokens: int
 ) -> PromptSet:
-    """Return the prompts with the answers to imitate: the response column, or else the last assistant message."""
+    """Return the prompts with the answers to imitate: the response column, or else assistant messages."""
     prompts = _tokenise(read_rows(files, config, as_demonstrations=True), tokenizer)
     response_limit = _Limit(
         key="sampling.max_response_tokens",
@@ -86,26 +99,29 @@ def _tokenise(rows: Sequence[DataRow], tokenizer: Tokenizer) -> list[Prompt]:
     prompts: list[Prompt] = []
     for chunk, (questions, answers) in zip(chunks, encodings, strict=True):
         remaining = iter(answers)
-        prompts += [
-            Prompt(
-                uid=row.uid,
-                position=len(prompts) + place,
-                epoch=0,
-                token_ids=token_ids,
-                data_source=row.data_source,
-                ground_truth=row.ground_truth,
-                extra_info=row.extra_info,
-                demonstration=None if row.response is None else next(remaining),
+        for row, token_ids in zip(chunk, questions, strict=True):
+            demonstration, mask = next(remaining) if row.continuation else (None, None)
+            prompts.append(
+                Prompt(
+                    uid=row.uid,
+                    position=len(prompts),
+                    epoch=0,
+                    token_ids=token_ids,
+                    data_source=row.data_source,
+                    ground_truth=row.ground_truth,
+                    extra_info=row.extra_info,
+                    demonstration=demonstration,
+                    demonstration_mask=mask,
+                )
             )
-            for place, (row, token_ids) in enumerate(zip(chunk, questions, strict=True))
-        ]
         logger.info("tokenised num_rows=%d of=%d", len(prompts), len(rows))
     return prompts
 
 
 def _encode(tokenizer: Tokenizer, rows: Sequence[DataRow]) -> _Encoded:
-    questions = tokenizer.encode([_render(row, tokenizer) for row in rows])
-    return questions, tokenizer.encode_responses([row.response for row in rows if row.response is not None])
+    questions = tokenizer.encode([_named(row, tokenizer.render_chat, row.chat) for row in rows])
+    answered = [_named(row, tokenizer.spans, row.chat, row.continuation) for row in rows if row.continuation]
+    return questions, tokenizer.encode_spans(answered)
 
 
 def _encode_all(chunks: Sequence[Sequence[DataRow]], tokenizer: Tokenizer, num_workers: int) -> Iterator[_Encoded]:
@@ -115,7 +131,7 @@ def _encode_all(chunks: Sequence[Sequence[DataRow]], tokenizer: Tokenizer, num_w
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(tokenizer.folder, tokenizer.vocab, os.getpid()),
+        initargs=(tokenizer.folder, tokenizer.vocab, tokenizer.template, os.getpid()),
     )
     try:
         yield from pool.map(_encode_in_worker, chunks)
@@ -130,10 +146,10 @@ def _encode_all(chunks: Sequence[Sequence[DataRow]], tokenizer: Tokenizer, num_w
 _tokenizer_of_worker: Tokenizer | None = None
 
 
-def _start_worker(folder: Path, vocab: int, parent: int) -> None:
+def _start_worker(folder: Path, vocab: int, template: Template, parent: int) -> None:
     global _tokenizer_of_worker
     die_with_parent(parent)
-    _tokenizer_of_worker = load_tokenizer(folder, vocab=vocab)
+    _tokenizer_of_worker = load_tokenizer(folder, vocab=vocab, template=template)
 
 
 def _encode_in_worker(rows: Sequence[DataRow]) -> _Encoded:
@@ -145,9 +161,10 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _render(row: DataRow, tokenizer: Tokenizer) -> str:
+def _named(row: DataRow, render: Callable[..., _T], *chats: Chat) -> _T:
+    """Return what `render` makes of the row's messages; an error names the row."""
     try:
-        return tokenizer.render_chat(row.chat)
+        return render(*chats)
     except DataError as error:
         raise DataError(f"{row.uid}: {error}") from error
 
@@ -205,6 +222,7 @@ class Demonstrations:
     async def generate(self, prompt: Prompt) -> RolloutGroup:
         token_ids = prompt.demonstration
         assert token_ids is not None, f"prompt {prompt.uid} has no demonstration; it was not loaded as one"
+        mask = prompt.demonstration_mask
         rollout = Rollout(
             content=Content(
                 token_ids=token_ids,
@@ -212,7 +230,7 @@ class Demonstrations:
                 text=self._tokenizer.decode_response(token_ids),
             ),
             versions=np.full(len(token_ids), DEMONSTRATION, dtype=np.int32),
-            loss_mask=np.ones(len(token_ids), dtype=np.bool_),
+            loss_mask=np.ones(len(token_ids), np.bool_) if mask is None else mask,
             finish_reason=FinishReason.STOP,
         )
         return RolloutGroup(prompt=prompt, rollouts=(rollout,))

@@ -6,6 +6,7 @@ a move of the folder. (`extra_info.index` does not work: files that are used tog
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +19,12 @@ from megarl.config.recipe import DataConfig
 from megarl.errors import DataError
 from megarl.types import JsonValue
 
-_SOURCE = "data_source"
-_REWARD = "reward_model"
-_TRUTH = "ground_truth"
 _EXTRA = "extra_info"
 
 _ROWS_PER_READ = 4096
+_CONVERTIBLE = (".jsonl", ".json", ".csv", ".arrow")
+_TEMPLATE_MARKS = ("<|im_start|>", "<|start_header_id|>", "[INST]", "<start_of_turn>", "<|user|>", "<\uff5cUser\uff5c>")
+"""Texts that chat templates of common models write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +36,9 @@ class DataRow:
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, JsonValue]
-    response: str | None
-    """The answer to imitate; None unless rows are read as demonstrations."""
+    continuation: tuple[Mapping[str, JsonValue], ...]
+    """The rest of the conversation: answers to imitate, and messages between them. Empty unless rows are read as
+    demonstrations."""
 
 
 def read_rows(files: Sequence[Path], config: DataConfig, *, as_demonstrations: bool) -> list[DataRow]:
@@ -89,13 +91,14 @@ def _columns(config: DataConfig, *, as_demonstrations: bool) -> tuple[_Column, .
             remedy="; data.prompt_key names the column",
         ),
         _Column(name=config.response_key, accepts=_is_text, wanted="a string", is_required=False),
-        _Column(name=_SOURCE, accepts=_is_text, wanted="a string", is_required=not as_demonstrations),
         _Column(
-            name=_REWARD,
-            accepts=lambda kind: _has_text(kind, _TRUTH),
-            wanted="a struct {style, ground_truth} with a string in ground_truth (a number or a list as JSON text)",
-            is_required=not as_demonstrations,
+            name=config.source_key,
+            accepts=_is_text,
+            wanted="a string",
+            is_required="source_key" in config.model_fields_set and not as_demonstrations,
+            remedy="; data.source_key names the column",
         ),
+        *_truth_columns(config.ground_truth_key, is_required=not as_demonstrations),
         _Column(
             name=_EXTRA,
             accepts=lambda kind: pa.types.is_null(kind) or (_is_object(kind) and _is_json(kind)),
@@ -105,9 +108,26 @@ def _columns(config: DataConfig, *, as_demonstrations: bool) -> tuple[_Column, .
     )
 
 
+def _truth_columns(key: str | None, *, is_required: bool) -> Iterator[_Column]:
+    if key is None:
+        return
+    name, _, field = key.partition(".")
+    values = "text, a number, a list or a struct"
+    yield _Column(
+        name=name,
+        accepts=lambda kind: _is_json(kind if not field else _field(kind, field)),
+        wanted=f"a struct with {field}: {values}" if field else values,
+        is_required=is_required,
+        remedy="; data.ground_truth_key names the column, null where the reward needs none",
+    )
+
+
 def _check_file(path: Path, columns: Sequence[_Column]) -> None:
     if not path.is_file():
         raise DataError(f"{path} does not exist; data.train and data.eval name parquet files")
+    if path.suffix in _CONVERTIBLE:
+        command = f"megarl data prepare rows --from {path} --out DIR"
+        raise DataError(f"{path} is not a parquet file; `{command}` writes one")
     try:
         schema, num_rows = pq.read_schema(path), pq.read_metadata(path).num_rows
     except (pa.ArrowException, OSError) as error:
@@ -131,7 +151,8 @@ def _file_names(files: Sequence[Path]) -> list[str]:
 
 
 def _raw_rows(path: Path, config: DataConfig) -> Iterator[Mapping[str, JsonValue]]:
-    wanted = (config.prompt_key, config.response_key, _SOURCE, _REWARD, _EXTRA)
+    truth = (config.ground_truth_key or "").partition(".")[0]
+    wanted = dict.fromkeys((config.prompt_key, config.response_key, config.source_key, truth, _EXTRA))
     try:
         with pq.ParquetFile(path) as file:
             present = [column for column in wanted if column in file.schema_arrow.names]
@@ -150,32 +171,48 @@ class _RowError(DataError):
 
 
 def _row(raw: Mapping[str, JsonValue], uid: str, config: DataConfig, *, as_demonstrations: bool) -> DataRow:
-    chat = _chat(raw[config.prompt_key], config.prompt_key)
-    response = None
+    chat = _chat(raw[config.prompt_key], config)
+    continuation: tuple[Mapping[str, JsonValue], ...] = ()
     if as_demonstrations and config.response_key in raw:
-        response = _text(raw, config.response_key)
+        continuation = ({"role": "assistant", "content": _text(raw, config.response_key)},)
     elif as_demonstrations:
-        chat, response = chat[:-1], _last_answer(chat, config)
+        first = _first_answer(chat, config)
+        chat, continuation = chat[:first], chat[first:]
     if not chat or chat[-1]["role"] == "assistant":
         raise _RowError(f"column {config.prompt_key}: no question is left to answer; end it with a user message")
-    # A demonstration is not scored, so the columns for the reward may be missing.
-    reward, extra_info = raw.get(_REWARD), raw.get(_EXTRA)
-    truth = reward if isinstance(reward, dict) else {}
+    extra_info = raw.get(_EXTRA)
     return DataRow(
         uid=uid,
         chat=chat,
-        data_source=_text(raw, _SOURCE, default=uid.rpartition(":")[0] if as_demonstrations else None),
-        ground_truth=_text(truth, _TRUTH, default="" if as_demonstrations else None, inside=f"{_REWARD}."),
+        data_source=_text(raw, config.source_key) if config.source_key in raw else uid.rpartition(":")[0],
+        # A demonstration is not scored, so the ground truth may be missing.
+        ground_truth=_truth(raw, config.ground_truth_key, is_required=not as_demonstrations),
         extra_info=extra_info if isinstance(extra_info, dict) else {},
-        response=response,
+        continuation=continuation,
     )
 
 
-def _chat(value: JsonValue, column: str) -> tuple[Mapping[str, JsonValue], ...]:
+def _truth(raw: Mapping[str, JsonValue], key: str | None, *, is_required: bool) -> str:
+    """Return the ground truth as text: a string as it is, anything else as JSON."""
+    if key is None:
+        return ""
+    name, _, field = key.partition(".")
+    value = raw.get(name)
+    if field:
+        value = value.get(field) if isinstance(value, dict) else None
+    if value is None and is_required:
+        raise _RowError(f"column {key}: is null; give it a value")
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _chat(value: JsonValue, config: DataConfig) -> tuple[Mapping[str, JsonValue], ...]:
+    column = config.prompt_key
     if not value:
         raise _RowError(f"column {column}: is {'null' if value is None else 'empty'}; give it a message")
     if isinstance(value, str):
         return ({"role": "user", "content": value},)
+    if config.template == "raw":
+        raise _RowError(f"column {column}: is a list of messages, and data.template raw takes strings; set it to chat")
     assert isinstance(value, list), f"{column} is a {type(value).__name__}, the schema has a list"
     return tuple(_message(message, column, place) for place, message in enumerate(value))
 
@@ -183,29 +220,43 @@ def _chat(value: JsonValue, column: str) -> tuple[Mapping[str, JsonValue], ...]:
 def _message(value: JsonValue, column: str, place: int) -> Mapping[str, JsonValue]:
     # Parquet gives every message the keys of all messages; missing ones are null.
     message = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
+    if "tool_calls" in message:
+        message.setdefault("content", "")
     for key in ("role", "content"):
         if key not in message:
             raise _RowError(f"column {column}: message {place} has no {key}; give it a string")
     return message
 
 
-def _last_answer(chat: Sequence[Mapping[str, JsonValue]], config: DataConfig) -> str:
+def _first_answer(chat: Sequence[Mapping[str, JsonValue]], config: DataConfig) -> int:
+    """Return the place of the first message to imitate."""
     answer = chat[-1]
     if answer["role"] != "assistant":
         raise _RowError(
             f"column {config.prompt_key}: the last message is the {answer['role']}'s, not an assistant's answer; "
             f"add one, or a column {config.response_key}"
         )
-    return str(answer["content"])
+    places = [place for place, message in enumerate(chat) if is_imitated(message)]
+    if not places:
+        raise _RowError(f"column {config.prompt_key}: every answer has weight 0; leave the row out")
+    return places[0] if config.imitates == "every_answer" else len(chat) - 1
 
 
-def _text(raw: Mapping[str, JsonValue], key: str, *, default: str | None = None, inside: str = "") -> str:
+def is_imitated(message: Mapping[str, JsonValue]) -> bool:
+    """Whether a message is an answer that the loss counts."""
+    return message["role"] == "assistant" and message.get("weight", 1) != 0
+
+
+def num_rendered(rows: Sequence[DataRow]) -> int:
+    """Return how many rows hold text that chat templates write, so that a template would be applied twice."""
+    return sum(any(mark in str(message["content"]) for message in row.chat for mark in _TEMPLATE_MARKS) for row in rows)
+
+
+def _text(raw: Mapping[str, JsonValue], key: str) -> str:
     value = raw.get(key)
-    if isinstance(value, str):
-        return value
-    if default is None:
-        raise _RowError(f"column {inside}{key}: is null; give it a string")
-    return default
+    if not isinstance(value, str):
+        raise _RowError(f"column {key}: is null; give it a string")
+    return value
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -227,9 +278,13 @@ def _is_chat(kind: pa.DataType) -> bool:
 
 
 def _has_text(kind: pa.DataType, key: str) -> bool:
-    if not pa.types.is_struct(kind):
-        return False
-    return any(field.name == key and _is_text(field.type) for field in kind)
+    return _is_text(_field(kind, key))
+
+
+def _field(kind: pa.DataType, key: str) -> pa.DataType:
+    """Return the type of a field; that of no JSON value where there is no such field."""
+    fields = kind if pa.types.is_struct(kind) else ()
+    return next((field.type for field in fields if field.name == key), pa.binary())
 
 
 def _is_json(kind: pa.DataType) -> bool:

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 from jinja2 import TemplateError
 
+from megarl.config.checks.files import NO_TEMPLATE
+from megarl.config.recipe import JinjaTemplateConfig
+from megarl.data.rows import is_imitated
 from megarl.errors import ConfigError, DataError, Problem
 from megarl.system.proc import bounded
-from megarl.types import JsonValue, TokenArray
+from megarl.types import BoolArray, JsonValue, TokenArray
 
 Message: TypeAlias = Mapping[str, JsonValue]
 """`role`, `content` and other keys that the chat template reads."""
@@ -23,8 +28,16 @@ Message: TypeAlias = Mapping[str, JsonValue]
 Chat: TypeAlias = Sequence[Message]
 
 
+Template: TypeAlias = Literal["chat", "raw"] | JinjaTemplateConfig
+"""The recipe's `data.template`."""
+
 TEMPLATE_TIMEOUT_S = 10.0
 TEMPLATE_BYTES = 1 << 30
+_REWRITES = (
+    "writes an earlier answer differently from how it was given, so that there is no one text to imitate; "
+    "set data.imitates to last_answer, or give each answer a row of its own"
+)
+_PLAIN_KEYS = {"role", "content", "weight"}
 _NUM_COMPARED = 2000
 """Random tokens whose text is compared before a tokenizer's own decoder is replaced."""
 
@@ -36,7 +49,13 @@ class _HuggingFaceTokenizer(Protocol):
     def chat_template(self) -> str | None: ...
     @property
     def eos_token_id(self) -> int | None: ...
-    def apply_chat_template(self, chat: Chat, *, add_generation_prompt: bool, tokenize: bool) -> str: ...
+    @property
+    def bos_token(self) -> str | None: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
+    def apply_chat_template(
+        self, chat: Chat, *, chat_template: str | None, add_generation_prompt: bool, tokenize: bool
+    ) -> str: ...
     def __call__(
         self, texts: list[str], *, add_special_tokens: bool, verbose: bool
     ) -> Mapping[str, list[list[int]]]: ...
@@ -45,7 +64,7 @@ class _HuggingFaceTokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]: ...
 
 
-def load_tokenizer(folder: Path, *, vocab: int) -> Tokenizer:
+def load_tokenizer(folder: Path, *, vocab: int, template: Template = "chat") -> Tokenizer:
     """Return the tokenizer of the model in `folder`, whose embedding has `vocab` rows; a ConfigError if it is unfit."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - imports torch: seconds that checking a recipe need not pay
 
@@ -56,8 +75,8 @@ def load_tokenizer(folder: Path, *, vocab: int) -> Tokenizer:
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise _error(f"{folder} has no tokenizer that can be loaded: {reason}") from error
-    if inner.chat_template is None:
-        raise _error(f"the tokenizer in {folder} has no chat template; add chat_template.jinja to the folder")
+    if template == "chat" and inner.chat_template is None:
+        raise _error(f"the tokenizer in {folder} {NO_TEMPLATE}")
     num_known = max(inner.get_vocab().values()) + 1
     if num_known > vocab:
         raise _error(
@@ -67,7 +86,18 @@ def load_tokenizer(folder: Path, *, vocab: int) -> Tokenizer:
     eos_ids = _eos_ids(folder, inner.eos_token_id)
     if not eos_ids:
         raise _error(f"{folder} names no end token; set eos_token in tokenizer_config.json")
-    return Tokenizer(inner, folder=folder, eos_ids=eos_ids, vocab=vocab, decoder=_byte_decoder(inner))
+    decoder = _byte_decoder(inner)
+    return Tokenizer(inner, folder=folder, eos_ids=eos_ids, vocab=vocab, template=template, decoder=decoder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSpan:
+    """A part of a conversation after the prompt."""
+
+    text: str
+    is_imitated: bool
+    end_id: int | None
+    """The end token that follows the text."""
 
 
 class _ByteDecoder:
@@ -125,11 +155,15 @@ class Tokenizer:
         folder: Path,
         eos_ids: tuple[int, ...],
         vocab: int,
+        template: Template = "chat",
         decoder: _ByteDecoder | None = None,
     ) -> None:
         """`decoder` gives the same text as `inner`, faster."""
         self._inner = inner
         self._decoder = decoder
+        self._jinja = None if isinstance(template, str) else template.text
+        self._first_text = _first_text(inner) if template == "raw" else None
+        self.template: Template = template
         self.folder = folder
         self.eos_ids = eos_ids
         """Each ends a response; a demonstration ends with the first."""
@@ -137,19 +171,79 @@ class Tokenizer:
         """Rows of the model's embedding: every valid token id is below it."""
 
     def render_chat(self, chat: Chat) -> str:
-        """Apply the chat template, up to where the assistant begins to answer.
+        """Return the text up to where the assistant begins to answer; `raw` takes the content of the only message."""
+        if self._first_text is None:
+            return self._applied(chat, is_answered=False)
+        (message,) = chat
+        text = str(message["content"])
+        return text if text.startswith(self._first_text) else self._first_text + text
+
+    def spans(self, chat: Chat, continuation: Chat) -> list[TextSpan]:
+        """Return the texts that continue `render_chat(chat)`: answers, and what the template writes between them.
+
+        An answer is its content and an end token, as the policy would write it. A message with further keys, such as
+        `tool_calls`, is written by the template.
+        """
+        spans: list[TextSpan] = []
+        conversation, rendered = [*chat], self.render_chat(chat)
+        for place, message in enumerate(continuation):
+            conversation.append(message)
+            if message["role"] != "assistant":
+                continue
+            text, is_counted = self._answer(conversation, rendered), is_imitated(message)
+            answers = (later for later in range(place + 1, len(continuation)) if _is_answer(continuation[later]))
+            following = next(answers, None)
+            if following is None:
+                return [*spans, TextSpan(text=text, is_imitated=is_counted, end_id=self.eos_ids[0])]
+            whole = self.render_chat([*chat, *continuation[:following]])
+            between, end_id = self._between(whole, rendered + text)
+            spans.append(TextSpan(text=text, is_imitated=is_counted, end_id=end_id))
+            spans.append(TextSpan(text=between, is_imitated=False, end_id=None))
+            rendered = whole
+        raise AssertionError("a continuation ends with an answer")
+
+    def _answer(self, conversation: Chat, rendered: str) -> str:
+        """Return the text of the last message, without the end token."""
+        message = conversation[-1]
+        if set(message) <= _PLAIN_KEYS:
+            return str(message["content"])
+        whole = self._applied(conversation, is_answered=True)
+        if not whole.startswith(rendered):
+            raise DataError(f"the chat template {_REWRITES}")
+        text = whole.removeprefix(rendered)
+        ends = [place for eos in self._eos_texts if (place := text.rfind(eos)) >= 0]
+        return text[: max(ends)] if ends else text
+
+    def _between(self, whole: str, before: str) -> tuple[str, int | None]:
+        """Return the text that follows an answer, and the end token that the answer has in it, if it has one."""
+        if not whole.startswith(before):
+            raise DataError(f"the chat template {_REWRITES}")
+        between = whole.removeprefix(before)
+        for text, token_id in self._eos_texts.items():
+            if between.startswith(text):
+                return between.removeprefix(text), token_id
+        return between, None
+
+    @cached_property
+    def _eos_texts(self) -> dict[str, int]:
+        return {self.decode(np.array([token_id], np.int32)): token_id for token_id in self.eos_ids}
+
+    def _applied(self, chat: Chat, *, is_answered: bool) -> str:
+        """Apply the chat template.
 
         The template is a program that came with the model. transformers runs it in Jinja's immutable sandbox, where it
         can read only the messages; here its time and memory are limited too.
         """
         try:
             with bounded(seconds=TEMPLATE_TIMEOUT_S, num_bytes=TEMPLATE_BYTES):
-                return self._inner.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+                return self._inner.apply_chat_template(
+                    chat, chat_template=self._jinja, add_generation_prompt=not is_answered, tokenize=False
+                )
         except (TemplateError, TypeError) as error:  # TypeError: it loads another file
-            raise DataError(f"the model's chat template refuses the messages: {error}") from error
+            raise DataError(f"the chat template refuses the messages: {error}") from error
         except (TimeoutError, MemoryError, OverflowError) as error:
             limit = f"{TEMPLATE_TIMEOUT_S:g} s and {TEMPLATE_BYTES >> 20} MiB for one chat"
-            raise DataError(f"the model's chat template needs more than {limit}: {type(error).__name__}") from None
+            raise DataError(f"the chat template needs more than {limit}: {type(error).__name__}") from None
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """Encode rendered chats or plain texts. Special tokens are those in the text; none is added."""
@@ -157,10 +251,18 @@ class Tokenizer:
         encoded = self._inner(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
         return [np.array(token_ids, dtype=np.int32) for token_ids in encoded]
 
-    def encode_responses(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Encode each text as a response, with the end token."""
-        end = np.array(self.eos_ids[:1], dtype=np.int32)
-        return [np.concatenate([token_ids, end]) for token_ids in self.encode(texts)]
+    def encode_spans(self, conversations: Sequence[Sequence[TextSpan]]) -> list[tuple[TokenArray, BoolArray]]:
+        """Return the tokens of each conversation, and which of them are imitated."""
+        encoded = iter(self.encode([span.text for spans in conversations for span in spans]))
+        found = []
+        for spans in conversations:
+            parts = []
+            for span in spans:
+                ends = [] if span.end_id is None else [span.end_id]
+                parts.append(np.concatenate([next(encoded), np.array(ends, np.int32)]))
+            masks = [np.full(len(part), span.is_imitated) for part, span in zip(parts, spans, strict=True)]
+            found.append((np.concatenate(parts), np.concatenate(masks)))
+        return found
 
     def decode(self, token_ids: TokenArray) -> str:
         """Return the text, special tokens included."""
@@ -176,6 +278,16 @@ class Tokenizer:
         """
         has_end = len(token_ids) > 0 and int(token_ids[-1]) in self.eos_ids
         return self.decode(token_ids[:-1] if has_end else token_ids)
+
+
+def _is_answer(message: Message) -> bool:
+    return message["role"] == "assistant"
+
+
+def _first_text(inner: _HuggingFaceTokenizer) -> str:
+    """Return the token that the tokenizer puts before a text by itself, if it does so."""
+    (first,) = inner([""], add_special_tokens=True, verbose=False)["input_ids"]
+    return inner.bos_token or "" if first[:1] == [inner.bos_token_id] else ""
 
 
 def _eos_ids(folder: Path, tokenizer_eos_id: int | None) -> tuple[int, ...]:

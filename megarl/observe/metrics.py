@@ -143,7 +143,7 @@ class Metrics:
 
     def _record_evaluation(self, result: EvalResult) -> None:
         self._record_fields("evaluation", result)
-        for source in result.main.by_source:
+        for source in result.main.by_source if result.main is not None else ():
             for name, value in result.numbers_of(source).items():
                 self._meter.set(names.EVAL_SOURCE, value, name, source)
 

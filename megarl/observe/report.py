@@ -47,6 +47,10 @@ class RunReport:
     curves: Path
 
 
+_LOWER = ("held_out_loss", "perplexity")
+"""Numbers of an evaluation that should fall."""
+
+
 def make_report(run_folder: Path) -> RunReport:
     """Tabulate the events of a run and draw `curves.png` next to them."""
     history = fold_history(read_events(run_folder / EVENTS_FILE))
@@ -56,10 +60,11 @@ def make_report(run_folder: Path) -> RunReport:
 
 
 def tabulate(history: History) -> tuple[ReportRow, ...]:
-    sampled = list(history.evaluations[-1][1].numbers)[2:] if history.evaluations else []
+    evaluated = [
+        name for name in (history.evaluations[-1][1].numbers if history.evaluations else ()) if name != "score"
+    ]
     rows = (
-        _row("accuracy", history.accuracy, best=max),
-        *(_row(name, history.of_evaluations(name), best=max) for name in sampled),
+        *(_row(name, history.of_evaluations(name), best=min if name in _LOWER else max) for name in evaluated),
         _row("reward", history.reward, best=max),
         # The size of a policy-gradient loss means nothing; the loss of a run without rewards should fall.
         _row("loss", history.loss, best=None if history.reward else min),
@@ -115,6 +120,9 @@ class _Panel:
 
 def _panels(history: History) -> tuple[_Panel, _Panel]:
     accuracy = _Panel(label="accuracy (held out)", series=history.accuracy, colour=VERMILLION, is_share=True)
+    if not history.accuracy:
+        held_out = history.of_evaluations("held_out_loss")
+        accuracy = _Panel(label="loss (held out)", series=held_out, colour=VERMILLION, is_share=False)
     if history.reward:
         return _Panel(label="mean reward", series=history.reward, colour=BLUE, is_share=False), accuracy
     return _Panel(label="loss", series=history.loss, colour=GREEN, is_share=False), accuracy

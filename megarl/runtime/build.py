@@ -15,7 +15,7 @@ from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.algorithm import PolicyGradientConfig, RemaxConfig, SftConfig
 from megarl.config.model import ModelShape
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import EvaluationConfig, Recipe
 from megarl.data.prompts import Demonstrations, DemonstrationScorer
 from megarl.data.stream import PromptStream
 from megarl.observe.observer import Observer
@@ -24,7 +24,8 @@ from megarl.rollout.in_flight import Pauses, PausingPublisher
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.engines.canary import Canary, CanaryPublisher, CanaryQuestion
 from megarl.runtime.engines.serving import ExternalServing, ManagedServing, NoServing, Roles
-from megarl.runtime.evaluate import Evaluation, HeldOutEvaluator, NoEvaluation, ScheduledEvaluation
+from megarl.runtime.evaluate import Evaluation, Evaluator, HeldOutEvaluator, NoEvaluation, ScheduledEvaluation
+from megarl.runtime.held_out_loss import DemonstrationEvaluator
 from megarl.runtime.inputs import Inputs
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.preemption import Preemption
@@ -61,6 +62,7 @@ class LoopBuilder:
             recipe, self.inputs.shape, self.roles.trainers, num_steps=start.step, version=start.version
         )
         saver = self._saver(algorithm, prompts, buffer)
+        evaluation = self._evaluation(saver, models, is_synchronous=buffer.is_synchronous)
         stages = Stages(
             prompts=prompts,
             generator=self._generator(),
@@ -73,7 +75,7 @@ class LoopBuilder:
         return Loop(
             stages,
             buffer=buffer,
-            evaluation=self._evaluation(saver, is_synchronous=buffer.is_synchronous),
+            evaluation=evaluation,
             saver=saver,
             observer=self.observer,
             start=start,
@@ -219,15 +221,36 @@ class LoopBuilder:
             saved=self.saved,
         )
 
-    def _evaluation(self, saver: RunSaver, *, is_synchronous: bool) -> Evaluation:
-        recipe, config, serving = self.recipe, self.recipe.evaluation, self.roles.serving
-        if config is None or isinstance(serving, NoServing):
+    def _evaluation(self, saver: RunSaver, models: ModelsTrainer, *, is_synchronous: bool) -> Evaluation:
+        recipe, config, inputs = self.recipe, self.recipe.evaluation, self.inputs
+        if config is None:
             return NoEvaluation()
+        evaluator = self._held_out_evaluator(config) if inputs.eval else None
+        if inputs.eval_demonstrations:
+            evaluator = DemonstrationEvaluator(
+                config,
+                demonstrations=inputs.eval_demonstrations,
+                answers=evaluator,
+                generator=Demonstrations(inputs.tokenizer),
+                logprobs=models.logprobs,
+                phases=self.roles.phases,
+                samples_per_call=recipe.train.prompts_per_step,
+            )
+        if evaluator is None:
+            return NoEvaluation()
+        return ScheduledEvaluation(
+            evaluator, phases=self.roles.phases, observer=self.observer, saver=saver, is_synchronous=is_synchronous
+        )
+
+    def _held_out_evaluator(self, config: EvaluationConfig) -> Evaluator | None:
+        recipe, serving = self.recipe, self.roles.serving
+        if isinstance(serving, NoServing):
+            return None
         seed, max_tokens = evaluation_seed(recipe.run.seed), recipe.evaluation_response_tokens
         # A greedy request would change what the seeds of rollouts beside it mean.
         greedy = Sampling.greedy if self._pauses is None else Sampling.nearly_greedy
         sampled = None if config.sampled is None else Sampling.of(config.sampled, max_response_tokens=max_tokens)
-        evaluator = HeldOutEvaluator(
+        return HeldOutEvaluator(
             config,
             prompts=self.inputs.eval,
             greedy=self._fleet_generator(serving, greedy(max_response_tokens=max_tokens), seed=seed)
@@ -237,9 +260,6 @@ class LoopBuilder:
             scorer=self.scorer,
             decode=self.inputs.tokenizer.decode,
             run_folder=recipe.run_folder,
-        )
-        return ScheduledEvaluation(
-            evaluator, phases=self.roles.phases, observer=self.observer, saver=saver, is_synchronous=is_synchronous
         )
 
 

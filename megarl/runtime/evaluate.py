@@ -137,10 +137,7 @@ class HeldOutEvaluator:
         self._run_folder = run_folder
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        if step == 0:
-            return self._config.runs_before_training
-        every_steps = self._config.every_steps
-        return is_last or (every_steps is not None and step % every_steps == 0)
+        return self._config.is_due(step, is_last=is_last)
 
     async def evaluate(self, step: int, version: PolicyVersion) -> EvalResult:
         # One after the other: next to a greedy request SGLang draws the sampled ones of a batch by rank, not by token,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from megarl.config.algorithm import PolicyGradientConfig, SftConfig
 from megarl.config.model import ModelShape, read_model_shape
@@ -19,22 +20,35 @@ class Inputs:
     tokenizer: Tokenizer
     train: PromptSet
     eval: tuple[Prompt, ...]
+    eval_demonstrations: tuple[Prompt, ...] = ()
 
 
 def read_inputs(recipe: Recipe) -> Inputs:
     """Read and check everything; raise a DataError or ConfigError that names the file."""
     shape = read_model_shape(recipe.model.path)
-    tokenizer = load_tokenizer(recipe.model.path, vocab=shape.vocab)
+    tokenizer = load_tokenizer(recipe.model.path, vocab=shape.vocab, template=recipe.data.template)
+    data, evaluation = recipe.data, recipe.evaluation
+    demonstrations = partial(
+        load_demonstrations,
+        config=data,
+        tokenizer=tokenizer,
+        max_response_tokens=recipe.sampling.max_response_tokens,
+    )
     match recipe.algorithm:
         case SftConfig():
-            max_tokens = recipe.sampling.max_response_tokens
-            train = load_demonstrations(recipe.data.train, recipe.data, tokenizer, max_response_tokens=max_tokens)
+            train = demonstrations(data.train)
         case PolicyGradientConfig():
-            train = load_prompts(recipe.data.train, recipe.data, tokenizer)
-    held_out: tuple[Prompt, ...] = ()
-    if recipe.evaluation is not None:
-        held_out = load_prompts(recipe.data.eval, recipe.data, tokenizer).prompts[: recipe.evaluation.max_prompts]
-    return Inputs(shape=shape, tokenizer=tokenizer, train=train, eval=held_out)
+            train = load_prompts(data.train, data, tokenizer)
+    inputs = Inputs(shape=shape, tokenizer=tokenizer, train=train, eval=())
+    if evaluation is None:
+        return inputs
+    return replace(
+        inputs,
+        eval=load_prompts(data.eval, data, tokenizer).prompts[: evaluation.max_prompts] if data.eval else (),
+        eval_demonstrations=demonstrations(data.eval_demonstrations).prompts[: evaluation.max_prompts]
+        if data.eval_demonstrations
+        else (),
+    )
 
 
 def recipe_with_steps(recipe: Recipe) -> Recipe:
@@ -51,3 +65,4 @@ def check_data(recipe: Recipe) -> None:
     check_files(recipe.data.train, recipe.data, as_demonstrations=isinstance(recipe.algorithm, SftConfig))
     if recipe.evaluation is not None:
         check_files(recipe.data.eval, recipe.data, as_demonstrations=False)
+        check_files(recipe.data.eval_demonstrations, recipe.data, as_demonstrations=True)

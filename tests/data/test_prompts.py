@@ -93,7 +93,7 @@ def test_the_first_row_that_is_refused_is_named_whoever_tokenises_it(
     bad = [{"role": "nobody", "content": "?"}]
     rows = [make_row([{"role": "user", "content": "1"}]) for _ in range(40)]
     rows[11] = rows[30] = make_row(bad)
-    with pytest.raises(DataError, match=r"train\.parquet:11: the model's chat template refuses"):
+    with pytest.raises(DataError, match=r"train\.parquet:11: the chat template refuses"):
         load(write_parquet(*rows), load_tokenizer(strict, vocab=TinyShape().vocab))
 
 
@@ -159,7 +159,7 @@ def prompt_with(tokenizer: Tokenizer, response: str) -> Prompt:
         data_source="sums",
         ground_truth="2",
         extra_info={},
-        demonstration=tokenizer.encode_responses([response])[0],
+        demonstration=np.append(tokenizer.encode([response])[0], np.int32(tokenizer.eos_ids[0])),
     )
 
 

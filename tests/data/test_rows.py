@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.config.recipe import DataConfig
-from megarl.data.rows import DataRow, check_files, read_rows
+from megarl.data.rows import DataRow, check_files, num_rendered, read_rows
 from megarl.errors import DataError
 
 MakeRow = Callable[..., dict[str, object]]
@@ -20,12 +20,12 @@ CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1=
 ANSWERED = [*CHAT, {"role": "assistant", "content": "2"}]
 
 
-def read(*files: Path, as_demonstrations: bool = False, **keys: str) -> list[DataRow]:
+def read(*files: Path, as_demonstrations: bool = False, **keys: str | None) -> list[DataRow]:
     config = DataConfig.model_validate({"train": files, **keys})
     return read_rows(files, config, as_demonstrations=as_demonstrations)
 
 
-def complaint_of(*files: Path, as_demonstrations: bool = False, **keys: str) -> str:
+def complaint_of(*files: Path, as_demonstrations: bool = False, **keys: str | None) -> str:
     with pytest.raises(DataError) as caught:
         read(*files, as_demonstrations=as_demonstrations, **keys)
     assert "\n" not in str(caught.value)
@@ -36,7 +36,7 @@ def test_a_row_keeps_what_the_file_says(write_parquet: WriteParquet, make_row: M
     (row,) = read(write_parquet(make_row(CHAT)))
     assert row.uid == "train.parquet:0"
     assert list(row.chat) == CHAT
-    assert (row.data_source, row.ground_truth, row.response) == ("sums", "2", None)
+    assert (row.data_source, row.ground_truth, row.continuation) == ("sums", "2", ())
     assert row.extra_info == {"index": 7, "tags": ["easy"]}
 
 
@@ -58,7 +58,7 @@ def test_equal_rows_have_distinct_names(write_parquet: WriteParquet, make_row: M
 def test_keys_name_the_columns(write_parquet: WriteParquet, make_row: MakeRow) -> None:
     path = write_parquet(make_row(NO_COLUMN, question="1+1=", answer="2"))
     (row,) = read(path, as_demonstrations=True, prompt_key="question", response_key="answer")
-    assert (row.chat[0]["content"], row.response) == ("1+1=", "2")
+    assert (row.chat[0]["content"], row.continuation[0]["content"]) == ("1+1=", "2")
 
 
 def test_a_message_keeps_the_other_keys_it_has(write_parquet: WriteParquet, make_row: MakeRow) -> None:
@@ -72,7 +72,7 @@ def test_a_demonstration_is_the_response_or_the_last_answer(write_parquet: Write
     for row in (make_row(CHAT, response="2", **bare), make_row(ANSWERED, **bare)):
         (demonstration,) = read(write_parquet(row), as_demonstrations=True)
         assert list(demonstration.chat) == CHAT
-        assert demonstration.response == "2"
+        assert list(demonstration.continuation) == [{"role": "assistant", "content": "2"}]
         assert (demonstration.data_source, demonstration.ground_truth) == ("train.parquet", "")
 
 
@@ -87,12 +87,10 @@ def test_a_categorical_column_is_text(write_parquet: WriteParquet, make_row: Mak
     ("columns", "complaint"),
     [
         ({"prompt": NO_COLUMN}, "has no column prompt"),
-        ({"data_source": NO_COLUMN}, "has no column data_source"),
         ({"reward_model": NO_COLUMN}, "has no column reward_model"),
         ({"prompt": 3}, "column prompt has type int64; it must be a string, or a list of messages"),
         ({"prompt": [{"role": "user"}]}, "column prompt has type list<"),
         ({"prompt": [{"role": "user", "content": ["a"]}]}, "column prompt has type list<"),
-        ({"reward_model": {"style": "rule", "ground_truth": 2}}, "column reward_model has type struct<"),
         ({"reward_model": {"style": "rule"}}, "column reward_model has type struct<"),
         ({"reward_model": "2"}, "column reward_model has type string"),
         ({"data_source": 1}, "column data_source has type int64; it must be a string"),
@@ -168,3 +166,58 @@ def test_a_map_of_strings_is_extra_info(write_parquet: WriteParquet, make_row: M
     schema = schema.set(schema.get_field_index("extra_info"), pa.field("extra_info", pa.map_(pa.string(), pa.int64())))
     (row,) = read(write_parquet(make_row(extra_info={"index": 3}), name="map.parquet", schema=schema))
     assert row.extra_info == {"index": 3}
+
+
+def test_any_column_can_be_the_ground_truth(write_parquet: WriteParquet, make_row: MakeRow) -> None:
+    bare = {"reward_model": NO_COLUMN, "data_source": NO_COLUMN}
+    (row,) = read(write_parquet(make_row(answer=[1, 2], **bare)), ground_truth_key="answer")
+    assert (row.ground_truth, row.data_source) == ("[1, 2]", "train.parquet")
+    (row,) = read(write_parquet(make_row(meta={"truth": 3, "task": "sum"}, **bare)), ground_truth_key="meta.truth")
+    assert row.ground_truth == "3"
+    (row,) = read(write_parquet(make_row(task="sum", **bare)), ground_truth_key=None, source_key="task")
+    assert (row.ground_truth, row.data_source) == ("", "sum")
+
+
+def test_a_column_that_was_named_must_be_there(write_parquet: WriteParquet, make_row: MakeRow) -> None:
+    path = write_parquet(make_row(data_source=NO_COLUMN))
+    assert read(path)[0].data_source == "train.parquet"
+    assert "has no column data_source" in complaint_of(path, source_key="data_source")
+    assert "has no column truth, text, a number" in complaint_of(path, ground_truth_key="truth")
+    assert "null where the reward needs none" in complaint_of(path, ground_truth_key="truth")
+
+
+def test_a_file_of_another_format_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
+    assert "`megarl data prepare rows --from" in complaint_of(tmp_path / "train.jsonl")
+
+
+TURNS = [
+    *CHAT,
+    {"role": "assistant", "content": "2", "weight": 0},
+    {"role": "user", "content": "2+2="},
+    {"role": "assistant", "content": "4", "weight": 1},
+    {"role": "user", "content": "3+3="},
+    {"role": "assistant", "content": "6", "weight": 1},
+]
+
+
+def test_a_conversation_is_imitated_from_its_first_answer_that_counts(
+    write_parquet: WriteParquet, make_row: MakeRow
+) -> None:
+    path = write_parquet(make_row(TURNS))
+    (every,) = read(path, as_demonstrations=True)
+    assert [message["content"] for message in every.chat] == ["Add.", "1+1=", "2", "2+2="]
+    assert [message["content"] for message in every.continuation] == ["4", "3+3=", "6"]
+    (last,) = read(path, as_demonstrations=True, imitates="last_answer")
+    assert [message["content"] for message in last.continuation] == ["6"]
+
+
+def test_raw_prompts_are_strings(write_parquet: WriteParquet, make_row: MakeRow) -> None:
+    assert "is a list of messages, and data.template raw takes" in complaint_of(
+        write_parquet(make_row(CHAT)), template="raw"
+    )
+
+
+def test_rows_that_a_template_has_written_are_counted(write_parquet: WriteParquet, make_row: MakeRow) -> None:
+    rendered = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+    assert num_rendered(read(write_parquet(make_row("1+1="), make_row(rendered)))) == 1

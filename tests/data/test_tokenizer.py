@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import AutoTokenizer
 
+from megarl.config.recipe import JinjaTemplateConfig
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import ConfigError, DataError
 from megarl.tools.quickstart.tiny_model import TinyShape
+from megarl.types import JsonValue
 
 VOCAB = TinyShape().vocab
 
@@ -50,7 +53,7 @@ def test_text_survives_the_way_there_and_back(text: str, tokenizer: Tokenizer, m
 def test_only_the_end_token_at_the_end_is_left_out_of_the_text(tokenizer: Tokenizer) -> None:
     (token_ids,) = tokenizer.encode(["1<|end|>2<|user|><|end|>"])
     assert tokenizer.decode_response(token_ids) == "1<|end|>2<|user|>"
-    (response,) = tokenizer.encode_responses(["12"])
+    (response,) = tokenizer.encode(["12<|end|>"])
     assert tokenizer.decode_response(response) == "12"
     assert tokenizer.decode_response(response[:-1]) == "12"
     assert tokenizer.decode_response(response[:0]) == ""
@@ -170,3 +173,88 @@ def test_decoding_many_tokens_is_cheaper_than_the_tokenizers_own(tokenizer: Toke
         assert tokenizer.decode(token_ids) == expected
         fast.append(time.process_time() - began)
     assert min(fast) < min(own) / 2
+
+
+CONVERSATION: list[dict[str, JsonValue]] = [
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2="},
+    {"role": "assistant", "content": "4"},
+]
+
+
+def imitated(tokenizer: Tokenizer, chat: Sequence[Mapping[str, JsonValue]]) -> tuple[str, str]:
+    """Return the text after the first message, and the part of it that is imitated."""
+    ((token_ids, mask),) = tokenizer.encode_spans([tokenizer.spans(chat[:1], chat[1:])])
+    assert len(token_ids) == len(mask)
+    return tokenizer.decode(token_ids), tokenizer.decode(token_ids[mask])
+
+
+def test_every_answer_of_a_conversation_is_imitated_with_its_end_token(tokenizer: Tokenizer) -> None:
+    text, counted = imitated(tokenizer, CONVERSATION)
+    assert text == "2<|end|><|user|>2+2=<|assistant|>4<|end|>"
+    assert counted == "2<|end|>4<|end|>"
+    # The tokens are those of the whole conversation, whatever its parts.
+    whole = tokenizer.render_chat(CONVERSATION)
+    assert tokenizer.render_chat(CONVERSATION[:1]) + text + "<|assistant|>" == whole
+
+
+def test_an_answer_of_weight_zero_is_read_and_not_imitated(tokenizer: Tokenizer) -> None:
+    chat: list[dict[str, JsonValue]] = [
+        *CONVERSATION,
+        {"role": "user", "content": "3+3="},
+        {"role": "assistant", "content": "6"},
+    ]
+    chat[3] = {**chat[3], "weight": 0}
+    text, counted = imitated(tokenizer, chat)
+    assert text == "2<|end|><|user|>2+2=<|assistant|>4<|end|><|user|>3+3=<|assistant|>6<|end|>"
+    assert counted == "2<|end|>6<|end|>"
+
+
+def test_what_a_template_writes_into_an_answer_is_imitated(folder: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}<|assistant|>{{ m.content }}"
+        "{% if m.tool_calls %}[{{ m.tool_calls }}]{% endif %}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = load_tokenizer(folder, vocab=VOCAB, template=JinjaTemplateConfig(jinja=template))
+    called = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "", "tool_calls": "add"}]
+    assert imitated(tokenizer, called) == ("[add]<|end|>", "[add]<|end|>")
+
+
+def test_a_template_that_changes_earlier_answers_leaves_nothing_to_imitate(folder: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content if m.role == 'user' or loop.last else '...' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = load_tokenizer(folder, vocab=VOCAB, template=JinjaTemplateConfig(jinja=template))
+    with pytest.raises(DataError, match=r"set data\.imitates to last_answer"):
+        imitated(tokenizer, CONVERSATION)
+    assert imitated(tokenizer, CONVERSATION[2:]) == ("4<|end|>", "4<|end|>")
+
+
+def test_a_model_without_a_template_takes_raw_text_or_a_template_of_the_recipe(folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", chat_template=None)
+    with pytest.raises(ConfigError, match=r"set data\.template to raw"):
+        load_tokenizer(folder, vocab=VOCAB)
+    question = [{"role": "user", "content": "1+1="}]
+    assert load_tokenizer(folder, vocab=VOCAB, template="raw").render_chat(question) == "1+1="
+    (folder / "own.jinja").write_text("Q: {{ messages[0].content }} A:")
+    own = JinjaTemplateConfig(jinja=str(folder / "own.jinja"))
+    assert load_tokenizer(folder, vocab=VOCAB, template=own).render_chat(question) == "Q: 1+1= A:"
+
+
+def test_raw_text_gets_the_tokenizers_first_token_once(folder: Path) -> None:
+    backend = json.loads((folder / "tokenizer.json").read_text())
+    first = next(token for token in backend["added_tokens"] if token["content"] == "<|user|>")
+    backend["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|user|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|user|>": {"id": "<|user|>", "ids": [first["id"]], "tokens": ["<|user|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    edit(folder / "tokenizer_config.json", bos_token="<|user|>")
+    tokenizer = load_tokenizer(folder, vocab=VOCAB, template="raw")
+    for text in ("1+1=", "<|user|>1+1="):
+        assert tokenizer.render_chat([{"role": "user", "content": text}]) == "<|user|>1+1="

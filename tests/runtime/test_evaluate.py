@@ -112,6 +112,7 @@ def test_both_ways_in_one_evaluation(tmp_path: Path) -> None:
         "pass@2": 0.5,
         "majority@4": 1.0,
     }
+    assert result.main is not None
     assert list(result.main.by_source) == ["even", "odd"]
     assert result.numbers_of("odd")["pass@2"] == 0.5
 

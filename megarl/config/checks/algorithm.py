@@ -26,7 +26,7 @@ from megarl.config.algorithm import (
     RemaxConfig,
     SftConfig,
 )
-from megarl.config.recipe import Recipe, SamplingConfig, TrainConfig
+from megarl.config.recipe import DataConfig, Recipe, SamplingConfig, TrainConfig
 from megarl.config.reward import (
     BySourceRewardConfig,
     ExactRewardConfig,
@@ -54,8 +54,9 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
     """Return every problem of the algorithm, in the order of its keys."""
     algorithm, sampling = recipe.algorithm, recipe.sampling
     if isinstance(algorithm, SftConfig):
-        return list(_imitation(recipe.train, recipe.roles, is_evaluated=recipe.evaluation is not None))
+        return list(_imitation(recipe.train, recipe.roles, is_evaluated=bool(recipe.data.eval)))
     return [
+        *_demonstrations(recipe.data),
         *_rollouts(algorithm, recipe.roles, sampling),
         *_models(algorithm, recipe.roles),
         *_loss(algorithm, recipe.train, sampling),
@@ -108,6 +109,11 @@ def check_staleness(recipe: Recipe) -> Iterator[Problem]:
             message=f"with train.max_staleness {staleness} an evaluation ends when the weights it began with are "
             "trained on; remove it or set train.max_staleness to 0",
         )
+
+
+def _demonstrations(data: DataConfig) -> Iterator[Problem]:
+    if data.eval_demonstrations:
+        yield Problem(key="data.eval_demonstrations", message="only sft measures the loss of answers; remove it")
 
 
 def _imitation(train: TrainConfig, roles: RolesConfig, *, is_evaluated: bool) -> Iterator[Problem]:

@@ -14,12 +14,19 @@ from megarl.errors import Problem
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+NO_TEMPLATE = (
+    "has no chat template; add chat_template.jinja to the folder, or set data.template to raw or {jinja: FILE.jinja}"
+)
 _LOGGER_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 """By key of `observe`, which is also the name of megarl's extra."""
 
 
 def check_data_files(data: DataConfig) -> Iterator[Problem]:
-    for key, paths in (("data.train", data.train), ("data.eval", data.eval)):
+    files = {"train": data.train, "eval": data.eval, "eval_demonstrations": data.eval_demonstrations}
+    template = data.template
+    if not isinstance(template, str) and template.jinja.endswith(".jinja") and not Path(template.jinja).is_file():
+        yield Problem(key="data.template.jinja", message=f"{template.jinja} does not exist")
+    for key, paths in ((f"data.{name}", paths) for name, paths in files.items()):
         for path in paths:
             if not path.is_file():
                 yield Problem(key=key, message=f"{path} does not exist")
@@ -57,7 +64,7 @@ def check_loggers(observe: ObserveConfig) -> Iterator[Problem]:
             )
 
 
-def check_model_folder(folder: Path) -> Iterator[Problem]:
+def check_model_folder(folder: Path, *, needs_template: bool) -> Iterator[Problem]:
     """Check weights, tokenizer and chat template; `read_model_shape` reads config.json."""
     if not (folder / "config.json").is_file():
         return
@@ -73,8 +80,8 @@ def check_model_folder(folder: Path) -> Iterator[Problem]:
         yield _model_problem(f"{settings_path} is not JSON: {error}")
         return
     has_template = any((folder / name).is_file() for name in _TEMPLATE_FILES)
-    if not has_template and not settings.get("chat_template"):
-        yield _model_problem(f"the tokenizer in {folder} has no chat template; add chat_template.jinja to the folder")
+    if needs_template and not has_template and not settings.get("chat_template"):
+        yield _model_problem(f"the tokenizer in {folder} {NO_TEMPLATE}")
 
 
 def _model_problem(message: str) -> Problem:

@@ -32,7 +32,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         *check_run_folder(recipe.run_folder),
         *check_key_files(recipe.roles.rollout),
         *check_loggers(recipe.observe),
-        *check_model_folder(recipe.model.path),
+        *check_model_folder(recipe.model.path, needs_template=recipe.data.template == "chat"),
         *_network(recipe.network.bind),
         *_without_shape(recipe),
     ]
@@ -125,14 +125,19 @@ def _keep_best(checkpoint: CheckpointConfig, evaluation: EvaluationConfig | None
 def _evaluation(
     evaluation: EvaluationConfig | None, data: DataConfig, rollout: RolloutRoleConfig | None
 ) -> Iterator[Problem]:
+    files = {"data.eval": data.eval, "data.eval_demonstrations": data.eval_demonstrations}
     if evaluation is None:
-        if data.eval:
-            yield Problem(key="data.eval", message="is not used; add `evaluation: {}` or remove it")
+        for key in (key for key, paths in files.items() if paths):
+            yield Problem(key=key, message="is not used; add `evaluation: {}` or remove it")
         return
-    if rollout is None:
+    if rollout is None and (data.eval or not data.eval_demonstrations):
         yield Problem(key="evaluation", message="needs engines; add roles.rollout or remove the section")
-    if not data.eval:
+    if not any(files.values()):
         yield Problem(key="evaluation", message="nothing to evaluate on; set data.eval or remove the section")
+    if not data.eval and data.eval_demonstrations:
+        for name in sorted(evaluation.model_fields_set & {"is_greedy", "sampled", "right_from"}):
+            yield Problem(key=f"evaluation.{name}", message="needs answers to prompts; set data.eval or remove it")
+        return
     if evaluation.sampled is not None:
         yield from _pass_at(evaluation.sampled)
     elif not evaluation.is_greedy:

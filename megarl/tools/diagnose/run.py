@@ -66,7 +66,7 @@ def diagnose_recipe(
         )
         raise ConfigError(problem.key, (problem,))
     small = single_copy(recipe, name=_FOLDER, num_devices=_num_devices(recipe.run.device, ray_address))
-    tokenizer = load_tokenizer(recipe.model.path, vocab=shape.vocab)
+    tokenizer = load_tokenizer(recipe.model.path, vocab=shape.vocab, template=recipe.data.template)
     if isinstance(question, str):
         prompt = _prompt_of_text(question, tokenizer)
     else:

@@ -1,0 +1,66 @@
+"""The loss of held-out demonstrations, which an sft run computes with its trainers in each evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megarl.config.recipe import EvaluationConfig
+from megarl.results import EvalResult
+from megarl.runtime.evaluate import Evaluator
+from megarl.stages import Generator, Phases
+from megarl.types import FloatArray, PolicyVersion, Prompt, TrainSample
+
+
+class DemonstrationEvaluator:
+    """An `Evaluator` that adds the loss of held-out demonstrations to the grades of answers, if there are any."""
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        *,
+        demonstrations: Sequence[Prompt],
+        answers: Evaluator | None,
+        generator: Generator,
+        logprobs: Callable[[Sequence[TrainSample]], Awaitable[tuple[FloatArray, ...]]],
+        phases: Phases,
+        samples_per_call: int,
+    ) -> None:
+        """`generator` turns a demonstration into a rollout; `logprobs` are the trainer's, of every token of it."""
+        assert demonstrations, "a loss needs demonstrations"
+        self._config = config
+        self._demonstrations = demonstrations
+        self._answers = answers
+        self._generator = generator
+        self._logprobs = logprobs
+        self._phases = phases
+        self._samples_per_call = samples_per_call
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        return self._config.is_due(step, is_last=is_last)
+
+    async def evaluate(self, step: int, version: PolicyVersion) -> EvalResult:
+        result = EvalResult(version=version, greedy=None, sampled=None)
+        if self._answers is not None:
+            result = await self._answers.evaluate(step, version)
+        async with self._phases.comparing():
+            return replace(result, held_out_loss=await self._loss())
+
+    async def _loss(self) -> float:
+        """Return the mean over all imitated tokens, computed a step's worth of samples at a time."""
+        total, num_tokens = 0.0, 0
+        for start in range(0, len(self._demonstrations), self._samples_per_call):
+            prompts = self._demonstrations[start : start + self._samples_per_call]
+            samples = [await self._sample(prompt) for prompt in prompts]
+            for sample, logprobs in zip(samples, await self._logprobs(samples), strict=True):
+                counted = logprobs[sample.rollout.loss_mask]
+                total -= float(counted.sum(dtype=np.float64))
+                num_tokens += len(counted)
+        return total / num_tokens
+
+    async def _sample(self, prompt: Prompt) -> TrainSample:
+        (rollout,) = (await self._generator.generate(prompt)).rollouts
+        nothing = np.zeros(0, np.float32)
+        return TrainSample(prompt_ids=prompt.token_ids, rollout=rollout, advantages=nothing)

@@ -152,7 +152,9 @@ class PolicyGradient:
         penalties = tuple((self.kl_coef * distance).astype(np.float32) for distance in distances)
         if config.adaptive is not None:
             chosen = [distance[mask] for distance, mask in zip(distances, loss_masks, strict=True)]
-            mean = float(np.concatenate(chosen).mean(dtype=np.float64))
+            # The mean of the sequences' means: one long rollout does not steer the coefficient.
+            means = [distance.mean(dtype=np.float64) for distance in chosen if len(distance)]
+            mean = float(np.mean(means or [0.0]))
             self.kl_coef = adapted_kl_coef(self.kl_coef, config.adaptive, kl=mean, num_sequences=len(chosen))
         return penalties
 

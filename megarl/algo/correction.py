@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, assert_never
 import torch
 from torch import Tensor
 
-from megarl.algo.loss import MAX_LOG_RATIO, Segments, kl
+from megarl.algo.loss import MAX_LOG_RATIO, Segments, k3, kl
 from megarl.config.algorithm import CorrectionConfig, IcepopConfig, MaskConfig, TisConfig
 
 _Level: TypeAlias = Literal["token", "sequence"]
@@ -32,7 +32,10 @@ def weights(config: CorrectionConfig, *, old_logprobs: Tensor, rollout_logprobs:
             is_kept = (ratios >= config.min_weight) & (ratios <= config.max_weight)
             return torch.where(is_kept, ratios, torch.zeros_like(ratios))
         case MaskConfig():
-            return _mask(config, kl(config.measure, rollout_logprobs, old_logprobs), segments)
+            log_ratios = rollout_logprobs - old_logprobs
+            is_k3 = config.measure == "k3"
+            measures = k3(log_ratios) if is_k3 else kl(config.measure, rollout_logprobs, old_logprobs)
+            return _mask(config, measures, segments)
         case _:
             assert_never(config)
 
@@ -77,7 +80,7 @@ def mismatch(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Mismatch:
     return Mismatch(
         distance=(old.exp() - rollout.exp()).abs(),
         kl=kl("k1", rollout, old),
-        k3=kl("k3", rollout, old),
+        k3=k3(rollout - old),
         chi2=ratios.square() - 1,
         weight=ratios.clamp(max=_ESS_MAX_WEIGHT),
     )

@@ -28,6 +28,7 @@ MAX_LOG_RATIO = 20.0
 """Bound on the exponent of a probability ratio, far below overflow."""
 
 _MAX_K3 = 10.0
+"""Limit of one token in a loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +173,7 @@ def kl(kind: KlEstimate, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor
         case "k2":
             return delta.square() / 2
         case "k3":
-            bounded = delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            return ((-bounded).exp() + bounded - 1).clamp(max=_MAX_K3)
+            return k3(delta).clamp(max=_MAX_K3)
         case "k1+":
             return _with_k2_gradient(delta, kl("k1", logprobs, reference_logprobs))
         case "abs+":
@@ -182,6 +182,12 @@ def kl(kind: KlEstimate, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor
             return _with_k2_gradient(delta, kl("k3", logprobs, reference_logprobs))
         case _:
             assert_never(kind)
+
+
+def k3(delta: Tensor) -> Tensor:
+    """Return the estimate as it is, for a judgement; a loss needs its bound (`kl`)."""
+    bounded = delta.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (-bounded).exp() + bounded - 1
 
 
 def _with_k2_gradient(delta: Tensor, value: Tensor) -> Tensor:

@@ -55,6 +55,8 @@ def _policy_gradient(
             rollout_logprobs=tokens.rollout_logprobs,
             segments=tokens.segments,
         )
+        # Not a product outside the mask: a factor that is not finite there would reach the gradient.
+        factors = torch.where(tokens.segments.loss_mask, factors, torch.zeros_like(factors))
         values = values * factors
         is_rejected = factors == 0
     if config.entropy_coef != 0:

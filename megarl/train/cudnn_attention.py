@@ -56,7 +56,9 @@ class Rectangles:
 def rectangles_of(lengths: list[int]) -> Rectangles | None:
     """Return the rectangles of a pack; None if the sequences are too short to gain anything."""
     rectangles = _all_rectangles(lengths)
-    return rectangles if sum(length**2 for length in lengths) >= _MIN_WORK * len(rectangles.parts) else None
+    # A short end is mostly the padding of the pack, which alone is no reason to do without.
+    num_parts = len(rectangles.parts) - (lengths[-1] < _LENGTH_STEP)
+    return rectangles if sum(length**2 for length in lengths) >= _MIN_WORK * max(num_parts, 1) else None
 
 
 def _all_rectangles(lengths: list[int]) -> Rectangles:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -190,6 +192,17 @@ def test_an_adaptive_coefficient_moves_after_it_was_used_and_goes_on_where_it_st
     second, third = (each.assign([group], estimates_of(group, distance=0.2)) for each in (algorithm, resumed))
     assert [s.advantages.tolist() for s in second] == [s.advantages.tolist() for s in third]
     assert first[0].advantages[-1] < second[0].advantages[-1]
+
+
+def test_the_coefficient_follows_sequences_and_not_the_longest_one() -> None:
+    group = scored_group(0, [1, 1], lengths=[2, 10])
+    config = KlRewardConfig(kind="reward", coef=0.5, adaptive=AdaptiveKlConfig(target=1.0, horizon=1000))
+    algorithm = build(GrpoConfig(kind="grpo", kl=config))
+    far = estimates_of(group, distance=0.0)
+    near = (far.reference_logprobs or ())[0]
+    algorithm.assign([group], replace(far, reference_logprobs=(near - np.float32(2.2), (far.logprobs or ())[1])))
+    # Means 2.2 and 0: 1.1 is a tenth above the target. The mean of all tokens would be far below it.
+    assert algorithm.kl_coef == pytest.approx(0.5 * (1 + 0.1 * 2 / 1000), rel=1e-6)
 
 
 def test_kl_in_the_loss_leaves_rewards_alone_and_gives_the_trainer_the_reference() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -43,6 +45,15 @@ def test_weights_have_the_golden_values(config: CorrectionConfig, expected: list
     assert corrected(config) == pytest.approx(expected, abs=1e-5)
 
 
+def test_one_token_that_is_far_off_condemns_its_sequence_by_as_much_as_it_is_off() -> None:
+    log_ratios = [-10.0] + [0.0] * 1999  # the engine was 22,026 times as sure
+    config = MaskConfig(kind="mask", level="sequence", measure="k3", highest=10.9)
+    assert corrected(config, log_ratios)[0] == 1  # k3 of the other direction is 9.0
+    far = MaskConfig(kind="mask", level="sequence", measure="k3", highest=12)
+    assert corrected(config, [10.0] + [0.0] * 1999) == [0] * 2000 + [1, 1]  # (e^10 - 11) / 2000 = 11.008
+    assert corrected(far, [10.0] + [0.0] * 1999) == [1] * 2002
+
+
 def test_k1_is_positive_where_the_engine_was_surer() -> None:
     config = MaskConfig(kind="mask", measure="k1", highest=0.15)
     assert corrected(config) == [1, 0, 1, 1, 1]
@@ -69,6 +80,11 @@ def test_the_mismatch_has_the_golden_values() -> None:
     ratios = torch.tensor(LOG_RATIOS, dtype=torch.float64).exp()
     assert found.chi2.tolist() == pytest.approx((ratios**2 - 1).tolist())
     assert found.distance.tolist() == pytest.approx(((ratios - 1).abs() * rollout.exp()).tolist())
+
+
+def test_the_mismatch_is_not_flattened() -> None:
+    found = mismatch(torch.tensor([-1.0]), torch.tensor([-11.0]))
+    assert found.k3.item() == pytest.approx(math.exp(10) - 11, rel=1e-6)
 
 
 def test_where_both_agree_nothing_is_amiss() -> None:

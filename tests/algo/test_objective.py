@@ -36,7 +36,7 @@ from megarl.config.algorithm import (
     SftConfig,
     TisConfig,
 )
-from tests.algo.packs import Sequences, one_sequence, pack, random_sequences
+from tests.algo.packs import COLUMNS, Sequences, one_sequence, pack, random_sequences
 
 LOSSES: tuple[LossConfig, ...] = (
     PpoLossConfig(kind="ppo"),
@@ -125,6 +125,18 @@ def test_whatever_is_combined_is_invariant(
     dtype: torch.dtype, tolerance: float, config: GrpoConfig, seed: int, split: Split, padding: int
 ) -> None:
     assert_invariant(partial(actor_part, config), seed, split, padding, dtype=dtype, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("correction", [config for config in CORRECTIONS if config is not None], ids=str)
+def test_what_is_not_finite_outside_the_loss_does_not_reach_the_gradient(correction: CorrectionConfig) -> None:
+    sequences = random_sequences(3, [6, 5])
+    for columns, mask in zip(sequences.columns, sequences.loss_masks, strict=True):
+        columns[COLUMNS.index("rollout_logprobs"), ~mask] = torch.nan
+    assert not all(mask.all() for mask in sequences.loss_masks)
+    config = GrpoConfig(kind="grpo", correction=correction)
+    loss, gradients = loss_and_gradient(partial(actor_part, config), sequences, [[0, 1]], 0)
+    assert loss.isfinite()
+    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("estimate", KLS)

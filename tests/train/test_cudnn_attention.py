@@ -13,7 +13,14 @@ HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 @pytest.mark.parametrize(
     ("lengths", "is_worth_it"),
-    [([100] * 80, False), ([512] * 16, False), ([2000] * 4, False), ([4096, 4096], True), ([5000, 4000], True)],
+    [
+        ([100] * 80, False),
+        ([512] * 16, False),
+        ([2000] * 4, False),
+        ([4096, 4096], True),
+        ([5000, 4000], True),
+        ([4099, 5], True),
+    ],
 )
 def test_sequences_that_are_too_short_are_left_to_others(lengths: list[int], is_worth_it: bool) -> None:
     assert (rectangles_of(lengths) is not None) is is_worth_it

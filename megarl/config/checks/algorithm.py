@@ -24,6 +24,7 @@ from megarl.config.algorithm import (
     PolicyGradientConfig,
     ReinforcePpConfig,
     RemaxConfig,
+    SapoLossConfig,
     SftConfig,
 )
 from megarl.config.recipe import DataConfig, Recipe, SamplingConfig, TrainConfig
@@ -159,7 +160,7 @@ def _models(algorithm: EstimatorConfig, roles: RolesConfig) -> Iterator[Problem]
 
 def _loss(algorithm: EstimatorConfig, train: TrainConfig, sampling: SamplingConfig) -> Iterator[Problem]:
     loss, aggregation = algorithm.loss, algorithm.aggregation
-    if isinstance(loss, GspoLossConfig | GmpoLossConfig) and aggregation != "seq_mean_token_mean":
+    if isinstance(loss, GspoLossConfig | GmpoLossConfig | SapoLossConfig) and aggregation != "seq_mean_token_mean":
         yield Problem(
             key="algorithm.aggregation",
             message=f"{aggregation} weighs sequences by their length, but {loss.kind} weighs them equally; "

@@ -39,6 +39,8 @@ _KL_ESTIMATES = {
 """By verl's names; k2 has no `+`: its gradient is already the straight-through one."""
 _LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "gpg": "gpg", "sapo": "sapo", "geo_mean": "gmpo"}
 _CLIPPED = ("ppo", "gspo", "cispo", "gmpo")
+_BY_SEQUENCE = ("gspo", "sapo", "gmpo")
+"""Losses that verl averages over sequences, whatever its loss_agg_mode says."""
 _WHOLE_SCORE = ("reward", "score", "seq_reward", "seq_final_reward")
 _REWARD_PREFIXES = ("reward.custom_reward_function.", "custom_reward_function.", "reward_model.reward_fn.")
 _OVERLONG_PREFIXES = ("reward.reward_kwargs.overlong_buffer_cfg.", "reward_model.overlong_buffer.")
@@ -121,6 +123,8 @@ def put_loss(keys: Translation) -> None:
         loss["tau_negative"] = keys.take(f"{ACTOR}tau_neg", "algorithm.loss.tau_negative", default=1.05)
     keys.put("algorithm.loss", loss)
     mode = str(keys.take(f"{ACTOR}loss_agg_mode", "algorithm.aggregation", default="token-mean"))
+    if kind in _BY_SEQUENCE:
+        mode = "seq-mean-token-mean"
     keys.put("algorithm.aggregation", mode.replace("-", "_"))
     if mode == "seq-mean-token-sum-norm":
         horizon = keys.take(f"{ACTOR}loss_scale_factor", "algorithm.horizon_tokens")

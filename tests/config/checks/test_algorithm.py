@@ -31,7 +31,7 @@ def problems(algorithm: str, **sections: str) -> list[str]:
     [
         "{kind: grpo, normalize_std: false}",
         "{kind: rloo, loss: {kind: cispo, clip_low: 1.0}}",
-        "{kind: opo, loss: {kind: sapo}}",
+        "{kind: opo, loss: {kind: sapo}, aggregation: seq_mean_token_mean}",
         "{kind: gpg, loss: {kind: gpg}}",
         "{kind: grpo_passk, correction: {kind: tis}}",
         "{kind: reinforce_pp, gamma: 0.99, correction: {kind: icepop, level: sequence}}",
@@ -61,6 +61,11 @@ def test_components_come_from_a_reward_function() -> None:
         (
             "{kind: grpo, loss: {kind: gspo}}",
             "algorithm.aggregation: token_mean weighs sequences by their length, but gspo weighs them equally; "
+            "set seq_mean_token_mean",
+        ),
+        (
+            "{kind: grpo, loss: {kind: sapo}}",
+            "algorithm.aggregation: token_mean weighs sequences by their length, but sapo weighs them equally; "
             "set seq_mean_token_mean",
         ),
         (

@@ -127,6 +127,7 @@ def test_there_is_one_entry_per_key_of_the_file() -> None:
         ("actor_rollout_ref.actor.clip_ratio_high=0.28", "algorithm.loss.clip_high", 0.28),
         ("actor_rollout_ref.actor.clip_ratio_c=10.0", "algorithm.loss.clip_dual", 10.0),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "algorithm.loss.kind", "gspo"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "algorithm.aggregation", "seq_mean_token_mean"),
         ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "algorithm.aggregation", "seq_mean_token_mean"),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "train.optimizer.warmup_steps", 5),
         ("actor_rollout_ref.actor.optim.lr_decay_style=cosine", "train.optimizer.decay", "cosine"),

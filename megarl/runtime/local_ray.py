@@ -31,7 +31,8 @@ class LocalRay:
 
     Nodes are children in sessions of their own, not `ray.init()`: a signal to our process group must not end Ray before
     everything that runs on it is down. A single node listens on 127.0.0.1. Ray starts further nodes only beside a head
-    with another address, so several have addresses from 127.0.0.2 on, one each.
+    with another address, so several have loopback addresses of their own. These follow from the head's port, which no
+    other Ray on this machine has: two rehearsals may run side by side.
     """
 
     def __init__(self, *, device: str, log_folder: Path, has_several_nodes: bool = False) -> None:
@@ -85,7 +86,8 @@ class LocalRay:
             stop_guarded(guard, grace_s=_STOP_GRACE_S if node == self._address_of(0) else 0.0)
 
     def _address_of(self, number: int) -> str:
-        return f"127.0.0.{number + 2}" if self._has_several_nodes else LOOPBACK
+        high, low = divmod(int(self._port), 256)
+        return f"127.{high}.{low}.{number + 2}" if self._has_several_nodes else LOOPBACK
 
     def wait_started(self) -> None:
         """Wait until the last node has started: the next one would give up without a head, or take its ports."""

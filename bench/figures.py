@@ -18,8 +18,6 @@ RECORDS: dict[str, float] = {
     "scores": 1.39,
     "scores, products": 0.87,
     "scores, memory": 12.2,
-    "phase, release": 0.91,
-    "phase, reload": 0.91,
     "publish": 1.96,
     "publish, copy": 0.18,
     "reads, read": 0.66,

@@ -198,35 +198,40 @@ def measure_scores(*, num_tokens: int = 16_384, vocab: int = 151_936, hidden: in
 
 
 def measure_phases() -> Iterator[Figure]:
-    """Time the offload and reload of weights, master weights and moments against the rate of pinned copies."""
+    """Time the offload and reload of weights, and an update of an optimizer in host memory, against pinned copies."""
     shape = PUBLIC_MODELS[_PHASE_MODEL]
     with _alone() as topology:
         chunks = build_chunks(shape, topology, MegatronParallel(), is_sequence_parallel=False, device="cuda", native={})
         optimizer = ModelOptimizer(chunks, OptimizerConfig(), ActorConfig(pool="gpu", offload="everything"))
         _randomise(chunks[0])
         optimizer.adopt_weights()
-        optimizer.zero_grad()
-        optimizer.grad_norm()
-        optimizer.step(1e-6)  # the first update allocates the moments
-        num_bytes = sum(tensor.nbytes for tensor in optimizer.tensors_to_offload())
-        releases, reloads = [], []
+        weight_bytes = sum(tensor.nbytes for tensor in optimizer.parameters().values())
+        state_bytes = 3 * sum(shard.master.nbytes for shard in optimizer.shards().values())
+        releases, reloads, updates = [], [], []
         for _ in range(_NUM_PHASE_REPEATS):
+            optimizer.zero_grad()
             torch.cuda.synchronize()
             start = time.perf_counter()
+            optimizer.step(1e-6)
+            updated = time.perf_counter()
             optimizer.release()
-            middle = time.perf_counter()
+            released = time.perf_counter()
             optimizer.reload()
-            optimizer.shards()  # waits for the reload
             torch.cuda.synchronize()
-            releases.append(middle - start)
-            reloads.append(time.perf_counter() - middle)
+            updates.append(updated - start)
+            releases.append(released - updated)
+            reloads.append(time.perf_counter() - released)
     # The first turn pins host memory and is left out.
     to_host, to_device = _pinned_rates()
-    phases = (("release", median(releases[1:]), to_host), ("reload", median(reloads[1:]), to_device))
-    for name, seconds, ceiling in phases:
+    phases = (
+        ("release", weight_bytes, median(releases[1:]), to_host),
+        ("reload", weight_bytes, median(reloads[1:]), to_device),
+        ("update", state_bytes, median(updates[1:]), min(to_host, to_device)),
+    )
+    for name, num_bytes, seconds, ceiling in phases:
         yield Figure(
             key=f"phase, {name}",
-            name=f"{name} of {num_bytes / 1e9:.1f} GB, a 1.5B model with its optimizer: {1e3 * seconds:.0f} ms",
+            name=f"{name} with {num_bytes / 1e9:.1f} GB of a 1.5B model in host memory: {1e3 * seconds:.0f} ms",
             value=num_bytes / seconds / 1e9,
             unit="GB/s",
             against=f"one pinned copy, {ceiling:.1f} GB/s",

@@ -76,10 +76,15 @@ class ModelParallelConfig(Section):
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 
 
+PIECE_ELEMENTS = 1 << 24
+NUM_PIECES = 2
+"""Pieces of an optimizer in host memory that are on the GPU at once: one is updated while the other is copied."""
+
+
 class TrainedModelConfig(ModelParallelConfig):
     offload: Literal["nothing", "optimizer", "everything"] = "nothing"
-    """State that goes to host memory while engines generate in this pool: the optimizer's, or the weights as well; with
-    either, gradients are freed meanwhile."""
+    """State in host memory: the optimizer's, of which each update has a piece at a time on the GPU, or also the weights
+    while engines generate in this pool. With either, gradients have GPU memory only from a pass to the publish."""
     megatron_optimizer: dict[str, object] = Field(default={})
     """Further fields of megatron-core's OptimizerConfig, such as `decoupled_weight_decay: false`."""
     megatron_ddp: dict[str, object] = Field(default={})

@@ -1,20 +1,22 @@
 """Memory of the fullest GPU of every kind in every phase, and host memory per node.
 
 Roles that share a pool share its GPUs: each holds its memory at all times, and one at a time computes. A sleeping
-engine gives back its KV cache and, with `release: everything`, its weights; a trainer gives back what its allocator
-holds unused and, with `offload`, is in host memory while engines generate.
+engine gives back its KV cache and, with `release: everything`, its weights. Before engines take memory, a trainer gives
+back what its allocator holds unused and, with `offload`, its gradients; its optimizer is then in host memory at all
+times, and the weights with `everything` while engines generate.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig, PolicyGradientConfig
 from megarl.config.recipe import CheckpointConfig
-from megarl.config.roles import ModelParallelConfig, TrainedModelConfig
+from megarl.config.roles import NUM_PIECES, PIECE_ELEMENTS, TrainedModelConfig
 from megarl.planner.activations import activation_bytes, forward_bytes, scoring_bytes
 from megarl.planner.deployment import Deployment, PlannedModel, PublishWay
 from megarl.planner.hardware import GIB
@@ -26,20 +28,21 @@ TRAINER_CONTEXT_BYTES = 7 * GIB // 2
 GRAPH_BYTES = 3 * GIB // 2
 """Allowance for CUDA graphs and activations of an engine; with the context, 1.4 GiB seen for 0.5B on an H200."""
 
-
+_PIECE_ITEM_BYTES = 16
+"""Master weight and moments in float32, and as much again as one of them for Adam's arithmetic."""
 ALLOCATOR_SHARE = 0.05
 """Allowance for blocks that PyTorch's allocator holds and cannot use, as a share of what a pass allocates."""
 
 
 class MemoryPhase(StrEnum):
     STARTING = "starting"
-    """Engines were started first and sleep, and the trainers of their pool have been built."""
+    """Engines were started first and sleep, and the trainers of their pool are built."""
     GENERATING = "generating"
     SCORING = "scoring"
     """Values, and log-probabilities of the reference and of the policy before its update."""
     TRAINING = "training"
     PUBLISHING = "publishing"
-    """The engines have their weights again and no KV cache; trainers still hold the memory of their last pass."""
+    """The engines have their weights and no KV cache; trainers in other pools keep the memory of their last pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +111,13 @@ class _PoolLedgers:
         self._engine = deployment.engine if "rollout" in roles else None
 
     def ledgers(self) -> Iterator[MemoryLedger]:
-        held = [item for model in self._models.values() for item in model.held]
-        resting = [item for model in self._models.values() for item in model.resting]
         awake, asleep = [*self._engine_items(has_weights=True, has_cache=True)], [*self._resting_engine()]
+        is_shared = bool(self._models) and self._engine is not None
         kept_bytes = 0
-        if self._models and self._engine is not None:
-            yield self._ledger(MemoryPhase.STARTING, [*held, *asleep])
+        if is_shared:
+            yield self._ledger(MemoryPhase.STARTING, [*self._all(lambda model: model.built), *asleep])
         if self._engine is not None:
-            yield self._ledger(MemoryPhase.GENERATING, [*resting, *awake])
+            yield self._ledger(MemoryPhase.GENERATING, [*self._all(lambda model: model.resting), *awake])
         for phase in (MemoryPhase.SCORING, MemoryPhase.TRAINING):
             busy = {role: model.busy(phase) for role, model in self._models.items()}
             possible = [
@@ -125,13 +127,17 @@ class _PoolLedgers:
             ]
             if possible:
                 fullest = max(possible, key=_total)
-                kept_bytes = max(kept_bytes, _total(fullest) - _total(held))
+                kept_bytes = max(kept_bytes, _total(fullest) - _total(self._all(lambda model: model.held)))
                 yield self._ledger(phase, [*fullest, *asleep])
         if "actor" in self._models and self._deployment.engine is not None:
+            sending = self._all(lambda model: model.trimmed if is_shared else model.held)
+            if self._deployment.capacity_bytes is not None and not is_shared:
+                sending.append(LedgerItem(name="allocator", num_bytes=kept_bytes, is_exact=False))
             publishing = self._engine_items(has_weights=True, has_cache=False)
-            if self._deployment.capacity_bytes is not None:
-                held.append(LedgerItem(name="allocator", num_bytes=kept_bytes, is_exact=False))
-            yield self._ledger(MemoryPhase.PUBLISHING, [*held, *publishing])
+            yield self._ledger(MemoryPhase.PUBLISHING, [*sending, *publishing])
+
+    def _all(self, items_of: Callable[[_ModelMemory], Sequence[LedgerItem]]) -> list[LedgerItem]:
+        return [item for model in self._models.values() for item in items_of(model)]
 
     def _resting_engine(self) -> Iterator[LedgerItem]:
         """Yield the memory of an engine while trainers compute in its pool."""
@@ -173,6 +179,7 @@ class _ModelMemory:
         self._exchanges_weights = model.role == "actor" and deployment.keeps_reference
         self._is_scored = model.role != "actor" or isinstance(kl, KlRewardConfig) or self._exchanges_weights
         self._deployment = deployment
+        self._offload = offload_of(model)
         self._held: list[tuple[LedgerItem, ...]]
         if model.role == "reference":
             self._held = [(self._item("weights", stage.num_bytes),) for stage in model.bare_weights]
@@ -181,20 +188,36 @@ class _ModelMemory:
 
     @property
     def held(self) -> tuple[LedgerItem, ...]:
-        """Memory of a rank of the fullest stage at all times."""
+        """Memory of a rank of the fullest stage after an update, without what its allocator holds unused."""
         return max(self._held, key=_total)
 
     @property
+    def built(self) -> tuple[LedgerItem, ...]:
+        """Memory while the model is built: without an optimizer yet, weights are copied to Megatron's buffer."""
+        copied = [
+            (*self._without(held, "optimizer"), self._item("weights before their buffer", held[0].num_bytes))
+            for held in self._held
+            if self._model.role != "reference"
+        ]
+        return max((self.held, *copied), key=_total)
+
+    @property
+    def trimmed(self) -> tuple[LedgerItem, ...]:
+        """Memory that a publish leaves."""
+        return self._without(self.held, "gradients") if self._offload != "nothing" else self.held
+
+    @property
     def resting(self) -> tuple[LedgerItem, ...]:
-        """Memory while engines generate, without what is offloaded."""
-        offloaded = {self._prefix + name for name in _offloaded(self._work.split) if self._work.device != "cpu"}
-        return tuple(item for item in self.held if item.name not in offloaded)
+        """Memory while engines generate."""
+        return self._without(self.trimmed, "weights") if self._offload == "everything" else self.trimmed
 
     def busy(self, phase: MemoryPhase) -> tuple[LedgerItem, ...]:
         """Memory of the fullest stage while the model computes; empty if it does not in this phase."""
         stages = range(self._work.split.pipeline)
         if phase is MemoryPhase.SCORING and self._is_scored:
-            return max(((*self._held[stage], *self._scoring(stage)) for stage in stages), key=_total)
+            unused = ("gradients",) if self._offload != "nothing" else ()
+            held = [self._without(items, *unused) for items in self._held]
+            return max(((*held[stage], *self._scoring(stage)) for stage in stages), key=_total)
         if phase is MemoryPhase.TRAINING and self._model.role != "reference":
             return max(((*self._held[stage], *self._updating(stage)) for stage in stages), key=_total)
         return ()
@@ -202,7 +225,8 @@ class _ModelMemory:
     def _trained(self, stage: StageMemory) -> Iterator[LedgerItem]:
         yield self._item("weights", stage.weight_bytes)
         yield self._item("gradients", stage.gradient_bytes)
-        yield self._item("optimizer", stage.optimizer_bytes)
+        if self._offload == "nothing":
+            yield self._item("optimizer", stage.optimizer_bytes)
         if self._work.device != "cpu":
             num_bytes = _num_communicators(self._model) * COMMUNICATOR_BYTES
             yield LedgerItem(name="communicators", num_bytes=num_bytes, is_exact=False)
@@ -217,6 +241,9 @@ class _ModelMemory:
 
     def _updating(self, stage: int) -> Iterator[LedgerItem]:
         yield from self._pass(stage, activation_bytes(self._work, stage), has_gradients=True)
+        if self._offload != "nothing":
+            num_bytes = min(self._model.stages[stage].optimizer_bytes, NUM_PIECES * PIECE_ELEMENTS * _PIECE_ITEM_BYTES)
+            yield self._item("optimizer in pieces", num_bytes, is_exact=False)
 
     def _pass(self, stage: int, activations: int, *, has_gradients: bool) -> Iterator[LedgerItem]:
         yield self._item("activations", activations, is_exact=False)
@@ -228,6 +255,9 @@ class _ModelMemory:
             yield LedgerItem(name=name, num_bytes=num_bytes, is_exact=False)
         if self._work.device != "cpu":
             yield LedgerItem(name="allocator", num_bytes=int(ALLOCATOR_SHARE * allocated), is_exact=False)
+
+    def _without(self, items: Sequence[LedgerItem], *names: str) -> tuple[LedgerItem, ...]:
+        return tuple(item for item in items if item.name not in {self._prefix + name for name in names})
 
     def _item(self, name: str, num_bytes: int, *, is_exact: bool = True) -> LedgerItem:
         return LedgerItem(name=f"{self._prefix}{name}", num_bytes=num_bytes, is_exact=is_exact)
@@ -257,22 +287,10 @@ def saves(checkpoint: CheckpointConfig) -> bool:
     return checkpoint.save_at_end or checkpoint.save_every_steps is not None
 
 
-def _offloaded(split: ModelParallelConfig) -> tuple[str, ...]:
-    """Return the names of the items that leave the GPU while engines generate."""
-    offload = split.offload if isinstance(split, TrainedModelConfig) else "nothing"
-    return {
-        "nothing": (),
-        "optimizer": ("gradients", "optimizer"),
-        "everything": ("gradients", "optimizer", "weights"),
-    }[offload]
-
-
-def offloaded_bytes(model: PlannedModel) -> list[int]:
-    """Return the bytes per stage that a rank keeps in host memory while engines generate; gradients are dropped."""
-    offloaded = _offloaded(model.work.split) if model.work.device != "cpu" else ()
-    if not offloaded:
-        return [0] * model.work.split.pipeline
-    return [stage.optimizer_bytes + (stage.weight_bytes if "weights" in offloaded else 0) for stage in model.stages]
+def offload_of(model: PlannedModel) -> Literal["nothing", "optimizer", "everything"]:
+    """Return what the model keeps in host memory; on a CPU everything is there."""
+    split = model.work.split
+    return split.offload if isinstance(split, TrainedModelConfig) and model.work.device != "cpu" else "nothing"
 
 
 def host_ledgers(deployment: Deployment, checkpoint: CheckpointConfig) -> tuple[HostLedger, ...]:
@@ -317,9 +335,12 @@ def _host_items(model: PlannedModel, checkpoint: CheckpointConfig, *, keeps_refe
         for stage, weights in enumerate(model.bare_weights):
             num_bytes = weights.num_bytes if work.device == "cpu" else weights.pinned_bytes
             stages[stage].append(LedgerItem(name="reference weights", num_bytes=num_bytes, is_exact=True))
-    for stage, num_bytes in enumerate(offloaded_bytes(model)):
-        if num_bytes:
-            stages[stage].append(LedgerItem(name=f"{role}'s offloaded memory", num_bytes=num_bytes, is_exact=True))
+    if offload_of(model) != "nothing":
+        for stage, memory in enumerate(model.stages):
+            kept = {f"{role}'s optimizer": memory.optimizer_bytes}
+            if offload_of(model) == "everything":
+                kept[f"{role}'s weights"] = memory.weight_bytes
+            stages[stage] += [LedgerItem(name=name, num_bytes=size, is_exact=True) for name, size in kept.items()]
     if role != "reference" and saves(checkpoint):
         for stage, num_bytes in enumerate(snapshot_bytes(model, checkpoint)):
             name = f"{role}'s snapshot, while saving"

@@ -14,7 +14,7 @@ from megarl.config.recipe import SamplingConfig, TrainConfig
 from megarl.config.roles import CriticConfig
 from megarl.planner.deployment import Deployment, Placement
 from megarl.planner.hardware import DISK_GB_PER_S_PER_NODE, HOST_GB_PER_S, SWITCH_S
-from megarl.planner.ledger import kl_config, offloaded_bytes
+from megarl.planner.ledger import kl_config, offload_of
 from megarl.planner.rollout_time import RolloutTime
 from megarl.planner.training_time import TrainingTime
 from megarl.planner.workload import StepWorkload
@@ -135,11 +135,13 @@ def generated_prompts(algorithm: AlgorithmConfig, train: TrainConfig, workload: 
 
 
 def _switch(deployment: Deployment) -> Iterator[PhaseTime]:
-    """Yield the time in which a shared pool changes hands: offloaded memory goes over the host link, twice a step."""
+    """Yield the time in which a shared pool changes hands: offloaded weights go over the host link, twice a step."""
     if not deployment.placement.is_shared or deployment.engine is None:
         return
     rollout = deployment.roles.used_pools["rollout"]
-    copied = sum(max(offloaded_bytes(model)) for model in deployment.models.values() if model.pool == rollout)
+    models = [model for model in deployment.models.values() if model.pool == rollout]
+    leaving = [model for model in models if offload_of(model) == "everything"]
+    copied = sum(max(stage.weight_bytes for stage in model.stages) for model in leaving)
     seconds = SWITCH_S + 2 * copied / (HOST_GB_PER_S * 1e9)
     yield PhaseTime(name=PhaseName.SWITCH, seconds=seconds, is_waited_for=True)
 

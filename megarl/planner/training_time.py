@@ -18,6 +18,7 @@ from megarl.planner.hardware import (
     PASS_S,
     GpuModel,
 )
+from megarl.planner.ledger import offload_of
 from megarl.planner.workload import StepWorkload
 from megarl.weights.layouts.canonical import num_active_parameters
 
@@ -107,13 +108,15 @@ class TrainingTime:
 
     @property
     def update_s(self) -> float:
-        """Time of one epoch: forward and twice as much backward, repeated passes, and one reduction per update."""
+        """Time of one epoch: forward and twice as much backward, repeated passes, and per update one reduction and the
+        optimizer's way through the GPU, if it is in host memory."""
         repeats = recomputed_share(self._work)
         compute_s = (3 + repeats) * self._compute_s
         # Backward passes of a sequence-parallel model gather the inputs of its layers once more.
         tensor = (2.5 if self._work.split.is_sequence_parallel else 2) + repeats
         traffic_s = tensor * self._tensor_s() + (2 + repeats) * self._expert_s()
-        return PASS_S + (1 + self.bubble) * (compute_s + traffic_s) + self._num_mini_batches * self._reduction_s()
+        per_update_s = self._reduction_s() + self._offload_s()
+        return PASS_S + (1 + self.bubble) * (compute_s + traffic_s) + self._num_mini_batches * per_update_s
 
     @property
     def traffic_s(self) -> float:
@@ -162,6 +165,12 @@ class TrainingTime:
         share = (parallel.data - 1) / parallel.data
         spans_nodes = parallel.tensor * parallel.data > self._gpus_per_node
         return 6 * share * num_elements / self._rate(spans_nodes=spans_nodes)
+
+    def _offload_s(self) -> float:
+        """Return the time in which an optimizer in host memory is copied to the GPU, and back at the same time."""
+        if offload_of(self._model) == "nothing":
+            return 0.0
+        return max(stage.optimizer_bytes for stage in self._model.stages) / (HOST_GB_PER_S * 1e9)
 
     def _rate(self, *, spans_nodes: bool) -> float:
         rate = self._gpu.network_gb_per_s if spans_nodes else self._gpu.node_gb_per_s

@@ -3,7 +3,7 @@
 The order in a shared pool, where one step follows the other (docs/operations.md, "Memory of a shared pool"):
 
     engines start   ->  engines release their KV cache [and weights]  ->  trainers start
-    publish:            engines take the memory of their weights      ->  weights are sent
+    publish:            trainers free all but their weights           ->  engines take the memory of theirs
     generating:         trainers give their memory back               ->  engines take their KV cache
     training:           engines release their KV cache [and weights]  ->  trainers take their memory
 """
@@ -41,6 +41,8 @@ class Sleeper(Protocol):
 class Offloader:
     """A model that can leave its device to others."""
 
+    trim: Callable[[], Awaitable[None]]
+    """Frees what only a pass needs; the model can still send its weights."""
     release: Callable[[], Awaitable[None]]
     reload: Callable[[], Awaitable[None]]
 
@@ -137,6 +139,7 @@ class SharedPhases:
         """Let engines have memory for their weights, before they get any command: SGLang looks at them each time."""
         if not self._engines.reachable:
             await self._let_one_start()
+        await asyncio.gather(*(trainer.trim() for trainer in self._trainers))
         await self._engines.take_weights()
 
     @asynccontextmanager

@@ -132,11 +132,10 @@ class RankSaver:
             ranges = _share_ranges(shards, self._topology)
             self._shards = contribution(restrict_all(self._layout, ranges, dtype=_DTYPE), rank)
         kinds: dict[str, dict[str, Tensor]] = {
-            kind: {name: self._optimizer.at_hand(shard.moment(kind)) for name, shard in shards.items()}
-            for kind in MOMENTS
+            kind: {name: shard.moment(kind) for name, shard in shards.items()} for kind in MOMENTS
         }
         if has_own_master(self._layout):
-            kinds[_MASTER] = {name: self._optimizer.at_hand(shard.master) for name, shard in shards.items()}
+            kinds[_MASTER] = {name: shard.master for name, shard in shards.items()}
         shapes = {name: spec.shape for name, spec in self._layout.by_rank[rank].tensors.items()}
 
         def box(values: Mapping[str, Tensor], name: str, offsets: Index, shape: Index) -> Tensor:
@@ -211,9 +210,8 @@ def load_optimizer(
     if weights_of(folder).name == _MASTER:
         for name, values in load(_MASTER).items():
             shards[name].master.data.copy_(values)
-    moments = {kind: load(kind) for kind in MOMENTS}
-    for name, shard in shards.items():
-        shard.restore({kind: values[name] for kind, values in moments.items()}, num_updates=num_updates)
+    for kind in MOMENTS:  # one after the other: host memory holds one copy at most
+        optimizer.restore_moments({kind: load(kind)}, num_updates=num_updates)
 
 
 def _share_ranges(shards: Mapping[str, Shard], topology: Topology) -> dict[int, dict[str, FlatRange]]:

@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -18,17 +19,21 @@ from torch import Tensor
 from megarl.config.roles import OptimizerConfig, TrainedModelConfig
 from megarl.train.memory import Offload, free_cache
 from megarl.train.model import Model
-from megarl.train.shards import Shard, shards_of
+from megarl.train.shards import HostStates, Moment, Shard, shards_of
 
 
 class ModelOptimizer:
-    """Owns the wrapped chunks. Parameters and gradients are in their buffers, moments and master weights in shards."""
+    """Owns the wrapped chunks. Parameters and gradients are in their buffers, moments and master weights in shards.
+
+    With `offload` the shards are in host memory, and gradients take device memory from `zero_grad` until `trim`.
+    """
 
     def __init__(self, chunks: Sequence[Model], config: OptimizerConfig, split: TrainedModelConfig) -> None:
         self._config = config
         self._offloads = split.offload
         self._device = next(chunks[0].parameters()).device
         self._offload = Offload(self._device)
+        self._is_released = False
         model_config = chunks[0].config
         model_config.finalize_model_grads_func = _sum_gradients
         buffers = buffer_config(split.megatron_ddp)
@@ -40,6 +45,7 @@ class ModelOptimizer:
             # Buckets are reduced during the backward pass of the last micro-batch only.
             hooks = [chunk.no_sync for chunk in self.chunks]
             model_config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
+        self.trim()  # makes room for the master weights, which Megatron puts on the device
         self._optimizer = get_megatron_optimizer(
             optimizer_config(config, model_config, split.megatron_optimizer),
             self.chunks,
@@ -48,6 +54,9 @@ class ModelOptimizer:
         for group in self._optimizer.param_groups:
             # Norms and biases are in their own group with multiplier 0, which Megatron leaves to the caller to apply.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        on_host = self._optimizer.chained_optimizers if self._offloads != "nothing" else ()
+        self._states = [HostStates(optimizer, self._device) for optimizer in on_host]
+        free_cache(self._device)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters by their names in the weights' layout."""
@@ -58,53 +67,65 @@ class ModelOptimizer:
         }
 
     def shards(self) -> dict[str, Shard]:
-        """Return the states of this rank's Adam by the name of their parameter; see `at_hand`."""
-        self._offload.wait()
+        """Return the states of this rank's Adam by the name of their parameter."""
         names = {parameter: name for name, parameter in self.parameters().items()}
+        on_device = () if self._states else self._optimizer.chained_optimizers
         return {
             names[parameter]: shard
-            for optimizer in self._optimizer.chained_optimizers
-            for parameter, shard in shards_of(optimizer)
+            for shards in (*(states.shards.items() for states in self._states), *map(shards_of, on_device))
+            for parameter, shard in shards
         }
+
+    def restore_moments(self, moments: Mapping[Moment, Mapping[str, Tensor]], *, num_updates: int) -> None:
+        """Set the moments by kind and name, and the count of updates that they have seen."""
+        for name, shard in self.shards().items():
+            shard.restore({kind: values[name] for kind, values in moments.items()}, num_updates=num_updates)
+        for states in self._states:
+            states.num_updates = num_updates
 
     @property
     def is_released(self) -> bool:
-        return self._offload.is_released
+        return self._is_released
 
     @property
     def has_weights(self) -> bool:
         """Whether the weights are on the device."""
-        return not (self._offload.is_released and self._offloads == "everything")
+        return not (self._is_released and self._offloads == "everything")
+
+    def trim(self) -> None:
+        """Free the allocator's cache and, with `offload`, the gradients, which the next `zero_grad` allocates again."""
+        if self._offloads != "nothing":
+            for gradient in self._gradients():
+                gradient.untyped_storage().resize_(0)
+        free_cache(self._device)
 
     def release(self) -> None:
-        """Free device memory: the allocator's cache, and as much else as the recipe's `offload` says."""
-        if self._offloads == "nothing":
-            free_cache(self._device)
-        else:
-            self._offload.release(self.tensors_to_offload(), self._gradients())
-
-    def tensors_to_offload(self) -> list[Tensor]:
-        """Return the tensors whose values must come back: all but the gradients."""
-        weights = self._weights()
-        kept = {tensor.untyped_storage()._cdata for tensor in weights}
-        # On a CPU the weights are their own master weights.
-        states = [tensor for tensor in self._states() if tensor.untyped_storage()._cdata not in kept]
-        return [*weights, *states] if self._offloads == "everything" else states
+        """Free device memory for engines: as `trim` does, and the weights if they are offloaded."""
+        if self._offloads == "everything":
+            self._offload.release(self._weights())
+        self.trim()
+        self._is_released = self._offloads != "nothing"
 
     def reload(self) -> None:
-        """Bring the weights back; the optimizer's states follow in the background."""
-        if self._offload.is_released:
-            self._offload.reload(first=self._weights())
+        """Take back the weights that `release` freed."""
+        self._offload.reload()
+        self._is_released = False
 
     def at_hand(self, tensor: Tensor) -> Tensor:
-        """Return a weight or a state of the optimizer, from host memory while it is released."""
+        """Return a weight, from host memory while it is released."""
         return self._offload.at_hand(tensor)
 
     def adopt_weights(self) -> None:
         """Copy the model's weights, changed from outside, to the master weights."""
-        self._optimizer.reload_model_params()
+        if not self._states:
+            self._optimizer.reload_model_params()
+        for states in self._states:
+            states.adopt_weights()
 
     def zero_grad(self) -> None:
+        for gradient in self._gradients():
+            if not gradient.untyped_storage().nbytes():
+                gradient.untyped_storage().resize_(gradient.nbytes)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -123,8 +144,22 @@ class ModelOptimizer:
         """Clip the gradients, update the weights and gather them."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        self._offload.wait()
-        self._optimizer.step()
+        if self._states:
+            self._step_in_pieces()
+        else:
+            self._optimizer.step()
+
+    def _step_in_pieces(self) -> None:
+        """Do the same as Megatron's own step, with states that are in host memory."""
+        grad_norm, clip = self.grad_norm(), self._config.clip_grad_norm
+        for optimizer in self._optimizer.chained_optimizers:
+            if clip > 0 and optimizer.get_parameters():
+                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), max_norm=clip, total_norm=grad_norm)
+        for states in self._states:
+            states.step()
+        if not self.chunks[0].ddp_config.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync()
 
     def _weights(self) -> list[Tensor]:
         return [buffer.param_data for chunk in self.chunks for buffer in _buffers(chunk)]
@@ -132,24 +167,9 @@ class ModelOptimizer:
     def _gradients(self) -> list[Tensor]:
         return [buffer.grad_data for chunk in self.chunks for buffer in _buffers(chunk)]
 
-    def _states(self) -> list[Tensor]:
-        """Return master weights, and moments if there are any yet."""
-        states: list[Tensor] = []
-        for optimizer in self._optimizer.chained_optimizers:
-            inner = optimizer.optimizer
-            masters = [master for group in inner.param_groups for master in group["params"]]
-            moments = [value for state in inner.state.values() for value in state.values() if _is_moment(value)]
-            states += [*masters, *moments]
-        return states
-
 
 def _buffers(chunk: DistributedDataParallel) -> list[_ParamAndGradBuffer]:
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
-
-
-def _is_moment(value: object) -> bool:
-    """Whether it is a moment and not a count of steps."""
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def buffer_config(native: Mapping[str, object]) -> DistributedDataParallelConfig:

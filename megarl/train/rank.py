@@ -102,8 +102,12 @@ class ModelRank:
             for name, parameter in model.named_parameters()
         }
 
+    def trim(self) -> None:
+        """Free the device's memory that only a pass needs, for engines of the same pool; the weights stay."""
+        free_cache(self._topology.device)
+
     def release(self) -> None:
-        """Free the device's memory that is not in use, for engines of the same pool."""
+        """Free all memory that the recipe's `offload` says; here that is what `trim` frees."""
         free_cache(self._topology.device)
 
     def reload(self) -> None:

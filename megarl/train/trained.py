@@ -98,6 +98,10 @@ class TrainedRank(ModelRank):
         with self._on_device():
             self._optimizer.release()
 
+    def trim(self) -> None:
+        with self._on_device():
+            self._optimizer.trim()
+
     @property
     def has_weights(self) -> bool:
         """Whether the weights are on the device and can be published from there."""

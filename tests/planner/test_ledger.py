@@ -52,26 +52,32 @@ def test_a_shared_pool_holds_trainer_and_engine_at_once() -> None:
     assert "activations" in names(found[MemoryPhase.TRAINING])
 
 
-def test_what_an_actor_offloads_is_in_host_memory_while_engines_generate() -> None:
+def test_what_an_actor_offloads_is_in_host_memory() -> None:
     plain = found_in(make_recipe("roles.rollout.pool=train"))
-    for offload, gone in (
-        ("optimizer", {"gradients", "optimizer"}),
-        ("everything", {"gradients", "optimizer", "weights"}),
-    ):
+    shared = "actor + engine"
+    for offload, weights in (("optimizer", set[str]()), ("everything", {"weights"})):
         recipe = make_recipe("roles.rollout.pool=train", f"roles.actor.offload={offload}")
         found = found_in(recipe)
-        assert (
-            set(plain["actor + engine", MemoryPhase.GENERATING]) - set(found["actor + engine", MemoryPhase.GENERATING])
-            == gone
-        )
-        assert found["actor + engine", MemoryPhase.TRAINING] == plain["actor + engine", MemoryPhase.TRAINING]
+        gone = {phase: set(plain[shared, phase]) - set(found[shared, phase]) for _, phase in found}
+        assert gone == {
+            MemoryPhase.STARTING: {"optimizer"},
+            MemoryPhase.GENERATING: {"optimizer", "gradients", *weights},
+            MemoryPhase.TRAINING: {"optimizer"},
+            MemoryPhase.PUBLISHING: {"optimizer", "gradients"},
+        }
+        # Two pieces of 64 MiB: master weights, two moments and what Adam computes with.
+        assert found[shared, MemoryPhase.TRAINING]["optimizer in pieces"] == 2 * 4 * 64 << 20
         (host,) = host_ledgers(deploy(recipe, SHAPES, H100), recipe.checkpoint)
-        (kept,) = (item.num_bytes for item in host.items if item.name == "actor's offloaded memory")
+        kept = sum(item.num_bytes for item in host.items if item.name in ("actor's optimizer", "actor's weights"))
         stages = stage_memory(SHAPE, SPLIT, dtype="bfloat16")
         # A node has the eight ranks of one stage.
-        assert kept == 8 * max(
-            stage.optimizer_bytes + (stage.weight_bytes if offload == "everything" else 0) for stage in stages
-        )
+        assert kept == 8 * max(stage.optimizer_bytes + len(weights) * stage.weight_bytes for stage in stages)
+
+
+def test_a_model_is_built_with_its_weights_twice_before_there_is_an_optimizer() -> None:
+    found = found_in(make_recipe("roles.rollout.pool=train", "roles.actor.offload=optimizer"))
+    starting = found["actor + engine", MemoryPhase.STARTING]
+    assert starting["weights before their buffer"] == starting["weights"]
 
 
 def test_no_bucket_is_held_where_engines_find_the_whole_model_on_their_node() -> None:
@@ -104,11 +110,12 @@ def test_trainers_start_beside_engines_that_sleep() -> None:
         assert ("engine weights" in found) == has_weights
 
 
-def test_a_publish_meets_the_memory_that_the_last_pass_left_with_the_allocator() -> None:
-    found = found_in(make_recipe("roles.rollout.pool=train", "roles.rollout.release=everything"))
-    training, publishing = (found["actor + engine", phase] for phase in (MemoryPhase.TRAINING, MemoryPhase.PUBLISHING))
-    assert sum(publishing.values()) == sum(training.values()) + publishing["engine weights"]
-    assert "allocator" not in found["actor + engine", MemoryPhase.GENERATING]
+def test_a_publish_to_another_pool_meets_the_memory_that_the_last_pass_left_with_the_allocator() -> None:
+    found = found_in(make_recipe())
+    training, publishing = (found["actor", phase] for phase in (MemoryPhase.TRAINING, MemoryPhase.PUBLISHING))
+    assert sum(publishing.values()) == sum(training.values())
+    shared = found_in(make_recipe("roles.rollout.pool=train", "roles.rollout.release=everything"))
+    assert "allocator" not in shared["actor + engine", MemoryPhase.PUBLISHING]
 
 
 def test_an_engine_that_releases_everything_leaves_its_weights_to_the_trainer_until_the_publish() -> None:

@@ -226,9 +226,19 @@ def test_steps_under_way_at_once_share_the_wait_for_the_longest_response() -> No
 
 def test_a_shared_pool_changes_hands_once_a_step() -> None:
     assert time_of(make_recipe()).seconds(PhaseName.SWITCH) == 0
-    stays, leaves = (
+    stays, without_optimizer, leaves = (
         time_of(make_recipe("roles.rollout.pool=train", f"roles.actor.offload={level}")).seconds(PhaseName.SWITCH)
-        for level in ("nothing", "everything")
+        for level in ("nothing", "optimizer", "everything")
     )
-    assert stays == SWITCH_S
-    assert leaves > stays + 0.5
+    assert stays == without_optimizer == SWITCH_S
+    assert leaves > stays + 0.1
+
+
+def test_an_optimizer_in_host_memory_passes_through_the_gpu_in_every_update() -> None:
+    def update_s(level: str, prompts_per_update: int) -> float:
+        changes = (f"roles.actor.offload={level}", f"train.prompts_per_update={prompts_per_update}")
+        return time_of(make_recipe("roles.rollout.pool=train", *changes)).seconds(PhaseName.UPDATE)
+
+    once, four_times = (update_s("optimizer", count) - update_s("nothing", count) for count in (128, 32))
+    assert once > 0
+    assert four_times == pytest.approx(4 * once)

@@ -402,7 +402,10 @@ def test_a_trainer_that_offloads_is_away_while_engines_generate() -> None:
     async def reload() -> None:
         cluster.calls.append("reload")
 
-    phases.take_turns_with([Offloader(release=release, reload=reload)])
+    async def trim() -> None:
+        cluster.calls.append("trim")
+
+    phases.take_turns_with([Offloader(trim=trim, release=release, reload=reload)])
     run(cluster, num_steps=2, phases=phases)
     assert cluster.calls == [
         *("publish 0", "release", "sleep", "reload", "update", "publish 1"),

@@ -58,7 +58,11 @@ class Pool:
     async def start_trainers(self) -> None:
         await self.phases.make_room()
         self.calls.append("trainers start")
-        actor = Offloader(release=self._note("trainers leave"), reload=self._note("trainers return"))
+        actor = Offloader(
+            trim=self._note("trainers trim"),
+            release=self._note("trainers leave"),
+            reload=self._note("trainers return"),
+        )
 
         async def refill() -> None:
             await self.publisher.publish(self.version)
@@ -106,15 +110,15 @@ def test_engines_that_release_everything_are_refilled_before_they_wake() -> None
     async def scenario() -> None:
         pool = Pool(releases_weights=True)
         await pool.start_trainers()
-        assert pool.taken() == ["pause", "release kv_cache weights", "trainers start", "take weights"]
+        assert pool.taken() == ["pause", "release kv_cache weights", "trainers start", "trainers trim", "take weights"]
         assert all(engine.state is EngineState.STALE for engine in pool.fleet.engines)
         await pool.publisher.publish(pool.version)
-        assert pool.taken() == ["publish 0"]
+        assert pool.taken() == ["trainers trim", "publish 0"]
         await pool.step()
         expected = [
             *("trainers leave", "take kv_cache", "continue", "generate"),
             *("pause", "release kv_cache weights", "trainers return", "train"),
-            *("take weights", "publish 1"),
+            *("trainers trim", "take weights", "publish 1"),
         ]
         assert pool.taken() == expected
         await pool.step()
@@ -133,7 +137,7 @@ def test_engines_that_release_their_cache_keep_their_weights() -> None:
         assert pool.taken() == [
             *("trainers leave", "take kv_cache", "continue", "generate"),
             *("pause", "release kv_cache", "trainers return", "train"),
-            "publish 1",
+            *("trainers trim", "publish 1"),
         ]
         assert all(engine.is_live for engine in pool.fleet.engines)
 
@@ -157,7 +161,10 @@ def test_after_a_failed_publish_an_engine_without_its_weights_gets_no_request() 
         pool.fails = False
         await pool.start_trainers()
         await pool.publisher.publish(pool.version)
-        assert pool.taken()[-3:] == ["trainers start", "take weights", f"publish {pool.version}"]
+        assert pool.taken()[-5:] == [
+            *("trainers start", "trainers trim", "take weights"),
+            *("trainers trim", f"publish {pool.version}"),
+        ]
         assert all(engine.is_live for engine in pool.fleet.engines)
 
     asyncio.run(scenario())
@@ -172,7 +179,10 @@ def test_a_step_that_changed_no_weights_publishes_the_old_ones_again() -> None:
         pool.taken()
         async with pool.phases.generating():
             pass
-        assert pool.taken() == ["take weights", "publish 0", "trainers leave", "take kv_cache", "continue"]
+        assert pool.taken() == [
+            *("trainers trim", "take weights", "publish 0"),
+            *("trainers leave", "take kv_cache", "continue"),
+        ]
         assert all(engine.is_live for engine in pool.fleet.engines)
 
     asyncio.run(scenario())
@@ -256,6 +266,9 @@ class LostEngines:
     async def leave(self) -> None:
         self.calls.append("trainers leave")
 
+    async def trim(self) -> None:
+        self.calls.append("trainers trim")
+
     async def come_back(self) -> None:
         self.calls.append("trainers return")
 
@@ -264,9 +277,12 @@ def test_when_all_engines_are_lost_in_training_trainers_leave_until_one_has_star
     async def scenario() -> None:
         engines = LostEngines()
         phases = SharedPhases(engines)
-        phases.take_turns_with([Offloader(release=engines.leave, reload=engines.come_back)])
+        phases.take_turns_with([Offloader(trim=engines.trim, release=engines.leave, reload=engines.come_back)])
         async with phases.publishing():
-            assert engines.calls == ["trainers leave", "wake", "sleep", "trainers return", "take weights"]
+            assert engines.calls == [
+                *("trainers leave", "wake", "sleep", "trainers return"),
+                *("trainers trim", "take weights"),
+            ]
 
     asyncio.run(scenario())
 
@@ -296,8 +312,9 @@ def test_every_model_beside_the_engines_gives_its_cache_back_whatever_it_offload
 
     async def scenario() -> None:
         for offloader in offloaders(roles, trainers):
+            await offloader.trim()
             await offloader.release()
             await offloader.reload()
 
     asyncio.run(scenario())
-    assert calls == ["actor release", "actor reload"]
+    assert calls == ["actor trim", "actor release", "actor reload"]

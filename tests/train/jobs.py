@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 
 from megarl.checkpoint.manifest import FileDigest
@@ -18,7 +20,8 @@ from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.errors import CheckpointError, ConfigError, DamagedError, MachineError, NumericsError
 from megarl.results import CriticResult, CriticStats, UpdateResult, UpdateStats
 from megarl.tokens import SampleNumbers
-from megarl.train import cpu
+from megarl.train import cpu, model, shards
+from megarl.train import rank as rank_module
 from megarl.train.actor import ActorRank, TrainerRecord
 from megarl.train.critic import CriticRank
 from megarl.train.logprob import token_scores, vocab_shard
@@ -237,7 +240,7 @@ def train_and_save(
         trainer.update(batch)
     state = trainer.snapshot("everything")
     files = trainer.write(folder, setup.folder)
-    tensors = {name: tensor.numpy().copy() for name, tensor in trainer.tensors().items()}
+    tensors = {name: tensor.float().numpy().copy() for name, tensor in trainer.tensors().items()}
     trainer.close()
     return state, files, tensors
 
@@ -252,6 +255,7 @@ def train_in_turns(
         trainer.reload()
         trainer.logprobs(batch)
         trainer.update(batch)
+        trainer.trim()
     trainer.release()
     trainer.snapshot("everything")
     files = trainer.write(folder, setup.folder)
@@ -261,9 +265,33 @@ def train_in_turns(
     except AssertionError as error:
         message = str(error)
     trainer.reload()
-    tensors = {name: tensor.numpy().copy() for name, tensor in trainer.tensors().items()}
+    tensors = {name: tensor.float().numpy().copy() for name, tensor in trainer.tensors().items()}
     trainer.close()
     return files, tensors, message
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Make weights bfloat16, so that they have master weights apart, and pieces of a few elements."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (model, rank_module):
+            patch.setattr(module, "dtype_on", lambda _: "bfloat16")
+        patch.setattr(shards, "PIECE_ELEMENTS", 997)
+        yield
+
+
+def train_and_save_as_on_a_gpu(
+    rank: int, world: int, port: int, setup: Setup, batches: Sequence[TrainBatch], folder: Path
+) -> tuple[TrainerState, dict[str, FileDigest], dict[str, FloatArray]]:
+    with as_on_a_gpu():
+        return train_and_save(rank, world, port, setup, batches, folder)
+
+
+def train_in_turns_as_on_a_gpu(
+    rank: int, world: int, port: int, setup: Setup, batches: Sequence[TrainBatch], folder: Path
+) -> tuple[dict[str, FileDigest], dict[str, FloatArray], str]:
+    with as_on_a_gpu():
+        return train_in_turns(rank, world, port, setup, batches, folder)
 
 
 def resume_and_train(

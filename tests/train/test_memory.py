@@ -13,25 +13,21 @@ from tests.train import jobs
 from tests.train.cluster import Cluster
 from tests.train.conftest import Models
 from tests.train.samples import make_samples
-from tests.train.test_rank import SPLITS, packed, setup_of
+from tests.train.test_rank import MIXTURE_SPLITS, SPLITS, packed, setup_of
 
 CPU = torch.device("cpu")
 
 
 def test_every_view_has_its_values_again() -> None:
-    buffer, state, gradient = torch.randn(100), torch.randn(7, 3), torch.randn(5)
+    buffer, state = torch.randn(100), torch.randn(7, 3)
     view = buffer[10:40].view(5, 6).t()
     before = [tensor.clone() for tensor in (buffer, view, state)]
     offload = Offload(CPU)
     for _ in range(3):
-        offload.release([view, buffer, state], [gradient])
-        assert offload.is_released
-        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (buffer, view, state, gradient))
-        offload.reload(first=[buffer])
-        offload.wait()
-        assert not offload.is_released
+        offload.release([view, buffer, state])
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in (buffer, view, state))
+        offload.reload()
         assert all(torch.equal(*pair) for pair in zip((buffer, view, state), before, strict=True))
-        assert not gradient.any()
 
 
 def test_what_is_away_is_at_hand_in_host_memory() -> None:
@@ -40,9 +36,9 @@ def test_what_is_away_is_at_hand_in_host_memory() -> None:
     before = view.clone()
     offload = Offload(CPU)
     assert offload.at_hand(view) is view
-    offload.release([other, buffer], [])
+    offload.release([other, buffer])
     assert torch.equal(offload.at_hand(view), before)
-    offload.reload(first=[])
+    offload.reload()
     view.zero_()
     assert offload.at_hand(view) is view
 
@@ -50,13 +46,13 @@ def test_what_is_away_is_at_hand_in_host_memory() -> None:
 def test_new_values_are_taken_along_and_host_memory_is_kept() -> None:
     buffer = torch.zeros(50)
     offload = Offload(CPU)
-    offload.release([buffer], [])
+    offload.release([buffer])
     places = {key: place.data_ptr() for key, (_, place) in offload._places.items()}
-    offload.reload(first=[buffer])
+    offload.reload()
     buffer.fill_(3.0)
     later = torch.ones(8)
-    offload.release([buffer, later], [])
-    offload.reload(first=[buffer])
+    offload.release([buffer, later])
+    offload.reload()
     assert buffer.eq(3.0).all()
     assert later.eq(1.0).all()
     assert places.items() <= {key: place.data_ptr() for key, (_, place) in offload._places.items()}.items()
@@ -88,3 +84,22 @@ def test_a_rank_that_takes_turns_learns_the_same_to_the_last_bit(
         # Saved while away.
         assert files == expected_files
         assert message == "released; reload comes first"
+
+
+@pytest.mark.parametrize(("family", "split"), [("qwen2", "TP1"), ("qwen2", "DP2"), ("qwen3_moe", "EP2-DP2")])
+def test_states_in_host_memory_are_updated_in_pieces_as_whole_ones_on_the_device(
+    family: str, split: str, cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    """Weights are bfloat16, as on a GPU: master weights are apart, and a piece has parts of several parameters."""
+    model = models.get(family, tied=family == "qwen2")
+    world, actor = (SPLITS | MIXTURE_SPLITS)[split]
+    samples = make_samples(6, vocab=model.shape.vocab, seed=8)
+    batches = [packed(samples[:3], world=world, actor=actor), packed(samples[3:], world=world, actor=actor)] * 2
+    on_host = actor.model_copy(update={"offload": "optimizer"})
+    plain, pieces = jobs.train_and_save_as_on_a_gpu, jobs.train_in_turns_as_on_a_gpu
+    whole = cluster.run(world, plain, setup_of(model, actor), batches, tmp_path / "whole")
+    found = cluster.run(world, pieces, setup_of(model, on_host), batches, tmp_path / "pieces")
+    for (_, expected_files, expected), (files, tensors, _) in zip(whole, found, strict=True):
+        assert all(np.array_equal(tensors[name], expected[name]) for name in expected)
+        assert any("master" in name for name in files)
+        assert files == expected_files

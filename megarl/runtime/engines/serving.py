@@ -274,7 +274,11 @@ def offloaders(roles: RolesConfig, trainers: Trainers) -> list[Offloader]:
     models = {"actor": trainers.actor, "critic": trainers.critic, "reference": trainers.reference}
     beside = [model for role in roles.beside_engines if (model := models[role]) is not None]
     return [
-        Offloader(release=ranks.computing(ModelRank.release), reload=ranks.computing(ModelRank.reload))
+        Offloader(
+            trim=ranks.computing(ModelRank.trim),
+            release=ranks.computing(ModelRank.release),
+            reload=ranks.computing(ModelRank.reload),
+        )
         for ranks in beside
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
@@ -59,20 +60,31 @@ def _common_bytes(source: Layout, engine: Layout) -> list[list[int]]:
 
 @lru_cache(maxsize=64)
 def _best_tp_ranks(values: tuple[tuple[int, ...], ...], num_engines: int) -> tuple[int, ...]:
-    """Return a TP rank for every GPU, each `num_engines` times, so that the sum is largest; the first of equal ones."""
-    num_ranks = len(values[0])
-    best: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {(0,) * num_ranks: (0, ())}
-    for gpu in values:
-        reached: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
-        for used, (total, chosen) in best.items():
-            for tp in range(num_ranks):
-                if used[tp] == num_engines:
-                    continue
-                after = (*used[:tp], used[tp] + 1, *used[tp + 1 :])
-                candidate = total + gpu[tp], (*chosen, tp)
-                known = reached.get(after)
-                if known is None or (-candidate[0], candidate[1]) < (-known[0], known[1]):
-                    reached[after] = candidate
-        best = reached
-    ((_, chosen),) = best.values()
-    return chosen
+    """Return a TP rank for every GPU, each `num_engines` times, so that the sum of their values is largest.
+
+    The assignment problem by shortest augmenting paths: exact, in integers, and cubic in the GPUs of a node.
+    """
+    size = len(values)
+    prices, wins, holders = [0] * size, [0] * size, [-1] * size  # of slots, of GPUs, and the GPU of each slot
+    for gpu in range(size):
+        gaps: list[float] = [math.inf] * size
+        before, seen, slot, taker = [-1] * size, [False] * size, -1, gpu
+        while taker >= 0:
+            for other in (other for other in range(size) if not seen[other]):
+                gap = -values[taker][other // num_engines] - wins[taker] - prices[other]
+                if gap < gaps[other]:
+                    gaps[other], before[other] = gap, slot
+            nearest = min((other for other in range(size) if not seen[other]), key=gaps.__getitem__)
+            step = int(gaps[nearest])
+            wins[gpu] += step
+            for other in range(size):
+                if seen[other]:
+                    wins[holders[other]] += step
+                    prices[other] -= step
+                else:
+                    gaps[other] -= step
+            seen[nearest], slot, taker = True, nearest, holders[nearest]
+        while slot >= 0:
+            holders[slot] = holders[before[slot]] if before[slot] >= 0 else gpu
+            slot = before[slot]
+    return tuple(holders.index(gpu) // num_engines for gpu in range(size))

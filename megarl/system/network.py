@@ -4,21 +4,51 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Iterable
 
 import psutil
 
 from megarl.errors import MachineError
 
 LOOPBACK = "127.0.0.1"
+PRIVATE = "private"
+_ANYWHERE = ("198.51.100.1", 9)
+"""An address outside of every private network."""
 
 
 def address_in(network: str) -> str:
-    """Return this machine's address in `network`, such as 10.0.0.0/8 or a single address."""
-    wanted = ipaddress.ip_network(network, strict=False)
+    """Return this machine's address in `network`: 10.0.0.0/8, one address, or `PRIVATE` for one that is not public."""
     own = _own_addresses()
+    if network == PRIVATE:
+        return _private_address(own)
+    wanted = ipaddress.ip_network(network, strict=False)
     address = next((each for each in own if ipaddress.ip_address(each) in wanted), None)
     if address is None:
         raise MachineError(f"network.bind: {socket.gethostname()} has no address in {network}; it has {', '.join(own)}")
+    return address
+
+
+def _private_address(own: Iterable[str]) -> str:
+    """Return the only address that is not public; of several, the one by which this machine leaves its network."""
+    parsed = [ipaddress.ip_address(each) for each in own]
+    found = [str(each) for each in parsed if not (each.is_global or each.is_loopback or each.is_link_local)]
+    leaving = _leaving_address() if len(found) > 1 else None
+    if len(found) == 1 or leaving in found:
+        return leaving or found[0]
+    what = f"none of these is used by its default route: {', '.join(found)}" if found else "it has no private address"
+    raise MachineError(
+        f"network.bind: {socket.gethostname()}: {what}; name the network that the machines share, such as 10.1.0.0/16"
+    )
+
+
+def _leaving_address() -> str | None:
+    """Return the address of the default route. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ANYWHERE)
+        except OSError:
+            return None
+        address: str = probe.getsockname()[0]
     return address
 
 

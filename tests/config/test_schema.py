@@ -45,6 +45,13 @@ def test_editors_find_the_schema_of_every_recipe(recipe: Path) -> None:
     assert (recipe.parent / found[1]).is_file()
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=[recipe.stem for recipe in RECIPES])
+def test_recipes_of_several_nodes_listen_where_the_other_nodes_are(path: Path) -> None:
+    recipe = Recipe.model_validate(read_document(path).tree)
+    if any(pool.nodes > 1 for pool in recipe.pools.values()):
+        assert recipe.network.bind == "private"
+
+
 def test_the_json_schema_knows_the_sections_and_extends() -> None:
     properties = json_schema()["properties"]
     assert isinstance(properties, dict)

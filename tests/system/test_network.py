@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from megarl.errors import MachineError
-from megarl.system.network import address_in, interface_of
+from megarl.system import network as module
+from megarl.system.network import PRIVATE, address_in, interface_of
 
 
 @pytest.mark.parametrize("network", ["127.0.0.0/8", "127.0.0.1", "127.0.0.1/32"])
@@ -19,3 +20,39 @@ def test_a_network_this_machine_is_not_in() -> None:
 
 def test_an_address_that_is_no_interface_has() -> None:
     assert interface_of("203.0.113.7") is None
+
+
+PUBLIC, STORAGE, CLUSTER = "8.8.4.4", "192.168.7.2", "10.1.0.5"
+
+
+@pytest.mark.parametrize(
+    ("own", "leaving", "expected"),
+    [
+        (("127.0.0.1", CLUSTER), None, CLUSTER),
+        (("127.0.0.1", PUBLIC, CLUSTER), PUBLIC, CLUSTER),
+        (("127.0.0.1", "169.254.3.4", STORAGE, CLUSTER), CLUSTER, CLUSTER),
+    ],
+    ids=["the only one", "never the public one", "the default route's"],
+)
+def test_the_private_address_of_this_machine(
+    own: tuple[str, ...], leaving: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_own_addresses", lambda: dict.fromkeys(own, "eth"))
+    monkeypatch.setattr(module, "_leaving_address", lambda: leaving)
+    assert address_in(PRIVATE) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "leaving", "message"),
+    [
+        (("127.0.0.1", PUBLIC), PUBLIC, "it has no private address; name the network that the machines share"),
+        ((STORAGE, CLUSTER, PUBLIC), PUBLIC, f"none of these is used by its default route: {STORAGE}, {CLUSTER}; name"),
+    ],
+)
+def test_a_machine_without_one_private_address_is_told_to_name_the_network(
+    own: tuple[str, ...], leaving: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_own_addresses", lambda: dict.fromkeys(own, "eth"))
+    monkeypatch.setattr(module, "_leaving_address", lambda: leaving)
+    with pytest.raises(MachineError, match=message):
+        address_in(PRIVATE)

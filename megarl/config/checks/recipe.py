@@ -47,12 +47,14 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
 
 
 def _network(bind: str | None) -> Iterator[Problem]:
-    if bind is None:
+    if bind is None or bind == "private":
         return
     try:
         network = ipaddress.IPv4Network(bind, strict=False)
     except ValueError:
-        yield Problem(key="network.bind", message=f"{bind!r} is not an IPv4 network or address, such as 10.1.0.0/16")
+        yield Problem(
+            key="network.bind", message=f"{bind!r} is not `private`, nor an IPv4 network or address such as 10.1.0.0/16"
+        )
         return
     if network.network_address.is_unspecified:
         yield Problem(key="network.bind", message=f"{bind} means every network; name the one the machines share")

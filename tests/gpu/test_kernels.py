@@ -15,6 +15,7 @@ from megarl.train.attention import PackedAttention, PackedSequences
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.weights.algebra.slices import Slice
 from megarl.weights.executors.digest import digest
+from megarl.weights.executors.digest_sums import DigestSums, Summand
 from megarl.weights.executors.shared_memory import export_tensors, open_tensors
 
 pytestmark = pytest.mark.gpu
@@ -138,3 +139,30 @@ def test_another_process_sees_the_tensors_as_they_change() -> None:
     finally:
         process.kill()
         process.join()
+
+
+def test_boxes_that_are_digested_again_may_have_changed_and_moved() -> None:
+    shape, boxes = (300, 512), [torch.randn(300, 512).bfloat16().cuda() for _ in range(3)]
+    names = [f"w{index}" for index in range(3)]
+    sums = DigestSums(
+        [
+            Summand(
+                key=name, dtype=torch.bfloat16, box=Slice(name=name, offsets=(0, 0), shape=shape), canonical_shape=shape
+            )
+            for name in names
+        ]
+    )
+    copies = [torch.empty_like(box) for box in boxes]
+    first = sums.compute(boxes, copies)
+    boxes[1].zero_()
+    num_bytes = boxes[2].untyped_storage().nbytes()
+    boxes[2].untyped_storage().resize_(0)
+    blocker = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    boxes[2].untyped_storage().resize_(num_bytes)
+    boxes[2].fill_(1.5)
+    second = sums.compute(boxes, copies)
+    assert all(torch.equal(copy, box) for copy, box in zip(copies, boxes, strict=True))
+    fresh = DigestSums(sums._summands).compute([copy.clone() for copy in copies])
+    assert second == fresh
+    assert [first[name] == second[name] for name in names] == [True, False, False]
+    del blocker

@@ -85,13 +85,15 @@ class DigestSums(Generic[Key]):
         self._keys = list(dict.fromkeys(summand.key for summand in summands))
         self._dtypes = {summand.dtype for summand in summands}
         self._kernel: MatrixSums | None = None
+        self._matrices: _Matrices | None = None
 
     def compute(self, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None) -> dict[Key, int]:
-        """Return the sums by key; `values` are those of the summands, and are copied to `into` on the way."""
-        if self._digest is digest_tensor and _suit_kernel([*values, *(into or ())], self._dtypes):
-            targets = None if into is None else [bits_of_matrix(tensor) for tensor in into]
-            kernel = self._prepared(values[0].device)
-            sums = kernel.compute([bits_of_matrix(tensor) for tensor in values], targets).tolist()
+        """Return the sums by key; `values` are those of the summands, and are copied to `into` on the way.
+
+        The same sequences again cost no preparation; their storages may have moved.
+        """
+        if (matrices := self._as_matrices(values, into)) is not None:
+            sums = self._prepared(values[0].device).compute(matrices.sources, matrices.targets).tolist()
             return {key: value % MODULUS for key, value in zip(self._keys, sums, strict=True)}
         if into:
             torch._foreach_copy_(list(into), list(values))
@@ -99,6 +101,18 @@ class DigestSums(Generic[Key]):
         for each, tensor in zip(self._summands, into or values, strict=True):
             add(totals, each.key, self._digest(tensor.to(each.dtype), each.box, each.canonical_shape))
         return to_ints(totals)
+
+    def forget(self) -> None:
+        """Let go of the tensors of the last call."""
+        self._matrices = None
+
+    def _as_matrices(self, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None) -> _Matrices | None:
+        """Return the bits for the kernel; None where it does not suit."""
+        if self._matrices is None or self._matrices.values is not values or self._matrices.into is not into:
+            self._matrices = None
+            if self._digest is digest_tensor and _suit_kernel([*values, *(into or ())], self._dtypes):
+                self._matrices = _Matrices.of(values, into)
+        return self._matrices
 
     def _prepared(self, device: torch.device) -> MatrixSums:
         if self._kernel is None:
@@ -114,6 +128,25 @@ class DigestSums(Generic[Key]):
             lift = 1 << (8 * self._summands[0].dtype.itemsize)
             self._kernel = MatrixSums(matrices, num_sums=len(self._keys), lift=lift)
         return self._kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Matrices:
+    """Tensors as the kernel takes them. Hundreds of views a call are milliseconds that a publish need not take."""
+
+    values: Sequence[torch.Tensor]
+    into: Sequence[torch.Tensor] | None
+    sources: list[torch.Tensor]
+    targets: list[torch.Tensor] | None
+
+    @classmethod
+    def of(cls, values: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None) -> _Matrices:
+        return cls(
+            values=values,
+            into=into,
+            sources=[bits_of_matrix(tensor) for tensor in values],
+            targets=None if into is None else [bits_of_matrix(tensor) for tensor in into],
+        )
 
 
 def _suit_kernel(tensors: Sequence[torch.Tensor], dtypes: Set[torch.dtype]) -> bool:

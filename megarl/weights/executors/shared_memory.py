@@ -95,6 +95,7 @@ class SharedTarget:
             group.forget([key])
             if source_rank not in self._sources or self._sources[source_rank][0] != memory:
                 self._boxes = []
+                self._sums.forget()
                 self._sources[source_rank] = memory, open_tensors(memory)
         if not self._boxes:
             self._boxes = [source_view(self._sources[move.source_rank][1], move) for move in self._moves]
@@ -107,6 +108,7 @@ class SharedTarget:
         if self._boxes and self._boxes[0].is_cuda:
             torch.cuda.synchronize(self._boxes[0].device)
         self._boxes, self._sources = [], {}
+        self._sums.forget()
 
 
 def _memory_key(version: int, source_rank: int, target_rank: int) -> str:

@@ -28,10 +28,16 @@ def import_verl(
         Path,
         typer.Argument(metavar="FILE", show_default=False, help="YAML, or a shell script."),
     ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[ARGUMENT | NAME=VALUE]...", show_default=False, help="What the script takes from its caller."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="RECIPE", help="Write the recipe here instead of stdout.")] = None,
 ) -> None:
     """Turn a verl configuration into a recipe. Reports what became of every key."""
-    imported = translate_file(file)
+    imported = translate_file(file, arguments or ())
     text = _recipe_text(imported, file)
     if out is None:
         print(text, end="")

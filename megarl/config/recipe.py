@@ -77,14 +77,15 @@ class DataConfig(Section):
     """Turns a prompt into text: the model's chat template, or another one. `raw` takes strings as they are, for prompts
     that are rendered already and for base models; the tokenizer's first token is added where it is missing."""
     prompt_key: str = "prompt"
-    """Column with a list of messages, or a string (sent as one user message)."""
+    """Column with a list of messages, or a string (sent as one user message). Here and below, `a.b` is field b of
+    column a."""
     response_key: str = "response"
     """Column that `sft` imitates; where it is missing, assistant messages of the prompt."""
     imitates: Literal["every_answer", "last_answer"] = "every_answer"
     """The assistant messages that `sft` imitates where there is no response column. A message with `weight: 0` is never
     imitated."""
     ground_truth_key: Annotated[str, Field(min_length=1)] | None = "reward_model.ground_truth"
-    """Column, or field of a column, that rewards compare with; numbers and lists become JSON. null: there is none."""
+    """Column that rewards compare with; numbers and lists become JSON. null: there is none."""
     source_key: Annotated[str, Field(min_length=1)] = "data_source"
     """Column that names the kind of task; where it is missing, the file's name is used."""
     max_prompt_tokens: PositiveInt = 1024

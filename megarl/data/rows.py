@@ -98,7 +98,11 @@ def _columns(config: DataConfig, *, as_demonstrations: bool) -> tuple[_Column, .
             is_required="source_key" in config.model_fields_set and not as_demonstrations,
             remedy="; data.source_key names the column",
         ),
-        *_truth_columns(config.ground_truth_key, is_required=not as_demonstrations),
+        *(
+            _truth_column(key, is_required=not as_demonstrations)
+            for key in (config.ground_truth_key,)
+            if key is not None
+        ),
         _Column(
             name=_EXTRA,
             accepts=lambda kind: pa.types.is_null(kind) or (_is_object(kind) and _is_json(kind)),
@@ -108,15 +112,11 @@ def _columns(config: DataConfig, *, as_demonstrations: bool) -> tuple[_Column, .
     )
 
 
-def _truth_columns(key: str | None, *, is_required: bool) -> Iterator[_Column]:
-    if key is None:
-        return
-    name, _, field = key.partition(".")
-    values = "text, a number, a list or a struct"
-    yield _Column(
-        name=name,
-        accepts=lambda kind: _is_json(kind if not field else _field(kind, field)),
-        wanted=f"a struct with {field}: {values}" if field else values,
+def _truth_column(key: str, *, is_required: bool) -> _Column:
+    return _Column(
+        name=key,
+        accepts=_is_json,
+        wanted="text, a number, a list or a struct",
         is_required=is_required,
         remedy="; data.ground_truth_key names the column, null where the reward needs none",
     )
@@ -136,7 +136,7 @@ def _check_file(path: Path, columns: Sequence[_Column]) -> None:
         raise DataError(f"{path} is empty; a data set needs at least one row")
     kinds = {field.name: field.type for field in schema}
     for column in columns:
-        kind = kinds.get(column.name)
+        kind = _kind(kinds, column.name)
         if kind is None and column.is_required:
             has = ", ".join(kinds)
             raise DataError(f"{path} has no column {column.name}, {column.wanted}{column.remedy}; it has {has}")
@@ -151,8 +151,8 @@ def _file_names(files: Sequence[Path]) -> list[str]:
 
 
 def _raw_rows(path: Path, config: DataConfig) -> Iterator[Mapping[str, JsonValue]]:
-    truth = (config.ground_truth_key or "").partition(".")[0]
-    wanted = dict.fromkeys((config.prompt_key, config.response_key, config.source_key, truth, _EXTRA))
+    keys = (config.prompt_key, config.response_key, config.source_key, config.ground_truth_key, _EXTRA)
+    wanted = dict.fromkeys(part for key in keys if key is not None for part in (key, key.partition(".")[0]))
     try:
         with pq.ParquetFile(path) as file:
             present = [column for column in wanted if column in file.schema_arrow.names]
@@ -171,9 +171,9 @@ class _RowError(DataError):
 
 
 def _row(raw: Mapping[str, JsonValue], uid: str, config: DataConfig, *, as_demonstrations: bool) -> DataRow:
-    chat = _chat(raw[config.prompt_key], config)
+    chat = _chat(_value(raw, config.prompt_key), config)
     continuation: tuple[Mapping[str, JsonValue], ...] = ()
-    if as_demonstrations and config.response_key in raw:
+    if as_demonstrations and _has(raw, config.response_key):
         continuation = ({"role": "assistant", "content": _text(raw, config.response_key)},)
     elif as_demonstrations:
         first = _first_answer(chat, config)
@@ -184,7 +184,7 @@ def _row(raw: Mapping[str, JsonValue], uid: str, config: DataConfig, *, as_demon
     return DataRow(
         uid=uid,
         chat=chat,
-        data_source=_text(raw, config.source_key) if config.source_key in raw else uid.rpartition(":")[0],
+        data_source=_text(raw, config.source_key) if _has(raw, config.source_key) else uid.rpartition(":")[0],
         # A demonstration is not scored, so the ground truth may be missing.
         ground_truth=_truth(raw, config.ground_truth_key, is_required=not as_demonstrations),
         extra_info=extra_info if isinstance(extra_info, dict) else {},
@@ -194,15 +194,25 @@ def _row(raw: Mapping[str, JsonValue], uid: str, config: DataConfig, *, as_demon
 
 def _truth(raw: Mapping[str, JsonValue], key: str | None, *, is_required: bool) -> str:
     """Return the ground truth as text: a string as it is, anything else as JSON."""
-    if key is None:
-        return ""
-    name, _, field = key.partition(".")
-    value = raw.get(name)
-    if field:
-        value = value.get(field) if isinstance(value, dict) else None
-    if value is None and is_required:
+    value = None if key is None else _value(raw, key)
+    if value is None and key is not None and is_required:
         raise _RowError(f"column {key}: is null; give it a value")
     return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _has(raw: Mapping[str, JsonValue], key: str) -> bool:
+    name, _, field = key.partition(".")
+    inner = raw.get(name)
+    return key in raw or (isinstance(inner, dict) and field in inner)
+
+
+def _value(raw: Mapping[str, JsonValue], key: str) -> JsonValue:
+    """Return the value of a column, or of a field of one: `a.b` is the field b of the column a."""
+    if key in raw:
+        return raw[key]
+    name, _, field = key.partition(".")
+    inner = raw.get(name)
+    return inner.get(field) if isinstance(inner, dict) else None
 
 
 def _chat(value: JsonValue, config: DataConfig) -> tuple[Mapping[str, JsonValue], ...]:
@@ -253,7 +263,7 @@ def num_rendered(rows: Sequence[DataRow]) -> int:
 
 
 def _text(raw: Mapping[str, JsonValue], key: str) -> str:
-    value = raw.get(key)
+    value = _value(raw, key)
     if not isinstance(value, str):
         raise _RowError(f"column {key}: is null; give it a string")
     return value
@@ -278,13 +288,22 @@ def _is_chat(kind: pa.DataType) -> bool:
 
 
 def _has_text(kind: pa.DataType, key: str) -> bool:
-    return _is_text(_field(kind, key))
+    field = _field(kind, key)
+    return field is not None and _is_text(field)
 
 
-def _field(kind: pa.DataType, key: str) -> pa.DataType:
-    """Return the type of a field; that of no JSON value where there is no such field."""
+def _kind(kinds: Mapping[str, pa.DataType], key: str) -> pa.DataType | None:
+    """Return the type of a column, or of a field of one; None where there is no such column."""
+    name, _, field = key.partition(".")
+    if key in kinds or not field:
+        return kinds.get(key)
+    inner = kinds.get(name)
+    return _field(inner, field) if inner is not None else None
+
+
+def _field(kind: pa.DataType, key: str) -> pa.DataType | None:
     fields = kind if pa.types.is_struct(kind) else ()
-    return next((field.type for field in fields if field.name == key), pa.binary())
+    return next((field.type for field in fields if field.name == key), None)
 
 
 def _is_json(kind: pa.DataType) -> bool:

@@ -11,7 +11,7 @@ from tests.repository import ROOT
 EXAMPLES = ROOT / "tests" / "tools" / "import_verl" / "configs"
 
 
-@pytest.mark.parametrize("name", ["grpo.yaml", "ppo_kl.yaml"])
+@pytest.mark.parametrize("name", ["lora.yaml", "multi_turn.yaml"])
 def test_an_import_writes_a_recipe_and_prints_the_report(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -27,7 +27,7 @@ def test_without_a_file_the_recipe_goes_to_stdout_and_the_report_to_stderr(capsy
     assert run(["import-verl", str(EXAMPLES / "grpo.yaml")]) == 0
     captured = capsys.readouterr()
     assert "\nalgorithm:\n  kind: grpo\n" in captured.out
-    assert "mapped (21)" in captured.err
+    assert "mapped (23)" in captured.err
 
 
 def test_what_is_still_wrong_with_the_recipe_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,15 @@ def test_keys_name_the_columns(write_parquet: WriteParquet, make_row: MakeRow) -
     assert (row.chat[0]["content"], row.continuation[0]["content"]) == ("1+1=", "2")
 
 
+def test_a_key_may_name_a_field_of_a_column(write_parquet: WriteParquet, make_row: MakeRow) -> None:
+    path = write_parquet(make_row(NO_COLUMN, extra_info={"question": "1+1=", "answer": "2"}))
+    keys = {"prompt_key": "extra_info.question", "response_key": "extra_info.answer"}
+    (row,) = read(path, as_demonstrations=True, **keys)
+    assert (row.chat[0]["content"], row.continuation[0]["content"]) == ("1+1=", "2")
+    assert "has no column extra_info.text" in complaint_of(path, prompt_key="extra_info.text")
+    assert "has no column other.text" in complaint_of(path, prompt_key="other.text")
+
+
 def test_a_message_keeps_the_other_keys_it_has(write_parquet: WriteParquet, make_row: MakeRow) -> None:
     chat = [{"role": "user", "content": "hi", "name": "ada"}, {"role": "user", "content": "1+1=", "name": None}]
     (row,) = read(write_parquet(make_row(chat)))
@@ -91,8 +100,8 @@ def test_a_categorical_column_is_text(write_parquet: WriteParquet, make_row: Mak
         ({"prompt": 3}, "column prompt has type int64; it must be a string, or a list of messages"),
         ({"prompt": [{"role": "user"}]}, "column prompt has type list<"),
         ({"prompt": [{"role": "user", "content": ["a"]}]}, "column prompt has type list<"),
-        ({"reward_model": {"style": "rule"}}, "column reward_model has type struct<"),
-        ({"reward_model": "2"}, "column reward_model has type string"),
+        ({"reward_model": {"style": "rule"}}, "has no column reward_model.ground_truth"),
+        ({"reward_model": "2"}, "has no column reward_model.ground_truth"),
         ({"data_source": 1}, "column data_source has type int64; it must be a string"),
         ({"extra_info": {"at": datetime(2026, 1, 1, tzinfo=UTC)}}, "column extra_info has type struct<at: timestamp"),
         ({"extra_info": "{}"}, "column extra_info has type string"),

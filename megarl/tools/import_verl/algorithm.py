@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from megarl.config.document import Tree
 from megarl.tools.import_verl.rules import KeyVerdict
 from megarl.tools.import_verl.translation import ACTOR, Translation
 
-_ESTIMATORS = {
+ESTIMATORS = {
     "gae": "gae",
     "grpo": "grpo",
     "grpo_vectorized": "grpo",
@@ -17,11 +16,18 @@ _ESTIMATORS = {
     "rloo_vectorized": "rloo",
     "opo": "opo",
     "gpg": "gpg",
+    "remax": "remax",
     "grpo_passk": "grpo_passk",
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }
-_DISCOUNTED = ("gae", "reinforce_pp")
+_DISCOUNTED = ("gae", "reinforce_pp", "remax")
+_SCORERS = {
+    "gsm8k": ("openai/gsm8k",),
+    "math": ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
+    "dapo_math": ("math_dapo", "math", "math_dapo_reasoning", "aime2024", "aime2025", "aime_2024", "aime_2025"),
+}
+"""The data sources that verl's own scorers know, by the scorer of a recipe."""
 _KL_ESTIMATES = {
     name + suffix: estimate + suffix
     for suffix in ("", "+")
@@ -43,16 +49,22 @@ _BY_SEQUENCE = ("gspo", "sapo", "gmpo")
 """Losses that verl averages over sequences, whatever its loss_agg_mode says."""
 _WHOLE_SCORE = ("reward", "score", "seq_reward", "seq_final_reward")
 _REWARD_PREFIXES = ("reward.custom_reward_function.", "custom_reward_function.", "reward_model.reward_fn.")
-_OVERLONG_PREFIXES = ("reward.reward_kwargs.overlong_buffer_cfg.", "reward_model.overlong_buffer.")
+_OVERLONG_PREFIXES = (
+    "reward.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.overlong_buffer.",
+)
 
 
 def put_estimator(keys: Translation) -> None:
     key = "algorithm.adv_estimator"
     name = str(keys.given.get(key, "gae"))
-    kind = _ESTIMATORS.get(name)
+    kind = ESTIMATORS.get(name)
     if kind is None:
-        kind = "reinforce_pp"
-        text = f"megarl does not have {name}: the recipe uses {kind} instead, which is another algorithm"
+        kind = "grpo" if name == "gdpo" else "reinforce_pp"
+        remedy = "set algorithm.kind to gdpo and algorithm.weights to those of your reward's components"
+        missing = remedy if name == "gdpo" else f"megarl does not have {name}"
+        text = f"{missing}: the recipe uses {kind} instead, which is another algorithm"
         keys.report(key, KeyVerdict.NOT_SUPPORTED, text)
         keys.notes.append(f"adv_estimator {name}: {text}")
     else:
@@ -158,14 +170,18 @@ def put_filters(keys: Translation) -> None:
 
 def put_reward(keys: Translation) -> None:
     for prefix in _REWARD_PREFIXES:
-        path = keys.take(f"{prefix}path", "reward.path")
+        path = keys.path(f"{prefix}path", "reward.path")
         if path is None:
             continue
         name = keys.take(f"{prefix}name", "reward.name", default="compute_score")
-        keys.put("reward", {"kind": "function", "path": str(Path(str(path)).expanduser()), "name": name})
+        keys.put("reward", {"kind": "function", "path": path, "name": name})
         for key in ("reward.num_workers", "reward_model.num_workers"):
             if keys.given.get(key):
                 keys.put("reward.workers", keys.take(key, "reward.workers"))
         return
-    keys.put("reward.kind", "exact")
-    keys.notes.append("reward: verl chooses a scorer by data_source; the recipe compares with the ground truth")
+    sources: dict[str, Tree] = {source: {"kind": kind} for kind, names in _SCORERS.items() for source in names}
+    keys.put("reward", {"kind": "by_source", "sources": sources})
+    keys.notes.append(
+        "reward: by data_source, as verl chooses its scorer; a row with another data_source is refused: add it to "
+        "reward.sources"
+    )

@@ -1,4 +1,4 @@
-"""The verdict on each verl key: the table in rules.tsv, first match wins; known.txt has the names of verl 0.9.1.
+"""The verdict on each verl key: the most specific row of rules.tsv; known.txt has the names of verl 0.9.1.
 
 Options of SGLang and Megatron that verl passes on are checked as a recipe's own.
 """
@@ -39,6 +39,8 @@ class KeyRule:
     pattern: str
     treatment: Treatment
     text: str
+    lacks: str = ""
+    """Pattern of the recipe's keys that an unsupported one would become, `-` if none could: no key matches it."""
 
 
 _INNER: Mapping[str, Library] = {
@@ -60,7 +62,7 @@ _LIKE_ACTOR = ("critic.", "actor_rollout_ref.ref.")
 def rule_for(key: str) -> KeyRule | None:
     """Return None for a key that verl does not have. A key of the critic or the reference without a rule of its own
     has the actor's, where that one says that the key is not used."""
-    own = next((rule for rule in _rules() if fnmatchcase(key, rule.pattern)), None)
+    own = next((rule for rule in all_rules() if fnmatchcase(key, rule.pattern)), None)
     prefix = next((prefix for prefix in _LIKE_ACTOR if key.startswith(prefix)), None)
     if own is not None or prefix is None:
         return own
@@ -114,9 +116,13 @@ def known_keys() -> tuple[str, ...]:
 
 
 @cache
-def _rules() -> tuple[KeyRule, ...]:
+def all_rules() -> tuple[KeyRule, ...]:
     rows = [line.split("\t") for line in _data("rules.tsv").splitlines()]
-    return tuple(KeyRule(pattern=pattern, treatment=Treatment(word), text=text) for pattern, word, text in rows)
+    found = [
+        KeyRule(pattern=pattern, treatment=Treatment(word), text=text, lacks="".join(lacks))
+        for pattern, word, text, *lacks in rows
+    ]
+    return tuple(sorted(found, key=lambda rule: -len(rule.pattern.replace("*", ""))))
 
 
 def _data(name: str) -> str:

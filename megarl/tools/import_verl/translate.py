@@ -6,18 +6,30 @@ A key that the user left out has verl's default, not megarl's: the recipe is wha
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.config.document import Tree
 from megarl.tools.import_verl.algorithm import put_estimator, put_filters, put_kl, put_loss, put_reward
+from megarl.tools.import_verl.imitation import put_demonstrations
 from megarl.tools.import_verl.rules import KeyVerdict, Treatment, engine_options, rule_for
-from megarl.tools.import_verl.translation import ACTOR, Imported, Translation, is_interpolation, read_verl
+from megarl.tools.import_verl.translation import (
+    ACTOR,
+    Imported,
+    Translation,
+    is_unresolved,
+    read_verl,
+    reason_unresolved,
+    without_outside,
+)
 
 _ROLLOUT = "actor_rollout_ref.rollout."
 _VALIDATION = f"{_ROLLOUT}val_kwargs."
 _POOL = "shared"
-_UNKNOWN_STEPS = 100
+_EPOCHS, _SFT_EPOCHS = 30, 4
+_MODEL = "~/models/deepseek-llm-7b-chat"
+_PROMPTS = "~/data/rlhf/gsm8k/"
+"""verl's own defaults."""
 
 _DEFAULTS: Mapping[str, Tree] = {
     "data.train_batch_size": 1024,
@@ -37,22 +49,29 @@ _SIZES = {
     "expert_model_parallel_size": "expert",
     "expert_tensor_parallel_size": "expert_tensor",
 }
-_DECAYS = ("constant", "linear", "cosine")
+DECAYS = ("constant", "linear", "cosine")
+_DECAY_NAMES = ("lr_decay_style", "lr_scheduler_type", "lr_scheduler", "warmup_style")
+_SHARE_NAMES = ("lr_warmup_steps_ratio", "warmup_steps_proportion")
+LOGGERS = ("wandb", "tensorboard", "mlflow")
 
 
-def translate_file(path: Path) -> Imported:
+def translate_file(path: Path, arguments: Sequence[str] = ()) -> Imported:
     """Return the recipe of a verl configuration; raise a ConfigError where the file is none."""
-    keys = Translation(read_verl(path), name=path.stem)
+    keys = Translation(read_verl(path, arguments), name=path.stem)
     _renames(keys)
+    _model(keys)
     _run_section(keys)
     _checkpoint(keys)
-    _data(keys)
     _pools(keys)
-    _optimizer(keys, f"{ACTOR}optim.", "train.optimizer")
-    _batch(keys)
+    _loggers(keys)
     if keys.is_sft:
         keys.put("algorithm.kind", "sft")
+        put_demonstrations(keys)
+        _optimizer(keys, "optim.", "train.optimizer")
     else:
+        _data(keys)
+        _optimizer(keys, f"{ACTOR}optim.", "train.optimizer")
+        _batch(keys)
         _engines(keys)
         put_estimator(keys)
         if keys.has_critic:
@@ -67,55 +86,92 @@ def translate_file(path: Path) -> Imported:
 
 
 def _renames(keys: Translation) -> None:
-    for key, value in {**_DEFAULTS, **keys.given}.items():
+    given = {key: value for key, value in keys.given.items() if not is_unresolved(value)}
+    defaults = {} if keys.is_sft else _DEFAULTS
+    for key, value in {**defaults, **given}.items():
         rule = rule_for(key)
-        is_of_engine = key.startswith(_ROLLOUT)
-        if rule is None or rule.treatment is not Treatment.RENAME or (keys.is_sft and is_of_engine):
-            continue
-        if is_interpolation(value):
-            keys.report(key, KeyVerdict.NOT_SUPPORTED, "an interpolation; write the value out")
-            continue
-        value = str(Path(value).expanduser()) if rule.text == "model.path" and isinstance(value, str) else value
-        keys.put(rule.text, value)
-        keys.mapped(key, rule.text)
+        if rule is not None and rule.treatment is Treatment.RENAME and value is not None:
+            keys.put(rule.text, value)
+            keys.mapped(key, rule.text)
+    for key, value in keys.given.items():
+        if is_unresolved(value):
+            keys.report(key, KeyVerdict.NOT_SUPPORTED, reason_unresolved(value))
+
+
+def _model(keys: Translation) -> None:
+    names = ("model.path", "model.partial_pretrain") if keys.is_sft else ("actor_rollout_ref.model.path",)
+    given = [path for name in names if (path := keys.path(name, "model.path")) is not None]
+    if not given:
+        keys.notes.append(f"model.path: not in the file; {_MODEL} is verl's default")
+    keys.put("model.path", given[-1] if given else str(Path(_MODEL).expanduser()))
+    _recomputation(keys, "model." if keys.is_sft else "actor_rollout_ref.model.", ACTOR, "roles.actor")
+
+
+def _recomputation(keys: Translation, model: str, prefix: str, role: str) -> None:
+    """Put the recomputation of all layers, unless options of Megatron say which."""
+    own = f"{prefix}megatron.override_transformer_config.recompute_granularity"
+    is_asked = keys.take(f"{model}enable_gradient_checkpointing", f"{role}.megatron.recompute_granularity")
+    if is_asked and keys.given.get(own) is None:
+        keys.put(f"{role}.megatron.recompute_granularity", "full")
+        keys.put(f"{role}.megatron.recompute_method", "uniform")
+        keys.put(f"{role}.megatron.recompute_num_layers", 1)
 
 
 def _run_section(keys: Translation) -> None:
-    name = keys.take("trainer.experiment_name", "run.name")
-    keys.put("run.name", re.sub(r"[^A-Za-z0-9._-]", "_", str(name or keys.name)))
-    folder = keys.take("trainer.default_local_dir", "run.folder")
+    name = without_outside(str(keys.given.get("trainer.experiment_name") or "")).strip("-_.") or keys.name
+    keys.mapped("trainer.experiment_name", "run.name")
+    keys.put("run.name", re.sub(r"[^A-Za-z0-9._-]", "_", name))
+    folder = keys.path("trainer.default_local_dir", "run.folder")
     if folder is not None:
-        keys.put("run.folder", str(Path(str(folder)).expanduser()))
+        keys.put("run.folder", folder)
     steps = keys.take("trainer.total_training_steps", "run.steps")
-    if steps is None:
-        steps = _UNKNOWN_STEPS
-        text = f"run.steps counts steps, not epochs: {steps} is written; set epochs * rows / prompts_per_step"
-        keys.report("trainer.total_epochs", KeyVerdict.NOT_SUPPORTED, text)
-        keys.notes.append(text)
-    else:
-        keys.report("trainer.total_epochs", KeyVerdict.NO_EFFECT, "trainer.total_training_steps is given")
-    keys.put("run.steps", steps)
-    seed = keys.take("data.seed", "run.seed")
-    if seed is not None:
-        keys.put("run.seed", seed)
+    if isinstance(steps, int) and steps > 0:
+        keys.put("run.steps", steps)
+    epochs = keys.take("trainer.total_epochs", "run.epochs", default=_SFT_EPOCHS if keys.is_sft else _EPOCHS)
+    keys.put("run.epochs", epochs)
+    for key in ("data.seed", "trainer.seed"):
+        seed = keys.take(key, "run.seed")
+        if isinstance(seed, int):
+            keys.put("run.seed", seed)
 
 
 def _checkpoint(keys: Translation) -> None:
     every = keys.take("trainer.save_freq", "checkpoint.save_every_steps")
     if every is not None:
         keys.put("checkpoint.save_every_steps", every if isinstance(every, int) and every > 0 else None)
-    keep_last = keys.take("trainer.max_actor_ckpt_to_keep", "checkpoint.keep_last")
-    if keep_last is not None:
-        keys.put("checkpoint.keep_last", keep_last)
+    if isinstance(every, str):
+        text = f"{every}: set checkpoint.save_every_steps; only the last step is saved"
+        keys.report("trainer.save_freq", KeyVerdict.NOT_SUPPORTED, text)
+    for key in ("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep"):
+        keep_last = keys.take(key, "checkpoint.keep_last")
+        if isinstance(keep_last, int) and keep_last > 0:
+            keys.put("checkpoint.keep_last", keep_last)
+
+
+def _loggers(keys: Translation) -> None:
+    """Put the loggers beside those that every run has."""
+    given = keys.take("trainer.logger", "observe")
+    names = given if isinstance(given, list) else [given]
+    for name in (name for name in LOGGERS if name in names):
+        project = keys.take("trainer.project_name", f"observe.{name}", default="verl_examples")
+        proxy = keys.take("trainer.wandb_proxy", "observe.wandb.proxy") if name == "wandb" else None
+        match name:
+            case "wandb":
+                keys.put("observe.wandb", {"project": project, **({"proxy": proxy} if proxy else {})})
+            case "tensorboard":
+                keys.put("observe.tensorboard", {})
+            case _:
+                keys.notes.append("trainer.logger mlflow: set observe.mlflow.tracking_uri to your server")
+    if names != [None] and not any(name in names for name in LOGGERS):
+        text = "every run prints its steps and writes events.jsonl, curves.png and Prometheus metrics"
+        keys.report("trainer.logger", KeyVerdict.NO_EFFECT, text)
 
 
 def _data(keys: Translation) -> None:
-    keys.put("data.train", _paths(keys.take("data.train_files", "data.train")))
-    if keys.given.get("data.val_files") and not keys.is_sft:
-        keys.put("data.eval", _paths(keys.take("data.val_files", "data.eval and evaluation")))
+    keys.put("data.train", keys.paths("data.train_files", "data.train", default=f"{_PROMPTS}train.parquet"))
+    if keys.given.get("data.val_files"):
+        keys.put("data.eval", keys.paths("data.val_files", "data.eval and evaluation"))
         _evaluation(keys)
-    elif keys.is_sft:
-        keys.report("data.val_files", KeyVerdict.NOT_SUPPORTED, "sft is evaluated by generating, not by its loss")
     if keys.take("data.filter_overlong_prompts", "data.overlong_prompts"):
         keys.put("data.overlong_prompts", "drop")
     truncation = keys.given.get("data.truncation", "error")
@@ -148,13 +204,31 @@ def _evaluation(keys: Translation) -> None:
 
 
 def _pools(keys: Translation) -> None:
-    gpus = keys.take("trainer.n_gpus_per_node", f"pools.{_POOL}.gpus_per_node", default=8)
-    nodes = keys.take("trainer.nnodes", f"pools.{_POOL}.nodes", default=1)
-    keys.put(f"pools.{_POOL}", {"nodes": nodes, "gpus_per_node": gpus})
-    if isinstance(nodes, int) and nodes > 1:
+    target = f"pools.{_POOL}"
+    gpus = _whole(keys.take("trainer.n_gpus_per_node", f"{target}.gpus_per_node"), default=1 if keys.is_sft else 8)
+    nodes = _whole(keys.take("trainer.nnodes", f"{target}.nodes"), default=1)
+    keys.put(target, {"nodes": nodes, "gpus_per_node": gpus})
+    if nodes > 1:
         keys.put("run.ray_address", "auto")
     keys.put("roles.actor.pool", _POOL)
-    _split(keys, f"{ACTOR}megatron.", "roles.actor")
+    _split(keys, "engine." if keys.is_sft else f"{ACTOR}megatron.", "roles.actor")
+    _offload(keys, "engine." if keys.is_sft else ACTOR, "roles.actor")
+
+
+def _offload(keys: Translation, prefix: str, role: str) -> None:
+    """Put what goes to host memory while engines generate; gradients are freed then in any case."""
+    target = f"{role}.offload"
+    parts = ("megatron.", "fsdp_config.", "")
+    weights = [keys.take(f"{prefix}{part}param_offload", target) for part in parts]
+    optimizer = [keys.take(f"{prefix}{part}optimizer_offload", target) for part in parts]
+    for part in parts:
+        keys.take(f"{prefix}{part}grad_offload", f"{target}: gradients are freed while engines generate")
+    if not keys.is_sft and (any(weights) or any(optimizer)):
+        keys.put(target, "everything" if any(weights) else "optimizer")
+
+
+def _whole(value: Tree, *, default: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
 
 
 def _split(keys: Translation, prefix: str, role: str) -> None:
@@ -171,20 +245,26 @@ def _split(keys: Translation, prefix: str, role: str) -> None:
 
 def _optimizer(keys: Translation, prefix: str, target: str) -> None:
     warmup = keys.take(f"{prefix}lr_warmup_steps", f"{target}.warmup_steps")
-    ratio = keys.take(f"{prefix}lr_warmup_steps_ratio", f"{target}.warmup_steps", default=0.0)
-    steps = keys.given.get("trainer.total_training_steps") or _UNKNOWN_STEPS
-    if not isinstance(warmup, int) or warmup < 0:
-        warmup = int(float(str(ratio)) * int(str(steps)))
-    if warmup:
+    shares = [keys.take(f"{prefix}{name}", f"{target}.warmup_share") for name in _SHARE_NAMES]
+    share = next((value for value in shares if isinstance(value, int | float) and 0 < value < 1), None)
+    if isinstance(warmup, int) and warmup > 0:
         keys.put(f"{target}.warmup_steps", warmup)
-    decay = keys.given.get(f"{prefix}lr_decay_style", "constant")
-    if decay in _DECAYS:
-        keys.take(f"{prefix}lr_decay_style", f"{target}.decay")
-        keys.put(f"{target}.decay", decay)
-    else:
-        keys.report(f"{prefix}lr_decay_style", KeyVerdict.NOT_SUPPORTED, f"one of {', '.join(_DECAYS)}")
+    elif share is not None:
+        keys.put(f"{target}.warmup_share", share)
+    decay = "constant"
+    for key in (f"{prefix}{name}" for name in _DECAY_NAMES if f"{prefix}{name}" in keys.given):
+        value = keys.take(key, f"{target}.decay", default="constant")
+        if value in DECAYS:
+            decay = str(value)
+        else:
+            keys.report(key, KeyVerdict.NOT_SUPPORTED, f"one of {', '.join(DECAYS)}; the recipe has {decay}")
+    keys.put(f"{target}.decay", decay)
     lowest = keys.take(f"{prefix}min_lr", f"{target}.min_learning_rate", default=0.0)
-    if lowest and decay in _DECAYS[1:]:
+    ratio = keys.take(f"{prefix}min_lr_ratio", f"{target}.min_learning_rate")
+    peak = keys.given.get(f"{prefix}lr", 1e-6)
+    if not lowest and isinstance(ratio, int | float) and isinstance(peak, int | float):
+        lowest = ratio * peak
+    if lowest and decay in DECAYS[1:]:
         keys.put(f"{target}.min_learning_rate", lowest)
     betas = keys.take(f"{prefix}betas", f"{target}.beta1 and beta2", default=[0.9, 0.999])
     if isinstance(betas, list) and len(betas) == 2:
@@ -196,13 +276,11 @@ def _batch(keys: Translation) -> None:
     prompts = keys.number("data.train_batch_size", 1024)
     context = keys.number("data.max_prompt_length", 512) + keys.number("data.max_response_length", 512)
     target = "train.tokens_per_micro_batch"
-    budget = keys.take(f"{ACTOR}ppo_max_token_len_per_gpu", target, default=16384)
+    budget = _whole(keys.take(f"{ACTOR}ppo_max_token_len_per_gpu", target), default=16384)
     sequences = keys.take(f"{ACTOR}ppo_micro_batch_size_per_gpu", f"{target}: so many of the longest sequences")
     is_dynamic = keys.take(f"{ACTOR}use_dynamic_bsz", f"{target}: micro-batches are always filled by tokens")
-    by_count = isinstance(sequences, int) and not is_dynamic
-    keys.put(target, max(context, sequences * context if by_count else int(str(budget))))  # type: ignore[operator]
-    if keys.is_sft:
-        return
+    by_count = isinstance(sequences, int) and sequences > 0 and not is_dynamic
+    keys.put(target, max(context, _whole(sequences, default=1) * context if by_count else budget))
     per_update = keys.take(f"{ACTOR}ppo_mini_batch_size", "train.prompts_per_update", default=256)
     if isinstance(per_update, int) and per_update < prompts:
         keys.put("train.prompts_per_update", per_update)
@@ -221,11 +299,12 @@ def _engines(keys: Translation) -> None:
 def _critic(keys: Translation) -> None:
     role = "roles.critic"
     keys.put(f"{role}.pool", _POOL)
-    path = keys.take("critic.model.path", f"{role}.path")
-    policy = keys.given.get("actor_rollout_ref.model.path")
-    if isinstance(path, str) and path != policy:
-        keys.put(f"{role}.path", str(Path(path).expanduser()))
+    path = keys.path("critic.model.path", f"{role}.path")
+    if path is not None and path != keys.path("actor_rollout_ref.model.path", "model.path", default=_MODEL):
+        keys.put(f"{role}.path", path)
     _split(keys, "critic.megatron.", role)
+    _offload(keys, "critic.", role)
+    _recomputation(keys, "critic.model.", "critic.", role)
     for name, key, default in (
         ("lr", "learning_rate", 1e-5),
         ("weight_decay", "weight_decay", 0.01),
@@ -267,8 +346,3 @@ def _native(keys: Translation) -> None:
         if option.verdict is KeyVerdict.MAPPED:
             keys.put(option.text, keys.given[option.key])
         keys.report(option.key, option.verdict, option.text)
-
-
-def _paths(value: Tree) -> Tree:
-    paths = value if isinstance(value, list) else [] if value is None else [value]
-    return [str(Path(str(path)).expanduser()) for path in paths]

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config.document import Document, Tree, override, override_value, read_document
 from megarl.errors import ConfigError, Problem
 from megarl.tools.import_verl.rules import KeyRule, KeyVerdict, Treatment, nearest_known, rule_for
+from megarl.tools.import_verl.shell import KEY_WORD, Script
+from megarl.tools.import_verl.shell_words import ShellSyntaxError
 
 ACTOR = "actor_rollout_ref.actor."
 
-_ASSIGNMENT = re.compile(r"^(?:\+{1,2})?([A-Za-z_]\w*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
-_VARIABLE = re.compile(r"^(?:export\s+)?([A-Za-z_]\w*)=(.*)$")
-_USE = re.compile(r"\$\{?([A-Za-z_]\w*)(?::-([^}]*))?\}?")
+_NAMED = re.compile(r"^[A-Za-z_]\w*=")
+_GROUP = re.compile(r"^\+{0,2}([A-Za-z_][\w@./]*)=(\S+)$")
+_RANKS = re.compile(r"^--nproc[-_]per[-_]node(?:=(.*))?$")
+_INTERPOLATION = re.compile(r"^\$\{(?:oc\.(?:select|env):)?([\w.]+)(?:,(.*))?\}$")
+_MAX_INTERPOLATIONS = 5
+_OUTSIDE = re.compile(r"\$(?P<name>\w+)|\$\{(?P<braced>\w+)[^}]*\}|\$\{[^}]*\}|\$\([^)]*\)|`[^`]*`")
+"""A variable that a script does not set, or the output of a command."""
 _HYDRA_SECTIONS = ("hydra", "defaults")
 
 
@@ -40,13 +45,19 @@ class Imported:
     """The assumptions of the recipe."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerlKeys:
+    values: Mapping[str, Tree]
+    notes: tuple[str, ...] = ()
+
+
 class Translation:
-    def __init__(self, given: Mapping[str, Tree], *, name: str) -> None:
-        self.given = given
+    def __init__(self, keys: VerlKeys, *, name: str) -> None:
+        self.given = keys.values
         self.name = name
-        self.notes: list[str] = []
+        self.notes = list(keys.notes)
         self.has_critic = False
-        self.is_sft = not any(key.startswith("actor_rollout_ref.") for key in given)
+        self.is_sft = not any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in self.given)
         self._document = Document(tree={}, origins={})
         self._entries: dict[str, Entry] = {}
 
@@ -54,11 +65,37 @@ class Translation:
         """Return the given value or `default`, and report that the key became `target`."""
         value = self.given.get(key)
         if key in self.given:
-            if is_interpolation(value):
-                self.report(key, KeyVerdict.NOT_SUPPORTED, "an interpolation; write the value out")
+            if is_unresolved(value):
+                self.report(key, KeyVerdict.NOT_SUPPORTED, reason_unresolved(value))
                 return default
             self.mapped(key, target)
         return default if value is None else value
+
+    def path(self, key: str, target: str, *, default: str | None = None) -> str | None:
+        """Return a given path or `default`; what is not known of it becomes a name that the user has to replace."""
+        value = self.given.get(key)
+        if value is None:
+            return None if default is None else self._path(default, key)
+        self.mapped(key, target)
+        return self._path(str(value), key)
+
+    def _path(self, text: str, key: str) -> str:
+        if is_unresolved(text):
+            self.notes.append(f"{key}={text}: {reason_unresolved(text)}")
+            text = _OUTSIDE.sub(lambda use: re.sub(r"^(\d)", r"ARGUMENT_\1", _name_of(use)), text)
+        return str(Path(text).expanduser())
+
+    def paths(self, key: str, target: str, *, default: str | None = None) -> list[Tree]:
+        """Return the paths of a key that takes one or several."""
+        value = self.given.get(key)
+        if isinstance(value, str) and value.startswith("["):
+            # A list with a variable in it is still text.
+            value = [part.strip(" '\"") for part in value.strip("[]").split(",")]
+        if isinstance(value, list):
+            self.mapped(key, target)
+            return [self._path(str(each), key) for each in value]
+        path = self.path(key, target, default=default)
+        return [] if path is None else [path]
 
     def number(self, key: str, default: int) -> int:
         value = self.given.get(key)
@@ -80,8 +117,29 @@ class Translation:
         return Imported(tree=self._document.tree, entries=entries, notes=tuple(self.notes))
 
 
-def is_interpolation(value: Tree) -> bool:
-    return isinstance(value, str) and "${" in value
+def _name_of(outside: re.Match[str]) -> str:
+    return outside["name"] or outside["braced"] or ""
+
+
+def without_outside(text: str) -> str:
+    """Return a text without what is not known of it."""
+    return _OUTSIDE.sub("", text)
+
+
+def is_unresolved(value: Tree) -> bool:
+    """Whether a value depends on something outside the file."""
+    return isinstance(value, str) and "$" in value
+
+
+def reason_unresolved(value: Tree) -> str:
+    """Return why a value is not known, and how to give it."""
+    outside = _OUTSIDE.search(str(value))
+    name = _name_of(outside) if outside is not None else ""
+    if not name or re.search(r"\$\{\w+[.:]", str(value)):
+        return "an interpolation or the output of a command; write the value out"
+    if name.isdigit():
+        return f"argument {name} of the script; write the arguments after the file"
+    return f"a variable that the script does not set; write {name}=VALUE after the file"
 
 
 def _untouched_entry(key: str, value: Tree) -> Entry:
@@ -89,7 +147,7 @@ def _untouched_entry(key: str, value: Tree) -> Entry:
     rule = rule_for(key)
     if rule is None:
         near = nearest_known(key)
-        text = f"verl has no such key; did you mean {near}?" if near else "verl has no such key"
+        text = f"verl 0.9.1 has no such key; did you mean {near}?" if near else "verl 0.9.1 has no such key"
         return Entry(key=key, value=value, verdict=KeyVerdict.UNKNOWN, text=text)
     verdict, text = _rule_verdict(rule, key, value)
     return Entry(key=key, value=value, verdict=verdict, text=text)
@@ -108,46 +166,74 @@ def _rule_verdict(rule: KeyRule, key: str, value: Tree) -> tuple[KeyVerdict, str
             return KeyVerdict.NO_EFFECT, "has no use with the other keys"
 
 
-def read_verl(path: Path) -> dict[str, Tree]:
-    """Return the values by dotted key, in the order of the file; a later one replaces an earlier one."""
+def read_verl(path: Path, arguments: Sequence[str] = ()) -> VerlKeys:
+    """Return the values by dotted key, in the order of the file; a later one replaces an earlier one.
+
+    `arguments` are those of a script; `NAME=value` sets a variable that the script takes from its environment.
+    """
     if path.suffix in (".yaml", ".yml"):
         tree = {name: value for name, value in read_document(path).tree.items() if name not in _HYDRA_SECTIONS}
-        return dict(_flat(tree, ""))
+        return VerlKeys(values=_resolved(dict(_flat(tree, ""))))
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), (Problem(key="", message=f"cannot be read: {error}"),)) from None
-    document = Document(tree={}, origins={})
-    for assignment in _assignments(text, path):
-        document = override(document, assignment)
-    keys = dict(_flat(document.tree, ""))
-    if not keys:
+    named = dict(argument.split("=", 1) for argument in arguments if _NAMED.match(argument))
+    script = Script(
+        arguments=[argument for argument in arguments if not _NAMED.match(argument)],
+        variables={"HOME": ["~"], "PWD": ["."], **{name: [value] for name, value in named.items()}},
+    )
+    try:
+        words = script.read(text)
+    except ShellSyntaxError as error:
+        raise ConfigError(str(path), (Problem(key="", message=f"not a shell script: {error}"),)) from None
+    found = _from_words(words)
+    if not found.values:
         message = "no key=value words as verl takes them; name a YAML file or a shell script"
         raise ConfigError(str(path), (Problem(key="", message=message),))
-    return keys
+    if script.num_trainers > 1:
+        note = f"the script starts {script.num_trainers} trainers; the recipe is that of the first"
+        return replace(found, notes=(*found.notes, note))
+    return found
 
 
-def _assignments(text: str, path: Path) -> Iterator[str]:
-    variables: dict[str, str] = {}
-    for line in re.sub(r"\\\n", " ", text).splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError as error:
-            message = f"not a shell script: {error} in {line.strip()[:60]!r}"
-            raise ConfigError(str(path), (Problem(key="", message=message),)) from None
-        for word in words:
-            assignment = _ASSIGNMENT.match(word)
-            if assignment:
-                yield f"{assignment[1]}={_expanded(assignment[2], variables)}"
-                continue
-            variable = _VARIABLE.match(word)
-            if variable:
-                variables[variable[1]] = _expanded(variable[2], variables)
+def _from_words(words: Sequence[str]) -> VerlKeys:
+    """Return the keys among the words of a command, the groups of defaults that it chooses, and torchrun's ranks."""
+    values: dict[str, Tree] = {}
+    groups: dict[str, str] = {}
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        key, group, option = KEY_WORD.match(word), _GROUP.match(word), _RANKS.match(word)
+        if key is not None:
+            values |= _flat({key[1]: _parsed(key[2])}, "")
+        elif option is not None:
+            values.setdefault("trainer.n_gpus_per_node", _parsed(option[1] or following))
+        elif group is not None:
+            groups[group[1]] = group[2]
+    notes = [f"{name}={value}: a group of verl's defaults; only keys are taken over" for name, value in groups.items()]
+    return VerlKeys(values=_resolved(values), notes=tuple(notes))
 
 
-def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    """Insert the variables of the script; one that it does not set stays as written."""
-    return _USE.sub(lambda use: variables.get(use[1], use[2] if use[2] is not None else use[0]), text)
+def _parsed(text: str) -> Tree:
+    """Return the value of a word, as YAML where it is YAML."""
+    if "$" in text:
+        return text
+    try:
+        return override(Document(tree={}, origins={}), f"value={text}").tree["value"]
+    except ConfigError:
+        return text
+
+
+def _resolved(values: dict[str, Tree]) -> dict[str, Tree]:
+    """Replace interpolations by the values that they name, where the file gives them."""
+    for key, value in values.items():
+        for _ in range(_MAX_INTERPOLATIONS):
+            named = _INTERPOLATION.match(value) if isinstance(value, str) else None
+            if named is None:
+                break
+            value = values.get(named[1], _parsed(named[2]) if named[2] is not None else None)
+        if value is not None and not is_unresolved(value):
+            values[key] = value
+    return values
 
 
 def _flat(tree: dict[str, Tree], prefix: str) -> Iterator[tuple[str, Tree]]:

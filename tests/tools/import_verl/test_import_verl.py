@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import re
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from megarl.config.algorithm import AdaptiveKlConfig, GaeConfig, GrpoConfig, KlLossConfig, KlRewardConfig
+from megarl.config.algorithm import AdaptiveKlConfig, GaeConfig, GroupConfig, GrpoConfig, KlLossConfig, KlRewardConfig
 from megarl.config.checks.recipe import check_without_files
 from megarl.config.document import Tree
 from megarl.config.native.options import check_native
 from megarl.config.public_models import PUBLIC_MODELS
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import ObserveConfig, Recipe
 from megarl.config.roles import OptimizerConfig, ReferenceConfig
+from megarl.config.schema import reference
 from megarl.errors import ConfigError
-from megarl.tools.import_verl.rules import KeyVerdict, Treatment, known_keys, rule_for
-from megarl.tools.import_verl.translate import translate_file
+from megarl.tools.import_verl.algorithm import ESTIMATORS
+from megarl.tools.import_verl.rules import KeyRule, KeyVerdict, Treatment, all_rules, known_keys, rule_for
+from megarl.tools.import_verl.translate import DECAYS, LOGGERS, translate_file
 from megarl.tools.import_verl.translation import Entry, Imported
 
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
 HERE = Path(__file__).parent / "configs"
+SOURCES: dict[str, Tree] = {
+    "openai/gsm8k": {"kind": "gsm8k"},
+    **{name: {"kind": "math"} for name in ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval")},
+    "HuggingFaceH4/MATH-500": {"kind": "math"},
+    **{name: {"kind": "dapo_math"} for name in ("math_dapo", "math", "math_dapo_reasoning")},
+    **{f"aime{separator}{year}": {"kind": "dapo_math"} for separator in ("", "_") for year in (2024, 2025)},
+}
 BASE = """\
 python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=train.parquet \\
   actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct actor_rollout_ref.rollout.n=8 trainer.total_training_steps=50 \\
@@ -82,7 +95,7 @@ def test_ppo_with_critic_reference_and_kl_is_translated() -> None:
     )
     assert critic.megatron["recompute_granularity"] == "full"
     left = [item.key for item in result.entries if item.verdict in (KeyVerdict.NOT_SUPPORTED, KeyVerdict.UNKNOWN)]
-    assert left == ["critic.model.enable_gradient_checkpointing"]
+    assert left == []
 
 
 def test_a_critic_starts_from_the_policy_unless_it_has_a_model_of_its_own() -> None:
@@ -124,12 +137,24 @@ def test_there_is_one_entry_per_key_of_the_file() -> None:
         ("data.filter_overlong_prompts=True", "data.overlong_prompts", "drop"),
         ("data.val_files=[a.parquet,b.parquet]", "data.eval", ["a.parquet", "b.parquet"]),
         ("data.seed=7", "run.seed", 7),
+        ("trainer.total_epochs=15", "run.epochs", 15),
+        ("algorithm.adv_estimator=remax", "algorithm.kind", "remax"),
+        ("actor_rollout_ref.actor.megatron.optimizer_offload=True", "roles.actor.offload", "optimizer"),
+        ("actor_rollout_ref.actor.megatron.param_offload=True", "roles.actor.offload", "everything"),
+        ("trainer.logger=['console','wandb'] trainer.project_name=p", "observe.wandb.project", "p"),
+        ("trainer.logger=tensorboard", "observe.tensorboard", {}),
+        (
+            "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+            "roles.actor.megatron",
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        ),
+        ("data.reward_fn_key=data_source", "reward.sources", SOURCES),
         ("actor_rollout_ref.actor.clip_ratio_high=0.28", "algorithm.loss.clip_high", 0.28),
         ("actor_rollout_ref.actor.clip_ratio_c=10.0", "algorithm.loss.clip_dual", 10.0),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "algorithm.loss.kind", "gspo"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "algorithm.aggregation", "seq_mean_token_mean"),
         ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "algorithm.aggregation", "seq_mean_token_mean"),
-        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "train.optimizer.warmup_steps", 5),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "train.optimizer.warmup_share", 0.1),
         ("actor_rollout_ref.actor.optim.lr_decay_style=cosine", "train.optimizer.decay", "cosine"),
         ("actor_rollout_ref.actor.grad_clip=0.5", "train.optimizer.clip_grad_norm", 0.5),
         ("actor_rollout_ref.rollout.top_k=20", "sampling.top_k", 20),
@@ -200,7 +225,11 @@ def test_a_key_arrives_in_the_recipe(tmp_path: Path, word: str, key: str, value:
         ("actor_rollout_ref.actor.megatron.context_parallel_size=2", KeyVerdict.NOT_SUPPORTED, "context parallelism"),
         ("actor_rollout_ref.actor.megatron.context_parallel_size=1", KeyVerdict.NO_EFFECT, "off, as in megarl"),
         ("actor_rollout_ref.actor.peft.lora_rank=8", KeyVerdict.NOT_SUPPORTED, "no LoRA"),
-        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", KeyVerdict.NOT_SUPPORTED, "nothing is offloaded"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", KeyVerdict.MAPPED, "roles.actor.offload"),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=-1", KeyVerdict.NO_EFFECT, "Megatron only"),
+        ("trainer.logger=[console,wandb]", KeyVerdict.MAPPED, "observe"),
+        ("ray_kwargs.timeline_json_file=t.json", KeyVerdict.NO_EFFECT, "--timeline"),
+        ("actor_rollout_ref.rollout.n=$ROLLOUTS", KeyVerdict.NOT_SUPPORTED, "write ROLLOUTS=VALUE after the file"),
         ("actor_rollout_ref.rollout.dtype=fp8", KeyVerdict.NOT_SUPPORTED, "bfloat16"),
         ("actor_rollout_ref.rollout.multi_turn.max_turns=3", KeyVerdict.NOT_SUPPORTED, "one turn"),
         ("trainer.save_freq=20", KeyVerdict.MAPPED, "checkpoint.save_every_steps"),
@@ -267,9 +296,92 @@ def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
         translate_file(path)
 
 
-def test_renames_name_real_keys() -> None:
-    for key in known_keys():
-        rule = rule_for(key)
-        if rule is not None and rule.treatment is Treatment.RENAME:
-            fields = Recipe.model_fields
-            assert rule.text.split(".")[0] in fields, rule
+@pytest.mark.parametrize("name", ["grpo.yaml", "ppo_kl.yaml", "lora.yaml", "multi_turn.yaml", "sft.yaml"])
+def test_a_configuration_of_each_kind_gives_a_recipe_that_only_lacks_files(name: str) -> None:
+    recipe = Recipe.model_validate(translate_file(HERE / name).tree)
+    critic = PUBLIC_MODELS["qwen2.5-14b" if name == "ppo_kl.yaml" else "qwen2.5-7b"]
+    assert check_without_files(recipe, PUBLIC_MODELS["qwen2.5-7b"], critic=critic) == []
+
+
+def test_an_sft_run_keeps_its_epochs_schedule_columns_and_held_out_rows() -> None:
+    result = translate_file(HERE / "sft.yaml")
+    recipe = Recipe.model_validate(result.tree)
+    assert (recipe.run.epochs, recipe.run.steps) == (3, None)
+    assert recipe.data.eval_demonstrations == (Path("val.parquet"),)
+    assert (recipe.data.prompt_key, recipe.data.response_key) == ("prompt", "response")
+    optimizer = recipe.train.optimizer
+    assert (optimizer.decay, optimizer.warmup_share, optimizer.learning_rate) == ("cosine", 0.1, 2e-5)
+    assert recipe.observe.wandb is not None
+    assert (recipe.observe.wandb.project, recipe.observe.wandb.proxy) == ("mine", "http://proxy:3128")
+    assert recipe.roles.actor.megatron["recompute_granularity"] == "full"
+    assert entry(result, "trainer.test_freq").verdict is KeyVerdict.NOT_SUPPORTED
+
+
+def test_an_interpolation_of_a_key_in_the_file_is_followed(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    rollout = "{n: '${trainer.group}', temperature: '${oc.select:a.b,0.7}'}"
+    path.write_text(f"actor_rollout_ref: {{rollout: {rollout}}}\ntrainer: {{group: 6}}\n")
+    tree = translate_file(path).tree
+    assert value_at(tree, "sampling.rollouts_per_prompt") == 6
+    assert value_at(tree, "sampling.temperature") == 0.7
+
+
+@pytest.mark.parametrize("value", ["x", "", [], ["a", 1], {}, -1, 0, 3.5, None, True, "$X", "${a.b}", "[1", "inf"])
+def test_no_value_of_any_key_is_a_crash(tmp_path: Path, value: Tree) -> None:
+    """The recipe may be refused by the schema afterwards, which names the key."""
+    for prefix in ("actor_rollout_ref.", ""):
+        keys = [key for key in known_keys() if prefix or not key.startswith(("actor_rollout_ref.", "algorithm."))]
+        keys += ["optim.lr", "optim.lr_scheduler", "data.max_length", "engine.tensor_model_parallel_size", "model.path"]
+        path = tmp_path / "all.yaml"
+        path.write_text(json.dumps(nested(dict.fromkeys(keys, value))))
+        result = translate_file(path)
+        assert len(result.entries) >= len(set(keys)) or value == {}
+
+
+def nested(flat: dict[str, Tree]) -> dict[str, Tree]:
+    """Return a tree; a key that is the section of another one is left out."""
+    tree: dict[str, Tree] = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        inner = tree
+        for section in sections:
+            child = inner.setdefault(section, {})
+            if not isinstance(child, dict):
+                child = inner[section] = {}
+            inner = child
+        if not isinstance(inner.get(name), dict):
+            inner[name] = value
+    return tree
+
+
+def schema_keys() -> set[str]:
+    """Return every key of a recipe, with the names that users choose left out."""
+    return {re.sub(r"\.<[^>]*>", "", match) for match in re.findall(r"^\| `([^`]+)` \|", reference(), re.MULTILINE)}
+
+
+def sections_of(keys: set[str]) -> set[str]:
+    return {".".join(key.split(".")[:length]) for key in keys for length in range(1, key.count(".") + 2)}
+
+
+KNOWN = sections_of(schema_keys())
+
+
+@pytest.mark.parametrize("rule", all_rules(), ids=lambda rule: rule.pattern)
+def test_a_verdict_agrees_with_the_schema(rule: KeyRule) -> None:
+    """A target exists, a text names only keys that exist, and what megarl is said to lack does not exist."""
+    if rule.treatment is Treatment.RENAME:
+        assert rule.text in KNOWN
+    roots = "|".join(Recipe.model_fields)
+    for key in re.findall(rf"(?<![\w./])((?:{roots})(?:\.[a-z_]+)+)", rule.text):
+        assert key in KNOWN, f"{key} of {rule.text!r} is not in the schema"
+    if rule.treatment is Treatment.UNSUPPORTED:
+        assert rule.lacks, "a missing feature needs the pattern of the key that it would have"
+        assert [key for key in KNOWN if fnmatchcase(key, rule.lacks)] == [], f"megarl has it: {rule.text!r}"
+
+
+def test_what_megarl_has_is_not_said_to_be_missing() -> None:
+    """The estimators and loggers of the schema are those that an import can choose."""
+    assert set(get_args(GroupConfig.model_fields["kind"].annotation)) <= set(ESTIMATORS.values())
+    assert {"gae", "grpo", "reinforce_pp", "remax"} <= set(ESTIMATORS.values())
+    assert set(LOGGERS) == {name for name in ObserveConfig.model_fields if name not in ("metrics_port", "rollouts")}
+    assert set(DECAYS) == set(get_args(OptimizerConfig.model_fields["decay"].annotation))

@@ -1,0 +1,379 @@
+"""Reads the arguments that a shell script gives to verl's trainer. Starts no process and reads no file.
+
+Variables, arrays, arithmetic, defaults, substitutions and conditions are followed; a loop's body is read once. The
+value of a variable that the script does not set, and the output of a command, stay as they are written.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from megarl.tools.import_verl.shell_words import Lexeme, ShellToken, after_part, lexemes
+
+KEY_WORD = re.compile(r"^(?:\+{1,2})?([A-Za-z_]\w*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
+"""An argument of the trainer, such as `data.seed=1`."""
+_VARIABLE = re.compile(r"^([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
+_PARAMETER = re.compile(r"^(#?)([A-Za-z_]\w*|\d+|[@*#?$!])(?:\[([^]]*)\])?(.*)$", re.DOTALL)
+_TESTS = ("[", "[[", "test")
+_DECLARING = ("export", "declare", "local", "readonly", "typeset")
+_SILENT = ("echo", "printf", "exit", "cd", "source", ".", "mkdir", "rm", "pip", "unset", "ulimit", "ray", "sleep")
+_COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-lt": operator.lt,
+    "-le": operator.le,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+}
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: lambda left, right: int(left / right),
+    ast.Mod: operator.mod,
+    ast.LShift: lambda left, right: left << min(right, 64),
+    ast.Pow: lambda left, right: left ** min(right, 64),
+}
+
+
+@dataclass(slots=True)
+class _Branch:
+    """An `if`, `case` or loop that is being read."""
+
+    is_read: bool
+    was_read: bool
+    """Whether a branch of it was read."""
+
+
+@dataclass(slots=True)
+class Script:
+    """The state of a script, command after command; `words` are those of the first trainer."""
+
+    arguments: Sequence[str] = ()
+    variables: dict[str, list[str]] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
+    num_trainers: int = 0
+    _orphans: list[str] = field(default_factory=list)
+    _branches: list[_Branch] = field(default_factory=list)
+    _num_shifted: int = 0
+    _is_wanted: bool = True
+    """Whether the command after `[ ... ] &&` is run."""
+
+    def read(self, text: str) -> list[str]:
+        """Return the words of the first command with arguments of a trainer, or else all such words."""
+        command: list[Lexeme] = []
+        condition: list[list[Lexeme]] | None = None
+        for token in [*lexemes(text), Lexeme(kind=ShellToken.NEWLINE, text="\n")]:
+            is_in_array = any(part.kind is ShellToken.ARRAY for part in command) and _is_open(command)
+            if is_in_array or token.kind in (ShellToken.WORD, ShellToken.ARRAY):
+                command.append(token)
+                continue
+            condition = self._end_command(command, token.text, condition)
+            command = []
+        return self.words or self._orphans
+
+    def _end_command(
+        self, command: list[Lexeme], separator: str, condition: list[list[Lexeme]] | None
+    ) -> list[list[Lexeme]] | None:
+        """Follow one command; return the condition that it belongs to, if it is not whole yet."""
+        texts = [part.text for part in command]
+        if condition is not None:
+            if texts[:1] != ["then"]:
+                return [*condition, command, [Lexeme(kind=ShellToken.OPERATOR, text=separator)]]
+            self._enter(condition)
+            command, texts = command[1:], texts[1:]
+        if texts[:1] and texts[0] in ("if", "elif"):
+            if texts[0] == "if":
+                self._branches.append(_Branch(is_read=False, was_read=False))
+            return [command[1:], [Lexeme(kind=ShellToken.OPERATOR, text=separator)]]
+        is_wanted, self._is_wanted = self._is_wanted, True
+        if texts[:1] and texts[0] in _TESTS and separator in ("&&", "||"):
+            self._is_wanted = self._holds([command]) is (separator == "&&")
+        elif not self._follow_structure(command, texts) and is_wanted and self._is_read:
+            self._run(command)
+        return None
+
+    @property
+    def _is_read(self) -> bool:
+        return all(branch.is_read for branch in self._branches)
+
+    def _enter(self, condition: list[list[Lexeme]]) -> None:
+        branch = self._branches[-1]
+        outer = all(each.is_read for each in self._branches[:-1])
+        branch.is_read = outer and not branch.was_read and self._holds(condition)
+        branch.was_read = branch.was_read or branch.is_read
+
+    def _follow_structure(self, command: list[Lexeme], texts: list[str]) -> bool:
+        """Return whether the command only says what is read next; words after it are run."""
+        match texts:
+            case ["else", *_] if self._branches:
+                self._branches[-1].is_read = not self._branches[-1].was_read
+            case ["fi" | "done" | "esac", *_]:
+                del self._branches[-1:]
+                return True
+            case ["for", name, "in", *_]:
+                values = [value for part in command[3:] for value in self.expand(part.text)]
+                is_known = bool(values) and "$" not in values[0]
+                self.variables[name] = values[:1]
+                self._branches.append(_Branch(is_read=is_known, was_read=is_known))
+                return True
+            case ["while" | "until" | "for" | "select", *_]:
+                self._branches.append(_Branch(is_read=False, was_read=False))
+                return True
+            case ["case", *_]:
+                self._branches.append(_Branch(is_read=False, was_read=True))
+                return True
+            case ["do" | "then" | "{", *_]:
+                pass
+            case _:
+                return False
+        if self._is_read:
+            self._run(command[1:])
+        return True
+
+    def _holds(self, condition: list[list[Lexeme]]) -> bool:
+        """Return whether tests that are joined by && and || hold; one that cannot be told does not."""
+        holds, joined = True, "&&"
+        for command in condition:
+            texts = [part.text for part in command]
+            if texts and command[0].kind is ShellToken.OPERATOR:
+                joined = texts[0]
+            elif texts:
+                test = self._test([word for part in command for word in self.expand(part.text)])
+                holds = holds and test if joined != "||" else holds or test
+        return holds
+
+    def _test(self, words: list[str]) -> bool:
+        inner = [word for word in words if word not in (*_TESTS, "]", "]]")]
+        match inner:
+            case ["!", *rest]:
+                return not self._test(rest)
+            case ["-z"] | ["-z", ""]:
+                return True
+            case ["-z", value]:
+                return value.startswith("$")
+            case ["-n", value]:
+                return bool(value) and not value.startswith("$")
+            case [left, "=" | "==", right]:
+                return fnmatchcase(left, right)
+            case [left, "!=", right]:
+                return not fnmatchcase(left, right)
+            case [left, comparison, right] if comparison in _COMPARISONS and left.isdigit() and right.isdigit():
+                return _COMPARISONS[comparison](int(left), int(right))
+            case _:
+                return False
+
+    def _run(self, command: list[Lexeme]) -> None:
+        """Set the variables of a command, and keep the arguments that it gives to a trainer."""
+        rest = self._assign(command)
+        texts = [part.text for part in rest]
+        if texts[:1] == ["shift"]:
+            count = texts[1] if len(texts) > 1 else "1"
+            self._num_shifted += int(count) if count.isdigit() else 1
+        if not texts or (texts[0] in _SILENT and "--" not in texts) or texts[0].endswith("()"):
+            return
+        words = [word for part in rest for word in self.expand(part.text)]
+        if not any(map(KEY_WORD.match, words)):
+            return
+        if KEY_WORD.match(words[0]):
+            # A comment within the command cut it in two.
+            (self.words if self.num_trainers == 1 else self._orphans).extend(words)
+            return
+        self.num_trainers += 1
+        if self.num_trainers == 1:
+            self.words += words
+
+    def _assign(self, command: list[Lexeme]) -> list[Lexeme]:
+        """Set the variables that a command begins with; return what follows them."""
+        place = 0
+        is_declaring = False
+        while place < len(command):
+            part = command[place]
+            variable = _VARIABLE.match(part.text)
+            if part.kind is ShellToken.ARRAY:
+                end = next(i for i in range(place, len(command)) if command[i].text == ")" or i == len(command) - 1)
+                inner = [each for each in command[place + 1 : end] if each.kind is ShellToken.WORD]
+                values = [value for each in inner for value in self.expand(each.text)]
+                name = part.text.removesuffix("+")
+                self.variables[name] = [*self.variables.get(name, []), *values] if name != part.text else values
+                place = end
+            elif variable is not None:
+                value = " ".join(self.expand(variable[3], splits=False))
+                before = " ".join(self.variables.get(variable[1], [])) if variable[2] else ""
+                self.variables[variable[1]] = [before + value]
+            elif part.text in _DECLARING or (is_declaring and part.text.startswith("-")):
+                is_declaring = True
+            else:
+                return command[place:]
+            place += 1
+        return []
+
+    def expand(self, word: str, *, splits: bool = True) -> list[str]:
+        """Return the words that a word becomes: quotes removed, expansions made and, outside quotes, split."""
+        done: list[str] = []
+        current, has_text = "", False
+        for part in _parts(word):
+            if not part.is_expanded:
+                current, has_text = current + part.text, True
+                continue
+            values = self._expansion(part.text)
+            if len(values) != 1 or (splits and not part.is_quoted):
+                pieces = [piece for value in values for piece in ([value] if part.is_quoted else value.split())]
+                if pieces:
+                    done += [current + pieces[0], *pieces[1:]]
+                    current, has_text = done.pop(), True
+            else:
+                current, has_text = current + values[0], True
+        return [*done, current] if has_text or not splits else done
+
+    def _expansion(self, part: str) -> list[str]:
+        if part.startswith("$(("):
+            value = self._arithmetic(part[3:-2])
+            return [part if value is None else str(value)]
+        if part.startswith(("$(", "`")):
+            command = part.strip("$()` ")
+            return ["."] if command == "pwd" else [""] if command.startswith("date") else [part]
+        return self._parameter(part[2:-1] if part.startswith("${") else part[1:], part)
+
+    def _parameter(self, text: str, written: str) -> list[str]:
+        """Return the value of `NAME`, `NAME[@]`, `NAME:-default` and the like; unset ones stay as written."""
+        found = _PARAMETER.match(text)
+        if found is None:
+            return [written]
+        counts, name, index, action = found.groups()
+        values = self._values(name)
+        if counts:
+            return [str(len(values or ()) if index else len("".join(values or ())))]
+        if name in ("@", "*") or index in ("@", "*"):
+            first = re.match(r":(\d+)", action)
+            chosen = list(values or ())[max(0, int(first[1]) - 1) if first else 0 :]
+            return [" ".join(chosen)] if "*" in (name, index) else chosen
+        if index:
+            values = values[int(index) : int(index) + 1] if values and index.isdigit() else None
+        value = None if not values else values[0]
+        is_set = value is not None and (bool(value) or not action.startswith(":"))
+        operation, argument = action.lstrip(":")[:1], action.lstrip(":")[1:]
+        if operation in ("-", "="):
+            return [value] if is_set and value is not None else self._default(name, argument, operation)
+        if operation == "+":
+            return self.expand(argument, splits=False) if is_set else [""]
+        if value is None:
+            return [written]
+        return [self._substituted(value, action)]
+
+    def _default(self, name: str, argument: str, operation: str) -> list[str]:
+        value = " ".join(self.expand(argument, splits=False))
+        if operation == "=":
+            self.variables[name] = [value]
+        return [value]
+
+    def _values(self, name: str) -> list[str] | None:
+        given = self.arguments[self._num_shifted :]
+        if name in ("@", "*"):
+            return list(given)
+        if name == "#":
+            return [str(len(given))]
+        if name.isdigit():
+            return [given[int(name) - 1]] if 0 < int(name) <= len(given) else None
+        return self.variables.get(name)
+
+    def _substituted(self, value: str, action: str) -> str:
+        """Apply `//a/b`, `/a/b`, `##a`, `#a`, `%%a`, `%a`, `^^` and `,,`."""
+        replaced = re.match(r"^(//?)((?:\\.|[^/])*)/?(.*)$", action, re.DOTALL)
+        if replaced is not None:
+            old, new = ("".join(self.expand(text, splits=False)) for text in (replaced[2], replaced[3]))
+            return value.replace(old, new, -1 if replaced[1] == "//" else 1) if old else value
+        trimmed = re.match(r"^(##?|%%?)(.*)$", action, re.DOTALL)
+        if trimmed is not None:
+            is_front, is_longest = trimmed[1][0] == "#", len(trimmed[1]) == 2
+            ends = range(len(value) + 1)
+            matching = [end for end in ends if fnmatchcase(value[:end] if is_front else value[end:], trimmed[2])]
+            if not matching:
+                return value
+            end = max(matching) if is_front is is_longest else min(matching)
+            return value[end:] if is_front else value[:end]
+        return {"^^": value.upper(), ",,": value.lower()}.get(action, value)
+
+    def _arithmetic(self, text: str) -> int | None:
+        """Return the value of an arithmetic expression; None where it cannot be told."""
+        plain = "".join(self.expand(text, splits=False))
+        named = re.sub(r"[A-Za-z_]\w*", lambda name: (self._values(name[0]) or ["0"])[0] or "0", plain)
+        try:
+            return _evaluate(ast.parse(named.replace("/", "//").strip(), mode="eval").body)
+        except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError):
+            return None
+
+
+def _evaluate(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluate(operand)
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _ARITHMETIC:
+            return _ARITHMETIC[type(operation)](_evaluate(left), _evaluate(right))
+        case _:
+            raise ValueError(ast.dump(node))
+
+
+def _is_open(command: Sequence[Lexeme]) -> bool:
+    """Whether the command ends within an array."""
+    for part in reversed(command):
+        if part.kind is ShellToken.ARRAY:
+            return True
+        if part.kind is ShellToken.OPERATOR and part.text == ")":
+            return False
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    text: str
+    is_quoted: bool = False
+    is_expanded: bool = False
+
+
+def _parts(word: str) -> Iterator[_Part]:
+    """Yield the plain texts and the expansions of a word; its quotes are removed."""
+    place = 0
+    while place < len(word):
+        end = after_part(word, place)
+        part = word[place:end]
+        if part.startswith("'"):
+            yield _Part(text=part[1:-1], is_quoted=True)
+        elif part.startswith('"'):
+            yield _Part(text="", is_quoted=True)
+            yield from _quoted_parts(part[1:-1])
+        elif part[0] in "$`":
+            end = place + len(_expansion_at(word, place))
+            yield _Part(text=word[place:end], is_expanded=end > place + 1)
+        else:
+            yield _Part(text=part.removeprefix("\\"))
+        place = end
+
+
+def _quoted_parts(text: str) -> Iterator[_Part]:
+    place = 0
+    while place < len(text):
+        if text[place] == "\\":
+            escaped = text[place + 1 : place + 2]
+            yield _Part(text=escaped if escaped in '"\\$`' else text[place : place + 2], is_quoted=True)
+            place += 2
+        elif text[place] in "$`":
+            part = _expansion_at(text, place)
+            yield _Part(text=part, is_quoted=True, is_expanded=len(part) > 1)
+            place += len(part)
+        else:
+            yield _Part(text=text[place], is_quoted=True)
+            place += 1
+
+
+def _expansion_at(text: str, place: int) -> str:
+    """Return the expansion that begins here; a `$` alone is none."""
+    name = re.match(r"\$([A-Za-z_]\w*|\d|[@*#?$!])", text[place:])
+    return name[0] if name else text[place : after_part(text, place)]

@@ -1,0 +1,131 @@
+"""Splits a shell script into words and operators, and finds the parts of a word that are expanded. Pure; runs nothing.
+
+A word keeps its quotes until it is expanded: only then is known what a quote protects.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+_OPERATORS = ("&&", "||", ";;", ";", "|", "&", "(", ")")
+_CLOSING = {"(": ")", "{": "}"}
+_REDIRECTION = re.compile(r"&>>?|[<>]{1,3}[&|-]?")
+_CONTINUATION = re.compile(r"\\[ \t]*\r?\n")
+_HEREDOC_END = re.compile(r"[\w.-]+")
+
+
+class ShellSyntaxError(ValueError):
+    """The text cannot be split; the message says where."""
+
+
+class ShellToken(Enum):
+    WORD = auto()
+    OPERATOR = auto()
+    NEWLINE = auto()
+    ARRAY = auto()
+    """`name=(` or `name+=(`; its words follow, up to the operator `)`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lexeme:
+    kind: ShellToken
+    text: str
+
+
+def lexemes(text: str) -> Iterator[Lexeme]:
+    """Yield words, operators and ends of lines; comments, redirections and here-documents are left out."""
+    place = 0
+    while place < len(text):
+        char = text[place]
+        if char in " \t\r":
+            place += 1
+        elif continuation := _CONTINUATION.match(text, place):
+            place = continuation.end()
+        elif char == "\n":
+            yield Lexeme(kind=ShellToken.NEWLINE, text="\n")
+            place += 1
+        elif char == "#":
+            place = _end_of_line(text, place)
+        elif redirection := _REDIRECTION.match(text, place):
+            place = _after_redirection(text, redirection)
+        elif operator := next((each for each in _OPERATORS if text.startswith(each, place)), None):
+            yield Lexeme(kind=ShellToken.OPERATOR, text=operator)
+            place += len(operator)
+        else:
+            end = _word_end(text, place)
+            word = _CONTINUATION.sub("", text[place:end])
+            if word.endswith("=") and text.startswith("(", end):
+                yield Lexeme(kind=ShellToken.ARRAY, text=word.removesuffix("="))
+                end += 1
+            elif not (word.isdigit() and text[end : end + 1] in ("<", ">")):  # the 2 of 2>&1
+                yield Lexeme(kind=ShellToken.WORD, text=word)
+            place = end
+
+
+def _end_of_line(text: str, place: int) -> int:
+    end = text.find("\n", place)
+    return len(text) if end < 0 else end
+
+
+def _after_redirection(text: str, redirection: re.Match[str]) -> int:
+    place = redirection.end()
+    while place < len(text) and text[place] in " \t":
+        place += 1
+    if not redirection[0].startswith("<<") or redirection[0] == "<<<":
+        return _word_end(text, place)
+    end = _word_end(text, place)
+    name = _HEREDOC_END.search(text, place, end)
+    if name is None:
+        return end
+    # The rest of the line still belongs to the command; no script of verl has something there.
+    last = re.compile(rf"^[ \t]*{re.escape(name[0])}[ \t]*$", re.MULTILINE).search(text, end)
+    return len(text) if last is None else last.end()
+
+
+def _word_end(text: str, place: int) -> int:
+    while place < len(text):
+        char = text[place]
+        if continuation := _CONTINUATION.match(text, place):
+            place = continuation.end()
+        elif char in " \t\r\n;|&<>()":
+            break
+        else:
+            place = after_part(text, place)
+    return place
+
+
+def after_part(text: str, place: int) -> int:
+    """Return the place after one character, quotation or expansion of a word."""
+    char = text[place]
+    if char == "\\":
+        return min(place + 2, len(text))
+    if char == "'":
+        return _closing(text, text.find("'", place + 1), place)
+    if char == '"':
+        end = place + 1
+        while end < len(text) and text[end] != '"':
+            end = after_part(text, end) if text[end] in "\\$`" else end + 1
+        return _closing(text, end if end < len(text) else -1, place)
+    if char == "`":
+        return _closing(text, text.find("`", place + 1), place)
+    if char == "$" and text[place + 1 : place + 2] in _CLOSING:
+        return _after_brackets(text, place + 1, place)
+    return place + 1
+
+
+def _after_brackets(text: str, place: int, start: int) -> int:
+    opening, closing = text[place], _CLOSING[text[place]]
+    end = place + 1
+    while end < len(text) and text[end] != closing:
+        end = _after_brackets(text, end, start) if text[end] == opening else after_part(text, end)
+    return _closing(text, end if end < len(text) else -1, start)
+
+
+def _closing(text: str, end: int, start: int) -> int:
+    if end < 0:
+        line = text.count("\n", 0, start) + 1
+        raise ShellSyntaxError(f"line {line}: {text[start]} is not closed: {text[start : start + 40].splitlines()[0]}")
+    return end + 1

@@ -9,6 +9,19 @@ from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt
 
 from megarl.config.section import Section
 
+SampleField: TypeAlias = Literal[
+    "data_source",
+    "solution_str",
+    "ground_truth",
+    "extra_info",
+    "response",
+    "prompt",
+    "messages",
+    "token_ids",
+    "finish_reason",
+    "group",
+]
+
 
 class _Tolerance(Section):
     on_error: Literal["fail", "mask", "value"] = "fail"
@@ -108,12 +121,13 @@ class CodeTestsRewardConfig(_Tolerance):
 
 class HttpRewardConfig(_Tolerance):
     kind: Literal["http"]
-    """A server that gets data_source, solution_str, ground_truth, extra_info as JSON and replies as a `function` may
-    return."""
+    """A server that gets `fields` as a JSON object and replies as a `function` may return."""
     url: Annotated[str, Field(pattern=r"^https?://\S+$")]
     """Where requests are posted. Holds no user or password: see `api_key_file`."""
     api_key_file: Path | None = None
     """Its content is sent only as `Authorization: Bearer ...`."""
+    fields: tuple[SampleField, ...] = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
+    """Which facts of a sample are sent."""
     concurrency: PositiveInt = 32
     """Requests at the same time."""
     requests_per_second: PositiveFloat | None = None
@@ -133,7 +147,11 @@ class FunctionRewardConfig(_InWorkers):
     path: Path
     """Your Python file; a change of it during the run is an error."""
     name: str = "compute_score"
-    """`name(data_source, solution_str, ground_truth, extra_info=None)` returns a float, or a dict with `score`."""
+    """`name(data_source, solution_str, ground_truth, extra_info=None)` returns a float, or a dict with `score`. It may
+    name other facts of a sample as well: prompt, messages, response, token_ids, finish_reason, group."""
+    scores_groups: bool = False
+    """The function takes a list, all samples of a group as dicts, and returns a list of as many results. Limits are per
+    group then."""
     weights: Annotated[dict[str, FiniteFloat], Field(min_length=1)] | None = None
     """The score is the weighted sum of these numbers of the dict, which must have them all; null uses its `score`."""
 

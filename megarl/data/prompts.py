@@ -110,6 +110,7 @@ def _tokenise(rows: Sequence[DataRow], tokenizer: Tokenizer) -> list[Prompt]:
                     data_source=row.data_source,
                     ground_truth=row.ground_truth,
                     extra_info=row.extra_info,
+                    messages=row.chat,
                     demonstration=demonstration,
                     demonstration_mask=mask,
                 )

@@ -109,8 +109,9 @@ def scoring_task(config: WorkerRewardConfig) -> ScoringTask:
         return _code_tests_task(config)
     if isinstance(config, FunctionRewardConfig):
         path, name, options, weights, late_score = config.path.resolve(), config.name, {}, config.weights, None
+        scores_groups = config.scores_groups
     else:
-        path, name, weights = _SCORERS / f"{config.kind}.py", _FUNCTION, None
+        path, name, weights, scores_groups = _SCORERS / f"{config.kind}.py", _FUNCTION, None, False
         options, late_score = config.options, config.late_score
     return ScoringTask(
         worker_task=WorkerTask(
@@ -118,6 +119,7 @@ def scoring_task(config: WorkerRewardConfig) -> ScoringTask:
             name=name,
             options=options,
             weights=weights,
+            scores_groups=scores_groups,
             memory_bytes=None if config.memory_gib is None else int(config.memory_gib * _GIB),
             cpu_s=config.cpu_s,
         ),

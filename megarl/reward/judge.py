@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import ssl
+from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
 
@@ -16,10 +17,8 @@ import httpx
 
 from megarl.config.reward import HttpRewardConfig
 from megarl.errors import RewardError, ScoreError
-from megarl.reward.pool import score_of
-from megarl.reward.protocol import Request, check_result
+from megarl.reward.protocol import Answer, Request, check_result
 from megarl.system.secret import Secret
-from megarl.types import Score
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +38,19 @@ class HttpJudge:
         self._tls = ssl.create_default_context()
         self._key = None if config.api_key_file is None else read_key(config.api_key_file)
 
-    async def score(self, request: Request) -> Score:
+    async def answers(self, requests: Sequence[Request]) -> list[Answer]:
+        return [await self._ask(request) for request in requests]
+
+    async def _ask(self, request: Request) -> Answer:
         pause_s = _FIRST_PAUSE_S
         for attempt in range(1, self._config.max_attempts + 1):
             try:
                 async with self._slots:
                     await self._pace()
                     reply = await self._post(request)
-                return self._score(reply)
+                return self._answer(reply)
             except _RetryError as error:
-                complaint = str(error)
+                complaint, pause_s = str(error), max(pause_s, min(error.pause_s, _LONGEST_PAUSE_S))
             if attempt < self._config.max_attempts:
                 logger.warning("the judge %s, attempt %d of %d", complaint, attempt, self._config.max_attempts)
                 await asyncio.sleep(pause_s)
@@ -69,7 +71,7 @@ class HttpJudge:
 
     async def _post(self, request: Request) -> bytes:
         config = self._config
-        content = json.dumps(request).encode()
+        content = json.dumps({name: item for name, item in request.items() if name in config.fields}).encode()
         headers = {"Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key.reveal()}"
@@ -80,23 +82,27 @@ class HttpJudge:
                 httpx.AsyncClient(timeout=None, trust_env=False, verify=self._tls) as client,  # noqa: S113 - see above
                 client.stream("POST", config.url, content=content, headers=headers) as response,
             ):
-                _check_status(response.status_code)
+                _check_status(response)
                 return await _read(response, config.max_reply_bytes)
         except TimeoutError:
             raise _RetryError(f"gave no reply within {config.timeout_s:g} s (reward.timeout_s)") from None
         except httpx.TransportError as error:
             raise _RetryError(f"cannot be reached: {type(error).__name__}: {error}") from None
 
-    def _score(self, reply: bytes) -> Score:
+    def _answer(self, reply: bytes) -> Answer:
         try:
             value = json.loads(reply)
         except (ValueError, RecursionError):
             raise ScoreError(f"did not reply with JSON: {reply[:80]!r}") from None
-        return score_of(check_result(value, self._config.weights))
+        return check_result(value, self._config.weights)
 
 
 class _RetryError(Exception):
-    """Another attempt may succeed."""
+    """Another attempt may succeed, after the pause that the server asks for."""
+
+    def __init__(self, message: str, pause_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.pause_s = pause_s
 
 
 def read_key(path: Path) -> Secret:
@@ -111,9 +117,11 @@ def read_key(path: Path) -> Secret:
     return Secret(key)
 
 
-def _check_status(status: int) -> None:
+def _check_status(response: httpx.Response) -> None:
+    status = response.status_code
     if status in _RETRIED or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        raise _RetryError(f"replied with status {status}")
+        seconds = response.headers.get("Retry-After", "")
+        raise _RetryError(f"replied with status {status}", float(seconds) if seconds.isdecimal() else 0.0)
     if status != HTTPStatus.OK:
         raise ScoreError(f"replied with status {status}")
 

@@ -15,11 +15,12 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.errors import Problem, RewardError, ScoreError
-from megarl.reward.protocol import LENGTH, Answer, Request, WorkerTask
+from megarl.reward.protocol import LENGTH, Answer, Loaded, Request, ScoringCall, WorkerTask, read_answers
 from megarl.types import Score
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,10 @@ class RewardWorkerDiedError(ScoreError):
     """The worker process ended without an answer."""
 
 
+class ForeignAnswerError(RewardWorkerDiedError):
+    """The worker sent something that does not answer the request; it is replaced."""
+
+
 class LateError(ScoreError):
     """The sample exceeded its deadline or its CPU time."""
 
@@ -72,29 +77,33 @@ class WorkerPool:
         self._is_closed = False
 
     async def score(self, request: Request) -> Score:
-        """Wait for a free worker and its answer. A worker that does not answer is replaced."""
+        """Return the score of one sample; a ScoreError if it has none."""
+        (answer,) = await self.answers([request])
+        return score_of(answer)
+
+    async def answers(self, requests: Sequence[Request]) -> list[Answer]:
+        """Wait for a free worker and its answers. A worker that does not answer is replaced."""
         async with self._slots:
             self._check_sources()
             try:
-                answer = await self._ask_twice(request)
+                return await self._ask_twice(requests)
             except LateError as error:
                 if self._task.late_score is None:
                     raise
                 logger.warning("a sample got the score %g: it %s", self._task.late_score, error)
-                return Score(value=self._task.late_score, components={})
-        return score_of(answer)
+                return [{"score": self._task.late_score, "components": {}} for _ in requests]
 
-    async def _ask_twice(self, request: Request) -> Answer:
+    async def _ask_twice(self, requests: Sequence[Request]) -> list[Answer]:
         """Ask a second worker if the first one dies: its death may not be caused by the sample."""
         try:
-            return await self._ask_worker(request)
+            return await self._ask_worker(requests)
         except RewardWorkerDiedError as error:
             if self._is_closed:
                 raise
             logger.warning("a sample %s; it is sent to another worker", error)
-            return await self._ask_worker(request)
+            return await self._ask_worker(requests)
 
-    async def _ask_worker(self, request: Request) -> Answer:
+    async def _ask_worker(self, requests: Sequence[Request]) -> list[Answer]:
         assert not self._is_closed, "the worker pool is closed"
         worker = self._idle.pop() if self._idle else RewardWorker(self._task, log_path=self._log_path)
         self._busy.add(worker)
@@ -103,14 +112,14 @@ class WorkerPool:
                 if problem := await worker.handshake(timeout_s=START_TIMEOUT_S):
                     raise RewardError(problem.message)
                 self._note_sources(worker.sources)
-            answer = await worker.ask(request)
+            answers = await worker.ask(requests)
             if worker.num_asked < self._task.samples_per_worker:
                 self._idle.append(worker)
         finally:
             self._busy.remove(worker)
             if worker not in self._idle:
                 worker.discard()
-        return answer
+        return answers
 
     def _note_sources(self, digests: dict[str, str]) -> None:
         for path, digest in digests.items():
@@ -147,6 +156,8 @@ class RewardWorker:
         self.sources: dict[str, str] = {}
         """The digest of each file that it imported."""
         self.num_asked = 0
+        self._names: list[str] = []
+        """The arguments that the function takes."""
         self._task = task
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
@@ -170,24 +181,30 @@ class RewardWorker:
         """Wait until the worker has loaded the function; return the problem, with the recipe's key, if it could not."""
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._receive()
+                loaded: Loaded = json.loads(await self._receive())
         except TimeoutError:
             return Problem(key="reward.path", message=f"importing it took longer than {timeout_s:g} s")
-        except (EOFError, ConnectionError):
+        except (EOFError, ConnectionError, ValueError):
             return Problem(key="reward.path", message=f"importing it ended the process: it {self._exit_reason()}")
-        if "error" in answer:
-            return Problem(key=f"reward.{answer['key']}", message=answer["error"])
-        self.sources = answer["sources"]
+        if "error" in loaded:
+            return Problem(key=f"reward.{loaded['key']}", message=loaded["error"])
+        self.sources, self._names = loaded["sources"], loaded["names"]
         self.is_ready = True
         return None
 
-    async def ask(self, request: Request) -> Answer:
+    async def ask(self, requests: Sequence[Request]) -> list[Answer]:
         deadline_s = self._task.deadline_s
         self.num_asked += 1
+        samples = [{name: item for name, item in request.items() if name in self._names} for request in requests]
+        asked: ScoringCall = {"id": self.num_asked, "samples": samples}
         try:
             async with asyncio.timeout(deadline_s):
-                await self._send(request)
-                return await self._receive()
+                await self._send(asked)
+                return read_answers(await self._receive(), asked)
+        except (ValueError, RecursionError) as error:
+            raise ForeignAnswerError(
+                f"got an answer that is not its own ({error}): the function forks, or writes to its worker's channel"
+            ) from None
         except TimeoutError:
             raise LateError(
                 f"gave no score within {deadline_s:g} s (reward.deadline_s); its worker is killed"
@@ -219,17 +236,16 @@ class RewardWorker:
         code = self._process.returncode or 0
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
-    async def _send(self, message: Request) -> None:
+    async def _send(self, message: ScoringCall) -> None:
         payload = json.dumps(message).encode()
         await asyncio.get_running_loop().sock_sendall(self._channel, LENGTH.pack(len(payload)) + payload)
 
-    async def _receive(self) -> Answer:
+    async def _receive(self) -> bytes:
         (size,) = LENGTH.unpack(await self._read(LENGTH.size))
         if size > MAX_ANSWER_BYTES:
             # The user's code may have written to the channel.
             raise ConnectionError
-        message: Answer = json.loads(await self._read(size))
-        return message
+        return await self._read(size)
 
     async def _read(self, num_bytes: int) -> bytes:
         chunks = b""

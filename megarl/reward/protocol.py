@@ -1,16 +1,17 @@
 """The messages between a scorer and its worker processes. Standard library only: a worker imports little else.
 
-A message is its length and a JSON object in UTF-8. The worker sends the first one: an `Answer` with `sources`, or with
-`key` and `error` if it cannot load the function. After that one `Answer` follows each `Request`.
+A message is its length and a JSON object in UTF-8. The worker sends the first one, a `Loaded`. After that one
+`ScoringReply` follows each `ScoringCall` and repeats its id: an answer to another question is not taken for its own.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 LENGTH = struct.Struct("!I")
 _PREDICTION = "prediction"
@@ -24,31 +25,97 @@ class WorkerTask(TypedDict):
     options: Mapping[str, object]
     """Keyword arguments in addition to those of a `Request`; empty for a user's function."""
     weights: Mapping[str, float] | None
+    scores_groups: NotRequired[bool]
+    """The function takes the list of all samples of a group and returns a list of as many results."""
     memory_bytes: int | None
     cpu_s: int | None
 
 
 class Request(TypedDict):
-    """The arguments of the function, by name."""
+    """One sample: the arguments of the function, by name. Those after `extra_info` are sent where it names them."""
 
     data_source: str
     solution_str: str
     ground_truth: str
     extra_info: Mapping[str, object]
+    response: NotRequired[str]
+    """The same text as `solution_str`."""
+    prompt: NotRequired[str]
+    """The text of the last message."""
+    messages: NotRequired[Sequence[Mapping[str, object]]]
+    """The chat before the response."""
+    token_ids: NotRequired[Sequence[int]]
+    """The tokens of the response."""
+    finish_reason: NotRequired[str]
+    """`stop`, or `length` where the response was cut at its limit."""
+    group: NotRequired[Sequence[str]]
+    """All responses to the prompt, this one among them."""
 
 
-class Answer(TypedDict, total=False):
-    """First `sources`; later `score`, `components` and an optional `prediction`, or `error`."""
+CLASSIC = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""The names that a function with `**arguments` gets."""
+ARGUMENTS = tuple(Request.__annotations__)
+
+
+class Loaded(TypedDict, total=False):
+    """Either `sources` and `names`, or `key` and `error` of a function that cannot be loaded."""
 
     sources: dict[str, str]
     """The digest of each file that the function was loaded from."""
+    names: list[str]
+    """The arguments that the function takes."""
+    key: str
+    """The key of the recipe's `reward` section that the error belongs to."""
+    error: str
+
+
+class ScoringCall(TypedDict):
+    id: int
+    samples: list[dict[str, object]]
+
+
+class Answer(TypedDict, total=False):
+    """Either `score`, `components` and an optional `prediction`, or `error`."""
+
     score: float
     components: dict[str, float]
     prediction: str
     """The answer that the function read from the response."""
     error: str
-    key: str
-    """The key of the recipe's `reward` section that the error belongs to."""
+
+
+class ScoringReply(TypedDict):
+    id: int
+    answers: list[Answer]
+
+
+def read_answers(payload: bytes, asked: ScoringCall) -> list[Answer]:
+    """Return the answers to the samples that were asked about, in their order; a ValueError if these are none.
+
+    The user's code shares a process with the channel: each field is checked.
+    """
+    message = json.loads(payload)
+    if not isinstance(message, dict) or message.get("id") != asked["id"]:
+        raise ValueError("it belongs to another request")
+    answers = message.get("answers")
+    if not isinstance(answers, list) or len(answers) != len(asked["samples"]):
+        raise ValueError("it does not have one answer per sample")
+    if not all(map(_is_answer, answers)):
+        raise ValueError("a score in it is no finite number")
+    return answers
+
+
+def _is_answer(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    if "error" in value:
+        return isinstance(value["error"], str)
+    components = value.get("components")
+    if not isinstance(components, dict) or not isinstance(value.get("prediction", ""), str):
+        return False
+    return all(
+        isinstance(number, float) and math.isfinite(number) for number in (value.get("score"), *components.values())
+    )
 
 
 def check_result(value: object, weights: Mapping[str, float] | None) -> Answer:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, assert_never
 
-from megarl.config.reward import HttpRewardConfig, WorkerRewardConfig
+from megarl.config.reward import FunctionRewardConfig, HttpRewardConfig, WorkerRewardConfig
 from megarl.errors import RewardError, ScoreError
 from megarl.observe.observer import Observer
-from megarl.reward.pool import LateError, RewardWorkerDiedError
-from megarl.reward.protocol import Request
+from megarl.reward.pool import ForeignAnswerError, LateError, RewardWorkerDiedError, score_of
+from megarl.reward.protocol import Answer, Request
 from megarl.stages import Scorer
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
@@ -29,10 +29,13 @@ class ClosableScorer(Scorer, Protocol):
 
 
 class ScoringBackend(Protocol):
-    """Scores one response: worker processes, or an LLM judge over HTTP."""
+    """Scores responses: worker processes, or an LLM judge over HTTP."""
 
-    async def score(self, request: Request) -> Score:
-        """Raises a ScoreError if this response has no score, another RewardError if no response will have one."""
+    async def answers(self, requests: Sequence[Request]) -> list[Answer]:
+        """Return an answer per response.
+
+        Raises a ScoreError if none of these has a score, another RewardError if no response will have one.
+        """
         ...
 
     def close(self) -> None: ...
@@ -79,7 +82,7 @@ class BySourceScorer:
 
 
 class RemoteScorer:
-    """Scores each rollout by itself in a backend. A rollout without a score is handled as `on_error` says."""
+    """Scores rollouts in a backend, each by itself or a group at once. `on_error` handles those without a score."""
 
     def __init__(
         self, backend: ScoringBackend, observer: Observer, *, name: str, config: WorkerRewardConfig | HttpRewardConfig
@@ -94,9 +97,15 @@ class RemoteScorer:
 
     async def score(self, group: RolloutGroup) -> ScoredGroup:
         _assert_finished(group)
-        tasks = [asyncio.create_task(self._score_rollout(group, index)) for index in range(len(group.rollouts))]
+        requests = _requests(group)
+        is_whole = isinstance(self._config, FunctionRewardConfig) and self._config.scores_groups
+        size = len(requests) if is_whole else 1
+        tasks = [
+            asyncio.create_task(self._score(group.prompt, first, requests[first : first + size]))
+            for first in range(0, len(requests), size)
+        ]
         try:
-            scores = await asyncio.gather(*tasks)
+            scores = [score for part in await asyncio.gather(*tasks) for score in part]
         finally:
             # After a failure the rest of the group is useless.
             for task in tasks:
@@ -106,22 +115,31 @@ class RemoteScorer:
     def close(self) -> None:
         self._backend.close()
 
-    async def _score_rollout(self, group: RolloutGroup, index: int) -> Score:
+    async def _score(self, prompt: Prompt, first: int, requests: Sequence[Request]) -> list[Score]:
+        """Return the scores of some rollouts of a group, from the first of these on."""
         began = time.monotonic()
         try:
-            score = await self._backend.score(_request(group.prompt, group.rollouts[index].text))
+            answers = await self._backend.answers(requests)
         except ScoreError as error:
-            self._num_errors += 1
-            self._observer.score_failed(_cause(error))
-            return self._without_score(self._named(error, group.prompt, index))
+            return [self._without_score(error, prompt, first + offset) for offset in range(len(requests))]
         except RewardError as error:
-            raise RewardError(self._named(error, group.prompt, index)) from error
+            raise RewardError(self._named(error, prompt, first)) from error
+        seconds = (time.monotonic() - began) / len(requests)
+        return [self._read(answer, prompt, first + offset, seconds) for offset, answer in enumerate(answers)]
+
+    def _read(self, answer: Answer, prompt: Prompt, index: int, seconds: float) -> Score:
+        try:
+            score = score_of(answer)
+        except ScoreError as error:
+            return self._without_score(error, prompt, index)
         self._num_errors = 0
-        self._observer.scored(time.monotonic() - began)
+        self._observer.scored(seconds)
         return score
 
-    def _without_score(self, message: str) -> Score:
-        config = self._config
+    def _without_score(self, error: ScoreError, prompt: Prompt, index: int) -> Score:
+        self._num_errors += 1
+        self._observer.score_failed(_cause(error))
+        message, config = self._named(error, prompt, index), self._config
         if config.on_error != "fail" and self._num_errors > MAX_ERRORS_IN_A_ROW:
             raise RewardError(f"{self._num_errors} rollouts in a row have no score; the last: {message}")
         match config.on_error:
@@ -143,23 +161,36 @@ class RemoteScorer:
 
 
 def _cause(error: ScoreError) -> str:
-    """Return the metric's label: `late`, `worker_died`, or `error` if the reward itself failed."""
+    """Return the metric's label; `error` if the reward itself failed."""
     match error:
         case LateError():
             return "late"
+        case ForeignAnswerError():
+            return "foreign_answer"
         case RewardWorkerDiedError():
             return "worker_died"
         case _:
             return "error"
 
 
-def _request(prompt: Prompt, text: str) -> Request:
-    return Request(
-        data_source=prompt.data_source,
-        solution_str=text,
-        ground_truth=prompt.ground_truth,
-        extra_info=dict(prompt.extra_info),
-    )
+def _requests(group: RolloutGroup) -> list[Request]:
+    """Return one request per rollout, with all that a reward may ask for."""
+    prompt, texts = group.prompt, [rollout.text for rollout in group.rollouts]
+    return [
+        Request(
+            data_source=prompt.data_source,
+            solution_str=text,
+            ground_truth=prompt.ground_truth,
+            extra_info=dict(prompt.extra_info),
+            response=text,
+            prompt=str(prompt.messages[-1]["content"]) if prompt.messages else "",
+            messages=prompt.messages,
+            token_ids=rollout.token_ids.tolist(),
+            finish_reason=rollout.finish_reason.value,
+            group=texts,
+        )
+        for rollout, text in zip(group.rollouts, texts, strict=True)
+    ]
 
 
 def _assert_finished(group: RolloutGroup) -> None:

@@ -21,19 +21,28 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial, wraps
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
 
-from megarl.reward.protocol import LENGTH, Answer, Request, WorkerTask, check_result, type_name
+from megarl.reward.protocol import (
+    ARGUMENTS,
+    CLASSIC,
+    LENGTH,
+    Answer,
+    Loaded,
+    ScoringCall,
+    ScoringReply,
+    WorkerTask,
+    check_result,
+    type_name,
+)
 from megarl.system.faults import reach
 
 _MODULE = "megarl_user_reward"
-_REQUIRED = ("data_source", "solution_str", "ground_truth")
-_OPTIONAL = "extra_info"
 
 _UserFunction: TypeAlias = Callable[..., object]
 
@@ -45,15 +54,20 @@ def serve(channel: socket.socket, task: WorkerTask) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (task["memory_bytes"], resource.RLIM_INFINITY))
     path = Path(task["path"])
     try:
-        function = partial(_load(path, task["name"], *task["options"]), **task["options"])
+        function, names = _load(path, task)
     except UserError as error:
         _send(channel, {"key": error.key, "error": str(error)})
         return
-    _send(channel, {"sources": dict(_sources(path))})
+    _send(channel, {"sources": dict(_sources(path)), "names": names})
+    own = os.getpid()
     with asyncio.Runner() as runner:
-        while (request := _receive(channel)) is not None:
+        while (asked := _receive(channel)) is not None:
             _grant_cpu(task["cpu_s"])
-            _send(channel, _answer(function, request, task, runner))
+            answers = _answers(function, asked["samples"], task, runner)
+            if os.getpid() != own:
+                # The function forked, and the child returned here too: the parent answers.
+                os._exit(0)
+            _send(channel, {"id": asked["id"], "answers": answers})
 
 
 def _grant_cpu(cpu_s: int | None) -> None:
@@ -85,40 +99,49 @@ class UserError(Exception):
         self.key = key
 
 
-def _load(path: Path, name: str, *options: str) -> _UserFunction:
-    module = _import(path)
+def _load(path: Path, task: WorkerTask) -> tuple[_UserFunction, list[str]]:
+    """Return the function with its options, and the arguments that it takes."""
+    module, name = _import(path), task["name"]
     function: object = getattr(module, name, None)
     if function is None:
         near = difflib.get_close_matches(name, vars(module), n=1)
         raise UserError("name", f"{path} has no function {name}" + (f"; did you mean {near[0]}?" if near else ""))
     if not callable(function):
         raise UserError("name", f"{name} in {path} is a {type_name(function)}, not a function")
-    if _takes(function, *_REQUIRED, _OPTIONAL, *options):
-        return function
-    if _takes(function, *_REQUIRED):
-        return _without_extra_info(function)
+    bound = partial(function, **task["options"])
+    if task.get("scores_groups"):
+        if not _accepts(bound, None):
+            raise UserError(
+                "name", f"{name}{inspect.signature(function)} in {path} must take one list, the samples of a group"
+            )
+        return bound, list(ARGUMENTS)
+    names = _named(bound)
+    if names and _accepts(bound, **dict.fromkeys(names)):
+        return bound, names
     raise UserError(
         "name",
-        f"{name}{inspect.signature(function)} in {path} cannot be called with the keywords "
-        f"{', '.join(_REQUIRED)} and, optionally, {_OPTIONAL}",
+        f"{name}{inspect.signature(function)} in {path} cannot be called: its arguments may be, by these names, "
+        f"{', '.join(ARGUMENTS)}",
     )
 
 
-def _without_extra_info(function: _UserFunction) -> _UserFunction:
-    @wraps(function)
-    def called(**arguments: object) -> object:
-        return function(**{key: arguments[key] for key in _REQUIRED})
-
-    return called
-
-
-def _takes(function: _UserFunction, *names: str) -> bool:
+def _named(function: _UserFunction) -> list[str]:
+    """Return the arguments of a request that the function names, all that are sent by default for `**arguments`."""
     try:
-        inspect.signature(function).bind(**dict.fromkeys(names))
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        # Some compiled callables have no signature; the first call will show.
+        return list(CLASSIC)
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return [name for name in ARGUMENTS if name in parameters or (takes_any and name in CLASSIC)]
+
+
+def _accepts(function: _UserFunction, *arguments: object, **named: object) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments, **named)
     except TypeError:
         return False
     except ValueError:
-        # Some compiled callables have no signature; the first call will show.
         return True
     return True
 
@@ -139,18 +162,30 @@ def _import(path: Path) -> ModuleType:
     return module
 
 
-def _answer(function: _UserFunction, request: Request, task: WorkerTask, runner: asyncio.Runner) -> Answer:
+def _answers(
+    function: _UserFunction, samples: list[dict[str, object]], task: WorkerTask, runner: asyncio.Runner
+) -> list[Answer]:
     try:
-        spoil = reach("scoring")
-        value = math.nan if spoil == "nan" else function(**request)
-        if inspect.isawaitable(value):
-            value = runner.run(_finish(value))
+        if task.get("scores_groups"):
+            results = _as_list(_call(partial(function, samples), runner), len(samples))
+        else:
+            results = [_call(partial(function, **sample), runner) for sample in samples]
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
-        return {"error": _describe(error, Path(task["path"]))}
-    answer = check_result(value, task["weights"])
-    if "error" in answer:
-        return {"error": f"{answer['error']} ({_place(function)})"}
-    return answer
+        return [{"error": _describe(error, Path(task["path"]))} for _ in samples]
+    answers = [check_result(result, task["weights"]) for result in results]
+    return [{"error": f"{each['error']} ({_place(function)})"} if "error" in each else each for each in answers]
+
+
+def _call(call: Callable[[], object], runner: asyncio.Runner) -> object:
+    value = math.nan if reach("scoring") == "nan" else call()
+    return runner.run(_finish(value)) if inspect.isawaitable(value) else value
+
+
+def _as_list(value: object, num_samples: int) -> list[object]:
+    if not isinstance(value, list | tuple) or len(value) != num_samples:
+        given = f"{len(value)} results" if isinstance(value, list | tuple) else f"a {type_name(value)}"
+        raise TypeError(f"returned {given} for {num_samples} samples; return a list of one result per sample")
+    return [*value]
 
 
 def _place(function: _UserFunction) -> str:
@@ -179,20 +214,20 @@ def _describe(error: BaseException, path: Path) -> str:
     return f"raised {type(error).__name__}{f': {message}' if message else ''} ({file}:{line})"
 
 
-def _send(channel: socket.socket, message: Answer) -> None:
+def _send(channel: socket.socket, message: Loaded | ScoringReply) -> None:
     payload = json.dumps(message).encode()
     channel.sendall(LENGTH.pack(len(payload)) + payload)
 
 
-def _receive(channel: socket.socket) -> Request | None:
+def _receive(channel: socket.socket) -> ScoringCall | None:
     """Return the next request; None if the other side has closed the channel."""
     header = channel.recv(LENGTH.size, socket.MSG_WAITALL)
     if len(header) < LENGTH.size:
         return None
     (size,) = LENGTH.unpack(header)
     payload = channel.recv(size, socket.MSG_WAITALL)
-    request: Request = json.loads(payload)
-    return request
+    asked: ScoringCall = json.loads(payload)
+    return asked
 
 
 def _exit_with_parent(channel: socket.socket) -> None:

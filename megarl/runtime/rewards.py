@@ -21,9 +21,9 @@ from megarl.config.reward import RewardConfig
 from megarl.errors import MegarlError, RewardError
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
-from megarl.reward.pool import ScoringTask, WorkerPool
-from megarl.reward.protocol import Request
-from megarl.reward.scorer import ClosableScorer, ScoringBackend
+from megarl.reward.pool import ScoringTask, WorkerPool, score_of
+from megarl.reward.protocol import Answer, Request
+from megarl.reward.scorer import ClosableScorer
 from megarl.types import Score
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class RewardHost:
     def __init__(self, task: ScoringTask, log_path: Path) -> None:
         self._pool = WorkerPool(task, log_path=log_path)
 
-    async def score(self, request: Request) -> Score:
-        return await self._pool.score(request)
+    async def answers(self, requests: Sequence[Request]) -> list[Answer]:
+        return await self._pool.answers(requests)
 
 
 class _RemotePool:
@@ -61,14 +61,14 @@ class _RemotePool:
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         self._host: ActorHandle = remote.options(scheduling_strategy=strategy).remote(task, log_path)
 
-    async def score(self, request: Request) -> Score:
+    async def answers(self, requests: Sequence[Request]) -> list[Answer]:
         try:
-            score: Score = await self._host.score.remote(request)
+            answers: list[Answer] = await self._host.answers.remote(requests)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, MegarlError):
                 raise error.cause from None
             raise
-        return score
+        return answers
 
     def close(self) -> None:
         # Its worker processes notice that their channel is closed, and end.
@@ -78,7 +78,7 @@ class _RemotePool:
 @dataclass(slots=True, kw_only=True)
 class _Node:
     name: str
-    pool: ScoringBackend
+    pool: WorkerPool | _RemotePool
     num_waiting: int = 0
     rests_until: float = 0.0
     """On the clock of time.monotonic."""
@@ -107,12 +107,16 @@ class SpreadPool:
             if name not in self._nodes:
                 self._nodes[name] = _Node(name=name, pool=self._open(name, is_own=name == own))
 
-    def _open(self, node: str, *, is_own: bool) -> ScoringBackend:
+    def _open(self, node: str, *, is_own: bool) -> WorkerPool | _RemotePool:
         if is_own:
             return WorkerPool(self._task, log_path=self._run_folder / _LOG_FILE)
         return _RemotePool(self._task, node, log_path=self._run_folder / f"reward_{node[:8]}.log")
 
     async def score(self, request: Request) -> Score:
+        (answer,) = await self.answers([request])
+        return score_of(answer)
+
+    async def answers(self, requests: Sequence[Request]) -> list[Answer]:
         """Score on the node where the fewest responses wait; on another one if the node fails."""
         tried: set[str] = set()
         while True:
@@ -125,7 +129,7 @@ class SpreadPool:
             node = min(left, key=lambda each: (each.rests_until > now, each.num_waiting))
             node.num_waiting += 1
             try:
-                return await node.pool.score(request)
+                return await node.pool.answers(requests)
             except ray.exceptions.RayError as error:
                 logger.warning("node=%s its reward workers are lost: %s", node.name, str(error).splitlines()[0])
                 node.rests_until = now + _REST_S

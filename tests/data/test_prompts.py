@@ -41,6 +41,7 @@ def test_a_prompt_goes_through_the_chat_template_up_to_the_answer(
     assert (second.uid, second.position, second.epoch) == ("train.parquet:1", 1, 0)
     assert (second.data_source, second.ground_truth) == ("sums", "2")
     assert second.demonstration is None
+    assert second.messages == ({"role": "user", "content": "12+3="},)
     assert loaded.num_dropped == 0
 
 

@@ -33,6 +33,7 @@ def make_group() -> MakeGroup:
             data_source="arithmetic",
             ground_truth=ground_truth,
             extra_info=extra_info or {},
+            messages=({"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 6 * 7?"}),
         )
         rollouts = tuple(_rollout(text, finish_reason) for text in texts)
         return RolloutGroup(prompt=prompt, rollouts=rollouts)

@@ -37,7 +37,8 @@ def test_a_missing_file_is_a_problem(tmp_path: Path) -> None:
         ("x = 1", "reward.name", "has no function compute_score"),
         ("compute_score = 3", "reward.name", "is a int, not a function"),
         ("def compute_score(a, b, c): return 1", "reward.name", "compute_score(a, b, c)"),
-        ("def compute_score(solution_str, ground_truth): return 1", "reward.name", "keywords data_source"),
+        ("def compute_score(solution_str, truth): return 1", "reward.name", "by these names, data_source"),
+        ("def compute_score(): return 1", "reward.name", "may be, by these names"),
         ("import nowhere_to_be_found", "reward.path", "my_reward.py:1"),
         ("x = 1\ndef compute_score(:\n", "reward.path", "my_reward.py:2"),
         ("raise SystemExit(0)", "reward.path", "raised SystemExit"),
@@ -51,6 +52,13 @@ def test_a_broken_file_is_a_problem_with_its_key(
     assert problem.key == key
     assert complaint in problem.message
     assert "\n" not in problem.message
+
+
+def test_a_function_of_groups_takes_one_list(make_reward: MakeReward) -> None:
+    config = make_reward("def compute_score(samples, other): return []").model_copy(update={"scores_groups": True})
+    (problem,) = check_reward(config)
+    assert problem.key == "reward.name"
+    assert problem.message.endswith("must take one list, the samples of a group")
 
 
 def test_an_import_that_hangs_is_a_problem(make_reward: MakeReward) -> None:

@@ -29,6 +29,7 @@ class Judge:
     def __init__(self) -> None:
         self.replies: list[tuple[int, bytes]] = [(200, b"1")]
         self.pause_s = 0.0
+        self.retry_after_s: int | None = None
         self.requests: list[tuple[float, dict[str, str], dict[str, object]]] = []
         self.most_at_once = 0
         self._at_once = 0
@@ -42,6 +43,8 @@ class Judge:
                 time.sleep(outer.pause_s)
                 outer.leave()
                 self.send_response(status)
+                if outer.retry_after_s is not None:
+                    self.send_header("Retry-After", str(outer.retry_after_s))
                 if status == 302:
                     self.send_header("Location", outer.url + "/elsewhere")
                 self.end_headers()
@@ -96,7 +99,27 @@ def test_a_judge_gets_the_sample_and_its_number_is_the_score(server: Judge, make
         "solution_str": "so 42",
         "ground_truth": "42",
         "extra_info": {"level": 3},
+        "prompt": "What is 6 * 7?",
     }
+
+
+def test_the_recipe_names_the_facts_that_a_judge_gets(server: Judge, make_group: MakeGroup) -> None:
+    scores(config_of(server, fields=["messages", "response", "group", "finish_reason"]), make_group("42"))
+    ((_, _, body),) = server.requests
+    assert body == {
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 6 * 7?"}],
+        "response": "42",
+        "group": ["42"],
+        "finish_reason": "stop",
+    }
+
+
+def test_a_judge_is_asked_again_no_earlier_than_it_says(server: Judge, make_group: MakeGroup) -> None:
+    server.replies = [(429, b""), (200, b"1")]
+    server.retry_after_s = 1
+    assert scores(config_of(server), make_group("42"))[0].value == 1
+    (first, _, _), (second, _, _) = server.requests
+    assert second - first >= 1
 
 
 def test_components_are_weighed(server: Judge, make_group: MakeGroup) -> None:

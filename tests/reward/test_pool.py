@@ -318,3 +318,57 @@ def test_an_answer_that_claims_to_be_huge_is_none(make_reward: MakeReward) -> No
     with pytest.raises(ScoreError, match="ended its worker process"):
         asyncio.run(pool.score(request("")))
     pool.close()
+
+
+FORKS = """
+import os, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "2" and os.fork() == 0:
+        return 99
+    return int(solution_str)
+"""
+
+
+@pytest.mark.fault("a reward function that forks", "the child's answer is no sample's score")
+def test_a_function_that_forks_moves_no_score_to_another_sample(make_reward: MakeReward) -> None:
+    pool = pool_of(make_reward(FORKS))
+
+    async def scenario() -> list[float]:
+        return [(await pool.score(request(text))).value for text in "123456"]
+
+    assert asyncio.run(scenario()) == [1, 2, 3, 4, 5, 6]
+    pool.close()
+
+
+WRITES_TO_THE_CHANNEL = """
+import json, os, stat, struct
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    payload = PAYLOAD
+    for descriptor in range(3, 64):
+        try:
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.write(descriptor, struct.pack("!I", len(payload)) + payload)
+        except OSError:
+            pass
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        "b'no JSON'",
+        "b'[' * 100_000",
+        "json.dumps({'id': 0, 'answers': [{'score': 1.0, 'components': {}}]}).encode()",
+        "json.dumps({'id': 1, 'answers': []}).encode()",
+        "json.dumps({'id': 1, 'answers': [{'score': 'NaN', 'components': {}}]}).encode()",
+        "json.dumps({'id': 1, 'answers': [{'score': float('nan'), 'components': {}}]}).encode()",
+    ],
+)
+def test_an_answer_that_is_not_the_samples_own_is_no_score(payload: str, make_reward: MakeReward) -> None:
+    pool = pool_of(make_reward(WRITES_TO_THE_CHANNEL.replace("PAYLOAD", payload)))
+    with pytest.raises(ScoreError, match="got an answer that is not its own"):
+        asyncio.run(pool.score(request("")))
+    pool.close()

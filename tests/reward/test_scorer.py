@@ -91,6 +91,51 @@ def test_a_function_may_do_without_extra_info_or_be_async(make_group: MakeGroup,
     assert [score.value for score in scores_of(slow, make_group("12", "123"))] == [7, 7]
 
 
+def test_a_function_gets_what_it_names(make_group: MakeGroup, make_reward: MakeReward) -> None:
+    config = make_reward(
+        """
+        def compute_score(prompt, messages, response, token_ids, finish_reason, group):
+            assert prompt == "What is 6 * 7?"
+            assert [message["role"] for message in messages] == ["system", "user"]
+            assert token_ids == [5] and finish_reason == "stop"
+            return group.index(response)
+        """
+    )
+    assert [score.value for score in scores_of(config, make_group("41", "42"))] == [0, 1]
+
+
+COUNTS_ALIKE = """
+def compute_score(samples):
+    texts = [sample["solution_str"] for sample in samples]
+    assert all(sample["group"] == texts for sample in samples)
+    return [{"score": texts.count(text), "length": len(text)} if text else None for text in texts]
+"""
+
+
+def test_a_function_may_score_a_whole_group(make_group: MakeGroup, make_reward: MakeReward) -> None:
+    config = make_reward(COUNTS_ALIKE).model_copy(update={"scores_groups": True, "on_error": "mask"})
+    assert check_reward(config) == []
+    scores = scores_of(config, make_group("41", "42", "", "41"))
+    assert [(score.value, score.is_masked) for score in scores] == [(2, False), (1, False), (0, True), (2, False)]
+    assert scores[0].components == {"length": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("result", "complaint"),
+    [
+        ("1.0", "returned a float for 2 samples; return a list of one result per sample"),
+        ("[1.0]", "returned 1 results for 2 samples"),
+        ("[1.0, float('nan')]", "rollout 1: returned nan for score"),
+    ],
+)
+def test_a_group_needs_one_score_per_rollout(
+    result: str, complaint: str, make_group: MakeGroup, make_reward: MakeReward
+) -> None:
+    config = make_reward(f"def compute_score(samples): return {result}").model_copy(update={"scores_groups": True})
+    with pytest.raises(RewardError, match=complaint):
+        scores_of(config, make_group("1", "2"))
+
+
 def test_numbers_of_a_dict_become_components(make_group: MakeGroup, make_reward: MakeReward) -> None:
     config = make_reward(
         """

@@ -16,6 +16,7 @@ from megarl.checkpoint.manifest import FileDigest, Manifest, OnBytes, sync, veri
 from megarl.config.model import ModelShape
 from megarl.errors import CheckpointError
 from megarl.system.faults import reach, step_in
+from megarl.system.run_lock import check_held
 from megarl.weights.layouts.canonical import canonical_tensors
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -48,6 +49,7 @@ def list_checkpoints(parent: Path) -> list[Path]:
 def begin(folder: Path, *, num_bytes: int) -> Path:
     """Return an empty folder for a checkpoint of about `num_bytes`; leftovers of killed saves are removed."""
     parent = folder.parent
+    check_held(parent.parent)
     parent.mkdir(parents=True, exist_ok=True)
     for leftover in parent.glob("step_*.tmp"):
         shutil.rmtree(leftover)
@@ -67,6 +69,7 @@ def commit(partial: Path, folder: Path, manifest: Manifest) -> None:
     """Write the manifest, give the complete checkpoint its name and make it the latest."""
     write_manifest(partial, manifest)
     reach("manifest_written", step=step_in(partial))
+    check_held(folder.parent.parent)
     for inner in {inside for name in manifest.files for inside in PurePosixPath(name).parents}:
         sync(partial / inner)
     reach("folders_synced", step=step_in(partial))

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from megarl.planner.run_plan import check_fit
 from megarl.runtime.exit_notice import exit_notice
 from megarl.runtime.inputs import recipe_with_steps
 from megarl.runtime.resume import ResumeChoice, choose, is_of_run
+from megarl.system.run_lock import run_lock
 
 
 def train(
@@ -51,18 +52,16 @@ def train(
     refuse_nodes_without_cluster(recipe.pools, address)
     environment = ray_environment(address, recipe.cluster)
     recipe = recipe_with_steps(recipe)
-    decision = choose(recipe, resume)
-    point = decision.point
-    with (
-        exit_notice(recipe.run_folder),
-        observing(
-            recipe,
-            display=display,
-            resumed_step=0 if point is None else point.step,
-            is_continued=point is not None and is_of_run(point, recipe),
-        ) as observer,
-        environment,
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(run_lock(recipe.run_folder))
+        decision = choose(recipe, resume)
+        point = decision.point
+        stack.enter_context(exit_notice(recipe.run_folder))
+        is_continued = point is not None and is_of_run(point, recipe)
+        resumed_step = 0 if point is None else point.step
+        watching = observing(recipe, display=display, resumed_step=resumed_step, is_continued=is_continued)
+        observer = stack.enter_context(watching)
+        stack.enter_context(environment)
         for note in decision.notes:
             observer.warned(note)
         from megarl.runtime.run import run_recipe  # noqa: PLC0415 - imports Ray, which reads the environment then

@@ -12,6 +12,7 @@ from megarl.cli.train import print_report
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 from megarl.observe.report import ReportRow, RunReport
 from megarl.tools.quickstart.arithmetic import make_arithmetic
+from tests.system.test_run_lock import another_driver
 
 
 def test_the_table_has_every_row_and_the_picture_its_path() -> None:
@@ -62,3 +63,28 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_starts(
         monkeypatch.delenv(variable.name, raising=False)
     assert run(["train", str(path), "--override-fit"]) not in (0, 2)
     assert "no token" in capsys.readouterr().err
+
+
+def test_a_second_driver_of_a_run_is_refused_before_it_touches_anything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = make_arithmetic(tmp_path, num_train=8, num_sft=1, num_eval=1)
+    recipe = {
+        "run": {"name": "mine", "folder": str(tmp_path / "runs"), "steps": 1, "device": "cpu"},
+        "model": {"path": str(files.model)},
+        "data": {"train": [str(files.train)], "max_prompt_tokens": 32},
+        "pools": {"all": {"gpus_per_node": 1}},
+        "roles": {"actor": {"pool": "all"}, "rollout": {"pool": "all"}},
+        "algorithm": {"kind": "grpo"},
+        "sampling": {"max_response_tokens": 8},
+        "train": {"prompts_per_step": 2, "tokens_per_micro_batch": 64},
+    }
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "of_the_first").touch()
+    with another_driver(tmp_path / "runs" / "mine") as first:
+        assert run(["train", str(path)]) == 5
+    assert f"process {first.pid} on " in capsys.readouterr().err
+    assert [each.name for each in (tmp_path / "runs").iterdir() if not each.name.startswith(".")] == ["mine"]
+    assert (tmp_path / "runs" / "mine" / "of_the_first").exists()

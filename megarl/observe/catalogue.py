@@ -32,6 +32,7 @@ _LABEL_VALUES = {
     "role": 8,
     "number": 32,
     "source": 8,
+    "sink": 8,
 }
 """Exported values of each label; a label that is not here has one value in a run."""
 _UNITS = ("per_second", "seconds", "bytes", "ratio", "tokens", "steps", "groups", "nats")
@@ -144,6 +145,13 @@ TOKENS_PER_SECOND = _gauge(
     "run", "tokens_per_second", "Tokens of the last step over its duration", source="step.tokens_per_second"
 )
 WARNINGS = _counter("run", "warnings", "Warnings shown")
+SINK_FAILURES = _counter(
+    "run",
+    "sink_failures",
+    "Events that a file or a display of the run could not take",
+    "sink",
+    known=("EventLog", "Targets"),
+)
 REFUSED_SERIES = _counter("run", "refused_series", "Values not exported because their metric has too many label values")
 
 EPOCH = _gauge("data", "epoch", "Epoch of the last step's newest prompt, from 0", source="step.epoch")

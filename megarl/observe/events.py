@@ -5,7 +5,10 @@ The report, the run page and `megarl doctor` are made from this file; its last l
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -22,6 +25,10 @@ from megarl.system.secret import masked
 from megarl.types import PolicyVersion
 
 EVENTS_FILE = "events.jsonl"
+MAX_WAITING_BYTES = 64 << 20
+"""Events that wait for a disk; beyond it the oldest are dropped."""
+
+logger = logging.getLogger(__name__)
 
 
 class RunStatus(StrEnum):
@@ -179,13 +186,17 @@ class Record:
     """An event with its number and time."""
 
     sequence: int
-    """From 0, without gaps, over the whole file."""
+    """From 0, without gaps, over the whole file, unless lines were lost or damaged."""
     time: datetime
     event: Annotated[Event, Field(discriminator="kind")]
 
 
 class Sink(Protocol):
-    """Receives the records, in order, in the loop's thread; must not block for long."""
+    """Receives the records, in order, in the loop's thread; must not block for long.
+
+    `record` raises OSError, ValueError or MachineError where it cannot write; the observer then reports it and goes on,
+    and the sink tries again with the next record.
+    """
 
     def record(self, record: Record) -> None: ...
 
@@ -193,13 +204,19 @@ class Sink(Protocol):
 
 
 class EventLog:
-    """The sink that writes the file. An existing file is continued, and so are its sequence numbers."""
+    """The sink that writes the file. An existing file is continued, and so are its sequence numbers.
+
+    Lines that cannot be written wait, up to a limit, and are written before the next one. No line is written in part.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._waiting: deque[bytes] = deque()
+        self._num_waiting_bytes = 0
+        self._num_lost = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.next_sequence = _prepare(path)
+            self.next_sequence, self._end = _prepare(path)
             # Unbuffered: the line is in the file when `record` returns, even if the process is killed next.
             self._file = path.open("ab", buffering=0)
         except OSError as error:
@@ -208,27 +225,69 @@ class EventLog:
     def record(self, record: Record) -> None:
         # JSON has no NaN; a string survives the round trip and strict parsers.
         line = masked(to_json(record, inf_nan_mode="strings").decode()).encode() + b"\n"
+        self._waiting.append(line)
+        self._num_waiting_bytes += len(line)
+        while self._num_waiting_bytes > MAX_WAITING_BYTES:
+            self._num_waiting_bytes -= len(self._waiting.popleft())
+            self._num_lost += 1
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            self._write(self._waiting[0])
+            self._num_waiting_bytes -= len(self._waiting.popleft())
+        if self._num_lost:
+            logger.warning("%s: %d events are lost: it could not be written for too long", self._path, self._num_lost)
+            self._num_lost = 0
+
+    def _write(self, line: bytes) -> None:
+        """Write a whole line or nothing: what a full disk took of it is cut off again."""
+        left = memoryview(line)
         try:
-            self._file.write(line)
-        except OSError as error:
-            raise MachineError(f"{self._path}: cannot be written: {error.strerror}") from error
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            if len(left) < len(line):
+                self._file.truncate(self._end)
+            raise
+        self._end += len(line)
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._write_waiting()
+        except OSError as error:
+            logger.warning("%s: %d events are lost: %s", self._path, len(self._waiting), error.strerror)
+        with suppress(OSError):
+            self._file.close()
 
 
 def read_events(path: Path) -> Iterator[Record]:
-    """Yield all records of a file. An unfinished last line, left by a killed writer, is ignored."""
-    yield from EventTail(path).read()
+    """Yield all records of a file, without its damaged lines and without an unfinished last one."""
+    tail = EventTail(path)
+    yield from tail.read()
+    if tail.damage:
+        logger.warning("%s", tail.damage)
 
 
 class EventTail:
-    """Reads a file that may still grow: each `read` returns the records added since the last one."""
+    """Reads a file that may still grow: each `read` returns the records added since the last one.
+
+    A line that is not an event, as a power failure or another version of megarl leaves it, is skipped and counted.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
         self._num_lines = 0
+        self._num_damaged = 0
+        self._first_damage = ""
+
+    @property
+    def damage(self) -> str:
+        """How many lines were skipped and why; empty if all are events."""
+        if not self._num_damaged:
+            return ""
+        return f"{self._path}: {self._num_damaged} damaged lines are left out; the first is {self._first_damage}"
 
     def read(self) -> list[Record]:
         try:
@@ -238,34 +297,38 @@ class EventTail:
         except OSError as error:
             raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
         complete = text[: text.rfind(b"\n") + 1]
-        first = self._num_lines + 1
-        lines = complete.splitlines()
-        records = [_parse(line, where=f"{self._path}: line {n}") for n, line in enumerate(lines, start=first)]
+        records = []
+        for line in complete.split(b"\n")[:-1]:
+            self._num_lines += 1
+            try:
+                records.append(_RECORD.validate_json(line))
+            except ValidationError as error:
+                self._num_damaged += 1
+                self._first_damage = self._first_damage or f"line {self._num_lines}: {_reason(error)}"
         self._offset += len(complete)
-        self._num_lines += len(lines)
         return records
 
 
 _RECORD: TypeAdapter[Record] = TypeAdapter(Record)
 
 
-def _parse(line: bytes, *, where: str) -> Record:
-    try:
-        return _RECORD.validate_json(line)
-    except ValidationError as error:
-        detail = error.errors()[0]
-        key = ".".join(str(part) for part in detail["loc"])
-        raise DataError(f"{where} is not an event of this version of megarl: {key}: {detail['msg']}") from None
+def _reason(error: ValidationError) -> str:
+    detail = error.errors()[0]
+    key = ".".join(str(part) for part in detail["loc"])
+    return f"{key}: {detail['msg']}" if key else detail["msg"]
 
 
-def _prepare(path: Path) -> int:
-    """Return the next sequence number, after cutting off an unfinished last line so that the next one is whole."""
+def _prepare(path: Path) -> tuple[int, int]:
+    """Return the next sequence number and the size of the file, without an unfinished last line, which is cut off."""
     if not path.exists():
-        return 0
+        return 0, 0
     text = path.read_bytes()
     complete = text[: text.rfind(b"\n") + 1]
     if len(complete) < len(text):
         with path.open("r+b") as file:
             file.truncate(len(complete))
-    lines = complete.splitlines()
-    return _parse(lines[-1], where=f"{path}: the last line").sequence + 1 if lines else 0
+    # Backwards: the last lines may be damaged.
+    for line in reversed(complete.split(b"\n")):
+        with suppress(ValidationError):
+            return _RECORD.validate_json(line).sequence + 1, len(complete)
+    return 0, len(complete)

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from types import TracebackType
 
-from megarl.errors import PreemptedError
+from megarl.errors import MachineError, PreemptedError
 from megarl.observe import catalogue as names
 from megarl.observe.events import (
     CheckpointFailed,
@@ -58,6 +58,8 @@ class Observer:
         self._has_finished = False
         self._step_warnings = StepWarnings()
         self._group_seconds: list[float] = []
+        self._failing: set[str] = set()
+        """Names of the sinks that cannot write now."""
 
     def run_started(self, started: RunStarted) -> None:
         self._emit(started)
@@ -219,8 +221,26 @@ class Observer:
     def _emit(self, event: Event) -> None:
         record = Record(sequence=self._next_sequence, time=datetime.now(UTC), event=event)
         self._next_sequence += 1
-        for sink in self._sinks:
+        notes = [self._pass_on(sink, record) for sink in self._sinks]
+        for note in notes:
+            if note is not None:
+                self.warned(note)
+
+    def _pass_on(self, sink: Sink, record: Record) -> str | None:
+        """Give a record to one sink; return the text to show when it begins or ceases to fail. No sink ends a run."""
+        name = type(sink).__name__
+        try:
             sink.record(record)
+        except (OSError, ValueError, MachineError) as error:
+            self._meter.add(names.SINK_FAILURES, 1, name)
+            if name in self._failing:
+                return None
+            self._failing.add(name)
+            return f"{name} cannot write ({_reason(error)}); the run goes on, and it tries again with every event"
+        if name not in self._failing:
+            return None
+        self._failing.remove(name)
+        return f"{name} writes again"
 
 
 def _status(error: BaseException | None) -> RunStatus:

@@ -6,9 +6,10 @@ import logging
 import math
 import platform
 import shutil
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,13 +21,13 @@ from megarl.observe import catalogue as names
 from megarl.observe.events import (
     EVENTS_FILE,
     EventLog,
+    EventTail,
     PhaseEnded,
     PhaseStarted,
     Record,
     RunStarted,
     Sink,
     StepFinished,
-    read_events,
 )
 from megarl.observe.loggers import LoggerSink, open_loggers
 from megarl.observe.meter import Meter
@@ -71,12 +72,13 @@ def observing(
             recipe=recipe.model_dump(mode="json"),
         )
         events = folder / EVENTS_FILE
-        metrics = Metrics(meter, earlier=read_events(events) if events.exists() else ())
+        earlier = EventTail(events)
+        metrics = Metrics(meter, earlier=earlier.read() if events.exists() else ())
         log = EventLog(events)
         stack.callback(log.close)
         set_constants(meter, recipe)
         stack.enter_context(logging_to(folder / LOG_FILE))
-        stack.callback(display.close)
+        stack.callback(_close, display)
         targets = Targets(folder, run=recipe.run.name, exporter=endpoint.address if endpoint else None)
         stack.callback(targets.close)
         loggers = LoggerSink(meter, open_loggers(recipe.observe, started))
@@ -86,7 +88,14 @@ def observing(
             observer.run_started(started)
             if retired is not None:
                 observer.warned(f"an earlier run of this name was moved to {retired}")
+            if earlier.damage:
+                observer.warned(earlier.damage)
             yield observer
+
+
+def _close(display: Sink) -> None:
+    with suppress(OSError):  # the terminal is gone, or its file's disk is full
+        display.close()
 
 
 def _retire_earlier_run(folder: Path) -> Path | None:
@@ -138,10 +147,26 @@ class _Formatter(logging.Formatter):
         return masked(super().format(record))
 
 
+class _LogFile(logging.FileHandler):
+    """Says once that it cannot write; the lines of that time are lost, and the run goes on."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the name in logging
+        if not self._has_failed:
+            self._has_failed = True
+            with suppress(OSError):
+                sys.stderr.write(f"megarl: {self.baseFilename} cannot be written: {sys.exception()}\n")
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
     """Append everything that megarl logs at INFO and above to `path`, with UTC times."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     formatter = _Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)

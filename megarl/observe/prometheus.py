@@ -8,6 +8,7 @@ of a path.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
@@ -23,6 +24,8 @@ TARGETS_FILE = "prometheus_targets.json"
 LINKS_FOLDER = ".prometheus"
 EXPORTER_JOB = "megarl"
 ENGINE_JOB = "sglang"
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsEndpoint:
@@ -71,29 +74,35 @@ class Targets:
         self._run = run
         self._exporter = exporter
         self._engines: dict[int, str] = {}
+        self._is_current = False
+        """Whether the file has what it should have: a full disk may have prevented it."""
         self._write()
         _link(self._path)
 
     def record(self, record: Record) -> None:
         match record.event:
             case EngineChanged(index=index, is_running=False):
-                if self._engines.pop(index, None) is not None:
-                    self._write()
+                self._is_current &= self._engines.pop(index, None) is None
             case EngineChanged(index=index, address=address):
-                if self._engines.get(index) != address:
-                    self._engines[index] = address
-                    self._write()
+                self._is_current &= self._engines.get(index) == address
+                self._engines[index] = address
+        if not self._is_current:
+            self._write()
 
     def close(self) -> None:
         self._exporter = None
         self._engines = {}
-        self._write()
+        try:
+            self._write()
+        except MachineError as error:
+            logger.warning("%s", error)
 
     def _write(self) -> None:
         targets = [] if self._exporter is None else [self._target(self._exporter, job=EXPORTER_JOB)]
         for index, address in sorted(self._engines.items()):
             targets.append(self._target(address, job=ENGINE_JOB, engine=str(index)))
         write_targets(self._path, targets)
+        self._is_current = True
 
     def _target(self, address: str, **labels: str) -> Target:
         return Target(targets=[address], labels={"run": self._run, **labels})

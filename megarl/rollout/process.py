@@ -18,6 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -207,16 +208,18 @@ class EngineProcess:
         return self.spec.log_path.with_suffix(".keys.yaml")
 
     def _write_log(self) -> None:
-        """Append the output to the log, which outlives restarts, until the last writing process is gone."""
+        """Append the output to the log, which outlives restarts, until the last writing process is gone.
+
+        Lines that a full disk does not take are lost: unread, they would block the server.
+        """
         assert self._process is not None
         assert self._process.stdout is not None
-        with self._process.stdout as output, self.spec.log_path.open("a", encoding="utf-8") as log:
+        with self._process.stdout as output, self.spec.log_path.open("ab", buffering=0) as log:
             for raw in output:
-                line = raw.decode("utf-8", errors="replace")
                 # SGLang prints all its options, including its keys, when it starts.
-                line = masked(line)
-                log.write(line)
-                log.flush()
+                line = masked(raw.decode("utf-8", errors="replace"))
+                with suppress(OSError):
+                    log.write(line.encode())
                 self._tail.append(line.rstrip())
 
     def _log_hint(self) -> str:

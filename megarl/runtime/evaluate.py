@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,12 +14,15 @@ import numpy as np
 from megarl.algo.grade import grade, is_right
 from megarl.config.recipe import EvaluationConfig
 from megarl.data.rollout_files import Generation, generations_file, write_generations
+from megarl.errors import MachineError
 from megarl.observe.observer import Observer
 from megarl.results import EvalResult
 from megarl.runtime.saver import Saver
 from megarl.runtime.tasks import task_group
 from megarl.stages import Generator, Phases, Scorer
 from megarl.types import PolicyVersion, Prompt, ScoredGroup, TokenArray
+
+logger = logging.getLogger(__name__)
 
 _LONG_WAIT_S = 1.0
 
@@ -167,15 +171,16 @@ class HeldOutEvaluator:
         return await self._scorer.score(await generator.generate(prompt))
 
     def _keep(self, step: int, greedy: Sequence[ScoredGroup], sampled: Sequence[ScoredGroup]) -> None:
-        write_generations(
-            generations_file(self._run_folder, step),
-            (
-                generation
-                for groups, is_greedy in ((greedy, True), (sampled, False))
-                for scored in groups
-                for generation in self._generations(scored, is_greedy=is_greedy)
-            ),
+        generations = (
+            generation
+            for groups, is_greedy in ((greedy, True), (sampled, False))
+            for scored in groups
+            for generation in self._generations(scored, is_greedy=is_greedy)
         )
+        try:
+            write_generations(generations_file(self._run_folder, step), generations)
+        except MachineError as error:
+            logger.warning("the generations of an evaluation are not kept: %s", error)
 
     def _generations(self, scored: ScoredGroup, *, is_greedy: bool) -> Iterator[Generation]:
         prompt = scored.group.prompt

@@ -160,7 +160,7 @@ class _RunLock:
             try:
                 self.check()
             except MachineError as error:
-                logger.error("%s", error)  # noqa: TRY400 - no traceback: it is the other driver's doing
+                logger.error("%s", error)
                 os.kill(os.getpid(), signal.SIGINT)
                 return
             self.holder = replace(self.holder, beat=self.holder.beat + 1)

@@ -27,6 +27,8 @@ _SECTIONS = {
     "tests/reward": "rewards",
     "tests/checkpoint": "saves",
     "tests/runtime": "the run",
+    "tests/observe": "the run",
+    "tests/system": "the run",
 }
 """By the beginning of a test's file; the first that fits."""
 

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
 from pathlib import Path
 
 import pytest
 
-from megarl.errors import DataError, MachineError
+from megarl.errors import MachineError
+from megarl.observe import events
 from megarl.observe.events import EventLog, Record, StepFinished, Warned, read_events
 from tests.observe.samples import BEGAN, one_of_each, records, step_finished
+from tests.small_disk import filled, small_disk
 
 
 def write(path: Path, *written: Record) -> None:
@@ -66,12 +69,77 @@ def test_a_line_cut_off_by_a_crash_is_left_out_and_does_not_spoil_the_next(tmp_p
     assert texts == ["a", "c"]
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+DAMAGES = {
+    "zeros": lambda lines: [lines[0], b"\0" * 300, *lines[1:]],
+    "half a line and the next one": lambda lines: [lines[0], lines[1][:40] + lines[2], *lines[3:]],
+    "an event of another version": lambda lines: [b'{"sequence": 0, "kind": "of_old"}', *lines],
+    "text that is not UTF-8": lambda lines: [*lines, b"\xff\xfe"],
+}
+
+
+@pytest.mark.fault("a damaged line in events.jsonl", "left out and told; train, report and doctor go on")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_line_is_left_out_and_counted(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "events.jsonl"
-    write(path, *records([Warned(text="a")]))
-    path.write_text(path.read_text() + '{"sequence": 1}\n')
-    with pytest.raises(DataError, match=r"events\.jsonl: line 2 is not an event"):
-        list(read_events(path))
+    write(path, *records([Warned(text=text) for text in "abcd"]))
+    path.write_bytes(b"\n".join(DAMAGES[damage](path.read_bytes().splitlines())) + b"\n")
+    texts = [record.event.text for record in read_events(path) if isinstance(record.event, Warned)]
+    assert texts == (["a", "d"] if damage.startswith("half") else ["a", "b", "c", "d"])
+    assert f"{path}: 1 damaged lines are left out; the first is line " in caplog.text
+
+    log = EventLog(path)
+    assert log.next_sequence == 4
+    log.record(Record(sequence=log.next_sequence, time=BEGAN, event=Warned(text="e")))
+    log.close()
+    assert list(read_events(path))[-1].event == Warned(text="e")
+
+
+def test_a_file_without_any_event_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"\0" * 4096 + b"\n")
+    log = EventLog(path)
+    log.record(Record(sequence=log.next_sequence, time=BEGAN, event=Warned(text="a")))
+    log.close()
+    assert [record.sequence for record in read_events(path)] == [0]
+
+
+@pytest.mark.needs("root")
+def test_a_full_disk_leaves_whole_lines_and_loses_no_event(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", num_bytes=1 << 20) as disk:
+        path = disk / "events.jsonl"
+        log = EventLog(path)
+        # Longer than a page: the disk takes the first part of a line.
+        written = records([Warned(text=f"{number}" * 3000) for number in range(9)])
+        failures: list[int | None] = []
+        for record in written[:3]:
+            log.record(record)
+        with filled(disk, leaving=4096):
+            for record in written[3:7]:
+                try:
+                    log.record(record)
+                except OSError as error:
+                    failures.append(error.errno)
+                assert path.read_bytes().endswith(b"\n"), "no half line, whoever reads now"
+        for record in written[7:]:
+            log.record(record)
+        log.close()
+        assert set(failures) == {errno.ENOSPC}
+        assert list(read_events(path)) == written
+
+
+def test_events_that_wait_too_long_are_dropped_from_the_oldest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(events, "MAX_WAITING_BYTES", 2000)
+    log = EventLog(tmp_path / "events.jsonl")
+    with Path("/dev/full").open("ab", buffering=0) as full, monkeypatch.context() as context:
+        context.setattr(log, "_file", full)
+        for record in records([Warned(text=str(number) * 500) for number in range(9)]):
+            with pytest.raises(OSError, match="No space left"):
+                log.record(record)
+    log.close()
+    assert [record.sequence for record in read_events(tmp_path / "events.jsonl")] == [6, 7, 8]
+    assert "6 events are lost" in caplog.text
 
 
 def test_a_folder_that_cannot_be_made_is_an_environment_problem(tmp_path: Path) -> None:

@@ -11,14 +11,12 @@ import pytest
 
 from megarl.config.recipe import Recipe
 from megarl.errors import EngineError, PreemptedError
-from megarl.observe.events import (
-    RunFinished,
-    RunStarted,
-    RunStatus,
-    read_events,
-)
+from megarl.observe.events import Record, RunFinished, RunStarted, RunStatus, Warned, read_events
 from megarl.observe.observing import observing
+from megarl.observe.prometheus import TARGETS_FILE
+from megarl.types import PolicyVersion
 from tests.observe.samples import ListSink, evaluated, make_recipe, published, step_summary
+from tests.small_disk import filled, small_disk
 
 
 def test_file_endpoint_and_display_are_told_the_same(tmp_path: Path) -> None:
@@ -126,3 +124,65 @@ def test_what_is_logged_during_a_run_is_kept(tmp_path: Path) -> None:
     logger.info("after the run")
     (line,) = (tmp_path / "sample" / "megarl.log").read_text().splitlines()
     assert line.endswith("INFO megarl.weights published version=3")
+
+
+@pytest.mark.needs("root")
+@pytest.mark.fault(
+    "a disk of the run folder that is really full for a while", "told once; the run goes on; no event is lost"
+)
+def test_a_full_disk_ends_no_run_and_loses_no_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    display = ListSink()
+    with small_disk(tmp_path / "disk", num_bytes=1 << 20) as disk:
+        with observing(make_recipe(disk), display=display) as observer:
+            with filled(disk):
+                for step in (1, 2):
+                    with observer.phase("generate"):
+                        logging.getLogger("megarl.test").warning("a line that finds no room " * 300)
+                    observer.engine_changed(
+                        0, "healthy", is_serving=True, is_running=True, version=PolicyVersion(step), address="a:1"
+                    )
+                    observer.step_summarized(step_summary(step))
+            observer.published(published(3).result)
+            started = display.events[0]
+            assert isinstance(started, RunStarted)
+            page = httpx.get(str(started.metrics_url), trust_env=False).text
+            targets = (disk / "sample" / TARGETS_FILE).read_text()
+        assert list(read_events(disk / "sample" / "events.jsonl")) == display.records
+    texts = [event.text for event in display.events if isinstance(event, Warned)]
+    assert sorted(text.partition(" (")[0] for text in texts if "write" in text) == [
+        "EventLog cannot write",
+        "EventLog writes again",
+        "Targets cannot write",
+        "Targets writes again",
+    ]
+    assert 'megarl_sink_failures_total{run="sample",sink="EventLog"}' in page
+    assert "a:1" in targets, "written once there was room"
+    assert capsys.readouterr().err.count("megarl.log cannot be written") == 1
+
+
+def test_a_display_that_fails_ends_no_run(tmp_path: Path) -> None:
+    class Gone(ListSink):
+        def record(self, record: Record) -> None:
+            super().record(record)
+            raise BrokenPipeError(32, "Broken pipe")
+
+        def close(self) -> None:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    with observing(make_recipe(tmp_path), display=Gone()) as observer:
+        observer.step_summarized(step_summary(1))
+    kinds = [record.event.kind for record in read_events(tmp_path / "sample" / "events.jsonl")]
+    assert kinds == ["run_started", "warned", "step_finished", "run_finished"]
+
+
+def test_a_damaged_line_of_an_earlier_process_is_told_and_stops_nothing(tmp_path: Path) -> None:
+    with observing(make_recipe(tmp_path), display=ListSink()) as observer:
+        observer.step_summarized(step_summary(1))
+    path = tmp_path / "sample" / "events.jsonl"
+    path.write_bytes(b"\0" * 300 + b"\n" + path.read_bytes())
+    display = ListSink()
+    with observing(make_recipe(tmp_path), display=display, resumed_step=1, is_continued=True):
+        pass
+    warned = [event.text for event in display.events if isinstance(event, Warned)]
+    assert len(warned) == 1
+    assert "1 damaged lines are left out; the first is line 1" in warned[0]

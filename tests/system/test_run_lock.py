@@ -98,9 +98,11 @@ def test_a_driver_on_another_machine_is_seen_by_its_beats(tmp_path: Path) -> Non
     beating = threading.Thread(target=beat)
     beating.start()
     try:
-        with pytest.raises(MachineError, match="process 12 on node7 is running this run now"):
-            with run_lock(folder, still_s=30):
-                pass
+        with (
+            pytest.raises(MachineError, match="process 12 on node7 is running this run now"),
+            run_lock(folder, still_s=30),
+        ):
+            pass
     finally:
         stop.set()
         beating.join()
@@ -133,9 +135,12 @@ def test_without_flock_the_beats_decide(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     folder = tmp_path / "mine"
-    with another_driver(folder), pytest.raises(MachineError, match="is running this run now"):
-        with run_lock(folder, still_s=60):
-            pass
+    with (
+        another_driver(folder),
+        pytest.raises(MachineError, match="is running this run now"),
+        run_lock(folder, still_s=60),
+    ):
+        pass
     with run_lock(folder, still_s=0.5) as holder:
         assert holder.token == 2
 
@@ -143,21 +148,28 @@ def test_without_flock_the_beats_decide(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.fault("a driver that was frozen until another took over", "it ends and commits no checkpoint")
 def test_a_driver_that_lost_its_lock_ends_and_saves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
-    with pytest.raises(MachineError, match="process 12 on node7 has taken over this run"):
+
+    def drive() -> None:
         with run_lock(folder, beat_s=3600):
             check_held(folder)
             write(folder, ELSEWHERE)
             begin(checkpoint_folder(folder / "checkpoints", 3), num_bytes=0)
+
+    with pytest.raises(MachineError, match="process 12 on node7 has taken over this run"):
+        drive()
     assert not folder.exists(), "not even a folder was made"
     assert json.loads(lock_file(folder).read_text())["pid"] == ELSEWHERE.pid, "the other keeps the lock"
 
 
 def test_a_driver_that_lost_its_lock_is_interrupted(tmp_path: Path) -> None:
+    def drive() -> None:
+        with run_lock(tmp_path / "mine", beat_s=0.05):
+            write(tmp_path / "mine", ELSEWHERE)
+            threading.Event().wait(60)
+
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(MachineError, match="has taken over this run"):
-            with run_lock(tmp_path / "mine", beat_s=0.05):
-                write(tmp_path / "mine", ELSEWHERE)
-                threading.Event().wait(60)
+            drive()
     finally:
         signal.signal(signal.SIGINT, before)

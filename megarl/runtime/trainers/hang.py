@@ -195,14 +195,18 @@ def explain_hang(answers: Sequence[Answer], *, method: str, late: Sequence[int])
     return HangReport(missing=missing, waiting=waiting)
 
 
-def write_report(folder: Path, *, role: str, method: str, headline: str, answers: Sequence[Answer]) -> Path:
+def write_report(folder: Path, *, role: str, method: str, headline: str, answers: Sequence[Answer]) -> str:
+    """Write the stacks of all ranks; return where they are, or why they could not be written."""
     now = datetime.now(UTC)
     path = folder / f"hang_{now:%Y%m%dT%H%M%S}_{role}_{method}.txt"
     lines = [headline, f"written {now:%Y-%m-%d %H:%M:%S} UTC", ""]
     for rank, answer in enumerate(answers):
         lines += [f"==== {role} rank {rank} ====", *_describe(answer, method), ""]
-    path.write_text("\n".join(lines))
-    return path
+    try:
+        path.write_text("\n".join(lines))
+    except OSError as error:
+        return f"its stacks are lost: {path} cannot be written: {error.strerror}"
+    return f"all stacks are in {path}"
 
 
 def _describe(answer: Answer, method: str) -> list[str]:

@@ -284,8 +284,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         report = explain_hang(answers, method=method, late=late)
         headline = f"{self.role}: {method} did not finish within {timeout_s:g} s (train.operation_timeout_s): {report}"
         write = partial(write_report, self._report_folder, role=self.role, method=method)
-        path = await asyncio.to_thread(write, headline=headline, answers=answers)
-        return f"{headline}; all stacks are in {path}"
+        return f"{headline}; {await asyncio.to_thread(write, headline=headline, answers=answers)}"
 
     async def _stacks_of(self, rank: int) -> Answer:
         try:

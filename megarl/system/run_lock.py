@@ -48,7 +48,7 @@ class Holder:
     host: str
     pid: int
     boot_id: str
-    """Of the kernel: equal for all containers of a machine, another one after a reboot."""
+    """The kernel's: equal for all containers of a machine, another one after a reboot."""
     token: int
     beat: int = 0
     has_released: bool = False

@@ -6,9 +6,11 @@
     │   └── RewardError      3   the reward cannot be loaded or reached, or has changed
     │       └── ScoreError       one rollout has no score: the reward failed, was late or returned nonsense
     ├── CheckpointError      4   nothing that verifies can be loaded, or a folder is broken
-    │   └── DamagedError         a file does not have the bytes that were written; an earlier checkpoint may be whole
+    │   ├── DamagedError         a file does not have the bytes that were written; an earlier checkpoint may be whole
+    │   └── FinishedError        the run took all its steps before; nothing is left to do
     ├── MachineError         5   ports, devices, packages, processes of this machine
     ├── PreemptedError      75   the run was asked to stop; requeue it
+    │   └── StoppedError   130   Ctrl-C: saved as for a preemption
     ├── FleetError          76   no engine that can generate is left
     │   ├── EngineError          one engine failed; the fleet may have others
     │   └── WeightSyncError      a publish was not committed
@@ -76,12 +78,20 @@ class DamagedError(CheckpointError):
     pass
 
 
+class FinishedError(CheckpointError):
+    pass
+
+
 class MachineError(MegarlError):
     exit_code = 5
 
 
 class PreemptedError(MegarlError):
     exit_code = 75
+
+
+class StoppedError(PreemptedError):
+    exit_code = 130
 
 
 class FleetError(MegarlError):

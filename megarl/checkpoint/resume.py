@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
 from megarl.checkpoint.folder import list_checkpoints
 from megarl.checkpoint.manifest import Manifest, read_manifest, verify
 from megarl.checkpoint.state import RunState, read_state
-from megarl.errors import CheckpointError
+from megarl.config.recipe import Recipe
+from megarl.errors import CheckpointError, FinishedError
 
 _IDENTITY: Mapping[str, tuple[str, ...] | None] = {
     "run": ("seed",),
@@ -25,8 +26,12 @@ _IDENTITY: Mapping[str, tuple[str, ...] | None] = {
 }
 """Keys that decide what is trained on and how, by section; None stands for the whole section.
 
-Layout, length, paths and output are left out. Model and data are compared by content where they are read.
+Layout, length, paths and output are left out. Prompts are compared by content where they are read.
 """
+
+_MODELS = ("model.path", "roles.critic.path", "roles.reference.path")
+"""Folders of weights. A checkpoint has its own weights: another folder here would be recorded and never read."""
+_MAX_TOLD = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +55,13 @@ class Decision:
     """Sentences for the user about the choice."""
 
 
-def decide(parent: Path, *, recipe_digest: str, num_steps: int, damaged: Collection[Path] = ()) -> Decision:
+def decide(
+    parent: Path, *, recipe: Mapping[str, JsonValue], num_steps: int, damaged: Collection[Path] = ()
+) -> Decision:
     """Choose the newest checkpoint that is complete, if the run can continue from it.
 
-    Folders in `damaged` are passed over. If there are checkpoints and none is left, a CheckpointError leaves the
-    decision to the user.
+    Folders in `damaged` are passed over. Where a checkpoint exists and the run cannot continue from it, a
+    CheckpointError leaves the decision to the user: nothing is moved.
     """
     notes: list[str] = []
     for folder in list_checkpoints(parent):
@@ -62,12 +69,14 @@ def decide(parent: Path, *, recipe_digest: str, num_steps: int, damaged: Collect
             notes.append(f"skipped {folder}: damaged")
             continue
         try:
-            obstacle = _obstacle(read_manifest(folder), recipe_digest=recipe_digest, num_steps=num_steps)
-            if obstacle is not None:
-                return Decision(point=None, notes=(*notes, f"starting anew: {folder} {obstacle}"))
-            return Decision(point=open_complete(folder), notes=tuple(notes))
+            manifest = read_manifest(folder)
+            obstacle = _obstacle(manifest, folder, recipe=recipe, num_steps=num_steps)
+            if obstacle is None:
+                return Decision(point=open_complete(folder), notes=tuple(notes))
         except CheckpointError as error:
             notes.append(f"skipped {folder}: {error}")
+            continue
+        raise obstacle
     if notes:
         raise CheckpointError(
             f"no checkpoint of this run verifies; --resume never starts anew and keeps them: {'; '.join(notes)}"
@@ -75,27 +84,90 @@ def decide(parent: Path, *, recipe_digest: str, num_steps: int, damaged: Collect
     return Decision(point=None)
 
 
-def open_named(folder: Path, *, recipe_digest: str, num_steps: int) -> Decision:
-    """Choose the checkpoint that the user named; a changed recipe is allowed and noted."""
+def open_named(folder: Path, *, recipe: Mapping[str, JsonValue], num_steps: int) -> Decision:
+    """Choose the checkpoint that the user named; a changed recipe is allowed, and each change is noted."""
     manifest = read_manifest(folder)
     if manifest.contents != "everything":
         raise CheckpointError(f"{folder}: has only weights; start from them with model.path={folder / 'model'}")
     if manifest.step >= num_steps:
         raise CheckpointError(f"{folder}: is at step {manifest.step}, run.steps is {num_steps}; raise run.steps")
-    is_changed = manifest.recipe_digest != recipe_digest
-    notes = (f"the recipe differs from the one {folder} was made with",) if is_changed else ()
-    return Decision(point=open_complete(folder), notes=notes)
+    notes = [f"{change}, unlike in {folder}" for change in list_changes(manifest.recipe, recipe)]
+    notes += [
+        f"{key} is not read: weights and optimizer are those of {folder}"
+        for key in _MODELS[:2]
+        if _changed_path(key, manifest.recipe, recipe)
+    ]
+    return Decision(point=open_complete(folder), notes=tuple(notes))
 
 
-def _obstacle(manifest: Manifest, *, recipe_digest: str, num_steps: int) -> str | None:
-    """Return why the run cannot continue from an intact checkpoint, as the end of a sentence; None if it can."""
+def _obstacle(
+    manifest: Manifest, folder: Path, *, recipe: Mapping[str, JsonValue], num_steps: int
+) -> CheckpointError | None:
+    """Return why the run cannot continue from an intact checkpoint; None if it can."""
+    changes = list_changes(manifest.recipe, recipe)
+    if changes:
+        others = [f"and {len(changes) - _MAX_TOLD} more"] if len(changes) > _MAX_TOLD else []
+        return CheckpointError(
+            f"{folder} was made with another recipe: {', '.join([*changes[:_MAX_TOLD], *others])}; go back to it, "
+            f"go on from there nevertheless with --resume {folder}, give the new run another run.name, "
+            "or start anew with --resume never, which moves the earlier run aside"
+        )
     if manifest.step >= num_steps:
-        return f"is at step {manifest.step} of {num_steps}, the run was finished"
+        return FinishedError(
+            f"the run is finished: {folder} is at step {manifest.step} of {num_steps}; raise run.steps to train on, "
+            "give a new run another run.name, or start anew with --resume never, which moves this one aside"
+        )
     if manifest.contents != "everything":
-        return "has only weights"
-    if manifest.recipe_digest != recipe_digest:
-        return "was made with another recipe (--resume PATH resumes from it nevertheless)"
+        return CheckpointError(
+            f"{folder} has only weights (checkpoint.contents), from which a run cannot resume; start another run from "
+            f"them with model.path={folder / 'model'} and another run.name, or start anew with --resume never"
+        )
     return None
+
+
+def list_changes(before: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> list[str]:
+    """Return every key that matters to a continued run and differs, as `a.b is 2, was 1`."""
+    before = _with_defaults(before)
+    leaves_before, leaves_now = (dict(_leaves(_identity(recipe), "")) for recipe in (before, now))
+    keys = list(dict.fromkeys((*leaves_now, *leaves_before)))
+    changed = [key for key in keys if leaves_before.get(key) != leaves_now.get(key)]
+    changed += [key for key in _MODELS if _changed_path(key, before, now)]
+    return [f"{key} is {_shown(now, key)}, was {_shown(before, key)}" for key in changed]
+
+
+def _with_defaults(recipe: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """Return the recipe with today's defaults for keys that it was written without."""
+    try:
+        return Recipe.model_validate(recipe).model_dump(mode="json")
+    except ValidationError:
+        return recipe
+
+
+def _leaves(value: JsonValue, key: str) -> Iterator[tuple[str, JsonValue]]:
+    if isinstance(value, dict) and value:
+        for name, child in value.items():
+            yield from _leaves(child, f"{key}.{name}" if key else name)
+    else:
+        yield key, value
+
+
+def _find(recipe: Mapping[str, JsonValue], key: str) -> JsonValue:
+    value: JsonValue = dict(recipe)
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _shown(recipe: Mapping[str, JsonValue], key: str) -> str:
+    value = _find(recipe, key)
+    return "not set" if value is None else str(value)
+
+
+def _changed_path(key: str, before: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> bool:
+    first, second = _find(before, key), _find(now, key)
+    if isinstance(first, str) and isinstance(second, str):
+        return Path(first).resolve() != Path(second).resolve()
+    return first != second
 
 
 def open_complete(folder: Path) -> ResumePoint:
@@ -106,9 +178,13 @@ def open_complete(folder: Path) -> ResumePoint:
 
 def identity_digest(recipe: Mapping[str, JsonValue]) -> str:
     """Return the digest of the keys that must stay the same for a run to continue; `recipe` is a manifest's."""
+    return hashlib.sha256(json.dumps(_identity(recipe), sort_keys=True).encode()).hexdigest()
+
+
+def _identity(recipe: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     identity: dict[str, JsonValue] = {}
     for name, keys in _IDENTITY.items():
-        section = recipe[name]
-        assert isinstance(section, dict), f"{name} is {section!r}"
-        identity[name] = section if keys is None else {key: section[key] for key in keys}
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        section = recipe.get(name)
+        if isinstance(section, dict):
+            identity[name] = section if keys is None else {key: section[key] for key in keys if key in section}
+    return identity

@@ -27,6 +27,7 @@ from megarl.observe.events import (
     EngineChanged,
     Evaluated,
     Event,
+    Noted,
     PublishFailed,
     Record,
     Restarted,
@@ -168,6 +169,11 @@ def _(event: Restarted) -> str:
     if event.role == "trainers":
         return f"warning: all trainer ranks restart {event.reason}"
     return f"{event.role} {event.index} restarts: {event.reason}"
+
+
+@_line.register
+def _(event: Noted) -> str:
+    return event.text
 
 
 @_line.register

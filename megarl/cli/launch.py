@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from megarl.cli.recipe import Overrides, RecipePath, load_checked
+from megarl.config.load import read_recipe
+from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, MachineError, Problem
+from megarl.planner.run_plan import PlanQuestion, answer
 
 launch_app = typer.Typer(no_args_is_help=True, help="Make jobs for schedulers.")
 
@@ -27,9 +31,7 @@ def slurm(
     recipe: RecipePath,
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.", show_default=False)],
     overrides: Overrides = None,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Those of the largest pool if not given; processes on a CPU run.")
-    ] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Those of the largest pool if not given.")] = None,
     cpus_per_node: Annotated[int | None, typer.Option(min=1, help="Whole nodes if not given.")] = None,
     gpu_request: Annotated[
         str | None, typer.Option(metavar="OPTION", help="Replaces --gpus-per-node=N, as in --gres=gpu:h100:8.")
@@ -40,14 +42,13 @@ def slurm(
     container: Annotated[
         str | None, typer.Option(metavar="IMAGE", help="A .sif file for Apptainer, or an image for pyxis.")
     ] = None,
-    venv: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The environment of this command if not given.")
-    ] = None,
-    mount: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="DIR", help="Mount this folder too. May be repeated."),
-    ] = None,
+    venv: Annotated[Path | None, typer.Option(metavar="DIR", help="That of this command if not given.")] = None,
+    mount: Annotated[list[Path] | None, typer.Option(metavar="DIR", help="Mount it too. May be repeated.")] = None,
     max_failures: Annotated[int, typer.Option(min=0, help="Give up after this many failures of machines.")] = 3,
+    shape: Annotated[str | None, typer.Option(help="A public model's name, where model.path is missing here.")] = None,
+    overrides_fit: Annotated[
+        bool, typer.Option("--override-fit", help="Write the job even if the run does not fit its GPUs.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the script here; by default it is printed.")
     ] = None,
@@ -55,12 +56,13 @@ def slurm(
 ) -> None:
     """Write an sbatch script for a recipe.
 
-    The job runs Ray on every node and megarl on the first, saves before its time limit, and is queued again.
+    The job runs Ray on every node and megarl on the first, saves before its time limit, and is queued again. The recipe
+    has to fit its GPUs by `megarl plan`. Model and data may be on the cluster only; the job checks them there.
     """
     if container is not None and venv is not None:
         problem = Problem(key="", message="name a --container or a --venv, not both")
         raise ConfigError("megarl launch slurm", (problem,))
-    checked = load_checked(recipe, overrides)
+    checked = _checked(recipe, overrides or [], shape=shape, overrides_fit=overrides_fit)
 
     from megarl.tools.launch.slurm import SlurmJob, render
 
@@ -81,6 +83,25 @@ def slurm(
         max_failures=max_failures,
     )
     _deliver(render(job, checked), out, is_submitted=is_submitted)
+
+
+def _checked(path: Path, overrides: list[str], *, shape: str | None, overrides_fit: bool) -> Recipe:
+    """Return the recipe after the checks that are possible here; raise a ConfigError if it does not fit its GPUs."""
+    recipe = read_recipe(path, overrides).recipe
+    missing = [str(each) for each in (recipe.model.path, *recipe.data.train, *recipe.data.eval) if not each.exists()]
+    if not missing:
+        load_checked(path, overrides)
+    else:
+        print(f"warning: not on this machine, checked when the job starts: {', '.join(missing)}", file=sys.stderr)
+    if recipe.run.device == "cpu" or overrides_fit:
+        return recipe
+    planned = answer(path, overrides, PlanQuestion(shape_name=shape))
+    if not planned.plan.sizes.fits:
+        ways = [" ".join(f"--set {each}" for each in proposal.assignments) for proposal in planned.proposals]
+        remedy = f"fits with {' or with '.join(ways)}" if ways else "it needs more GPUs or a smaller model"
+        message = f"{planned.plan.sizes.excess}; {remedy}; --override-fit writes the job anyway"
+        raise ConfigError(str(path), (Problem(key=f"does not fit {planned.plan.gpu.name}", message=message),))
+    return recipe
 
 
 def _deliver(script: str, out: Path | None, *, is_submitted: bool) -> None:

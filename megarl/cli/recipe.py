@@ -27,12 +27,12 @@ Overrides = Annotated[
 
 
 def load_checked(path: Path, overrides: list[str] | None) -> Recipe:
-    """Return the recipe after all checks that are possible before a run starts; print warnings to stderr."""
+    """Return the recipe after all checks that read no rows; print warnings to stderr."""
     recipe = load_recipe(path, overrides or (), checks=(check_recipe, lambda recipe: check_reward(recipe.reward)))
 
-    from megarl.runtime.inputs import check_data
+    from megarl.runtime.preflight import check_columns
 
-    check_data(recipe)
+    check_columns(recipe.data, recipe.algorithm)
     for warning in advise(recipe, read_model_shape(recipe.model.path)):
         print(f"warning: {warning}", file=sys.stderr)
     return recipe
@@ -42,14 +42,30 @@ def validate(
     recipe: RecipePath,
     overrides: Overrides = None,
     is_explained: Annotated[bool, typer.Option("--explain", help="Print every value and where it was set.")] = False,
+    is_quick: Annotated[
+        bool, typer.Option("--quick", help="Only the recipe and its files: no rows, no call of the reward, no GPU.")
+    ] = False,
 ) -> None:
-    """Report every problem of a recipe, its data and its reward. Starts nothing."""
+    """Report every problem of a recipe, its data and its reward. Starts nothing.
+
+    Reads all rows, scores the ground truth of a row of each data source, and looks for the GPU and the metrics port.
+    """
     checked = load_checked(recipe, overrides)
     if is_explained:
         print_explanation(recipe, overrides or [])
+    summary = ""
+    if not is_quick:
+        from megarl.runtime.launch import ray_address_of
+        from megarl.runtime.preflight import check_start
+
+        # A recipe of several nodes runs elsewhere: the GPUs of this machine say nothing about it.
+        is_wide = any(pool.nodes > 1 for pool in checked.pools.values())
+        inputs = check_start(checked, address="elsewhere" if is_wide else ray_address_of(checked.run))
+        held_out = f", {len(inputs.eval)} held out" if inputs.eval else ""
+        summary = f", {len(inputs.train.prompts)} prompts{held_out}"
     steps, epochs = checked.run.steps, checked.run.epochs
     length = " or ".join([f"{epochs} epoch(s)"] * bool(epochs) + [f"{steps} steps"] * bool(steps))
-    print(f"{recipe}: ok: {checked.algorithm.kind}, {length}, runs in {checked.run_folder}")
+    print(f"{recipe}: ok: {checked.algorithm.kind}, {length}{summary}, runs in {checked.run_folder}")
 
 
 def print_explanation(recipe: Path, overrides: list[str]) -> None:

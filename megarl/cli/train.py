@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from megarl.cli.recipe import Overrides, RecipePath, load_checked
+from megarl.errors import FinishedError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,16 +53,21 @@ def train(
 
     console = make_console()
     show_warnings(console)
-    with traced(checked.run_folder, timeline) as tasks_file:
-        launch.train(
-            checked,
-            display=make_display(console),
-            resume=_resume_choice(resume),
-            allows_data_change=allows_data_change,
-            overrides_fit=overrides_fit,
-            tasks_file=tasks_file,
-        )
+    console.print(f"{recipe}: checking model, data and reward")
+    try:
+        with traced(checked.run_folder, timeline) as tasks_file:
+            launch.train(
+                checked,
+                display=make_display(console),
+                resume=_resume_choice(resume),
+                allows_data_change=allows_data_change,
+                overrides_fit=overrides_fit,
+                tasks_file=tasks_file,
+            )
+    except FinishedError as error:
+        console.print(str(error))
     print_report(make_report(checked.run_folder), console)
+    print_next(checked.run_folder, console)
 
 
 def _resume_choice(text: str) -> Path | Literal["auto", "never"]:
@@ -83,6 +89,23 @@ def print_report(report: RunReport, console: Console) -> None:
         table.add_row(row.name, _number(row.first), _number(row.last), *best)
     console.print(table)
     console.print(f"curves: {report.curves}")
+
+
+def print_next(run: Path, console: Console) -> None:
+    """Print what people do with a run that is done."""
+    model = run / "checkpoints" / "latest" / "model"
+    lines = [
+        ("curves, timeline and rollouts in a browser", f"megarl view {run}"),
+        ("wrong answers of the last evaluation", f"megarl samples {run} --wrong"),
+        ("what to change if it did not learn", f"megarl doctor {run}"),
+    ]
+    if model.exists():
+        lines += [
+            ("the model, in Hugging Face format", str(model)),
+            ("in another place or dtype", f"megarl export {run}"),
+        ]
+    width = max(len(text) for text, _ in lines)
+    console.print("\n".join(["what next", *(f"  {text:<{width}}  {command}" for text, command in lines)]))
 
 
 def _number(value: float) -> str:

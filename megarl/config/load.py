@@ -130,18 +130,17 @@ def _problem(details: object, root: type[BaseModel]) -> Problem:
     key = ".".join(str(part) for part in _without_tags(location, root))
     match details["type"]:
         case "extra_forbidden":
-            known = _siblings(location, root)
-            near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.6)
-            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
-            return Problem(key=key, message=f"unknown key{hint}")
+            return Problem(key=key, message=f"unknown key; {_suggestion(location, root)}")
         case "missing":
             return Problem(key=key, message="missing; this key has no default")
         case "union_tag_not_found":
             kinds = ", ".join(_kinds(location, root))
             return Problem(key=f"{key}.kind", message=f"missing; one of {kinds}")
         case "union_tag_invalid":
-            expected = str(details["ctx"]["expected_tags"])
-            return Problem(key=f"{key}.kind", message=f"unknown {details['ctx']['tag']!r}; one of {expected}")
+            tag, expected = str(details["ctx"]["tag"]), str(details["ctx"]["expected_tags"])
+            near = _nearest(tag, _kinds(location, root))
+            hint = f"; did you mean {near}?" if near else ""
+            return Problem(key=f"{key}.kind", message=f"unknown {tag!r}{hint}; one of {expected}")
         case "model_type" | "model_attributes_type" | "dict_type":
             return Problem(key=key, message=f"{_quoted(details['input'])}: a section belongs here; write its keys")
         case "tuple_type" | "list_type":
@@ -152,6 +151,92 @@ def _problem(details: object, root: type[BaseModel]) -> Problem:
             message = str(details["msg"])
             sentence = message[0].lower() + message[1:]
             return Problem(key=key, message=f"{_quoted(details['input'])}: {sentence}")
+
+
+def _suggestion(location: _Location, root: type[BaseModel]) -> str:
+    """Return the key with this word in another section, else the nearest one, else the keys of the section."""
+    word, known = str(location[-1]), _siblings(location, root)
+    keys = list(keys_of(root))
+    is_of_another_kind = tuple(map(str, _without_tags(location, root))) in keys
+    if word in FOREIGN_WORDS:
+        return f"did you mean {FOREIGN_WORDS[word]}?"
+    same: list[Key] = [] if is_of_another_kind else [key for key in keys if key[-1] == word]
+    near = None if same else _nearest(word, known)
+    if near is None and not same and not is_of_another_kind:
+        nearest = _nearest(word, [key[-1] for key in keys], cutoff=0.85)
+        same = [key for key in keys if key[-1] == nearest]
+    if same:
+        near = ".".join(sorted(same, key=lambda key: (key[0] != location[0], len(key)))[0])
+    return f"did you mean {near}?" if near else f"known are {', '.join(known)}"
+
+
+def _nearest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str | None:
+    lowered = word.lower().replace("-", "_")
+    if lowered in known:
+        return lowered
+    near = difflib.get_close_matches(lowered, [each for each in known if each != word], n=1, cutoff=cutoff)
+    foreign = _FOREIGN_KINDS.get(lowered)
+    return foreign if foreign in known else (near[0] if near else None)
+
+
+def keys_of(model: type[BaseModel], path: Key = ()) -> Iterator[Key]:
+    """Yield every key below a section; `<name>` stands for a name that the user chooses."""
+    for name, field in model.model_fields.items():
+        yield (*path, name)
+        inner = (*path, name, "<name>") if get_origin(field.annotation) is dict else (*path, name)
+        for section in _sections_in(field.annotation):
+            yield from keys_of(section, inner)
+
+
+FOREIGN_WORDS = {
+    # Words of verl and TRL, by the key that means the same.
+    "adv_estimator": "algorithm.kind",
+    "beta": "algorithm.kl.coef",
+    "clip_ratio": "algorithm.loss.clip_low",
+    "clip_ratio_high": "algorithm.loss.clip_high",
+    "clip_ratio_low": "algorithm.loss.clip_low",
+    "entropy_coeff": "algorithm.entropy_coef",
+    "epsilon": "algorithm.loss.clip_low",
+    "epsilon_high": "algorithm.loss.clip_high",
+    "eval_steps": "evaluation.every_steps",
+    "experiment_name": "run.name",
+    "gpu_memory_utilization": "roles.rollout.memory_fraction",
+    "grad_clip": "train.optimizer.clip_grad_norm",
+    "kl_coef": "algorithm.kl.coef",
+    "kl_loss_coef": "algorithm.kl.coef",
+    "lr": "train.optimizer.learning_rate",
+    "max_completion_length": "sampling.max_response_tokens",
+    "max_grad_norm": "train.optimizer.clip_grad_norm",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_response_length": "sampling.max_response_tokens",
+    "max_steps": "run.steps",
+    "n": "sampling.rollouts_per_prompt",
+    "n_gpus_per_node": "pools.<name>.gpus_per_node",
+    "nnodes": "pools.<name>.nodes",
+    "norm_adv_by_std_in_grpo": "algorithm.normalize_std",
+    "num_generations": "sampling.rollouts_per_prompt",
+    "output_dir": "run.folder",
+    "ppo_epochs": "train.epochs",
+    "ppo_max_token_len_per_gpu": "train.tokens_per_micro_batch",
+    "ppo_mini_batch_size": "train.prompts_per_update",
+    "project_name": "observe.wandb.project",
+    "save_freq": "checkpoint.save_every_steps",
+    "save_steps": "checkpoint.save_every_steps",
+    "scale_rewards": "algorithm.normalize_std",
+    "tensor_model_parallel_size": "roles.actor.tensor",
+    "test_freq": "evaluation.every_steps",
+    "total_training_steps": "run.steps",
+    "train_batch_size": "train.prompts_per_step",
+    "train_files": "data.train",
+    "val_files": "data.eval",
+}
+_FOREIGN_KINDS = {
+    "ppo": "gae",
+    "dapo": "grpo",
+    "dr_grpo": "grpo",
+    "reinforce++": "reinforce_pp",
+    "reinforce_plus_plus": "reinforce_pp",
+}
 
 
 def _quoted(value: object) -> str:

@@ -151,6 +151,14 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """Progress outside the steps, for people."""
+
+    kind: Literal["noted"] = "noted"
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Warned:
     kind: Literal["warned"] = "warned"
     text: str
@@ -176,6 +184,7 @@ Event = (
     | Evaluated
     | CheckpointSaved
     | CheckpointFailed
+    | Noted
     | Warned
     | RunFinished
 )

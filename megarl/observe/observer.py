@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from types import TracebackType
 
-from megarl.errors import MachineError, PreemptedError
+from megarl.errors import MachineError, PreemptedError, StoppedError
 from megarl.observe import catalogue as names
 from megarl.observe.events import (
     CheckpointFailed,
@@ -22,6 +22,7 @@ from megarl.observe.events import (
     EngineChanged,
     Evaluated,
     Event,
+    Noted,
     PhaseEnded,
     PhaseStarted,
     Published,
@@ -162,6 +163,9 @@ class Observer:
     def checkpoint_failed(self, step: int, reason: str) -> None:
         self._emit(CheckpointFailed(step=step, reason=reason))
 
+    def noted(self, text: str) -> None:
+        self._emit(Noted(text=text))
+
     def warned(self, text: str) -> None:
         self._emit(Warned(text=text))
 
@@ -247,10 +251,10 @@ def _status(error: BaseException | None) -> RunStatus:
     match error:
         case None:
             return RunStatus.DONE
+        case StoppedError() | KeyboardInterrupt() | asyncio.CancelledError():
+            return RunStatus.INTERRUPTED
         case PreemptedError():
             return RunStatus.PREEMPTED
-        case KeyboardInterrupt() | asyncio.CancelledError():
-            return RunStatus.INTERRUPTED
         case _:
             return RunStatus.FAILED
 

@@ -20,6 +20,7 @@ from megarl.config.recipe import Recipe
 from megarl.observe import catalogue as names
 from megarl.observe.events import (
     EVENTS_FILE,
+    Evaluated,
     EventLog,
     EventTail,
     PhaseEnded,
@@ -40,6 +41,7 @@ from megarl.system.network import LOOPBACK, address_in
 from megarl.system.secret import masked
 
 LOG_FILE = "megarl.log"
+_RESULT_FOLDERS = ("checkpoints", "rollouts", "evaluations")
 _DRIVER = "driver"
 
 
@@ -49,8 +51,8 @@ def observing(
 ) -> Iterator[Observer]:
     """Yield the observer of one run, with its port open and its folder created.
 
-    An earlier run of the same name is moved to `<name>.N`, unless this one continues it. On exit the end of the run is
-    recorded, unless `run_finished` was called, and everything is closed.
+    An earlier run of the same name is moved to `<name>.N`, unless this one continues it or it took no step. On exit
+    the end of the run is recorded, unless `run_finished` was called, and everything is closed.
     """
     folder = recipe.run_folder
     with ExitStack() as stack:
@@ -99,14 +101,25 @@ def _close(display: Sink) -> None:
 
 
 def _retire_earlier_run(folder: Path) -> Path | None:
-    """Rename the folder of an earlier run to the first free `<name>.N`; return that path, None without such a run."""
-    if not folder.exists():
+    """Rename the folder of an earlier run to the first free `<name>.N`; return that path, None without such a run.
+
+    The folder of a start that failed has nothing to keep apart: its log is continued.
+    """
+    if not folder.exists() or not _has_results(folder):
         return None
     number = 1
     while (retired := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
     folder.rename(retired)
     return retired
+
+
+def _has_results(folder: Path) -> bool:
+    """Whether a run took a step or was evaluated; a folder without events is not a failed start either."""
+    events = folder / EVENTS_FILE
+    if not events.exists() or any((folder / name).exists() for name in _RESULT_FOLDERS):
+        return True
+    return any(isinstance(record.event, StepFinished | Evaluated) for record in read_events(events))
 
 
 def set_constants(meter: Meter, recipe: Recipe) -> None:

@@ -9,7 +9,6 @@ from megarl.config.algorithm import PolicyGradientConfig, SftConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.prompts import PromptSet, load_demonstrations, load_prompts
-from megarl.data.rows import check_files, num_rows
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.types import Prompt
 
@@ -49,20 +48,3 @@ def read_inputs(recipe: Recipe) -> Inputs:
         if data.eval_demonstrations
         else (),
     )
-
-
-def recipe_with_steps(recipe: Recipe) -> Recipe:
-    """Return the recipe with `run.steps`: for a run of epochs, counted with the prompts that are left to train on."""
-    if recipe.run.epochs is None:
-        return recipe
-    if recipe.data.overlong_prompts == "refuse":
-        return recipe.with_steps(num_rows(recipe.data.train))
-    return recipe.with_steps(len(read_inputs(recipe).train.prompts))
-
-
-def check_data(recipe: Recipe) -> None:
-    """Raise a DataError for the first row that a run would refuse; needs no model."""
-    check_files(recipe.data.train, recipe.data, as_demonstrations=isinstance(recipe.algorithm, SftConfig))
-    if recipe.evaluation is not None:
-        check_files(recipe.data.eval, recipe.data, as_demonstrations=False)
-        check_files(recipe.data.eval_demonstrations, recipe.data, as_demonstrations=True)

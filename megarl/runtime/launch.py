@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from pathlib import Path
 
+from megarl.checkpoint.resume import ResumePoint
 from megarl.config.recipe import ClusterConfig, Recipe, RunConfig
 from megarl.config.roles import PoolConfig
 from megarl.env import (
@@ -27,8 +28,8 @@ from megarl.observe.observing import observing
 from megarl.planner.hardware import gpu_of
 from megarl.planner.run_plan import check_fit
 from megarl.runtime.exit_notice import exit_notice
-from megarl.runtime.inputs import recipe_with_steps
-from megarl.runtime.resume import ResumeChoice, choose, is_of_run
+from megarl.runtime.preflight import check_start
+from megarl.runtime.resume import ResumeChoice, checked_resume_point, choose, is_of_run
 from megarl.system.run_lock import run_lock
 
 
@@ -51,31 +52,44 @@ def train(
     address = ray_address_of(recipe.run)
     refuse_nodes_without_cluster(recipe.pools, address)
     environment = ray_environment(address, recipe.cluster)
-    recipe = recipe_with_steps(recipe)
-    with ExitStack() as stack:
-        stack.enter_context(run_lock(recipe.run_folder))
+    with run_lock(recipe.run_folder):
+        # Everything that can be wrong with model, data and reward is found before an earlier run is moved.
+        inputs = check_start(recipe, address=address)
+        recipe = recipe.with_steps(len(inputs.train.prompts))
         decision = choose(recipe, resume)
-        point = decision.point
-        stack.enter_context(exit_notice(recipe.run_folder))
-        is_continued = point is not None and is_of_run(point, recipe)
-        resumed_step = 0 if point is None else point.step
-        watching = observing(recipe, display=display, resumed_step=resumed_step, is_continued=is_continued)
-        observer = stack.enter_context(watching)
-        stack.enter_context(environment)
-        for note in decision.notes:
-            observer.warned(note)
-        from megarl.runtime.run import run_recipe  # noqa: PLC0415 - imports Ray, which reads the environment then
-
-        run_recipe(
-            recipe,
-            observer,
-            ray_address=address,
-            resume=point,
-            choose_again=partial(choose, recipe, resume),
+        check = partial(
+            checked_resume_point,
+            model_folder=recipe.model.path,
+            shape=inputs.shape,
+            data_digest=inputs.train.digest,
             allows_data_change=allows_data_change,
-            asks_ray_for_gpu=recipe.run.device != "cpu" and recipe.cluster.gpu is None and not overrides_fit,
-            tasks_file=tasks_file,
         )
+        notes = [*decision.notes]
+        point = None if decision.point is None else check(decision.point, warn=notes.append)
+        is_continued = point is not None and is_of_run(point, recipe.run_folder)
+        resumed_step = 0 if point is None else point.step
+        started = observing(recipe, display=display, resumed_step=resumed_step, is_continued=is_continued)
+        with exit_notice(recipe.run_folder), started as observer, environment:
+            for note in notes:
+                observer.warned(note)
+
+            def choose_earlier(damaged: Collection[Path]) -> ResumePoint | None:
+                earlier = choose(recipe, resume, damaged=damaged).point
+                return None if earlier is None else check(earlier, warn=observer.warned)
+
+            from megarl.runtime.run import run_recipe  # noqa: PLC0415 - imports Ray, which reads the environment then
+
+            asks_ray = recipe.run.device != "cpu" and recipe.cluster.gpu is None and not overrides_fit
+            run_recipe(
+                recipe,
+                inputs,
+                observer,
+                ray_address=address,
+                resume=point,
+                choose_earlier=choose_earlier,
+                asks_ray_for_gpu=asks_ray,
+                tasks_file=tasks_file,
+            )
 
 
 def ray_address_of(run: RunConfig) -> str | None:

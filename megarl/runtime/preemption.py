@@ -1,16 +1,18 @@
-"""Preemption by SIGTERM or SIGUSR1: the run saves its last trained step and ends; after `grace_s` it ends at once.
+"""Preemption by SIGTERM, SIGUSR1 or Ctrl-C: the run saves its last trained step and ends; after `grace_s` at once.
 
-SIGUSR1 may be repeated (a scheduler's early warning); a second SIGTERM ends the run at once.
+SIGUSR1 may be repeated (a scheduler's early warning); a second SIGTERM or Ctrl-C ends the run at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
-from megarl.errors import PreemptedError
+from megarl.errors import PreemptedError, StoppedError
 
 
 class Preemption:
@@ -21,7 +23,7 @@ class Preemption:
         self._task = task
         self._grace_s = grace_s
         self._has_steps = False
-        self._num_sigterms = 0
+        self._num_orders = 0
         self._is_cancelled = False
 
     @property
@@ -37,13 +39,19 @@ class Preemption:
         self._has_steps = True
 
     def request(self, number: signal.Signals) -> None:
-        self._num_sigterms += number is signal.SIGTERM
+        self._num_orders += number is not signal.SIGUSR1
         if not self.is_requested:
             self.signal_name = number.name
             asyncio.get_running_loop().call_later(self._grace_s, self._cancel)
         self._asked.set()
-        if self._num_sigterms > 1 or not self._has_steps:
+        if self._num_orders > 1 or not self._has_steps:
             self._cancel()
+
+    def error(self, text: str) -> PreemptedError:
+        """Return the error that ends the run; `text` says where it stands."""
+        if self.signal_name == signal.SIGINT.name:
+            return StoppedError(f"stopped by Ctrl-C {text}; the same command goes on from its newest checkpoint")
+        return PreemptedError(f"stopped by {self.signal_name} {text}; everything it started is gone")
 
     def _cancel(self) -> None:
         # A second cancellation would interrupt the shutdown that the first one began.
@@ -54,21 +62,37 @@ class Preemption:
 
 @contextmanager
 def preemptible(*, grace_s: float) -> Iterator[Preemption]:
-    """Turn the signals into a PreemptedError, raised after everything inside the block has been shut down."""
+    """Turn the signals into a PreemptedError, raised after everything inside the block has been shut down.
+
+    Outside the main thread, where Python handles no signals, `interrupt` stands for Ctrl-C.
+    """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     preemption = Preemption(task, grace_s=grace_s)
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) if is_main else ()
+    stop = partial(loop.call_soon_threadsafe, preemption.request, signal.SIGINT)
+    _interrupts.append(stop)
     for number in numbers:
         loop.add_signal_handler(number, preemption.request, number)
     try:
         yield preemption
     except asyncio.CancelledError:
         if preemption.is_requested:
-            raise PreemptedError(
-                f"stopped by {preemption.signal_name} before the step was saved; everything it started is gone"
-            ) from None
+            raise preemption.error("before the step was saved") from None
         raise
     finally:
+        _interrupts.remove(stop)
         for number in numbers:
             loop.remove_signal_handler(number)
+
+
+_interrupts: list[Callable[[], object]] = []
+"""One per run of this process that is under way."""
+
+
+def interrupt() -> bool:
+    """Do what Ctrl-C does, from any thread; return False if no run has begun to start its processes."""
+    for stop in _interrupts:
+        stop()
+    return bool(_interrupts)

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, checkpoint_folder
 from megarl.checkpoint.manifest import MODEL_FOLDER, digest_file
-from megarl.checkpoint.resume import Decision, ResumePoint, decide, identity_digest, open_complete, open_named
+from megarl.checkpoint.resume import Decision, ResumePoint, decide, open_complete, open_named
 from megarl.checkpoint.state import Ledger
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
@@ -24,23 +24,23 @@ _MAX_PAUSE_S = 60.0
 
 def choose(recipe: Recipe, choice: ResumeChoice, *, damaged: Collection[Path] = ()) -> Decision:
     """Return the checkpoint to resume from; ranks found that those in `damaged` do not verify."""
-    recipe_digest, num_steps = identity_digest(recipe.model_dump(mode="json")), recipe.run.total_steps
+    dumped, num_steps = recipe.model_dump(mode="json"), recipe.run.total_steps
     match choice:
         case "never":
             return Decision(point=None)
         case "auto":
             parent = recipe.run_folder.absolute() / CHECKPOINTS_FOLDER
-            return decide(parent, recipe_digest=recipe_digest, num_steps=num_steps, damaged=damaged)
+            return decide(parent, recipe=dumped, num_steps=num_steps, damaged=damaged)
         case Path():
             folder = choice.resolve()
             if folder in damaged:
                 raise CheckpointError(f"{folder}: damaged; name an earlier one, or start anew with --resume never")
-            return open_named(folder, recipe_digest=recipe_digest, num_steps=num_steps)
+            return open_named(folder, recipe=dumped, num_steps=num_steps)
 
 
-def is_of_run(point: ResumePoint, recipe: Recipe) -> bool:
+def is_of_run(point: ResumePoint, run_folder: Path) -> bool:
     """Whether a checkpoint lies in the run's own folder, which is then continued."""
-    return point.folder.resolve().is_relative_to(recipe.run_folder.resolve())
+    return point.folder.resolve().is_relative_to(run_folder.resolve())
 
 
 def last_good(

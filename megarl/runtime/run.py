@@ -1,19 +1,19 @@
 """One run, from recipe to result: starts everything in the order it can fail, and takes it down.
 
-Data and ports come before Ray, Ray before roles, roles before the first publish.
+Ray comes before roles, roles before the first publish; data and ports were checked before.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from megarl.checkpoint.resume import Decision, ResumePoint
+from megarl.checkpoint.resume import ResumePoint
 from megarl.config.recipe import Recipe
+from megarl.config.roles import RolesConfig
 from megarl.errors import DamagedError, MegarlError, WorkerError
 from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
@@ -22,9 +22,9 @@ from megarl.planner.run_plan import check_fit
 from megarl.runtime.build import LoopBuilder
 from megarl.runtime.cluster import Pool, accelerators, nodes_of, open_cluster, settle
 from megarl.runtime.engines.serving import Serving, connect, make_room, reserve_pools, start_serving
-from megarl.runtime.inputs import Inputs, read_inputs
+from megarl.runtime.inputs import Inputs
 from megarl.runtime.preemption import Preemption, preemptible
-from megarl.runtime.resume import Restarts, checked_resume_point, last_good
+from megarl.runtime.resume import Restarts, last_good
 from megarl.runtime.rewards import build_spread_scorer
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.start import running_trainers
@@ -33,36 +33,20 @@ from megarl.stages import Scorer
 
 def run_recipe(
     recipe: Recipe,
+    inputs: Inputs,
     observer: Observer,
     *,
     ray_address: str | None,
     resume: ResumePoint | None,
-    choose_again: ChooseAgain,
-    allows_data_change: bool,
+    choose_earlier: Callable[[Collection[Path]], ResumePoint | None],
     asks_ray_for_gpu: bool,
     tasks_file: Path | None,
 ) -> None:
     """Take every step of a run that is left. Ctrl-C and SIGTERM end it in order, with nothing left running.
 
-    `choose_again` returns another checkpoint where ranks find one damaged. With `asks_ray_for_gpu` a run that does not
-    fit the GPUs that Ray reports is refused before a role starts. A trace of Ray's tasks is written to `tasks_file`.
+    `choose_earlier` returns another checkpoint where ranks find some damaged. With `asks_ray_for_gpu` a run that does
+    not fit the GPUs that Ray reports is refused before a role starts. `tasks_file` gets a trace of Ray's tasks.
     """
-    with observer.phase("start"):
-        inputs = read_inputs(recipe)
-        check = partial(
-            checked_resume_point,
-            model_folder=recipe.model.path,
-            shape=inputs.shape,
-            data_digest=inputs.train.digest,
-            allows_data_change=allows_data_change,
-            warn=observer.warned,
-        )
-        resume = None if resume is None else check(resume)
-
-    async def choose_earlier(damaged: Collection[Path]) -> ResumePoint | None:
-        point = (await asyncio.to_thread(partial(choose_again, damaged=damaged))).point
-        return None if point is None else check(point)
-
     observer.data_read(num_prompts=len(inputs.train.prompts), num_dropped=inputs.train.num_dropped)
     if inputs.train.num_dropped:
         observer.warned(f"{inputs.train.num_dropped} prompts are too long and were dropped (data.overlong_prompts)")
@@ -70,10 +54,6 @@ def run_recipe(
     asyncio.run(
         run.take_steps(resume, ray_address=ray_address, asks_ray_for_gpu=asks_ray_for_gpu, tasks_file=tasks_file)
     )
-
-
-class ChooseAgain(Protocol):
-    def __call__(self, *, damaged: Collection[Path]) -> Decision: ...
 
 
 class _Run:
@@ -84,7 +64,7 @@ class _Run:
         recipe: Recipe,
         inputs: Inputs,
         observer: Observer,
-        choose_earlier: Callable[[Collection[Path]], Awaitable[ResumePoint | None]],
+        choose_earlier: Callable[[Collection[Path]], ResumePoint | None],
     ) -> None:
         self._recipe = recipe
         self._inputs = inputs
@@ -107,6 +87,7 @@ class _Run:
             if warning is not None:
                 observer.warned(warning)
             pools = reserve_pools(cluster, recipe.pools, recipe.roles.used_pools)
+            observer.noted(f"Ray is ready; starting {_roles_of(recipe.roles)}")
             async with AsyncExitStack() as stack, task_group() as tasks:
                 starting = start_serving(recipe, self._inputs.shape, pools, stack, observer=observer)
                 serving = tasks.create_task(starting)
@@ -147,7 +128,7 @@ class _Run:
                 if self._saved_steps:
                     point = await self._last_good(first)
                 else:
-                    point = first = await self._choose_earlier(self._damaged)
+                    point = first = await asyncio.to_thread(self._choose_earlier, self._damaged)
                 self._restarted(point, error)
 
     async def _last_good(self, first: ResumePoint | None) -> ResumePoint | None:
@@ -184,6 +165,8 @@ class _Run:
                 await make_room(recipe.roles, serving)
                 starting = running_trainers(recipe, shape, pools, resume=point)
                 trainers = await stack.enter_async_context(starting)
+                if not serving.done():
+                    self._observer.noted("trainer ranks are ready; waiting for the engines")
                 # Shielded: engines go on starting when ranks are lost meanwhile.
                 engines = await asyncio.shield(serving)
                 roles = await connect(recipe.roles, trainers, engines, stack, observer=self._observer)
@@ -198,5 +181,11 @@ class _Run:
                 saved=self._saved_steps.append,
             )
             loop = builder.loop()
+            self._observer.noted("everything is started; the first step begins")
             preemption.begin_steps()
             await loop.run()
+
+
+def _roles_of(roles: RolesConfig) -> str:
+    names = [f"{len(roles.megatron_roles)} trained or reference model(s)"]
+    return " and ".join([*names, "the engines"] if roles.rollout is not None else names)

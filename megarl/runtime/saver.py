@@ -33,7 +33,7 @@ from megarl.checkpoint.state import STATE_FILE, Best, Ledger, RunState, TrainerS
 from megarl.config.model import ModelShape
 from megarl.config.recipe import KeepBestConfig, Recipe
 from megarl.data.stream import PromptStream
-from megarl.errors import CheckpointError, ConfigError, PreemptedError, Problem, WorkerError
+from megarl.errors import CheckpointError, ConfigError, Problem, WorkerError
 from megarl.observe.observer import Observer
 from megarl.results import EvalResult
 from megarl.runtime.buffer import Buffer
@@ -245,16 +245,17 @@ class RunSaver:
 
     async def _leave(self) -> NoReturn:
         """Save the last trained step, unless it is saved, and end the run."""
-        mark, name = self._mark, self._preemption.signal_name
+        mark = self._mark
         if mark is None:
-            raise PreemptedError(f"stopped by {name} before a step was trained; everything it started is gone")
+            raise self._preemption.error("before a step was trained")
+        self._observer.noted(f"{self._preemption.signal_name}: saving step {mark.step}")
         with self._observer.phase("save"):
             await self._settle()
             if mark.step not in self._saved_steps:
                 await self._begin(mark)
                 await self._settle()
         outcome = "saved" if mark.step in self._saved_steps else f"not saved: {self._failure}"
-        raise PreemptedError(f"stopped by {name} after step {mark.step}: {outcome}; everything it started is gone")
+        raise self._preemption.error(f"after step {mark.step}: {outcome}")
 
     async def _begin(self, mark: _Mark) -> None:
         """Do the part of a save that training has to wait for."""

@@ -13,7 +13,6 @@ from megarl.checkpoint.state import Best, Ledger, RunState, TrainerState, write_
 from megarl.checkpoint.tensor_files import write_tensor_file
 from megarl.config.recipe import Recipe
 
-RECIPE_DIGEST = "of the recipe"
 DATA_DIGEST = "of the data"
 
 _FILES = (
@@ -56,7 +55,7 @@ def run_state(step: int) -> RunState:
 
 
 def write_checkpoint(
-    parent: Path, step: int, *, contents: Contents = "everything", recipe_digest: str = RECIPE_DIGEST
+    parent: Path, step: int, *, contents: Contents = "everything", recipe: Recipe | None = None
 ) -> Path:
     folder = checkpoint_folder(parent, step)
     partial = begin(folder, num_bytes=1000)
@@ -77,8 +76,8 @@ def write_checkpoint(
         megarl_version="0.0.0",
         step=step,
         contents=contents,
-        recipe={"run": {"name": "sample", "learning_rate": 1e-6}},
-        recipe_digest=recipe_digest,
+        recipe=(recipe or make_recipe()).model_dump(mode="json"),
+        recipe_digest="",
         files={name: digest_file(partial / name) for name in (*_FILES, "state.json")},
     )
     commit(partial, folder, manifest)

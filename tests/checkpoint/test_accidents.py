@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, list_checkpoints
 from megarl.checkpoint.manifest import verify
-from megarl.checkpoint.resume import decide, identity_digest
+from megarl.checkpoint.resume import decide
 from megarl.config.recipe import Recipe
 from megarl.system.faults import SavePoint
 from tests.checkpoint.local_run import train, train_with_accidents
@@ -56,7 +56,7 @@ def run(
 def newest(recipe: Recipe) -> int:
     """Return the step that a run resumes from, after checking that its tensors are those of that step."""
     parent = recipe.run_folder / CHECKPOINTS_FOLDER
-    point = decide(parent, recipe_digest=identity_digest(recipe.model_dump(mode="json")), num_steps=9).point
+    point = decide(parent, recipe=recipe.model_dump(mode="json"), num_steps=9).point
     assert point is not None
     (moments,) = (point.folder / "optimizer" / "exp_avg").glob("*.safetensors")
     assert all(torch.equal(tensor, torch.full_like(tensor, point.step)) for tensor in load_file(moments).values())

@@ -12,7 +12,7 @@ from megarl.checkpoint.folder import BEST, begin, checkpoint_folder, list_checkp
 from megarl.checkpoint.manifest import verify
 from megarl.checkpoint.resume import decide
 from megarl.errors import CheckpointError
-from tests.checkpoint.samples import RECIPE_DIGEST, write_checkpoint
+from tests.checkpoint.samples import make_recipe, write_checkpoint
 
 
 class Usage(NamedTuple):
@@ -99,7 +99,7 @@ def test_killed_anywhere_in_a_save_the_newest_complete_checkpoint_is_found(
             is_killed = True
         else:
             is_killed = False
-    point = decide(tmp_path, recipe_digest=RECIPE_DIGEST, num_steps=9).point
+    point = decide(tmp_path, recipe=make_recipe().model_dump(mode="json"), num_steps=9).point
     assert point is not None
     assert point.step in ((1, 2) if is_killed else (2,))
     assert (tmp_path / "latest" / "manifest.json").exists()

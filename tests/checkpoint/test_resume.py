@@ -3,15 +3,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import JsonValue
 
-from megarl.checkpoint.resume import Decision, decide, identity_digest, open_named
+from megarl.checkpoint.resume import Decision, decide, identity_digest, list_changes, open_named
 from megarl.config.recipe import Recipe
-from megarl.errors import CheckpointError
-from tests.checkpoint.samples import RECIPE_DIGEST, make_recipe, run_state, write_checkpoint
+from megarl.errors import CheckpointError, FinishedError
+from tests.checkpoint.samples import make_recipe, run_state, write_checkpoint
 
 
-def decide_in(parent: Path, *, recipe_digest: str = RECIPE_DIGEST, num_steps: int = 10) -> Decision:
-    return decide(parent, recipe_digest=recipe_digest, num_steps=num_steps)
+def dumped(recipe: Recipe) -> dict[str, JsonValue]:
+    return recipe.model_dump(mode="json")
+
+
+RECIPE = dumped(make_recipe())
+
+
+def decide_in(parent: Path, *, num_steps: int = 10) -> Decision:
+    return decide(parent, recipe=RECIPE, num_steps=num_steps)
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -44,11 +52,11 @@ def test_a_damaged_checkpoint_is_skipped_and_people_are_told(tmp_path: Path, nam
 
 def test_what_ranks_found_damaged_is_passed_over(tmp_path: Path) -> None:
     folders = [write_checkpoint(tmp_path, step) for step in (2, 4)]
-    chosen = decide(tmp_path, recipe_digest=RECIPE_DIGEST, num_steps=10, damaged=folders[1:])
+    chosen = decide(tmp_path, recipe=RECIPE, num_steps=10, damaged=folders[1:])
     assert chosen.point is not None
     assert chosen.point.step == 2
     with pytest.raises(CheckpointError, match="--resume never"):
-        decide(tmp_path, recipe_digest=RECIPE_DIGEST, num_steps=10, damaged=folders)
+        decide(tmp_path, recipe=RECIPE, num_steps=10, damaged=folders)
 
 
 def test_where_all_are_damaged_it_is_for_people_to_decide(tmp_path: Path) -> None:
@@ -61,40 +69,68 @@ def test_where_all_are_damaged_it_is_for_people_to_decide(tmp_path: Path) -> Non
     assert "step_000004" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("contents", "recipe_digest", "num_steps", "reason"),
-    [
-        ("everything", "another", 10, "another recipe"),
-        ("everything", RECIPE_DIGEST, 4, "was finished"),
-        ("weights", RECIPE_DIGEST, 10, "only weights"),
-    ],
-)
-def test_a_run_starts_anew_and_says_why(
-    tmp_path: Path, contents: str, recipe_digest: str, num_steps: int, reason: str
-) -> None:
-    write_checkpoint(tmp_path, 4, contents="weights" if contents == "weights" else "everything")
-    decision = decide_in(tmp_path, recipe_digest=recipe_digest, num_steps=num_steps)
-    assert decision.point is None
-    (note,) = decision.notes
-    assert reason in note
+def test_a_changed_recipe_is_refused_key_by_key_with_a_path_that_exists(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, 4)
+    changed = make_recipe(train={"prompts_per_step": 8, "optimizer": {"learning_rate": 1e-4}}, model={"path": "other"})
+    with pytest.raises(CheckpointError) as caught:
+        decide(tmp_path, recipe=dumped(changed), num_steps=10)
+    message = str(caught.value)
+    assert f"{folder} was made with another recipe: " in message
+    assert "train.optimizer.learning_rate is 0.0001, was 1e-06" in message
+    assert "model.path is other, was model" in message
+    named = message.partition("--resume ")[2].partition(",")[0]
+    assert Path(named) == folder
+    assert folder.exists()
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 4)
+    with pytest.raises(FinishedError, match=r"step 4 of 4; raise run\.steps to train on.*--resume never"):
+        decide_in(tmp_path, num_steps=4)
+
+
+def test_a_checkpoint_of_weights_alone_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, 4, contents="weights")
+    with pytest.raises(CheckpointError, match=f"has only weights.*model.path={folder}/model"):
+        decide_in(tmp_path)
+
+
+def test_a_key_that_the_checkpoint_does_not_know_counts_as_its_default(tmp_path: Path) -> None:
+    before = dumped(make_recipe())
+    sampling = before["sampling"]
+    assert isinstance(sampling, dict)
+    del sampling["temperature"]
+    assert list_changes(before, RECIPE) == []
+    assert list_changes(before, dumped(make_recipe(sampling={"temperature": 0.5}))) == [
+        "sampling.temperature is 0.5, was 1.0"
+    ]
+
+
+def test_the_same_model_by_another_path_is_no_change() -> None:
+    assert list_changes(RECIPE, dumped(make_recipe(model={"path": Path("model").resolve()}))) == []
 
 
 def test_a_checkpoint_that_was_asked_for_is_taken_with_another_recipe(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, 4)
-    decision = open_named(folder, recipe_digest="another", num_steps=10)
+    other = dumped(make_recipe(model={"path": "elsewhere"}, train={"prompts_per_step": 16}))
+    decision = open_named(folder, recipe=other, num_steps=10)
     assert decision.point is not None
-    assert decision.notes == (f"the recipe differs from the one {folder} was made with",)
+    assert decision.notes == (
+        f"train.prompts_per_step is 16, was 8, unlike in {folder}",
+        f"model.path is elsewhere, was model, unlike in {folder}",
+        f"model.path is not read: weights and optimizer are those of {folder}",
+    )
 
 
 def test_a_checkpoint_that_was_asked_for_and_cannot_be_used_is_an_error(tmp_path: Path) -> None:
     finished, weights = write_checkpoint(tmp_path, 4), write_checkpoint(tmp_path, 5, contents="weights")
     with pytest.raises(CheckpointError, match=r"raise run\.steps"):
-        open_named(finished, recipe_digest=RECIPE_DIGEST, num_steps=4)
+        open_named(finished, recipe=RECIPE, num_steps=4)
     with pytest.raises(CheckpointError, match=r"model\.path="):
-        open_named(weights, recipe_digest=RECIPE_DIGEST, num_steps=9)
+        open_named(weights, recipe=RECIPE, num_steps=9)
     (finished / "state.json").unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
-        open_named(finished, recipe_digest=RECIPE_DIGEST, num_steps=9)
+        open_named(finished, recipe=RECIPE, num_steps=9)
 
 
 def digest_of(recipe: Recipe) -> str:

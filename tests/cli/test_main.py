@@ -60,7 +60,7 @@ def test_validate_of_a_good_recipe_needs_no_engine(recipe: Path) -> None:
         "loaded = {'torch', 'ray', 'matplotlib', 'megatron', 'sglang', 'transformers'} & set(sys.modules);"
         "sys.exit(f'loaded {loaded}' if loaded else code)"
     )
-    command = [sys.executable, "-c", code, "validate", str(recipe), "--set", "run.steps=5"]
+    command = [sys.executable, "-c", code, "validate", str(recipe), "--quick", "--set", "run.steps=5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     ok = f"{recipe}: ok: grpo, 5 steps, runs in {recipe.parent}/runs/sample\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, ok, "")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config.algorithm import GrpoConfig, PpoLossConfig
-from megarl.config.load import load_recipe
+from megarl.config.load import FOREIGN_WORDS, keys_of, load_recipe
+from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError
 from tests.config.conftest import write_model
 
@@ -60,7 +61,7 @@ def test_a_good_recipe_loads_and_is_frozen(recipe_path: Path) -> None:
         ("algorithm.loss={kind: ppo, clip_hi: 0.3}", "algorithm.loss.clip_hi: unknown key; did you mean clip_high?"),
         ("trian={}", "trian: unknown key; did you mean train?"),
         ("pools.train.gpu_per_node=2", "pools.train.gpu_per_node: unknown key; did you mean gpus_per_node?"),
-        ("algorithm.kind=grppo", "algorithm.kind: unknown 'grppo'; one of "),
+        ("algorithm.kind=grppo", "algorithm.kind: unknown 'grppo'; did you mean grpo?; one of "),
         (
             "train.prompts_per_step=many",
             "train.prompts_per_step: 'many': input should be a valid integer, unable to parse string as an integer",
@@ -137,3 +138,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("override", ["a", "=1", "a..b=1", "run.name.x=1"])
 def test_an_override_that_names_no_key_is_refused(recipe_path: Path, override: str) -> None:
     assert len(problems(recipe_path, override)) == 1
+
+
+def test_the_words_of_other_trainers_lead_to_keys_that_exist() -> None:
+    known = {".".join(key) for key in keys_of(Recipe)}
+    assert set(FOREIGN_WORDS.values()) <= known

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from megarl.config.recipe import Recipe
-from megarl.errors import EngineError, PreemptedError
+from megarl.errors import EngineError, PreemptedError, StoppedError
 from megarl.observe.events import Record, RunFinished, RunStarted, RunStatus, Warned, read_events
 from megarl.observe.observing import observing
 from megarl.observe.prometheus import TARGETS_FILE
@@ -95,6 +95,7 @@ def test_a_null_port_opens_no_endpoint(tmp_path: Path) -> None:
     [
         (EngineError("engine 0 died"), RunStatus.FAILED),
         (PreemptedError("asked to stop"), RunStatus.PREEMPTED),
+        (StoppedError("stopped by Ctrl-C"), RunStatus.INTERRUPTED),
         (KeyboardInterrupt(), RunStatus.INTERRUPTED),
         (asyncio.CancelledError(), RunStatus.INTERRUPTED),
     ],
@@ -186,3 +187,18 @@ def test_a_damaged_line_of_an_earlier_process_is_told_and_stops_nothing(tmp_path
     warned = [event.text for event in display.events if isinstance(event, Warned)]
     assert len(warned) == 1
     assert "1 damaged lines are left out; the first is line 1" in warned[0]
+
+
+def test_only_a_run_that_took_a_step_is_moved(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    for _ in range(2):
+        with pytest.raises(EngineError), observing(recipe, display=ListSink()):
+            raise EngineError("did not start")
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["sample"]
+    with observing(recipe, display=ListSink()) as observer:
+        observer.step_summarized(step_summary(1))
+    display = ListSink()
+    with observing(recipe, display=display):
+        pass
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {"sample", "sample.1"}
+    assert any("moved to" in event.text for event in display.events if isinstance(event, Warned))

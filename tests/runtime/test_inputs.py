@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.document import Tree
 from megarl.config.recipe import Recipe
-from megarl.runtime.inputs import recipe_with_steps
+from megarl.runtime.inputs import read_inputs
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 
 NUM_ROWS = 10
@@ -54,6 +54,7 @@ def make_recipe(tmp_path: Path) -> Callable[..., Recipe]:
 def test_epochs_are_as_many_steps_as_show_every_prompt_so_often(
     make_recipe: Callable[..., Recipe], run: dict[str, Tree], data: dict[str, Tree], steps: int
 ) -> None:
-    recipe = recipe_with_steps(make_recipe(run=run, data=data))
-    assert recipe.run.total_steps == steps
-    assert recipe_with_steps(recipe) == recipe
+    recipe = make_recipe(run=run, data=data)
+    num_prompts = len(read_inputs(recipe).train.prompts)
+    assert recipe.with_steps(num_prompts).run.total_steps == steps
+    assert recipe.with_steps(num_prompts).with_steps(num_prompts) == recipe.with_steps(num_prompts)

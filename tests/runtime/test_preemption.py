@@ -3,11 +3,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megarl.errors import PreemptedError
-from megarl.runtime.preemption import preemptible
+from megarl.errors import PreemptedError, StoppedError
+from megarl.runtime.preemption import interrupt, preemptible
 
 
 def terminate() -> None:
@@ -46,6 +48,7 @@ def test_a_step_is_finished_first() -> None:
         (0.05, [signal.SIGUSR1]),
         (60, [signal.SIGTERM, signal.SIGTERM]),
         (60, [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM]),
+        (60, [signal.SIGTERM, signal.SIGINT]),
     ],
 )
 def test_a_long_step_is_left_after_the_grace_or_when_terminated_twice(
@@ -106,3 +109,40 @@ def test_ctrl_c_is_not_a_preemption() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
+
+
+def test_the_first_ctrl_c_asks_and_the_second_ends() -> None:
+    async def main(times: int) -> str:
+        with preemptible(grace_s=60) as preemption:
+            preemption.begin_steps()
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.wait_for(preemption.wait(), timeout=60)
+                await asyncio.sleep(0.01)
+            assert preemption.signal_name == "SIGINT"
+            return await step(0.05 if times == 1 else 60)
+
+    assert asyncio.run(main(1)) == "finished"
+    with pytest.raises(StoppedError, match="stopped by Ctrl-C before the step was saved; the same command") as caught:
+        asyncio.run(asyncio.wait_for(main(2), timeout=60))
+    assert caught.value.exit_code == 130
+
+
+def test_a_run_in_another_thread_is_stopped_by_a_call() -> None:
+    """As in a notebook, where Python handles no signals outside the main thread."""
+    ready = threading.Event()
+
+    async def main() -> str:
+        with preemptible(grace_s=60) as preemption:
+            preemption.begin_steps()
+            ready.set()
+            await asyncio.wait_for(preemption.wait(), timeout=60)
+            return str(preemption.error("after step 3: saved"))
+
+    assert not interrupt()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(asyncio.run, main())
+        assert ready.wait(60)
+        assert interrupt()
+        assert running.result(60).startswith("stopped by Ctrl-C after step 3: saved; the same command goes on")
+    assert not interrupt()

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER
 from megarl.checkpoint.manifest import digest_file, read_manifest
-from megarl.checkpoint.resume import Decision, ResumePoint, identity_digest, open_complete
+from megarl.checkpoint.resume import Decision, ResumePoint, open_complete
 from megarl.checkpoint.state import Ledger, read_state
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
@@ -28,9 +28,7 @@ def recipe_in(folder: Path, *, name: str = "sample") -> Recipe:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     recipe = recipe_in(tmp_path)
-    return write_checkpoint(
-        recipe.run_folder / CHECKPOINTS_FOLDER, 4, recipe_digest=identity_digest(recipe.model_dump(mode="json"))
-    )
+    return write_checkpoint(recipe.run_folder / CHECKPOINTS_FOLDER, 4, recipe=recipe)
 
 
 def test_a_run_goes_on_by_itself_unless_told_not_to(tmp_path: Path, saved: Path) -> None:
@@ -46,8 +44,8 @@ def test_a_run_of_another_name_can_go_on_from_a_checkpoint_but_does_not_own_it(t
     point = choose(other, saved.with_name("latest")).point
     assert point is not None
     assert point.folder.name == "step_000004"
-    assert not is_of_run(point, other)
-    assert is_of_run(point, recipe_in(tmp_path))
+    assert not is_of_run(point, other.run_folder)
+    assert is_of_run(point, recipe_in(tmp_path).run_folder)
 
 
 @pytest.fixture
@@ -142,8 +140,8 @@ def test_a_checkpoint_that_does_not_verify_is_skipped_and_told(tmp_path: Path) -
 
 def test_what_ranks_found_damaged_is_not_chosen_again(tmp_path: Path, saved: Path) -> None:
     recipe = recipe_in(tmp_path)
-    write_checkpoint(saved.parent, 2, recipe_digest=identity_digest(recipe.model_dump(mode="json")))
-    write_checkpoint(saved.parent, 4, recipe_digest=identity_digest(recipe.model_dump(mode="json")))
+    write_checkpoint(saved.parent, 2, recipe=recipe)
+    write_checkpoint(saved.parent, 4, recipe=recipe)
     point = choose(recipe, "auto", damaged={saved}).point
     assert point is not None
     assert point.step == 2

@@ -138,6 +138,10 @@ def test_a_signal_to_the_whole_group_leaves_nothing_behind(
     done = finished(folder, name, process)
     assert done.exit_code == exit_code, done.output
     assert "Traceback" not in done.output
+    # Both save the last trained step and say where the run stands.
+    saved = done.steps[-1].summary.step
+    assert f" after step {saved}: saved; " in done.output
+    assert (done.folder / "checkpoints" / f"step_{saved:06d}" / "manifest.json").exists()
 
 
 def test_a_killed_run_leaves_nothing_behind(folder: Path) -> None:

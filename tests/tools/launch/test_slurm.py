@@ -224,3 +224,21 @@ def test_mistakes_of_the_command_are_a_sentence(
     monkeypatch.setenv("PATH", str(project))
     assert launch(project, "--nodes", "2", "--submit") == 5
     assert capsys.readouterr().err.startswith("megarl: sbatch not found; ")
+
+
+def test_a_job_is_written_for_paths_of_the_cluster_if_the_run_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = ROOT / "recipes" / "grpo_7b.yaml"
+    words = ["launch", "slurm", str(recipe), "--nodes", "4", "--out", "job.sh"]
+    assert cli.run(words) == 0, capsys.readouterr().err
+    assert "not on this machine, checked when the job starts: " in capsys.readouterr().err
+    too_much = ["--set", "train.tokens_per_micro_batch=4000000"]
+    (tmp_path / "job.sh").unlink()
+    assert cli.run([*words, *too_much]) == 2
+    error = capsys.readouterr().err
+    assert "does not fit " in error
+    assert "--override-fit writes the job anyway" in error
+    assert not (tmp_path / "job.sh").exists()
+    assert cli.run([*words, *too_much, "--override-fit"]) == 0

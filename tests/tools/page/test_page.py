@@ -49,6 +49,20 @@ def test_curves_are_drawn_in_both_colours(tmp_path: Path, colours: Literal["ligh
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("view", ["curves", "rollouts"])
+def test_a_link_to_a_view_shows_the_head_as_well(tmp_path: Path, view: str) -> None:
+    async def main() -> None:
+        async with shown(make_run(tmp_path / "run"), view=view) as page:
+            await page.until("document.querySelectorAll('.card svg path').length >= 15")
+            # What a browser does with the fragment once the page is long enough to scroll.
+            await page.evaluate("location.replace('#'); location.replace('#" + view + "')")
+            await page.until("location.hash === '#" + view + "'")
+            assert await page.evaluate("scrollY") == 0
+            assert await page.evaluate("document.getElementById('name').getBoundingClientRect().top") > 0
+
+    asyncio.run(main())
+
+
 def test_nothing_is_wider_than_a_telephone(tmp_path: Path) -> None:
     async def main() -> None:
         async with shown(make_run(tmp_path / "run"), view="curves", width=390) as page:

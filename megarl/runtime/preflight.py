@@ -1,0 +1,104 @@
+"""The checks before a run: machine, columns, rows, reward. All that can fail before anything is moved or started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from megarl.config.algorithm import AlgorithmConfig, GdpoConfig, PolicyGradientConfig, SftConfig
+from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recipe
+from megarl.config.reward import RewardConfig
+from megarl.config.section import Device
+from megarl.data.rows import check_files
+from megarl.errors import DataError, MachineError
+from megarl.observe.prometheus import MetricsEndpoint
+from megarl.reward.build import build_scorer
+from megarl.runtime.inputs import Inputs, read_inputs
+from megarl.system.network import LOOPBACK, address_in
+from megarl.tokens import Content
+from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup
+
+_GPU_DEVICES = (Path("/dev/nvidia0"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Present where an NVIDIA driver is loaded; the last one under WSL."""
+_MAX_TRIED = 64
+"""Data sources whose reward is tried before a run."""
+
+
+def check_start(recipe: Recipe, *, address: str | None) -> Inputs:
+    """Check the machine, read the inputs and try the reward: all that can fail before a run moves or starts anything.
+
+    `address` is that of the Ray cluster to join.
+    """
+    refuse_missing_gpu(recipe.run.device, address)
+    _try_port(recipe.observe, recipe.network)
+    inputs = read_inputs(recipe)
+    if not isinstance(recipe.algorithm, SftConfig):
+        asyncio.run(_try_reward(recipe.reward, recipe.algorithm, (*inputs.train.prompts, *inputs.eval)))
+    return inputs
+
+
+def check_columns(data: DataConfig, algorithm: AlgorithmConfig) -> None:
+    """Raise a DataError for a file without the columns that a run needs; reads no rows."""
+    check_files(data.train, data, as_demonstrations=isinstance(algorithm, SftConfig))
+    check_files(data.eval, data, as_demonstrations=False)
+    check_files(data.eval_demonstrations, data, as_demonstrations=True)
+
+
+def refuse_missing_gpu(device: Device, address: str | None) -> None:
+    """Raise MachineError where a private Ray would find no GPU for a run that needs one."""
+    if device == "cuda" and address is None and not any(path.exists() for path in _GPU_DEVICES):
+        raise MachineError(
+            "run.device: cuda, and this machine has no GPU: set run.device: cpu for a small run here, "
+            "or join a cluster (RAY_ADDRESS or run.ray_address)"
+        )
+
+
+def _try_port(observe: ObserveConfig, network: NetworkConfig) -> None:
+    """Raise MachineError if the metrics port cannot be listened on."""
+    if observe.metrics_port:
+        host = LOOPBACK if network.bind is None else address_in(network.bind)
+        MetricsEndpoint(CollectorRegistry(), port=observe.metrics_port, host=host).close()
+
+
+async def _try_reward(config: RewardConfig, algorithm: PolicyGradientConfig, prompts: Sequence[Prompt]) -> None:
+    """Score the ground truth of the first prompt of each source; raise a DataError if a score or a part is missing."""
+    firsts: dict[str, Prompt] = {}
+    for prompt in prompts:
+        firsts.setdefault(prompt.data_source, prompt)
+    scorer = build_scorer(config)
+    try:
+        for prompt in islice(firsts.values(), _MAX_TRIED):
+            scored = await scorer.score(_answered(prompt))
+            for key, name in _wanted_components(algorithm):
+                if not scored.scores[0].is_masked and name not in scored.scores[0].components:
+                    known = ", ".join(scored.scores[0].components) or "none"
+                    raise DataError(
+                        f"{key}: the reward of prompt {prompt.uid} has no component {name}; it has {known}: return it "
+                        "from the reward function or change the recipe"
+                    )
+    finally:
+        scorer.close()
+
+
+def _answered(prompt: Prompt) -> RolloutGroup:
+    """Return a group with one response: the ground truth."""
+    nothing = np.zeros(1, dtype=np.int32)
+    rollout = Rollout(
+        content=Content(token_ids=nothing, logprobs=nothing.astype(np.float32), text=prompt.ground_truth),
+        versions=nothing,
+        loss_mask=nothing.astype(np.bool_),
+        finish_reason=FinishReason.STOP,
+    )
+    return RolloutGroup(prompt=prompt, rollouts=(rollout,))
+
+
+def _wanted_components(algorithm: PolicyGradientConfig) -> Iterator[tuple[str, str]]:
+    if isinstance(algorithm, GdpoConfig):
+        yield from ((f"algorithm.weights.{name}", name) for name in algorithm.weights)
+    if algorithm.filter is not None and algorithm.filter.component is not None:
+        yield "algorithm.filter.component", algorithm.filter.component

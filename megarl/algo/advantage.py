@@ -23,6 +23,8 @@ from megarl.config.algorithm import (
     ReinforcePpConfig,
     RemaxConfig,
 )
+from megarl.errors import DataError
+from megarl.system.user_code import load_code
 from megarl.tokens import is_repeated, num_true
 from megarl.types import BoolArray, FloatArray
 
@@ -85,6 +87,8 @@ class Credit:
 def estimate(config: EstimatorConfig, outcomes: Outcomes) -> Credit:
     """Return the credit of every token, as the recipe's estimator assigns it."""
     masks = outcomes.loss_masks
+    if config.estimator is not None:
+        return _of_user(config.estimator, outcomes)
     match config:
         case GaeConfig():
             return _gae(outcomes, gamma=config.gamma, lam=config.lam)
@@ -100,6 +104,26 @@ def estimate(config: EstimatorConfig, outcomes: Outcomes) -> Credit:
             return _over_tokens(_gdpo(outcomes, config.weights), masks)
         case _:
             assert_never(config)
+
+
+def _of_user(code: str, outcomes: Outcomes) -> Credit:
+    """Return the credit that a user's function assigns, after a look at its shape."""
+    found = load_code(code, key="algorithm.estimator")(outcomes)
+    if isinstance(found, Credit):
+        return found
+    masks, name = outcomes.loss_masks, f"algorithm.estimator: {code}"
+    try:
+        parts = [np.asarray(part, dtype=np.float64) for part in found]  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name} returned a {type(found).__name__}; it must be numbers, one per rollout") from error
+    if len(parts) != len(masks):
+        raise DataError(f"{name} returned {len(parts)} advantages for {len(masks)} rollouts")
+    for index, (part, mask) in enumerate(zip(parts, masks, strict=True)):
+        if part.shape not in ((), mask.shape) or not np.isfinite(part).all():
+            raise DataError(
+                f"{name}: rollout {index}: {part.shape} with {mask.shape} tokens; it must be finite numbers"
+            )
+    return Credit(advantages=tuple((part * mask).astype(np.float32) for part, mask in zip(parts, masks, strict=True)))
 
 
 def _compare(config: GroupConfig, outcomes: Outcomes) -> _Wide:

@@ -167,6 +167,8 @@ class PolicyGradient:
     def _rewards(self, scored: Sequence[tuple[Rollout, Score]]) -> npt.NDArray[np.float64]:
         """[B], the scores with the penalty of overlong responses."""
         rewards = np.array([score.value for _, score in scored], dtype=np.float64)
+        if self._config.reward_clip is not None:
+            rewards = rewards.clip(*self._config.reward_clip)
         overlong = self._config.overlong
         if overlong is None or overlong.buffer_tokens is None:
             return rewards

@@ -15,6 +15,7 @@ from torch import Tensor
 from megarl.config.algorithm import (
     Aggregation,
     CispoLossConfig,
+    FunctionLossConfig,
     GmpoLossConfig,
     GpgLossConfig,
     GspoLossConfig,
@@ -23,6 +24,8 @@ from megarl.config.algorithm import (
     PpoLossConfig,
     SapoLossConfig,
 )
+from megarl.errors import DataError
+from megarl.system.user_code import load_code
 
 MAX_LOG_RATIO = 20.0
 """Bound on the exponent of a probability ratio, far below overflow."""
@@ -67,8 +70,23 @@ def policy_loss(config: LossConfig, tokens: PolicyTokens) -> TokenLoss:
             return _sapo(config, tokens)
         case GmpoLossConfig():
             return _gmpo(config, tokens)
+        case FunctionLossConfig():
+            return _of_user(config, tokens)
         case _:
             assert_never(config)
+
+
+def _of_user(config: FunctionLossConfig, tokens: PolicyTokens) -> TokenLoss:
+    loss = load_code(config.code, key="algorithm.loss.code")(tokens)
+    if isinstance(loss, Tensor):
+        loss = _unclipped(loss)
+    if not isinstance(loss, TokenLoss) or loss.values.shape != tokens.logprobs.shape:
+        found = tuple(loss.values.shape) if isinstance(loss, TokenLoss) else type(loss).__name__
+        raise DataError(
+            f"algorithm.loss.code: {config.code} returned {found}; it must be one loss per token, "
+            f"{tuple(tokens.logprobs.shape)}"
+        )
+    return loss
 
 
 def _ppo(config: PpoLossConfig, tokens: PolicyTokens) -> TokenLoss:

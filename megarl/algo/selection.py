@@ -14,6 +14,7 @@ import numpy as np
 
 from megarl.config.algorithm import FilterConfig
 from megarl.errors import DataError
+from megarl.system.user_code import load_code
 from megarl.types import Estimates, FinishReason, FloatArray, Score, ScoredGroup, TrainSample
 
 
@@ -28,7 +29,7 @@ class Selection:
 
     def keeps(self, group: ScoredGroup) -> bool:
         values = [self._value(score, group) for score in group.scores]
-        complaint = self._complaint(values)
+        complaint = self._complaint(values) or self._complaint_of_user(group)
         if complaint is None:
             self._num_dropped = 0
             return True
@@ -64,6 +65,12 @@ class Selection:
         if config.highest_mean is not None and mean > config.highest_mean:
             return "above_band", f"its mean {what} {mean:g} is above highest_mean {config.highest_mean:g}"
         return None
+
+    def _complaint_of_user(self, group: ScoredGroup) -> tuple[str, str] | None:
+        code = self._config.code
+        if code is None or load_code(code, key="algorithm.filter.code")(group):
+            return None
+        return "own", f"{code} did not keep it"
 
 
 def component(score: Score, name: str, group: ScoredGroup) -> float:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megarl.config.section import Section
+from megarl.config.section import Section, UserCode
 
 Aggregation: TypeAlias = Literal[
     "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
@@ -63,8 +63,22 @@ class GmpoLossConfig(Section):
     clip_high: PositiveFloat = 0.4
 
 
+class FunctionLossConfig(Section):
+    """Your own loss: `name(tokens)` gets a `PolicyTokens` of torch tensors and returns a loss per token, [N]."""
+
+    kind: Literal["function"]
+    code: UserCode
+    """`file.py:name` or `package.module:name`, on every node; a `TokenLoss` may be returned to count clipped tokens."""
+
+
 LossConfig: TypeAlias = Annotated[
-    PpoLossConfig | GspoLossConfig | CispoLossConfig | GpgLossConfig | SapoLossConfig | GmpoLossConfig,
+    PpoLossConfig
+    | GspoLossConfig
+    | CispoLossConfig
+    | GpgLossConfig
+    | SapoLossConfig
+    | GmpoLossConfig
+    | FunctionLossConfig,
     Field(discriminator="kind"),
 ]
 
@@ -134,6 +148,8 @@ class FilterConfig(Section):
     oversampling: Annotated[float, Field(ge=1)] = 1.0
     """Prompts generated at once, as a multiple of those a step needs: fewer rounds where many groups are dropped.
     Groups left over are trained first in the next step; an older policy sampled them."""
+    code: UserCode | None = None
+    """Your own condition as well: `name(group)` gets a `ScoredGroup` and returns whether to train on it."""
     max_dropped_groups: PositiveInt = 1024
     """The run ends after this many dropped in a row: nothing is left to learn, or the reward is broken."""
 
@@ -189,6 +205,11 @@ class SftConfig(Section):
 class PolicyGradientConfig(Section):
     """The keys that all estimators over rollouts share."""
 
+    estimator: UserCode | None = None
+    """Your own advantages instead of those of `kind`: `name(outcomes)` gets an `Outcomes` and returns one number per
+    rollout, [B], or one array per rollout, B of [T]."""
+    reward_clip: tuple[float, float] | None = None
+    """Lowest and highest reward: scores outside are replaced by these, before credit is assigned."""
     loss: LossConfig = PpoLossConfig(kind="ppo")
     aggregation: Aggregation = "token_mean"
     """How token losses become one number, over all tokens and sequences of an update however they are split."""

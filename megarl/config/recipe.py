@@ -14,7 +14,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.reward import ExactRewardConfig, RewardConfig
 from megarl.config.roles import InFlight, OptimizerConfig, PoolConfig, RolesConfig
-from megarl.config.section import Device, DtypeName, GpuName, Section, dtype_on
+from megarl.config.section import Device, DtypeName, GpuName, Section, UserCode, dtype_on
 
 
 class RunConfig(Section):
@@ -107,6 +107,9 @@ class SamplingConfig(Section):
     """null samples from the whole distribution."""
     max_response_tokens: PositiveInt = 1024
     """A response that reaches it is cut there."""
+    generator: UserCode | None = None
+    """Your own `stages.Generator` around the engines': `name(inner)` returns an object with
+    `async def generate(self, prompt)`."""
 
 
 class TrainConfig(Section):

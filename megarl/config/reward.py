@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt
 
-from megarl.config.section import Section
+from megarl.config.section import Section, UserCode
 
 SampleField: TypeAlias = Literal[
     "data_source",
@@ -156,6 +156,13 @@ class FunctionRewardConfig(_InWorkers):
     """The score is the weighted sum of these numbers of the dict, which must have them all; null uses its `score`."""
 
 
+class ScorerRewardConfig(Section):
+    kind: Literal["scorer"]
+    """Your own `stages.Scorer`, in the driver: it sees all rollouts of a prompt at once."""
+    code: UserCode
+    """A class without arguments, or a function that returns an object; with `async def score(self, group)`."""
+
+
 _BuiltInRewardConfig: TypeAlias = (
     RegexRewardConfig
     | MultipleChoiceRewardConfig
@@ -168,7 +175,9 @@ _BuiltInRewardConfig: TypeAlias = (
 WorkerRewardConfig: TypeAlias = FunctionRewardConfig | _BuiltInRewardConfig
 """The rewards that are scored in worker processes."""
 
-_AnySingle: TypeAlias = ExactRewardConfig | _BuiltInRewardConfig | HttpRewardConfig | FunctionRewardConfig
+_AnySingle: TypeAlias = (
+    ExactRewardConfig | _BuiltInRewardConfig | HttpRewardConfig | FunctionRewardConfig | ScorerRewardConfig
+)
 
 SingleRewardConfig = Annotated[_AnySingle, Field(discriminator="kind")]
 

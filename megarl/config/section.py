@@ -5,9 +5,10 @@ The processes of a run and the planner must agree on these sizes; a user never h
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -17,6 +18,15 @@ class Section(BaseModel):
         extra="forbid", frozen=True, use_attribute_docstrings=True, strict=False, allow_inf_nan=False
     )
 
+
+def _absolute(reference: str) -> str:
+    """Return a reference whose file is found from any working folder: ranks have others."""
+    place, _, name = reference.rpartition(":")
+    return f"{Path(place).expanduser().absolute()}:{name}" if place.endswith(".py") else reference
+
+
+UserCode: TypeAlias = Annotated[str, Field(pattern=r"^\S.*:[A-Za-z_]\w*$"), AfterValidator(_absolute)]
+"""A user's function or class: `file.py:name` or `package.module:name`."""
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 DtypeName: TypeAlias = Literal["float32", "bfloat16"]

@@ -119,7 +119,7 @@ def _has_results(folder: Path) -> bool:
     events = folder / EVENTS_FILE
     if not events.exists() or any((folder / name).exists() for name in _RESULT_FOLDERS):
         return True
-    return any(isinstance(record.event, StepFinished | Evaluated) for record in read_events(events))
+    return any(isinstance(record.event, StepFinished | Evaluated) for record in EventTail(events).read())
 
 
 def set_constants(meter: Meter, recipe: Recipe) -> None:

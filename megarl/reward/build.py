@@ -15,16 +15,17 @@ from megarl.config.reward import (
     FunctionRewardConfig,
     HttpRewardConfig,
     RewardConfig,
+    ScorerRewardConfig,
     SingleRewardConfig,
     WorkerRewardConfig,
 )
-from megarl.errors import Problem, RewardError
+from megarl.errors import ConfigError, Problem, RewardError
 from megarl.observe.observer import Observer
 from megarl.reward.judge import HttpJudge, read_key
 from megarl.reward.pool import START_TIMEOUT_S, RewardWorker, ScoringTask, WorkerPool
 from megarl.reward.protocol import WorkerTask
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
-from megarl.reward.scorer import BySourceScorer, ClosableScorer, ExactScorer, RemoteScorer, ScoringBackend
+from megarl.reward.scorer import BySourceScorer, ClosableScorer, ExactScorer, RemoteScorer, ScoringBackend, UserScorer
 
 _SCORERS = Path(__file__).parent / "scorers"
 _FUNCTION = "compute_score"
@@ -51,6 +52,8 @@ def _build(config: SingleRewardConfig, observer: Observer, open_pool: OpenPool) 
     match config:
         case ExactRewardConfig():
             return ExactScorer(observer)
+        case ScorerRewardConfig():
+            return UserScorer(config.code)
         case HttpRewardConfig():
             return RemoteScorer(HttpJudge(config), observer, name=config.url, config=config)
         case _:
@@ -76,6 +79,8 @@ def _check(config: SingleRewardConfig, *, timeout_s: float) -> Iterator[Problem]
     match config:
         case ExactRewardConfig():
             return
+        case ScorerRewardConfig():
+            yield from _check_scorer(config.code)
         case HttpRewardConfig():
             if config.api_key_file is not None:
                 try:
@@ -101,6 +106,14 @@ async def _try_import(config: WorkerRewardConfig, *, timeout_s: float) -> Proble
         return await worker.handshake(timeout_s=timeout_s)
     finally:
         worker.discard()
+
+
+def _check_scorer(code: str) -> tuple[Problem, ...]:
+    try:
+        UserScorer(code)
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 def scoring_task(config: WorkerRewardConfig) -> ScoringTask:

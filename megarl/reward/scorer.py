@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, assert_never
 
 from megarl.config.reward import FunctionRewardConfig, HttpRewardConfig, WorkerRewardConfig
-from megarl.errors import RewardError, ScoreError
+from megarl.errors import ConfigError, Problem, RewardError, ScoreError
 from megarl.observe.observer import Observer
 from megarl.reward.pool import ForeignAnswerError, LateError, RewardWorkerDiedError, score_of
 from megarl.reward.protocol import Answer, Request
 from megarl.stages import Scorer
+from megarl.system.user_code import describe_error, load_code
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,30 @@ class BySourceScorer:
     def close(self) -> None:
         for scorer in self._scorers.values():
             scorer.close()
+
+
+class UserScorer:
+    """A user's own `stages.Scorer`."""
+
+    def __init__(self, code: str) -> None:
+        self._code = code
+        inner = load_code(code, key="reward.code")()
+        if not hasattr(inner, "score"):
+            message = f"{code} gives a {type(inner).__name__} without a method score"
+            raise ConfigError("recipe", (Problem(key="reward.code", message=message),))
+        self._inner: Scorer = inner
+
+    async def score(self, group: RolloutGroup) -> ScoredGroup:
+        try:
+            scored = await self._inner.score(group)
+        except Exception as error:
+            raise RewardError(f"reward {self._code}: prompt {group.prompt.uid}: {describe_error(error)}") from error
+        if not isinstance(scored, ScoredGroup):
+            raise RewardError(f"reward {self._code}: returned a {type(scored).__name__}, not a ScoredGroup")
+        return scored
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 class RemoteScorer:

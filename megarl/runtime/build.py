@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 from megarl.algo.algorithm import build_algorithm
 from megarl.algo.greedy import WithGreedyRollout, WithGreedyScore
@@ -36,6 +37,7 @@ from megarl.runtime.trainers.ranks import RankGroup
 from megarl.runtime.trainers.start import critic_folder, critic_shape
 from megarl.runtime.trainers.trainer import ModelsTrainer
 from megarl.stages import Algorithm, Generator, Publisher, Scorer, Stages, Trainer
+from megarl.system.user_code import load_code
 from megarl.train.trained import TrainedRank
 from megarl.types import PolicyVersion, Prompt, RolloutGroup
 
@@ -138,6 +140,8 @@ class LoopBuilder:
         if isinstance(recipe.algorithm, RemaxConfig):
             nearly_greedy = Sampling.nearly_greedy(max_response_tokens=max_tokens)
             generator = WithGreedyRollout(generator, self._fleet_generator(serving, nearly_greedy, seed=seed))
+        if recipe.sampling.generator is not None:
+            generator = cast("Generator", load_code(recipe.sampling.generator, key="sampling.generator")(generator))
         return TimedGenerator(generator, self.observer)
 
     def _fleet_generator(

@@ -52,10 +52,10 @@ def train(
     address = ray_address_of(recipe.run)
     refuse_nodes_without_cluster(recipe.pools, address)
     environment = ray_environment(address, recipe.cluster)
+    # Everything that can be wrong with model, data and reward is found before an earlier run is moved.
+    inputs = check_start(recipe, address=address)
+    recipe = recipe.with_steps(len(inputs.train.prompts))
     with run_lock(recipe.run_folder):
-        # Everything that can be wrong with model, data and reward is found before an earlier run is moved.
-        inputs = check_start(recipe, address=address)
-        recipe = recipe.with_steps(len(inputs.train.prompts))
         decision = choose(recipe, resume)
         check = partial(
             checked_resume_point,

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from megarl.config.algorithm import AlgorithmConfig, GdpoConfig, PolicyGradientConfig, SftConfig
-from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recipe
+from megarl.config.algorithm import AlgorithmConfig, FunctionLossConfig, GdpoConfig, PolicyGradientConfig, SftConfig
+from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recipe, SamplingConfig
 from megarl.config.reward import RewardConfig
 from megarl.config.section import Device
 from megarl.data.rows import check_files
@@ -20,6 +20,7 @@ from megarl.observe.prometheus import MetricsEndpoint
 from megarl.reward.build import build_scorer
 from megarl.runtime.inputs import Inputs, read_inputs
 from megarl.system.network import LOOPBACK, address_in
+from megarl.system.user_code import load_code
 from megarl.tokens import Content
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup
 
@@ -36,6 +37,8 @@ def check_start(recipe: Recipe, *, address: str | None) -> Inputs:
     """
     refuse_missing_gpu(recipe.run.device, address)
     _try_port(recipe.observe, recipe.network)
+    for key, code in _codes(recipe.algorithm, recipe.sampling):
+        load_code(code, key=key)
     inputs = read_inputs(recipe)
     if not isinstance(recipe.algorithm, SftConfig):
         asyncio.run(_try_reward(recipe.reward, recipe.algorithm, (*inputs.train.prompts, *inputs.eval)))
@@ -56,6 +59,20 @@ def refuse_missing_gpu(device: Device, address: str | None) -> None:
             "run.device: cuda, and this machine has no GPU: set run.device: cpu for a small run here, "
             "or join a cluster (RAY_ADDRESS or run.ray_address)"
         )
+
+
+def _codes(algorithm: AlgorithmConfig, sampling: SamplingConfig) -> Iterator[tuple[str, str]]:
+    """Yield the key and the reference of every piece of the user's own code but the reward."""
+    if sampling.generator is not None:
+        yield "sampling.generator", sampling.generator
+    if isinstance(algorithm, SftConfig):
+        return
+    if algorithm.estimator is not None:
+        yield "algorithm.estimator", algorithm.estimator
+    if isinstance(algorithm.loss, FunctionLossConfig):
+        yield "algorithm.loss.code", algorithm.loss.code
+    if algorithm.filter is not None and algorithm.filter.code is not None:
+        yield "algorithm.filter.code", algorithm.filter.code
 
 
 def _try_port(observe: ObserveConfig, network: NetworkConfig) -> None:

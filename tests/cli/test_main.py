@@ -83,7 +83,7 @@ def test_a_port_in_use_ends_train_before_anything_starts(recipe: Path) -> None:
         port = taken.getsockname()[1]
         done = megarl("train", str(recipe), "--set", f"observe.metrics_port={port}")
     assert done.returncode == 5
-    assert done.stdout == ""
+    assert done.stdout == f"{recipe}: checking model, data and reward\n"
     assert done.stderr == (
         f"megarl: observe.metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use; "
         "choose another port, 0 for any free one, or null for none\n"

@@ -37,6 +37,7 @@ from megarl.config.reward import (
     MultipleChoiceRewardConfig,
     RegexRewardConfig,
     RewardConfig,
+    ScorerRewardConfig,
     SingleRewardConfig,
 )
 from megarl.config.roles import RolesConfig
@@ -64,6 +65,7 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
         *_correction(algorithm),
         *_mismatch(algorithm, recipe.run.max_steps),
         *_filter(algorithm, sampling),
+        *_reward_clip(algorithm),
         *_overlong(algorithm, sampling),
         *_components(algorithm, recipe.reward),
     ]
@@ -234,6 +236,12 @@ def _filter(algorithm: EstimatorConfig, sampling: SamplingConfig) -> Iterator[Pr
         )
 
 
+def _reward_clip(algorithm: PolicyGradientConfig) -> Iterator[Problem]:
+    if algorithm.reward_clip is not None and algorithm.reward_clip[0] >= algorithm.reward_clip[1]:
+        low, high = algorithm.reward_clip
+        yield Problem(key="algorithm.reward_clip", message=f"[{low:g}, {high:g}]: write the lower number first")
+
+
 def _overlong(algorithm: EstimatorConfig, sampling: SamplingConfig) -> Iterator[Problem]:
     overlong, limit = algorithm.overlong, sampling.max_response_tokens
     if overlong is None:
@@ -268,7 +276,7 @@ def _components(algorithm: EstimatorConfig, reward: RewardConfig) -> Iterator[Pr
 
 
 def _reward(config: SingleRewardConfig, key: str) -> Iterator[Problem]:
-    if isinstance(config, ExactRewardConfig):
+    if isinstance(config, ExactRewardConfig | ScorerRewardConfig):
         return
     if config.on_error == "value" and config.error_value is None:
         yield Problem(key=f"{key}.error_value", message="missing; on_error value needs this score")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
 from megarl.checkpoint.tensor_files import write_tensor_file
+from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megarl.config.model import critic_architecture
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
@@ -72,6 +73,32 @@ def save_hf(
     return files
 
 
+def save_adapter(
+    folder: Path,
+    *,
+    source_folder: Path,
+    fields: Mapping[str, object],
+    layout: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    group: TransferGroup,
+) -> dict[str, FileDigest]:
+    """Write a folder of PEFT, which takes an adapter from one file: peer 0 receives and writes all of it.
+
+    `fields` are its configuration; the tokenizer comes from `source_folder`, the folder of the base.
+    """
+    files = save_tensors(folder, layout=layout, tensors=tensors, group=group, file_name=ADAPTER_FILE)
+    with _failing_as_save(folder, group):
+        if group.peer == 0:
+            path = folder / ADAPTER_CONFIG_FILE
+            path.write_text(json.dumps(fields, indent=2) + "\n")
+            # With the base's configuration the folder would pass for a whole model.
+            files |= copy_companions(source_folder, folder, without=("config.json",))
+            files[path.name] = _finish(path)
+            reach("companions_copied", step=step_in(folder), rank=group.peer)
+        group.barrier()
+    return files
+
+
 def save_tensors(
     folder: Path,
     *,
@@ -79,13 +106,15 @@ def save_tensors(
     tensors: Mapping[str, torch.Tensor],
     group: TransferGroup,
     dtype: str | None = None,
+    file_name: str | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> dict[str, FileDigest]:
     """Write canonical tensors and their index into a new folder, and return the files that this peer wrote, by name.
 
-    Peer r of the (gloo) group is rank r of the layout. The default `dtype` is that of the canonical tensors.
+    Peer r of the (gloo) group is rank r of the layout. The default `dtype` is that of the canonical tensors. With
+    `file_name` peer 0 writes one file of that name, without an index.
     """
-    target = assign_tensors(layout, dtype=dtype)
+    target = assign_tensors(layout, dtype=dtype) if file_name is None else _all_on_one(layout)
     files: dict[str, FileDigest] = {}
     with _failing_as_save(folder, group):
         if group.peer == 0:
@@ -94,14 +123,14 @@ def save_tensors(
         share = _receive(layout, target, tensors, group, bucket_bytes)
         reach("tensors_received", step=step_in(folder), rank=group.peer)
         _refuse_unfinite(share)
-        names = _file_names(target)
+        names = _file_names(target) if file_name is None else {0: file_name}
         if share:
             path = folder / names[group.peer]
             files[path.name] = _write_share(path, share)
             reach("file_written", step=step_in(folder), rank=group.peer)
             sync(path)
             reach("file_synced", step=step_in(folder), rank=group.peer)
-        if group.peer == 0:
+        if group.peer == 0 and file_name is None:
             files[INDEX_FILE] = _write_index(folder, target, names)
             reach("index_written", step=step_in(folder), rank=group.peer)
         group.barrier()
@@ -141,6 +170,12 @@ def assign_tensors(layout: Layout, *, dtype: str | None = None) -> Layout:
     }
     holdings = [_whole_holding(rank, sorted(share[rank]), canonical) for rank in sorted(load)]
     return Layout(canonical=canonical, holdings=tuple(holdings))
+
+
+def _all_on_one(layout: Layout) -> Layout:
+    others = [Holding(rank=holding.rank, tensors={}, pieces=()) for holding in layout.holdings if holding.rank]
+    first = _whole_holding(0, sorted(layout.canonical), layout.canonical)
+    return Layout(canonical=layout.canonical, holdings=(first, *others))
 
 
 def _whole_holding(rank: int, names: Iterable[str], canonical: Mapping[str, TensorSpec]) -> Holding:
@@ -206,10 +241,16 @@ def write_index(folder: Path, weight_map: Mapping[str, str], *, num_bytes: int) 
 
 
 def copy_companions(
-    source_folder: Path, folder: Path, *, dtype: str | None = None, is_critic: bool = False
+    source_folder: Path,
+    folder: Path,
+    *,
+    dtype: str | None = None,
+    is_critic: bool = False,
+    without: Collection[str] = (),
 ) -> dict[str, FileDigest]:
     """Copy the files that a model needs beside its weights; dtype and architecture are updated in the configuration."""
-    sources = {path.name: path for pattern in _COPIED for path in source_folder.glob(pattern) if path.is_file()}
+    patterns = (pattern for pattern in _COPIED if pattern not in without)
+    sources = {path.name: path for pattern in patterns for path in source_folder.glob(pattern) if path.is_file()}
     for name, source in sources.items():
         shutil.copyfile(source, folder / name)
     if dtype is not None or is_critic:

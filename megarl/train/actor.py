@@ -21,6 +21,7 @@ from megarl.config.roles import OptimizerConfig
 from megarl.results import UpdateResult, UpdateStats
 from megarl.tokens import SampleNumbers
 from megarl.train.logprob import TokenScores
+from megarl.train.lora import adapters_off
 from megarl.train.memory import measure_usage
 from megarl.train.passes import forward
 from megarl.train.rank import RankSpec
@@ -123,14 +124,17 @@ class ActorRank(TrainedRank):
         return TrainerRecord(logprobs=None if logprobs is None else logprobs.numbers, weight_digests=digests)
 
     def keep_reference(self, folder: Path) -> None:
-        """Load this rank's share of the reference policy into host memory."""
+        """Load this rank's share of the reference policy into host memory; the base of an adapter is there already."""
+        if self._spec.lora is not None:
+            return
         self._reference = {name: _host_like(tensor) for name, tensor in self.tensors().items()}
         self._read(folder, self._reference)
 
     def reference_logprobs(self, batch: TrainBatch) -> SampleNumbers | None:
         """Return what `logprobs` does, with the weights of the reference."""
-        assert self._reference, "keep_reference comes first"
-        with self._on_device(), _exchanged(self.tensors(), self._reference):
+        assert self._reference or self._spec.lora is not None, "keep_reference comes first"
+        base = _exchanged(self.tensors(), self._reference) if self._reference else adapters_off(self._models)
+        with self._on_device(), base:
             return self._unpack(batch, [self._score(batch, item) for item in batch.mini_batches])
 
     def _summarise(self, applied: Sequence[tuple[MiniBatch, MiniBatchStats, float]], rate: float) -> UpdateStats:

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from megarl.checkpoint.folder import below
 from megarl.checkpoint.manifest import MODEL_FOLDER, OPTIMIZER_FOLDER, Contents, FileDigest
-from megarl.checkpoint.save import BoxView, Contribution, contribution, copy_to_host, save_hf, save_tensors
+from megarl.checkpoint.save import (
+    BoxView,
+    Contribution,
+    contribution,
+    copy_to_host,
+    save_adapter,
+    save_hf,
+    save_tensors,
+)
+from megarl.config.lora import LoraConfig
 from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
 from megarl.train.optimizer import ModelOptimizer
@@ -67,6 +76,7 @@ class RankSaver:
         topology: Topology,
         peers: Peers,
         is_critic: bool,
+        lora: LoraConfig | None = None,
         purpose: str = "save",
     ) -> None:
         """`purpose` names the transfer groups: savers with different purposes can write at the same time."""
@@ -76,6 +86,7 @@ class RankSaver:
         self._topology = topology
         self._peers = peers
         self._is_critic = is_critic
+        self._lora = lora
         self._purpose = purpose
         self._weights: Contribution | None = None
         self._shards: Contribution | None = None
@@ -151,6 +162,16 @@ class RankSaver:
     ) -> dict[str, FileDigest]:
         if folder.name != MODEL_FOLDER:
             return save_tensors(folder, layout=part.layout, tensors=part.tensors, group=group)
+        if self._lora is not None:
+            fields = self._lora.peft_fields(base=source_folder.absolute(), is_critic=self._is_critic)
+            return save_adapter(
+                folder,
+                source_folder=source_folder,
+                fields=fields,
+                layout=part.layout,
+                tensors=part.tensors,
+                group=group,
+            )
         return save_hf(
             folder,
             source_folder=source_folder,

@@ -101,7 +101,10 @@ class _TokenScores(torch.autograd.Function):
         hidden, weight, targets, log_norms, entropy = ctx.saved_tensors
         shard = ctx.shard
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        # A frozen weight has no gradient.
+        grad_weight = (
+            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
+        )
         for chunk in _chunks(hidden.shape[0], ctx.chunk_tokens):
             rows = _RowGradients(
                 log_norms=log_norms[chunk],
@@ -112,8 +115,9 @@ class _TokenScores(torch.autograd.Function):
             logits = hidden[chunk] @ weight[: shard.size].t()
             grad_logits = _grad_logits(logits, _columns(targets[chunk], shard), rows, ctx.temperature)
             grad_hidden[chunk] = grad_logits @ weight[: shard.size]
-            _add_product(grad_weight[: shard.size], grad_logits.t(), hidden[chunk])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+            if grad_weight is not None:
+                _add_product(grad_weight[: shard.size], grad_logits.t(), hidden[chunk])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
 class _Sums(NamedTuple):

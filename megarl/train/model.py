@@ -31,6 +31,7 @@ from megarl.errors import ConfigError, Problem
 from megarl.train.attention import PackedAttention, PackedSequences
 from megarl.train.layers import Fp32Router, GatedActivation, RMSNorm, Rotation, rotary_frequencies
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
+from megarl.train.lora import AdaptedColumns, AdaptedRows
 from megarl.train.topology import Topology
 from megarl.types import FloatArray, MicroBatch
 from megarl.weights.executors.tensors import torch_dtype
@@ -112,6 +113,9 @@ class Model(GPTModel):
     def decode(self, micro_batch: DeviceMicroBatch) -> Tensor:
         """Return hidden states for the next chunk; normed in the last."""
         embedded = self.embedding(micro_batch.token_ids, micro_batch.positions) if self.pre_process else None
+        if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
+            # Layers that are recomputed have gradients only if their input has: that of a frozen embedding does not.
+            embedded.requires_grad_()
         hidden: Tensor = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
@@ -189,8 +193,12 @@ def build_chunks(
     is_sequence_parallel: bool,
     device: Device,
     native: Mapping[str, object],
+    is_adapted: bool = False,
 ) -> list[Model]:
-    """Return this rank's chunks in the order of their layers, on the device; a shape with a value head is a critic."""
+    """Return this rank's chunks in the order of their layers, on the device; a shape with a value head is a critic.
+
+    With `is_adapted` adapters can be attached to the linear layers outside of experts.
+    """
     try:
         config = transformer_config(
             shape, parallel, is_sequence_parallel=is_sequence_parallel, device=device, native=native
@@ -204,7 +212,8 @@ def build_chunks(
     chunks: list[Model] = []
     for chunk in range(parallel.virtual_pipeline):
         layers = parallel.chunk_layers(shape.num_layers, stage=topology.pipeline_rank, chunk=chunk)
-        block = TransformerBlockSubmodules(layer_specs=[_layer_spec(shape)] * len(layers), layer_norm=RMSNorm)
+        spec = _layer_spec(shape, is_adapted=is_adapted)
+        block = TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=RMSNorm)
         chunks.append(kind(config, block, shape, topology, chunk))
     return chunks
 
@@ -286,7 +295,7 @@ def _mixture_fields(experts: Experts, shape: ModelShape, parallel: MegatronParal
     }
 
 
-def _layer_spec(shape: ModelShape) -> ModuleSpec:
+def _layer_spec(shape: ModelShape, *, is_adapted: bool) -> ModuleSpec:
     num_experts = shape.experts.num if shape.experts else None
     spec = get_gpt_layer_local_spec(num_experts=num_experts, normalization="RMSNorm", qk_layernorm=shape.has_qk_norm)
     feed_forward = spec.submodules.mlp.submodules
@@ -301,4 +310,11 @@ def _layer_spec(shape: ModelShape) -> ModuleSpec:
     if shape.has_qk_norm:
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
+    if is_adapted:
+        blocks = [(attention, "linear_qkv", "linear_proj")]
+        if num_experts is None:
+            blocks.append((feed_forward, "linear_fc1", "linear_fc2"))
+        for block, columns, rows in blocks:
+            setattr(block, columns, AdaptedColumns)
+            setattr(block, rows, AdaptedRows)
     return spec

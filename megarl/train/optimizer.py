@@ -59,11 +59,12 @@ class ModelOptimizer:
         free_cache(self._device)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters by their names in the weights' layout."""
+        """Return the parameters that are trained, by their names in the weights' layout."""
         return {
             f"chunk{index}.{name}": parameter
             for index, chunk in enumerate(self.chunks)
             for name, parameter in chunk.module.named_parameters()
+            if parameter.requires_grad
         }
 
     def shards(self) -> dict[str, Shard]:
@@ -162,7 +163,8 @@ class ModelOptimizer:
                 chunk.start_param_sync()
 
     def _weights(self) -> list[Tensor]:
-        return [buffer.param_data for chunk in self.chunks for buffer in _buffers(chunk)]
+        frozen = [each.data for chunk in self.chunks for each in chunk.module.parameters() if not each.requires_grad]
+        return [*(buffer.param_data for chunk in self.chunks for buffer in _buffers(chunk)), *frozen]
 
     def _gradients(self) -> list[Tensor]:
         return [buffer.grad_data for chunk in self.chunks for buffer in _buffers(chunk)]

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import Device, dtype_on
@@ -32,6 +33,7 @@ from megarl.types import MiniBatch, TrainBatch
 from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import check_holding, specs_of
 from megarl.weights.layouts.canonical import VALUE_HEAD
+from megarl.weights.layouts.lora import LOCAL_A, LOCAL_B
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 
 
@@ -50,6 +52,8 @@ class RankSpec:
     seed: int
     timeout_s: float
     """Deadline of every wait for another rank."""
+    lora: LoraConfig | None = None
+    """The adapter that is trained in place of the model's own weights."""
 
 
 class ModelRank:
@@ -82,6 +86,7 @@ class ModelRank:
                 is_sequence_parallel=spec.split.is_sequence_parallel,
                 device=spec.device,
                 native=spec.split.megatron,
+                is_adapted=spec.lora is not None,
             )
         self._layout = megatron_layout(spec.shape, parallel, dtype=dtype_on(spec.device))
         self._holding = self._layout.by_rank[spec.rank]
@@ -95,11 +100,12 @@ class ModelRank:
         self._read(folder, self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the parameters, not copies, by their names in the weights' layout."""
+        """Return the parameters, not copies, by their names in the weights' layout; adapters are not among them."""
         return {
             f"chunk{index}.{name}": parameter.data
             for index, model in enumerate(self._models)
             for name, parameter in model.named_parameters()
+            if not name.endswith((LOCAL_A, LOCAL_B))
         }
 
     def trim(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -13,14 +13,19 @@ from megarl.checkpoint.manifest import Contents, FileDigest, verify_tensors
 from megarl.checkpoint.save import assign_tensors
 from megarl.checkpoint.state import TrainerState
 from megarl.config.roles import OptimizerConfig, TrainedModelConfig
+from megarl.config.section import dtype_on
 from megarl.errors import NumericsError
 from megarl.train.checkpoint import Peers, RankSaver, folders_read, load_optimizer, weights_of
+from megarl.train.lora import attach_adapters, initialize_adapters, shape_of
 from megarl.train.model import DeviceMicroBatch
 from megarl.train.optimizer import ModelOptimizer, learning_rate
 from megarl.train.passes import Loss, Output, accumulate_gradients
 from megarl.train.rank import ModelRank, RankSpec
 from megarl.train.stats import Report
 from megarl.types import MiniBatch, TrainBatch
+from megarl.weights.executors.hf import load_hf
+from megarl.weights.executors.tensors import check_holding, specs_of
+from megarl.weights.layouts.lora import ADAPTED_HEAD, adapter_layout
 
 _VERIFYING_THREADS = 4
 """A node has several ranks."""
@@ -31,6 +36,13 @@ MAX_SKIPPED_UPDATES = 3
 class TrainedRank(ModelRank):
     def __init__(self, spec: RankSpec, optimizer: OptimizerConfig, *, total_steps: int) -> None:
         super().__init__(spec)
+        self._trained_layout = self._layout
+        if spec.lora is not None:
+            dtype = dtype_on(spec.device)
+            self._trained_layout = adapter_layout(self._layout, shape_of(spec.lora), dtype=dtype)
+            holding = self._trained_layout.by_rank[spec.rank]
+            attach_adapters(self._models, holding, spec.lora, device=self._topology.device)
+            check_holding(holding, specs_of(self.trained_tensors().items()), holder=f"trainer rank {spec.rank}")
         self._config = optimizer
         self._total_steps = total_steps
         self._num_steps = 0
@@ -42,20 +54,46 @@ class TrainedRank(ModelRank):
             peers = Peers(self._topology, spec.master_address, timeout_s=spec.timeout_s)
             self._saver, self._exporter = (
                 RankSaver(
-                    layout=self._layout,
-                    tensors=self.tensors,
+                    layout=self._trained_layout,
+                    tensors=self.trained_tensors,
                     optimizer=self._optimizer,
                     topology=self._topology,
                     peers=peers,
                     is_critic=spec.shape.has_value_head,
+                    lora=spec.lora,
                     purpose=purpose,
                 )
                 for purpose in ("save", "export")
             )
 
+    def trained_tensors(self) -> dict[str, Tensor]:
+        """Return the parameters that are trained, by their names in the layout of a checkpoint."""
+        if self._spec.lora is None:
+            return self.tensors()
+        return {
+            f"chunk{index}.{name}": parameter.data
+            for index, model in enumerate(self._models)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+
     def load(self, folder: Path) -> None:
+        """Load the weights of a Hugging Face folder; adapters start as the recipe says."""
         super().load(folder)
+        lora, rank = self._spec.lora, self._spec.rank
+        if lora is not None:
+            tensors, layout = self.trained_tensors(), self._trained_layout
+            initialize_adapters(tensors, layout, lora, rank=rank, seed=self._spec.seed)
+            if lora.path is not None:
+                self._read_trained(lora.path, may_lack=[ADAPTED_HEAD])
         with self._on_device():
+            self._optimizer.adopt_weights()
+
+    def _read_trained(self, folder: Path, *, may_lack: Collection[str] = ()) -> None:
+        layout = self._trained_layout
+        holding = layout.by_rank[self._spec.rank]
+        with self._on_device():
+            load_hf(folder, holding, layout.canonical, self.trained_tensors(), may_lack=may_lack)
             self._optimizer.adopt_weights()
 
     def verify(self, checkpoint: Path, inner: str) -> None:
@@ -64,18 +102,21 @@ class TrainedRank(ModelRank):
         Each tensor is compared by one of the ranks that read it, so that all ranks together compare all of them once.
         """
         folder = checkpoint / inner
-        mine = assign_tensors(self._layout).by_rank[self._spec.rank].tensors
+        mine = assign_tensors(self._trained_layout).by_rank[self._spec.rank].tensors
         read = (each.relative_to(checkpoint).as_posix() for each in folders_read(folder))
         verify_tensors(checkpoint, frozenset(read), mine, num_threads=_VERIFYING_THREADS)
 
     def resume(self, folder: Path, state: TrainerState) -> None:
-        """Continue from a checkpoint of any layout; `state` is what `snapshot` returned for it."""
-        self.load(weights_of(folder))
+        """Continue from a checkpoint of any layout; `state` is what `snapshot` returned for it.
+
+        The base of an adapter is not in the checkpoint: `load` comes first.
+        """
+        self._read_trained(weights_of(folder))
         with self._on_device():
             load_optimizer(
                 folder,
-                holding=self._holding,
-                layout=self._layout,
+                holding=self._trained_layout.by_rank[self._spec.rank],
+                layout=self._trained_layout,
                 optimizer=self._optimizer,
                 num_updates=state.num_updates,
             )

@@ -15,6 +15,7 @@ import torch
 from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.state import TrainerState
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
+from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.errors import CheckpointError, ConfigError, DamagedError, MachineError, NumericsError
@@ -39,6 +40,7 @@ class Setup:
     algorithm: AlgorithmConfig
     epochs: int = 1
     timeout_s: float = 300
+    lora: LoraConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,7 @@ def spec_of(rank: int, world: int, port: int, setup: Setup) -> RankSpec:
         shape=setup.shape,
         seed=1,
         timeout_s=setup.timeout_s,
+        lora=setup.lora,
     )
 
 
@@ -108,7 +111,7 @@ def train(rank: int, world: int, port: int, setup: Setup, scored: Sequence[Train
     trainer = build(rank, world, port, setup)
     logprobs = [trainer.logprobs(batch) for batch in scored]
     result = trainer.update(trained)
-    tensors = {name: tensor.numpy().copy() for name, tensor in trainer.tensors().items()}
+    tensors = {name: tensor.numpy().copy() for name, tensor in trainer.trained_tensors().items()}
     trainer.close()
     return Outcome(logprobs=logprobs, result=result, tensors=tensors)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -35,8 +36,15 @@ class Token:
 
 class Reference:
     def __init__(
-        self, model: Model, optimizer: OptimizerConfig, algorithm: AlgorithmConfig, temperature: float
+        self,
+        model: Model,
+        optimizer: OptimizerConfig,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        *,
+        adapter: Path | None = None,
     ) -> None:
+        """With the folder of an `adapter`, peft trains it and nothing else."""
         self._model = AutoModelForCausalLM.from_pretrained(
             model.folder, dtype=torch.float32, attn_implementation="eager"
         )
@@ -45,7 +53,9 @@ class Reference:
         self._config = optimizer
         self._algorithm = algorithm
         self._temperature = temperature
-        parameters = list(self._model.parameters())
+        if adapter is not None:
+            self._model = PeftModel.from_pretrained(self._model, adapter, is_trainable=True)
+        parameters = [each for each in self._model.parameters() if each.requires_grad]
         self._adam = torch.optim.AdamW(
             [
                 {"params": [p for p in parameters if p.dim() > 1], "weight_decay": optimizer.weight_decay},
@@ -104,6 +114,10 @@ class Reference:
                 return loss - config.entropy_coef * token.entropy
             case _:
                 raise AssertionError(f"no reference for {self._algorithm}")
+
+    def adapter(self) -> dict[str, Tensor]:
+        """Return the tensors of the adapter by their names in its file."""
+        return {name: tensor.detach().clone() for name, tensor in get_peft_model_state_dict(self._model).items()}
 
     def weights(self) -> dict[str, Tensor]:
         return checkpoint_weights(self._model)

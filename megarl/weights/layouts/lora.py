@@ -4,19 +4,29 @@ An adapter adds B @ A to a matrix W: A is [rank, columns of W], B is [rows of W,
 the same rows of B, and a holder of some columns of W holds the same columns of A. The layout of the adapters therefore
 follows from the layout of the matrices, for trainer and engine alike, and a plan moves adapters like other tensors.
 
-In a fused parameter B is fused in the same way; the A of its matrices are stacked in their order.
+In a fused parameter B is fused in the same way; the A of its matrices are stacked in their order. Every holder of some
+rows of a fused parameter holds the A of all its matrices: what it computes with them is summed over the holders.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, Slice, TensorSpec
+from megarl.weights.algebra.slices import Holding, Layout, Piece, Slice, TensorSpec
+from megarl.weights.layouts.canonical import VALUE_HEAD
+
+LOCAL_A, LOCAL_B = ".lora_a", ".lora_b"
+"""Ends of the names of a holder's own tensors."""
 
 _WEIGHT = ".weight"
 _LAYERS = "model.layers."
+_PREFIX = "base_model.model."
+ADAPTED_HEAD = _PREFIX + VALUE_HEAD
+"""The value head of a critic, which is trained as a whole, in the file of its adapter."""
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Matrices that trainers and engines stack in one parameter, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,30 +37,46 @@ class LoraShape:
 
     def adapts(self, name: str) -> bool:
         """Whether a canonical tensor is a matrix with an adapter."""
-        return name.startswith(_LAYERS) and name.removesuffix(_WEIGHT).rpartition(".")[2] in self.modules
+        return name.startswith(_LAYERS) and name.endswith(_WEIGHT) and _module(name) in self.modules
+
+    def siblings(self, name: str) -> tuple[str, ...]:
+        """Return the adapted matrices of the parameter that the matrix `name` is a part of, in their order."""
+        module = _module(name)
+        fused = next((names for names in _FUSED if module in names), (module,))
+        block = name.removesuffix(f"{module}{_WEIGHT}")
+        return tuple(f"{block}{each}{_WEIGHT}" for each in fused if each in self.modules)
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(_WEIGHT).rpartition(".")[2]
 
 
 def canonical_a(name: str) -> str:
     """Return the name of A in the adapter's file, for the matrix `name`."""
-    return f"base_model.model.{name.removesuffix(_WEIGHT)}.lora_A.weight"
+    return f"{_PREFIX}{name.removesuffix(_WEIGHT)}.lora_A.weight"
 
 
 def canonical_b(name: str) -> str:
-    return f"base_model.model.{name.removesuffix(_WEIGHT)}.lora_B.weight"
+    return f"{_PREFIX}{name.removesuffix(_WEIGHT)}.lora_B.weight"
 
 
-def adapter_tensors(canonical: Mapping[str, TensorSpec], lora: LoraShape) -> dict[str, TensorSpec]:
-    """Return name and spec of every adapter tensor of a model."""
+def adapter_tensors(
+    canonical: Mapping[str, TensorSpec], lora: LoraShape, *, dtype: str | None = None
+) -> dict[str, TensorSpec]:
+    """Return name and spec of every tensor in the file of an adapter; a critic's has the value head as well."""
     tensors: dict[str, TensorSpec] = {}
     for name, spec in canonical.items():
+        kind = dtype or spec.dtype
         if lora.adapts(name):
             rows, columns = spec.shape
-            tensors[canonical_a(name)] = TensorSpec(shape=(lora.rank, columns), dtype=spec.dtype)
-            tensors[canonical_b(name)] = TensorSpec(shape=(rows, lora.rank), dtype=spec.dtype)
+            tensors[canonical_a(name)] = TensorSpec(shape=(lora.rank, columns), dtype=kind)
+            tensors[canonical_b(name)] = TensorSpec(shape=(rows, lora.rank), dtype=kind)
+        elif name == VALUE_HEAD:
+            tensors[ADAPTED_HEAD] = TensorSpec(shape=spec.shape, dtype=kind)
     return tensors
 
 
-def adapter_layout(layout: Layout, lora: LoraShape) -> Layout:
+def adapter_layout(layout: Layout, lora: LoraShape, *, dtype: str | None = None) -> Layout:
     """Return what the same holders hold of the adapters. Replicas stay replicas."""
     done: dict[int, Holding] = {}
     holdings = []
@@ -59,56 +85,62 @@ def adapter_layout(layout: Layout, lora: LoraShape) -> Layout:
         if known is None:
             known = done[id(holding.pieces)] = _adapters(holding, lora)
         holdings.append(Holding(rank=holding.rank, tensors=known.tensors, pieces=known.pieces))
-    return Layout(canonical=adapter_tensors(layout.canonical, lora), holdings=tuple(holdings))
+    return Layout(canonical=adapter_tensors(layout.canonical, lora, dtype=dtype), holdings=tuple(holdings))
+
+
+def stacked_rows(holding: Holding, lora: LoraShape) -> dict[str, list[tuple[int, range]]]:
+    """Return for each B of a holding of adapters which A of the stack goes with which of its rows."""
+    place_of = {
+        piece.slice.name.replace(".lora_A.", ".lora_B."): piece.local_offsets[-2] // lora.rank
+        for piece in holding.pieces
+        if piece.local_name.endswith(LOCAL_A)
+    }
+    rows: defaultdict[str, list[tuple[int, range]]] = defaultdict(list)
+    for piece in holding.pieces:
+        if piece.local_name.endswith(LOCAL_B):
+            first = piece.local_offsets[-2]
+            rows[piece.local_name].append((place_of[piece.slice.name], range(first, first + piece.slice.shape[0])))
+    return dict(rows)
 
 
 def _adapters(holding: Holding, lora: LoraShape) -> Holding:
     by_tensor: defaultdict[str, list[Piece]] = defaultdict(list)
+    tensors: dict[str, TensorSpec] = {}
+    pieces: list[Piece] = []
     for piece in holding.pieces:
         if lora.adapts(piece.slice.name):
             by_tensor[piece.local_name].append(piece)
-    tensors: dict[str, TensorSpec] = {}
-    pieces: list[Piece] = []
+        elif piece.slice.name == VALUE_HEAD:
+            tensors[piece.local_name] = holding.tensors[piece.local_name]
+            pieces.append(replace(piece, slice=replace(piece.slice, name=ADAPTED_HEAD)))
     for name, parts in by_tensor.items():
         spec = holding.tensors[name]
-        places = _stack(parts)
         *experts, rows, columns = spec.shape
-        height = lora.rank * (1 + max(places.values()))
-        local_a, local_b = (f"{name.removesuffix(_WEIGHT)}.{which}" for which in ("lora_a", "lora_b"))
+        height = lora.rank * len(lora.siblings(parts[0].slice.name))
+        local_a, local_b = (f"{name.removesuffix(_WEIGHT)}{which}" for which in (LOCAL_A, LOCAL_B))
         tensors[local_a] = TensorSpec(shape=(*experts, height, columns), dtype=spec.dtype)
         tensors[local_b] = TensorSpec(shape=(*experts, rows, lora.rank), dtype=spec.dtype)
-        pieces += _pieces(parts, places, lora.rank, local_a, local_b)
+        pieces += _pieces(parts, lora, local_a, local_b)
     return Holding(rank=holding.rank, tensors=tensors, pieces=tuple(pieces))
 
 
-def _stack(parts: Sequence[Piece]) -> dict[str, int]:
-    """Return the position of each matrix's A; each expert of a stacked parameter has a stack of its own."""
-    seen: defaultdict[Index, list[str]] = defaultdict(list)
-    for piece in parts:
-        names = seen[piece.local_offsets[:-2]]
-        if piece.slice.name not in names:
-            names.append(piece.slice.name)
-    return {name: position for names in seen.values() for position, name in enumerate(names)}
-
-
-def _pieces(
-    parts: Sequence[Piece], places: Mapping[str, int], rank: int, local_a: str, local_b: str
-) -> Iterator[Piece]:
+def _pieces(parts: Sequence[Piece], lora: LoraShape, local_a: str, local_b: str) -> Iterator[Piece]:
     has_a: set[str] = set()
     for piece in parts:
         box = piece.slice
         (row, column), (rows, columns) = box.offsets, box.shape
         *experts, local_row, local_column = piece.local_offsets
         yield Piece(
-            slice=Slice(name=canonical_b(box.name), offsets=(row, 0), shape=(rows, rank)),
+            slice=Slice(name=canonical_b(box.name), offsets=(row, 0), shape=(rows, lora.rank)),
             local_name=local_b,
             local_offsets=(*experts, local_row, 0),
         )
         # The rows of one matrix may come in several pieces, all with the same columns.
-        if box.name not in has_a:
-            has_a.add(box.name)
-            yield Piece(
-                slice=Slice(name=canonical_a(box.name), offsets=(0, column), shape=(rank, columns)),
-                local_name=local_a,
-                local_offsets=(*experts, places[box.name] * rank, local_column),
-            )
+        for place, name in enumerate(lora.siblings(box.name)):
+            if name not in has_a:
+                has_a.add(name)
+                yield Piece(
+                    slice=Slice(name=canonical_a(name), offsets=(0, column), shape=(lora.rank, columns)),
+                    local_name=local_a,
+                    local_offsets=(*experts, place * lora.rank, local_column),
+                )

@@ -1,0 +1,172 @@
+"""The recipe's `model.lora`: which matrices are trained as a product of two thin ones, and the files of an adapter.
+
+An adapter's folder is PEFT's: `adapter_model.safetensors` and `adapter_config.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from megarl.config.model import ModelShape
+from megarl.config.section import Section
+from megarl.errors import Problem
+
+LoraModule: TypeAlias = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ATTENTION_MODULES: tuple[LoraModule, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL_MODULES: tuple[LoraModule, ...] = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
+_SCORE = "score"
+"""The module of a critic's value head, which is trained as a whole."""
+_UNSUPPORTED = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False}
+"""Fields of an adapter's configuration that change what it computes, with the value that leaves it as it is."""
+_MAX_HEADER_BYTES = 100 << 20
+
+
+class LoraConfig(Section):
+    """Train an adapter beside a frozen base, in the actor and the critic; engines serve the base with the adapter."""
+
+    rank: PositiveInt = 32
+    """Inner size of the two matrices that are trained in place of each one."""
+    alpha: PositiveFloat = 64
+    """What the adapter adds is multiplied by `alpha / rank`."""
+    modules: Annotated[tuple[LoraModule, ...], Field(min_length=1)] = ALL_MODULES
+    """The linear layers of each block that have an adapter; in a mixture of experts those of the attention."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """Random values of the first matrix; the second is zero, so that the policy starts as the base."""
+    path: Path | None = None
+    """A folder of PEFT with an adapter of this base to start from; null starts from `init`."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def peft_fields(self, *, base: Path, is_critic: bool) -> dict[str, object]:
+        """Return the content of the adapter's configuration file."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "SEQ_CLS" if is_critic else "CAUSAL_LM",
+            "base_model_name_or_path": str(base),
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": list(self.modules),
+            "modules_to_save": [_SCORE] if is_critic else None,
+            "inference_mode": True,
+            **_UNSUPPORTED,
+        }
+
+
+def read_adapter_config(folder: Path) -> tuple[LoraConfig, Path]:
+    """Return the adapter that a folder of PEFT describes, and the path of its base; ValueError names what is wrong."""
+    path = folder / ADAPTER_CONFIG_FILE
+    try:
+        fields = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if fields.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type is {fields.get('peft_type')}, not LORA")
+    for name, plain in _UNSUPPORTED.items():
+        if fields.get(name, plain) != plain:
+            raise ValueError(f"{path}: {name} {fields[name]} is not supported")
+    for name in ("rank_pattern", "alpha_pattern"):
+        if fields.get(name):
+            raise ValueError(f"{path}: {name} is not supported; all modules have one rank and one alpha")
+    modules = fields.get("target_modules")
+    unknown = sorted(set(modules) - set(ALL_MODULES)) if isinstance(modules, list) else [modules]
+    if unknown:
+        raise ValueError(f"{path}: target_modules has {unknown[0]}; supported are {', '.join(ALL_MODULES)}")
+    ordered = tuple(module for module in ALL_MODULES if module in modules)
+    lora = LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"], modules=ordered)
+    return lora, Path(str(fields.get("base_model_name_or_path")))
+
+
+def check_lora(lora: LoraConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Yield what keeps a model of this shape from having the adapter."""
+    twice = [module for index, module in enumerate(lora.modules) if module in lora.modules[:index]]
+    if twice:
+        yield Problem(key="model.lora.modules", message=f"{twice[0]} is given twice; name it once")
+    dense = [module for module in lora.modules if module not in ATTENTION_MODULES]
+    if shape.experts is not None and dense:
+        yield Problem(
+            key="model.lora.modules",
+            message=f"{dense[0]} is part of each expert, and experts have no adapters; "
+            f"choose among {', '.join(ATTENTION_MODULES)}",
+        )
+    largest = min(shape.hidden, shape.num_kv_heads * shape.head_dim)
+    if lora.rank > largest:
+        yield Problem(
+            key="model.lora.rank",
+            message=f"{lora.rank} is more than the {largest} rows of the smallest matrix; choose at most {largest}",
+        )
+    if lora.path is not None:
+        problem = _adapter_problem(lora, lora.path, shape)
+        if problem is not None:
+            yield Problem(key="model.lora.path", message=problem)
+
+
+def _adapter_problem(lora: LoraConfig, folder: Path, shape: ModelShape) -> str | None:
+    """Return why training cannot start from an adapter; None if it can."""
+    try:
+        found, _ = read_adapter_config(folder)
+        shapes = _header_shapes(folder / ADAPTER_FILE)
+    except ValueError as error:
+        return str(error)
+    for key, own, its in (
+        ("rank", lora.rank, found.rank),
+        ("alpha", lora.alpha, found.alpha),
+        ("modules", sorted(lora.modules), sorted(found.modules)),
+    ):
+        if own != its:
+            return f"{folder} has {key} {its}, the recipe {own}; set model.lora.{key} to that of the adapter"
+    for layer in range(shape.num_layers):
+        for module in lora.modules:
+            rows, columns = matrix_shape(module, shape)
+            for part, wanted in (("A", (lora.rank, columns)), ("B", (rows, lora.rank))):
+                name = f"base_model.model.model.layers.{layer}.{block_of(module)}.{module}.lora_{part}.weight"
+                if shapes.get(name) != wanted:
+                    seen = f"has shape {list(shapes[name])}" if name in shapes else "is missing"
+                    return f"{folder} is an adapter of another base: {name} {seen}, model.path needs {list(wanted)}"
+    return None
+
+
+def block_of(module: LoraModule) -> str:
+    return "self_attn" if module in ATTENTION_MODULES else "mlp"
+
+
+def matrix_shape(module: LoraModule, shape: ModelShape) -> tuple[int, int]:
+    """Return rows and columns of the matrix that a module of a dense layer multiplies with."""
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    table: Mapping[LoraModule, tuple[int, int]] = {
+        "q_proj": (queries, shape.hidden),
+        "k_proj": (keys, shape.hidden),
+        "v_proj": (keys, shape.hidden),
+        "o_proj": (shape.hidden, queries),
+        "gate_proj": (shape.ffn_hidden, shape.hidden),
+        "up_proj": (shape.ffn_hidden, shape.hidden),
+        "down_proj": (shape.hidden, shape.ffn_hidden),
+    }
+    return table[module]
+
+
+def _header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a safetensors file; a ValueError says why it has none."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > _MAX_HEADER_BYTES:
+                raise ValueError(f"{path} is not a safetensors file")
+            header = json.loads(file.read(size))
+        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError):
+        raise ValueError(f"{path} is not a safetensors file") from None

@@ -1,0 +1,172 @@
+"""Adapters inside Megatron's parallel linear layers: a frozen matrix W becomes W + scale * B @ A.
+
+    columns (qkv, fc1)   W and B have rows on each rank, A is whole on every rank
+    rows (proj, fc2)     W and A have columns on each rank, B is whole on every rank
+
+Ranks exchange the thin activation between A and B, never one of full width. Which rows of a fused B go with which A of
+the stack follows from the weights' layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from torch import Tensor
+
+from megarl.config.lora import LoraConfig
+from megarl.weights.algebra.slices import Holding, Index, Layout, TensorSpec
+from megarl.weights.executors.tensors import box_of, torch_dtype
+from megarl.weights.layouts.lora import LOCAL_A, LOCAL_B, LoraShape, stacked_rows
+
+
+class _Adapted(torch.nn.Module):
+    """A linear layer that may have an adapter."""
+
+    lora_a: torch.nn.Parameter
+    lora_b: torch.nn.Parameter
+    lora_mask: Tensor | None
+    lora_scale = 0.0
+    """0 where there is no adapter, or while it is off."""
+
+    def adapt(self, a: TensorSpec, b: TensorSpec, mask: Tensor | None, *, device: torch.device) -> None:
+        """Add the two parameters; `mask` [rows of B, matrices of the stack] is None where all rows go with one A."""
+        for name, spec in (("lora_a", a), ("lora_b", b)):
+            values = torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
+            self.register_parameter(name, torch.nn.Parameter(values))
+        self.register_buffer("lora_mask", mask, persistent=False)
+
+
+class AdaptedColumns(ColumnParallelLinear, _Adapted):  # type: ignore[misc]  # Megatron is not typed
+    def adapt(self, a: TensorSpec, b: TensorSpec, mask: Tensor | None, *, device: torch.device) -> None:
+        super().adapt(a, b, mask, device=device)
+        set_tensor_model_parallel_attributes(tensor=self.lora_b, is_parallel=True, dim=0, stride=1)
+        # Each rank sees its part of the sequence; Megatron sums the gradients of marked parameters.
+        self.lora_a.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_, weight, runtime_gather_output)
+        if not self.lora_scale:
+            return output, bias
+        thin = F.linear(input_, self.lora_a)
+        if self.sequence_parallel:
+            thin = gather_from_sequence_parallel_region(thin, group=self.tp_group)
+        else:
+            thin = copy_to_tensor_model_parallel_region(thin, group=self.tp_group)
+        wide = self.lora_b
+        if self.lora_mask is not None:
+            # One product for all matrices of the stack: each row of B meets its own A, and zeros elsewhere.
+            wide = (self.lora_b[:, None] * self.lora_mask[:, :, None]).flatten(1)
+        return torch.add(output, F.linear(thin, wide), alpha=self.lora_scale), bias
+
+
+class AdaptedRows(RowParallelLinear, _Adapted):  # type: ignore[misc]  # Megatron is not typed
+    def adapt(self, a: TensorSpec, b: TensorSpec, mask: Tensor | None, *, device: torch.device) -> None:
+        super().adapt(a, b, mask, device=device)
+        set_tensor_model_parallel_attributes(tensor=self.lora_a, is_parallel=True, dim=1, stride=1)
+        self.lora_b.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        if not self.lora_scale:
+            return output, bias
+        thin = F.linear(input_, self.lora_a)
+        if self.sequence_parallel:
+            thin = reduce_scatter_to_sequence_parallel_region(thin, group=self.tp_group)
+        else:
+            thin = reduce_from_tensor_model_parallel_region(thin, group=self.tp_group)
+        return torch.add(output, F.linear(thin, self.lora_b), alpha=self.lora_scale), bias
+
+
+def attach_adapters(
+    chunks: Sequence[torch.nn.Module], holding: Holding, lora: LoraConfig, *, device: torch.device
+) -> None:
+    """Add the adapters that a rank holds, all zero; freeze everything else but what `holding` has beside them."""
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+    rows = stacked_rows(holding, shape_of(lora))
+    parameters = {
+        f"chunk{index}.{name}": parameter
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+    for name, spec in holding.tensors.items():
+        if name.endswith(LOCAL_A):
+            chunk, _, path = name.removesuffix(LOCAL_A).partition(".")
+            module = chunks[int(chunk.removeprefix("chunk"))].get_submodule(path)
+            assert isinstance(module, _Adapted), f"{path} is a {type(module).__name__}"
+            local_b = name.removesuffix(LOCAL_A) + LOCAL_B
+            mask = _mask(rows[local_b], holding.tensors[local_b], spec.shape[0] // lora.rank, device)
+            module.adapt(spec, holding.tensors[local_b], mask, device=device)
+            module.lora_scale = lora.scale
+        elif not name.endswith(LOCAL_B):
+            parameters[name].requires_grad_(True)
+
+
+def shape_of(lora: LoraConfig) -> LoraShape:
+    return LoraShape(rank=lora.rank, modules=frozenset(lora.modules))
+
+
+def _mask(rows: Sequence[tuple[int, range]], spec: TensorSpec, num: int, device: torch.device) -> Tensor | None:
+    if num == 1 and sum(len(its) for _, its in rows) == spec.shape[0]:
+        return None
+    mask = torch.zeros(spec.shape[0], num, dtype=torch_dtype(spec.dtype), device=device)
+    for place, its in rows:
+        mask[its.start : its.stop, place] = 1
+    return mask
+
+
+@torch.no_grad()
+def initialize_adapters(
+    tensors: Mapping[str, Tensor], layout: Layout, lora: LoraConfig, *, rank: int, seed: int
+) -> None:
+    """Fill A with random numbers that depend on its name and `seed` alone, whatever the split, and B with zeros."""
+    for name, tensor in tensors.items():
+        if name.endswith((LOCAL_A, LOCAL_B)):
+            tensor.zero_()
+    for piece in layout.by_rank[rank].pieces:
+        if piece.local_name.endswith(LOCAL_A):
+            box = piece.slice
+            values = _first_values(box.name, layout.canonical[box.name].shape, lora, seed)
+            target = box_of(tensors[piece.local_name], piece.local_offsets, box.shape)
+            target.copy_(box_of(values, box.offsets, box.shape))
+
+
+def _first_values(name: str, shape: Index, lora: LoraConfig, seed: int) -> Tensor:
+    """Return PEFT's choice of random values, in float32 on the host."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    values = torch.empty(shape, dtype=torch.float32)
+    if lora.init == "gaussian":
+        return values.normal_(std=1 / lora.rank, generator=generator)
+    bound = 1 / math.sqrt(shape[1])
+    return values.uniform_(-bound, bound, generator=generator)
+
+
+@contextmanager
+def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Compute with the base alone inside the block."""
+    adapted = [module for chunk in chunks for module in chunk.modules() if isinstance(module, _Adapted)]
+    scales = [module.lora_scale for module in adapted]
+    for module in adapted:
+        module.lora_scale = 0.0
+    try:
+        yield
+    finally:
+        for module, scale in zip(adapted, scales, strict=True):
+            module.lora_scale = scale

@@ -1,0 +1,188 @@
+"""Adapters in Megatron's layers against peft on the Hugging Face model: same log-probabilities, gradients and files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megarl.config.lora import ALL_MODULES, ATTENTION_MODULES, LoraConfig, LoraModule
+from megarl.config.roles import ActorConfig
+from megarl.train.lora import shape_of
+from megarl.weights.layouts.lora import adapter_layout
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from tests.tiny_models import write_tiny_model
+from tests.train import jobs
+from tests.train.cluster import Cluster, assembled
+from tests.train.conftest import Models
+from tests.train.reference import Model, Reference
+from tests.train.samples import make_samples
+from tests.train.test_rank import (
+    DESCENT,
+    FULL,
+    GRPO,
+    MIXTURE_SPLITS,
+    SPLITS,
+    TEMPERATURE,
+    TOLERANCE,
+    _ranges,
+    assert_close,
+    assert_same_logprobs,
+    packed,
+    setup_of,
+)
+
+RANK, ALPHA = 4, 6.0
+
+
+def random_adapter(folder: Path, model: Model, modules: Sequence[LoraModule], *, seed: int = 0) -> LoraConfig:
+    """Write an adapter with peft, of which no matrix is zero, and return the recipe's section that starts from it."""
+    base = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32)
+    adapted = get_peft_model(base, PeftConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(modules)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1, generator=generator)
+    adapted.save_pretrained(folder)
+    return LoraConfig(rank=RANK, alpha=ALPHA, modules=tuple(modules), path=folder)
+
+
+def whole_adapter(
+    outcomes: Sequence[jobs.Outcome], model: Model, actor: ActorConfig, lora: LoraConfig
+) -> dict[str, Tensor]:
+    """Assemble the adapter's tensors from every rank's; replicas must be bit-equal."""
+    parallel = MegatronParallel.of(actor, data=len(outcomes) // actor.model_parallel)
+    layout = adapter_layout(megatron_layout(model.shape, parallel, dtype="float32"), shape_of(lora))
+    tensors = {name: torch.full(spec.shape, torch.nan) for name, spec in layout.canonical.items()}
+    for rank, outcome in enumerate(outcomes):
+        holding = layout.by_rank[rank]
+        assert set(outcome.tensors) == set(holding.tensors), "something else is trained"
+        for piece in holding.pieces:
+            target = tensors[piece.slice.name][_ranges(piece.slice.offsets, piece.slice.shape)]
+            local = torch.from_numpy(outcome.tensors[piece.local_name])
+            source = local[_ranges(piece.local_offsets, piece.slice.shape)]
+            if not target.isnan().any():
+                assert torch.equal(target, source), f"{piece.slice} differs between replicas"
+            target.copy_(source)
+    return tensors
+
+
+def check_equals_peft(
+    model: Model,
+    split: tuple[int, ActorConfig],
+    lora: LoraConfig,
+    cluster: Cluster,
+) -> None:
+    samples = make_samples(7, vocab=model.shape.vocab)
+    assert lora.path is not None
+    reference = Reference(model, DESCENT, GRPO, TEMPERATURE, adapter=lora.path)
+    old = reference.logprobs(samples)
+    before = reference.adapter()
+    loss, _, grad_norm = reference.update(samples, old)
+    world, actor = split
+    asked = packed(samples, world=world, actor=actor, is_question=True)
+    trained = packed(samples, world=world, actor=actor, budget=20)
+    setup = replace(setup_of(model, actor), lora=lora)
+
+    outcomes = cluster.run(world, jobs.train, setup, [asked], trained)
+
+    parts = [outcome.logprobs[0] for outcome in outcomes]
+    assert_same_logprobs(assembled(parts, data_parallel=world // actor.model_parallel), old)
+    for outcome in outcomes:
+        assert outcome.stats.loss == pytest.approx(loss, abs=TOLERANCE)
+        assert outcome.stats.grad_norm == pytest.approx(grad_norm, abs=TOLERANCE)
+    after = reference.adapter()
+    assert_close(whole_adapter(outcomes, model, actor, lora), after)
+    assert all((after[name] - before[name]).abs().max() > 10 * TOLERANCE for name in after), "a gradient is tiny"
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_equals_peft_for_every_split(family: str, split: str, cluster: Cluster, models: Models, tmp_path: Path) -> None:
+    model = models.get(family, tied=family == "qwen2")
+    check_equals_peft(model, SPLITS[split], random_adapter(tmp_path, model, ALL_MODULES), cluster)
+
+
+@pytest.mark.parametrize("split", ["TP2-SP", "TP2-PP2"])
+def test_some_modules_of_a_fused_parameter_are_enough(
+    split: str, cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get("llama", tied=False)
+    check_equals_peft(model, SPLITS[split], random_adapter(tmp_path, model, ["q_proj", "v_proj", "up_proj"]), cluster)
+
+
+@pytest.mark.parametrize("is_sequence_parallel", [False, True])
+def test_ranks_that_share_a_key_head_hold_the_whole_of_a(
+    is_sequence_parallel: bool, cluster: Cluster, tmp_path: Path
+) -> None:
+    shape = write_tiny_model(tmp_path / "model", "llama", heads=4, kv_heads=2)
+    model = Model(folder=tmp_path / "model", shape=shape)
+    lora = random_adapter(tmp_path / "adapter", model, ALL_MODULES)
+    actor = ActorConfig(pool="train", tensor=4, is_sequence_parallel=is_sequence_parallel)
+    check_equals_peft(model, (4, actor), lora, cluster)
+
+
+@pytest.mark.parametrize("split", ["EP2", "TP2-EP2", "EP2-PP2"])
+def test_the_attention_of_a_mixture_can_be_adapted(
+    split: str, cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get("qwen3_moe", tied=False)
+    check_equals_peft(model, MIXTURE_SPLITS[split], random_adapter(tmp_path, model, ATTENTION_MODULES), cluster)
+
+
+def test_recomputed_layers_have_gradients_above_a_frozen_embedding(
+    cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get("qwen2", tied=False)
+    world, actor = SPLITS["TP2-SP"]
+    recomputing = actor.model_copy(update={"megatron": FULL})
+    check_equals_peft(model, (world, recomputing), random_adapter(tmp_path, model, ALL_MODULES), cluster)
+
+
+@pytest.mark.parametrize("split", ["TP1", "TP2-PP2"])
+def test_the_reference_is_the_base_without_the_adapter(
+    split: str, cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get("qwen2", tied=True)
+    samples = make_samples(6, vocab=model.shape.vocab, seed=8)
+    expected = Reference(model, DESCENT, GRPO, TEMPERATURE).logprobs(samples)
+    lora = random_adapter(tmp_path, model, ALL_MODULES)
+    world, actor = SPLITS[split]
+    batch = packed(samples, world=world, actor=actor)
+    answers = cluster.run(world, jobs.ask_reference, replace(setup_of(model, actor), lora=lora), model.folder, batch)
+    before, reference, after = (assembled(parts, data_parallel=1) for parts in zip(*answers, strict=True))
+    assert_same_logprobs(reference, expected)
+    assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
+    assert not all(np.array_equal(*pair) for pair in zip(before, reference, strict=True))
+
+
+@pytest.mark.parametrize("init", ["kaiming", "gaussian"])
+def test_a_new_adapter_is_the_same_in_every_split_and_leaves_the_policy_as_the_base(
+    init: str, cluster: Cluster, models: Models
+) -> None:
+    model = models.get("qwen2", tied=True)
+    samples = make_samples(6, vocab=model.shape.vocab, seed=8)
+    expected = Reference(model, DESCENT, GRPO, TEMPERATURE).logprobs(samples)
+    lora = LoraConfig(rank=RANK, alpha=ALPHA, init="gaussian" if init == "gaussian" else "kaiming")
+    found = []
+    for split in ("TP1", "TP2-PP2"):
+        world, actor = SPLITS[split]
+        setup = replace(setup_of(model, actor), lora=lora, optimizer=DESCENT.model_copy(update={"weight_decay": 0.0}))
+        batch = packed(samples, world=world, actor=actor)
+        outcomes = cluster.run(world, jobs.train, setup, [batch], batch)
+        assert_same_logprobs(assembled([each.logprobs[0] for each in outcomes], data_parallel=1), expected)
+        found.append(whole_adapter(outcomes, model, actor, lora))
+    assert_close(found[1], found[0], tolerance=1e-6)
+    first, last = (found[0][f"base_model.model.model.layers.{layer}.mlp.up_proj.lora_A.weight"] for layer in (0, 3))
+    assert not torch.equal(first, last)
+    # B was zero, so that A had no gradient yet.
+    assert first.std().item() == pytest.approx(1 / RANK if init == "gaussian" else (1 / 3 / 64) ** 0.5, rel=0.2)

@@ -13,11 +13,13 @@ from math import prod
 from pathlib import Path, PurePosixPath
 
 from megarl.checkpoint.manifest import FileDigest, Manifest, OnBytes, sync, verify, write_manifest
+from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.errors import CheckpointError
 from megarl.system.faults import reach, step_in
 from megarl.system.run_lock import check_held
 from megarl.weights.layouts.canonical import canonical_tensors
+from megarl.weights.layouts.lora import LoraShape, adapter_tensors
 
 CHECKPOINTS_FOLDER = "checkpoints"
 LATEST = "latest"
@@ -200,9 +202,12 @@ def _write_latest_step(folder: Path) -> None:
     sync(folder.parent)
 
 
-def estimate_bytes(shape: ModelShape, *, wants_optimizer: bool) -> int:
-    """Return the size of one model in a checkpoint on disk."""
-    specs = canonical_tensors(shape).values()
+def estimate_bytes(shape: ModelShape, *, wants_optimizer: bool, lora: LoraConfig | None = None) -> int:
+    """Return the size of one model, or of its adapter, in a checkpoint on disk."""
+    canonical = canonical_tensors(shape)
+    if lora is not None:
+        canonical = adapter_tensors(canonical, LoraShape.of(lora))
+    specs = canonical.values()
     model_bytes = sum(spec.num_bytes for spec in specs)
     num_kept_in_fp32 = 2 if shape.dtype == "float32" else 3
     optimizer_bytes = sum(4 * num_kept_in_fp32 * prod(spec.shape) for spec in specs) if wants_optimizer else 0

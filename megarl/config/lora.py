@@ -107,7 +107,11 @@ def check_lora(lora: LoraConfig, shape: ModelShape) -> Iterator[Problem]:
             key="model.lora.rank",
             message=f"{lora.rank} is more than the {largest} rows of the smallest matrix; choose at most {largest}",
         )
-    if lora.path is not None:
+
+
+def check_adapter_file(lora: LoraConfig | None, shape: ModelShape) -> Iterator[Problem]:
+    """Yield why training cannot start from the adapter that the recipe names."""
+    if lora is not None and lora.path is not None:
         problem = _adapter_problem(lora, lora.path, shape)
         if problem is not None:
             yield Problem(key="model.lora.path", message=problem)

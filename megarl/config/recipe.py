@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.lora import LoraConfig
 from megarl.config.reward import ExactRewardConfig, RewardConfig
 from megarl.config.roles import InFlight, OptimizerConfig, PoolConfig, RolesConfig
 from megarl.config.section import Device, DtypeName, GpuName, Section, UserCode, dtype_on
@@ -52,6 +53,8 @@ class RunConfig(Section):
 class ModelConfig(Section):
     path: Path
     """A folder in Hugging Face format: config.json, safetensors, tokenizer."""
+    lora: LoraConfig | None = None
+    """Trains an adapter beside the frozen model; null trains the model itself."""
 
 
 class JinjaTemplateConfig(Section):
@@ -323,9 +326,10 @@ class Recipe(Section):
 
     @property
     def in_flight(self) -> InFlight | None:
-        """The treatment of running requests during a publish; None where no request runs during a publish."""
+        """The treatment of running requests during a publish; None where none runs then, or where none is disturbed."""
         rollout = self.roles.rollout
-        return (rollout.in_flight or "abort") if rollout is not None and self.train.max_staleness else None
+        is_paused = rollout is not None and self.train.max_staleness and self.model.lora is None
+        return (rollout.in_flight or "abort") if rollout is not None and is_paused else None
 
     @property
     def evaluation_response_tokens(self) -> int:

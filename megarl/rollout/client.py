@@ -107,6 +107,8 @@ class GenerateRequest:
     sampling_seed: int | None = None
     cache_key: str | None = None
     """Only requests with the same key share cached prefixes."""
+    adapter: str | None = None
+    """Name of the loaded adapter to compute with; None is the base."""
 
     def to_json(self) -> dict[str, JsonValue]:
         sampling: dict[str, JsonValue] = {
@@ -127,7 +129,11 @@ class GenerateRequest:
             "return_flat_raw_top_logprobs": True,
             "return_flat_raw_top_logprobs_b64": True,
         }
-        return request if self.cache_key is None else {**request, "extra_key": self.cache_key}
+        if self.cache_key is not None:
+            request["extra_key"] = self.cache_key
+        if self.adapter is not None:
+            request["lora_path"] = self.adapter
+        return request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +300,15 @@ class EngineClient:
             "flush_cache": False,
         }
         await self._control("load weights from disk", "/update_weights_from_disk", body, timeout_s=timeout_s)
+
+    async def load_adapter(self, name: str, folder: Path, *, timeout_s: float) -> None:
+        """Let SGLang load a folder of PEFT under a new name, beside running requests."""
+        body: dict[str, JsonValue] = {"lora_name": name, "lora_path": str(folder), "pinned": False}
+        await self._control("load adapter", "/load_lora_adapter", body, timeout_s=timeout_s)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float) -> None:
+        """Forget an adapter. SGLang waits for its requests, and holds back all loads meanwhile."""
+        await self._control("unload adapter", "/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s)
 
     @asynccontextmanager
     async def _weight_session(self) -> AsyncIterator[None]:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from megarl.rollout.cpu_kernels import (
+    add_product_in_blocks,
     addmm_in_blocks,
     assign_req_to_token_pool,
     declare_torchvision_ops,
@@ -35,6 +36,7 @@ def _install() -> None:
     _use_gloo_on_arm()
     _allow_deterministic_inference()
     _divide_experts()
+    _unpin_memory()
     _fork_workers()
 
 
@@ -111,6 +113,18 @@ def _divide_experts() -> None:
     fused_moe_native.moe_forward_native = forward
 
 
+def _unpin_memory() -> None:
+    """Ignore the wish for pinned memory, which SGLang's adapters have on every device and only CUDA can fulfil."""
+    pinned = torch.tensor
+
+    def tensor(*arguments: object, pin_memory: bool = False, **options: object) -> torch.Tensor:
+        del pin_memory
+        return pinned(*arguments, **options)  # type: ignore[arg-type]
+
+    torch.tensor = tensor
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment, misc]
+
+
 class _ForkOnly(ForkContext):
     """A multiprocessing context that ignores SGLang's choice of another one."""
 
@@ -132,6 +146,8 @@ def _enable_batch_invariant_mode() -> None:
     """
     torch.library.impl("aten::mm", "CPU", mm_in_blocks)
     torch.library.impl("aten::addmm", "CPU", addmm_in_blocks)
+    # The products of adapters.
+    torch.library.impl("aten::addmm_", "CPU", add_product_in_blocks)
 
 
 if torch.cuda.is_available():

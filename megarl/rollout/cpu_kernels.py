@@ -68,6 +68,14 @@ def addmm_in_blocks(
     return mm_in_blocks(left, right) * alpha + bias * beta
 
 
+def add_product_in_blocks(
+    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """Do as `addmm_in_blocks`, in place."""
+    product = mm_in_blocks(left, right) * alpha
+    return total.copy_(product if beta == 0 else product + total * beta)
+
+
 def own_experts(
     tokens: torch.Tensor,  # [N, hidden]
     weights: torch.Tensor,  # [N, experts of a token]

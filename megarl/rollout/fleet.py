@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Set
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -59,6 +60,15 @@ class Engine:
     is_syncing: bool = False
     """Weights are being sent to it; its scheduler waits for them and answers nothing else."""
     leases: set[asyncio.Timeout] = field(default_factory=set)
+    adapter: str | None = None
+    """Name of the adapter that new requests compute with; None where the weights themselves are published."""
+    adapters: Counter[str | None] = field(default_factory=Counter)
+    """Requests that hold each adapter that is loaded, by name."""
+
+    @property
+    def weights_version(self) -> PolicyVersion:
+        """The version that the engine itself reports: under adapters the base stays what it was at the start."""
+        return self.version if self.adapter is None else PolicyVersion(0)
 
     @property
     def state(self) -> EngineState:
@@ -147,6 +157,9 @@ class Fleet:
         engine = await self._acquire(avoid, prefix)
         scope = asyncio.timeout(None)
         engine.leases.add(scope)
+        # Kept here: a restarted engine has others.
+        adapter, adapters = engine.adapter, engine.adapters
+        adapters[adapter] += 1
         try:
             async with scope:
                 yield engine
@@ -156,6 +169,7 @@ class Fleet:
             raise EngineLostError(f"{engine}: lost: {engine.reason}") from None
         finally:
             engine.leases.discard(scope)
+            adapters[adapter] -= 1
             self._dispatcher.release(engine)
 
     async def _acquire(self, avoid: Set[int], prefix: str | None) -> Engine:
@@ -240,21 +254,21 @@ class Fleet:
             for engine in busy:
                 engine.is_syncing = False
 
-    async def committed(self, version: PolicyVersion, engines: Iterable[Engine]) -> None:
-        """Record that `version` is committed and that `engines` serve it; all others are stale."""
+    async def committed(self, version: PolicyVersion, engines: Iterable[Engine], *, adapter: str | None = None) -> None:
+        """Record that `version` is committed and that `engines` serve it, as `adapter`; all others are stale."""
         current = set(engines)
         assert current, f"version {version} is committed, but no engine serves it"
         self.committed_version = version
         for engine in self.engines:
             if engine in current:
-                engine.version = version
+                engine.version, engine.adapter = version, adapter
                 self.report(engine, Confirmed())
             else:
                 self.report(engine, FellBehind(reason=f"serves version {engine.version}"))
 
-    async def joined(self, engine: Engine) -> None:
-        """Record that `engine` has caught up with the committed version."""
-        engine.version = self.committed_version
+    async def joined(self, engine: Engine, *, adapter: str | None = None) -> None:
+        """Record that `engine` has caught up with the committed version, and serves it as `adapter`."""
+        engine.version, engine.adapter = self.committed_version, adapter
         self.report(engine, Confirmed())
 
     async def mark_stale(self, engine: Engine, reason: str) -> None:
@@ -306,6 +320,7 @@ class Fleet:
         """Set the client of a restarted engine, which has a new address; return the old client."""
         before, engine.client = engine.client, client
         engine.version = PolicyVersion(0)
+        engine.adapter, engine.adapters = None, Counter()
         return before
 
     def fail(self, error: BaseException) -> None:

@@ -195,6 +195,7 @@ class FleetGenerator:
     async def _respond(self, engine: Engine, prompt: Prompt, index: int, so_far: Response) -> _Rest:
         """Return the rest of a response that begins with `so_far`."""
         sampling, pauses, version = self._sampling, self._pauses, engine.version
+        base_version = None if engine.adapter is None else engine.weights_version
         num_pauses = 0 if pauses is None else pauses.count(engine)
         max_new_tokens = sampling.max_response_tokens - len(so_far.token_ids)
         request = GenerateRequest(
@@ -208,6 +209,7 @@ class FleetGenerator:
             stop_token_ids=self._vocabulary.eos_ids,
             sampling_seed=sampling_seed(self._seed, prompt.uid, epoch=prompt.epoch, index=index),
             # Where the cache is kept during a publish, prefixes must not be shared between versions.
+            adapter=engine.adapter,
             cache_key=str(version) if pauses is not None and pauses.mode == "in_place" else None,
         )
         reply = await engine.client.generate(request)
@@ -220,6 +222,7 @@ class FleetGenerator:
             eos_ids=frozenset(self._vocabulary.eos_ids),
             version=version,
             newest_version=engine.version if is_interrupted else version,
+            base_version=base_version,
             is_interrupted=is_interrupted or reply.is_cut or engine.state is EngineState.RETIRED,
             in_flight=None if pauses is None else pauses.mode,
         )

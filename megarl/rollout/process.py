@@ -46,6 +46,16 @@ _NO_VERSION = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAdapters:
+    """The limits of the adapters that an engine reserves memory for."""
+
+    rank: int
+    modules: tuple[str, ...]
+    num_loaded: int
+    """Versions that are loaded at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """The start parameters of one server."""
 
@@ -70,6 +80,8 @@ class EngineSpec:
     """The node of this process, among those of the engine."""
     rendezvous: str | None = None
     """Address and port on the first node where the processes of several nodes meet."""
+    adapters: EngineAdapters | None = None
+    """The adapters that it can serve beside its base; None: it serves the weights that are published."""
     bind: str | None = None
     """`network.bind` of the recipe, from which the starting process derives `host`."""
     host: str = LOOPBACK
@@ -268,7 +280,21 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     if spec.shares_devices and spec.device == "cuda":
         flags.append("--enable-memory-saver")
     words = [str(word) for option in options.items() for word in option]
-    return [sys.executable, "-m", module, *words, *flags, *_native_words(config.sglang)]
+    adapters = [] if spec.adapters is None else _adapter_words(spec.adapters, spec.device)
+    return [sys.executable, "-m", module, *words, *flags, *adapters, *_native_words(config.sglang)]
+
+
+def _adapter_words(adapters: EngineAdapters, device: Device) -> list[str]:
+    """Return the options by which SGLang never unloads an adapter of its own accord: that blocks all loads."""
+    options: dict[str, str | int] = {
+        "--max-lora-rank": adapters.rank,
+        # One slot more: requests without an adapter take one as well.
+        "--max-loras-per-batch": adapters.num_loaded + 1,
+        "--max-loaded-loras": adapters.num_loaded + 1,
+        "--lora-backend": "torch_native" if device == "cpu" else "triton",
+    }
+    words = [str(word) for option in options.items() for word in option]
+    return ["--enable-lora", "--lora-strict-loading", *words, "--lora-target-modules", *adapters.modules]
 
 
 def _memory_options(spec: EngineSpec) -> dict[str, str | int | float | Path]:

@@ -44,6 +44,8 @@ class Expectation:
     """The newest version that may have been served since."""
     is_interrupted: bool = False
     """The engine was paused or retired, or the request cut: the tokens it had by then are a valid reply."""
+    base_version: PolicyVersion | None = None
+    """The version that the reply names where it is that of the base under an adapter, whose version is `version`."""
     in_flight: InFlight | None = None
     """How the engine is paused for a publish; None if it is never paused during a request."""
 
@@ -218,6 +220,8 @@ def _versions(meta: _Meta, num_tokens: int, expected: Expectation) -> npt.NDArra
     if spans is not None:
         versions = _of_spans(spans, num_tokens)
     oldest, newest = expected.version, expected.newest_version
+    if expected.base_version is not None:
+        oldest = newest = expected.base_version
     wrong = versions[(versions < oldest) | (versions > newest)]
     if wrong.size:
         served = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
@@ -228,6 +232,8 @@ def _versions(meta: _Meta, num_tokens: int, expected: Expectation) -> npt.NDArra
         raise BadReplyError(
             "the reply has no version per token (SGLang before 0.5.19); set roles.rollout.in_flight to abort"
         )
+    if expected.base_version is not None:
+        return np.full(num_tokens, expected.version, dtype=np.int32)
     return _lower_bounds(versions, oldest) if expected.in_flight == "in_place" else versions
 
 

@@ -23,6 +23,7 @@ from megarl.observe.observer import Observer
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, evaluation_seed
 from megarl.rollout.in_flight import Pauses, PausingPublisher
 from megarl.runtime.buffer import Buffer
+from megarl.runtime.engines.adapter_publisher import AdapterPublisher
 from megarl.runtime.engines.canary import Canary, CanaryPublisher, CanaryQuestion
 from megarl.runtime.engines.serving import ExternalServing, ManagedServing, NoServing, Roles
 from megarl.runtime.evaluate import Evaluation, Evaluator, HeldOutEvaluator, NoEvaluation, ScheduledEvaluation
@@ -202,6 +203,10 @@ class LoopBuilder:
         )
         # Only the canary shows that an external engine computes with the files that were written.
         every = 1 if isinstance(serving, ExternalServing) else serving.config.canary_every
+        if isinstance(publisher, AdapterPublisher):
+            # Asked before the first request uses the version; in a shared pool none does before the check anyway.
+            publisher.compare_with(canary.differences, every=every)
+            return publisher
         return CanaryPublisher(publisher, canary, every=every)
 
     def _saver(self, algorithm: Algorithm, prompts: PromptStream, buffer: Buffer) -> RunSaver:
@@ -252,7 +257,7 @@ class LoopBuilder:
             return None
         seed, max_tokens = evaluation_seed(recipe.run.seed), recipe.evaluation_response_tokens
         # A greedy request would change what the seeds of rollouts beside it mean.
-        greedy = Sampling.greedy if self._pauses is None else Sampling.nearly_greedy
+        greedy = Sampling.nearly_greedy if recipe.train.max_staleness else Sampling.greedy
         sampled = None if config.sampled is None else Sampling.of(config.sampled, max_response_tokens=max_tokens)
         return HeldOutEvaluator(
             config,

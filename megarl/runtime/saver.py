@@ -140,8 +140,8 @@ class RunSaver:
         self._parent = recipe.run_folder.absolute() / CHECKPOINTS_FOLDER
         # Keys are folders within a checkpoint; the actor's is the checkpoint itself.
         self._models = {"": actor} if critic is None else {"": actor, CRITIC_FOLDER: critic}
-        wants_optimizer = self._config.contents == "everything"
-        sizes = [estimate_bytes(model.shape, wants_optimizer=wants_optimizer) for model in self._models.values()]
+        has_all, lora = self._config.contents == "everything", recipe.model.lora
+        sizes = [estimate_bytes(each.shape, wants_optimizer=has_all, lora=lora) for each in self._models.values()]
         self._num_bytes = sum(sizes) + _SPARE_BYTES
         self._algorithm = algorithm
         self._prompts = prompts

@@ -68,7 +68,7 @@ class AdaptedColumns(ColumnParallelLinear, _Adapted):  # type: ignore[misc]  # M
             thin = gather_from_sequence_parallel_region(thin, group=self.tp_group)
         else:
             thin = copy_to_tensor_model_parallel_region(thin, group=self.tp_group)
-        wide = self.lora_b
+        wide: Tensor = self.lora_b
         if self.lora_mask is not None:
             # One product for all matrices of the stack: each row of B meets its own A, and zeros elsewhere.
             wide = (self.lora_b[:, None] * self.lora_mask[:, :, None]).flatten(1)
@@ -99,7 +99,7 @@ def attach_adapters(
     """Add the adapters that a rank holds, all zero; freeze everything else but what `holding` has beside them."""
     for chunk in chunks:
         chunk.requires_grad_(False)
-    rows = stacked_rows(holding, shape_of(lora))
+    rows = stacked_rows(holding, LoraShape.of(lora))
     parameters = {
         f"chunk{index}.{name}": parameter
         for index, chunk in enumerate(chunks)
@@ -107,8 +107,8 @@ def attach_adapters(
     }
     for name, spec in holding.tensors.items():
         if name.endswith(LOCAL_A):
-            chunk, _, path = name.removesuffix(LOCAL_A).partition(".")
-            module = chunks[int(chunk.removeprefix("chunk"))].get_submodule(path)
+            number, _, path = name.removesuffix(LOCAL_A).partition(".")
+            module = chunks[int(number.removeprefix("chunk"))].get_submodule(path)
             assert isinstance(module, _Adapted), f"{path} is a {type(module).__name__}"
             local_b = name.removesuffix(LOCAL_A) + LOCAL_B
             mask = _mask(rows[local_b], holding.tensors[local_b], spec.shape[0] // lora.rank, device)
@@ -116,10 +116,6 @@ def attach_adapters(
             module.lora_scale = lora.scale
         elif not name.endswith(LOCAL_B):
             parameters[name].requires_grad_(True)
-
-
-def shape_of(lora: LoraConfig) -> LoraShape:
-    return LoraShape(rank=lora.rank, modules=frozenset(lora.modules))
 
 
 def _mask(rows: Sequence[tuple[int, range]], spec: TensorSpec, num: int, device: torch.device) -> Tensor | None:

@@ -16,7 +16,7 @@ from megarl.config.roles import OptimizerConfig, TrainedModelConfig
 from megarl.config.section import dtype_on
 from megarl.errors import NumericsError
 from megarl.train.checkpoint import Peers, RankSaver, folders_read, load_optimizer, weights_of
-from megarl.train.lora import attach_adapters, initialize_adapters, shape_of
+from megarl.train.lora import attach_adapters, initialize_adapters
 from megarl.train.model import DeviceMicroBatch
 from megarl.train.optimizer import ModelOptimizer, learning_rate
 from megarl.train.passes import Loss, Output, accumulate_gradients
@@ -25,7 +25,7 @@ from megarl.train.stats import Report
 from megarl.types import MiniBatch, TrainBatch
 from megarl.weights.executors.hf import load_hf
 from megarl.weights.executors.tensors import check_holding, specs_of
-from megarl.weights.layouts.lora import ADAPTED_HEAD, adapter_layout
+from megarl.weights.layouts.lora import ADAPTED_HEAD, LoraShape, adapter_layout
 
 _VERIFYING_THREADS = 4
 """A node has several ranks."""
@@ -39,7 +39,7 @@ class TrainedRank(ModelRank):
         self._trained_layout = self._layout
         if spec.lora is not None:
             dtype = dtype_on(spec.device)
-            self._trained_layout = adapter_layout(self._layout, shape_of(spec.lora), dtype=dtype)
+            self._trained_layout = adapter_layout(self._layout, LoraShape.of(spec.lora), dtype=dtype)
             holding = self._trained_layout.by_rank[spec.rank]
             attach_adapters(self._models, holding, spec.lora, device=self._topology.device)
             check_holding(holding, specs_of(self.trained_tensors().items()), holder=f"trainer rank {spec.rank}")

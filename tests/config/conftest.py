@@ -38,6 +38,18 @@ def write_model(folder: Path, **changes: object) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
 
 
+def write_adapter(folder: Path) -> None:
+    """Write an adapter of rank 4 for the queries of a model with 32 channels; it has a header and no values."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    block = "base_model.model.model.layers.0.self_attn.q_proj"
+    shapes = {f"{block}.lora_A.weight": [4, 32], f"{block}.lora_B.weight": [32, 4]}
+    entries = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 @pytest.fixture(scope="session")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the recipes of this directory are started in."""
@@ -60,6 +72,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         write_model(folder / folder_name)
         (folder / folder_name / missing).unlink()
+    write_adapter(folder / "adapter")
     write_model(folder / "broken_config")
     (folder / "broken_config" / "config.json").write_text("{")
     (folder / "train.parquet").touch()

@@ -243,7 +243,7 @@ def train_and_save(
         trainer.update(batch)
     state = trainer.snapshot("everything")
     files = trainer.write(folder, setup.folder)
-    tensors = {name: tensor.float().numpy().copy() for name, tensor in trainer.tensors().items()}
+    tensors = {name: tensor.float().numpy().copy() for name, tensor in trainer.trained_tensors().items()}
     trainer.close()
     return state, files, tensors
 
@@ -308,7 +308,7 @@ def resume_and_train(
     folder: Path,
 ) -> tuple[TrainerState, list[UpdateResult]]:
     """Resume from a checkpoint, update with every batch, then save everything."""
-    trainer = build_empty(rank, world, port, setup)
+    trainer = build_empty(rank, world, port, setup) if setup.lora is None else build(rank, world, port, setup)
     trainer.resume(checkpoint, state)
     results = [trainer.update(batch) for batch in batches]
     reached = trainer.snapshot("everything")
@@ -351,6 +351,7 @@ class CriticSetup:
     folder: Path
     shape: ModelShape
     algorithm: PolicyGradientConfig
+    lora: LoraConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,6 +381,7 @@ def build_critic(rank: int, world: int, port: int, setup: CriticSetup) -> Critic
             shape=setup.shape.as_critic(),
             seed=1,
             timeout_s=300,
+            lora=setup.lora,
         ),
         algorithm=setup.algorithm,
         optimizer=setup.critic.optimizer,
@@ -400,7 +402,7 @@ def train_critic(
     if folder is not None:
         critic.snapshot("everything")
         critic.write(folder, setup.folder)
-    tensors = {name: tensor.numpy().copy() for name, tensor in critic.tensors().items()}
+    tensors = {name: tensor.numpy().copy() for name, tensor in critic.trained_tensors().items()}
     state = critic.state
     critic.close()
     return CriticOutcome(values=values, result=result, tensors=tensors, state=state)
@@ -411,6 +413,8 @@ def resume_critic(
 ) -> SampleNumbers | None:
     """Return the values of a batch from a critic that resumed from a checkpoint."""
     critic = build_critic(rank, world, port, setup)
+    if setup.lora is not None:
+        critic.load(setup.folder)
     critic.resume(checkpoint, state)
     values = critic.values(batch)
     critic.close()

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig as PeftConfig
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megarl.config.lora import ALL_MODULES, ATTENTION_MODULES, LoraConfig, LoraModule
+from megarl.config.lora import ALL_MODULES, ATTENTION_MODULES, LoraConfig, LoraModule, read_adapter_config
 from megarl.config.roles import ActorConfig
-from megarl.train.lora import shape_of
-from megarl.weights.layouts.lora import adapter_layout
+from megarl.results import UpdateResult
+from megarl.types import PolicyVersion
+from megarl.weights.layouts.lora import LoraShape, adapter_layout
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from tests.tiny_models import write_tiny_model
 from tests.train import jobs
@@ -25,6 +27,8 @@ from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
 from tests.train.reference import Model, Reference
 from tests.train.samples import make_samples
+from tests.train.test_critic import critic_samples, of_split
+from tests.train.test_critic import setup_of as critic_setup
 from tests.train.test_rank import (
     DESCENT,
     FULL,
@@ -40,7 +44,7 @@ from tests.train.test_rank import (
     setup_of,
 )
 
-RANK, ALPHA = 4, 6.0
+RANK, ALPHA = 4, 6
 
 
 def random_adapter(folder: Path, model: Model, modules: Sequence[LoraModule], *, seed: int = 0) -> LoraConfig:
@@ -52,7 +56,7 @@ def random_adapter(folder: Path, model: Model, modules: Sequence[LoraModule], *,
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.1, generator=generator)
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(str(folder))
     return LoraConfig(rank=RANK, alpha=ALPHA, modules=tuple(modules), path=folder)
 
 
@@ -61,7 +65,7 @@ def whole_adapter(
 ) -> dict[str, Tensor]:
     """Assemble the adapter's tensors from every rank's; replicas must be bit-equal."""
     parallel = MegatronParallel.of(actor, data=len(outcomes) // actor.model_parallel)
-    layout = adapter_layout(megatron_layout(model.shape, parallel, dtype="float32"), shape_of(lora))
+    layout = adapter_layout(megatron_layout(model.shape, parallel, dtype="float32"), LoraShape.of(lora))
     tensors = {name: torch.full(spec.shape, torch.nan) for name, spec in layout.canonical.items()}
     for rank, outcome in enumerate(outcomes):
         holding = layout.by_rank[rank]
@@ -186,3 +190,77 @@ def test_a_new_adapter_is_the_same_in_every_split_and_leaves_the_policy_as_the_b
     assert not torch.equal(first, last)
     # B was zero, so that A had no gradient yet.
     assert first.std().item() == pytest.approx(1 / RANK if init == "gaussian" else (1 / 3 / 64) ** 0.5, rel=0.2)
+
+
+def test_a_checkpoint_is_a_folder_that_peft_loads_and_any_split_continues_from(
+    cluster: Cluster, models: Models, tmp_path: Path
+) -> None:
+    model = models.get("qwen2", tied=True)
+    samples = make_samples(8, vocab=model.shape.vocab, seed=3)
+    lora = LoraConfig(rank=RANK, alpha=ALPHA)
+    adam = DESCENT.model_copy(update={"learning_rate": 1e-2, "eps": 1e-8})
+    batches = {
+        split: [packed(part, world=SPLITS[split][0], actor=SPLITS[split][1]) for part in (samples[:4], samples[4:])]
+        for split in ("TP2-PP2", "DP2", "TP2-SP")
+    }
+    setups = {split: replace(setup_of(model, SPLITS[split][1]), lora=lora, optimizer=adam) for split in batches}
+    saved = cluster.run(4, jobs.train_and_save, setups["TP2-PP2"], batches["TP2-PP2"][:1], tmp_path / "one")
+    files = {name for _, of_rank, _ in saved for name in of_rank}
+    assert {name for name in files if name.startswith("model/")} == {
+        "model/adapter_model.safetensors",
+        "model/adapter_config.json",
+        "model/generation_config.json",
+    }
+    folder = tmp_path / "one" / "model"
+    assert read_adapter_config(folder) == (LoraConfig(rank=RANK, alpha=ALPHA), model.folder)
+    found = get_peft_model_state_dict(
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32), folder)
+    )
+    outcomes = [
+        jobs.Outcome(logprobs=[], result=UpdateResult(version=PolicyVersion(0), stats=None), tensors=tensors)
+        for _, _, tensors in saved
+    ]
+    assert_close(found, whole_adapter(outcomes, model, SPLITS["TP2-PP2"][1], lora), tolerance=1e-12)
+
+    state = saved[0][0]
+    cluster.run(4, jobs.train_and_save, setups["TP2-PP2"], batches["TP2-PP2"], tmp_path / "two")
+    expected = {
+        kind: load_folder(tmp_path / "two" / kind) for kind in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
+    }
+    for split in ("DP2", "TP2-SP"):
+        there = tmp_path / split
+        arguments = (setups[split], tmp_path / "one", state, batches[split][1:], there)
+        reached, _ = cluster.run(SPLITS[split][0], jobs.resume_and_train, *arguments)[0]
+        assert reached.num_updates == 2
+        for kind, tensors in expected.items():
+            assert_close(load_folder(there / kind), tensors)
+    cluster.run(
+        4, jobs.resume_and_train, setups["TP2-PP2"], tmp_path / "one", state, batches["TP2-PP2"][1:], tmp_path / "three"
+    )
+    for kind, tensors in expected.items():
+        assert_close(load_folder(tmp_path / "three" / kind), tensors, tolerance=1e-30)
+
+
+def load_folder(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def test_a_critic_trains_its_adapter_and_its_value_head(cluster: Cluster, models: Models, tmp_path: Path) -> None:
+    model = models.get("qwen2", tied=False)
+    samples = critic_samples(model)
+    lora = LoraConfig(rank=RANK, alpha=ALPHA)
+    found = []
+    for split in ("TP1", "TP2-SP", "PP2"):
+        world, actor = SPLITS[split]
+        setup = replace(critic_setup(model, of_split(actor)), lora=lora)
+        batch = packed(samples, world=world, actor=actor)
+        there = tmp_path / split
+        outcomes = cluster.run(world, jobs.train_critic, setup, batch, there)
+        found.append(load_folder(there / "model"))
+        head = found[-1]["base_model.model.score.weight"]
+        assert head.shape == (1, model.shape.hidden)
+        assert head.abs().max() > 0
+        values = cluster.run(world, jobs.resume_critic, setup, there, outcomes[0].state, batch)
+        assert any(np.abs(part.numbers).max() > 0 for part in values if part is not None)
+    for other in found[1:]:
+        assert_close(other, found[0])

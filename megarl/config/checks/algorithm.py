@@ -83,7 +83,7 @@ def check_staleness(recipe: Recipe) -> Iterator[Problem]:
     """Yield what does not go together with generating while training, or with the lack of it."""
     rollout, staleness, algorithm = recipe.roles.rollout, recipe.train.max_staleness, recipe.algorithm
     if staleness == 0:
-        if rollout is not None and rollout.in_flight is not None:
+        if rollout is not None and rollout.in_flight is not None and recipe.model.lora is None:
             yield Problem(
                 key="roles.rollout.in_flight",
                 message="has no effect with train.max_staleness 0, where no request runs during a publish; remove it",

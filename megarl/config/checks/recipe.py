@@ -17,7 +17,15 @@ from megarl.config.checks.files import (
     check_model_folder,
     check_run_folder,
 )
-from megarl.config.checks.roles import check_endpoints, check_role_split, check_split, check_step, check_unused_keys
+from megarl.config.checks.roles import (
+    check_endpoints,
+    check_lora_roles,
+    check_role_split,
+    check_split,
+    check_step,
+    check_unused_keys,
+)
+from megarl.config.lora import check_adapter_file
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.native.options import check_native
 from megarl.config.recipe import CheckpointConfig, DataConfig, EvaluationConfig, Recipe, SampledEvaluationConfig
@@ -43,7 +51,12 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     if shape.has_value_head:
         message = f"{recipe.model.path} is a critic and has no language head; name it in roles.critic.path"
         return [*problems, Problem(key="model.path", message=message)]
-    return [*problems, *check_split(recipe, shape), *_other_models(recipe.roles, shape)]
+    return [
+        *problems,
+        *check_split(recipe, shape),
+        *_other_models(recipe.roles, shape),
+        *check_adapter_file(recipe.model.lora, shape),
+    ]
 
 
 def _network(bind: str | None) -> Iterator[Problem]:
@@ -113,6 +126,8 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from _evaluation(recipe.evaluation, recipe.data, recipe.roles.rollout)
     yield from check_staleness(recipe)
     yield from check_unused_keys(recipe.roles)
+    if recipe.model.lora is not None:
+        yield from check_lora_roles(recipe.roles)
     yield from _keep_best(recipe.checkpoint, recipe.evaluation)
 
 

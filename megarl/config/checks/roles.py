@@ -11,6 +11,7 @@ from megarl.config.checks.splits import (
     check_megatron_split,
     check_stages,
 )
+from megarl.config.lora import check_lora
 from megarl.config.model import ModelShape
 from megarl.config.recipe import DataConfig, Recipe, SamplingConfig, TrainConfig
 from megarl.config.roles import (
@@ -59,6 +60,8 @@ def check_split(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
     for role, split in recipe.roles.megatron_roles.items():
         if not (isinstance(split, CriticConfig) and split.path is not None):
             yield from check_role_split(shape, split, role=role)
+    if recipe.model.lora is not None:
+        yield from check_lora(recipe.model.lora, shape)
     if recipe.roles.rollout is not None:
         yield from _rollout_split(shape, recipe.roles.rollout, device=recipe.run.device)
     lengths = {"sampling.max_response_tokens": recipe.sampling.max_response_tokens}
@@ -118,6 +121,24 @@ def check_unused_keys(roles: RolesConfig) -> Iterator[Problem]:
                 key=f"roles.reference.{name}",
                 message="has no effect in the actor's ranks, which split it like the actor; remove it or name a pool",
             )
+
+
+def check_lora_roles(roles: RolesConfig) -> Iterator[Problem]:
+    """Yield keys of roles that contradict `model.lora`, or have no effect beside it."""
+    rollout, reference = roles.rollout, roles.reference
+    if rollout is not None and rollout.endpoints:
+        message = "engines that run already get whole models, and model.lora trains an adapter; name a pool instead"
+        yield Problem(key="roles.rollout.endpoints", message=message)
+    if rollout is not None and rollout.release == "everything":
+        message = "everything would give up the base, and a publish brings adapters only; use kv_cache with model.lora"
+        yield Problem(key="roles.rollout.release", message=message)
+    for name in ("in_flight", "relays_weights"):
+        if rollout is not None and name in rollout.model_fields_set:
+            message = "has no effect with model.lora: adapters are loaded beside running requests; remove it"
+            yield Problem(key=f"roles.rollout.{name}", message=message)
+    if reference is not None and reference.pool is None and reference.path is not None:
+        message = "with model.lora the reference is the base in the actor's ranks; remove it, or name a pool"
+        yield Problem(key="roles.reference.path", message=message)
 
 
 def check_endpoints(rollout: RolloutRoleConfig | None) -> Iterator[Problem]:

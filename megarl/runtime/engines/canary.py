@@ -71,9 +71,10 @@ class CanaryQuestion:
             dtype=dtype,
         )
 
-    def request(self, version: PolicyVersion) -> GenerateRequest:
+    def request(self, version: PolicyVersion, adapter: str | None) -> GenerateRequest:
         return GenerateRequest(
             rid=f"canary-{version}",
+            adapter=adapter,
             input_ids=tuple(self.prompt_ids.tolist()),
             max_new_tokens=self.max_response_tokens,
             temperature=self.temperature,
@@ -113,8 +114,29 @@ class Canary:
     async def check(self, version: PolicyVersion) -> None:
         """Mark the engines that differ from the trainer as stale; WeightSyncError if all do."""
         engines = [engine for engine in self._fleet.engines if engine.is_live]
+        reasons = await self.differences(engines, version)
+        for engine in engines:
+            if engine.index in reasons:
+                reason = reasons[engine.index]
+                await self._fleet.mark_stale(engine, reason)
+                self._warn(f"{reason}; it gets no request until the next publish reaches it")
+        if engines and len(reasons) == len(engines):
+            raise WeightSyncError(
+                f"version {version}: no engine computes what the trainer computes: {'; '.join(reasons.values())}; "
+                "megarl diagnose mismatch finds the module; roles.rollout.canary_every: null disables the check"
+            )
+
+    async def differences(
+        self, engines: Sequence[Engine], version: PolicyVersion, adapter: str | None = None
+    ) -> dict[int, str]:
+        """Return the reason for each engine, by index, that does not compute what the trainer computes.
+
+        Without the name of an `adapter` each engine computes with the one that it serves.
+        """
         async with self._phases.generating():
-            answers = await asyncio.gather(*(self._ask(engine, version) for engine in engines))
+            answers = await asyncio.gather(
+                *(self._ask(engine, version, adapter or engine.adapter) for engine in engines)
+            )
         answered = [
             (engine, answer) for engine, answer in zip(engines, answers, strict=True) if isinstance(answer, Response)
         ]
@@ -129,18 +151,9 @@ class Canary:
             reason = self._compare(answer, of_trainer)
             if reason is not None:
                 reasons[engine.index] = f"{engine}: {reason}"
-        for engine in engines:
-            if engine.index in reasons:
-                reason = f"canary at version {version}: {reasons[engine.index]}"
-                await self._fleet.mark_stale(engine, reason)
-                self._warn(f"{reason}; it gets no request until the next publish reaches it")
-        if engines and len(reasons) == len(engines):
-            raise WeightSyncError(
-                f"version {version}: no engine computes what the trainer computes: {'; '.join(reasons.values())}; "
-                "megarl diagnose mismatch finds the module; roles.rollout.canary_every: null disables the check"
-            )
+        return {index: f"canary at version {version}: {reason}" for index, reason in reasons.items()}
 
-    async def _ask(self, engine: Engine, version: PolicyVersion) -> Response | EngineError:
+    async def _ask(self, engine: Engine, version: PolicyVersion, adapter: str | None) -> Response | EngineError:
         question = self._question
         expected = Expectation(
             vocab=question.vocab,
@@ -148,9 +161,10 @@ class Canary:
             eos_ids=frozenset(question.eos_ids),
             version=version,
             newest_version=version,
+            base_version=None if adapter is None else PolicyVersion(0),
         )
         try:
-            reply = await engine.client.generate(question.request(version))
+            reply = await engine.client.generate(question.request(version, adapter))
             return read_response(reply.content, expected)
         except EngineError as error:
             return error

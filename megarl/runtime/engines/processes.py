@@ -7,10 +7,13 @@ one of its processes ends, all are ended and started again.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
 import ray
@@ -21,6 +24,7 @@ from megarl.errors import EngineError, MegarlError
 from megarl.rollout.client import EngineEndpoint
 from megarl.rollout.process import EngineProcess, EngineSpec, PortTakenError
 from megarl.runtime.cluster import Place, own_address
+from megarl.runtime.stored_adapter import StoredAdapter, place_adapter
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -49,6 +53,15 @@ class EngineHost:
         engine.start()
         await engine.wait_ready()
         return engine.endpoint
+
+    async def place_adapter(self, stored: StoredAdapter, index: int) -> Path:
+        """Write an adapter to a folder of this node, compared with its digests."""
+        content = await stored.content
+        return await asyncio.to_thread(place_adapter, stored, content, engine=index)
+
+    async def remove_adapter(self, folder: Path) -> None:
+        """Remove a folder that the engine has read."""
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def wait_end(self) -> str:
         """Wait for the end of the engine; return the reason."""
@@ -99,6 +112,26 @@ class Engines:
             raise
         hosts = tuple(endpoint.host for endpoint in endpoints)
         return endpoints[0] if num_nodes == 1 else replace(endpoints[0], node_hosts=hosts)
+
+    @asynccontextmanager
+    async def placed_adapter(self, index: int, stored: StoredAdapter, *, timeout_s: float) -> AsyncIterator[Path]:
+        """Yield the folder of an adapter, which has the same path on every node of the engine, and remove it then."""
+        nodes = range(len(self._places[index]))
+        places = [
+            self._call(index, node, EngineHost.place_adapter, stored, index, timeout_s=timeout_s) for node in nodes
+        ]
+        folders = await asyncio.gather(*places)
+        try:
+            if len(set(folders)) > 1:
+                raise EngineError(f"engine {index}: adapters have different folders on its nodes: {sorted(folders)}")
+            yield folders[0]
+        finally:
+            removals = [
+                self._call(index, node, EngineHost.remove_adapter, folder, timeout_s=timeout_s)
+                for node, folder in enumerate(folders)
+            ]
+            # The folder of a host that died meanwhile stays behind.
+            await asyncio.gather(*removals, return_exceptions=True)
 
     async def wait_end(self, index: int) -> str:
         """Wait for the end of a process of an engine or of its host; return the reason."""

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
+from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import ModelConfig, Recipe, TrainConfig
 from megarl.config.roles import PoolConfig, RolesConfig, RolloutRoleConfig
 from megarl.observe.observer import Observer
 from megarl.planner.hardware import gpu_of
@@ -25,11 +26,12 @@ from megarl.rollout.control import EngineControl
 from megarl.rollout.deadlines import EngineDeadlines, deadlines_of
 from megarl.rollout.fleet import UNFILLED, Fleet
 from megarl.rollout.lifecycle import FellBehind, RestartPolicy
-from megarl.rollout.process import EngineSpec
+from megarl.rollout.process import EngineAdapters, EngineSpec
 from megarl.runtime.cluster import Cluster, Place, Pool, accelerators, gpu_numbers, open_cluster, own_address
+from megarl.runtime.engines.adapter_publisher import AdapterPublisher
 from megarl.runtime.engines.file_publisher import PUBLISH_FOLDER, FilePublisher, endpoints_of
 from megarl.runtime.engines.operator import open_to_operator
-from megarl.runtime.engines.processes import start_engines
+from megarl.runtime.engines.processes import Engines, start_engines
 from megarl.runtime.engines.publisher import TransferPublisher
 from megarl.runtime.engines.supervisor import Supervisor, observe_fleet
 from megarl.runtime.phases import Offloader, SeparatePhases, SharedPhases, SharedPublisher
@@ -40,6 +42,9 @@ from megarl.stages import Phases, Publisher
 from megarl.train.rank import ModelRank
 from megarl.types import PolicyVersion
 from megarl.weights.algebra.gpu_order import nearest_order
+from megarl.weights.algebra.slices import TensorSpec
+from megarl.weights.layouts.canonical import canonical_tensors
+from megarl.weights.layouts.lora import LoraShape, adapter_tensors
 from megarl.weights.layouts.megatron import MegatronParallel
 from megarl.weights.layouts.transfer_spec import TransferSpec
 
@@ -71,6 +76,16 @@ class ManagedServing:
     host: str
     """The driver's address for the engines."""
     phases: SeparatePhases | SharedPhases
+    adapters: ServedAdapters | None
+    """What the engines serve beside their base; None: their weights are published."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedAdapters:
+    places: Engines
+    base_folder: Path
+    tensors: Mapping[str, TensorSpec]
+    limits: EngineAdapters
 
 
 Serving: TypeAlias = NoServing | ExternalServing | ManagedServing
@@ -133,7 +148,9 @@ async def start_serving(
         run_folder=recipe.run_folder.absolute(),
         keys=EngineKeys.fresh(),
         start_timeout_s=deadlines.start_s,
-        loads_weights=False,
+        # The base of adapters is loaded from its folder, and stays.
+        loads_weights=recipe.model.lora is not None,
+        adapters=_engine_adapters(recipe.model.lora, recipe.train),
         shares_devices=pool.is_shared,
         cached_tokens=planned_cached_tokens(shape, config, gpu) if is_shared_gpu else None,
         bind=recipe.network.bind,
@@ -153,8 +170,30 @@ async def start_serving(
     shared = SharedPhases(fleet, releases_weights=config.release == "everything")
     host, phases = own_address(recipe.network.bind), shared if pool.is_shared else SeparatePhases()
     return ManagedServing(
-        config=config, fleet=fleet, supervisor=supervisor, transfer=transfer, host=host, phases=phases
+        config=config,
+        fleet=fleet,
+        supervisor=supervisor,
+        transfer=transfer,
+        host=host,
+        phases=phases,
+        adapters=_served_adapters(recipe.model, shape, first, engines),
     )
+
+
+def _engine_adapters(lora: LoraConfig | None, train: TrainConfig) -> EngineAdapters | None:
+    """Reserve the versions that the staleness bound allows to be in use, the newest one, and the one arriving."""
+    if lora is None:
+        return None
+    return EngineAdapters(rank=lora.rank, modules=lora.modules, num_loaded=train.max_staleness + 2)
+
+
+def _served_adapters(
+    model: ModelConfig, shape: ModelShape, spec: EngineSpec, engines: Engines
+) -> ServedAdapters | None:
+    if model.lora is None or spec.adapters is None:
+        return None
+    tensors = adapter_tensors(canonical_tensors(shape), LoraShape.of(model.lora), dtype=spec.dtype)
+    return ServedAdapters(places=engines, base_folder=spec.model_folder, tensors=tensors, limits=spec.adapters)
 
 
 def _place(
@@ -241,21 +280,12 @@ async def connect(
 
 async def _connect_managed(
     roles: RolesConfig, trainers: Trainers, serving: ManagedServing, observer: Observer
-) -> TransferPublisher | SharedPublisher:
-    config, fleet, host, phases = serving.config, serving.fleet, serving.host, serving.phases
-    timeout_s, flushes_cache = config.publish_timeout_s, config.in_flight != "in_place"
-    ranks = ActorWeights(trainers.actor)
-    publisher = TransferPublisher(
-        ranks=ranks,
-        fleet=fleet,
-        control=EngineControl(fleet, timeout_s=timeout_s, host=host, flushes_cache=flushes_cache),
-        transfer=serving.transfer,
-        timeout_s=timeout_s,
-        host=host,
-        failed=observer.publish_failed,
-    )
+) -> TransferPublisher | AdapterPublisher | SharedPublisher:
+    phases, ranks = serving.phases, ActorWeights(trainers.actor)
+    publisher = _sending_publisher(ranks, serving, observer)
     if not isinstance(phases, SharedPhases):
-        await publisher.connect()
+        if isinstance(publisher, TransferPublisher):
+            await publisher.connect()
         return publisher
     shared = SharedPublisher(publisher, phases)
 
@@ -265,8 +295,36 @@ async def _connect_managed(
     can_send_away = roles.actor.offload != "everything" or "actor" not in roles.beside_engines
     phases.take_turns_with(offloaders(roles, trainers), refill=refill, can_send_away=can_send_away)
     await phases.take_weights()
-    await publisher.connect()
+    if isinstance(publisher, TransferPublisher):
+        await publisher.connect()
     return shared
+
+
+def _sending_publisher(
+    ranks: ActorWeights, serving: ManagedServing, observer: Observer
+) -> TransferPublisher | AdapterPublisher:
+    config, fleet, host = serving.config, serving.fleet, serving.host
+    timeout_s, flushes_cache = config.publish_timeout_s, config.in_flight != "in_place"
+    if serving.adapters is not None:
+        return AdapterPublisher(
+            ranks=ranks,
+            fleet=fleet,
+            places=serving.adapters.places,
+            base_folder=serving.adapters.base_folder,
+            tensors=serving.adapters.tensors,
+            num_loaded=serving.adapters.limits.num_loaded,
+            timeout_s=timeout_s,
+            failed=observer.publish_failed,
+        )
+    return TransferPublisher(
+        ranks=ranks,
+        fleet=fleet,
+        control=EngineControl(fleet, timeout_s=timeout_s, host=host, flushes_cache=flushes_cache),
+        transfer=serving.transfer,
+        timeout_s=timeout_s,
+        host=host,
+        failed=observer.publish_failed,
+    )
 
 
 def offloaders(roles: RolesConfig, trainers: Trainers) -> list[Offloader]:

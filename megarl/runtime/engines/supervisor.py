@@ -180,11 +180,11 @@ class Supervisor:
 
     async def _probe_scheduler(self, engine: Engine) -> None:
         while True:
-            expected, was_syncing = engine.version, engine.is_syncing
+            expected, was_syncing = engine.weights_version, engine.is_syncing
             with suppress(EngineError):  # the tick notices silence
                 served = await engine.client.probe(timeout_s=self._fleet.policy.silence_timeout_s)
                 self._fleet.report(engine, Answered())
-                is_certain = not was_syncing and not engine.is_syncing and engine.version == expected
+                is_certain = not was_syncing and not engine.is_syncing and engine.weights_version == expected
                 if is_certain and engine.is_live and served != str(expected):
                     reason = f"serves version {served}, not {expected}"
                     self._fleet.report(engine, FellBehind(reason=reason))

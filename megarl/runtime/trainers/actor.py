@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from megarl.checkpoint.manifest import FileDigest
 from megarl.config.algorithm import AlgorithmConfig
@@ -11,6 +12,7 @@ from megarl.config.recipe import TrainConfig
 from megarl.errors import WeightSyncError
 from megarl.rollout.commands import Rendezvous
 from megarl.runtime.cluster import own_address
+from megarl.runtime.stored_adapter import StoredAdapter, read_adapter, scratch_folder
 from megarl.runtime.trainers.ranks import RankGroup
 from megarl.train.actor import ActorRank
 from megarl.train.rank import RankSpec
@@ -68,12 +70,22 @@ class PublishingActor(ActorRank):
                 "the weights are in host memory until the next step (roles.actor.offload: everything)"
             )
         assert self._sender is not None, "join comes first"
+        self._refuse_other(version)
+        return self._sender.send(version)
+
+    def _refuse_other(self, version: int) -> None:
         held = self.version()
         if held != version:
             raise WeightSyncError(
                 f"actor rank {self._spec.rank} holds version {held}: it cannot send version {version}"
             )
-        return self._sender.send(version)
+
+    def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter | None:
+        """Put this version of the adapter into the object store; return it on rank 0, None elsewhere."""
+        self._refuse_other(version)
+        with TemporaryDirectory(prefix="megarl_adapter_", dir=scratch_folder()) as scratch:
+            files = self.export(Path(scratch) / "export", source_folder)
+            return read_adapter(Path(scratch) / "export", files, version) if files else None
 
     def version(self) -> int:
         """Return the version of the weights that this rank holds."""
@@ -98,6 +110,13 @@ class ActorWeights:
 
     async def send(self, version: int) -> list[dict[tuple[int, str], int]]:
         return await self._ranks.call(PublishingActor.send, version)
+
+    async def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
+        """Put the adapter of the version that the ranks hold into the object store."""
+        async with self._ranks.turn:
+            stored = await self._ranks.call_to_end(PublishingActor.store_adapter, version, source_folder)
+        (adapter,) = (each for each in stored if each is not None)
+        return adapter
 
     async def export(self, folder: Path, source_folder: Path) -> dict[str, FileDigest]:
         """Write the weights as a Hugging Face folder `model` in `folder`; return every file that a rank wrote."""

@@ -18,6 +18,7 @@ from megarl.checkpoint.manifest import CRITIC_FOLDER
 from megarl.checkpoint.resume import ResumePoint
 from megarl.checkpoint.state import TrainerState
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
+from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe, TrainConfig
 from megarl.config.roles import CriticConfig, ModelParallelConfig
@@ -95,8 +96,12 @@ class WeightOrigin:
     """The trainer's state, if `folder` is a checkpoint."""
     inner: str = ""
     """The model's folder in the checkpoint."""
+    base: Path | None = None
+    """The folder of the model whose adapter is in the checkpoint."""
 
     def fill(self, model: TrainedRank) -> None:
+        if self.base is not None:
+            model.load(self.base)
         if self.resumed is None:
             model.load(self.folder)
         else:
@@ -117,7 +122,8 @@ class _Starter:
         config, reference, critic = recipe.roles.actor, recipe.roles.reference, recipe.roles.critic
         origin = WeightOrigin(folder=recipe.model.path.absolute())
         if resume is not None:
-            origin = WeightOrigin(folder=resume.folder, resumed=resume.state.trainer)
+            base = origin.folder if recipe.model.lora else None
+            origin = WeightOrigin(folder=resume.folder, resumed=resume.state.trainer, base=base)
         held = (reference.path or recipe.model.path).absolute() if reference and reference.pool is None else None
         build = partial(
             _build_actor,
@@ -138,7 +144,8 @@ class _Starter:
         if self.resume is not None:
             state = self.resume.state.critic
             assert state is not None, f"{self.resume.folder} has no critic"
-            origin = WeightOrigin(folder=self.resume.folder, resumed=state, inner=CRITIC_FOLDER)
+            base = origin.folder if recipe.model.lora else None
+            origin = WeightOrigin(folder=self.resume.folder, resumed=state, inner=CRITIC_FOLDER, base=base)
         algorithm = recipe.algorithm
         assert isinstance(algorithm, PolicyGradientConfig), f"{algorithm.kind} has no critic"
         build = partial(
@@ -170,6 +177,7 @@ class _Starter:
             split=split,
             shape=shape,
             seed=recipe.run.seed,
+            lora=_adapter(role, recipe.model.lora, recipe.roles.critic),
             timeout_s=recipe.train.operation_timeout_s + _HANG_REPORT_S,
         )
         # Of the threads that always answer, one stays in `watch`. The class is named for people who read `ps`.
@@ -190,6 +198,14 @@ class _Starter:
         self.stack.push_async_callback(group.end)
         await group.start(build, spec_of)
         return group
+
+
+def _adapter(role: str, lora: LoraConfig | None, critic: CriticConfig | None) -> LoraConfig | None:
+    """Return the adapter of a role; that of a critic with a base of its own does not start from the policy's."""
+    if lora is None or role == "reference":
+        return None
+    has_own_base = role == "critic" and critic is not None and critic.path is not None
+    return lora.model_copy(update={"path": None}) if has_own_base else lora
 
 
 def _build_actor(

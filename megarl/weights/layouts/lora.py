@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megarl.config.lora import LoraConfig
 from megarl.weights.algebra.slices import Holding, Layout, Piece, Slice, TensorSpec
 from megarl.weights.layouts.canonical import VALUE_HEAD
 
@@ -34,6 +35,10 @@ class LoraShape:
     rank: int
     modules: frozenset[str]
     """Names of the adapted linear layers within their block, such as q_proj."""
+
+    @classmethod
+    def of(cls, lora: LoraConfig) -> LoraShape:
+        return cls(rank=lora.rank, modules=frozenset(lora.modules))
 
     def adapts(self, name: str) -> bool:
         """Whether a canonical tensor is a matrix with an adapter."""

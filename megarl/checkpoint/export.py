@@ -21,13 +21,58 @@ from megarl.checkpoint.manifest import FileDigest, OnBytes, digest_file, read_ch
 from megarl.checkpoint.save import copy_companions, write_index
 from megarl.checkpoint.tensor_files import PlacedTensor, read_tensor_folder, write_tensor_file
 from megarl.checkpoint.tensor_header import TensorEntry
+from megarl.config.lora import read_adapter_config
 from megarl.errors import CheckpointError
 from megarl.weights.executors.tensors import HEADER_DTYPES, bytes_of, header_dtype, torch_dtype
+from megarl.weights.layouts.lora import canonical_a, canonical_b
 
 MAX_SHARD_BYTES = 5_000_000_000
 
 _CHUNK_BYTES = 8 << 20
 _SPARE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """The matrices that are added to those of a base."""
+
+    tensors: Mapping[str, PlacedTensor]
+    scale: float
+
+    def change_of(self, name: str) -> torch.Tensor | None:
+        """Return what is added to the tensor `name` of the base, in float32; None if that one stays as it is."""
+        first, second = (self.tensors.get(canonical(name)) for canonical in (canonical_a, canonical_b))
+        if first is None or second is None:
+            return None
+        return self.scale * (_read_whole(second) @ _read_whole(first))
+
+
+def open_adapter(source: ModelSource, base: Path | None) -> tuple[Adapter, ModelSource]:
+    """Return the adapter of a folder of PEFT and its base, which is where the folder says or at the path `base`."""
+    try:
+        lora, named = read_adapter_config(source.folder)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    base = base or named
+    if not (base / CONFIG_FILE).exists():
+        raise CheckpointError(f"{source.folder}: its base {base} is not a Hugging Face folder; name it with --base")
+    tensors = read_tensor_folder(source.tensor_folder)
+    own = read_tensor_folder(base)
+    for module in tensors:
+        name = module.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
+        name = name.replace(".lora_B.weight", ".weight")
+        if name not in own:
+            raise CheckpointError(f"{source.folder}: {name} is not in its base {base}; a critic cannot be merged")
+    return Adapter(tensors=tensors, scale=lora.scale), ModelSource(folder=base, tensor_folder=base, digests={})
+
+
+def _read_whole(tensor: PlacedTensor) -> torch.Tensor:
+    entry = tensor.entry
+    with tensor.path.open("rb", buffering=0) as file:
+        file.seek(entry.start)
+        content = bytearray(file.read(entry.num_bytes))
+    values = torch.frombuffer(content, dtype=torch_dtype(HEADER_DTYPES[entry.dtype]))
+    return values.view(entry.shape).float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +94,11 @@ def export_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     on_bytes: OnBytes | None = None,
     check: Callable[[Path], object] | None = None,
+    adapter: Adapter | None = None,
 ) -> Exported:
     """Write the model to `out`, which must not exist or be empty; floating-point tensors become `dtype`.
 
+    An `adapter` is added to the matrices, one at a time.
     `check` is called with the finished folder before it gets its name; if it raises, the export fails.
     """
     tensors = read_tensor_folder(source.tensor_folder)
@@ -59,7 +106,7 @@ def export_model(
     shards = split_shards(wanted, max_shard_bytes=max_shard_bytes)
     num_bytes = sum(entry.num_bytes for entry in wanted.values())
     with _new_folder(out, num_bytes=num_bytes + _SPARE_BYTES) as partial:
-        written = _write_shards(partial, shards, tensors, source.digests, on_bytes)
+        written = _write_shards(partial, shards, tensors, source.digests, on_bytes, adapter)
         written |= _copy_companions(source.folder, partial, dtype=dtype)
         _check_written(partial, wanted, written)
         if check is not None:
@@ -142,6 +189,7 @@ def _write_shards(
     tensors: Mapping[str, PlacedTensor],
     digests: Mapping[str, FileDigest],
     on_bytes: OnBytes | None,
+    adapter: Adapter | None,
 ) -> dict[str, FileDigest]:
     expected = {tensor.name: tensor.xxh3_128 for file in digests.values() for tensor in file.tensors}
     files: dict[str, FileDigest] = {}
@@ -151,7 +199,7 @@ def _write_shards(
         files[name] = write_tensor_file(
             folder / name,
             specs,
-            lambda entry: _read_as(tensors[entry.name], entry.dtype, expected.get(entry.name), on_bytes),
+            lambda entry: _read_changed(tensors[entry.name], entry.dtype, expected.get(entry.name), on_bytes, adapter),
         )
         sync(folder / name)
     if len(shards) > 1:
@@ -159,6 +207,18 @@ def _write_shards(
         num_bytes = sum(tensor.num_bytes for file in files.values() for tensor in file.tensors)
         write_index(folder, weight_map, num_bytes=num_bytes)
     return files
+
+
+def _read_changed(
+    tensor: PlacedTensor, dtype: str, expected: str | None, on_bytes: OnBytes | None, adapter: Adapter | None
+) -> Iterator[memoryview]:
+    change = None if adapter is None else adapter.change_of(tensor.entry.name)
+    if change is None:
+        yield from _read_as(tensor, dtype, expected, on_bytes)
+        return
+    yield bytes_of((_read_whole(tensor) + change).to(torch_dtype(HEADER_DTYPES[dtype])).contiguous())
+    if on_bytes is not None:
+        on_bytes(tensor.entry.num_bytes)
 
 
 def _read_as(tensor: PlacedTensor, dtype: str, expected: str | None, on_bytes: OnBytes | None) -> Iterator[memoryview]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, list_checkpoints
 from megarl.checkpoint.manifest import MANIFEST_FILE, MODEL_FOLDER, FileDigest, OnBytes, verify
+from megarl.config.lora import ADAPTER_CONFIG_FILE
 from megarl.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -30,6 +31,11 @@ class ModelSource:
     """The manifest's digests of the files in `tensor_folder`, by name; empty without a manifest."""
     notes: tuple[str, ...] = ()
     """Sentences for the user about the choice."""
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is a folder of PEFT, whose base is elsewhere."""
+        return (self.folder / ADAPTER_CONFIG_FILE).exists()
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -54,7 +60,7 @@ def find_model(path: Path, *, wants_master: bool = False, on_bytes: OnBytes | No
     """
     if not path.exists():
         raise CheckpointError(f"{path}: does not exist; name a run's folder, a checkpoint or a Hugging Face model")
-    if (path / CONFIG_FILE).exists():
+    if (path / CONFIG_FILE).exists() or (path / ADAPTER_CONFIG_FILE).exists():
         return _of_folder(path, wants_master=wants_master, on_bytes=on_bytes)
     if (path / MANIFEST_FILE).exists():
         return _of_checkpoint(path, MODEL_FOLDER, wants_master=wants_master, on_bytes=on_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,10 +18,15 @@ from megarl.errors import CheckpointError, MachineError
 if TYPE_CHECKING:
     import torch
 
+    from megarl.checkpoint.export import Adapter
+
 NUM_TOKENS = 64
 
 _TOLERANCE = 1e-5
 """Equal bytes in the same dtype give equal numbers; a wrong configuration gives others."""
+_MERGED_TOLERANCE = 1e-4
+_ROUNDED_TOLERANCE = 0.5
+"""Of the largest difference over all tokens of the vocabulary, where the sum is rounded to 8 bits."""
 _TOKEN_STEP = 7919
 """A prime: the prompt walks through the whole vocabulary."""
 _MEMORY_FACTOR = 1.25
@@ -46,6 +52,13 @@ def export(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist yet.", show_default=False)],
     dtype: Annotated[ExportDtype | None, typer.Option(help="Dtype of the weights; the source's if not given.")] = None,
+    merges: Annotated[
+        bool, typer.Option("--merge", help="Add the adapter of a LoRA run to its base, and write the whole model.")
+    ] = False,
+    base: Annotated[
+        Path | None,
+        typer.Option(help="The adapter's base, if it is not where the run had it.", show_default=False),
+    ] = None,
     is_loaded: Annotated[
         bool,
         typer.Option(
@@ -55,7 +68,7 @@ def export(
     ] = True,
 ) -> None:
     """Write a model as a Hugging Face folder, and verify it. Runs on the CPU, in little memory."""
-    from megarl.checkpoint.export import export_model, refuse_occupied
+    from megarl.checkpoint.export import export_model, open_adapter, refuse_occupied
     from megarl.checkpoint.locate import find_model
 
     console = make_console()
@@ -65,36 +78,55 @@ def export(
         model = find_model(source, wants_master=dtype is ExportDtype.FP32, on_bytes=counter)
     for note in model.notes:
         console.print(note)
-    check = LoadCheck(model, dtype=wanted) if is_loaded else None
+    _refuse_unmerged(model, merges=merges)
+    adapter, model = open_adapter(model, base) if merges else (None, model)
+    check = LoadCheck(model, dtype=wanted, adapter=adapter) if is_loaded else None
     with count_bytes(console, "exporting") as counter:
-        exported = export_model(model, out, dtype=wanted, on_bytes=counter, check=check)
+        exported = export_model(model, out, dtype=wanted, on_bytes=counter, check=check, adapter=adapter)
     size = f"{exported.num_tensors} tensors, {exported.num_bytes / 1e9:.3f} GB in {exported.num_files} file(s)"
     cast = f", {exported.num_cast} cast to {wanted}" if exported.num_cast else ""
     console.print(f"{out}: {size}{cast}; names, shapes, dtypes and digests compared with {model.tensor_folder}")
     console.print(f"{out}: in transformers: {check}" if check is not None else f"{out}: not compared in transformers")
 
 
+def _refuse_unmerged(model: ModelSource, *, merges: bool) -> None:
+    if model.is_adapter and not merges:
+        raise CheckpointError(
+            f"{model.folder}: an adapter, which PEFT loads as it is; --merge writes the whole model with it"
+        )
+    if merges and not model.is_adapter:
+        raise CheckpointError(f"{model.folder}: a whole model, there is nothing to merge; leave --merge out")
+
+
 class LoadCheck:
     """Compares the log-probabilities of an exported model with those of its source, both loaded by transformers.
+
+    The source of a merged model is its base with the adapter beside it.
 
     Created before the export: one that cannot be checked is refused before an hour of work.
     """
 
-    def __init__(self, source: ModelSource, *, dtype: str | None) -> None:
+    def __init__(self, source: ModelSource, *, dtype: str | None, adapter: Adapter | None = None) -> None:
         config = json.loads((source.folder / CONFIG_FILE).read_text())
         self._reference = source.folder
         own_dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
         # In the coarser of the two dtypes both have bit-equal weights.
         self._dtype = "bfloat16" if dtype == "bfloat16" else own_dtype
+        self._adapter = adapter
+        self._tolerance = _TOLERANCE
+        if adapter is not None:
+            # Adding to a matrix rounds its sum.
+            self._tolerance = _MERGED_TOLERANCE if self._dtype == "float32" else _ROUNDED_TOLERANCE
+            self._dtype = "float32"
         self.max_difference = float("nan")
         _refuse_too_large(source.folder)
 
     def __call__(self, folder: Path) -> None:
-        expected = logprobs(self._reference, dtype=self._dtype)
+        expected = logprobs(self._reference, dtype=self._dtype, adapter=self._adapter)
         actual = logprobs(folder, dtype=self._dtype)
         self.max_difference = float((expected - actual).abs().max())
         # Not `>`: a NaN is a difference too.
-        if not self.max_difference <= _TOLERANCE:
+        if not self.max_difference <= self._tolerance:
             raise CheckpointError(
                 f"{folder}: its log-probabilities in transformers differ from those of {self._reference} "
                 f"by {self.max_difference:g}; the export was removed"
@@ -105,7 +137,7 @@ class LoadCheck:
         return f"log-probabilities differ from the source's by {figures}"
 
 
-def logprobs(folder: Path, *, dtype: str) -> torch.Tensor:
+def logprobs(folder: Path, *, dtype: str, adapter: Adapter | None = None) -> torch.Tensor:
     """Return the log-probabilities of every token at every place of a fixed prompt, or the outputs of another head."""
     import torch
 
@@ -127,11 +159,26 @@ def logprobs(folder: Path, *, dtype: str) -> torch.Tensor:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(kind):
             raise CheckpointError(f"{folder}: loaded with transformers it has {kind}: {sorted(report[kind])[:3]}")
+    if adapter is not None:
+        _attach(adapter, model)
     token_ids = torch.arange(NUM_TOKENS) * _TOKEN_STEP % model.config.vocab_size
     with torch.no_grad():
         outputs = model.eval()(input_ids=token_ids[None], use_cache=False).logits.float()
     assert isinstance(outputs, torch.Tensor)
     return outputs.log_softmax(-1) if outputs.dim() == 3 else outputs
+
+
+def _attach(adapter: Adapter, model: torch.nn.Module) -> None:
+    """Let the linear layers of a base compute with an adapter beside their matrices."""
+
+    def add(change: torch.Tensor, module: object, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> object:
+        del module
+        return output + (arguments[0].float() @ change.t()).to(output.dtype)
+
+    for name, module in model.named_modules():
+        change = adapter.change_of(f"{name}.weight")
+        if change is not None:
+            module.register_forward_hook(partial(add, change))
 
 
 def _refuse_too_large(folder: Path) -> None:

@@ -115,13 +115,12 @@ def _divide_experts() -> None:
 
 def _unpin_memory() -> None:
     """Ignore the wish for pinned memory, which SGLang's adapters have on every device and only CUDA can fulfil."""
-    pinned = torch.tensor
 
-    def tensor(*arguments: object, pin_memory: bool = False, **options: object) -> torch.Tensor:
-        del pin_memory
-        return pinned(*arguments, **options)  # type: ignore[arg-type]
+    def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *arguments, pin_memory=False, **options: make(*arguments, **options)  # noqa: ARG005 - on purpose
 
-    torch.tensor = tensor
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment, misc]
 
 

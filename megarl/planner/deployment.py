@@ -12,6 +12,7 @@ from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 
+from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.public_models import PUBLIC_MODELS, public_model_name
 from megarl.config.recipe import ModelConfig, Recipe
@@ -20,7 +21,15 @@ from megarl.config.section import Device, dtype_on
 from megarl.errors import ConfigError, Problem
 from megarl.planner.activations import ModelWork
 from megarl.planner.hardware import GpuModel
-from megarl.planner.memory import BareWeights, EngineMemory, StageMemory, bare_weights, engine_memory, stage_memory
+from megarl.planner.memory import (
+    BareWeights,
+    EngineMemory,
+    StageMemory,
+    adapter_slots,
+    bare_weights,
+    engine_memory,
+    stage_memory,
+)
 from megarl.weights.layouts.megatron import MegatronParallel
 
 
@@ -134,11 +143,14 @@ class PlannedModel:
     pool: str
     work: ModelWork
     placement: ModelPlacement
+    lora: LoraConfig | None = None
+    """The adapter that is trained; None trains the model itself."""
 
     @property
     def stages(self) -> tuple[StageMemory, ...]:
         """Memory of a trained model, per pipeline stage."""
-        return stage_memory(self.work.shape, self.placement.parallel, dtype=dtype_on(self.work.device))
+        dtype = dtype_on(self.work.device)
+        return stage_memory(self.work.shape, self.placement.parallel, dtype=dtype, lora=self.lora)
 
     @property
     def bare_weights(self) -> tuple[BareWeights, ...]:
@@ -176,8 +188,13 @@ class Deployment:
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the actor's ranks keep the reference in host memory."""
-        return self.roles.reference is not None and self.roles.reference.pool is None
+        """Whether the actor's ranks keep the reference in host memory; the base of an adapter they have anyway."""
+        has_own = self.roles.reference is not None and self.roles.reference.pool is None
+        return has_own and not self.publishes_adapters
+
+    @property
+    def publishes_adapters(self) -> bool:
+        return self.models["actor"].lora is not None
 
     @property
     def keeps_engine_weights(self) -> bool:
@@ -186,8 +203,8 @@ class Deployment:
 
     @cached_property
     def publish_way(self) -> PublishWay | None:
-        """The way of the bytes that a publish moves between nodes; None without engines."""
-        if self.engine is None:
+        """The way of the weights that a publish moves between nodes; None without engines, and for adapters."""
+        if self.engine is None or self.publishes_adapters:
             return None
         if self.device == "cpu":
             return PublishWay.HOST
@@ -217,10 +234,19 @@ def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:
                     device=device,
                 ),
                 placement=placement.models[role],
+                lora=None if role == "reference" else recipe.model.lora,
             )
             for role, split in recipe.roles.megatron_roles.items()
         },
-        engine=None if rollout is None else engine_memory(shapes.policy, rollout, capacity_bytes),
+        engine=None
+        if rollout is None
+        else engine_memory(
+            shapes.policy,
+            rollout,
+            capacity_bytes,
+            lora=recipe.model.lora,
+            num_adapters=adapter_slots(recipe.train.max_staleness),
+        ),
         placement=placement,
     )
 

@@ -17,11 +17,13 @@ from typing import Literal
 from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig, PolicyGradientConfig
 from megarl.config.recipe import CheckpointConfig
 from megarl.config.roles import NUM_PIECES, PIECE_ELEMENTS, TrainedModelConfig
+from megarl.config.section import dtype_on
 from megarl.planner.activations import activation_bytes, forward_bytes, scoring_bytes
 from megarl.planner.deployment import Deployment, PlannedModel, PublishWay
 from megarl.planner.hardware import GIB
 from megarl.planner.memory import COMMUNICATOR_BYTES, ENGINE_CONTEXT_BYTES, PUBLISH_COMMUNICATOR_BYTES, StageMemory
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES
+from megarl.weights.algebra.slices import ITEM_BYTES
 
 TRAINER_CONTEXT_BYTES = 7 * GIB // 2
 """Allowance for CUDA context, loaded kernels, workspaces and NCCL buffers of one rank; 3.7 GiB seen on an H200."""
@@ -149,6 +151,8 @@ class _PoolLedgers:
             return
         if has_weights:
             yield LedgerItem(name="engine weights", num_bytes=engine.weight_bytes, is_exact=True)
+        if engine.adapter_bytes:
+            yield LedgerItem(name="adapter slots", num_bytes=engine.adapter_bytes, is_exact=True)
         if has_cache:
             yield LedgerItem(name="KV cache", num_bytes=engine.cache_bytes, is_exact=True)
         yield from _publish_items(deployment)
@@ -318,6 +322,15 @@ def snapshot_bytes(model: PlannedModel, checkpoint: CheckpointConfig) -> list[in
     """Return the bytes per stage that a rank copies to host memory for a checkpoint: replicas share the weights, and
     each rank copies its own part of the optimizer."""
     parallel = model.placement.parallel
+    if model.lora is not None:
+        # What is trained has four bytes of gradient for each element.
+        item_bytes = ITEM_BYTES[dtype_on(model.work.device)]
+        trained = [stage.gradient_bytes // 4 * item_bytes // parallel.data for stage in model.stages]
+        has_optimizer = checkpoint.contents == "everything"
+        return [
+            size + (stage.optimizer_bytes if has_optimizer else 0)
+            for size, stage in zip(trained, model.stages, strict=True)
+        ]
     sizes = [
         stage.dense_bytes // parallel.data + (stage.num_bytes - stage.dense_bytes) // parallel.expert_data
         for stage in model.bare_weights

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
+from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import RolloutRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
 from megarl.planner.hardware import GpuModel
 from megarl.weights.algebra.slices import ITEM_BYTES, Holding
+from megarl.weights.layouts.lora import LoraShape, adapter_layout
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
 
@@ -42,6 +44,8 @@ class StageMemory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
     weight_bytes: int
+    adapter_bytes: int
+    """Memory that is reserved for the adapters of all versions that are loaded at a time."""
     expert_bytes: int
     """Weights in experts; part of `weight_bytes`."""
     cache_bytes: int
@@ -51,9 +55,11 @@ class EngineMemory:
 
 
 @cache
-def stage_memory(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -> tuple[StageMemory, ...]:
+def stage_memory(
+    shape: ModelShape, parallel: MegatronParallel, *, dtype: str, lora: LoraConfig | None = None
+) -> tuple[StageMemory, ...]:
     """Return per pipeline stage the weights in `dtype`, float32 gradients, and the distributed optimizer's shard of
-    float32 master weights and two moments."""
+    float32 master weights and two moments. Under an adapter the model has weights alone."""
     # Float32 weights are their own master weights.
     state_bytes = 8 if dtype == "float32" else 12
     thin = _one_layer_per_chunk(parallel)
@@ -62,6 +68,13 @@ def stage_memory(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -
         thin,
         dtype=dtype,
     )
+    frozen_bytes = [0] * parallel.pipeline
+    if lora is not None:
+        layout = adapter_layout(layout, LoraShape.of(lora))
+        frozen_bytes = [stage.num_bytes for stage in bare_weights(shape, parallel, dtype=dtype)]
+        if shape.has_value_head:
+            # It is trained as a whole, and counted with the adapter.
+            frozen_bytes[-1] -= shape.hidden * ITEM_BYTES[dtype]
     stages = []
     for stage in range(parallel.pipeline):
         buffers = max(
@@ -75,7 +88,7 @@ def stage_memory(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -
         stages.append(
             StageMemory(
                 stage=stage,
-                weight_bytes=ITEM_BYTES[dtype] * buffers.num_elements,
+                weight_bytes=frozen_bytes[stage] + ITEM_BYTES[dtype] * buffers.num_elements,
                 gradient_bytes=4 * buffers.num_elements,
                 optimizer_bytes=state_bytes * sharded,
             )
@@ -183,22 +196,45 @@ def repeats(name: str, layers: int) -> int:
     return layers if ".layers." in name else 1
 
 
-def planned_cached_tokens(shape: ModelShape, rollout: RolloutRoleConfig, gpu: GpuModel) -> int:
+def planned_cached_tokens(
+    shape: ModelShape,
+    rollout: RolloutRoleConfig,
+    gpu: GpuModel,
+    *,
+    lora: LoraConfig | None = None,
+    num_adapters: int = 0,
+) -> int:
     """Return the tokens of KV cache that the plan grants one engine on GPUs of this kind.
 
     They do not depend on what else is on the GPU when the engine starts, unlike the size that SGLang would choose.
     """
-    return engine_memory(shape, rollout, gpu.memory_bytes).cached_tokens
+    memory = engine_memory(shape, rollout, gpu.memory_bytes, lora=lora, num_adapters=num_adapters)
+    return memory.cached_tokens
 
 
-def engine_memory(shape: ModelShape, rollout: RolloutRoleConfig, capacity_bytes: int | None) -> EngineMemory:
+def adapter_slots(max_staleness: int) -> int:
+    """Return the versions of an adapter that an engine has at a time: those in use, the newest, and one arriving."""
+    return max_staleness + 2
+
+
+def engine_memory(
+    shape: ModelShape,
+    rollout: RolloutRoleConfig,
+    capacity_bytes: int | None,
+    *,
+    lora: LoraConfig | None = None,
+    num_adapters: int = 0,
+) -> EngineMemory:
     """Return the memory of the fullest TP rank; the KV cache has `max_cached_tokens`, or what `memory_fraction` leaves.
 
-    `capacity_bytes` is None on a CPU.
+    `capacity_bytes` is None on a CPU. SGLang has room for `num_adapters` and for requests without one.
     """
     device: Device = "cpu" if capacity_bytes is None else "cuda"
     item_bytes = ITEM_BYTES[dtype_on(device)]
     weights = _engine_weights(shape, rollout.tensor, rollout.expert, device)
+    adapter_bytes = 0
+    if lora is not None:
+        adapter_bytes = (num_adapters + 1) * _adapter_bytes(shape, rollout.tensor, rollout.expert, device, lora)
     per_token = 2 * shape.num_layers * -(-shape.num_kv_heads // rollout.tensor) * shape.head_dim * item_bytes
     if rollout.max_cached_tokens is not None:
         cached_tokens = rollout.max_cached_tokens
@@ -207,9 +243,10 @@ def engine_memory(shape: ModelShape, rollout: RolloutRoleConfig, capacity_bytes:
     else:
         # SGLang takes its fraction of the memory that is free when its context exists.
         static_bytes = int((capacity_bytes - ENGINE_CONTEXT_BYTES) * rollout.memory_fraction)
-        cached_tokens = max(0, static_bytes - weights.held_bytes) // per_token
+        cached_tokens = max(0, static_bytes - weights.held_bytes - adapter_bytes) // per_token
     return EngineMemory(
         weight_bytes=weights.held_bytes,
+        adapter_bytes=adapter_bytes,
         expert_bytes=weights.expert_bytes,
         cache_bytes=cached_tokens * per_token,
         cache_bytes_per_token=per_token,
@@ -242,6 +279,20 @@ def _engine_weights(shape: ModelShape, tensor: int, expert: int, device: Device)
         expert_bytes=layers
         * sum(spec.num_bytes for name, spec in layout.holdings[0].tensors.items() if _is_expert(name)),
     )
+
+
+@cache
+def _adapter_bytes(shape: ModelShape, tensor: int, expert: int, device: Device, lora: LoraConfig) -> int:
+    """Return the memory of one adapter in the fullest TP rank."""
+    layout = sglang_layout(
+        replace(shape, num_layers=1),
+        tensor=tensor,
+        expert=expert,
+        dtype=dtype_on(device),
+        is_cpu_engine=device == "cpu",
+    )
+    held = adapter_layout(layout, LoraShape.of(lora))
+    return shape.num_layers * max(holding.num_bytes for holding in held.holdings)
 
 
 def _is_vocabulary(local_name: str) -> bool:

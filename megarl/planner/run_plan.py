@@ -77,7 +77,9 @@ def answer(path: Path, overrides: Sequence[str], question: PlanQuestion) -> Plan
     recipe = recipe.model_copy(update={"roles": _without_running_engines(recipe.roles)})
     gpu, workload = question.gpu_for(recipe.cluster), question.workload(recipe.data, recipe.sampling)
     deployment = deploy(recipe, shapes, gpu)
-    published = None if deployment.engine is None else reshard(deployment)
+    # Loading an adapter beside running requests takes nothing from them.
+    is_sent = deployment.engine is not None and not deployment.publishes_adapters
+    published = reshard(deployment) if is_sent else None
     sizes = size(
         recipe,
         deployment,
@@ -103,7 +105,8 @@ def replay_run(run: RecordedRun, *, shape_name: str | None = None) -> Replay:
     recipe = run.recipe.model_copy(update={"roles": _without_running_engines(run.recipe.roles)})
     shapes = find_shapes(recipe.model, recipe.roles.critic, name=shape_name)
     deployment = deploy(recipe, shapes, run.gpu or gpu_of(recipe.cluster))
-    publish_s = 0.0 if deployment.engine is None else reshard(deployment).seconds
+    is_sent = deployment.engine is not None and not deployment.publishes_adapters
+    publish_s = reshard(deployment).seconds if is_sent else 0.0
     timings = [
         size(recipe, deployment, step.workload, publish_s=publish_s, times_cpu=True).timing for step in run.steps
     ]

@@ -24,6 +24,7 @@ from megarl.weights.layouts.canonical import num_active_parameters
 
 _ITEM_BYTES = 2
 """Activations are bfloat16."""
+_GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,7 @@ class TrainingTime:
         parallel = self._model.placement.parallel
         if parallel.data == 1 or self._model.role == "reference":
             return 0.0
-        num_elements = max(stage.weight_bytes for stage in self._model.stages) / _ITEM_BYTES
+        num_elements = max(stage.gradient_bytes for stage in self._model.stages) / _GRADIENT_BYTES
         share = (parallel.data - 1) / parallel.data
         spans_nodes = parallel.tensor * parallel.data > self._gpus_per_node
         return 6 * share * num_elements / self._rate(spans_nodes=spans_nodes)

@@ -19,7 +19,7 @@ from megarl.config.recipe import ModelConfig, Recipe, TrainConfig
 from megarl.config.roles import PoolConfig, RolesConfig, RolloutRoleConfig
 from megarl.observe.observer import Observer
 from megarl.planner.hardware import gpu_of
-from megarl.planner.memory import planned_cached_tokens
+from megarl.planner.memory import adapter_slots, planned_cached_tokens
 from megarl.results import PublishResult
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.rollout.control import EngineControl
@@ -152,7 +152,15 @@ async def start_serving(
         loads_weights=recipe.model.lora is not None,
         adapters=_engine_adapters(recipe.model.lora, recipe.train),
         shares_devices=pool.is_shared,
-        cached_tokens=planned_cached_tokens(shape, config, gpu) if is_shared_gpu else None,
+        cached_tokens=planned_cached_tokens(
+            shape,
+            config,
+            gpu,
+            lora=recipe.model.lora,
+            num_adapters=adapter_slots(recipe.train.max_staleness),
+        )
+        if is_shared_gpu
+        else None,
         bind=recipe.network.bind,
     )
     specs = [replace(first, index=index) for index in range(num_engines)]
@@ -181,10 +189,9 @@ async def start_serving(
 
 
 def _engine_adapters(lora: LoraConfig | None, train: TrainConfig) -> EngineAdapters | None:
-    """Reserve the versions that the staleness bound allows to be in use, the newest one, and the one arriving."""
     if lora is None:
         return None
-    return EngineAdapters(rank=lora.rank, modules=lora.modules, num_loaded=train.max_staleness + 2)
+    return EngineAdapters(rank=lora.rank, modules=lora.modules, num_loaded=adapter_slots(train.max_staleness))
 
 
 def _served_adapters(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from megarl.rollout.cpu_kernels import declare_torchvision_ops
 
 declare_torchvision_ops()
 
+from peft import LoraConfig as PeftConfig  # noqa: E402 - imports transformers
+from peft import PeftModel, get_peft_model  # noqa: E402
 from transformers import (  # noqa: E402 - transformers imports torchvision, which needs its operators declared
     AutoModelForCausalLM,
     LlamaConfig,
@@ -76,6 +79,26 @@ def write_tiny_model(
             parameter.normal_(mean=mean, std=0.05, generator=generator)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return read_model_shape(folder)
+
+
+def write_random_adapter(
+    folder: Path, model_folder: Path, modules: Sequence[str], *, rank: int = 4, alpha: int = 6, seed: int = 0
+) -> None:
+    """Write an adapter with peft, of which neither matrix is zero."""
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    adapted = get_peft_model(base, PeftConfig(r=rank, lora_alpha=alpha, target_modules=list(modules)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1, generator=generator)
+    adapted.save_pretrained(str(folder))
+
+
+def load_adapted(model_folder: Path, adapter_folder: Path, *, is_trainable: bool = False) -> PeftModel:
+    """Load a model with an adapter as peft does."""
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager")
+    return PeftModel.from_pretrained(base, str(adapter_folder), is_trainable=is_trainable)
 
 
 def greedy_tokens(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> list[int]:

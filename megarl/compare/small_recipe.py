@@ -13,6 +13,7 @@ from math import lcm
 from pathlib import Path
 
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, PolicyGradientConfig
+from megarl.config.lora import LoraConfig
 from megarl.config.model import Experts, ModelShape
 from megarl.config.recipe import (
     CheckpointConfig,
@@ -39,6 +40,7 @@ from megarl.config.roles import (
 from megarl.errors import ConfigError, MachineError, Problem
 
 _TRAINER, _ENGINE = "trainer", "engine"
+_MAX_LORA_RANK = 4
 _MAX_PARTS = 2
 _VOCAB = 130
 """The trainer and the engine pad it to different sizes."""
@@ -59,6 +61,7 @@ def single_copy(recipe: Recipe, *, name: str, num_devices: int) -> SmallRecipe:
 
     Where both together need more than `num_devices`, each takes one device.
     """
+    _refuse_adapters(recipe.model)
     actor, rollout = recipe.roles.actor, recipe.roles.rollout
     if rollout is None:
         raise _missing_engine("missing: there is no engine to compare the trainer with")
@@ -102,6 +105,7 @@ def small_layouts(recipe: Recipe, *, folder: Path, model_folder: Path, max_engin
     if rollout.pool is None:
         message = "engines that run already are published to by files; there are no layouts to check"
         raise ConfigError("recipe", (Problem(key="roles.rollout.endpoints", message=message),))
+    _refuse_adapters(recipe.model)
     small_actor = _small_actor(actor)
     is_shared = actor.pool == rollout.pool
     # In a shared pool every further rank is a further engine.
@@ -149,7 +153,7 @@ def small_topology(recipe: Recipe, *, folder: Path, files: RehearsalFiles, max_n
     pools = {name: _small_pool(name, pool, roles, small_roles, max_nodes) for name, pool in recipe.pools.items()}
     small = Recipe(
         run=RunConfig(name="run", folder=folder, steps=_REHEARSED_STEPS, device="cpu", seed=recipe.run.seed),
-        model=ModelConfig(path=files.model),
+        model=ModelConfig(path=files.model, lora=recipe.model.lora and _small_lora(recipe.model.lora)),
         data=DataConfig(train=(files.data,), max_prompt_tokens=16, is_shuffled=recipe.data.is_shuffled),
         cluster=ClusterConfig(node_timeout_s=recipe.cluster.node_timeout_s),
         pools=pools,
@@ -172,6 +176,16 @@ def small_topology(recipe: Recipe, *, folder: Path, files: RehearsalFiles, max_n
         )
     notes.append(f"a step: {recipe.train.prompts_per_step} prompts -> {small.train.prompts_per_step}")
     return SmallRecipe(recipe=small, notes=tuple(notes))
+
+
+def _small_lora(lora: LoraConfig) -> LoraConfig:
+    return lora.model_copy(update={"rank": min(lora.rank, _MAX_LORA_RANK), "path": None})
+
+
+def _refuse_adapters(model: ModelConfig) -> None:
+    if model.lora is not None:
+        message = "whole models are compared here; `megarl export --merge`, then --set model.path=OUT model.lora=null"
+        raise ConfigError("recipe", (Problem(key="model.lora", message=message),))
 
 
 def _small_roles(roles: RolesConfig) -> RolesConfig:

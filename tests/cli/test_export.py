@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, Qwen2Config
 
 from megarl.cli import export
 from megarl.cli.main import run
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import load_adapted, write_random_adapter, write_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +42,43 @@ def test_a_model_that_loads_as_another_is_refused(
     """As if something beside the bytes of the tensors had been lost on the way."""
     compute = export.logprobs
     monkeypatch.setattr(
-        export, "logprobs", lambda folder, dtype: compute(folder, dtype=dtype) + (0.0 if folder == model else 1e-3)
+        export,
+        "logprobs",
+        lambda folder, dtype, adapter=None: compute(folder, dtype=dtype) + (0.0 if folder == model else 1e-3),
     )
     assert run(["export", str(model), str(tmp_path / "out")]) == 4
     assert "its log-probabilities in transformers differ" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_merged_adapter_is_what_peft_makes_of_it(
+    dtype: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_random_adapter(tmp_path / "adapter", model, ["q_proj", "down_proj"])
+    command = ["export", str(tmp_path / "adapter"), str(tmp_path / "out"), "--merge", "--dtype", dtype]
+    assert run(command) == 0
+    assert "log-probabilities differ from the source's by" in capsys.readouterr().out
+    peft = load_adapted(model, tmp_path / "adapter").merge_and_unload()  # type: ignore[operator]
+    expected = {name: tensor for name, tensor in peft.state_dict().items() if name != "lm_head.weight"}
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name].float(), tensor, rtol=0 if dtype == "fp32" else 1e-2, atol=1e-6)
+
+
+def test_an_adapter_is_exported_merged_or_not_at_all(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_random_adapter(tmp_path / "adapter", model, ["q_proj", "down_proj"])
+    adapter, out = str(tmp_path / "adapter"), str(tmp_path / "out")
+    assert run(["export", adapter, out]) == 4
+    assert "--merge writes the whole model with it" in capsys.readouterr().err
+    assert run(["export", str(model), out, "--merge"]) == 4
+    assert "there is nothing to merge" in capsys.readouterr().err
+    assert run(["export", adapter, out, "--merge", "--base", str(tmp_path)]) == 4
+    assert f"its base {tmp_path} is not a Hugging Face folder; name it with --base" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tensor_the_architecture_lacks_is_refused(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import get_peft_model_state_dict
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +16,7 @@ from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PpoLo
 from megarl.config.model import ModelShape
 from megarl.config.roles import OptimizerConfig
 from megarl.types import TrainSample
+from tests.tiny_models import load_adapted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class Reference:
         self._algorithm = algorithm
         self._temperature = temperature
         if adapter is not None:
-            self._model = PeftModel.from_pretrained(self._model, adapter, is_trainable=True)
+            self._model = load_adapted(model.folder, adapter, is_trainable=True)
         parameters = [each for each in self._model.parameters() if each.requires_grad]
         self._adam = torch.optim.AdamW(
             [

@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig as PeftConfig
-from peft import PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from megarl.config.lora import ALL_MODULES, ATTENTION_MODULES, LoraConfig, LoraModule, read_adapter_config
 from megarl.config.roles import ActorConfig
@@ -21,7 +19,7 @@ from megarl.results import UpdateResult
 from megarl.types import PolicyVersion
 from megarl.weights.layouts.lora import LoraShape, adapter_layout
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import load_adapted, write_random_adapter, write_tiny_model
 from tests.train import jobs
 from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
@@ -49,14 +47,7 @@ RANK, ALPHA = 4, 6
 
 def random_adapter(folder: Path, model: Model, modules: Sequence[LoraModule], *, seed: int = 0) -> LoraConfig:
     """Write an adapter with peft, of which no matrix is zero, and return the recipe's section that starts from it."""
-    base = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32)
-    adapted = get_peft_model(base, PeftConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(modules)))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.1, generator=generator)
-    adapted.save_pretrained(str(folder))
+    write_random_adapter(folder, model.folder, modules, rank=RANK, alpha=ALPHA, seed=seed)
     return LoraConfig(rank=RANK, alpha=ALPHA, modules=tuple(modules), path=folder)
 
 
@@ -213,9 +204,7 @@ def test_a_checkpoint_is_a_folder_that_peft_loads_and_any_split_continues_from(
     }
     folder = tmp_path / "one" / "model"
     assert read_adapter_config(folder) == (LoraConfig(rank=RANK, alpha=ALPHA), model.folder)
-    found = get_peft_model_state_dict(
-        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32), folder)
-    )
+    found = get_peft_model_state_dict(load_adapted(model.folder, folder))
     outcomes = [
         jobs.Outcome(logprobs=[], result=UpdateResult(version=PolicyVersion(0), stats=None), tensors=tensors)
         for _, _, tensors in saved

@@ -12,6 +12,7 @@ from pathlib import Path
 from megarl.config.document import Tree
 from megarl.tools.import_verl.algorithm import put_estimator, put_filters, put_kl, put_loss, put_reward
 from megarl.tools.import_verl.imitation import put_demonstrations
+from megarl.tools.import_verl.lora import put_lora
 from megarl.tools.import_verl.rules import KeyVerdict, Treatment, engine_options, rule_for
 from megarl.tools.import_verl.translation import (
     ACTOR,
@@ -60,6 +61,7 @@ def translate_file(path: Path, arguments: Sequence[str] = ()) -> Imported:
     keys = Translation(read_verl(path, arguments), name=path.stem)
     _renames(keys)
     _model(keys)
+    put_lora(keys)
     _run_section(keys)
     _checkpoint(keys)
     _pools(keys)

@@ -126,19 +126,15 @@ async def start_serving(
     )
     if config.pool is None:
         endpoints = endpoints_of(config.endpoints, device=recipe.run.device)
-        publish_folder = config.publish_folder or recipe.run_folder / PUBLISH_FOLDER
-        return ExternalServing(
-            config=config,
-            fleet=_open_fleet(config, endpoints, deadlines, stack, observer, publish_timeout_s=publish_timeout_s),
-            model_folder=recipe.model.path.absolute(),
-            publish_folder=publish_folder.absolute(),
-        )
+        fleet = _open_fleet(config, endpoints, deadlines, stack, observer, publish_timeout_s=publish_timeout_s)
+        return _external(config, fleet, model_folder=recipe.model.path, run_folder=recipe.run_folder)
     pool = pools[config.pool]
     num_engines = len(pool.places) // config.tensor
     transfer = transfer_spec(recipe, config, shape, num_engines=num_engines)
     transfer, places = _place(transfer, pools[recipe.roles.actor.pool].places, pool.places)
     is_shared_gpu = pool.is_shared and recipe.run.device == "cuda"
-    gpu = gpu_of(recipe.cluster, accelerators())
+    num_adapters, gpu = adapter_slots(recipe.train.max_staleness), gpu_of(recipe.cluster, accelerators())
+    cached_tokens = planned_cached_tokens(shape, config, gpu, lora=recipe.model.lora, num_adapters=num_adapters)
     first = EngineSpec(
         index=0,
         model_folder=recipe.model.path.absolute(),
@@ -152,15 +148,7 @@ async def start_serving(
         loads_weights=recipe.model.lora is not None,
         adapters=_engine_adapters(recipe.model.lora, recipe.train),
         shares_devices=pool.is_shared,
-        cached_tokens=planned_cached_tokens(
-            shape,
-            config,
-            gpu,
-            lora=recipe.model.lora,
-            num_adapters=adapter_slots(recipe.train.max_staleness),
-        )
-        if is_shared_gpu
-        else None,
+        cached_tokens=cached_tokens if is_shared_gpu else None,
         bind=recipe.network.bind,
     )
     specs = [replace(first, index=index) for index in range(num_engines)]
@@ -185,6 +173,13 @@ async def start_serving(
         host=host,
         phases=phases,
         adapters=_served_adapters(recipe.model, shape, first, engines),
+    )
+
+
+def _external(config: RolloutRoleConfig, fleet: Fleet, *, model_folder: Path, run_folder: Path) -> ExternalServing:
+    publish_folder = config.publish_folder or run_folder / PUBLISH_FOLDER
+    return ExternalServing(
+        config=config, fleet=fleet, model_folder=model_folder.absolute(), publish_folder=publish_folder.absolute()
     )
 
 

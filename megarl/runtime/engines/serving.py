@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, assert_never
 
-from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
-from megarl.config.recipe import ModelConfig, Recipe, TrainConfig
+from megarl.config.recipe import ModelConfig, Recipe
 from megarl.config.roles import PoolConfig, RolesConfig, RolloutRoleConfig
 from megarl.observe.observer import Observer
 from megarl.planner.hardware import gpu_of
@@ -132,9 +131,8 @@ async def start_serving(
     num_engines = len(pool.places) // config.tensor
     transfer = transfer_spec(recipe, config, shape, num_engines=num_engines)
     transfer, places = _place(transfer, pools[recipe.roles.actor.pool].places, pool.places)
-    is_shared_gpu = pool.is_shared and recipe.run.device == "cuda"
-    num_adapters, gpu = adapter_slots(recipe.train.max_staleness), gpu_of(recipe.cluster, accelerators())
-    cached_tokens = planned_cached_tokens(shape, config, gpu, lora=recipe.model.lora, num_adapters=num_adapters)
+    lora, num_adapters = recipe.model.lora, adapter_slots(recipe.train.max_staleness)
+    gpu = gpu_of(recipe.cluster, accelerators()) if pool.is_shared and recipe.run.device == "cuda" else None
     first = EngineSpec(
         index=0,
         model_folder=recipe.model.path.absolute(),
@@ -145,21 +143,18 @@ async def start_serving(
         keys=EngineKeys.fresh(),
         start_timeout_s=deadlines.start_s,
         # The base of adapters is loaded from its folder, and stays.
-        loads_weights=recipe.model.lora is not None,
-        adapters=_engine_adapters(recipe.model.lora, recipe.train),
+        loads_weights=lora is not None,
+        adapters=EngineAdapters(rank=lora.rank, modules=lora.modules, num_loaded=num_adapters) if lora else None,
         shares_devices=pool.is_shared,
-        cached_tokens=cached_tokens if is_shared_gpu else None,
+        cached_tokens=planned_cached_tokens(shape, config, gpu, lora=lora, num_adapters=num_adapters) if gpu else None,
         bind=recipe.network.bind,
     )
     specs = [replace(first, index=index) for index in range(num_engines)]
     engines, endpoints = await start_engines(specs, places, share=pool.share)
     stack.push_async_callback(engines.stop)
     # The longest time without news of an engine that is being restarted.
-    publish_timeout_s += deadlines.start_s
-    policy = _restart_policy(config, start_timeout_s=deadlines.start_s)
-    fleet = _open_fleet(
-        config, endpoints, deadlines, stack, observer, publish_timeout_s=publish_timeout_s, policy=policy
-    )
+    patience_s, policy = publish_timeout_s + deadlines.start_s, _restart_policy(config, deadlines.start_s)
+    fleet = _open_fleet(config, endpoints, deadlines, stack, observer, publish_timeout_s=patience_s, policy=policy)
     supervisor = Supervisor(fleet, engines, connect=partial(EngineClient, request_timeout_s=deadlines.request_s))
     await stack.enter_async_context(supervisor.running())
     await stack.enter_async_context(open_to_operator(recipe.run_folder, fleet, supervisor))
@@ -181,12 +176,6 @@ def _external(config: RolloutRoleConfig, fleet: Fleet, *, model_folder: Path, ru
     return ExternalServing(
         config=config, fleet=fleet, model_folder=model_folder.absolute(), publish_folder=publish_folder.absolute()
     )
-
-
-def _engine_adapters(lora: LoraConfig | None, train: TrainConfig) -> EngineAdapters | None:
-    if lora is None:
-        return None
-    return EngineAdapters(rank=lora.rank, modules=lora.modules, num_loaded=adapter_slots(train.max_staleness))
 
 
 def _served_adapters(
@@ -243,7 +232,7 @@ def _open_fleet(
     return fleet
 
 
-def _restart_policy(config: RolloutRoleConfig, *, start_timeout_s: float) -> RestartPolicy:
+def _restart_policy(config: RolloutRoleConfig, start_timeout_s: float) -> RestartPolicy:
     return RestartPolicy(
         max_restarts=config.max_restarts,
         back_off_s=config.restart_back_off_s,

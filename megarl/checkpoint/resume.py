@@ -189,5 +189,5 @@ def _identity(recipe: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
             identity[name] = section if keys is None else {key: section[key] for key in keys if key in section}
     model = recipe.get("model")
     if isinstance(model, dict) and model.get("lora") is not None:
-        identity["lora"] = model["lora"]
+        identity["model"] = {"lora": model["lora"]}
     return identity

@@ -26,7 +26,7 @@ _TOLERANCE = 1e-5
 """Equal bytes in the same dtype give equal numbers; a wrong configuration gives others."""
 _MERGED_TOLERANCE = 1e-4
 _ROUNDED_TOLERANCE = 0.5
-"""Of the largest difference over all tokens of the vocabulary, where the sum is rounded to 8 bits."""
+"""Bound on the largest difference over all tokens of the vocabulary, where the sum is rounded to 8 bits."""
 _TOKEN_STEP = 7919
 """A prime: the prompt walks through the whole vocabulary."""
 _MEMORY_FACTOR = 1.25

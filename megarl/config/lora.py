@@ -35,7 +35,7 @@ class LoraConfig(Section):
     rank: PositiveInt = 32
     """Inner size of the two matrices that are trained in place of each one."""
     alpha: PositiveFloat = 64
-    """What the adapter adds is multiplied by `alpha / rank`."""
+    """The product of the two matrices is multiplied by `alpha / rank`."""
     modules: Annotated[tuple[LoraModule, ...], Field(min_length=1)] = ALL_MODULES
     """The linear layers of each block that have an adapter; in a mixture of experts those of the attention."""
     init: Literal["kaiming", "gaussian"] = "kaiming"

@@ -36,7 +36,7 @@ class StoredAdapter:
     config: str
     """The text of the configuration file."""
     digest: FileDigest
-    """What the trainer wrote, tensor by tensor."""
+    """Digests of what the trainer wrote, tensor by tensor."""
     tensors: Mapping[str, TensorSpec]
 
 

@@ -76,7 +76,7 @@ class ManagedServing:
     """The driver's address for the engines."""
     phases: SeparatePhases | SharedPhases
     adapters: ServedAdapters | None
-    """What the engines serve beside their base; None: their weights are published."""
+    """The adapters that engines serve beside their base; None: their weights are published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -182,11 +183,51 @@ _AnySingle: TypeAlias = (
 SingleRewardConfig = Annotated[_AnySingle, Field(discriminator="kind")]
 
 
+class RewardPartConfig(Section):
+    """One part of a composed reward: weight * clip((score - mean) / std)."""
+
+    reward: SingleRewardConfig
+    """How the part is scored, with the keys of that kind."""
+    weight: FiniteFloat = 1.0
+    mean: FiniteFloat = 0.0
+    """Subtracted from the part's score, such as the mean of a reward model over the data."""
+    std: PositiveFloat = 1.0
+    """Divides the part's score less `mean`."""
+    clip: tuple[FiniteFloat, FiniteFloat] | None = None
+    """Lowest and highest value after that."""
+    gate_from: FiniteFloat | None = None
+    """The whole score is `closed_score` unless the part's own score is at least this."""
+
+
+class ComposedRewardConfig(Section):
+    kind: Literal["composed"]
+    """The sum of several rewards; the score of each part is a component."""
+    parts: Annotated[dict[str, RewardPartConfig], Field(min_length=1)]
+    """By name."""
+    closed_score: FiniteFloat = 0.0
+    """The score of a response that a part with `gate_from` stops."""
+
+
 class BySourceRewardConfig(Section):
     kind: Literal["by_source"]
     """Another scorer for each data_source."""
-    sources: Annotated[dict[str, SingleRewardConfig], Field(min_length=1)]
+    sources: Annotated[
+        dict[str, Annotated[_AnySingle | ComposedRewardConfig, Field(discriminator="kind")]], Field(min_length=1)
+    ]
     """By data_source; a prompt with another data_source is an error."""
 
 
-RewardConfig = Annotated[_AnySingle | BySourceRewardConfig, Field(discriminator="kind")]
+RewardConfig = Annotated[_AnySingle | ComposedRewardConfig | BySourceRewardConfig, Field(discriminator="kind")]
+
+
+def single_rewards(config: RewardConfig, key: str = "reward") -> Iterator[tuple[str, SingleRewardConfig]]:
+    """Yield every reward that scores by itself, with its key in the recipe."""
+    match config:
+        case BySourceRewardConfig():
+            for name, source in config.sources.items():
+                yield from single_rewards(source, f"{key}.sources.{name}")
+        case ComposedRewardConfig():
+            for name, part in config.parts.items():
+                yield f"{key}.parts.{name}.reward", part.reward
+        case _:
+            yield key, config

@@ -11,6 +11,7 @@ from typing import TypeAlias
 from megarl.config.reward import (
     BySourceRewardConfig,
     CodeTestsRewardConfig,
+    ComposedRewardConfig,
     ExactRewardConfig,
     FunctionRewardConfig,
     HttpRewardConfig,
@@ -18,6 +19,7 @@ from megarl.config.reward import (
     ScorerRewardConfig,
     SingleRewardConfig,
     WorkerRewardConfig,
+    single_rewards,
 )
 from megarl.errors import ConfigError, Problem, RewardError
 from megarl.observe.observer import Observer
@@ -25,7 +27,15 @@ from megarl.reward.judge import HttpJudge, read_key
 from megarl.reward.pool import START_TIMEOUT_S, RewardWorker, ScoringTask, WorkerPool
 from megarl.reward.protocol import WorkerTask
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
-from megarl.reward.scorer import BySourceScorer, ClosableScorer, ExactScorer, RemoteScorer, ScoringBackend, UserScorer
+from megarl.reward.scorer import (
+    BySourceScorer,
+    ClosableScorer,
+    ComposedScorer,
+    ExactScorer,
+    RemoteScorer,
+    ScoringBackend,
+    UserScorer,
+)
 
 _SCORERS = Path(__file__).parent / "scorers"
 _FUNCTION = "compute_score"
@@ -43,13 +53,16 @@ def build_scorer(
 ) -> ClosableScorer:
     """Return the scorer of a recipe; `open_pool` starts the processes of a reward function."""
     observer = observer or Observer(())
-    if isinstance(config, BySourceRewardConfig):
-        return BySourceScorer({name: _build(part, observer, open_pool) for name, part in config.sources.items()})
     return _build(config, observer, open_pool)
 
 
-def _build(config: SingleRewardConfig, observer: Observer, open_pool: OpenPool) -> ClosableScorer:
+def _build(config: RewardConfig, observer: Observer, open_pool: OpenPool) -> ClosableScorer:
     match config:
+        case BySourceRewardConfig():
+            return BySourceScorer({name: _build(each, observer, open_pool) for name, each in config.sources.items()})
+        case ComposedRewardConfig():
+            parts = {name: _build(part.reward, observer, open_pool) for name, part in config.parts.items()}
+            return ComposedScorer(config, parts)
         case ExactRewardConfig():
             return ExactScorer(observer)
         case ScorerRewardConfig():
@@ -66,12 +79,10 @@ def check_reward(config: RewardConfig, *, timeout_s: float = START_TIMEOUT_S) ->
 
     Starts its own event loop.
     """
-    if not isinstance(config, BySourceRewardConfig):
-        return [*_check(config, timeout_s=timeout_s)]
     return [
-        replace(problem, key=problem.key.replace("reward.", f"reward.sources.{name}.", 1))
-        for name, part in config.sources.items()
-        for problem in _check(part, timeout_s=timeout_s)
+        replace(problem, key=problem.key.replace("reward.", f"{key}.", 1))
+        for key, single in single_rewards(config)
+        for problem in _check(single, timeout_s=timeout_s)
     ]
 
 

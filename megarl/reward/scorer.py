@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol, assert_never
 
-from megarl.config.reward import FunctionRewardConfig, HttpRewardConfig, WorkerRewardConfig
+from megarl.config.reward import ComposedRewardConfig, FunctionRewardConfig, HttpRewardConfig, WorkerRewardConfig
 from megarl.errors import ConfigError, Problem, RewardError, ScoreError
 from megarl.observe.observer import Observer
 from megarl.reward.pool import ForeignAnswerError, LateError, RewardWorkerDiedError, score_of
@@ -104,6 +104,48 @@ class UserScorer:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+class ComposedScorer:
+    """Adds up the scores of several scorers. A rollout that one of them cannot score has no score."""
+
+    def __init__(self, config: ComposedRewardConfig, scorers: Mapping[str, ClosableScorer]) -> None:
+        self._config = config
+        self._scorers = scorers
+
+    async def score(self, group: RolloutGroup) -> ScoredGroup:
+        tasks = [asyncio.create_task(_scores(scorer, group)) for scorer in self._scorers.values()]
+        try:
+            by_part = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        per_rollout = (dict(zip(self._scorers, scores, strict=True)) for scores in zip(*by_part, strict=True))
+        return ScoredGroup(group=group, scores=tuple(map(self._compose, per_rollout)))
+
+    def _compose(self, scores: Mapping[str, Score]) -> Score:
+        """Return the score of one rollout; its components are the parts' scores and, as `part.name`, their own."""
+        total, is_open = 0.0, True
+        components: dict[str, float] = {}
+        for name, score in scores.items():
+            part = self._config.parts[name]
+            value = (score.value - part.mean) / part.std
+            total += part.weight * (value if part.clip is None else min(max(value, part.clip[0]), part.clip[1]))
+            is_open &= part.gate_from is None or score.value >= part.gate_from
+            components |= {name: score.value, **{f"{name}.{key}": item for key, item in score.components.items()}}
+        if any(score.is_masked for score in scores.values()):
+            return Score(value=0.0, components={}, is_masked=True)
+        predictions = (score.prediction for score in scores.values() if score.prediction is not None)
+        value = total if is_open else self._config.closed_score
+        return Score(value=value, components=components, prediction=next(predictions, None))
+
+    def close(self) -> None:
+        for scorer in self._scorers.values():
+            scorer.close()
+
+
+async def _scores(scorer: Scorer, group: RolloutGroup) -> tuple[Score, ...]:
+    return (await scorer.score(group)).scores
 
 
 class RemoteScorer:

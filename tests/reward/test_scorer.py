@@ -1,15 +1,23 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
 
-from megarl.config.reward import BySourceRewardConfig, ExactRewardConfig, FunctionRewardConfig, RewardConfig
+from megarl.config.reward import (
+    BySourceRewardConfig,
+    ComposedRewardConfig,
+    ExactRewardConfig,
+    FunctionRewardConfig,
+    RewardConfig,
+)
 from megarl.errors import RewardError
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer, check_reward
@@ -21,7 +29,7 @@ MakeGroup = Callable[..., RolloutGroup]
 MakeReward = Callable[..., FunctionRewardConfig]
 
 
-def scores_of(config: FunctionRewardConfig, group: RolloutGroup) -> list[Score]:
+def scores_of(config: RewardConfig, group: RolloutGroup) -> list[Score]:
     scorer = build_scorer(config)
     try:
         return list(asyncio.run(scorer.score(group)).scores)
@@ -296,6 +304,61 @@ def test_each_data_source_has_its_scorer(make_group: MakeGroup) -> None:
     with pytest.raises(RewardError, match=r"no scorer for data_source new, .*; it has arithmetic, other"):
         asyncio.run(scorer.score(unknown))
     scorer.close()
+
+
+COMPOSED: dict[str, Any] = {
+    "kind": "composed",
+    "parts": {
+        "right": {"reward": {"kind": "exact"}, "weight": 2.0},
+        "form": {"reward": {"kind": "regex", "pattern": r"4(\d)", "workers": 1}, "weight": 0.0, "gate_from": 0.0},
+        "length": {"mean": 2.0, "std": 0.5, "clip": [-1.0, 1.0], "weight": 0.5},
+    },
+    "closed_score": -1.0,
+}
+MEASURES = """
+def compute_score(solution_str):
+    return {"score": len(solution_str) or None, "is_short": len(solution_str) < 3}
+"""
+
+
+def composed(measure: FunctionRewardConfig) -> ComposedRewardConfig:
+    keys = copy.deepcopy(COMPOSED)
+    keys["parts"]["length"]["reward"] = measure.model_dump() | {"on_error": "mask"}
+    return ComposedRewardConfig.model_validate(keys)
+
+
+def test_a_composed_score_is_the_weighted_sum_of_its_parts(make_group: MakeGroup, make_reward: MakeReward) -> None:
+    config = composed(make_reward(MEASURES))
+    assert check_reward(config) == []
+    right, wrong, unknown = scores_of(config, make_group("42", "142", ""))
+    assert right.value == 2.0 * 1 + 0.5 * 0
+    assert right.components == {"right": 1.0, "form": 0.0, "length": 2.0, "length.is_short": 1.0}
+    assert wrong.value == 2.0 * 0 + 0.5 * 1.0
+    assert unknown.is_masked
+
+
+def test_a_gate_closes_and_the_parts_are_still_known(make_group: MakeGroup, make_reward: MakeReward) -> None:
+    config = composed(make_reward(MEASURES))
+    gate = config.parts["form"].model_copy(update={"gate_from": 0.5})
+    config = config.model_copy(update={"parts": config.parts | {"form": gate}})
+    opened, closed = scores_of(config, make_group("42 2", "42", ground_truth="2"))
+    assert (opened.components["form"], opened.value) == (1.0, 0.5)
+    assert (closed.components["form"], closed.value) == (1.0, 0.0)
+    (closed,) = scores_of(config, make_group("2", ground_truth="2"))
+    assert (closed.components["right"], closed.value) == (1.0, -1.0)
+
+
+def test_a_source_may_have_a_composed_reward_and_its_problem_names_the_part(
+    make_group: MakeGroup, make_reward: MakeReward
+) -> None:
+    config = composed(make_reward(MEASURES))
+    keys = {"kind": "by_source", "sources": {"arithmetic": config.model_dump(exclude_unset=True)}}
+    by_source = BySourceRewardConfig.model_validate(keys)
+    (score,) = scores_of(by_source, make_group("42"))
+    assert score.value == 2.0
+    make_reward("x = 1")
+    (problem,) = check_reward(by_source)
+    assert problem.key == "reward.sources.arithmetic.parts.length.reward.name"
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from megarl.config.algorithm import (
 from megarl.config.recipe import DataConfig, Recipe, SamplingConfig, TrainConfig
 from megarl.config.reward import (
     BySourceRewardConfig,
+    ComposedRewardConfig,
     ExactRewardConfig,
     Gsm8kRewardConfig,
     HttpRewardConfig,
@@ -39,6 +40,7 @@ from megarl.config.reward import (
     RewardConfig,
     ScorerRewardConfig,
     SingleRewardConfig,
+    single_rewards,
 )
 from megarl.config.roles import RolesConfig
 from megarl.errors import Problem
@@ -72,11 +74,12 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
 
 
 def check_rewards(config: RewardConfig) -> Iterator[Problem]:
-    if isinstance(config, BySourceRewardConfig):
-        for name, part in config.sources.items():
-            yield from _reward(part, f"reward.sources.{name}")
-    else:
-        yield from _reward(config, "reward")
+    for key, single in single_rewards(config):
+        yield from _reward(single, key)
+    named = config.sources.items() if isinstance(config, BySourceRewardConfig) else ()
+    for key, each in (("reward", config), *((f"reward.sources.{name}", source) for name, source in named)):
+        if isinstance(each, ComposedRewardConfig):
+            yield from _composed(each, key)
 
 
 def check_staleness(recipe: Recipe) -> Iterator[Problem]:
@@ -264,6 +267,10 @@ def _overlong(algorithm: EstimatorConfig, sampling: SamplingConfig) -> Iterator[
 
 
 def _components(algorithm: EstimatorConfig, reward: RewardConfig) -> Iterator[Problem]:
+    if isinstance(reward, ComposedRewardConfig) and isinstance(algorithm, GdpoConfig):
+        for name in (name for name in algorithm.weights if name.partition(".")[0] not in reward.parts):
+            message = f"is no part of the reward; reward.parts has {', '.join(reward.parts)}"
+            yield Problem(key=f"algorithm.weights.{name}", message=message)
     if not isinstance(reward, _WITHOUT_COMPONENTS):
         return
     keys = []
@@ -273,6 +280,16 @@ def _components(algorithm: EstimatorConfig, reward: RewardConfig) -> Iterator[Pr
         keys.append("algorithm.filter.component")
     for key in keys:
         yield Problem(key=key, message=f"the {reward.kind} reward has no components; set reward.kind function")
+
+
+def _composed(config: ComposedRewardConfig, key: str) -> Iterator[Problem]:
+    for name, part in config.parts.items():
+        if part.clip is not None and part.clip[0] >= part.clip[1]:
+            yield Problem(
+                key=f"{key}.parts.{name}.clip", message=f"{part.clip[0]:g} is not below {part.clip[1]:g}; swap them"
+            )
+    if "closed_score" in config.model_fields_set and all(part.gate_from is None for part in config.parts.values()):
+        yield Problem(key=f"{key}.closed_score", message="has no effect without a part with gate_from; remove it")
 
 
 def _reward(config: SingleRewardConfig, key: str) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from megarl.config.checks.recipe import check_recipe
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import CheckpointConfig, Recipe
-from megarl.config.reward import BySourceRewardConfig, CodeTestsRewardConfig, RewardConfig
+from megarl.config.reward import CodeTestsRewardConfig, RewardConfig, single_rewards
 from megarl.env import SLURM_CPUS_ON_NODE, SLURM_JOB_ID
 from megarl.errors import ConfigError
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
@@ -79,7 +79,7 @@ def examine_recipe(recipe: Recipe) -> Iterator[Check]:
 
 
 def _runs_code(reward: RewardConfig) -> bool:
-    parts = reward.sources.values() if isinstance(reward, BySourceRewardConfig) else (reward,)
+    parts = (part for _, part in single_rewards(reward))
     return any(isinstance(part, CodeTestsRewardConfig) and part.sandbox == "bubblewrap" for part in parts)
 
 

@@ -13,6 +13,7 @@
     │   └── StoppedError   130   Ctrl-C: saved as for a preemption
     ├── FleetError          76   no engine that can generate is left
     │   ├── EngineError          one engine failed; the fleet may have others
+    │   ├── QuarantineError      the requests of one prompt failed or lost engines; the run goes on without its group
     │   └── WeightSyncError      a publish was not committed
     ├── NumericsError       77   loss, gradient or log-probability is not finite
     └── WorkerError         70   a rank failed; names role, rank and operation
@@ -99,6 +100,10 @@ class FleetError(MegarlError):
 
 
 class EngineError(FleetError):
+    pass
+
+
+class QuarantineError(FleetError):
     pass
 
 

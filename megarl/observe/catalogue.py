@@ -229,7 +229,7 @@ RETRIES = _counter(
 DROPPED_GROUPS = _counter(
     "rollout",
     "dropped_groups",
-    "Groups that the algorithm's filter dropped, by cause",
+    "Groups that the algorithm's filter or the quarantine dropped, by cause",
     "cause",
     source="step.rollouts.dropped_groups.*",
     known=("equal", "masked"),

@@ -47,7 +47,7 @@ class RolloutSummary:
     num_single_groups: int
     """Groups of one rollout."""
     dropped_groups: Mapping[str, int]
-    """Groups that the filter dropped since the previous step, by its reason."""
+    """Groups dropped since the previous step, by the filter's reason or because their prompt is quarantined."""
     num_masked_rollouts: int
     """Rollouts that could not be scored; rewards and components leave them out."""
     reward_mean: float

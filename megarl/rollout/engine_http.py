@@ -68,6 +68,9 @@ class EngineHttp:
                 return await self._receive(request)
         except TimeoutError as error:
             raise httpx.ReadTimeout("late") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            # The transport passes on what it cannot name: answers that are not HTTP, as from a port that is another's.
+            raise httpx.RemoteProtocolError(f"not an answer: {str(error)[:200]}") from error
 
     async def _receive(self, request: httpx.Request) -> HttpReply:
         response = await self._transport.handle_async_request(request)

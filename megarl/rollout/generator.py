@@ -21,7 +21,7 @@ import numpy.typing as npt
 from megarl.config.model import ModelShape
 from megarl.config.recipe import SampledEvaluationConfig, SamplingConfig
 from megarl.data.tokenizer import Tokenizer
-from megarl.errors import DataError, EngineError, FleetError
+from megarl.errors import DataError, EngineError, FleetError, QuarantineError
 from megarl.rollout.client import GenerateRequest
 from megarl.rollout.fleet import Engine, EngineLostError, Fleet
 from megarl.rollout.in_flight import Pauses
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _LEAST_PROGRESS = 1 / 32
 """Share of the longest response that a late request must have added; with less it counts as a failed attempt."""
+_MAX_LOSSES = 2
+"""Engines that may die during one request: the request itself may be the cause, and would end the whole fleet."""
 _NEARLY_ZERO = 1e-4
 """A temperature at which a token 0.01 nats behind is never chosen, and which SGLang does not treat as zero."""
 
@@ -152,8 +154,9 @@ class FleetGenerator:
     async def _rollout(self, prompt: Prompt, index: int) -> Rollout:
         so_far = Response.nothing()
         failures: list[str] = []
+        losses: list[str] = []
         tried: set[int] = set()
-        while len(failures) < self._max_attempts:
+        while len(failures) < self._max_attempts and len(losses) < _MAX_LOSSES:
             try:
                 async with self._fleet.lease(avoid=tried, prefix=prompt.uid) as engine:
                     try:
@@ -169,13 +172,15 @@ class FleetGenerator:
                         self._fleet.requests.request_retried(type(error).__name__)
                         await self._report(engine, error)
             except EngineLostError as error:
-                # Not counted as an attempt: the request was not at fault, and lost engines are restarted.
+                # Not counted as an attempt: the request is rarely at fault, and lost engines are restarted.
+                losses.append(str(error))
                 self._fleet.requests.request_retried(type(error).__name__)
                 logger.info("rollout lost prompt=%s index=%d reason=%s", prompt.uid, index, error)
             if so_far.finish_reason is not FinishReason.ABORT:
                 return self._finished(so_far)
-        reasons = "; ".join(failures)
-        raise FleetError(f"prompt {prompt.uid}, rollout {index}: {len(failures)} attempts failed: {reasons}")
+        reasons = "; ".join([*failures, *losses])
+        what = f"{len(losses)} engines were lost" if len(losses) == _MAX_LOSSES else f"{len(failures)} attempts failed"
+        raise QuarantineError(f"prompt {prompt.uid}, rollout {index}: {what}: {reasons}")
 
     def _late(self, prompt: Prompt, index: int, num_tokens: int) -> list[str]:
         """Return why a request that was cut at its deadline counts as a failed attempt; nothing if it got on."""

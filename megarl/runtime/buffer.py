@@ -16,16 +16,21 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, FleetError, QuarantineError
+from megarl.observe.observer import Observer
 from megarl.observe.summary import Flow
+from megarl.stages import Generator, Scorer
 from megarl.tokens import counted
-from megarl.types import DEMONSTRATION, PolicyVersion, ScoredGroup
+from megarl.types import DEMONSTRATION, PolicyVersion, Prompt, ScoredGroup
+
+MAX_QUARANTINED_IN_A_ROW = 16
+"""With more, not the prompts are at fault but the engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -269,6 +274,39 @@ class Buffer:
             f"step {self._step} has tokens {ages.min()} to {ages.max()} steps old, allowed are versions {self.versions}"
         )
         return ages, num_tokens
+
+
+class Quarantine:
+    """Prompts whose requests failed or lost engines. They are not sent again; the run ends only if all prompts fail."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._uids: set[str] = set()
+        self._num_dropped = 0
+        self._num_in_a_row = 0
+
+    async def scored_group(self, prompt: Prompt, generator: Generator, scorer: Scorer) -> ScoredGroup | None:
+        """Return the answers to a prompt; None if it is in quarantine, now or since an earlier epoch."""
+        if prompt.uid in self._uids:
+            self._num_dropped += 1
+            return None
+        try:
+            group = await generator.generate(prompt)
+        except QuarantineError as error:
+            self._num_in_a_row += 1
+            if self._num_in_a_row > MAX_QUARANTINED_IN_A_ROW:
+                raise FleetError(f"{self._num_in_a_row} prompts in a row have no answer; the last: {error}") from error
+            self._num_dropped += 1
+            self._uids.add(prompt.uid)
+            self._observer.warned(f"quarantined, its group is dropped: {error}")
+            return None
+        self._num_in_a_row = 0
+        return await scorer.score(group)
+
+    def add_to(self, dropped: Mapping[str, int]) -> dict[str, int]:
+        """Return groups dropped since the last call, by cause: those that the filter dropped, and quarantined ones."""
+        num_dropped, self._num_dropped = self._num_dropped, 0
+        return {**dropped, **({"quarantined": num_dropped} if num_dropped else {})}
 
 
 def _ages(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.observe.observer import Observer
-from megarl.runtime.buffer import Buffer
+from megarl.runtime.buffer import Buffer, Quarantine
 from megarl.runtime.evaluate import Evaluation
 from megarl.runtime.saver import Saver
 from megarl.runtime.tasks import task_group
@@ -46,6 +46,7 @@ class Loop:
         self._start = start
         self._num_steps = num_steps
         self._published: PolicyVersion | None = None
+        self._quarantine = Quarantine(observer)
 
     async def run(self) -> None:
         """Take every step that is left; return when the last one is trained, published, evaluated and saved."""
@@ -72,9 +73,8 @@ class Loop:
         while True:
             ticket = await self._buffer.reserve()
             prompt = stages.prompts.next()
-            group = await stages.generator.generate(prompt)
-            scored = await stages.scorer.score(group)
-            if stages.algorithm.keeps(scored):
+            scored = await self._quarantine.scored_group(prompt, stages.generator, stages.scorer)
+            if scored is not None and stages.algorithm.keeps(scored):
                 await self._buffer.put(ticket, scored)
             else:
                 await self._buffer.give_up(ticket)
@@ -92,7 +92,7 @@ class Loop:
                 update = await stages.trainer.update(samples)
         if update.version != self._published:
             await self._publish(update.version)
-        dropped, kl_coef = stages.algorithm.take_dropped(), stages.algorithm.kl_coef
+        dropped, kl_coef = self._quarantine.add_to(stages.algorithm.take_dropped()), stages.algorithm.kl_coef
         observer.step_finished(step, groups, samples, update, dropped=dropped, kl_coef=kl_coef, flow=self._buffer.flow)
         return update.version
 

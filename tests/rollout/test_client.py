@@ -5,6 +5,7 @@ import gzip
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import httpx
@@ -119,6 +120,42 @@ def test_a_reply_that_trickles_is_late() -> None:
     with pytest.raises(EngineError, match="generate: no answer within 2 s"):
         asyncio.run(ask(trickle, timeout_s=1.0))
     assert time.monotonic() - began < 30
+
+
+MALFORMED = {
+    "a status line of another protocol": b"220 mail.example ESMTP\r\n\r\n",
+    "a status that is no number": b"HTTP/1.1 abc OK\r\n\r\n",
+    "a bad chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "a header of a megabyte": b"HTTP/1.1 200 OK\r\nX: " + b"a" * (1 << 20) + b"\r\n\r\n",
+    "two lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nContent-Length: 5\r\n\r\nabc",
+    "nothing": b"",
+}
+
+
+@pytest.mark.fault("an answer that is not HTTP", "the engine is not healthy; a probe fails; supervision goes on")
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_an_answer_that_is_not_http_is_an_error_of_the_engine(kind: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        with suppress(ConnectionError):
+            writer.write(MALFORMED[kind])
+            await writer.drain()
+        writer.close()
+
+    async def scenario() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            client = EngineClient(replace(scripted_client(Recorder()).endpoint, port=port), request_timeout_s=60)
+            try:
+                assert not await client.is_healthy(timeout_s=60)
+                with pytest.raises(EngineError, match=r"engine 0 .*probe: "):
+                    await client.probe(timeout_s=60)
+                with pytest.raises(EngineError, match=r"engine 0 .*generate: "):
+                    await client.generate(REQUEST)
+            finally:
+                await client.close()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.fault("a reply that grows when it is decompressed", "refused before it is read")

@@ -11,11 +11,11 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from megarl.errors import FleetError
-from megarl.observe.events import Sink, StepFinished
+from megarl.errors import FleetError, QuarantineError
+from megarl.observe.events import Sink, StepFinished, Warned
 from megarl.observe.observer import Observer
 from megarl.results import EvalResult, PublishResult, UpdateResult, UpdateStats
-from megarl.runtime.buffer import Buffer
+from megarl.runtime.buffer import Buffer, Quarantine
 from megarl.runtime.evaluate import Evaluation, Evaluator, NoEvaluation, ScheduledEvaluation
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.phases import Offloader, SeparatePhases, SharedPhases
@@ -67,6 +67,7 @@ class FakeCluster:
         *,
         keeps: Callable[[int], bool] = lambda position: True,
         fails_at: int = -1,
+        poison: Callable[[int], bool] = lambda position: False,
         seconds: Callable[[int], float] = lambda position: 0.001 * (position % 3),
         update_seconds: float = 0.005,
     ) -> None:
@@ -83,6 +84,8 @@ class FakeCluster:
         self._num_dropped = 0
         self._keeps = keeps
         self._fails_at = fails_at
+        self._poison = poison
+        self.asked: list[int] = []
         self._seconds = seconds
         self._update_seconds = update_seconds
 
@@ -106,6 +109,9 @@ class FakeCluster:
         version = self.served
         assert version >= 0, "generated before anything was published"
         await asyncio.sleep(self._seconds(prompt.position))
+        self.asked.append(prompt.position)
+        if self._poison(prompt.position):
+            raise QuarantineError(f"prompt {prompt.uid}, rollout 0: 2 engines were lost: ...")
         if prompt.position == self._fails_at:
             raise FleetError("no engine left")
         rollout = Rollout(
@@ -347,6 +353,35 @@ def test_a_step_tells_what_was_dropped_for_it_and_which_policy_it_is_about() -> 
     rollouts = [event.summary.rollouts for event in sink.events if isinstance(event, StepFinished)]
     assert [item.dropped_groups for item in rollouts if item] == [{"odd": 3}, {"odd": 4}]
     assert [item.tokens_by_version for item in rollouts if item] == [{0: 8}, {1: 8}]
+
+
+def test_a_quarantined_prompt_costs_its_group_and_not_the_run() -> None:
+    cluster, sink = FakeCluster(poison=lambda position: position in (1, 2)), ListSink()
+    run(cluster, num_steps=2, sinks=[sink])
+    assert [position for step in cluster.trained for position in step] == [0, 3, 4, 5, 6, 7, 8, 9]
+    first, _ = (event.summary for event in sink.events if isinstance(event, StepFinished))
+    assert first.rollouts is not None
+    assert first.rollouts.dropped_groups["quarantined"] == 2
+    told = [event.text for event in sink.events if isinstance(event, Warned) and "quarantined" in event.text]
+    assert told[0] == "quarantined, its group is dropped: prompt 1, rollout 0: 2 engines were lost: ..."
+
+
+def test_a_quarantined_prompt_is_not_asked_again_in_the_next_epoch() -> None:
+    async def ask_twice() -> list[int]:
+        cluster = FakeCluster(poison=lambda position: True)
+        cluster.served = PolicyVersion(0)
+        quarantine, prompt = Quarantine(Observer(())), cluster.next()
+        for _ in range(2):
+            assert await quarantine.scored_group(prompt, cluster, cluster) is None
+        assert quarantine.add_to({}) == {"quarantined": 2}
+        return cluster.asked
+
+    assert asyncio.run(ask_twice()) == [0]
+
+
+def test_a_run_whose_prompts_all_fail_ends() -> None:
+    with pytest.raises(FleetError, match=r"17 prompts in a row have no answer; the last: prompt \d+, rollout 0"):
+        run(FakeCluster(poison=lambda position: position > 3), num_steps=2)
 
 
 def test_no_prompt_is_drawn_after_the_last_step() -> None:

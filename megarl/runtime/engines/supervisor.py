@@ -123,6 +123,16 @@ class Supervisor:
                 self._fleet.report(engine, tick)
 
     async def _supervise(self, engine: Engine) -> None:
+        """Keep one engine; a failure of its supervision costs this engine alone, which is ended and started again."""
+        while True:
+            try:
+                await self._keep(engine)
+            except Exception as error:
+                logger.exception("supervision failed engine=%d", engine.index)
+                self._fleet.report(engine, Ended(reason=f"its supervision failed: {type(error).__name__}: {error}"))
+                await self._processes.end(engine.index)
+
+    async def _keep(self, engine: Engine) -> None:
         while True:
             match engine.life.wants:
                 case Want.WATCH | Want.SYNC:

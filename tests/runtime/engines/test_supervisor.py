@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 
-from megarl.errors import FleetError, MachineError, WeightSyncError
+from megarl.errors import FleetError, MachineError, QuarantineError, WeightSyncError
 from megarl.rollout.client import EngineClient, EngineEndpoint
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import MAX_FAILED_SYNCS, EngineState, RestartPolicy
 from megarl.runtime.engines.supervisor import Supervisor, probe_interval_s
 from megarl.types import PolicyVersion
-from tests.rollout.engines import scripted_client
+from tests.rollout.engines import EOS, generator_of, prompt_of, scripted_client
+from tests.rollout.test_generator import reply_of
 
 POLICY = RestartPolicy(max_restarts=2, back_off_s=0.05, silence_timeout_s=3, start_timeout_s=5)
 
@@ -28,6 +30,11 @@ class Scripted:
         self.frozen: set[int] = set()
         self.cannot_start: set[int] = set()
         self.asked: list[str] = []
+        self.poison: int | None = None
+        """A token that ends the engine that gets it."""
+        self.killed: set[int] = set()
+        self.is_mad: set[int] = set()
+        self.reasons: list[str] = []
         self.served = dict.fromkeys(range(num_engines), PolicyVersion(0))
         self._ends = {index: asyncio.get_running_loop().create_future() for index in range(num_engines)}
 
@@ -52,6 +59,15 @@ class Scripted:
     def client(self, index: int) -> EngineClient:
         async def answer(request: httpx.Request) -> httpx.Response:
             self.asked.append(request.url.path)
+            if index in self.is_mad:
+                raise KeyError(index)
+            if request.url.path == "/generate":
+                if self.poison in json.loads(request.content)["input_ids"]:
+                    self.killed.add(index)
+                    if not self._ends[index].done():
+                        self.kill(index)
+                    await asyncio.sleep(60)
+                return reply_of(EOS, version=str(self.served[index]))
             if index in self.frozen:
                 await asyncio.sleep(60)
             return httpx.Response(200, json={"weight_version": str(self.served[index])})
@@ -78,6 +94,7 @@ async def supervised(num_engines: int = 2) -> AsyncIterator[tuple[Scripted, Flee
         policy=POLICY,
     )
     scripted.fleet = fleet
+    fleet.listen(lambda engine, _before: scripted.reasons.append(engine.reason))
     scripted.served = dict.fromkeys(scripted.served, PolicyVersion(7))
     await fleet.committed(PolicyVersion(7), fleet.engines)
     supervisor = Supervisor(fleet, scripted, connect=lambda endpoint: scripted.client(endpoint.index))
@@ -117,6 +134,37 @@ def test_a_frozen_engine_is_ended_and_its_requests_come_back() -> None:
                     await asyncio.sleep(30)
             await until(lambda: fleet.engines[0].is_live)
             assert "end 0" in scripted.calls
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.fault("a prompt that ends every engine it reaches", "dropped after two engines; the others go on")
+def test_a_poison_prompt_costs_two_engines_and_its_group() -> None:
+    async def scenario() -> None:
+        async with supervised(num_engines=8) as (scripted, fleet, _):
+            scripted.poison = 13
+            generator = generator_of(fleet, num_rollouts=4)
+            with pytest.raises(QuarantineError, match=r"^prompt .*, rollout \d: 2 engines were lost: engine "):
+                await generator.generate(prompt_of(5, 13))
+            assert len(scripted.killed) <= 4, "four rollouts, which prefer one engine"
+            assert sum(engine.is_live for engine in fleet.engines) >= 4
+            group = await generator.generate(prompt_of(5, 6))
+            assert len(group.rollouts) == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_of_one_engines_supervision_costs_that_engine_alone() -> None:
+    async def scenario() -> None:
+        async with supervised() as (scripted, fleet, _):
+            scripted.is_mad.add(0)
+            await until(lambda: "end 0" in scripted.calls)
+            scripted.is_mad.clear()
+            await until(lambda: fleet.engines[0].is_live)
+            assert any("its supervision failed: KeyError" in reason for reason in scripted.reasons)
+            scripted.kill(1)
+            await until(lambda: not fleet.engines[1].is_live)
+            await until(lambda: fleet.engines[1].is_live)
 
     asyncio.run(scenario())
 

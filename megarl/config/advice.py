@@ -43,13 +43,6 @@ def _sampling(sampling: SamplingConfig, algorithm: AlgorithmConfig) -> Iterator[
         yield Problem(
             key="sampling.temperature", message=f"{sampling.temperature:g} is close to noise; 0.6 to 1.2 is usual"
         )
-    for name, is_cut in (("top_p", sampling.top_p < 1), ("top_k", sampling.top_k is not None)):
-        if is_cut:
-            yield Problem(
-                key=f"sampling.{name}",
-                message="restricts what is sampled, but not the distribution that is trained; "
-                "leave it out unless the mismatch is wanted",
-            )
 
 
 def _staleness(staleness: int, algorithm: AlgorithmConfig) -> Iterator[Problem]:

@@ -26,8 +26,6 @@ def test_a_good_recipe_needs_no_advice(scratch: Path) -> None:
     ("assignments", "expected"),
     [
         (["sampling.temperature=1.6"], "sampling.temperature: 1.6 is close to noise; 0.6 to 1.2 is usual"),
-        (["sampling.top_p=0.9"], "sampling.top_p: restricts what is sampled"),
-        (["sampling.top_k=50"], "sampling.top_k: restricts what is sampled"),
         (["data.eval=[train.parquet]"], "data.eval: train.parquet is trained on as well"),
         (["evaluation.every_steps=20"], "evaluation.every_steps: 20 is more than run.steps 10"),
         (

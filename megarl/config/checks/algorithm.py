@@ -141,6 +141,14 @@ def _rollouts(algorithm: EstimatorConfig, roles: RolesConfig, sampling: Sampling
             key="sampling.rollouts_per_prompt",
             message=f"1 leaves nothing to compare in a group; {algorithm.kind} needs at least 2",
         )
+    cuts = {"top_p": sampling.top_p if sampling.top_p < 1 else None, "top_k": sampling.top_k}
+    for name, value in cuts.items():
+        if value is not None and algorithm.correction is None:
+            yield Problem(
+                key=f"sampling.{name}",
+                message=f"{value:g} samples from a part of the distribution that is trained; "
+                "leave it out, or set algorithm.correction: {kind: tis}",
+            )
 
 
 def _models(algorithm: EstimatorConfig, roles: RolesConfig) -> Iterator[Problem]:

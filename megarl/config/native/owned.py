@@ -258,6 +258,7 @@ _SGLANG: Mapping[str, str] = {
     "reasoning_parser": _TOKENS,
     "tool_call_parser": _TOKENS,
     "is_embedding": "a policy generates; remove it",
+    "speculative_*": "a publish would fill the draft model as well; remove it",
 }
 
 _SGLANG_ON_CPU: Mapping[str, str] = {

@@ -70,8 +70,8 @@ def test_a_cluster_on_one_card_learns_though_an_engine_and_a_rank_are_killed(
         fault["once"] = str(tmp_path / str(fault["point"]))
     monkeypatch.setenv("MEGARL_FAULTS", json.dumps(faults))
     # Long enough for the engine to start again before the end.
-    events = rehearse("gpu_rehearsal_faults", tmp_path, "run.steps=40", "evaluation.every_steps=20")
-    check_learned(events, 40)
+    events = rehearse("gpu_rehearsal_faults", tmp_path, "run.steps=30", "evaluation.every_steps=15")
+    check_learned(events, 30)
     assert any(isinstance(event, Restarted) and event.role == "trainers" for event in events)
     lost = [event for event in events if isinstance(event, EngineChanged) and event.state == "dead"]
     assert lost, "no engine was lost"

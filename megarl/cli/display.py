@@ -121,6 +121,13 @@ class LiveDisplay:
         return Group(line, Text(_numbers(progress), no_wrap=True, overflow="ellipsis"))
 
 
+def progress_lines(progress: Progress) -> list[str]:
+    """Return where a run stands, as lines of text."""
+    phase = "start" if progress.phase is None else progress.phase
+    numbers = _numbers(progress)
+    return [f"step {_step(progress)}  {phase}", *([numbers] if numbers else [])]
+
+
 def describe(record: Record) -> str | None:
     """Return the line that stays on the screen for an event, or None for an event that only moves the view."""
     line = _line(record.event)

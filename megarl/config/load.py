@@ -54,13 +54,18 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> ReadRecipe:
     document = read_document(path)
     for assignment in overrides:
         document = override(document, assignment)
+    return validated(document, source=str(path))
+
+
+def validated(document: Document, *, source: str) -> ReadRecipe:
+    """Return the recipe of a document; raise a ConfigError with everything that the schema refuses."""
     problems = list(misplaced_booleans(document.tree, Recipe))
     try:
         recipe = Recipe.model_validate(document.tree)
     except ValidationError as error:
         problems += schema_problems(error, Recipe)
     if problems:
-        raise ConfigError(str(path), _first_per_key(problems))
+        raise ConfigError(source, _first_per_key(problems))
     return ReadRecipe(recipe=recipe, document=document)
 
 

@@ -68,12 +68,16 @@ class PlanAnswer:
 
 
 def answer(path: Path, overrides: Sequence[str], question: PlanQuestion) -> PlanAnswer:
-    """Read the recipe, make all checks that need no file, and plan it; a ConfigError has every problem."""
-    recipe = read_recipe(path, overrides).recipe
+    """Read the recipe and plan it."""
+    return answer_for(read_recipe(path, overrides).recipe, question, source=str(path))
+
+
+def answer_for(recipe: Recipe, question: PlanQuestion, *, source: str = "recipe") -> PlanAnswer:
+    """Make all checks that need no file, and plan a recipe; a ConfigError has every problem."""
     shapes = find_shapes(recipe.model, recipe.roles.critic, name=question.shape_name)
     problems = check_without_files(recipe, shapes.policy, critic=shapes.critic)
     if problems:
-        raise ConfigError(str(path), tuple(problems))
+        raise ConfigError(source, tuple(problems))
     recipe = recipe.model_copy(update={"roles": _without_running_engines(recipe.roles)})
     gpu, workload = question.gpu_for(recipe.cluster), question.workload(recipe.data, recipe.sampling)
     deployment = deploy(recipe, shapes, gpu)

@@ -1,0 +1,176 @@
+"""The Python interface: recipes from code, the user's functions, doctests; and the examples as they are printed."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import megarl
+from megarl import api
+from megarl.algo.advantage import Outcomes, estimate
+from megarl.cli.notebook import NotebookDisplay
+from megarl.config.algorithm import FunctionLossConfig, GrpoConfig
+from megarl.config.recipe import Recipe
+from megarl.errors import ConfigError, DataError
+from megarl.observe.events import Event, Record, RunStarted
+from megarl.system.user_code import load_code
+from megarl.tools.quickstart.arithmetic import make_arithmetic
+from tests.observe.samples import evaluated, make_recipe, step_finished
+from tests.repository import ROOT
+
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+
+
+def test_a_recipe_is_the_same_from_a_file_a_mapping_and_code() -> None:
+    from_file = megarl.load(QUICKSTART, set={"run.steps": 3})
+    assert from_file.run.steps == 3
+    assert megarl.load(from_file) == from_file
+    assert megarl.load(from_file.model_dump()) == from_file
+    assert megarl.Recipe is Recipe
+
+
+def test_mistakes_are_told_as_on_the_command_line() -> None:
+    with pytest.raises(ConfigError, match=r"train\.learning_rate: unknown key; did you mean train\.optimizer"):
+        megarl.load(QUICKSTART, set={"train.learning_rate": 1e-4})
+
+
+def test_importing_megarl_loads_nothing_heavy() -> None:
+    code = "import megarl, sys; sys.exit(len({'torch', 'ray', 'pyarrow', 'pydantic'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0
+
+
+def test_a_function_of_a_module_is_named_and_a_local_one_travels(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    assert api._reference(make_arithmetic, "reward", recipe).endswith("quickstart/arithmetic.py:make_arithmetic")
+    factor = 3
+    held = api._reference(lambda number: factor * number, "estimator", recipe)
+    code = (
+        "import sys; from megarl.system.user_code import load_code;"
+        f"sys.exit(load_code({held!r}, key='algorithm.estimator')(14))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 42
+
+
+def test_own_code_goes_to_its_keys(tmp_path: Path) -> None:
+    recipe = megarl.load(QUICKSTART, set={"run.folder": tmp_path})
+    changed = api._with_code(recipe, {"loss": "mine.py:loss", "keeps": "mine.py:keeps", "scorer": "pack.mod:Scorer"})
+    assert isinstance(changed.algorithm, GrpoConfig)
+    assert changed.algorithm.loss == FunctionLossConfig(kind="function", code="mine.py:loss")
+    assert changed.algorithm.loss.code == f"{Path('mine.py').absolute()}:loss"
+    assert changed.algorithm.filter is not None
+    assert changed.reward.kind == "scorer"
+    with pytest.raises(ConfigError, match="give a reward or a scorer, not both"):
+        api._with_code(recipe, {"reward": "a.py:f", "scorer": "a.py:g"})
+
+
+OUTCOMES = Outcomes(
+    rewards=np.array([1.0, 0.0]), groups=np.array([0, 0]), loss_masks=(np.array([True, False]), np.array([True]))
+)
+
+
+def own_estimator(tmp_path: Path, body: str) -> GrpoConfig:
+    path = tmp_path / "mine.py"
+    path.write_text(f"def advantages(outcomes):\n    return {body}\n")
+    return GrpoConfig(kind="grpo", estimator=f"{path}:advantages")
+
+
+def test_an_own_estimator_assigns_the_credit(tmp_path: Path) -> None:
+    first, second = estimate(own_estimator(tmp_path, "outcomes.rewards - 0.25"), OUTCOMES).advantages
+    assert (first.tolist(), second.tolist()) == ([0.75, 0.0], [-0.25])
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("[1.0]", "returned 1 advantages for 2 rollouts"),
+        ("None", "returned a NoneType"),
+        ("[[1, 2, 3], 1]", "rollout 0"),
+        ("[float('nan'), 1]", "rollout 0"),
+    ],
+)
+def test_what_an_own_estimator_may_not_return_is_a_sentence(tmp_path: Path, body: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        estimate(own_estimator(tmp_path, body), OUTCOMES)
+
+
+def test_code_that_is_missing_or_broken_is_a_sentence_with_its_key(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("import json\nraise ValueError('no')\n")
+    with pytest.raises(ConfigError, match=r"algorithm\.estimator: .* raised ValueError: no \(.*broken\.py:2"):
+        load_code(f"{path}:f", key="algorithm.estimator")
+    with pytest.raises(ConfigError, match="json has no load_; did you mean load"):
+        load_code("json:load_", key="sampling.generator")
+
+
+def test_doctests_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert doctest.testmod(api).failed == 0
+
+
+class FakeOutput:
+    def __init__(self) -> None:
+        self.text = ""
+
+    def update(self, shown: object) -> None:
+        assert isinstance(shown, dict)
+        self.text = shown["text/plain"]
+
+
+def test_a_notebook_shows_one_output_that_changes() -> None:
+    output = FakeOutput()
+    display = NotebookDisplay(output)
+    started = RunStarted(
+        name="sample",
+        folder="runs/sample",
+        algorithm="grpo",
+        steps=4,
+        megarl_version="0",
+        metrics_url=None,
+        resumed_step=0,
+        recipe={},
+    )
+    events: Sequence[Event] = (started, step_finished(1), evaluated(1, 0.5), step_finished(2))
+    for number, event in enumerate(events):
+        display.record(Record(sequence=number, time=datetime.now(UTC), event=event))
+    lines = output.text.splitlines()
+    assert lines[0].startswith("run sample: grpo, 4 steps")
+    assert lines[-2].startswith("step 2/4")
+    assert "reward 0.500" in lines[-1]
+    assert output.text.count("step 1/4") == 0
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("examples")
+    make_arithmetic(folder / "data" / "arithmetic", num_train=64, num_sft=16, num_eval=16)
+    return folder
+
+
+def run_example(project: Path, name: str) -> str:
+    words = [sys.executable, str(ROOT / "examples" / name)]
+    done = subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.heavy
+def test_the_examples_run_as_they_are_printed(project: Path) -> None:
+    """One after the other: the last one reads the run of the first."""
+    assert "step 2: reward " in run_example(project, "own_reward.py")
+    assert "rollouts were kept" in run_example(project, "read_run.py")
+    assert json.loads(run_example(project, "own_algorithm.py").splitlines()[-1].replace("'", '"'))[0]["step"] == 1
+    assert "mean share of the majority" in run_example(project, "own_stages.py")
+    # A finished run is returned as it is.
+    assert "the run is finished" in run_example(project, "own_stages.py")
+
+
+def test_the_planning_example_runs_as_it_is_printed(project: Path) -> None:
+    assert run_example(project, "plan_gpus.py").startswith("h100: fits")

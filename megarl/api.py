@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -28,7 +30,7 @@ from megarl.config.checks.recipe import check_recipe
 from megarl.config.document import Document, override_value, read_document
 from megarl.config.load import validated
 from megarl.config.recipe import Recipe
-from megarl.errors import ConfigError, FinishedError, Problem
+from megarl.errors import ConfigError, FinishedError, PreemptedError, Problem
 from megarl.observe.events import Record, Sink, StepFinished
 from megarl.observe.summary import StepSummary
 from megarl.planner.hardware import parse_gpu
@@ -85,20 +87,25 @@ def train(
         raise ConfigError(checked.run.name, tuple(problems))
     display = _Watching(_display() if is_shown else None, on_step)
 
-    def run() -> None:
-        launch.train(
-            checked,
-            display=display,
-            resume=resume,
-            allows_data_change=allows_data_change,
-            overrides_fit=overrides_fit,
-        )
-
+    run = partial(
+        launch.train,
+        checked,
+        display=display,
+        resume=resume,
+        allows_data_change=allows_data_change,
+        overrides_fit=overrides_fit,
+    )
     try:
-        _call(run)
+        with warnings.catch_warnings():
+            # Warnings of libraries on import are for developers.
+            warnings.simplefilter("ignore")
+            _call(run)
     except FinishedError as error:
         if is_shown:
             make_console().print(str(error))
+    except PreemptedError:
+        if display.error is None:
+            raise
     if display.error is not None:
         raise display.error
     return Result(checked.run_folder)

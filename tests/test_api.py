@@ -168,6 +168,12 @@ def test_the_examples_run_as_they_are_printed(project: Path) -> None:
     assert "rollouts were kept" in run_example(project, "read_run.py")
     assert json.loads(run_example(project, "own_algorithm.py").splitlines()[-1].replace("'", '"'))[0]["step"] == 1
     assert "mean share of the majority" in run_example(project, "own_stages.py")
+    words = [str(Path(sys.executable).with_name("megarl")), "evaluate", "runs/own_reward", "-n", "2"]
+    done = subprocess.run(
+        [*words, "--max-prompts", "4"], cwd=project, capture_output=True, text=True, timeout=1500, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pass@2" in done.stdout
     # A finished run is returned as it is.
     assert "the run is finished" in run_example(project, "own_stages.py")
 

@@ -29,7 +29,6 @@ EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Reinforcement-learning post-training: Megatron trains, SGLang generates.",
@@ -49,16 +48,21 @@ _QUICK = ("train", "validate", "plan", "schema", "import-verl")
 def _add_other_commands() -> None:
     from megarl.cli.check_sync import check_sync
     from megarl.cli.checkpoint import checkpoint_app
+    from megarl.cli.compare import compare
     from megarl.cli.diagnose import diagnose_app
     from megarl.cli.doctor import doctor
+    from megarl.cli.evaluate import evaluate
     from megarl.cli.export import export
+    from megarl.cli.init import init
     from megarl.cli.launch import launch_app
     from megarl.cli.metrics import dashboards, metrics_app
     from megarl.cli.rehearse import rehearse
-    from megarl.cli.run_folder import fleet, report, samples, timeline, view
+    from megarl.cli.run_folder import fleet, report, samples, timeline, top, view
 
-    for command in (doctor, rehearse, view, report, timeline, samples, fleet, export, dashboards):
+    for command in (init, doctor, rehearse, evaluate, view, top, compare, report, timeline, samples, fleet):
         app.command()(command)
+    app.command()(export)
+    app.command()(dashboards)
     app.command("check-sync")(check_sync)
     app.add_typer(checkpoint_app, name="checkpoint")
     app.add_typer(diagnose_app, name="diagnose")

@@ -1,10 +1,11 @@
-"""Commands on the folder of a run: `megarl view`, `report`, `timeline`, `samples` and `fleet`. Load no torch."""
+"""Commands on the folder of a run: `megarl view`, `report`, `timeline`, `top`, `samples`, `fleet`. Load no torch."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import tempfile
+import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,16 +20,18 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from megarl.cli.display import make_console
+from megarl.cli.display import make_console, make_display, progress_lines
 from megarl.data.rollout_files import Generation, list_generations, read_generations
 from megarl.errors import DataError, MachineError
-from megarl.observe.events import EVENTS_FILE, read_events
+from megarl.observe.events import EVENTS_FILE, EventTail, RunFinished, read_events
+from megarl.observe.history import Progress, advance
 from megarl.tools.page.timeline import fold_spans, to_trace
 from megarl.types import JsonValue
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)]
 
 _MAX_WIDTH = 100
+_TOP_PAUSE_S = 0.5
 
 
 def view(
@@ -53,7 +56,7 @@ def report(
     from megarl.tools.page.web_page import MAX_INLINED, report_page
 
     path = out or run / "report.html"
-    _write_text(path, report_page(RunFolder(run)))
+    write_text(path, report_page(RunFolder(run)))
     print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB, at most {MAX_INLINED} rollouts)")
 
 
@@ -76,7 +79,7 @@ def traced(run: Path, out: Path | None) -> Iterator[Path | None]:
     if out is None:
         yield None
         return
-    _write_text(out, "")  # a path that cannot be written fails before the run
+    write_text(out, "")  # a path that cannot be written fails before the run
     with tempfile.TemporaryDirectory(prefix="megarl-timeline-") as folder:
         tasks = Path(folder) / "ray.json"
         try:
@@ -90,15 +93,39 @@ def _write_trace(run: Path, path: Path, *, others: Sequence[Mapping[str, JsonVal
     spans = fold_spans(read_events(run / EVENTS_FILE))
     if not spans:
         raise DataError(f"{run / EVENTS_FILE}: no phase has begun")
-    _write_text(path, json.dumps(to_trace(spans, run=run.name, others=others)))
+    write_text(path, json.dumps(to_trace(spans, run=run.name, others=others)))
     return len(spans)
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise MachineError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def top(run: RunArgument) -> None:
+    """Show a run that goes on in the terminal, until it ends; elsewhere print where it stands."""
+    console = make_console()
+    display = make_display(console)
+    tail, is_live = EventTail(run / EVENTS_FILE), console.is_terminal
+    if not (run / EVENTS_FILE).is_file():
+        raise DataError(f"{run}: not the folder of a run: it has no {EVENTS_FILE}")
+    if not is_live:
+        progress = Progress()
+        for record in tail.read():
+            progress = advance(progress, record)
+        print("\n".join(progress_lines(progress)))
+        return
+    try:
+        while True:
+            for record in tail.read():
+                display.record(record)
+                if isinstance(record.event, RunFinished):
+                    return
+            time.sleep(_TOP_PAUSE_S)
+    finally:
+        display.close()
 
 
 def samples(

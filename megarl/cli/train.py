@@ -85,8 +85,8 @@ def print_report(report: RunReport, console: Console) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for row in report.rows:
-        best = ("", "") if row.best is None else (_number(row.best), str(row.best_step))
-        table.add_row(row.name, _number(row.first), _number(row.last), *best)
+        best = ("", "") if row.best is None else (format_number(row.best), str(row.best_step))
+        table.add_row(row.name, format_number(row.first), format_number(row.last), *best)
     console.print(table)
     console.print(f"curves: {report.curves}")
 
@@ -108,7 +108,7 @@ def print_next(run: Path, console: Console) -> None:
     console.print("\n".join(["what next", *(f"  {text:<{width}}  {command}" for text, command in lines)]))
 
 
-def _number(value: float) -> str:
+def format_number(value: float) -> str:
     if abs(value) >= 100:
         return f"{value:,.0f}"
     if value == 0 or abs(value) >= 0.001:

@@ -188,3 +188,15 @@ def test_the_data_of_a_seed_is_always_the_same(recipe: Path, tmp_path: Path) -> 
 
     assert problems(1).equals(pq.read_table(recipe.parent / "arithmetic" / "train.parquet"))
     assert not problems(2).equals(problems(1))
+
+
+def test_a_shell_completes_commands() -> None:
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("megarl")), "--show-completion", "bash"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "_MEGARL_COMPLETE=complete_bash" in done.stdout

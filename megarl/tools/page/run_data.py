@@ -140,6 +140,19 @@ class RunFolder:
         return known[1]
 
 
+def compare_overviews(runs: Mapping[str, RunFolder]) -> dict[str, JsonValue]:
+    """Return the overview of the first run with the curves of all: in each chart one series per run and name."""
+    overviews: dict[str, dict[str, Any]] = {name: dict(run.overview()) for name, run in runs.items()}
+    charts: dict[tuple[str, str], list[Any]] = {}
+    for name, overview in overviews.items():
+        for chart in overview["charts"]:
+            several = len(chart["series"]) > 1
+            series = charts.setdefault((chart["section"], chart["title"]), [])
+            series += [{**one, "name": f"{name}: {one['name']}" if several else name} for one in chart["series"]]
+    merged = [{"section": section, "title": title, "series": series} for (section, title), series in charts.items()]
+    return {**next(iter(overviews.values())), "name": " · ".join(runs), "charts": merged}
+
+
 def _matches(row: Mapping[str, Any], query: RolloutQuery) -> bool:
     if query.source not in (None, row["data_source"]):
         return False

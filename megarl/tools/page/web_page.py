@@ -20,7 +20,7 @@ from aiohttp import web
 
 from megarl.errors import DataError, MachineError
 from megarl.system.network import LOOPBACK
-from megarl.tools.page.run_data import MAX_ROWS, SORT_KEYS, RolloutQuery, RunFolder
+from megarl.tools.page.run_data import MAX_ROWS, SORT_KEYS, RolloutQuery, RunFolder, compare_overviews
 from megarl.types import JsonValue
 
 STYLE = "page.css"
@@ -53,8 +53,18 @@ def served_policy() -> str:
 
 def report_page(run: RunFolder) -> str:
     """Return one HTML document that needs no server and may load nothing."""
+    return _document({"run": run.overview(), **_chosen_rollouts(run)})
+
+
+def comparison_page(runs: Mapping[str, RunFolder]) -> str:
+    """Return the same document with the curves of several runs in each chart, and the rollouts of the first."""
+    first = next(iter(runs.values()))
+    return _document({"run": compare_overviews(runs), **_chosen_rollouts(first)})
+
+
+def _document(content: Mapping[str, JsonValue]) -> str:
     style, script = read_static(STYLE), "\n".join(read_static(name) for name in SCRIPTS)
-    data = _inlined(json.dumps({"run": run.overview(), **_chosen_rollouts(run)}, allow_nan=False))
+    data = _inlined(json.dumps(content, allow_nan=False))
     policy = f"default-src 'none'; script-src {_hash(script)} {_hash(data)}; style-src {_hash(style)}"
     head = "\n".join(
         (

@@ -1,0 +1,82 @@
+"""`megarl compare`: two or more runs side by side, their results, their recipes and, in one HTML file, their curves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import JsonValue
+from rich.table import Table
+
+from megarl.cli.display import make_console
+from megarl.cli.run_folder import write_text
+from megarl.cli.train import format_number
+from megarl.errors import ConfigError, Problem
+from megarl.run_result import Result
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Folders of runs.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the curves of all runs into one HTML file.")
+    ] = None,
+) -> None:
+    """Show runs side by side: last and best numbers, and every key in which their recipes differ."""
+    if len(runs) < 2:
+        raise ConfigError("megarl compare", (Problem(key="", message="name at least two folders of runs"),))
+    results = [Result(run) for run in runs]
+    names = run_names(results)
+    console = make_console()
+    console.print(_results(results, names))
+    console.print(_recipes(results, names))
+    if out is not None:
+        from megarl.tools.page.run_data import RunFolder
+        from megarl.tools.page.web_page import comparison_page
+
+        write_text(out, comparison_page({name: RunFolder(run) for name, run in zip(names, runs, strict=True)}))
+        print(f"wrote {out}")
+
+
+def run_names(results: Sequence[Result]) -> list[str]:
+    """Return the names of the folders, or their paths where names repeat."""
+    names = [result.path.name for result in results]
+    return names if len(set(names)) == len(names) else [str(result.path) for result in results]
+
+
+def _results(results: Sequence[Result], names: Sequence[str]) -> Table:
+    from megarl.observe.report import tabulate
+
+    table = Table("", *names, title="last (best at step)", title_justify="left")
+    table.add_row("status", *(result.status for result in results))
+    table.add_row("steps", *(str(len(result.history.summaries)) for result in results))
+    rows = [{row.name: row for row in tabulate(result.history)} for result in results]
+    for name in dict.fromkeys(name for each in rows for name in each):
+        cells = []
+        for each in rows:
+            row = each.get(name)
+            best = "" if row is None or row.best is None else f" ({format_number(row.best)} at {row.best_step})"
+            cells.append("" if row is None else f"{format_number(row.last)}{best}")
+        table.add_row(name, *cells)
+    return table
+
+
+def _recipes(results: Sequence[Result], names: Sequence[str]) -> Table | str:
+    leaves = [dict(_leaves(result.recipe.model_dump(mode="json"), "")) for result in results]
+    keys = list(dict.fromkeys(key for each in leaves for key in each))
+    different = [key for key in keys if len({str(each.get(key)) for each in leaves}) > 1 and key != "run.name"]
+    if not different:
+        return "the recipes are the same"
+    table = Table("key", *names, title="recipes differ in", title_justify="left")
+    for key in different:
+        table.add_row(key, *("not set" if each.get(key) is None else str(each[key]) for each in leaves))
+    return table
+
+
+def _leaves(value: JsonValue, key: str) -> Iterator[tuple[str, JsonValue]]:
+    if isinstance(value, Mapping) and value:
+        for name, child in value.items():
+            yield from _leaves(child, f"{key}.{name}" if key else name)
+    else:
+        yield key, value

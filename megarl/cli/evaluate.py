@@ -1,0 +1,153 @@
+"""`megarl evaluate`: the answers of a checkpoint or a model to held-out prompts, graded, without training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import JsonValue
+from rich.table import Table
+
+from megarl.checkpoint.locate import find_model
+from megarl.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from megarl.cli.display import make_console, make_display
+from megarl.cli.recipe import RecipePath
+from megarl.config.checks.recipe import check_recipe
+from megarl.config.document import Document, override, override_value, read_document
+from megarl.config.load import validated
+from megarl.config.recipe import Recipe
+from megarl.errors import ConfigError, Problem
+from megarl.results import EvalResult
+from megarl.run_result import Result
+
+
+def evaluate(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CKPT", help="A run, a checkpoint or a Hugging Face folder.", show_default=False)
+    ],
+    data: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Held-out prompts; those of the recipe if not given.")
+    ] = None,
+    recipe: Annotated[
+        RecipePath | None, typer.Option(help="Pools, reward and lengths; the recipe of the checkpoint if not given.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one key. May be repeated.")
+    ] = None,
+    rollouts_per_prompt: Annotated[
+        int | None, typer.Option("-n", min=1, help="Also sample this many answers per prompt, for pass@k.")
+    ] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts.")] = None,
+) -> None:
+    """Grade the answers of a model to held-out prompts. Trains nothing.
+
+    Answers are kept in the folder of a run of their own: `megarl samples` and `megarl view` show them.
+    """
+    source = find_model(checkpoint)
+    document = read_document(recipe) if recipe is not None else _recorded(source.folder)
+    document = evaluation_document(
+        document, model=source.folder, data=data or (), rollouts_per_prompt=rollouts_per_prompt, max_prompts=max_prompts
+    )
+    for assignment in overrides or ():
+        document = override(document, assignment)
+    checked = validated(document, source=str(recipe or checkpoint)).recipe
+    problems = check_recipe(checked)
+    if problems:
+        raise ConfigError(str(recipe or checkpoint), tuple(problems))
+
+    from megarl.runtime import launch
+
+    console = make_console()
+    # No step is taken: the weights are published, evaluated, and that is all.
+    run = checked.model_copy(update={"run": checked.run.model_copy(update={"steps": 0, "epochs": None})})
+    launch.train(run, display=make_display(console), resume="never")
+    result = Result(checked.run_folder)
+    console.print(result_table(result.evaluations[0], model=source.folder))
+    console.print(f"answers: megarl samples {checked.run_folder} --wrong")
+
+
+def _recorded(model: Path) -> Document:
+    """Return the recipe that a checkpoint was made with."""
+    for folder in model.resolve().parents[:3]:
+        if (folder / MANIFEST_FILE).exists():
+            return Document(
+                tree=Recipe.model_validate(read_manifest(folder).recipe).model_dump(mode="json"), origins={}
+            )
+    message = "is no checkpoint of a run: name a recipe with --recipe, for pools, reward and lengths"
+    raise ConfigError("megarl evaluate", (Problem(key=str(model), message=message),))
+
+
+def evaluation_document(
+    document: Document,
+    *,
+    model: Path,
+    data: Sequence[Path],
+    rollouts_per_prompt: int | None,
+    max_prompts: int | None,
+) -> Document:
+    """Return the recipe of a run that only evaluates: no critic, no reference, plain GRPO that never takes a step."""
+    run, roles = _section(document, "run"), _section(document, "roles")
+    name = f"evaluate_{run.get('name', 'model')}"
+    prompts: list[JsonValue] = [str(path) for path in data] or _list(_section(document, "data").get("eval"))
+    evaluation = {**_section(document, "evaluation"), "every_steps": None, "runs_before_training": True}
+    if max_prompts is not None:
+        evaluation["max_prompts"] = max_prompts
+    if rollouts_per_prompt is not None:
+        evaluation["sampled"] = {"rollouts_per_prompt": rollouts_per_prompt}
+    used = [_section_of(roles, role).get("pool") for role in ("actor", "rollout")]
+    pools = {name: pool for name, pool in _section(document, "pools").items() if name in used}
+    changes: Mapping[str, JsonValue] = {
+        "run.name": name,
+        "run.steps": 1,
+        "run.epochs": None,
+        "model.path": str(model),
+        "data.eval": prompts,
+        # Prompts to train on are read and never used.
+        "data.train": prompts,
+        "data.eval_demonstrations": [],
+        "pools": pools,
+        "roles": {role: roles[role] for role in ("actor", "rollout") if roles.get(role) is not None},
+        "algorithm": {"kind": "grpo"},
+        "evaluation": evaluation,
+        "checkpoint": {"save_every_steps": None, "save_at_end": False},
+        "train": {**_section(document, "train"), "prompts_per_step": 1, "prompts_per_update": None, "max_staleness": 0},
+    }
+    for key, value in changes.items():
+        document = override_value(document, tuple(key.split(".")), value)  # type: ignore[arg-type]
+    return document
+
+
+def _section(document: Document, name: str) -> dict[str, JsonValue]:
+    return _section_of(document.tree, name)  # type: ignore[arg-type]
+
+
+def _section_of(tree: Mapping[str, JsonValue], name: str) -> dict[str, JsonValue]:
+    value = tree.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: JsonValue) -> list[JsonValue]:
+    return value if isinstance(value, list) else []
+
+
+def result_table(result: EvalResult, *, model: Path) -> Table:
+    """Return one row per data source and metric, with the standard error of shares over prompts."""
+    table = Table("task", "metric", "value", "stderr", "prompts", title=str(model), title_justify="left")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for source, num_prompts in _sources(result):
+        for name, value in result.numbers_of(source).items():
+            is_share = name != "score" and num_prompts > 1 and 0 <= value <= 1
+            error = f"{math.sqrt(value * (1 - value) / (num_prompts - 1)):.4f}" if is_share else ""
+            table.add_row(source or "all", name, f"{value:.4f}", error, str(num_prompts))
+    return table
+
+
+def _sources(result: EvalResult) -> Iterator[tuple[str | None, int]]:
+    assert result.main is not None, "an evaluation without answers"
+    if len(result.main.by_source) > 1:
+        yield from ((name, grade.num_prompts) for name, grade in result.main.by_source.items())
+    yield None, result.main.overall.num_prompts

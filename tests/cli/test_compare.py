@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from bench.browser import open_browser
+from megarl.cli.main import run
+from megarl.config.recipe import Recipe
+from megarl.observe.observing import observing
+from tests.observe.samples import ListSink, evaluated, make_recipe, step_summary
+
+
+def write_run(folder: Path, name: str, *, reward: float, **sections: object) -> Path:
+    fields = make_recipe(folder).model_dump()
+    fields["run"]["name"] = name
+    recipe = Recipe.model_validate({**fields, **sections})
+    with observing(recipe, display=ListSink()) as observer:
+        for step in (1, 2):
+            observer.step_summarized(step_summary(step, reward=reward * step))
+        observer.evaluated(2, evaluated(2, reward).result)
+    return recipe.run_folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[str]:
+    first = write_run(tmp_path, "plain", reward=0.25)
+    second = write_run(tmp_path, "hot", reward=0.5, sampling={"temperature": 0.7})
+    return [str(first), str(second)]
+
+
+def test_results_and_different_keys_are_side_by_side(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compare", *runs]) == 0
+    lines = [[word for word in line.split() if word not in "┃│|"] for line in capsys.readouterr().out.splitlines()]
+    assert ["reward", "0.500", "(0.500", "at", "2)", "1.000", "(1.000", "at", "2)"] in lines
+    assert ["sampling.temperature", "1.0", "0.7"] in lines
+    assert not any(line and line[0] == "run.name" for line in lines)
+
+
+def test_one_run_has_nothing_to_be_compared_with(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compare", runs[0]]) == 2
+    assert "name at least two folders of runs" in capsys.readouterr().err
+    assert run(["compare", runs[0], "nowhere"]) == 3
+
+
+@pytest.mark.needs("chromium")
+def test_the_page_has_a_curve_of_each_run(runs: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "compared.html"
+    assert run(["compare", *runs, "--out", str(path)]) == 0
+
+    async def main() -> None:
+        async with open_browser() as page:
+            await page.open(path.as_uri())
+            await page.until("document.getElementById('name')?.textContent === 'plain · hot'")
+            text = await page.evaluate("document.querySelector('.card').textContent")
+            assert "plain" in text
+            assert "hot" in text
+            assert not page.complaints
+
+    asyncio.run(main())
+
+
+def test_top_prints_where_a_run_stands(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["top", runs[0]]) == 0
+    assert capsys.readouterr().out.startswith("step 2/")
+    assert run(["top", "nowhere"]) == 3

@@ -17,6 +17,8 @@ class Buffers:
     gradients: int
     master: int
     """Elements of the distributed optimizer's shard."""
+    frozen: int
+    """Elements of parameters that are not trained."""
 
 
 def buffers(rank: int, world: int, port: int, setup: Setup) -> Buffers:
@@ -40,6 +42,12 @@ def _buffers_of(trainer: TrainedRank) -> Buffers:
     result = Buffers(
         weights=sum(buffer.param_data.numel() for buffer in found),
         gradients=sum(buffer.grad_data.numel() for buffer in found),
+        frozen=sum(
+            parameter.numel()
+            for chunk in optimizer.chunks
+            for parameter in chunk.module.parameters()
+            if not parameter.requires_grad
+        ),
         master=sum(parameter.numel() for group in optimizer._optimizer.param_groups for parameter in group["params"]),
     )
     trainer.close()

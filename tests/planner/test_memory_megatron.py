@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.algorithm import GaeConfig, SftConfig
+from megarl.config.lora import LoraConfig
 from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.planner.memory import bare_weights, stage_memory
 from megarl.weights.layouts.canonical import canonical_tensors
@@ -98,6 +99,39 @@ def test_the_ledger_of_a_critic_has_its_value_head(is_tied: bool, cluster: Clust
         for rank, allocated in enumerate(found):
             stage = stages[rank // (parallel.tensor * parallel.data)]
             assert (4 * allocated.weights, 4 * allocated.gradients) == (stage.weight_bytes, stage.gradient_bytes)
+            assert 8 * allocated.master <= stage.optimizer_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_critic", [False, True], ids=["actor", "critic"])
+def test_the_ledger_of_an_adapter_has_no_gradients_of_its_base(
+    is_critic: bool, cluster: Cluster, tmp_path: Path
+) -> None:
+    shape = write_tiny_model(tmp_path / "model", "qwen2", tied=False)
+    lora = LoraConfig(rank=4, modules=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+    for parallel in SPLITS:
+        sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "virtual_pipeline")}
+        if is_critic:
+            critic = CriticConfig(pool="train", **sizes)
+            critic_setup = CriticSetup(
+                critic=critic, folder=tmp_path / "model", shape=shape, algorithm=GaeConfig(kind="gae"), lora=lora
+            )
+            found = cluster.run(parallel.world_size, critic_buffers, critic_setup)
+        else:
+            setup = Setup(
+                actor=ActorConfig(pool="train", is_sequence_parallel=parallel.tensor > 1, **sizes),
+                folder=tmp_path / "model",
+                shape=shape,
+                optimizer=OptimizerConfig(),
+                algorithm=SftConfig(kind="sft"),
+                lora=lora,
+            )
+            found = cluster.run(parallel.world_size, buffers, setup)
+        stages = stage_memory(shape.as_critic() if is_critic else shape, parallel, dtype="float32", lora=lora)
+        for rank, allocated in enumerate(found):
+            stage = stages[rank // (parallel.tensor * parallel.data)]
+            held = 4 * (allocated.weights + allocated.frozen)
+            assert (held, 4 * allocated.gradients) == (stage.weight_bytes, stage.gradient_bytes)
             assert 8 * allocated.master <= stage.optimizer_bytes
 
 

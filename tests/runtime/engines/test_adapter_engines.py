@@ -1,0 +1,176 @@
+"""Adapters on real engines of one and two TP ranks: published under load, kept by requests, refused if broken."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.checkpoint.manifest import digest_file
+from megarl.checkpoint.tensor_header import read_header
+from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALL_MODULES
+from megarl.config.model import ModelShape
+from megarl.errors import EngineError
+from megarl.rollout.client import EngineClient, GenerateRequest
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.process import EngineAdapters, EngineProcess
+from megarl.runtime.engines.adapter_publisher import AdapterPublisher
+from megarl.runtime.stored_adapter import StoredAdapter, place_adapter
+from megarl.types import FloatArray, PolicyVersion, Rollout
+from megarl.weights.algebra.slices import TensorSpec
+from megarl.weights.layouts.canonical import canonical_tensors
+from megarl.weights.layouts.lora import LoraShape, adapter_tensors
+from tests.rollout.engines import REQUEST_TIMEOUT_S, engine_spec, generator_of, prompt_of
+from tests.tiny_models import load_adapted, write_random_adapter, write_tiny_model
+
+RANK = 4
+SHAPE = LoraShape(rank=RANK, modules=frozenset(ALL_MODULES))
+PROMPT = (5, 17, 40, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedEngine:
+    process: EngineProcess
+    shape: ModelShape
+    model: Path
+    adapters: Path
+    """Has the adapter of each version in a folder of its number."""
+
+    def adapter(self, version: int) -> Path:
+        folder = self.adapters / str(version)
+        if not folder.exists():
+            write_random_adapter(folder, self.model, ALL_MODULES, rank=RANK, seed=version)
+        return folder
+
+    async def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
+        folder = self.adapter(version)
+        path = folder / ADAPTER_FILE
+        entries = read_header(path).entries
+        return StoredAdapter(
+            token=f"{version}-{self.process.endpoint.port}",
+            version=version,
+            content=path.read_bytes(),  # type: ignore[arg-type]  # there is no object store here
+            config=(folder / ADAPTER_CONFIG_FILE).read_text(),
+            digest=digest_file(path),
+            tensors={entry.name: TensorSpec(shape=entry.shape, dtype="float32") for entry in entries},
+        )
+
+    @asynccontextmanager
+    async def placed_adapter(self, index: int, stored: StoredAdapter, *, timeout_s: float) -> AsyncIterator[Path]:
+        folder = place_adapter(stored, stored.content, engine=index)  # type: ignore[arg-type]
+        yield folder
+        shutil.rmtree(folder)
+
+    @asynccontextmanager
+    async def published(self) -> AsyncIterator[tuple[Fleet, AdapterPublisher]]:
+        """Yield a fleet of this engine, which serves version 0."""
+        fleet = Fleet(
+            [EngineClient(self.process.endpoint, request_timeout_s=REQUEST_TIMEOUT_S)],
+            max_outstanding=128,
+            publish_timeout_s=300,
+        )
+        publisher = AdapterPublisher(
+            ranks=self,
+            fleet=fleet,
+            places=self,
+            base_folder=self.model,
+            tensors=adapter_tensors(
+                canonical_tensors(self.shape), LoraShape(rank=RANK, modules=frozenset(ALL_MODULES))
+            ),
+            num_loaded=3,
+            timeout_s=300,
+        )
+        await publisher.publish(PolicyVersion(0))
+        try:
+            yield fleet, publisher
+        finally:
+            (engine,) = fleet.engines
+            for name in engine.adapters:
+                await engine.client.unload_adapter(str(name), timeout_s=300)
+            await fleet.close()
+
+    def logprobs(self, rollout: Rollout, version: int) -> FloatArray:
+        """Return the log-probabilities that peft computes."""
+        model = load_adapted(self.model, self.adapter(version))
+        ids = torch.tensor([*PROMPT, *rollout.token_ids.tolist()])
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+        found: FloatArray = logits.gather(1, ids[len(PROMPT) :, None])[:, 0].numpy()
+        return found
+
+
+@pytest.fixture(scope="module", params=[("qwen2", 1), ("qwen3", 2)], ids=["tp1", "tp2"])
+def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdaptedEngine]:
+    family, tensor = request.param
+    folder = tmp_path_factory.mktemp(f"adapted_{family}")
+    shape = write_tiny_model(folder / "model", family, layers=2, seed=1)
+    spec = replace(
+        engine_spec(folder / "model", folder / "run", tensor=tensor),
+        adapters=EngineAdapters(rank=RANK, modules=ALL_MODULES, num_loaded=3),
+    )
+    process = EngineProcess(spec)
+    process.start()
+    asyncio.run(process.wait_ready())
+    yield AdaptedEngine(process=process, shape=shape, model=folder / "model", adapters=folder)
+    process.stop()
+
+
+def test_requests_keep_their_version_through_publishes(adapted: AdaptedEngine) -> None:
+    async def run() -> tuple[list[Rollout], list[Rollout]]:
+        async with adapted.published() as (fleet, publisher):
+            (engine,) = fleet.engines
+            long = generator_of(fleet, num_rollouts=12, max_response_tokens=250)
+            early = asyncio.create_task(long.generate(prompt_of(*PROMPT)))
+            while engine.adapters["policy@0"] < 12:
+                await asyncio.sleep(0.01)
+            for version in (1, 2):
+                await publisher.publish(PolicyVersion(version))
+                assert not early.done(), "nothing ran during the publish"
+            # Nobody asked for version 1, and version 0 is still held.
+            assert set(engine.adapters) == {"policy@0", "policy@2"}
+            late = await generator_of(fleet, num_rollouts=4).generate(prompt_of(*PROMPT, uid="row-1"))
+            rollouts = list((await early).rollouts), list(late.rollouts)
+            await publisher.publish(PolicyVersion(3))
+            assert dict(engine.adapters) == {"policy@3": 0}
+            for name in ("policy@0", "policy@2"):
+                with pytest.raises(EngineError, match="400"):
+                    await engine.client.generate(ask(name))
+            return rollouts
+
+    early, late = asyncio.run(run())
+    for version, rollouts in ((0, early), (2, late)):
+        for rollout in rollouts:
+            assert set(rollout.versions.tolist()) == {version}
+            difference = np.abs(rollout.logprobs - adapted.logprobs(rollout, version)).max()
+            assert difference < 1e-4, f"version {version}: off by {difference:.2e}"
+
+
+def ask(adapter: str | None) -> GenerateRequest:
+    return GenerateRequest(rid=f"ask-{adapter}", input_ids=PROMPT, max_new_tokens=4, temperature=1.0, adapter=adapter)
+
+
+def test_a_broken_folder_is_refused_and_the_version_before_serves_on(adapted: AdaptedEngine, tmp_path: Path) -> None:
+    broken, empty = tmp_path / "broken", tmp_path / "empty"
+    shutil.copytree(adapted.adapter(1), broken)
+    (broken / ADAPTER_FILE).write_bytes(b"\x00" * 64)
+    empty.mkdir()
+
+    async def run() -> None:
+        async with adapted.published() as (fleet, publisher):
+            (engine,) = fleet.engines
+            for folder in (broken, empty):
+                with pytest.raises(EngineError, match="load adapter: status"):
+                    await engine.client.load_adapter(folder.name, folder, timeout_s=300)
+            group = await generator_of(fleet, num_rollouts=2).generate(prompt_of(*PROMPT, uid="row-2"))
+            assert {version for rollout in group.rollouts for version in rollout.versions} == {0}
+            await publisher.publish(PolicyVersion(1))
+            assert engine.adapter == "policy@1"
+
+    asyncio.run(run())

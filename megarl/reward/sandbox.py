@@ -2,7 +2,11 @@
 
 Bubblewrap gives the program its own namespaces: no network, no other processes, no files but an interpreter and an
 empty /tmp in memory, no environment. Resource limits bound each process; the memory of all of them is added up while
-they run. Killing bubblewrap ends everything inside.
+they run, and a filter denies memory that is not counted there (`system_calls`). Killing bubblewrap ends everything
+inside.
+
+Bubblewrap reports on a descriptor whether it has run the program. A program that it could not run is a SandboxError,
+never a failed program.
 
 As root the namespaces are created with root's rights and the program gets an unused user id, since the kernel does not
 count root's processes; otherwise they are created in a user namespace.
@@ -24,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megarl.reward.system_calls import filter_program
 from megarl.system.proc import descendants, resident_bytes
 
 SandboxKind = Literal["bubblewrap", "none"]
@@ -39,6 +44,9 @@ signal at its death was set."""
 _PROBE = "print(6 * 7)"
 _PROBE_TIMEOUT_S = 20.0
 _WATCH_INTERVAL_S = 0.1
+_ATTEMPTS = 3
+"""Starts of one program: a machine that is short of processes or memory may have them again in a moment."""
+_FIRST_PAUSE_S = 0.5
 _CHUNK_BYTES = 65536
 _MAX_FILES = 256
 _FIRST_UID = 60_000
@@ -47,7 +55,11 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class SandboxError(Exception):
-    """The sandbox does not work on this machine; the message has the reason and the remedy."""
+    """The sandbox does not work on this machine, or not now; the message has the reason and the remedy."""
+
+
+class _NotStartedError(SandboxError):
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,36 +103,49 @@ class Sandbox:
             names = " ".join(sorted({packages.get(tool, "util-linux") for tool in missing}))
             raise SandboxError(f"{', '.join(missing)} not found; install the packages {names}")
         self._prefixes = self._prefixes_of_python()
+        self._filter = _filter() if kind == "bubblewrap" else b""
         self._probe()
 
     def run(self, program: str, given: bytes, *, deadline: float) -> Ran:
-        """Run until it ends, writes too much, uses too much memory, or `deadline` (monotonic) passes."""
-        return self._run(program, given, deadline=deadline, errors=subprocess.DEVNULL)
+        """Run until it ends, writes too much, uses too much memory, or `deadline` (monotonic) passes.
+
+        Raise SandboxError if the program could not be started, whatever was tried.
+        """
+        pause_s = _FIRST_PAUSE_S
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return self._run(program, given, deadline=deadline, errors=subprocess.DEVNULL)
+            except _NotStartedError:
+                if attempt == _ATTEMPTS or time.monotonic() + pause_s >= deadline:
+                    raise
+            time.sleep(pause_s)
+            pause_s *= 2
+        raise AssertionError("not reached")
 
     def _probe(self) -> None:
         with tempfile.TemporaryFile() as errors:
-            ran = self._run(_PROBE, b"", deadline=time.monotonic() + _PROBE_TIMEOUT_S, errors=errors.fileno())
-            if ran.output.strip() == b"42":
-                return
+            why = "it started no program"
+            with suppress(_NotStartedError):
+                ran = self._run(_PROBE, b"", deadline=time.monotonic() + _PROBE_TIMEOUT_S, errors=errors.fileno())
+                if ran.output.strip() == b"42":
+                    return
+                why = ran.stopped or f"exit status {ran.code}"
             errors.seek(0)
             complaint = errors.read(2000).decode(errors="replace").strip().partition("\n")[0]
-        why = complaint or ran.stopped or f"exit status {ran.code}"
+        why = complaint or why
         raise SandboxError(f"{self._kind} cannot run {self._python} here: {why}")
 
     def _run(self, program: str, given: bytes, *, deadline: float, errors: int) -> Ran:
         with ExitStack() as stack:
             source = stack.enter_context(_file_of(program.encode(errors="replace")))
-            folder = "/" if self._kind == "bubblewrap" else stack.enter_context(tempfile.TemporaryDirectory())
-            process = subprocess.Popen(  # noqa: S603 - no shell; the command is ours, the program is inside
-                [*self._with_caller(), *self._command(source)],
-                stdin=stack.enter_context(_file_of(given)),
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                pass_fds=(source,),
-                cwd=folder,
-                env=_ENVIRONMENT,
-                start_new_session=True,
-            )
+            rules = stack.enter_context(_file_of(self._filter))
+            status = stack.enter_context(_file_of(b""))
+            is_boxed = self._kind == "bubblewrap"
+            folder = "/" if is_boxed else stack.enter_context(tempfile.TemporaryDirectory())
+            try:
+                process = self._start(source, rules, status, given, errors=errors, folder=folder, stack=stack)
+            except OSError as error:
+                raise _NotStartedError(f"{self._kind} cannot be started: {error.strerror}") from error
             assert process.stdout is not None
             try:
                 output, stopped = self._watch(process, process.stdout.fileno(), deadline)
@@ -129,7 +154,33 @@ class Sandbox:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.stdout.close()
                 code = process.wait()
+            if is_boxed:
+                self._check_started(status, stopped)
         return Ran(code=code, output=output, stopped=stopped)
+
+    def _start(
+        self, source: int, rules: int, status: int, given: bytes, *, errors: int, folder: str, stack: ExitStack
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(  # noqa: S603 - no shell; the command is ours, the program is inside
+            [*self._with_caller(), *self._command(source, rules, status)],
+            stdin=stack.enter_context(_file_of(given)),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            pass_fds=(source, rules, status),
+            cwd=folder,
+            env=_ENVIRONMENT,
+            start_new_session=True,
+        )
+
+    @staticmethod
+    def _check_started(status: int, stopped: str | None) -> None:
+        """Raise if bubblewrap ended without having run the command, or made no process until the deadline.
+
+        It reports `child-pid` when there is a process for the command, and `exit-code` only if it ran the command.
+        """
+        reported = os.pread(status, _CHUNK_BYTES, 0).decode(errors="replace")
+        if '"exit-code"' not in reported if stopped is None else '"child-pid"' not in reported:
+            raise _NotStartedError("bubblewrap started no program; the machine may be short of processes or memory")
 
     def _watch(self, process: subprocess.Popen[bytes], descriptor: int, deadline: float) -> tuple[bytes, str | None]:
         """Return its output when it ends, and the reason to kill it if it exceeds a limit."""
@@ -162,7 +213,7 @@ class Sandbox:
         """Return a prefix that ends the command with its caller: bubblewrap asks for that only after a while."""
         return ["setpriv", "--pdeathsig", "KILL", "sh", "-c", _GUARD, str(os.getpid())]
 
-    def _command(self, source: int) -> list[str]:
+    def _command(self, source: int, rules: int, status: int) -> list[str]:
         limits = self._limits
         limited = [
             "prlimit",
@@ -179,15 +230,20 @@ class Sandbox:
         if os.geteuid() == 0:
             uid = _FIRST_UID + os.getpid() % _NUM_UIDS
             limited += ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--inh-caps=-all"]
-        return [*self._bubblewrap(source), "--", *limited, *python, _PROGRAM]
+        return [*self._bubblewrap(source, rules, status), "--", *limited, *python, _PROGRAM]
 
-    def _bubblewrap(self, source: int) -> list[str]:
+    def _bubblewrap(self, source: int, rules: int, status: int) -> list[str]:
         is_root = os.geteuid() == 0
         memory = ["--perms", "1777", "--size", str(self._limits.disk_bytes), "--tmpfs"]
         return [
             # By its full path: the program's PATH may not contain it.
             shutil.which("bwrap") or "bwrap",
-            *(("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if is_root else ("--unshare-user",)),
+            *(
+                ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
+                if is_root
+                else ("--unshare-user", "--disable-userns")
+            ),
+            *("--seccomp", str(rules), "--json-status-fd", str(status)),
             *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
             *("--die-with-parent", "--new-session", "--clearenv"),
             *(word for name, value in _ENVIRONMENT.items() for word in ("--setenv", name, value)),
@@ -210,6 +266,13 @@ class Sandbox:
         if printed.returncode != 0:
             raise SandboxError(f"{self._python} is not Python: {printed.stderr.strip().rpartition(chr(10))[2]}")
         return [prefix for prefix in dict.fromkeys(printed.stdout.split("\n")) if prefix and not _is_below_usr(prefix)]
+
+
+def _filter() -> bytes:
+    try:
+        return filter_program()
+    except KeyError as error:
+        raise SandboxError(f"the system calls of {error} are not known; use a machine with x86_64 or aarch64") from None
 
 
 def _is_below_usr(path: str) -> bool:

@@ -1,7 +1,8 @@
-"""`megarl data make`: write data sets, and models to train on them."""
+"""`megarl data prepare` and `megarl data make`: write the prompt tables of data sets, and models to train on them."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,13 +11,52 @@ import typer
 from megarl.config.model import Family
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.errors import ConfigError, MachineError, Problem
+from megarl.tools.prepare import DataSetName
 
 if TYPE_CHECKING:
     from megarl.tools.quickstart.tiny_model import TinyShape
 
-data_app = typer.Typer(no_args_is_help=True, help="Make data sets.")
+_PREVIEW_CHARS = 400
+
+data_app = typer.Typer(no_args_is_help=True, help="Write prompt tables from data sets, and make data sets.")
 make_app = typer.Typer(no_args_is_help=True, help="Write a data set and a model to train on it.")
 data_app.add_typer(make_app, name="make")
+
+
+@data_app.command()
+def prepare(
+    name: Annotated[
+        DataSetName, typer.Argument(show_default=False, help="A known data set, or `rows` for records of your own.")
+    ],
+    source: Annotated[
+        Path,
+        typer.Option(
+            "--from",
+            metavar="FILE_OR_FOLDER",
+            show_default=False,
+            help="JSON lines, CSV, Parquet, Arrow, a folder of them, or a data set of the Hugging Face hub.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.", show_default=False)],
+    prompt_key: Annotated[str | None, typer.Option(help="Column with the prompt, for `rows`.")] = None,
+    answer_key: Annotated[str | None, typer.Option(help="Column with the ground truth, for `rows`.")] = None,
+    response_key: Annotated[str | None, typer.Option(help="Column with the answer to imitate, for `rows`.")] = None,
+    data_source: Annotated[str | None, typer.Option(help="The data_source of all rows, for `rows`.")] = None,
+) -> None:
+    """Write a data set as the Parquet files that a recipe names in data.train and data.eval."""
+    from megarl.tools.prepare.prompt_table import RecordColumns, prepare
+
+    named = {"prompt": prompt_key, "answer": answer_key, "response": response_key}
+    columns = RecordColumns(source=data_source, **{key: (value,) for key, value in named.items() if value is not None})
+    try:
+        written = prepare(name, source, out, columns, report=lambda line: print(line, file=sys.stderr))
+    except OSError as error:
+        raise MachineError(f"--out {out}: cannot be written: {error.strerror}") from error
+    for split in written:
+        repeated = f", {split.num_repeated:,} repeated ones left out" if split.num_repeated else ""
+        print(f"wrote {split.path}: {split.num_rows:,} rows{repeated}; the first:")
+        print("\n".join(f"  {line}" for line in split.first[:_PREVIEW_CHARS].splitlines()))
+        print(f"  -> {split.first_truth[:_PREVIEW_CHARS]}")
 
 
 @make_app.command()

@@ -26,14 +26,19 @@ Overrides = Annotated[
 ]
 
 
-def load_checked(path: Path, overrides: list[str] | None) -> Recipe:
-    """Return the recipe after all checks that read no rows; print warnings to stderr."""
-    recipe = load_recipe(path, overrides or (), checks=(check_recipe, lambda recipe: check_reward(recipe.reward)))
+def load_checked(path: Path, overrides: list[str] | None, *, downloads: bool = False) -> Recipe:
+    """Return the recipe after all checks that read no rows; print warnings to stderr.
 
+    With `downloads`, models that are named as on the Hugging Face hub are fetched.
+    """
+    checks = (check_recipe, lambda recipe: check_reward(recipe.reward))
+    recipe = load_recipe(path, overrides or (), checks=checks, downloads=downloads)
+
+    from megarl.data.rows import advise_template
     from megarl.runtime.preflight import check_columns
 
     check_columns(recipe.data, recipe.algorithm)
-    for warning in advise(recipe, read_model_shape(recipe.model.path)):
+    for warning in (*advise(recipe, read_model_shape(recipe.model.path)), *advise_template(recipe.data)):
         print(f"warning: {warning}", file=sys.stderr)
     return recipe
 

@@ -41,7 +41,7 @@ def train(
     ] = None,
 ) -> None:
     """Run a recipe to its end. A stopped run resumes from its newest checkpoint."""
-    checked = load_checked(recipe, overrides)
+    checked = load_checked(recipe, overrides, downloads=True)
     if not sys.warnoptions:
         # Warnings of libraries on import are for developers; -W shows them.
         warnings.simplefilter("ignore")

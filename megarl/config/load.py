@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from megarl.config.checks.recipe import check_recipe
 from megarl.config.document import Document, Key, Tree, ValueOrigin, override, read_document
+from megarl.config.hub import with_local_models
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, Problem
 
@@ -39,11 +40,19 @@ class Explained:
 
 
 def load_recipe(
-    path: Path, overrides: Sequence[str] = (), *, checks: Sequence[Callable[[Recipe], list[Problem]]] = (check_recipe,)
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    checks: Sequence[Callable[[Recipe], list[Problem]]] = (check_recipe,),
+    downloads: bool = False,
 ) -> Recipe:
-    """Read, override, validate and cross-check; raise ConfigError with every problem."""
-    recipe = read_recipe(path, overrides).recipe
-    problems = [problem for check in checks for problem in check(recipe)]
+    """Read, override, validate and cross-check; raise ConfigError with every problem.
+
+    Names of the Hugging Face hub become folders of its local cache; with `downloads` they are fetched first.
+    """
+    recipe, missing = with_local_models(read_recipe(path, overrides).recipe, downloads=downloads)
+    found = [problem for check in checks for problem in check(recipe)]
+    problems = [*missing, *(problem for problem in found if problem.key not in {each.key for each in missing})]
     if problems:
         raise ConfigError(str(path), tuple(problems))
     return recipe

@@ -10,19 +10,21 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config.recipe import DataConfig
-from megarl.errors import DataError
+from megarl.errors import DataError, Problem
 from megarl.types import JsonValue
 
 _EXTRA = "extra_info"
 
 _ROWS_PER_READ = 4096
 _CONVERTIBLE = (".jsonl", ".json", ".csv", ".arrow")
+_NUM_LOOKED_AT = 64
 _TEMPLATE_MARKS = ("<|im_start|>", "<|start_header_id|>", "[INST]", "<start_of_turn>", "<|user|>", "<\uff5cUser\uff5c>")
 """Texts that chat templates of common models write."""
 
@@ -67,9 +69,16 @@ def check_files(files: Sequence[Path], config: DataConfig, *, as_demonstrations:
         _check_file(path, _columns(config, as_demonstrations=as_demonstrations))
 
 
-def num_rows(files: Sequence[Path]) -> int:
-    """Return the number of rows of all files, from their footers."""
-    return sum(int(pq.read_metadata(path).num_rows) for path in files)
+def advise_template(config: DataConfig) -> Iterator[Problem]:
+    """Yield a warning for prompts that hold text of a chat template, which would be applied a second time."""
+    if config.template == "raw":
+        return
+    for path in config.train:
+        prompts = [str(_value(row, config.prompt_key)) for row in islice(_raw_rows(path, config), _NUM_LOOKED_AT)]
+        marked = [mark for prompt in prompts for mark in _TEMPLATE_MARKS if mark in prompt]
+        if marked:
+            message = f"prompts of {path} have {marked[0]} in them: are they rendered already? Then set it to raw"
+            yield Problem(key="data.template", message=message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,11 +264,6 @@ def _first_answer(chat: Sequence[Mapping[str, JsonValue]], config: DataConfig) -
 def is_imitated(message: Mapping[str, JsonValue]) -> bool:
     """Whether a message is an answer that the loss counts."""
     return message["role"] == "assistant" and message.get("weight", 1) != 0
-
-
-def num_rendered(rows: Sequence[DataRow]) -> int:
-    """Return how many rows hold text that chat templates write, so that a template would be applied twice."""
-    return sum(any(mark in str(message["content"]) for message in row.chat for mark in _TEMPLATE_MARKS) for row in rows)
 
 
 def _text(raw: Mapping[str, JsonValue], key: str) -> str:

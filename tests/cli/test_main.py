@@ -132,7 +132,7 @@ def test_a_wrong_command_line_is_explained(
 
 
 def failing(error: BaseException) -> object:
-    def load_recipe(path: Path, overrides: Sequence[str], *, checks: object) -> Recipe:
+    def load_recipe(path: Path, overrides: Sequence[str], *, checks: object, downloads: bool) -> Recipe:
         raise error
 
     return load_recipe

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.config.recipe import DataConfig
-from megarl.data.rows import DataRow, check_files, num_rendered, read_rows
+from megarl.data.rows import DataRow, advise_template, check_files, read_rows
 from megarl.errors import DataError
 
 MakeRow = Callable[..., dict[str, object]]
@@ -227,6 +227,10 @@ def test_raw_prompts_are_strings(write_parquet: WriteParquet, make_row: MakeRow)
     )
 
 
-def test_rows_that_a_template_has_written_are_counted(write_parquet: WriteParquet, make_row: MakeRow) -> None:
+def test_prompts_that_a_template_has_written_are_noticed(write_parquet: WriteParquet, make_row: MakeRow) -> None:
     rendered = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
-    assert num_rendered(read(write_parquet(make_row("1+1="), make_row(rendered)))) == 1
+    path = write_parquet(make_row("1+1="), make_row(rendered))
+    (warning,) = advise_template(DataConfig(train=(path,)))
+    assert str(warning).startswith(f"data.template: prompts of {path} have <|im_start|> in them")
+    assert not list(advise_template(DataConfig(train=(path,), template="raw")))
+    assert not list(advise_template(DataConfig(train=(write_parquet(make_row("1+1="), name="plain.parquet"),))))

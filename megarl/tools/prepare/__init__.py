@@ -1,0 +1,13 @@
+"""Prompt tables from the formats that data sets come in."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class DataSetName(StrEnum):
+    GSM8K = "gsm8k"
+    MATH = "math"
+    DAPO_MATH = "dapo_math"
+    ULTRAFEEDBACK = "ultrafeedback"
+    ROWS = "rows"

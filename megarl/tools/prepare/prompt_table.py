@@ -1,0 +1,214 @@
+"""Turns the records of a data set into the prompt table that a run reads, and writes it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.errors import DataError
+from megarl.tools.prepare import DataSetName
+from megarl.tools.prepare.record_files import read_records, split_files
+from megarl.types import JsonValue
+
+_Record: TypeAlias = Mapping[str, JsonValue]
+_ROWS_PER_GROUP = 8192
+_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(_MESSAGE)),
+        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+        ("extra_info", pa.struct([("index", pa.int64()), ("split", pa.string())])),
+        ("response", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordColumns:
+    """Names of the columns of `rows`; the first that a record has is taken."""
+
+    prompt: tuple[str, ...] = ("prompt", "question", "problem", "messages", "instruction", "input")
+    answer: tuple[str, ...] = ("answer", "ground_truth", "solution", "label", "target")
+    response: tuple[str, ...] = ("response", "completion", "output")
+    source: str | None = None
+    """The data_source of every row; None is the record's own, else the name of the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    prompt: list[dict[str, str]]
+    source: str
+    truth: str = ""
+    response: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenSplit:
+    path: Path
+    num_rows: int
+    num_repeated: int
+    """Records that were left out because an earlier one has the same prompt."""
+    first: str
+    """The first prompt."""
+    first_truth: str
+
+
+def prepare(
+    name: DataSetName, source: Path, out: Path, columns: RecordColumns, *, report: Callable[[str], None]
+) -> list[WrittenSplit]:
+    """Write `train.parquet` and `test.parquet`, as far as the source has them."""
+    splits = split_files(source)
+    out.mkdir(parents=True, exist_ok=True)
+    return [_write(name, split, files, out / f"{split}.parquet", columns, report) for split, files in splits.items()]
+
+
+def _write(
+    name: DataSetName, split: str, files: list[Path], path: Path, columns: RecordColumns, report: Callable[[str], None]
+) -> WrittenSplit:
+    seen: set[str] = set()
+    first: _Row | None = None
+    num_records = 0
+    rows: list[dict[str, object]] = []
+    whole = path.with_name(f".{path.name}.partial")
+    with pq.ParquetWriter(whole, SCHEMA) as writer:
+        for row in _rows(name, files, columns):
+            num_records += 1
+            text = json.dumps(row.prompt)
+            if text in seen:
+                continue
+            seen.add(text)
+            first = first or row
+            rows.append(_as_table_row(row, index=len(seen) - 1, split=split))
+            if len(rows) == _ROWS_PER_GROUP:
+                writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+                rows = []
+                report(f"{path}: {len(seen):,} rows")
+        if rows:
+            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+    if first is None:
+        whole.unlink()
+        raise DataError(f"{files[0]} has no record")
+    whole.rename(path)
+    return WrittenSplit(
+        path=path,
+        num_rows=len(seen),
+        num_repeated=num_records - len(seen),
+        first="\n".join(f"{message['role']}: {message['content']}" for message in first.prompt),
+        first_truth=first.truth if first.truth else first.response or "",
+    )
+
+
+def _as_table_row(row: _Row, *, index: int, split: str) -> dict[str, object]:
+    return {
+        "data_source": row.source,
+        "prompt": row.prompt,
+        "reward_model": {"style": "rule", "ground_truth": row.truth},
+        "extra_info": {"index": index, "split": split},
+        "response": row.response,
+    }
+
+
+def _rows(name: DataSetName, files: Iterable[Path], columns: RecordColumns) -> Iterator[_Row]:
+    for path in files:
+        for number, record in enumerate(read_records(path), start=1):
+            try:
+                yield _row(name, record, columns, path)
+            except _RecordError as error:
+                raise DataError(f"{path} record {number}: {error}") from None
+
+
+class _RecordError(Exception):
+    """A fault of a record; the caller adds which one."""
+
+
+def _row(name: DataSetName, record: _Record, columns: RecordColumns, path: Path) -> _Row:
+    match name:
+        case DataSetName.GSM8K:
+            answer = _text(record, "answer")
+            truth = answer.rpartition("####")[2].strip().replace(",", "")
+            if "####" not in answer:
+                raise _RecordError("its answer has no ####; is this GSM8K?")
+            ask = 'Reason step by step, and write the final number after "####".'
+            return _Row(prompt=_asked(record, "question", ask), source="openai/gsm8k", truth=truth, response=answer)
+        case DataSetName.MATH:
+            solution = _text(record, "solution")
+            boxed = _last_boxed(solution)
+            if boxed is None:
+                raise _RecordError("its solution has no \\boxed{...}; is this MATH?")
+            ask = "Reason step by step, and write the final answer in \\boxed{}."
+            source = "DigitalLearningGmbH/MATH-lighteval"
+            return _Row(prompt=_asked(record, "problem", ask), source=source, truth=boxed, response=solution)
+        case DataSetName.DAPO_MATH:
+            reward = record.get("reward_model")
+            truth_value = reward.get("ground_truth") if isinstance(reward, dict) else None
+            if not isinstance(truth_value, str):
+                raise _RecordError("has no reward_model.ground_truth; is this DAPO-Math?")
+            return _Row(prompt=_messages(record, ("prompt",)), source=_text(record, "data_source"), truth=truth_value)
+        case DataSetName.ULTRAFEEDBACK:
+            *prompt, answer_message = _messages(record, ("chosen",))
+            if answer_message["role"] != "assistant" or not prompt:
+                raise _RecordError("its chosen conversation does not end with an answer; is this UltraFeedback?")
+            return _Row(prompt=prompt, source="ultrafeedback", response=answer_message["content"])
+        case DataSetName.ROWS:
+            return _any_row(record, columns, path)
+
+
+def _any_row(record: _Record, columns: RecordColumns, path: Path) -> _Row:
+    prompt = _messages(record, columns.prompt)
+    response = next((str(record[key]) for key in columns.response if record.get(key) is not None), None)
+    if response is None and len(prompt) > 1 and prompt[-1]["role"] == "assistant":
+        response = prompt.pop()["content"]
+    reward = record.get("reward_model")
+    truths = [reward.get("ground_truth")] if isinstance(reward, dict) else []
+    truth = next((value for value in (*truths, *(record.get(key) for key in columns.answer)) if value is not None), "")
+    source = columns.source or record.get("data_source") or path.name
+    text = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
+    return _Row(prompt=prompt, source=str(source), truth=text, response=response)
+
+
+def _asked(record: _Record, key: str, ask: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{_text(record, key)}\n{ask}"}]
+
+
+def _messages(record: _Record, keys: Iterable[str]) -> list[dict[str, str]]:
+    """Return the messages of the first of these columns that the record has; a string is one user message."""
+    names = list(keys)
+    value = next((record[key] for key in names if record.get(key)), None)
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise _RecordError(f"has no {' or '.join(names)}; it has {', '.join(record)}; --prompt-key names the column")
+    found = []
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise _RecordError("a message without role and content, both strings")
+        found.append({"role": str(message.get("role")), "content": str(message["content"])})
+    return found
+
+
+def _text(record: _Record, key: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str):
+        raise _RecordError(f"has no text in {key}; it has {', '.join(record)}")
+    return value
+
+
+def _last_boxed(text: str) -> str | None:
+    """Return what the last `\\boxed{...}` holds, whatever braces are in it."""
+    starts = [match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]
+    if not starts:
+        return None
+    depth = 1
+    for place in range(starts[-1], len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[starts[-1] : place]
+    return None

@@ -1,0 +1,87 @@
+"""Names of the hub become folders of its cache; nothing here reaches a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from megarl.cli.main import run
+from megarl.config.hub import HubError, hub_folder, is_hub_name, missing_shards, with_local_models
+from megarl.config.load import read_recipe
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Write a model or data set into an empty cache, as the hub's package does; return its folder."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+    def write(name: str, *files: str, kind: str = "models") -> Path:
+        repository = tmp_path / "hub" / f"{kind}--{name.replace('/', '--')}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text("0123abcd")
+        folder = repository / "snapshots" / "0123abcd"
+        folder.mkdir(parents=True)
+        for file in files:
+            (folder / file).write_text("{}")
+        return folder
+
+    return write
+
+
+def test_a_name_is_what_no_folder_begins_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    assert is_hub_name(Path("Qwen/Qwen2.5-7B"))
+    for path in ("models/Qwen2.5-7B", "/models/x", "a", "a/b/c", "../a"):
+        assert not is_hub_name(Path(path)), path
+
+
+def test_a_model_in_the_cache_is_its_folder(cache: Callable[..., Path]) -> None:
+    folder = cache("Org/Tiny", "config.json", "model.safetensors")
+    assert hub_folder("Org/Tiny", kind="model", downloads=False) == folder
+    assert hub_folder("Org/Tiny", kind="model", downloads=True) == folder
+
+
+def test_a_model_with_a_missing_shard_is_not_there_yet(cache: Callable[..., Path]) -> None:
+    folder = cache("Org/Large", "config.json", "model-1.safetensors")
+    shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert missing_shards(folder) == ["model-2.safetensors"]
+    with pytest.raises(
+        HubError, match=r"only in part \(model-2\.safetensors is missing\); `megarl train` downloads it"
+    ):
+        hub_folder("Org/Large", kind="model", downloads=False)
+
+
+def test_offline_says_so_in_one_line(cache: Callable[..., Path]) -> None:
+    with pytest.raises(HubError) as caught:
+        hub_folder("Org/Nothing", kind="model", downloads=True)
+    assert str(caught.value) == (
+        "is neither a folder nor in the local cache of the Hugging Face hub, and the hub cannot be reached (offline); "
+        "run `hf download Org/Nothing` where it can"
+    )
+
+
+def test_every_model_of_a_recipe_is_found_or_named(cache: Callable[..., Path], scratch: Path) -> None:
+    folder = cache("Org/Tiny", "config.json", "model.safetensors")
+    overrides = ["model.path=Org/Tiny", "roles.reference={path: Org/Nothing}"]
+    recipe, problems = with_local_models(read_recipe(HERE / "good.yaml", overrides).recipe, downloads=False)
+    assert recipe.model.path == folder
+    assert [problem.key for problem in problems] == ["roles.reference.path"]
+
+
+def test_validate_names_the_command_that_fetches_a_model(
+    cache: Callable[..., Path], scratch: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(scratch)
+    assert run(["validate", str(HERE / "good.yaml"), "--set", "model.path=Org/Nothing"]) == 2
+    lines = capsys.readouterr().err.splitlines()[1:]
+    assert len([line for line in lines if "model.path" in line]) == 1
+    assert "`megarl train` downloads it, or `hf download Org/Nothing`" in lines[0]

@@ -1,0 +1,138 @@
+"""Data sets in the formats that people have become tables that a run reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.cli.main import run
+from megarl.config.recipe import DataConfig
+from megarl.data.rows import DataRow, read_rows
+from megarl.errors import DataError
+from megarl.tools.prepare import DataSetName
+from megarl.tools.prepare.prompt_table import RecordColumns, prepare
+
+GSM8K = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1:,}"} for n in (1, 1200)]
+
+
+def prepared(
+    name: DataSetName, source: Path, out: Path, columns: RecordColumns | None = None
+) -> dict[str, list[DataRow]]:
+    written = prepare(name, source, out, columns or RecordColumns(), report=print)
+    paths = [split.path for split in written]
+    return {path.stem: read_rows([path], DataConfig(train=(path,)), as_demonstrations=False) for path in paths}
+
+
+def write_jsonl(path: Path, records: Sequence[Mapping[str, object]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+def test_gsm8k_has_its_number_as_ground_truth_and_its_solution_to_imitate(tmp_path: Path) -> None:
+    folder = tmp_path / "gsm8k"
+    folder.mkdir()
+    for name in ("train-00000-of-00001", "test-00000-of-00001"):
+        pq.write_table(pa.Table.from_pylist(GSM8K), folder / f"{name}.parquet")
+    splits = prepared(DataSetName.GSM8K, folder, tmp_path / "out")
+    assert sorted(splits) == ["test", "train"]
+    first, second = splits["train"]
+    assert (first.data_source, first.ground_truth, second.ground_truth) == ("openai/gsm8k", "2", "1201")
+    assert str(first.chat[0]["content"]).startswith("What is 1 + 1?\n")
+    path = tmp_path / "out" / "train.parquet"
+    (demonstration, _) = read_rows([path], DataConfig(train=(path,)), as_demonstrations=True)
+    assert demonstration.continuation[0]["content"] == "It is 2.\n#### 2"
+
+
+def test_math_has_the_last_box_as_ground_truth(tmp_path: Path) -> None:
+    record = {"problem": "x?", "solution": "Not \\boxed{1}, but \\boxed{\\frac{1}{2}}."}
+    source = write_jsonl(tmp_path / "math.jsonl", [record])
+    assert prepared(DataSetName.MATH, source, tmp_path / "out")["train"][0].ground_truth == "\\frac{1}{2}"
+
+
+def test_repeated_prompts_of_dapo_math_are_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": "x?"}],
+        "reward_model": {"ground_truth": "34", "style": "rule"},
+    }
+    source = tmp_path / "dapo.parquet"
+    pq.write_table(pa.Table.from_pylist([record] * 5), source)
+    assert run(["data", "prepare", "dapo_math", "--from", str(source), "--out", str(tmp_path / "out")]) == 0
+    assert "1 rows, 4 repeated ones left out; the first:\n  user: x?\n  -> 34" in capsys.readouterr().out
+
+
+def test_ultrafeedback_is_imitated(tmp_path: Path) -> None:
+    chosen = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    source = write_jsonl(tmp_path / "set" / "train_sft.jsonl", [{"chosen": chosen, "rejected": []}])
+    write_jsonl(tmp_path / "set" / "test_sft.jsonl", [{"chosen": chosen, "rejected": []}])
+    prepare(DataSetName.ULTRAFEEDBACK, source.parent, tmp_path / "out", RecordColumns(), report=print)
+    path = tmp_path / "out" / "test.parquet"
+    (row,) = read_rows([path], DataConfig(train=(path,)), as_demonstrations=True)
+    assert (row.chat[0]["content"], row.continuation[0]["content"]) == ("hi", "hello")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "arrow", "parquet"])
+def test_records_of_every_format_give_the_same_table(tmp_path: Path, suffix: str) -> None:
+    records = [{"q": "1+1=", "a": "2"}, {"q": "2+2=", "a": "4"}]
+    path = tmp_path / f"mine.{suffix}"
+    match suffix:
+        case "jsonl":
+            write_jsonl(path, records)
+        case "json":
+            path.write_text(json.dumps(records))
+        case "csv":
+            path.write_text("q,a\n1+1=,2\n2+2=,4\n")
+        case "arrow":
+            table = pa.Table.from_pylist(records)
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table)
+        case _:
+            pq.write_table(pa.Table.from_pylist(records), path)
+    (rows,) = prepared(DataSetName.ROWS, path, tmp_path / "out", RecordColumns(prompt=("q",), answer=("a",))).values()
+    assert [(row.chat[0]["content"], row.ground_truth, row.data_source) for row in rows] == [
+        ("1+1=", "2", f"mine.{suffix}"),
+        ("2+2=", "4", f"mine.{suffix}"),
+    ]
+
+
+def test_a_saved_data_set_of_the_datasets_package_is_read(tmp_path: Path) -> None:
+    """Its folders hold Arrow streams, and JSON files that are no records."""
+    table = pa.Table.from_pylist([{"prompt": "1+1=", "answer": 2}])
+    for split in ("train", "test"):
+        folder = tmp_path / "saved" / split
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text("{}")
+        (folder / "dataset_info.json").write_text("{}")
+        path = str(folder / "data-00000-of-00001.arrow")
+        with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    splits = prepared(DataSetName.ROWS, tmp_path / "saved", tmp_path / "out")
+    assert {split: rows[0].ground_truth for split, rows in splits.items()} == {"train": "2", "test": "2"}
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    def complaint(name: DataSetName, source: Path) -> str:
+        with pytest.raises(DataError) as caught:
+            prepare(name, source, tmp_path / "out", RecordColumns(), report=print)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "a"}\n{"prompt": \n')
+    assert f"{broken} line 2: not JSON" in complaint(DataSetName.ROWS, broken)
+    assert "does not exist" in complaint(DataSetName.ROWS, tmp_path / "nothing")
+    (tmp_path / "text.txt").write_text("x")
+    assert "does not end in one of" in complaint(DataSetName.ROWS, tmp_path / "text.txt")
+    other = write_jsonl(tmp_path / "other.jsonl", [{"text": "a"}])
+    assert "record 1: has no prompt or" in complaint(DataSetName.ROWS, other)
+    assert "record 1: has no text in answer; it has text" in complaint(DataSetName.GSM8K, other)
+    for name in ("main", "socratic"):
+        write_jsonl(tmp_path / "several" / name / "train.jsonl", GSM8K)
+    assert "has several sets; name one of main, socratic in it" in complaint(DataSetName.GSM8K, tmp_path / "several")

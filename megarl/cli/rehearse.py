@@ -32,7 +32,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 _NOT_SHOWN = (
     "GPUs: memory, kernels, NCCL and CUDA IPC, bf16 (megarl plan computes memory; megarl doctor tries an all-reduce)",
     "splits by more than two (megarl check-sync --rehearse-only checks the recipe's own layouts in memory)",
-    "a network between machines: the nodes share this machine's loopback, without namespaces of their own",
     "storage that every node sees: all nodes read and write this machine's disk",
     "the recipe's model, data, reward, lengths and speed, and its options of Megatron and SGLang",
     "the loss of the head or of the driver: the run ends, and the same command resumes from its newest checkpoint",
@@ -121,6 +120,6 @@ def _show(report: RehearsalReport) -> None:
         table.add_row(item.what, "yes" if item.is_shown else "NO", item.how)
     console.print(table)
     console.print("not shown:")
-    for text in _NOT_SHOWN:
+    for text in (*_NOT_SHOWN, report.unshown_network):
         console.print(f"  {text}")
     console.print(f"rehearsed in {report.seconds:.0f} s")

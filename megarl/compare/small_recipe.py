@@ -163,8 +163,9 @@ def small_topology(recipe: Recipe, *, folder: Path, files: RehearsalFiles, max_n
         reward=FunctionRewardConfig(kind="function", path=files.reward, workers=1),
         train=_small_train(recipe.train),
         checkpoint=CheckpointConfig(save_every_steps=1),
-        observe=ObserveConfig(metrics_port=None, rollouts=RolloutSamplesConfig(groups_per_step=0)),
-        network=NetworkConfig(),
+        observe=ObserveConfig(rollouts=RolloutSamplesConfig(groups_per_step=0)),
+        # Another network is the cluster's own, and no machine here is in it.
+        network=recipe.network if recipe.network.bind == "private" else NetworkConfig(),
     )
     notes = [*_pool_changes(recipe.pools, pools), *_role_changes(roles, small_roles)]
     if roles.rollout is not None and small_roles.rollout is not None:

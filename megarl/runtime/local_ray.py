@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from megarl.config.section import CPU_SLOT
 from megarl.env import SEVERAL_NODES_ENVIRONMENT, current_environment
@@ -26,17 +27,35 @@ _STARTED = b"Ray runtime started"
 """In the output of `ray start`."""
 
 
+class LocalNetwork(Protocol):
+    """Addresses of local nodes, by number; the head is 0."""
+
+    def address_of(self, number: int) -> str: ...
+
+    def entering(self, number: int) -> list[str]:
+        """Return the words that run a command where a node has its address."""
+        ...
+
+
 class LocalRay:
     """The nodes of a Ray on this machine. All of them end with this process.
 
     Nodes are children in sessions of their own, not `ray.init()`: a signal to our process group must not end Ray before
     everything that runs on it is down. A single node listens on 127.0.0.1. Ray starts further nodes only beside a head
-    with another address, so several have loopback addresses of their own. These follow from the head's port, which no
-    other Ray on this machine has: two rehearsals may run side by side.
+    with another address, so several have addresses in `network`, or loopback addresses of their own. The latter follow
+    from the head's port, which no other Ray on this machine has: two rehearsals may run side by side.
     """
 
-    def __init__(self, *, device: str, log_folder: Path, has_several_nodes: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        device: str,
+        log_folder: Path,
+        has_several_nodes: bool = False,
+        network: LocalNetwork | None = None,
+    ) -> None:
         self._device = device
+        self._network = network
         self._log_folder = log_folder
         self._has_several_nodes = has_several_nodes
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
@@ -69,7 +88,8 @@ class LocalRay:
 
     def _start(self, node: str, number: int) -> None:
         environment = {**current_environment(), **(SEVERAL_NODES_ENVIRONMENT if self._has_several_nodes else {})}
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *self._last_words]
+        inside = [] if self._network is None else self._network.entering(number)
+        command = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *self._last_words]
         with self.log_of(number).open("wb") as log:
             self._nodes[node] = start_guarded(command, environment=environment, output=log)
 
@@ -86,6 +106,8 @@ class LocalRay:
             stop_guarded(guard, grace_s=_STOP_GRACE_S if node == self._address_of(0) else 0.0)
 
     def _address_of(self, number: int) -> str:
+        if self._network is not None:
+            return self._network.address_of(number)
         high, low = divmod(int(self._port), 256)
         return f"127.{high}.{low}.{number + 2}" if self._has_several_nodes else LOOPBACK
 

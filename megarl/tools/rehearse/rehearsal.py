@@ -22,6 +22,7 @@ import yaml
 from ray.util.placement_group import placement_group_table
 
 from megarl.compare.small_recipe import SmallRecipe
+from megarl.config.recipe import NetworkConfig
 from megarl.config.roles import PoolConfig
 from megarl.env import RAY_ADDRESS, current_environment
 from megarl.errors import MachineError
@@ -35,6 +36,7 @@ from megarl.observe.events import (
     Published,
     Restarted,
     RunFinished,
+    RunStarted,
     RunStatus,
     StepFinished,
     Warned,
@@ -42,6 +44,7 @@ from megarl.observe.events import (
 from megarl.runtime.cluster import GROUP_PREFIX, joined
 from megarl.runtime.local_ray import LocalRay, local_ray
 from megarl.system.guard import start_guarded, stop_guarded
+from megarl.tools.rehearse.namespaces import NodeNetwork
 
 Found = TypeVar("Found")
 
@@ -52,6 +55,7 @@ _STOP_GRACE_S = 60.0
 _MAX_MISMATCH = 1e-3
 """Between a token's log-probability in the trainer and in the engine, both in fp32 on the CPU."""
 _TRAIN = "from megarl.cli.main import main; main()"
+_READ_URL = "import sys, urllib.request as web; sys.stdout.buffer.write(web.urlopen(sys.argv[1], timeout=60).read())"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,8 @@ class Shown:
 @dataclass(slots=True, kw_only=True)
 class RehearsalReport:
     shown: list[Shown] = field(default_factory=list)
+    unshown_network: str = "a network between machines: its speed, RDMA and firewalls"
+    """The part of a network that nodes on one machine do not show."""
     seconds: float = 0.0
 
     @property
@@ -82,9 +88,12 @@ def rehearse(small: SmallRecipe, folder: Path, *, say: Callable[[str], None]) ->
     report = RehearsalReport()
     recipe = small.recipe
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True)))
     with ExitStack() as stack:
-        nodes = LocalRay(device="cpu", log_folder=folder, has_several_nodes=True)
+        network = _enter_network(stack, report)
+        if network is None:
+            recipe = recipe.model_copy(update={"network": NetworkConfig()})
+        path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_defaults=True)))
+        nodes = LocalRay(device="cpu", log_folder=folder, has_several_nodes=True, network=network)
         num_nodes = sum(pool.nodes for pool in recipe.pools.values())
         say(f"starting Ray: a head and {num_nodes} nodes")
         stack.enter_context(local_ray(nodes, num_slots=0))
@@ -92,15 +101,37 @@ def rehearse(small: SmallRecipe, folder: Path, *, say: Callable[[str], None]) ->
             for _ in range(pool.nodes):
                 nodes.start_node(num_slots=pool.gpus_per_node)
         nodes.wait_started()
-        report.add("cluster", f"{num_nodes} nodes and a head, each with an address of its own, joined with a token")
+        own = "a loopback address" if network is None else "a network namespace"
+        report.add("cluster", f"{num_nodes} nodes and a head, each with {own} of its own, joined with a token")
         say("starting megarl train: its ranks and engines take a minute or two")
         run = _WatchedRun(path, folder, recipe.run_folder / EVENTS_FILE, nodes.address, say=say)
         stack.callback(run.stop)
+        if network is not None and recipe.network.bind is not None:
+            report.shown.append(_read_metrics(run, network))
         _watch(run, nodes, recipe.pools, actor_pool=recipe.roles.actor.pool, report=report)
     engines = 0 if recipe.roles.rollout is None else recipe.num_engines
     report.shown += read_off(run.events, num_engines=engines, num_steps=recipe.run.total_steps)
     report.seconds = time.monotonic() - began
     return report
+
+
+def _enter_network(stack: ExitStack, report: RehearsalReport) -> NodeNetwork | None:
+    """Return a network of namespaces for the nodes; None, with the reason in the report, where that is not allowed."""
+    try:
+        network = NodeNetwork()
+    except MachineError as error:
+        report.unshown_network = f"a network between machines: the nodes share this machine's loopback; {error}"
+        return None
+    stack.callback(network.close)
+    return network
+
+
+def _read_metrics(run: _WatchedRun, network: NodeNetwork) -> Shown:
+    """Read the metrics of the run from another node than the driver's."""
+    url = run.wait_for(lambda event: event.metrics_url if isinstance(event, RunStarted) else None)
+    read = [*network.entering(1), sys.executable, "-c", _READ_URL, url]
+    found = subprocess.run(read, capture_output=True, check=False).stdout.count(b"\nmegarl_")  # noqa: S603 - our own words
+    return Shown(what="metrics", is_shown=found > 0, how=f"{found} values of {url}, read from {network.address_of(1)}")
 
 
 def _watch(

@@ -346,8 +346,7 @@ def _host_items(model: PlannedModel, checkpoint: CheckpointConfig, *, keeps_refe
     stages: list[list[LedgerItem]] = [[] for _ in range(work.split.pipeline)]
     if keeps_reference:
         for stage, weights in enumerate(model.bare_weights):
-            num_bytes = weights.num_bytes if work.device == "cpu" else weights.pinned_bytes
-            stages[stage].append(LedgerItem(name="reference weights", num_bytes=num_bytes, is_exact=True))
+            stages[stage].append(LedgerItem(name="reference weights", num_bytes=weights.num_bytes, is_exact=True))
     if offload_of(model) != "nothing":
         for stage, memory in enumerate(model.stages):
             kept = {f"{role}'s optimizer": memory.optimizer_bytes}

@@ -105,8 +105,6 @@ class BareWeights:
     """Weights outside of experts; part of `num_bytes`."""
     largest_bytes: int
     """Size of the largest tensor."""
-    pinned_bytes: int
-    """Host memory that holds them where torch pins each tensor: it rounds every allocation up to a power of two."""
 
 
 @cache
@@ -137,10 +135,6 @@ def bare_weights(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -
             BareWeights(
                 num_bytes=sum(fullest.values()),
                 dense_bytes=sum(size for name, size in fullest.items() if not _is_expert(name)),
-                pinned_bytes=sum(
-                    repeats(name, layers[name.partition(".")[0]]) * (1 << (spec.num_bytes - 1).bit_length())
-                    for name, spec in layout.by_rank[ranks[sizes.index(fullest)]].tensors.items()
-                ),
                 largest_bytes=max(spec.num_bytes for rank in ranks for spec in layout.by_rank[rank].tensors.values()),
             )
         )

@@ -1,16 +1,22 @@
-"""A Ray on this machine alone: one node for a private run, several for a rehearsal. It starts nodes and joins none."""
+"""A Ray on this machine alone: one node for a private run, several for a rehearsal, with a network of their own.
+
+It starts nodes and joins none.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from megarl.config.section import CPU_SLOT
 from megarl.env import SEVERAL_NODES_ENVIRONMENT, current_environment
@@ -23,18 +29,10 @@ _START_TIMEOUT_S = 360.0
 _MAX_STARTS = 3
 """Starts of one node: Ray gives a node 30 s to register, which a busy machine may not keep."""
 _POLL_S = 0.1
+_CLONE_NEWNET = 0x40000000
+_BRIDGE = "nodes"
 _STARTED = b"Ray runtime started"
 """In the output of `ray start`."""
-
-
-class LocalNetwork(Protocol):
-    """Addresses of local nodes, by number; the head is 0."""
-
-    def address_of(self, number: int) -> str: ...
-
-    def entering(self, number: int) -> list[str]:
-        """Return the words that run a command where a node has its address."""
-        ...
 
 
 class LocalRay:
@@ -52,7 +50,7 @@ class LocalRay:
         device: str,
         log_folder: Path,
         has_several_nodes: bool = False,
-        network: LocalNetwork | None = None,
+        network: NodeNetwork | None = None,
     ) -> None:
         self._device = device
         self._network = network
@@ -152,3 +150,73 @@ def local_ray(nodes: LocalRay, *, num_slots: int, num_gpus: int | None = None) -
         yield nodes
     finally:
         nodes.stop()
+
+
+class NodeNetwork:
+    """A network of nodes on this machine: each has a network namespace of its own, behind one bridge.
+
+    All of it is in a namespace that this process enters for good, and is held by open files: nothing outside of it
+    changes, and it is gone when its last process has ended, even by a kill. Needs root, `ip` and `nsenter`. Namespaces
+    go by the number of their node; the head, number 0, is in that of this process.
+    """
+
+    def __init__(self) -> None:
+        """Raise MachineError with the reason if this machine does not allow it; nothing has changed then."""
+        missing = [program for program in ("ip", "nsenter") if shutil.which(program) is None]
+        if missing:
+            raise MachineError(f"there is no {' and no '.join(missing)}")
+        # Tried in a thread first, whose namespace ends with it.
+        with ThreadPoolExecutor(1) as thread:
+            os.close(thread.submit(self._lay_bridge).result())
+        self._files: dict[int, int] = {0: self._lay_bridge()}
+
+    def address_of(self, number: int) -> str:
+        return f"10.0.0.{number + 1}"
+
+    def entering(self, number: int) -> list[str]:
+        """Return the words that run a command in a node's namespace, which is made at its first use."""
+        if number not in self._files:
+            with ThreadPoolExecutor(1) as thread:
+                self._files[number] = thread.submit(_new_namespace).result()
+            self._connect(number)
+        return ["nsenter", f"--net={self._path(number)}"]
+
+    def close(self) -> None:
+        """Give up the namespaces, which end with their last process."""
+        for file in self._files.values():
+            os.close(file)
+        self._files = {}
+
+    def _lay_bridge(self) -> int:
+        """Put the calling thread into a namespace with a bridge; return the file that holds it."""
+        file = _new_namespace()
+        _ip("link", "set", "lo", "up")
+        _ip("link", "add", _BRIDGE, "type", "bridge")
+        _ip("address", "add", f"{self.address_of(0)}/24", "dev", _BRIDGE)
+        _ip("link", "set", _BRIDGE, "up")
+        return file
+
+    def _connect(self, number: int) -> None:
+        inside = self.entering(number)
+        port = f"node{number}"
+        _ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", self._path(number))
+        _ip("link", "set", port, "master", _BRIDGE, "up")
+        _ip("link", "set", "lo", "up", inside=inside)
+        _ip("address", "add", f"{self.address_of(number)}/24", "dev", "eth0", inside=inside)
+        _ip("link", "set", "eth0", "up", inside=inside)
+
+    def _path(self, number: int) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._files[number]}"
+
+
+def _new_namespace() -> int:
+    """Put the calling thread into a network namespace of its own; return a file that holds it."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
+        raise MachineError(f"a network namespace is refused: {os.strerror(ctypes.get_errno())}")
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _ip(*words: str, inside: list[str] | None = None) -> None:
+    done = subprocess.run([*(inside or []), "ip", *words], capture_output=True, text=True, check=False)  # noqa: S603 - our own words
+    if done.returncode:
+        raise MachineError(f"ip {' '.join(words)}: {done.stderr.strip()}")

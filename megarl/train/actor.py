@@ -22,7 +22,7 @@ from megarl.results import UpdateResult, UpdateStats
 from megarl.tokens import SampleNumbers
 from megarl.train.logprob import TokenScores
 from megarl.train.lora import adapters_off
-from megarl.train.memory import measure_usage
+from megarl.train.memory import host_places, measure_usage
 from megarl.train.passes import forward
 from megarl.train.rank import RankSpec
 from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report
@@ -127,7 +127,12 @@ class ActorRank(TrainedRank):
         """Load this rank's share of the reference policy into host memory; the base of an adapter is there already."""
         if self._spec.lora is not None:
             return
-        self._reference = {name: _host_like(tensor) for name, tensor in self.tensors().items()}
+        weights = self.tensors()
+        places = host_places([tensor.nbytes for tensor in weights.values()], self._topology.device)
+        self._reference = {
+            name: place.view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), place in zip(weights.items(), places, strict=True)
+        }
         self._read(folder, self._reference)
 
     def reference_logprobs(self, batch: TrainBatch) -> SampleNumbers | None:
@@ -196,10 +201,6 @@ class ActorRank(TrainedRank):
         self._reach("asked", step=self._num_steps + 1)
         scores: list[TokenScores] = forward(self._optimizer.chunks, self._share(batch, mini_batch))
         return [item.logprobs for item in scores]
-
-
-def _host_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 @contextmanager

@@ -232,7 +232,8 @@ def load_optimizer(
         for name, values in load(_MASTER).items():
             shards[name].master.data.copy_(values)
     for kind in MOMENTS:  # one after the other: host memory holds one copy at most
-        optimizer.restore_moments({kind: load(kind)}, num_updates=num_updates)
+        for name, values in load(kind).items():
+            shards[name].restore({kind: values}, num_updates=num_updates)
 
 
 def _share_ranges(shards: Mapping[str, Shard], topology: Topology) -> dict[int, dict[str, FlatRange]]:

@@ -6,8 +6,9 @@ optimizer's shards. `Offload` knows nothing of their contents; `release` and `re
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 
 import psutil
 import torch
@@ -65,11 +66,15 @@ class Offload:
 
     def _reserve(self, storages: dict[int, torch.UntypedStorage]) -> None:
         new = {key: storage for key, storage in storages.items() if key not in self._places}
-        sizes = [-(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT for storage in new.values()]
-        block, start = host_zeros(sum(sizes), torch.uint8, self._device), 0
-        for (key, storage), size in zip(new.items(), sizes, strict=True):
-            self._places[key] = storage, block[start : start + storage.nbytes()]
-            start += size
+        places = host_places([storage.nbytes() for storage in new.values()], self._device)
+        self._places |= {key: (storage, place) for (key, storage), place in zip(new.items(), places, strict=True)}
+
+
+def host_places(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Return places of these sizes in bytes in one block of `host_zeros`."""
+    starts = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+    block = host_zeros(starts[-1], torch.uint8, device)
+    return [block[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def synchronize(device: torch.device) -> None:
@@ -98,7 +103,7 @@ def host_zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> T
     if block.nbytes > available:
         raise MachineError(
             f"{block.nbytes / 1e9:.1f} GB of host memory are needed and {available / 1e9:.1f} GB are free; "
-            "free some, or set roles.actor.offload to nothing"
+            "free some, set `offload` of the role to nothing, or give the reference a pool"
         )
     # The kernel clears a page at its first use, which takes one thread long.
     with ThreadPoolExecutor(_PINNING_THREADS) as pool:
@@ -107,7 +112,7 @@ def host_zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> T
     if int(code):
         raise MachineError(
             f"cannot pin {block.nbytes / 1e9:.1f} GB of host memory (CUDA error {int(code)}); "
-            "free some, or set roles.actor.offload to nothing"
+            "free some, set `offload` of the role to nothing, or give the reference a pool"
         )
     return block
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from megarl.config.roles import OptimizerConfig, TrainedModelConfig
 from megarl.train.memory import Offload, free_cache
 from megarl.train.model import Model
-from megarl.train.shards import HostStates, Moment, Shard, shards_of
+from megarl.train.shards import HostStates, Shard, shards_of
 
 
 class ModelOptimizer:
@@ -76,13 +76,6 @@ class ModelOptimizer:
             for shards in (*(states.shards.items() for states in self._states), *map(shards_of, on_device))
             for parameter, shard in shards
         }
-
-    def restore_moments(self, moments: Mapping[Moment, Mapping[str, Tensor]], *, num_updates: int) -> None:
-        """Set the moments by kind and name, and the count of updates that they have seen."""
-        for name, shard in self.shards().items():
-            shard.restore({kind: values[name] for kind, values in moments.items()}, num_updates=num_updates)
-        for states in self._states:
-            states.num_updates = num_updates
 
     @property
     def is_released(self) -> bool:

@@ -55,6 +55,13 @@ class Shard:
             # Fused Adams of Transformer Engine and Apex count per group.
             self.optimizer.param_groups[self.group_index]["step"] = num_updates
 
+    @property
+    def num_updates(self) -> int:
+        """The updates that the moments have seen."""
+        is_torch = isinstance(self.optimizer, torch.optim.Adam)
+        counter = self.optimizer.state[self.key] if is_torch else self.optimizer.param_groups[self.group_index]
+        return int(counter.get("step", 0))
+
 
 def shards_of(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Shard]]:
     """Yield every parameter of which this rank has a range."""
@@ -108,7 +115,6 @@ class HostStates:
                 shard.key.untyped_storage().resize_(0)
             self._adam.state[shard.key] = {kind: self._host[kind][place] for kind in MOMENTS}
             self.shards[parameter] = replace(shard, master=self._host[_MASTER][place])
-        self.num_updates = 0
         self._pieces = self._cut()
         self.adopt_weights()
 
@@ -123,6 +129,7 @@ class HostStates:
     def step(self) -> None:
         """Update master weights and moments with the gradients that are ready, and the model's weights from them."""
         known = [group["params"] for group in self._adam.param_groups]
+        num_updates = max((shard.num_updates for shard in self.shards.values()), default=0)
         lanes = [
             {kind: torch.empty(self._piece_elements, device=self._device) for kind in self._host} for _ in self._streams
         ]
@@ -136,16 +143,17 @@ class HostStates:
             with torch.cuda.stream(self._streams[number % NUM_PIECES]):
                 for kind, block in self._host.items():
                     lane[kind][: end - start].copy_(block[start:end], non_blocking=True)
-                self._update(piece, lane)
+                self._update(piece, lane, num_updates=num_updates)
                 for kind, block in self._host.items():
                     block[start:end].copy_(lane[kind][: end - start], non_blocking=True)
             start = end
         synchronize(self._device)
-        self.num_updates += 1
         for group, parameters in zip(self._adam.param_groups, known, strict=True):
             group["params"] = parameters
+        for shard in self.shards.values():
+            shard.restore({}, num_updates=num_updates + 1)
 
-    def _update(self, piece: Sequence[_Segment], lane: Mapping[str, Tensor]) -> None:
+    def _update(self, piece: Sequence[_Segment], lane: Mapping[str, Tensor], *, num_updates: int) -> None:
         """Let Adam update the states of a piece, which are in `lane`, as if they were whole parameters."""
         parts = [replace(segment.shard, key=lane[_MASTER][segment.place]) for segment in piece]
         for group in self._adam.param_groups:
@@ -155,7 +163,7 @@ class HostStates:
             assert gradient is not None, "a step without gradients"
             part.key.grad = gradient[segment.inner]
             self._adam.state[part.key] = {kind: lane[kind][segment.place] for kind in MOMENTS}
-            part.restore({}, num_updates=self.num_updates)
+            part.restore({}, num_updates=num_updates)
             self._adam.param_groups[part.group_index]["params"].append(part.key)
         self._adam.step()
         for segment, part in zip(piece, parts, strict=True):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.train.memory import Offload
+from megarl.train.memory import Offload, host_places
 from megarl.train.optimizer import ModelOptimizer
 from tests.train import jobs
 from tests.train.cluster import Cluster
@@ -56,6 +56,13 @@ def test_new_values_are_taken_along_and_host_memory_is_kept() -> None:
     assert buffer.eq(3.0).all()
     assert later.eq(1.0).all()
     assert places.items() <= {key: place.data_ptr() for key, (_, place) in offload._places.items()}.items()
+
+
+def test_places_in_host_memory_have_their_exact_sizes_and_begin_where_any_dtype_may() -> None:
+    places = host_places([3, 128, 0, 65], CPU)
+    assert [place.nbytes for place in places] == [3, 128, 0, 65]
+    assert [place.storage_offset() for place in places] == [0, 64, 192, 192]
+    assert places[0].untyped_storage().nbytes() == 192 + 128, "one block, and no power of two"
 
 
 def test_an_optimizer_that_offloads_nothing_gives_back_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,9 +42,8 @@ from megarl.observe.events import (
     Warned,
 )
 from megarl.runtime.cluster import GROUP_PREFIX, joined
-from megarl.runtime.local_ray import LocalRay, local_ray
+from megarl.runtime.local_ray import LocalRay, NodeNetwork, local_ray
 from megarl.system.guard import start_guarded, stop_guarded
-from megarl.tools.rehearse.namespaces import NodeNetwork
 
 Found = TypeVar("Found")
 

@@ -7,11 +7,13 @@ import sys
 
 import pytest
 
+from megarl.errors import MachineError
+from megarl.runtime.local_ray import NodeNetwork
 from tests.repository import ROOT
 
 SCENARIO = """
 import socket, subprocess, sys
-from megarl.tools.rehearse.namespaces import NodeNetwork
+from megarl.runtime.local_ray import NodeNetwork
 
 LISTEN = (
     "import socket, sys; listener = socket.create_server((sys.argv[1], 5555)); print('up', flush=True);"
@@ -46,9 +48,6 @@ def test_nodes_reach_each_other_over_a_bridge() -> None:
 
 
 def test_the_reason_is_told_where_a_program_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.errors import MachineError
-    from megarl.tools.rehearse.namespaces import NodeNetwork
-
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(MachineError, match="there is no ip and no nsenter"):
         NodeNetwork()

@@ -198,10 +198,15 @@ class _ModelMemory:
     @property
     def built(self) -> tuple[LedgerItem, ...]:
         """Memory while the model is built: without an optimizer yet, weights are copied to Megatron's buffer."""
+        trained = [] if self._model.role == "reference" else self._model.stages
+        # Gradients are float32.
+        size = 4 if self._work.device == "cpu" else 2
         copied = [
-            (*self._without(held, "optimizer"), self._item("weights before their buffer", held[0].num_bytes))
-            for held in self._held
-            if self._model.role != "reference"
+            (
+                *self._without(self._held[stage.stage], "optimizer"),
+                self._item("weights before their buffer", stage.gradient_bytes * size // 4),
+            )
+            for stage in trained
         ]
         return max((self.held, *copied), key=_total)
 

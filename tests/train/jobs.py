@@ -268,7 +268,7 @@ def train_in_turns(
     except AssertionError as error:
         message = str(error)
     trainer.reload()
-    tensors = {name: tensor.float().numpy().copy() for name, tensor in trainer.tensors().items()}
+    tensors = {name: tensor.float().numpy().copy() for name, tensor in trainer.trained_tensors().items()}
     trainer.close()
     return files, tensors, message
 

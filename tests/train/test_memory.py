@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.config.lora import LoraConfig
 from megarl.train.memory import Offload, host_places
 from megarl.train.optimizer import ModelOptimizer
 from tests.train import jobs
@@ -74,18 +76,28 @@ def test_an_optimizer_that_offloads_nothing_gives_back_what_torch_keeps(monkeypa
     assert (freed, optimizer.is_released, optimizer.has_weights) == ([CPU], False, True)
 
 
-@pytest.mark.parametrize("split", ["TP1", "DP2", "PP2-VPP2"])
+@pytest.mark.parametrize(
+    ("split", "lora"),
+    [("TP1", None), ("DP2", None), ("PP2-VPP2", None), ("DP2", LoraConfig(rank=4))],
+    ids=["TP1", "DP2", "PP2-VPP2", "DP2-LoRA"],
+)
 @pytest.mark.parametrize("offload", ["optimizer", "everything"])
 def test_a_rank_that_takes_turns_learns_the_same_to_the_last_bit(
-    split: str, offload: Literal["optimizer", "everything"], cluster: Cluster, models: Models, tmp_path: Path
+    split: str,
+    lora: LoraConfig | None,
+    offload: Literal["optimizer", "everything"],
+    cluster: Cluster,
+    models: Models,
+    tmp_path: Path,
 ) -> None:
     model = models.get("qwen2", tied=True)
     world, actor = SPLITS[split]
     samples = make_samples(6, vocab=model.shape.vocab, seed=8)
     batches = [packed(samples[:3], world=world, actor=actor), packed(samples[3:], world=world, actor=actor)] * 2
-    whole = cluster.run(world, jobs.train_and_save, setup_of(model, actor), batches, tmp_path / "whole")
-    taking_turns = actor.model_copy(update={"offload": offload})
-    found = cluster.run(world, jobs.train_in_turns, setup_of(model, taking_turns), batches, tmp_path / "turns")
+    setup = replace(setup_of(model, actor), lora=lora)
+    taking_turns = replace(setup, actor=actor.model_copy(update={"offload": offload}))
+    whole = cluster.run(world, jobs.train_and_save, setup, batches, tmp_path / "whole")
+    found = cluster.run(world, jobs.train_in_turns, taking_turns, batches, tmp_path / "turns")
     for (_, expected_files, expected), (files, tensors, message) in zip(whole, found, strict=True):
         assert all(np.array_equal(tensors[name], expected[name]) for name in expected)
         # Saved while away.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from megarl.cli.recipe import Overrides, RecipePath, load_checked
+from megarl.config.lora import ADAPTER_CONFIG_FILE
 from megarl.errors import FinishedError
 
 if TYPE_CHECKING:
@@ -99,7 +100,12 @@ def print_next(run: Path, console: Console) -> None:
         ("wrong answers of the last evaluation", f"megarl samples {run} --wrong"),
         ("what to change if it did not learn", f"megarl doctor {run}"),
     ]
-    if model.exists():
+    if (model / ADAPTER_CONFIG_FILE).exists():
+        lines += [
+            ("the adapter, as PEFT loads it", str(model)),
+            ("the whole model, in Hugging Face format", f"megarl export --merge {run} OUT"),
+        ]
+    elif model.exists():
         lines += [
             ("the model, in Hugging Face format", str(model)),
             ("in another place or dtype", f"megarl export {run}"),

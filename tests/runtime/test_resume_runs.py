@@ -46,7 +46,11 @@ def at_once(folder: Path) -> Run:
 
 @pytest.mark.fault("kill -9 of the driver behind an unfinished save", "goes on from the save before; the same bits")
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "overrides"), [("ppo", PPO), ("grpo", ())], ids=["ppo", "grpo"])
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [("ppo", PPO), ("grpo", ()), ("ppo_lora", (*PPO, "model.lora={rank: 8, alpha: 16}"))],
+    ids=["ppo", "grpo", "ppo_lora"],
+)
 def test_a_run_that_was_killed_behind_a_save_goes_on_and_ends_with_the_same_bits(
     folder: Path, name: str, overrides: tuple[str, ...]
 ) -> None:

@@ -112,12 +112,12 @@ def check_lora(lora: LoraConfig, shape: ModelShape) -> Iterator[Problem]:
 def check_adapter_file(lora: LoraConfig | None, shape: ModelShape) -> Iterator[Problem]:
     """Yield why training cannot start from the adapter that the recipe names."""
     if lora is not None and lora.path is not None:
-        problem = _adapter_problem(lora, lora.path, shape)
+        problem = adapter_problem(lora, lora.path, shape)
         if problem is not None:
             yield Problem(key="model.lora.path", message=problem)
 
 
-def _adapter_problem(lora: LoraConfig, folder: Path, shape: ModelShape) -> str | None:
+def adapter_problem(lora: LoraConfig, folder: Path, shape: ModelShape) -> str | None:
     """Return why training cannot start from an adapter; None if it can."""
     try:
         found, _ = read_adapter_config(folder)

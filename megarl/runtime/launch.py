@@ -61,6 +61,7 @@ def train(
             checked_resume_point,
             model_folder=recipe.model.path,
             shape=inputs.shape,
+            lora=recipe.model.lora,
             data_digest=inputs.train.digest,
             allows_data_change=allows_data_change,
         )

@@ -11,6 +11,7 @@ from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, checkpoint_folder
 from megarl.checkpoint.manifest import MODEL_FOLDER, digest_file
 from megarl.checkpoint.resume import Decision, ResumePoint, decide, open_complete, open_named
 from megarl.checkpoint.state import Ledger
+from megarl.config.lora import ADAPTER_CONFIG_FILE, LoraConfig, adapter_problem
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.errors import CheckpointError, WorkerError
@@ -73,6 +74,7 @@ def checked_resume_point(
     *,
     model_folder: Path,
     shape: ModelShape,
+    lora: LoraConfig | None,
     data_digest: str,
     allows_data_change: bool,
     warn: Callable[[str], None],
@@ -82,7 +84,7 @@ def checked_resume_point(
     Other prompts start with their first epoch, since a position in the stream means nothing among them.
     """
     remedy = "go back to it, or start anew with --resume never"
-    if read_model_shape(point.folder / MODEL_FOLDER) != shape:
+    if not _is_of_model(point.folder / MODEL_FOLDER, shape, lora):
         raise CheckpointError(f"model.path {model_folder}: not the model {point.folder} was made with; {remedy}")
     saved = point.manifest.files.get(f"{MODEL_FOLDER}/{_TOKENIZER}")
     path = model_folder / _TOKENIZER
@@ -98,6 +100,13 @@ def checked_resume_point(
         warn(f"data.train: not the prompts {point.folder} was made with; the new ones start with their first epoch")
         return replace(point, state=replace(point.state, prompt_cursor=0, ledger=Ledger()))
     return point
+
+
+def _is_of_model(folder: Path, shape: ModelShape, lora: LoraConfig | None) -> bool:
+    """Whether a checkpoint has a model of this shape, or the recipe's adapter for one."""
+    if (folder / ADAPTER_CONFIG_FILE).exists():
+        return lora is not None and adapter_problem(lora, folder, shape) is None
+    return lora is None and read_model_shape(folder) == shape
 
 
 class Restarts:

@@ -10,12 +10,13 @@ from megarl.checkpoint.folder import CHECKPOINTS_FOLDER
 from megarl.checkpoint.manifest import digest_file, read_manifest
 from megarl.checkpoint.resume import Decision, ResumePoint, open_complete
 from megarl.checkpoint.state import Ledger, read_state
+from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.errors import CheckpointError
 from megarl.runtime.resume import checked_resume_point, choose, is_of_run, last_good
 from tests.checkpoint.samples import DATA_DIGEST, make_recipe, write_checkpoint
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import write_random_adapter, write_tiny_model
 
 Fit: TypeAlias = tuple[ResumePoint, list[str]]
 """Where the run goes on, and what people are told."""
@@ -66,12 +67,20 @@ def point(saved: Path, model: tuple[Path, ModelShape]) -> ResumePoint:
     return ResumePoint(folder=saved, manifest=replace(manifest, files=files), state=read_state(saved))
 
 
-def fit(point: ResumePoint, model: tuple[Path, ModelShape], *, data: str = DATA_DIGEST, allows: bool = False) -> Fit:
+def fit(
+    point: ResumePoint,
+    model: tuple[Path, ModelShape],
+    *,
+    data: str = DATA_DIGEST,
+    allows: bool = False,
+    lora: LoraConfig | None = None,
+) -> Fit:
     warnings: list[str] = []
     point = checked_resume_point(
         point,
         model_folder=model[0],
         shape=model[1],
+        lora=lora,
         data_digest=data,
         allows_data_change=allows,
         warn=warnings.append,
@@ -88,6 +97,23 @@ def test_another_model_is_refused(point: ResumePoint, tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "other", "qwen2", layers=2)
     with pytest.raises(CheckpointError, match=r"not the model .* start anew with --resume never"):
         fit(point, (tmp_path / "other", read_model_shape(tmp_path / "other")), allows=True)
+
+
+def test_a_run_of_an_adapter_goes_on_from_an_adapter_of_its_base(
+    point: ResumePoint, model: tuple[Path, ModelShape], tmp_path: Path
+) -> None:
+    lora = LoraConfig(rank=4, alpha=6, modules=("q_proj", "o_proj"))
+    with pytest.raises(CheckpointError, match="not the model"):
+        fit(point, model, lora=lora)
+    (point.folder / "model" / "config.json").unlink()
+    write_random_adapter(point.folder / "model", model[0], lora.modules, rank=4, alpha=6)
+    assert fit(point, model, lora=lora) == (point, [])
+    other = write_tiny_model(tmp_path / "other", "qwen2", layers=2)
+    for wrong in (None, lora.model_copy(update={"rank": 8}), lora.model_copy(update={"modules": ("q_proj",)})):
+        with pytest.raises(CheckpointError, match="not the model"):
+            fit(point, model, lora=wrong)
+    with pytest.raises(CheckpointError, match="not the model"):
+        fit(point, (model[0], other), lora=lora)
 
 
 def test_another_tokenizer_is_refused(point: ResumePoint, model: tuple[Path, ModelShape]) -> None:

@@ -144,6 +144,9 @@ def _check_file(path: Path, columns: Sequence[_Column]) -> None:
     if num_rows == 0:
         raise DataError(f"{path} is empty; a data set needs at least one row")
     kinds = {field.name: field.type for field in schema}
+    twice = [name for name, count in Counter(schema.names).items() if count > 1]
+    if twice:
+        raise DataError(f"{path} has the column {twice[0]} twice; rename or remove one")
     for column in columns:
         kind = _kind(kinds, column.name)
         if kind is None and column.is_required:
@@ -167,7 +170,8 @@ def _raw_rows(path: Path, config: DataConfig) -> Iterator[Mapping[str, JsonValue
             present = [column for column in wanted if column in file.schema_arrow.names]
             for batch in file.iter_batches(batch_size=_ROWS_PER_READ, columns=present):
                 yield from batch.to_pylist(maps_as_pydicts="strict")
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        # Text that is not UTF-8, a field of a struct or a key of a map that is there twice.
         raise DataError(f"{path} cannot be read to its end: {_one_line(error)}") from error
 
 

@@ -187,7 +187,11 @@ MASKED_ROLLOUTS = _counter(
 )
 REWARD_SECONDS = _histogram("reward", "reward_seconds", "Time to score one rollout, waiting included", buckets=_SHORT_S)
 REWARD_FAILURES = _counter(
-    "reward", "reward_failures", "Rollouts that got no score", "cause", known=("error", "late", "worker_died")
+    "reward",
+    "reward_failures",
+    "Rollouts that got no score",
+    "cause",
+    known=("error", "late", "machine_fault", "worker_died"),
 )
 ZERO_SIGNAL = _rollouts(
     "reward", "zero_signal_group_ratio", "Share of groups whose advantages are all 0", field="zero_signal_ratio"

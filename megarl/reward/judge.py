@@ -72,7 +72,7 @@ class HttpJudge:
     async def _post(self, request: Request) -> bytes:
         config = self._config
         content = json.dumps({name: item for name, item in request.items() if name in config.fields}).encode()
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key.reveal()}"
         try:
@@ -83,6 +83,10 @@ class HttpJudge:
                 client.stream("POST", config.url, content=content, headers=headers) as response,
             ):
                 _check_status(response)
+                encoding = response.headers.get("Content-Encoding", "identity")
+                if encoding != "identity":
+                    # Nobody asked for it, and its size after decompression is unknown.
+                    raise ScoreError(f"replied with compressed content ({encoding[:40]})")
                 return await _read(response, config.max_reply_bytes)
         except TimeoutError:
             raise _RetryError(f"gave no reply within {config.timeout_s:g} s (reward.timeout_s)") from None
@@ -128,7 +132,7 @@ def _check_status(response: httpx.Response) -> None:
 
 async def _read(response: httpx.Response, max_bytes: int) -> bytes:
     reply = b""
-    async for chunk in response.aiter_bytes():
+    async for chunk in response.aiter_raw():
         reply += chunk
         if len(reply) > max_bytes:
             raise ScoreError(f"replied with more than {max_bytes} bytes (reward.max_reply_bytes)")

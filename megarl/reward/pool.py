@@ -1,7 +1,7 @@
 """The worker processes of a reward function: started on demand, called with a deadline, killed and replaced.
 
-Knows no rollouts: takes a request, returns a `Score` or raises an error that does not name the sample. Each worker is a
-session of its own, so that killing it also kills what the user's code has started.
+Knows no rollouts: takes a request, returns a `Score` or raises an error that does not name the sample. Each worker has
+a mark in its environment, by which all that the user's code has started is found and killed with it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import IO
+from uuid import uuid4
 
+from megarl.env import REWARD_WORKER, current_environment
 from megarl.errors import Problem, RewardError, ScoreError
 from megarl.reward.protocol import LENGTH, Answer, Loaded, Request, ScoringCall, WorkerTask, read_answers
+from megarl.system.proc import kill_marked
 from megarl.types import Score
 
 logger = logging.getLogger(__name__)
@@ -29,8 +36,13 @@ START_TIMEOUT_S = 120.0
 """Limit on the user's imports; scoring has its own deadline in the recipe."""
 
 MAX_ANSWER_BYTES = 16 << 20
+MAX_LOG_BYTES = 64 << 20
+"""Limit of the log of the workers on a node: half of it in the file, the half before in another one, `.1`."""
+_LOG_CHUNK_BYTES = 1 << 16
 _KILL_TIMEOUT_S = 10.0
 _STDERR = 2
+_log_lock = threading.Lock()
+"""Held while a chunk is written: workers share a log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +70,10 @@ class RewardWorkerDiedError(ScoreError):
 
 class ForeignAnswerError(RewardWorkerDiedError):
     """The worker sent something that does not answer the request; it is replaced."""
+
+
+class MachineFaultError(ScoreError):
+    """The machine failed, not the sample: it gets no score, whatever `reward.on_error` says."""
 
 
 class LateError(ScoreError):
@@ -161,20 +177,23 @@ class RewardWorker:
         self._task = task
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
-        # -u: the function's output is on disk even if the worker is killed.
+        self._mark = uuid4().hex
+        # -u: the function's output is in the log even if the worker is killed.
         arguments = (str(theirs.fileno()), json.dumps(task.worker_task))
-        log = None if log_path is None else log_path.open("ab")
         self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell
             [sys.executable, "-u", "-m", "megarl.reward.worker", *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=log or _STDERR,
-            stderr=log or _STDERR,
+            stdout=_STDERR if log_path is None else subprocess.PIPE,
+            stderr=_STDERR if log_path is None else subprocess.STDOUT,
             pass_fds=(theirs.fileno(),),
+            env={**current_environment(), REWARD_WORKER.name: self._mark},
             start_new_session=True,
         )
         theirs.close()
-        if log is not None:
-            log.close()
+        if log_path is not None:
+            assert self._process.stdout is not None
+            writing = partial(_write_log, self._process.stdout, log_path)
+            threading.Thread(target=writing, name="reward-log", daemon=True).start()
         logger.debug("started reward worker pid=%d", self._process.pid)
 
     async def handshake(self, *, timeout_s: float) -> Problem | None:
@@ -224,7 +243,7 @@ class RewardWorker:
     def kill(self) -> None:
         if self._process.returncode is not None:
             return
-        os.killpg(self._process.pid, signal.SIGKILL)
+        kill_marked(REWARD_WORKER.name, self._mark)
         try:
             self._process.wait(_KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -257,6 +276,20 @@ class RewardWorker:
         return chunks
 
 
+def _write_log(output: IO[bytes], path: Path) -> None:
+    """Append a worker's output to the log until its last writer is gone; beyond the limit the oldest part is dropped.
+
+    Output that a full disk does not take is lost: unread, it would block the worker.
+    """
+    with output:
+        while chunk := os.read(output.fileno(), _LOG_CHUNK_BYTES):
+            with suppress(OSError), _log_lock:
+                if path.exists() and path.stat().st_size + len(chunk) > MAX_LOG_BYTES // 2:
+                    path.replace(path.with_name(f"{path.name}.1"))
+                with path.open("ab", buffering=0) as log:
+                    log.write(chunk)
+
+
 def _mark(path: str) -> tuple[int, int] | None:
     try:
         status = Path(path).stat()
@@ -272,5 +305,5 @@ def _changed(path: str) -> str:
 def score_of(answer: Answer) -> Score:
     """Return the score of an answer; an `error` in it is a ScoreError."""
     if "error" in answer:
-        raise ScoreError(answer["error"])
+        raise (MachineFaultError if answer.get("is_machine_fault") else ScoreError)(answer["error"])
     return Score(value=answer["score"], components=answer["components"], prediction=answer.get("prediction"))

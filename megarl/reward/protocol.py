@@ -82,6 +82,8 @@ class Answer(TypedDict, total=False):
     prediction: str
     """The answer that the function read from the response."""
     error: str
+    is_machine_fault: bool
+    """The error is not the sample's: the sandbox could not be started."""
 
 
 class ScoringReply(TypedDict):
@@ -163,9 +165,13 @@ def _finite(results: Mapping[str, object]) -> dict[str, float] | str:
     for name, item in results.items():
         if not isinstance(item, Real):
             return f"returned a {type_name(item)} for {name}; it must be a float, or a dict with score"
-        if not math.isfinite(item):
-            return f"returned {float(item)} for {name}; it must be finite"
-        numbers[name] = float(item)
+        try:
+            number = float(item)
+        except OverflowError:
+            return f"returned a number of more than 300 digits for {name}; it must be finite"
+        if not math.isfinite(number):
+            return f"returned {number} for {name}; it must be finite"
+        numbers[name] = number
     return numbers
 
 

@@ -57,6 +57,9 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class SandboxError(Exception):
     """The sandbox does not work on this machine, or not now; the message has the reason and the remedy."""
 
+    is_machine_fault = True
+    """Known to reward workers: a sample that meets it has no score."""
+
 
 class _NotStartedError(SandboxError):
     pass

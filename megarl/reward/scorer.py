@@ -11,7 +11,7 @@ from typing import Protocol, assert_never
 from megarl.config.reward import ComposedRewardConfig, FunctionRewardConfig, HttpRewardConfig, WorkerRewardConfig
 from megarl.errors import ConfigError, Problem, RewardError, ScoreError
 from megarl.observe.observer import Observer
-from megarl.reward.pool import ForeignAnswerError, LateError, RewardWorkerDiedError, score_of
+from megarl.reward.pool import ForeignAnswerError, LateError, MachineFaultError, RewardWorkerDiedError, score_of
 from megarl.reward.protocol import Answer, Request
 from megarl.stages import Scorer
 from megarl.system.user_code import describe_error, load_code
@@ -212,6 +212,9 @@ class RemoteScorer:
         match config.on_error:
             case "fail":
                 raise ScoreError(message)
+            case "value" if isinstance(error, MachineFaultError):
+                logger.warning("masked, since not the sample is at fault: %s", message)
+                return Score(value=0.0, components={}, is_masked=True)
             case "mask":
                 logger.warning("masked: %s", message)
                 return Score(value=0.0, components={}, is_masked=True)
@@ -232,6 +235,8 @@ def _cause(error: ScoreError) -> str:
     match error:
         case LateError():
             return "late"
+        case MachineFaultError():
+            return "machine_fault"
         case ForeignAnswerError():
             return "foreign_answer"
         case RewardWorkerDiedError():

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
 
+from megarl.env import REWARD_WORKER
 from megarl.reward.protocol import (
     ARGUMENTS,
     CLASSIC,
@@ -41,6 +42,7 @@ from megarl.reward.protocol import (
     type_name,
 )
 from megarl.system.faults import reach
+from megarl.system.proc import kill_marked
 
 _MODULE = "megarl_user_reward"
 
@@ -171,7 +173,10 @@ def _answers(
         else:
             results = [_call(partial(function, **sample), runner) for sample in samples]
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
-        return [{"error": _describe(error, Path(task["path"]))} for _ in samples]
+        failed: Answer = {"error": _describe(error, Path(task["path"]))}
+        if getattr(error, "is_machine_fault", False):
+            failed["is_machine_fault"] = True
+        return [failed for _ in samples]
     answers = [check_result(result, task["weights"]) for result in results]
     return [{"error": f"{each['error']} ({_place(function)})"} if "error" in each else each for each in answers]
 
@@ -231,10 +236,14 @@ def _receive(channel: socket.socket) -> ScoringCall | None:
 
 
 def _exit_with_parent(channel: socket.socket) -> None:
-    """Kill the process group when the parent closes the channel, which a computing worker would not notice."""
+    """Kill all that this worker has started, and itself, when the parent closes the channel.
+
+    A worker that computes would not notice.
+    """
     poll = select.poll()
     poll.register(channel, select.POLLRDHUP)
     poll.poll()
+    kill_marked(REWARD_WORKER.name, REWARD_WORKER.read())
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

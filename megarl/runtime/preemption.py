@@ -1,5 +1,6 @@
 """Preemption by SIGTERM, SIGUSR1 or Ctrl-C: the run saves its last trained step and ends; after `grace_s` at once.
 
+SIGHUP, which comes when the terminal is closed, is one more, unless it is ignored as under nohup.
 SIGUSR1 may be repeated (a scheduler's early warning); a second SIGTERM or Ctrl-C ends the run at once.
 """
 
@@ -70,7 +71,9 @@ def preemptible(*, grace_s: float) -> Iterator[Preemption]:
     assert task is not None
     preemption = Preemption(task, grace_s=grace_s)
     is_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT) if is_main else ()
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT] if is_main else []
+    if is_main and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     stop = partial(loop.call_soon_threadsafe, preemption.request, signal.SIGINT)
     _interrupts.append(stop)
     for number in numbers:

@@ -74,6 +74,18 @@ def descendants(root: int) -> set[int]:
     return family
 
 
+def kill_marked(name: str, value: str) -> None:
+    """Kill every process but this one that has this environment variable, whatever session it has moved to."""
+    mark = f"{name}={value}".encode()
+    # Twice: one that is just being forked appears in the second round.
+    for _ in range(2):
+        for folder in _PROC.iterdir():
+            if folder.name.isdigit() and int(folder.name) != os.getpid():
+                with suppress(OSError):  # it ended meanwhile, or is another user's
+                    if mark in (folder / "environ").read_bytes().split(b"\0"):
+                        os.kill(int(folder.name), signal.SIGKILL)
+
+
 def files_held_below(pid: int, folder: Path) -> set[FileIdentity]:
     """Return the files below `folder` that a process has mapped or open.
 

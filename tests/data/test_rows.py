@@ -234,3 +234,30 @@ def test_prompts_that_a_template_has_written_are_noticed(write_parquet: WritePar
     assert str(warning).startswith(f"data.template: prompts of {path} have <|im_start|> in them")
     assert not list(advise_template(DataConfig(train=(path,), template="raw")))
     assert not list(advise_template(DataConfig(train=(write_parquet(make_row("1+1="), name="plain.parquet"),))))
+
+
+def test_text_that_is_not_utf_8_is_one_line(tmp_path: Path, make_row: MakeRow) -> None:
+    row = {**make_row(), "ground_truth": "2"}
+    table = pa.Table.from_pylist([row])
+    bad = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff\xfe"], pa.binary()).buffers())
+    table = table.set_column(table.schema.get_field_index("data_source"), "data_source", bad)
+    pq.write_table(table, tmp_path / "bad.parquet")
+    assert complaint_of(tmp_path / "bad.parquet").startswith(f"{tmp_path / 'bad.parquet'} cannot be read to its end: ")
+
+
+def test_a_field_that_is_there_twice_is_one_line(tmp_path: Path, make_row: MakeRow) -> None:
+    table = pa.Table.from_pylist([make_row()])
+    at = table.schema.get_field_index("extra_info")
+    struct = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], fields=[pa.field("a", pa.int64())] * 2)
+    pairs = pa.array([[("a", "1"), ("a", "2")]], pa.map_(pa.string(), pa.string()))
+    for name, column in (("struct", struct), ("map", pairs)):
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(table.set_column(at, "extra_info", column), path)
+        assert str(path) in complaint_of(path)
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path, make_row: MakeRow) -> None:
+    table = pa.Table.from_pylist([make_row()])
+    pq.write_table(table.append_column("data_source", pa.array(["other"])), tmp_path / "twice.parquet")
+    path = tmp_path / "twice.parquet"
+    assert complaint_of(path) == f"{path} has the column data_source twice; rename or remove one"

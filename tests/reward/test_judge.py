@@ -5,11 +5,13 @@ import json
 import logging
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarl.config.reward import HttpRewardConfig
@@ -20,6 +22,10 @@ from megarl.reward.judge import HttpJudge
 from megarl.types import RolloutGroup, Score
 
 MakeGroup = Callable[..., RolloutGroup]
+# One frame of 2,048 blocks that each stand for 128 KiB of zeros: 8 KiB become 256 MiB.
+_ZSTD_BOMB = bytes.fromhex("28b52ffd 00 58") + b"".join(
+    (((128 << 10) << 3) | 0b010 | (number == 2047)).to_bytes(3, "little") + b"\0" for number in range(2048)
+)
 KEY = "sk-nobody-may-see-this"
 
 
@@ -30,6 +36,7 @@ class Judge:
         self.replies: list[tuple[int, bytes]] = [(200, b"1")]
         self.pause_s = 0.0
         self.retry_after_s: int | None = None
+        self.encoding: str | None = None
         self.requests: list[tuple[float, dict[str, str], dict[str, object]]] = []
         self.most_at_once = 0
         self._at_once = 0
@@ -47,6 +54,8 @@ class Judge:
                     self.send_header("Retry-After", str(outer.retry_after_s))
                 if status == 302:
                     self.send_header("Location", outer.url + "/elsewhere")
+                if outer.encoding is not None:
+                    self.send_header("Content-Encoding", outer.encoding)
                 self.end_headers()
                 self.wfile.write(reply)
 
@@ -206,3 +215,21 @@ def test_a_key_file_without_a_key_is_a_problem(content: str | None, complaint: s
     assert complaint in problem.message
     with pytest.raises(RewardError):
         HttpJudge(config)
+
+
+@pytest.mark.fault("a judge whose reply grows when it is decompressed", "refused before it is read")
+@pytest.mark.parametrize("encoding", ["gzip", "zstd", "br", "gzip, gzip"])
+def test_a_compressed_reply_is_refused_whatever_it_holds(encoding: str, server: Judge, make_group: MakeGroup) -> None:
+    bomb = zlib.compress(bytes(64 << 20), 9) if encoding != "zstd" else _ZSTD_BOMB
+    server.encoding, server.replies = encoding, [(200, bomb)]
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(RewardError, match=rf"replied with compressed content \({encoding}\)"):
+        scores(config_of(server, max_reply_bytes=1 << 30), make_group("a"))
+    assert psutil.Process().memory_info().rss - before < 48 << 20
+    assert server.requests[0][1]["Accept-Encoding"] == "identity"
+
+
+def test_a_score_of_four_hundred_digits_is_an_error(server: Judge, make_group: MakeGroup) -> None:
+    server.replies = [(200, b"1" + b"0" * 400)]
+    with pytest.raises(RewardError, match="a number of more than 300 digits for score; it must be finite"):
+        scores(config_of(server), make_group("a"))

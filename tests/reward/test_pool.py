@@ -372,3 +372,63 @@ def test_an_answer_that_is_not_the_samples_own_is_no_score(payload: str, make_re
     with pytest.raises(ScoreError, match="got an answer that is not its own"):
         asyncio.run(pool.score(request("")))
     pool.close()
+
+
+LEAVES_CHILDREN = """
+import os, subprocess, time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    daemon = subprocess.Popen(["sh", "-c", "setsid sleep 600 & echo $!"], stdout=subprocess.PIPE, text=True)
+    with open(extra_info["pids"], "w") as file:
+        file.write(f"{child.pid} {int(daemon.stdout.readline())}")
+    if solution_str == "exit":
+        os._exit(3)
+    time.sleep(600 if solution_str == "hang" else 0)
+    return 1.0
+"""
+
+
+@pytest.mark.fault("children of a reward function in sessions of their own", "end with their worker, however it ends")
+@pytest.mark.parametrize("ending", ["hang", "exit", "close"])
+def test_children_that_left_the_session_end_with_their_worker(
+    ending: str, tmp_path: Path, make_reward: MakeReward
+) -> None:
+    pool = pool_of(make_reward(LEAVES_CHILDREN, deadline_s=3 if ending == "hang" else 60))
+
+    async def scenario() -> None:
+        if ending == "close":
+            assert (await pool.score(request(ending, tmp_path / "pids"))).value == 1
+            assert all(map(is_running, await read_pids(tmp_path / "pids")))
+        else:
+            with pytest.raises(RewardError):
+                await pool.score(request(ending, tmp_path / "pids"))
+        pool.close()
+
+    asyncio.run(scenario())
+    wait_for_end([int(word) for word in (tmp_path / "pids").read_text().split()])
+
+
+WRITES_MUCH = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    for _ in range(100):
+        print("x" * 100_000)
+    print("the last line")
+    return 1.0
+"""
+
+
+@pytest.mark.fault("a reward function that floods its log", "the newest part is kept, within a limit")
+def test_the_log_of_workers_has_a_bound(
+    tmp_path: Path, make_reward: MakeReward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.reward.pool.MAX_LOG_BYTES", 2 << 20)
+    log = tmp_path / "reward.log"
+    pool = WorkerPool(scoring_task(make_reward(WRITES_MUCH)), log_path=log)
+    assert asyncio.run(pool.score(request("go"))).value == 1
+    deadline = time.monotonic() + 60
+    while not log.exists() or not log.read_text().endswith("the last line\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pool.close()
+    assert sum(path.stat().st_size for path in tmp_path.glob("reward.log*")) <= 2 << 20

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from megarl.errors import RewardError
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer, check_reward
 from megarl.reward.pool import WorkerPool
+from megarl.reward.protocol import Answer, Request
 from megarl.reward.scorer import ExactScorer, RemoteScorer
 from megarl.types import FinishReason, RolloutGroup, Score
 
@@ -383,3 +384,16 @@ def test_a_built_in_scorer_runs_in_workers_as_the_recipe_says(
     first, second = (score.value for score in scored.scores)
     assert first == 1
     assert second < 1
+
+
+def test_a_fault_of_the_machine_is_never_a_score(make_group: MakeGroup) -> None:
+    class Broken:
+        async def answers(self, requests: Sequence[Request]) -> list[Answer]:
+            return [{"error": "raised SandboxError: no namespace", "is_machine_fault": True} for _ in requests]
+
+        def close(self) -> None: ...
+
+    config = FunctionRewardConfig(kind="function", path=Path("reward.py"), on_error="value", error_value=-1.0)
+    scorer = RemoteScorer(Broken(), Observer(()), name="code_tests", config=config)
+    (score,) = asyncio.run(scorer.score(make_group("a"))).scores
+    assert score.is_masked

@@ -49,6 +49,7 @@ def test_a_step_is_finished_first() -> None:
         (60, [signal.SIGTERM, signal.SIGTERM]),
         (60, [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM]),
         (60, [signal.SIGTERM, signal.SIGINT]),
+        (0.05, [signal.SIGHUP]),
     ],
 )
 def test_a_long_step_is_left_after_the_grace_or_when_terminated_twice(
@@ -66,6 +67,22 @@ def test_a_long_step_is_left_after_the_grace_or_when_terminated_twice(
         asyncio.run(asyncio.wait_for(main(), timeout=60))
     assert caught.value.exit_code == 75
     assert f"stopped by {numbers[0].name}" in str(caught.value)
+
+
+@pytest.mark.fault("a terminal that is closed (SIGHUP)", "the step is saved, exit code 75, unless under nohup")
+def test_a_closed_terminal_lets_the_step_be_saved_and_nohup_is_respected() -> None:
+    async def main() -> tuple[str, str]:
+        with preemptible(grace_s=60) as preemption:
+            preemption.begin_steps()
+            os.kill(os.getpid(), signal.SIGHUP)
+            return await step(), preemption.signal_name
+
+    assert asyncio.run(main()) == ("finished", "SIGHUP")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert asyncio.run(main()) == ("finished", "")
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_early_warnings_do_not_hurry() -> None:

@@ -218,6 +218,7 @@ _SGLANG: Mapping[str, str] = {
     "log_level_http": _ALWAYS,
     "enable_metrics": _ALWAYS,
     "weight_version": _WEIGHTS,
+    "trust_remote_code": "code in a model folder is not run; remove it",
     "custom_weight_loader": _WEIGHTS,
     "load_format": _WEIGHTS,
     "revision": _WEIGHTS,

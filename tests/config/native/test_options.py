@@ -35,6 +35,7 @@ def test_an_option_of_the_right_type_is_passed_on(library: Library, name: str, v
         ("megatron", "microbatch_group_size_per_vp_stage", True, "true: megatron takes int here"),
         ("megatron", "microbatch_group_size_per_vp_stage", 1.5, "1.5: megatron takes int here"),
         ("megatron", "recompute_modules", [], "[]: megatron takes list[str] here"),
+        ("sglang", "trust_remote_code", True, "code in a model folder is not run; remove it"),
         ("megatron", "recompute_granularity", "all", '"all": one of full, selective'),
         (
             "megatron",

@@ -20,8 +20,11 @@ from megarl.config.algorithm import (
     GdpoConfig,
     GroupConfig,
     GrpoConfig,
+    KlRewardConfig,
+    OnlineDpoConfig,
     ReinforcePpConfig,
     RemaxConfig,
+    SppoConfig,
 )
 from megarl.errors import DataError
 from megarl.system.user_code import load_code
@@ -102,6 +105,10 @@ def estimate(config: EstimatorConfig, outcomes: Outcomes) -> Credit:
             return Credit(advantages=_placed(_remax(outcomes, gamma=config.gamma), masks))
         case GdpoConfig():
             return _over_tokens(_gdpo(outcomes, config.weights), masks)
+        case OnlineDpoConfig():
+            return _over_tokens(_online_dpo(outcomes, config), masks)
+        case SppoConfig():
+            return _over_tokens(_sppo(outcomes.totals, outcomes.groups, eta=config.eta), masks)
         case _:
             assert_never(config)
 
@@ -176,6 +183,51 @@ def _grpo_passk(rewards: _Wide, groups: _Groups) -> _Wide:
     advantages = np.zeros_like(rewards)
     advantages[best] = (rewards[best] - rewards[second]) / (_group_std(rewards, groups) + _EPS)
     return advantages
+
+
+def _online_dpo(outcomes: Outcomes, config: OnlineDpoConfig) -> _Wide:
+    """Return the negative gradient of DPO's loss by each rollout's log-probability, 0 outside the pairs.
+
+    The margin is that of the policy before the step, so one update of `-A * logp` is one update of the loss. The
+    trainer divides by all rollouts; the factor makes it the mean over pairs.
+    """
+    assert isinstance(config.kl, KlRewardConfig), "online_dpo without a reference"
+    assert outcomes.penalties is not None, "online_dpo without a reference"
+    # The penalties are beta * (logp - logp_reference) per token.
+    implicit = outcomes.rewards - outcomes.totals
+    advantages = np.zeros_like(outcomes.rewards)
+    num_pairs = 0
+    for members in _members(outcomes.groups):
+        best, worst = (members[find(outcomes.rewards[members])] for find in (np.argmax, np.argmin))
+        if outcomes.rewards[best] <= outcomes.rewards[worst]:
+            continue
+        num_pairs += 1
+        push = preference_push(float(implicit[best] - implicit[worst]), beta=config.kl.coef, config=config)
+        advantages[best], advantages[worst] = push, -push
+    return advantages * len(advantages) / max(num_pairs, 1)
+
+
+def preference_push(scaled_margin: float, *, beta: float, config: OnlineDpoConfig) -> float:
+    """Return the negative derivative of a pair's loss by its margin, at the margin scaled_margin / beta."""
+    if config.preference == "ipo":
+        return (1 - 2 * scaled_margin) / beta
+    # sigmoid(-h) without overflow
+    wrong = float(np.exp(-np.logaddexp(0.0, scaled_margin)))
+    return beta * (wrong - config.label_smoothing)
+
+
+def _sppo(rewards: _Wide, groups: _Groups, *, eta: float) -> _Wide:
+    """Return eta * (R - log(mean of exp(eta R) over its group) / eta)."""
+    targets = eta * rewards
+    for members in _members(groups):
+        targets[members] -= np.logaddexp.reduce(targets[members]) - np.log(len(members))
+    return targets
+
+
+def _members(groups: _Groups) -> list[_Groups]:
+    """Return the rollouts of each group."""
+    order = np.argsort(groups, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
 
 
 def _gdpo(outcomes: Outcomes, weights: Mapping[str, float]) -> _Wide:

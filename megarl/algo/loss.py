@@ -23,6 +23,7 @@ from megarl.config.algorithm import (
     LossConfig,
     PpoLossConfig,
     SapoLossConfig,
+    SppoLossConfig,
 )
 from megarl.errors import DataError
 from megarl.system.user_code import load_code
@@ -70,6 +71,8 @@ def policy_loss(config: LossConfig, tokens: PolicyTokens) -> TokenLoss:
             return _sapo(config, tokens)
         case GmpoLossConfig():
             return _gmpo(config, tokens)
+        case SppoLossConfig():
+            return _sppo(tokens)
         case FunctionLossConfig():
             return _of_user(config, tokens)
         case _:
@@ -130,6 +133,13 @@ def _gmpo(config: GmpoLossConfig, tokens: PolicyTokens) -> TokenLoss:
     segments = tokens.segments
     values = -segments.means(tokens.advantages) * segments.means(clipped).exp()
     return TokenLoss(values=segments.spread(values), is_clipped=clipped != log_ratios)
+
+
+def _sppo(tokens: PolicyTokens) -> TokenLoss:
+    """Return (log-ratio of the sequence - its advantage)^2, the same for all tokens of a sequence."""
+    segments = tokens.segments
+    log_ratios = segments.sums(tokens.logprobs - tokens.old_logprobs)
+    return _unclipped(segments.spread((log_ratios - segments.means(tokens.advantages)).square()))
 
 
 def _log_ratios(tokens: PolicyTokens) -> Tensor:

@@ -63,6 +63,12 @@ class GmpoLossConfig(Section):
     clip_high: PositiveFloat = 0.4
 
 
+class SppoLossConfig(Section):
+    """The squared distance of a sequence's log-ratio from its advantage."""
+
+    kind: Literal["sppo"]
+
+
 class FunctionLossConfig(Section):
     """Your own loss: `name(tokens)` gets a `PolicyTokens` of torch tensors and returns a loss per token, [N]."""
 
@@ -78,6 +84,7 @@ LossConfig: TypeAlias = Annotated[
     | GpgLossConfig
     | SapoLossConfig
     | GmpoLossConfig
+    | SppoLossConfig
     | FunctionLossConfig,
     Field(discriminator="kind"),
 ]
@@ -271,6 +278,32 @@ class GdpoConfig(PolicyGradientConfig):
     """Weight of each component to use; the score itself is not used."""
 
 
-EstimatorConfig: TypeAlias = GaeConfig | GrpoConfig | GroupConfig | ReinforcePpConfig | RemaxConfig | GdpoConfig
+class OnlineDpoConfig(PolicyGradientConfig):
+    """Raises the best answer of a group over the worst, relative to the reference; `kl.coef` is DPO's beta."""
+
+    kind: Literal["online_dpo"]
+    preference: Literal["sigmoid", "ipo"] = "sigmoid"
+    """`sigmoid`: -log sigmoid(beta * margin). `ipo`: (margin - 1 / (2 beta))^2, which does not push without end."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs that the reward is assumed to order wrongly; only for `sigmoid`."""
+    loss: LossConfig = GpgLossConfig(kind="gpg")
+    aggregation: Aggregation = "seq_mean_token_sum"
+    kl: KlConfig | None = KlRewardConfig(kind="reward", coef=0.1)
+    filter: FilterConfig | None = FilterConfig()
+
+
+class SppoConfig(PolicyGradientConfig):
+    """Self-play preference: each answer's log-ratio to the policy before the step follows how often it wins."""
+
+    kind: Literal["sppo"]
+    eta: PositiveFloat = 1.0
+    """Scale of the rewards: the log-ratio aims at eta * R - log of the group's mean of exp(eta * R)."""
+    loss: LossConfig = SppoLossConfig(kind="sppo")
+    aggregation: Aggregation = "seq_mean_token_mean"
+
+
+EstimatorConfig: TypeAlias = (
+    GaeConfig | GrpoConfig | GroupConfig | ReinforcePpConfig | RemaxConfig | GdpoConfig | OnlineDpoConfig | SppoConfig
+)
 
 AlgorithmConfig: TypeAlias = Annotated[SftConfig | EstimatorConfig, Field(discriminator="kind")]

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.algo.algorithm import Sft, adapted_kl_coef, build_algorithm, length_penalty
 from megarl.config.algorithm import (
@@ -17,10 +18,12 @@ from megarl.config.algorithm import (
     GrpoConfig,
     KlLossConfig,
     KlRewardConfig,
+    OnlineDpoConfig,
     OverlongConfig,
     ReinforcePpConfig,
     RemaxConfig,
     SftConfig,
+    SppoConfig,
 )
 from megarl.errors import DataError
 from megarl.stages import Algorithm
@@ -235,3 +238,65 @@ def test_the_coefficient_follows_the_distance_by_a_fifth_at_most(kl: float, dire
     assert change * direction >= 0
     assert (change == 0) == (direction == 0)
     assert abs(change) <= 0.2 + 1e-12
+
+
+def test_sppo_aims_at_the_golden_log_ratios() -> None:
+    credit = last_token_credit(SppoConfig(kind="sppo"), [1, 0, 0, 0])
+    assert credit == pytest.approx([0.642626, -0.357374, -0.357374, -0.357374], abs=1e-6)
+
+
+def pairs_of_tokens(group: ScoredGroup, last: list[float]) -> tuple[np.ndarray, ...]:
+    """Log-probabilities, 0 but for the last token of each rollout. The first token, not the policy's, is ignored."""
+    arrays = []
+    for rollout, number in zip(group.group.rollouts, last, strict=True):
+        array = np.zeros(rollout.num_tokens, np.float32)
+        array[0], array[-1] = 7.0, number
+        arrays.append(array)
+    return tuple(arrays)
+
+
+@pytest.mark.parametrize(
+    ("keys", "golden"),
+    [
+        ({}, 0.620957),
+        ({"label_smoothing": 0.1}, 0.635957),
+        ({"preference": "ipo"}, 12.25),
+    ],
+)
+def test_online_dpo_pushes_the_best_and_the_worst_along_the_gradient_of_dpo(
+    keys: dict[str, object], golden: float
+) -> None:
+    config = OnlineDpoConfig.model_validate({"kind": "online_dpo", **keys})
+    group = scored_group(0, [0.5, 1.0, 0.0])
+    policy, reference = [-5.0, -10.0, -12.0], [-5.0, -11.0, -11.5]
+    estimates = Estimates(logprobs=pairs_of_tokens(group, policy), reference_logprobs=pairs_of_tokens(group, reference))
+    other, best, worst = build(config).assign([group], estimates)
+
+    sums = torch.tensor([-10.0, -12.0], dtype=torch.float64, requires_grad=True)
+    margin = (sums[0] + 11.0) - (sums[1] + 11.5)
+    if config.preference == "ipo":
+        loss = (margin - 1 / (2 * 0.1)) ** 2
+    else:
+        smoothing = config.label_smoothing
+        logsigmoid = torch.nn.functional.logsigmoid
+        loss = -(1 - smoothing) * logsigmoid(0.1 * margin) - smoothing * logsigmoid(-0.1 * margin)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == pytest.approx(golden, abs=1e-6)
+    assert sums.grad is not None
+    # The trainer divides by three rollouts; there is one pair.
+    assert best.advantages[1:] / 3 == pytest.approx(-sums.grad[0].item(), rel=1e-5)
+    assert worst.advantages[1:] / 3 == pytest.approx(-sums.grad[1].item(), rel=1e-5)
+    assert not other.advantages.any()
+
+
+def test_online_dpo_averages_over_pairs_and_replaces_ties() -> None:
+    config = OnlineDpoConfig(kind="online_dpo")
+    algorithm = build(config)
+    groups = [scored_group(0, [1.0, 0.0]), scored_group(1, [0.0, 0.0, 2.0])]
+    tie = scored_group(2, [1.0, 1.0])
+    assert [algorithm.keeps(group) for group in (*groups, tie)] == [True, True, False]
+    assert algorithm.take_dropped() == {"equal": 1}
+    nothing = tuple(array for group in groups for array in pairs_of_tokens(group, [0.0] * len(group.scores)))
+    samples = algorithm.assign(groups, Estimates(logprobs=nothing, reference_logprobs=nothing))
+    push = 0.1 * 0.5 * 5 / 2
+    assert [float(sample.advantages[-1]) for sample in samples] == pytest.approx([push, -push, -push, 0, push])

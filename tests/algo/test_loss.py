@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algo.loss import Segments, aggregate, kl, masked_sum, policy_loss, value_loss
+from megarl.algo.loss import PolicyTokens, Segments, aggregate, kl, masked_sum, policy_loss, value_loss
 from megarl.config.algorithm import (
     Aggregation,
     CispoLossConfig,
@@ -17,6 +17,7 @@ from megarl.config.algorithm import (
     LossConfig,
     PpoLossConfig,
     SapoLossConfig,
+    SppoLossConfig,
 )
 from tests.algo.packs import one_sequence
 
@@ -215,3 +216,21 @@ def test_long_sequences_are_summed_without_drift() -> None:
     values = torch.rand(200_000, generator=torch.Generator().manual_seed(0))
     segments = Segments.of(torch.ones(200_000, dtype=torch.bool), torch.tensor([0, 200_000]))
     assert segments.sums(values).item() == values.double().sum().float().item()
+
+
+def test_sppo_is_the_squared_distance_of_a_sequences_log_ratio_from_its_target() -> None:
+    """By hand: log-ratios .1 + .3 against .5, and -.2 against 0."""
+    logprobs = torch.tensor([0.1, 0.3, -0.2], requires_grad=True)
+    tokens = PolicyTokens(
+        logprobs=logprobs,
+        entropy=torch.zeros(3),
+        old_logprobs=torch.zeros(3),
+        rollout_logprobs=torch.zeros(3),
+        advantages=torch.tensor([0.5, 0.5, 0.0]),
+        segments=Segments.of(torch.ones(3, dtype=torch.bool), torch.tensor([0, 2, 3])),
+    )
+    loss = policy_loss(SppoLossConfig(kind="sppo"), tokens)
+    assert loss.values.tolist() == pytest.approx([0.01, 0.01, 0.04], rel=1e-5)
+    aggregate("seq_mean_token_mean", loss.values, tokens.segments, num_loss_tokens=3, num_sequences=2).backward()  # type: ignore[no-untyped-call]
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-0.1, -0.1, -0.2], rel=1e-5)

@@ -34,6 +34,7 @@ from megarl.config.algorithm import (
     PpoLossConfig,
     SapoLossConfig,
     SftConfig,
+    SppoLossConfig,
     TisConfig,
 )
 from tests.algo.packs import COLUMNS, Sequences, one_sequence, pack, random_sequences
@@ -45,6 +46,7 @@ LOSSES: tuple[LossConfig, ...] = (
     GpgLossConfig(kind="gpg"),
     SapoLossConfig(kind="sapo"),
     GmpoLossConfig(kind="gmpo"),
+    SppoLossConfig(kind="sppo"),
 )
 KLS: tuple[KlEstimate, ...] = get_args(KlEstimate)
 CORRECTIONS: tuple[CorrectionConfig | None, ...] = (

@@ -21,6 +21,7 @@ from megarl.config.algorithm import (
     MaskConfig,
     MismatchConfig,
     SapoLossConfig,
+    SppoConfig,
     TisConfig,
 )
 from megarl.types import TrainSample
@@ -61,6 +62,7 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
         correction=MaskConfig(kind="mask", level="sequence", measure="k2", highest=2.0),
         kl=KlLossConfig(kind="loss", coef=0.2),
     ),
+    "sppo": SppoConfig(kind="sppo", correction=TisConfig(kind="tis", max_weight=5.0)),
     "gpg": GrpoConfig(kind="grpo", loss=GpgLossConfig(kind="gpg"), aggregation="token_sum", entropy_coef=0.01),
 }
 

@@ -21,11 +21,14 @@ from megarl.config.algorithm import (
     MaskConfig,
     MismatchBaselineConfig,
     MismatchConfig,
+    OnlineDpoConfig,
     PolicyGradientConfig,
     ReinforcePpConfig,
     RemaxConfig,
     SapoLossConfig,
     SftConfig,
+    SppoConfig,
+    SppoLossConfig,
 )
 from megarl.config.recipe import DataConfig, Recipe, SamplingConfig, TrainConfig
 from megarl.config.reward import (
@@ -70,6 +73,7 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
         *_reward_clip(algorithm),
         *_overlong(algorithm, sampling),
         *_components(algorithm, recipe.reward),
+        *(_preference(algorithm) if isinstance(algorithm, OnlineDpoConfig) else ()),
     ]
 
 
@@ -173,12 +177,16 @@ def _models(algorithm: EstimatorConfig, roles: RolesConfig) -> Iterator[Problem]
 
 def _loss(algorithm: EstimatorConfig, train: TrainConfig, sampling: SamplingConfig) -> Iterator[Problem]:
     loss, aggregation = algorithm.loss, algorithm.aggregation
-    if isinstance(loss, GspoLossConfig | GmpoLossConfig | SapoLossConfig) and aggregation != "seq_mean_token_mean":
+    by_sequence = isinstance(loss, GspoLossConfig | GmpoLossConfig | SapoLossConfig | SppoLossConfig)
+    if by_sequence and aggregation != "seq_mean_token_mean":
         yield Problem(
             key="algorithm.aggregation",
             message=f"{aggregation} weighs sequences by their length, but {loss.kind} weighs them equally; "
             "set seq_mean_token_mean",
         )
+    if isinstance(algorithm, SppoConfig) != isinstance(loss, SppoLossConfig):
+        message = f"{loss.kind} and algorithm.kind {algorithm.kind}: the loss sppo and the kind sppo need each other"
+        yield Problem(key="algorithm.loss.kind", message=message)
     if isinstance(loss, GpgLossConfig) and train.updates_per_step > 1:
         yield Problem(
             key="algorithm.loss.kind",
@@ -192,6 +200,25 @@ def _loss(algorithm: EstimatorConfig, train: TrainConfig, sampling: SamplingConf
     if aggregation != "seq_mean_token_sum_norm" and horizon is not None:
         message = f"{horizon} has no effect with {aggregation}; remove it or set seq_mean_token_sum_norm"
         yield Problem(key=key, message=message)
+
+
+def _preference(algorithm: OnlineDpoConfig) -> Iterator[Problem]:
+    """Yield the keys that would make something else of online_dpo's loss."""
+    if algorithm.loss.kind != "gpg" or algorithm.aggregation != "seq_mean_token_sum":
+        yield Problem(key="algorithm.loss", message="online_dpo has its own loss; remove loss and aggregation")
+    match algorithm.kl:
+        case KlRewardConfig(estimate="k1", adaptive=None):
+            pass
+        case _:
+            message = "online_dpo needs {kind: reward, coef: ...}, coef being its beta, without other keys"
+            yield Problem(key="algorithm.kl", message=message)
+    if algorithm.filter is None:
+        yield Problem(key="algorithm.filter", message="null would keep groups without a best and a worst; remove it")
+    if algorithm.overlong is not None and algorithm.overlong.is_filtered:
+        message = "would take a side of a pair out of the loss; use buffer_tokens, which lowers its reward"
+        yield Problem(key="algorithm.overlong.is_filtered", message=message)
+    if algorithm.preference == "ipo" and algorithm.label_smoothing:
+        yield Problem(key="algorithm.label_smoothing", message="has no effect with preference ipo; remove it")
 
 
 def _correction(algorithm: EstimatorConfig) -> Iterator[Problem]:

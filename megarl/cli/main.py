@@ -57,6 +57,7 @@ def _add_other_commands() -> None:
     from megarl.cli.launch import launch_app
     from megarl.cli.metrics import dashboards, metrics_app
     from megarl.cli.rehearse import rehearse
+    from megarl.cli.rescore import rescore_run
     from megarl.cli.run_folder import fleet, report, samples, timeline, top, view
 
     for command in (init, doctor, rehearse, evaluate, view, top, compare, report, timeline, samples, fleet):
@@ -64,6 +65,7 @@ def _add_other_commands() -> None:
     app.command()(export)
     app.command()(dashboards)
     app.command("check-sync")(check_sync)
+    app.command("rescore")(rescore_run)
     app.add_typer(checkpoint_app, name="checkpoint")
     app.add_typer(diagnose_app, name="diagnose")
     app.add_typer(launch_app, name="launch")

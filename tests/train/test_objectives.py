@@ -34,6 +34,9 @@ from tests.train.test_rank import SPLITS, assert_close, packed, setup_of, whole_
 INVARIANCE = 1e-6
 """Tolerance of losses and gradients; with the settings of `test_rank` a weight changes by its gradient."""
 
+SUMMED = {"sppo": 5e-6}
+"""Tolerance of a loss that squares the sum over a sequence: the rounding errors of its tokens add up."""
+
 ALGORITHMS: dict[str, AlgorithmConfig] = {
     "gspo": GrpoConfig(
         kind="grpo",
@@ -83,9 +86,10 @@ def test_an_update_does_not_depend_on_ranks_or_micro_batches(name: str, cluster:
     for stats, of_split in others:
         for field in ("loss", "grad_norm", "mismatch_kl", "mismatch_k3", "effective_sample_ratio", "rejected_fraction"):
             value = getattr(expected, field)
-            assert getattr(stats, field) == pytest.approx(value, rel=INVARIANCE, abs=INVARIANCE), field
+            tolerance = SUMMED.get(name, INVARIANCE)
+            assert getattr(stats, field) == pytest.approx(value, rel=tolerance, abs=tolerance), field
         assert stats.mismatch_chi2 == pytest.approx(expected.mismatch_chi2, rel=1e-4)
-        assert_close(of_split, weights, tolerance=INVARIANCE)
+        assert_close(of_split, weights, tolerance=SUMMED.get(name, INVARIANCE))
     assert not any(torch.isnan(tensor).any() for tensor in weights.values())
 
 

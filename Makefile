@@ -11,7 +11,7 @@ DATA := data/arithmetic
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages patches quickstart test test-quick test-slow faults soak test-gpu bench-gpu check fmt docs clean
+.PHONY: help setup packages patches quickstart test test-quick test-slow faults soak test-gpu bench-gpu check fmt docs docs-site clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,7 +59,10 @@ test-gpu: ## the tests that need a CUDA device, in an environment of your own th
 bench-gpu: ## all figures of docs/performance.md on this machine's GPU, in an environment of your own that has one
 	$(PYTHON) -m bench gpu --out bench-gpu.jsonl
 
-check: setup ## lint, format, types, layers
+docs-site: setup ## build the documentation site into build/site, strictly
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+check: setup docs-site ## lint, format, types, layers, links of the documentation
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -76,6 +79,7 @@ docs: setup ## write what is generated: option tables of libraries, recipe schem
 	$(BIN)/megarl schema > recipes/schema.json
 	$(BIN)/megarl schema --docs > docs/recipe.md
 	$(BIN)/megarl metrics list --docs > docs/metrics.md
+	$(BIN)/python -m scripts.docs_pages
 	$(BIN)/python -m megarl.tools.dashboards.monitoring
 
 clean: ## remove the environment and caches; keeps runs/ and data/

@@ -28,8 +28,9 @@ from megarl.cli.display import make_console, make_display
 from megarl.cli.notebook import NotebookDisplay, is_notebook
 from megarl.config.checks.recipe import check_recipe
 from megarl.config.document import Document, override_value, read_document
+from megarl.config.hub import with_local_models
 from megarl.config.load import validated
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import Recipe, RunConfig
 from megarl.errors import ConfigError, FinishedError, PreemptedError, Problem
 from megarl.observe.events import Record, Sink, StepFinished
 from megarl.observe.summary import StepSummary
@@ -81,8 +82,10 @@ def train(
     """
     own = {"reward": reward, "scorer": scorer, "estimator": estimator}
     own |= {"loss": loss, "keeps": keeps, "generator": generator}
-    checked = _with_code(load(recipe, set=set), {part: code for part, code in own.items() if code is not None})
-    problems = [*check_recipe(checked), *check_reward(checked.reward)]
+    read = load(recipe, set=set)
+    read = load(read, set=code_keys({part: code for part, code in own.items() if code is not None}, read.run))
+    checked, problems = with_local_models(read, downloads=True)
+    problems += [*check_recipe(checked), *check_reward(checked.reward)]
     if problems:
         raise ConfigError(checked.run.name, tuple(problems))
     display = _Watching(_display() if is_shown else None, on_step)
@@ -206,14 +209,13 @@ def _call(function: Callable[[], None]) -> None:
     running.result()
 
 
-def _with_code(recipe: Recipe, own: Mapping[str, OwnCode]) -> Recipe:
-    """Return the recipe with references to the user's functions in their keys."""
-    twice = [part for part in ("reward", "scorer") if part in own]
-    if len(twice) > 1:
-        raise ConfigError(recipe.run.name, (Problem(key="reward", message="give a reward or a scorer, not both"),))
+def code_keys(own: Mapping[str, OwnCode], run: RunConfig) -> dict[str, JsonValue]:
+    """Return the keys of a recipe that refer to the user's functions, which are given by part of the step."""
+    if "reward" in own and "scorer" in own:
+        raise ConfigError(run.name, (Problem(key="reward", message="give a reward or a scorer, not both"),))
     changes: dict[str, JsonValue] = {}
     for part, code in own.items():
-        reference = code if isinstance(code, str) else _reference(code, part, recipe)
+        reference = code if isinstance(code, str) else _reference(code, part, run)
         place, _, name = reference.rpartition(":")
         match part:
             case "reward":
@@ -224,10 +226,10 @@ def _with_code(recipe: Recipe, own: Mapping[str, OwnCode]) -> Recipe:
                 changes[_KEYS[part]] = {"kind": "function", "code": reference}
             case _:
                 changes[_KEYS[part]] = reference
-    return load(recipe, set=changes)
+    return changes
 
 
-def _reference(code: Callable[..., object], part: str, recipe: Recipe) -> str:
+def _reference(code: Callable[..., object], part: str, run: RunConfig) -> str:
     """Return `file.py:name`: where the function is defined or, without such a place, a file that holds it."""
     module = inspect.getmodule(code)
     name = getattr(code, "__qualname__", "<unnamed>")
@@ -235,12 +237,12 @@ def _reference(code: Callable[..., object], part: str, recipe: Recipe) -> str:
     is_found = module is not None and getattr(module, name, None) is code
     if is_found and file is not None and module is not None and module.__name__ != "__main__":
         return f"{file}:{name}"
-    path = recipe.run.folder.absolute() / _CODE_FOLDER / f"{recipe.run.name}_{part}.py"
+    path = run.folder.absolute() / _CODE_FOLDER / f"{run.name}_{part}.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     # A script is not imported again: that would start the run a second time.
     held = base64.b64encode(dill.dumps(code, recurse=True)).decode()
     path.write_text(
-        f'"""Written by megarl.train: {name}, as {part} of {recipe.run.name}."""\n\n'
+        f'"""Written by megarl.train: {name}, as {part} of {run.name}."""\n\n'
         f'import base64\n\nimport dill\n\n{part} = dill.loads(base64.b64decode("{held}"))\n'
     )
     return f"{path}:{part}"

@@ -48,7 +48,7 @@ def test_importing_megarl_loads_nothing_heavy() -> None:
 
 
 def test_a_function_of_a_module_is_named_and_a_local_one_travels(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path)
+    recipe = make_recipe(tmp_path).run
     assert api._reference(make_arithmetic, "reward", recipe).endswith("quickstart/arithmetic.py:make_arithmetic")
     factor = 3
     held = api._reference(lambda number: factor * number, "estimator", recipe)
@@ -61,14 +61,15 @@ def test_a_function_of_a_module_is_named_and_a_local_one_travels(tmp_path: Path)
 
 def test_own_code_goes_to_its_keys(tmp_path: Path) -> None:
     recipe = megarl.load(QUICKSTART, set={"run.folder": tmp_path})
-    changed = api._with_code(recipe, {"loss": "mine.py:loss", "keeps": "mine.py:keeps", "scorer": "pack.mod:Scorer"})
+    own = {"loss": "mine.py:loss", "keeps": "mine.py:keeps", "scorer": "pack.mod:Scorer"}
+    changed = megarl.load(recipe, set=api.code_keys(own, recipe.run))
     assert isinstance(changed.algorithm, GrpoConfig)
     assert changed.algorithm.loss == FunctionLossConfig(kind="function", code="mine.py:loss")
     assert changed.algorithm.loss.code == f"{Path('mine.py').absolute()}:loss"
     assert changed.algorithm.filter is not None
     assert changed.reward.kind == "scorer"
     with pytest.raises(ConfigError, match="give a reward or a scorer, not both"):
-        api._with_code(recipe, {"reward": "a.py:f", "scorer": "a.py:g"})
+        api.code_keys({"reward": "a.py:f", "scorer": "a.py:g"}, recipe.run)
 
 
 OUTCOMES = Outcomes(

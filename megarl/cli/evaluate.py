@@ -14,7 +14,7 @@ from rich.table import Table
 from megarl.checkpoint.locate import find_model
 from megarl.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from megarl.cli.display import make_console, make_display
-from megarl.cli.recipe import RecipePath
+from megarl.cli.train import ignore_warnings
 from megarl.config.checks.recipe import check_recipe
 from megarl.config.document import Document, override, override_value, read_document
 from megarl.config.load import validated
@@ -32,7 +32,7 @@ def evaluate(
         list[Path] | None, typer.Option(metavar="FILE", help="Held-out prompts; those of the recipe if not given.")
     ] = None,
     recipe: Annotated[
-        RecipePath | None, typer.Option(help="Pools, reward and lengths; the recipe of the checkpoint if not given.")
+        Path | None, typer.Option(metavar="FILE", help="Pools, reward, lengths; that of the checkpoint if not given.")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one key. May be repeated.")
@@ -61,6 +61,7 @@ def evaluate(
     from megarl.runtime import launch
 
     console = make_console()
+    ignore_warnings()
     # No step is taken: the weights are published, evaluated, and that is all.
     run = checked.model_copy(update={"run": checked.run.model_copy(update={"steps": 0, "epochs": None})})
     launch.train(run, display=make_display(console), resume="never")

@@ -45,7 +45,8 @@ _QUICK = ("train", "validate", "plan", "schema", "import-verl")
 
 
 @cache
-def _add_other_commands() -> None:
+def complete_app() -> None:
+    """Add the commands that are slow to import."""
     from megarl.cli.check_sync import check_sync
     from megarl.cli.checkpoint import checkpoint_app
     from megarl.cli.compare import compare
@@ -80,7 +81,7 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
     if not arguments or arguments[0] not in _QUICK:
-        _add_other_commands()
+        complete_app()
     return run_app(app, arguments, prog_name="megarl")
 
 

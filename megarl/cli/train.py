@@ -43,9 +43,7 @@ def train(
 ) -> None:
     """Run a recipe to its end. A stopped run resumes from its newest checkpoint."""
     checked = load_checked(recipe, overrides, downloads=True)
-    if not sys.warnoptions:
-        # Warnings of libraries on import are for developers; -W shows them.
-        warnings.simplefilter("ignore")
+    ignore_warnings()
 
     from megarl.cli.display import make_console, make_display, show_warnings
     from megarl.cli.run_folder import traced
@@ -69,6 +67,12 @@ def train(
         console.print(str(error))
     print_report(make_report(checked.run_folder), console)
     print_next(checked.run_folder, console)
+
+
+def ignore_warnings() -> None:
+    """Hide warnings of libraries on import, which are for developers; -W shows them."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
 
 
 def _resume_choice(text: str) -> Path | Literal["auto", "never"]:

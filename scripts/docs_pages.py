@@ -1,0 +1,138 @@
+"""Write the generated pages of the site: docs/cli.md, docs/api.md and docs/llms.txt. `make docs` runs it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import typer
+import yaml
+
+import megarl
+from megarl import errors
+from megarl.cli.main import app, complete_app, run_app
+from megarl.env import update_environment
+from megarl.run_result import Result
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+
+
+def cli_page() -> str:
+    """Return the reference of all commands, from their own help."""
+    complete_app()
+    # The width of the help.
+    update_environment({"COLUMNS": "100", "TERMINAL_WIDTH": "100"})
+    lines = ["# Commands", "", "Made from `--help`. Exit codes are at the [end](#exit-codes).", ""]
+    lines += [line for command in _commands(app, ("megarl",)) for line in command]
+    lines += ["## Exit codes", "", "| code | error | |", "|---|---|---|", "| 0 | | done |"]
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.MegarlError)]
+    by_code = {kind.exit_code: kind.__name__ for kind in reversed(kinds) if kind is not errors.MegarlError}
+    lines += [f"| {code} | `{name}` | {_meaning(name)} |" for code, name in sorted(by_code.items())]
+    return "\n".join([*lines, ""])
+
+
+def _meaning(name: str) -> str:
+    lines = [line for line in (errors.__doc__ or "").splitlines() if f" {name} " in line]
+    return lines[0].split(name)[1].strip().lstrip("0123456789").strip() if lines else ""
+
+
+def _commands(parent: typer.Typer, path: tuple[str, ...]) -> Iterator[list[str]]:
+    for command in parent.registered_commands:
+        assert command.callback is not None
+        name = command.name or command.callback.__name__.replace("_", "-")
+        words = [*path[1:], name]
+        out = StringIO()
+        with redirect_stdout(out):
+            run_app(app, [*words, "--help"], prog_name="megarl")
+        usage, _, text = out.getvalue().partition("\n\n")
+        yield [
+            f"## {' '.join(('megarl', *words))}",
+            "",
+            "```text",
+            usage.removeprefix("Usage: "),
+            "",
+            text.rstrip(),
+            "```",
+            "",
+        ]
+    for group in parent.registered_groups:
+        assert isinstance(group.typer_instance, typer.Typer)
+        yield from _commands(group.typer_instance, (*path, str(group.name)))
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def api_page() -> str:
+    """Return the reference of `import megarl`, from signatures and docstrings."""
+    lines = ["# Python", "", inspect.cleandoc(inspect.getmodule(megarl.train).__doc__ or ""), ""]
+    lines += ["`examples/` has five scripts; a test runs them. Own parts of a step: [extending](extending.md).", ""]
+    for name in ("train", "plan", "load", "load_run"):
+        lines += [*_entry(f"megarl.{name}", getattr(megarl, name)), ""]
+    lines += ["## megarl.Result", "", inspect.cleandoc(Result.__doc__ or ""), ""]
+    lines += ["| | |", "|---|---|"]
+    for name, member in vars(Result).items():
+        if not name.startswith("_"):
+            target = getattr(member, "func", None) or getattr(member, "fget", None) or member
+            call = str(inspect.signature(target)).replace("self, ", "").replace("(self)", "()")
+            shown = f"{name}{call}" if inspect.isfunction(member) else name
+            lines.append(f"| `{_cell(shown)}` | {_cell(inspect.getdoc(target) or '')} |")
+    lines += ["", "## Errors", "", "```text", inspect.cleandoc(errors.__doc__ or ""), "```", ""]
+    return "\n".join(lines)
+
+
+def _entry(name: str, function: Callable[..., object]) -> list[str]:
+    signature = inspect.signature(function)
+    arguments = []
+    for each in signature.parameters.values():
+        if each.kind is each.KEYWORD_ONLY and "*" not in arguments:
+            arguments.append("*")
+        default = "" if each.default is each.empty else f" = {each.default!r}"
+        arguments.append(f"{each.name}: {each.annotation}{default}")
+    call = f"{name}(\n    " + ",\n    ".join(arguments) + f",\n) -> {signature.return_annotation}"
+    prose, _, example = (inspect.getdoc(function) or "").partition(">>>")
+    lines = [f"## {name}", "", "```text", call, "```", "", prose.strip()]
+    return [*lines, "", "```pycon", f">>>{example.rstrip()}", "```"] if example else lines
+
+
+def llms_text() -> str:
+    """Return the list of pages for language models, each with its first sentence."""
+    lines = ["# megarl", "", f"> {(megarl.__doc__ or '').splitlines()[0]}", ""]
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    for entry in site["nav"]:
+        if isinstance(entry, str):
+            lines += [_described(entry)]
+            continue
+        for title, pages in entry.items():
+            lines += ["", f"## {title}", "", *(_described(page) for page in pages)]
+    return "\n".join([*lines, ""])
+
+
+def _described(page: str) -> str:
+    """Return a link with the title and the first sentence of a page."""
+    text = re.sub(r"```.*?```", "", (DOCS / page).read_text(), flags=re.DOTALL)
+    title = re.search(r"^# (.+)$", text, flags=re.MULTILINE)
+    paragraphs = [part for part in text.split("\n\n") if part[:1].isalpha() or part[:1] == "`"]
+    first = " ".join(paragraphs[0].split()) if paragraphs else ""
+    sentence = re.split(r"(?<=[.]) ", re.sub(r"\]\([^)]*\)", "]", first).replace("[", "").replace("]", ""))[0]
+    return f"- [{title.group(1) if title else page}]({page}): {sentence}"
+
+
+def pages() -> dict[Path, str]:
+    return {DOCS / "cli.md": cli_page(), DOCS / "api.md": api_page()}
+
+
+def main() -> None:
+    for path, text in pages().items():
+        path.write_text(text)
+    (DOCS / "llms.txt").write_text(llms_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -143,8 +143,10 @@ def bench_dataplane(
     """
     from bench.dataplane import Load, as_json, measure_dataplane, print_figures
     from bench.packing import measure_packing
+    from bench.worker_plane import measure_workers
 
-    figures = [*measure_dataplane(Load(num_requests=requests, num_engines=engines)), *measure_packing()]
+    load = Load(num_requests=requests, num_engines=engines)
+    figures = [*measure_dataplane(load), *measure_workers(load), *measure_packing()]
     print_figures(figures)
     if is_json:
         print(as_json(figures))

@@ -47,7 +47,7 @@ from megarl.types import (
 )
 
 _WIDTH = 110
-_VOCAB = TinyShape().vocab
+VOCAB = TinyShape().vocab
 _REQUEST_TIMEOUT_S = 3600.0
 
 
@@ -86,7 +86,7 @@ class PlaneFigure:
 def measure_dataplane(load: Load, *, repeats: int = 5) -> list[PlaneFigure]:
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
         write_tiny_model(Path(folder), TinyShape(), seed=1)
-        tokenizer = load_tokenizer(Path(folder), vocab=_VOCAB)
+        tokenizer = load_tokenizer(Path(folder), vocab=VOCAB)
         return [
             *_reading(load, repeats=repeats),
             _decoding(load, tokenizer, Path(folder), repeats=repeats),
@@ -99,14 +99,14 @@ def measure_dataplane(load: Load, *, repeats: int = 5) -> list[PlaneFigure]:
 
 def _reading(load: Load, *, repeats: int) -> list[PlaneFigure]:
     expected = Expectation(
-        vocab=_VOCAB,
+        vocab=VOCAB,
         max_response_tokens=load.num_tokens,
         eos_ids=frozenset({2}),
         version=PolicyVersion(0),
         newest_version=PolicyVersion(0),
     )
-    flat, listed = (reply_content(load.num_tokens, vocab=_VOCAB, is_flat=is_flat) for is_flat in (True, False))
-    before = _best(lambda: read_as_before(listed, _VOCAB), repeats)
+    flat, listed = (reply_content(load.num_tokens, vocab=VOCAB, is_flat=is_flat) for is_flat in (True, False))
+    before = _best(lambda: read_as_before(listed, VOCAB), repeats)
     per_token = 1e6 / load.num_tokens
     return [
         PlaneFigure(
@@ -141,7 +141,7 @@ def _decoding(load: Load, tokenizer: Tokenizer, folder: Path, *, repeats: int) -
     from transformers import AutoTokenizer
 
     inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    token_ids = np.random.default_rng(0).integers(3, _VOCAB, load.num_tokens, dtype=np.int32)
+    token_ids = np.random.default_rng(0).integers(3, VOCAB, load.num_tokens, dtype=np.int32)
     per_token = 1e6 / load.num_tokens
     before = _best(lambda: inner.decode(token_ids.tolist(), skip_special_tokens=False), repeats)
     return PlaneFigure(
@@ -154,7 +154,7 @@ def _decoding(load: Load, tokenizer: Tokenizer, folder: Path, *, repeats: int) -
 
 def _generating(load: Load, tokenizer: Tokenizer) -> list[PlaneFigure]:
     """Measure whole groups: HTTP, checks, arrays, text."""
-    content = reply_content(load.num_tokens, vocab=_VOCAB, is_flat=True)
+    content = reply_content(load.num_tokens, vocab=VOCAB, is_flat=True)
     with instant_engine(content, num_ports=8) as ports:
         seconds, num_bytes = asyncio.run(_generate(load, tokenizer, ports))
     num_tokens = load.num_prompts * load.num_rollouts * load.num_tokens
@@ -175,22 +175,22 @@ def _generating(load: Load, tokenizer: Tokenizer) -> list[PlaneFigure]:
 async def _generate(load: Load, tokenizer: Tokenizer, ports: Sequence[int]) -> tuple[float, int]:
     """Return CPU seconds, and the bytes by which the groups make this process larger."""
     async with AsyncExitStack() as stack:
-        fleet = _fleet(ports, max_outstanding=16)
+        fleet = fleet_of(ports, max_outstanding=16)
         stack.push_async_callback(fleet.close)
         generator = _generator(tokenizer, fleet, num_rollouts=load.num_rollouts, num_tokens=load.num_tokens)
-        await generator.generate(_prompt(-1))
+        await generator.generate(prompt_at(-1))
         gc.collect()
-        bytes_before = _resident_bytes()
+        bytes_before = resident_bytes()
         began = time.process_time()
-        groups = await asyncio.gather(*(generator.generate(_prompt(place)) for place in range(load.num_prompts)))
+        groups = await asyncio.gather(*(generator.generate(prompt_at(place)) for place in range(load.num_prompts)))
         seconds = time.process_time() - began
         gc.collect()
-        num_bytes = _resident_bytes() - bytes_before
+        num_bytes = resident_bytes() - bytes_before
         assert len(groups) == load.num_prompts, "they are alive until here"
         return seconds, num_bytes
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
     num_pages = int(Path("/proc/self/statm").read_text().split()[1])
     return num_pages * resource.getpagesize()
 
@@ -200,7 +200,7 @@ def _leasing(load: Load) -> PlaneFigure:
     num_leases = 20_000
 
     async def lease() -> float:
-        fleet = _fleet([1] * load.num_engines, max_outstanding=128)
+        fleet = fleet_of([1] * load.num_engines, max_outstanding=128)
         async with AsyncExitStack() as stack:
             for _ in range(20 * load.num_engines):
                 await stack.enter_async_context(fleet.lease())
@@ -245,7 +245,7 @@ def _buffering(num_prompts: int) -> PlaneFigure:
 
 def _many_requests(load: Load, tokenizer: Tokenizer) -> list[PlaneFigure]:
     """Measure a large fleet that answers slowly: most requests wait here, the others have a connection each."""
-    content = reply_content(16, vocab=_VOCAB, is_flat=True)
+    content = reply_content(16, vocab=VOCAB, is_flat=True)
     with instant_engine(content, num_ports=load.num_engines, delay_s=load.delay_s) as ports:
         cpu_s, wall_s, kilobytes = asyncio.run(_ask_many(load, tokenizer, ports))
     sizes = f"{load.num_requests} requests, {load.num_engines} engines, {load.num_open} sent to each"
@@ -260,18 +260,18 @@ def _many_requests(load: Load, tokenizer: Tokenizer) -> list[PlaneFigure]:
 
 async def _ask_many(load: Load, tokenizer: Tokenizer, ports: Sequence[int]) -> tuple[float, float, float]:
     async with AsyncExitStack() as stack:
-        fleet = _fleet(ports, max_outstanding=load.num_open)
+        fleet = fleet_of(ports, max_outstanding=load.num_open)
         stack.push_async_callback(fleet.close)
         generator = _generator(tokenizer, fleet, num_rollouts=16, num_tokens=16)
         gc.collect()
         before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         cpu_began, began = time.process_time(), time.monotonic()
-        await asyncio.gather(*(generator.generate(_prompt(place)) for place in range(load.num_requests // 16)))
+        await asyncio.gather(*(generator.generate(prompt_at(place)) for place in range(load.num_requests // 16)))
         cpu_s, wall_s = time.process_time() - cpu_began, time.monotonic() - began
         return cpu_s, wall_s, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb
 
 
-def _fleet(ports: Sequence[int], *, max_outstanding: int) -> Fleet:
+def fleet_of(ports: Sequence[int], *, max_outstanding: int) -> Fleet:
     keys = EngineKeys(api="0" * 48, admin="1" * 48)
     endpoints = [
         EngineEndpoint(index=index, host=LOOPBACK, port=port, tensor=1, device="cpu", keys=keys)
@@ -282,14 +282,16 @@ def _fleet(ports: Sequence[int], *, max_outstanding: int) -> Fleet:
 
 
 def _generator(tokenizer: Tokenizer, fleet: Fleet, *, num_rollouts: int, num_tokens: int) -> FleetGenerator:
-    sampling = Sampling(
-        num_rollouts=num_rollouts, temperature=1.0, top_p=1.0, top_k=None, max_response_tokens=num_tokens
-    )
-    vocabulary = Vocabulary(size=_VOCAB, eos_ids=(2,), max_context_tokens=1 << 20, decode=tokenizer.decode_response)
+    sampling = sampling_of(num_rollouts=num_rollouts, num_tokens=num_tokens)
+    vocabulary = Vocabulary(size=VOCAB, eos_ids=(2,), max_context_tokens=1 << 20, decode=tokenizer.decode_response)
     return FleetGenerator(fleet, sampling=sampling, vocabulary=vocabulary, seed=1, max_attempts=3)
 
 
-def _prompt(place: int) -> Prompt:
+def sampling_of(*, num_rollouts: int, num_tokens: int) -> Sampling:
+    return Sampling(num_rollouts=num_rollouts, temperature=1.0, top_p=1.0, top_k=None, max_response_tokens=num_tokens)
+
+
+def prompt_at(place: int) -> Prompt:
     return Prompt(
         uid=f"prompt-{place}",
         position=place,
@@ -303,7 +305,7 @@ def _prompt(place: int) -> Prompt:
 
 _GROUP = ScoredGroup(
     group=RolloutGroup(
-        prompt=_prompt(0),
+        prompt=prompt_at(0),
         rollouts=(
             Rollout(
                 content=Content(token_ids=np.array([3], np.int32), logprobs=np.zeros(1, np.float32), text=""),

@@ -1,6 +1,6 @@
 """One Protocol per arrow of the step. The loop knows these and nothing else.
 
-prompts --Generator--> groups --Scorer--> scored --Trainer--> estimates --Algorithm--> samples --Trainer--> version
+prompts --GroupSource--> scored groups --Trainer--> estimates --Algorithm--> samples --Trainer--> version
 version --Publisher--> engines
 """
 
@@ -19,6 +19,12 @@ class PromptSource(Protocol):
     """An endless, seeded stream: one epoch after the other."""
 
     def next(self) -> Prompt: ...
+
+
+class GroupSource(Protocol):
+    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
+        """Return all rollouts of one prompt, checked and scored; raise FleetError when no engine is left."""
+        ...
 
 
 class Generator(Protocol):
@@ -88,8 +94,7 @@ class Stages:
     """One implementation of each Protocol: everything that a step passes through."""
 
     prompts: PromptSource
-    generator: Generator
-    scorer: Scorer
+    groups: GroupSource
     algorithm: Algorithm
     trainer: Trainer
     publisher: Publisher

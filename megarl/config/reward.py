@@ -34,7 +34,7 @@ class _Tolerance(Section):
 
 class _InWorkers(_Tolerance):
     workers: PositiveInt = 2
-    """Processes that score, on each node of the run."""
+    """Processes that score, on the driver's node or on each node with rollout workers."""
     deadline_s: PositiveFloat = 30
     """Per rollout; a worker that is later is killed and replaced."""
     samples_per_worker: PositiveInt = 1000
@@ -103,7 +103,7 @@ class CodeTestsRewardConfig(_Tolerance):
     gives_partial_credit: bool = False
     """The score is the share of tests that pass, not all or nothing."""
     workers: PositiveInt = 2
-    """Programs that run at the same time on each node of the run."""
+    """Programs that run at the same time, on the driver's node or on each node with rollout workers."""
     samples_per_worker: PositiveInt = 1000
     """After this many a fresh process replaces the worker."""
     deadline_s: PositiveFloat = 10

@@ -173,6 +173,9 @@ class RolloutRoleConfig(Section):
     that is computed again; `in_place`: they go on with the one they have, of the weights before."""
     canary_every: PositiveInt | None = 10
     """Publishes from one comparison of an engine's log-probabilities with the trainer's to the next; null: none."""
+    workers: NonNegativeInt | None = None
+    """Rollout workers on each node with engines: processes that ask engines, check and score the answers, and keep them
+    until ranks train on them. 0: the driver does it. null: 0 if all engines are on one node, else 2."""
     max_attempts: PositiveInt = 3
     """How often one request is tried, each time on another engine where there is one."""
     max_restarts: NonNegativeInt = 3

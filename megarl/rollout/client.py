@@ -152,7 +152,7 @@ class EngineClient:
         self, endpoint: EngineEndpoint, *, request_timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         self.endpoint = endpoint
-        self._request_timeout_s = request_timeout_s
+        self.request_timeout_s = request_timeout_s
         self._has_sessions: bool | None = None
         self._is_asleep = False
         self._cuts: set[asyncio.Task[None]] = set()
@@ -167,7 +167,7 @@ class EngineClient:
 
     async def generate(self, request: GenerateRequest) -> Generated:
         """Return a response, or its tokens so far when the request is late. Cancelling this ends it in the engine."""
-        cut_after_s = self._request_timeout_s
+        cut_after_s = self.request_timeout_s
         cuts: list[asyncio.Task[None]] = []
         timer = asyncio.get_running_loop().call_later(cut_after_s, self._begin_cut, request.rid, cuts)
         try:

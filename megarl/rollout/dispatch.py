@@ -45,8 +45,9 @@ class _Waiter(Generic[EngineT]):
 class Dispatcher(Generic[EngineT]):
     """Gives each request the live engine with the fewest outstanding ones; others wait in the order they came."""
 
-    def __init__(self, engines: Sequence[EngineT], *, max_outstanding: int) -> None:
-        """At most `max_outstanding` requests per engine are given out."""
+    def __init__(self, engines: Sequence[EngineT], *, max_outstanding: int, lent: Set[int] = frozenset()) -> None:
+        """At most `max_outstanding` requests per engine are given out; to `lent` ones only if no other is live."""
+        self._lent = lent
         self._engines = {engine.index: engine for engine in engines}
         self._max_outstanding = max_outstanding
         self._live = {engine.index for engine in engines if engine.is_live}
@@ -124,6 +125,8 @@ class Dispatcher(Generic[EngineT]):
                 waiter.given.set_exception(reason())
 
     def _least_busy(self, avoid: Set[int]) -> EngineT | None:
+        if self._lent and self._live - self._lent - avoid:
+            avoid = avoid | self._lent
         if self._live <= avoid:
             avoid = frozenset()
         put_back: list[tuple[int, int]] = []

@@ -57,11 +57,12 @@ class Engine:
     """The version of the weights it serves."""
     life: Life
     num_outstanding: int = 0
-    is_syncing: bool = False
-    """Weights are being sent to it; its scheduler waits for them and answers nothing else."""
+    num_elsewhere: int = 0  # requests of rollout workers in other processes
+    num_pauses: int = 0  # and resumes; a changed number means that a publish may have happened
+    is_watched: bool = False  # a rollout worker of its node probes it
+    is_syncing: bool = False  # its scheduler waits for weights and answers nothing else
     leases: set[asyncio.Timeout] = field(default_factory=set)
-    adapter: str | None = None
-    """Name of the adapter that new requests compute with; None where the weights themselves are published."""
+    adapter: str | None = None  # name of the one that new requests compute with; None: the weights are published
     adapters: Counter[str | None] = field(default_factory=Counter)
     """Requests that hold each adapter that is loaded, by name."""
 
@@ -82,6 +83,10 @@ class Engine:
     @property
     def is_live(self) -> bool:
         return self.state is EngineState.HEALTHY
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_outstanding + self.num_elsewhere
 
     def __str__(self) -> str:
         return str(self.client.endpoint)
@@ -112,34 +117,29 @@ class Fleet:
         publish_timeout_s: float,
         policy: RestartPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
+        lent: Set[int] = frozenset(),
     ) -> None:
-        """At most `max_outstanding` requests per engine are sent; others wait here, not yet bound to an engine.
+        """At most `max_outstanding` requests per engine are sent; others wait here. For `lent` see `Dispatcher`.
 
         `publish_timeout_s` is the deadline for any change while no engine is live. Without a `policy` the engines are
         not supervised: one that is lost stays lost.
         """
         assert clients, "a fleet needs an engine"
         self.committed_version = PolicyVersion(0)
-        self.is_awake = True
-        """False while trainers use the engines' devices."""
+        self.is_awake = True  # not while trainers use the engines' devices
         self.policy = policy or RestartPolicy(max_restarts=0)
         self.engines = tuple(
-            Engine(
-                index=client.endpoint.index,
-                client=client,
-                version=self.committed_version,
-                life=Life.begin(clock()),
-            )
-            for client in clients
+            Engine(index=each.endpoint.index, client=each, version=PolicyVersion(0), life=Life.begin(clock()))
+            for each in clients
         )
         self.requests: RequestListener = _Uncounted()
+        self.num_changes = 0  # of states, versions, addresses and pauses
         self._is_supervised = policy is not None
         self._clock = clock
-        self._publish_timeout_s = publish_timeout_s
+        self.publish_timeout_s = publish_timeout_s
         self._listeners: list[StateListener] = []
-        self._dispatcher = Dispatcher(self.engines, max_outstanding=max_outstanding)
-        self._deadline: asyncio.TimerHandle | None = None
-        """Runs while requests wait and no engine is live."""
+        self._dispatcher = Dispatcher(self.engines, max_outstanding=max_outstanding, lent=lent)
+        self._deadline: asyncio.TimerHandle | None = None  # while requests wait and no engine is live
         self._changed = asyncio.Condition()
         self._notifying: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
@@ -176,7 +176,7 @@ class Fleet:
         while True:
             engine = self._dispatcher.take(avoid, prefix)
             if engine is None:
-                self._check()
+                self.check()
                 waiting = self._dispatcher.wait(avoid, prefix)
                 if self._deadline is None:
                     asyncio.get_running_loop().call_soon(self._restart_deadline)
@@ -193,7 +193,7 @@ class Fleet:
         # Requests to a live engine have deadlines of their own; without one a publish or a restart must come.
         if self._dispatcher.has_waiting and not self._dispatcher.has_live:
             loop = asyncio.get_running_loop()
-            self._deadline = loop.call_later(self._publish_timeout_s, self._refuse_late)
+            self._deadline = loop.call_later(self.publish_timeout_s, self._refuse_late)
 
     def _refuse_late(self) -> None:
         self._deadline = None
@@ -201,20 +201,21 @@ class Fleet:
 
     def _none_came(self) -> FleetError:
         return FleetError(
-            f"no engine has served version {self.committed_version} for {self._publish_timeout_s:.0f} s: "
+            f"no engine has served version {self.committed_version} for {self.publish_timeout_s:.0f} s: "
             f"{self._reasons()}"
         )
 
     async def _wait_for_change(self) -> None:
         """Wait for a change, holding the condition. Raises FleetError if no engine came in time or can come."""
-        self._check()
+        self.check()
         try:
-            async with asyncio.timeout(self._publish_timeout_s):
+            async with asyncio.timeout(self.publish_timeout_s):
                 await self._changed.wait()
         except TimeoutError:
             raise self._none_came() from None
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise if no engine will ever be live again."""
         if self._is_hopeless:
             raise self._end_reason()
 
@@ -259,6 +260,7 @@ class Fleet:
         current = set(engines)
         assert current, f"version {version} is committed, but no engine serves it"
         self.committed_version = version
+        self.num_changes += 1
         for engine in self.engines:
             if engine in current:
                 engine.version, engine.adapter = version, adapter
@@ -269,6 +271,7 @@ class Fleet:
     async def joined(self, engine: Engine, *, adapter: str | None = None) -> None:
         """Record that `engine` has caught up with the committed version, and serves it as `adapter`."""
         engine.version, engine.adapter = self.committed_version, adapter
+        self.num_changes += 1
         self.report(engine, Confirmed())
 
     async def mark_stale(self, engine: Engine, reason: str) -> None:
@@ -303,24 +306,39 @@ class Fleet:
     def report(self, engine: Engine, event: Event) -> None:
         """Advance the life of an engine. If it is dead, its leases end."""
         before = engine.life
-        engine.life = after = advance(before, event, now=self._clock(), policy=self.policy)
+        after = advance(before, event, now=self._clock(), policy=self.policy)
+        self.adopt(engine, after)
         if after.state is before.state:
             return
         logger.info("engine=%d state=%s reason=%s", engine.index, after.state, after.reason)
+        for listener in self._listeners:
+            listener(engine, before)
+
+    def adopt(self, engine: Engine, life: Life) -> None:
+        """Set the life of an engine, without a word to the listeners."""
+        before, engine.life = engine.life, life
+        if life.state is before.state:
+            return
+        self.num_changes += 1
         self._dispatcher.changed(engine)
-        if after.state is EngineState.DEAD:
+        if life.state is EngineState.DEAD:
             for scope in engine.leases:
                 if not scope.expired():
                     scope.reschedule(asyncio.get_running_loop().time())
-        for listener in self._listeners:
-            listener(engine, before)
         self._notify()
+
+    def count_pause(self, engines: Iterable[Engine]) -> None:
+        """Record that these engines are about to be paused or resumed."""
+        for engine in engines:
+            engine.num_pauses += 1
+        self.num_changes += 1
 
     def replace_client(self, engine: Engine, client: EngineClient) -> EngineClient:
         """Set the client of a restarted engine, which has a new address; return the old client."""
         before, engine.client = engine.client, client
         engine.version = PolicyVersion(0)
         engine.adapter, engine.adapters = None, Counter()
+        self.num_changes += 1
         return before
 
     def fail(self, error: BaseException) -> None:
@@ -340,10 +358,8 @@ class Fleet:
         if releases_weights:
             for engine in self.reachable:
                 self.report(engine, FellBehind(reason=RELEASED))
-        asleep = (
-            self._ask(engine, engine.client.sleep(releases_weights=releases_weights)) for engine in self.reachable
-        )
-        await asyncio.gather(*asleep)
+        calls = (self._ask(each, each.client.sleep(releases_weights=releases_weights)) for each in self.reachable)
+        await asyncio.gather(*calls)
 
     async def take_weights(self) -> None:
         """Take the memory of the weights again, for a publish."""

@@ -20,11 +20,11 @@ import numpy.typing as npt
 
 from megarl.config.model import ModelShape
 from megarl.config.recipe import SampledEvaluationConfig, SamplingConfig
+from megarl.config.roles import InFlight
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import DataError, EngineError, FleetError, QuarantineError
 from megarl.rollout.client import GenerateRequest
 from megarl.rollout.fleet import Engine, EngineLostError, Fleet
-from megarl.rollout.in_flight import Pauses
 from megarl.rollout.lifecycle import EngineState
 from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.system.faults import reach
@@ -115,15 +115,15 @@ class FleetGenerator:
         vocabulary: Vocabulary,
         seed: int,
         max_attempts: int,
-        pauses: Pauses | None = None,
+        in_flight: InFlight | None = None,
     ) -> None:
-        """`pauses` is needed where weights may change during a request."""
+        """`in_flight` says how engines are paused where weights may change during a request."""
         self._fleet = fleet
         self._sampling = sampling
         self._vocabulary = vocabulary
         self._seed = seed
         self._max_attempts = max_attempts
-        self._pauses = pauses
+        self._in_flight: InFlight | None = in_flight
 
     async def generate(self, prompt: Prompt) -> RolloutGroup:
         """Return all rollouts of one prompt, in the order of their seeds."""
@@ -199,9 +199,9 @@ class FleetGenerator:
 
     async def _respond(self, engine: Engine, prompt: Prompt, index: int, so_far: Response) -> _Rest:
         """Return the rest of a response that begins with `so_far`."""
-        sampling, pauses, version = self._sampling, self._pauses, engine.version
+        sampling, in_flight, version = self._sampling, self._in_flight, engine.version
         base_version = None if engine.adapter is None else engine.weights_version
-        num_pauses = 0 if pauses is None else pauses.count(engine)
+        num_pauses = engine.num_pauses
         max_new_tokens = sampling.max_response_tokens - len(so_far.token_ids)
         request = GenerateRequest(
             # All rids have one length: SGLang treats a rid as a prefix when it aborts.
@@ -215,10 +215,10 @@ class FleetGenerator:
             sampling_seed=sampling_seed(self._seed, prompt.uid, epoch=prompt.epoch, index=index),
             # Where the cache is kept during a publish, prefixes must not be shared between versions.
             adapter=engine.adapter,
-            cache_key=str(version) if pauses is not None and pauses.mode == "in_place" else None,
+            cache_key=str(version) if in_flight == "in_place" else None,
         )
         reply = await engine.client.generate(request)
-        is_interrupted = pauses is not None and pauses.count(engine) != num_pauses
+        is_interrupted = in_flight is not None and engine.num_pauses != num_pauses
         if is_interrupted and not engine.is_live:
             raise EngineError(f"{engine}: a publish failed during the request: {engine.reason}")
         expected = Expectation(
@@ -229,7 +229,7 @@ class FleetGenerator:
             newest_version=engine.version if is_interrupted else version,
             base_version=base_version,
             is_interrupted=is_interrupted or reply.is_cut or engine.state is EngineState.RETIRED,
-            in_flight=None if pauses is None else pauses.mode,
+            in_flight=in_flight,
         )
         reach("generating", step=engine.version, engine=engine.index)
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -24,29 +23,30 @@ logger = logging.getLogger(__name__)
 
 
 class Pauses:
-    """Counts the pauses and resumes of each engine; a changed count means that a publish may have happened."""
+    """Pauses the engines around a publish, each counted before it happens."""
 
-    def __init__(self, mode: InFlight) -> None:
+    def __init__(self, mode: InFlight, *, announce: Callable[[], Awaitable[None]] | None = None) -> None:
+        """`announce` returns when rollout workers in other processes know the counts and the versions."""
         self.mode: InFlight = mode
-        self._counts: Counter[int] = Counter()
-
-    def count(self, engine: Engine) -> int:
-        return self._counts[engine.index]
+        self._announce = announce
 
     @asynccontextmanager
     async def around(self, fleet: Fleet) -> AsyncIterator[None]:
         """Pause all reachable engines inside the block; new requests wait."""
         engines = fleet.reachable
-        self._count(engines)
+        await self._count(fleet, engines)
         try:
             await _ask_all(fleet, engines, self._pause)
             yield
         finally:
-            self._count(engines)
+            await self._count(fleet, engines)
             await _ask_all(fleet, engines, _resume)
 
-    def _count(self, engines: Sequence[Engine]) -> None:
-        self._counts.update(engine.index for engine in engines)
+    async def _count(self, fleet: Fleet, engines: Sequence[Engine]) -> None:
+        fleet.count_pause(engines)
+        if self._announce is not None:
+            # An engine that is paused answers at once: the count must be there before the tokens.
+            await self._announce()
 
     async def _pause(self, engine: Engine) -> None:
         await engine.client.pause(PauseMode(self.mode))
@@ -82,3 +82,16 @@ class PausingPublisher:
     async def publish(self, version: PolicyVersion) -> PublishResult:
         async with self._pauses.around(self._fleet):
             return await self._publisher.publish(version)
+
+
+class TellingPublisher:
+    """A Publisher (see `stages`) after which every rollout worker knows what the engines serve."""
+
+    def __init__(self, publisher: Publisher, announce: Callable[[], Awaitable[None]]) -> None:
+        self._publisher = publisher
+        self._announce = announce
+
+    async def publish(self, version: PolicyVersion) -> PublishResult:
+        result = await self._publisher.publish(version)
+        await self._announce()
+        return result

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from megarl.errors import CheckpointError, FleetError, QuarantineError
 from megarl.observe.observer import Observer
 from megarl.observe.summary import Flow
-from megarl.stages import Generator, Scorer
+from megarl.stages import GroupSource
 from megarl.tokens import counted
 from megarl.types import DEMONSTRATION, PolicyVersion, Prompt, ScoredGroup
 
@@ -285,13 +285,13 @@ class Quarantine:
         self._num_dropped = 0
         self._num_in_a_row = 0
 
-    async def scored_group(self, prompt: Prompt, generator: Generator, scorer: Scorer) -> ScoredGroup | None:
+    async def scored_group(self, prompt: Prompt, groups: GroupSource) -> ScoredGroup | None:
         """Return the answers to a prompt; None if it is in quarantine, now or since an earlier epoch."""
         if prompt.uid in self._uids:
             self._num_dropped += 1
             return None
         try:
-            group = await generator.generate(prompt)
+            scored = await groups.scored_group(prompt)
         except QuarantineError as error:
             self._num_in_a_row += 1
             if self._num_in_a_row > MAX_QUARANTINED_IN_A_ROW:
@@ -301,7 +301,7 @@ class Quarantine:
             self._observer.warned(f"quarantined, its group is dropped: {error}")
             return None
         self._num_in_a_row = 0
-        return await scorer.score(group)
+        return scored
 
     def add_to(self, dropped: Mapping[str, int]) -> dict[str, int]:
         """Return groups dropped since the last call, by cause: those that the filter dropped, and quarantined ones."""

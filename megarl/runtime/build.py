@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import cast
 
 from megarl.algo.algorithm import build_algorithm
-from megarl.algo.greedy import WithGreedyRollout, WithGreedyScore
 from megarl.checkpoint.carried import read_carried
 from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.resume import ResumePoint
@@ -20,12 +17,13 @@ from megarl.config.recipe import EvaluationConfig, Recipe
 from megarl.data.prompts import Demonstrations, DemonstrationScorer
 from megarl.data.stream import PromptStream
 from megarl.observe.observer import Observer
-from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary, evaluation_seed
-from megarl.rollout.in_flight import Pauses, PausingPublisher
+from megarl.rollout.generator import Sampling, evaluation_seed
+from megarl.rollout.in_flight import Pauses, PausingPublisher, TellingPublisher
+from megarl.rollout.worker import Answering, RolloutTask
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.engines.adapter_publisher import AdapterPublisher
 from megarl.runtime.engines.canary import Canary, CanaryPublisher, CanaryQuestion
-from megarl.runtime.engines.serving import ExternalServing, ManagedServing, NoServing, Roles
+from megarl.runtime.engines.serving import ExternalServing, NoServing, Roles
 from megarl.runtime.evaluate import Evaluation, Evaluator, HeldOutEvaluator, NoEvaluation, ScheduledEvaluation
 from megarl.runtime.held_out_loss import DemonstrationEvaluator
 from megarl.runtime.inputs import Inputs
@@ -37,10 +35,9 @@ from megarl.runtime.trainers.build import build_trainer
 from megarl.runtime.trainers.ranks import RankGroup
 from megarl.runtime.trainers.start import critic_folder, critic_shape
 from megarl.runtime.trainers.trainer import ModelsTrainer
-from megarl.stages import Algorithm, Generator, Publisher, Scorer, Stages, Trainer
-from megarl.system.user_code import load_code
+from megarl.stages import Algorithm, Generator, GroupSource, Publisher, Scorer, Stages, Trainer
 from megarl.train.trained import TrainedRank
-from megarl.types import PolicyVersion, Prompt, RolloutGroup
+from megarl.types import PolicyVersion, Prompt, ScoredGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +47,8 @@ class LoopBuilder:
     recipe: Recipe
     inputs: Inputs
     roles: Roles
-    scorer: Scorer
+    workers: Answering | None
+    """None without engines."""
     observer: Observer
     preemption: Preemption
     resume: ResumePoint | None
@@ -68,8 +66,7 @@ class LoopBuilder:
         evaluation = self._evaluation(saver, models, is_synchronous=buffer.is_synchronous)
         stages = Stages(
             prompts=prompts,
-            generator=self._generator(),
-            scorer=self._scorer(),
+            groups=self._groups(),
             algorithm=algorithm,
             trainer=self._sampled(models),
             publisher=self._publisher(models),
@@ -95,7 +92,9 @@ class LoopBuilder:
     @cached_property
     def _pauses(self) -> Pauses | None:
         in_flight = self.recipe.in_flight
-        return None if in_flight is None else Pauses(in_flight)
+        if in_flight is None or self.workers is None:
+            return None
+        return Pauses(in_flight, announce=self.workers.announce)
 
     def _prompts(self) -> PromptStream:
         state = None if self.resume is None else self.resume.state
@@ -131,37 +130,20 @@ class LoopBuilder:
         )
         return buffer
 
-    def _generator(self) -> Generator:
-        recipe, serving = self.recipe, self.roles.serving
-        if isinstance(recipe.algorithm, SftConfig) or isinstance(serving, NoServing):
-            return Demonstrations(self.inputs.tokenizer)
-        max_tokens, seed = recipe.sampling.max_response_tokens, recipe.run.seed
-        sampling = Sampling.of(recipe.sampling, max_response_tokens=max_tokens)
-        generator: Generator = self._fleet_generator(serving, sampling, seed=seed)
-        if isinstance(recipe.algorithm, RemaxConfig):
-            nearly_greedy = Sampling.nearly_greedy(max_response_tokens=max_tokens)
-            generator = WithGreedyRollout(generator, self._fleet_generator(serving, nearly_greedy, seed=seed))
-        if recipe.sampling.generator is not None:
-            generator = cast("Generator", load_code(recipe.sampling.generator, key="sampling.generator")(generator))
-        return TimedGenerator(generator, self.observer)
-
-    def _fleet_generator(
-        self, serving: ExternalServing | ManagedServing, sampling: Sampling, *, seed: int
-    ) -> FleetGenerator:
-        return FleetGenerator(
-            serving.fleet,
-            sampling=sampling,
-            vocabulary=Vocabulary.of(self.inputs.shape, self.inputs.tokenizer),
-            seed=seed,
-            max_attempts=serving.config.max_attempts,
-            pauses=self._pauses,
+    def _groups(self) -> GroupSource:
+        recipe = self.recipe
+        if isinstance(recipe.algorithm, SftConfig) or self.workers is None:
+            return GivenGroups(Demonstrations(self.inputs.tokenizer), DemonstrationScorer())
+        max_tokens = recipe.sampling.max_response_tokens
+        nearly_greedy = Sampling.nearly_greedy(max_response_tokens=max_tokens)
+        task = RolloutTask(
+            sampling=Sampling.of(recipe.sampling, max_response_tokens=max_tokens),
+            seed=recipe.run.seed,
+            in_flight=recipe.in_flight,
+            generator=recipe.sampling.generator,
+            baseline=nearly_greedy if isinstance(recipe.algorithm, RemaxConfig) else None,
         )
-
-    def _scorer(self) -> Scorer:
-        algorithm = self.recipe.algorithm
-        if isinstance(algorithm, SftConfig) or isinstance(self.roles.serving, NoServing):
-            return DemonstrationScorer()
-        return WithGreedyScore(self.scorer) if isinstance(algorithm, RemaxConfig) else self.scorer
+        return TaskGroups(self.workers, task, self.observer)
 
     def _sampled(self, models: ModelsTrainer) -> Trainer:
         recipe = self.recipe
@@ -180,8 +162,10 @@ class LoopBuilder:
     def _publisher(self, models: ModelsTrainer) -> Publisher:
         """Wrap the publisher: engines are paused around a publish, and the canary asks them after the pause."""
         recipe, publisher, serving = self.recipe, self.roles.publisher, self.roles.serving
-        if isinstance(serving, NoServing):
+        if isinstance(serving, NoServing) or self.workers is None:
             return publisher
+        if not isinstance(publisher, AdapterPublisher):
+            publisher = TellingPublisher(publisher, self.workers.announce)
         if self._pauses is not None:
             publisher = PausingPublisher(publisher, serving.fleet, self._pauses)
         if serving.config.canary_every is None:
@@ -252,21 +236,24 @@ class LoopBuilder:
         )
 
     def _held_out_evaluator(self, config: EvaluationConfig) -> Evaluator | None:
-        recipe, serving = self.recipe, self.roles.serving
-        if isinstance(serving, NoServing):
+        recipe, workers = self.recipe, self.workers
+        if workers is None:
             return None
-        seed, max_tokens = evaluation_seed(recipe.run.seed), recipe.evaluation_response_tokens
+        max_tokens = recipe.evaluation_response_tokens
         # A greedy request would change what the seeds of rollouts beside it mean.
         greedy = Sampling.nearly_greedy if recipe.train.max_staleness else Sampling.greedy
-        sampled = None if config.sampled is None else Sampling.of(config.sampled, max_response_tokens=max_tokens)
+
+        def groups(sampling: Sampling) -> GroupSource:
+            seed = evaluation_seed(recipe.run.seed)
+            return TaskGroups(workers, RolloutTask(sampling=sampling, seed=seed, in_flight=recipe.in_flight))
+
         return HeldOutEvaluator(
             config,
             prompts=self.inputs.eval,
-            greedy=self._fleet_generator(serving, greedy(max_response_tokens=max_tokens), seed=seed)
-            if config.is_greedy
-            else None,
-            sampled=None if sampled is None else self._fleet_generator(serving, sampled, seed=seed),
-            scorer=self.scorer,
+            greedy=groups(greedy(max_response_tokens=max_tokens)) if config.is_greedy else None,
+            sampled=None
+            if config.sampled is None
+            else groups(Sampling.of(config.sampled, max_response_tokens=max_tokens)),
             decode=self.inputs.tokenizer.decode,
             run_folder=recipe.run_folder,
         )
@@ -282,19 +269,33 @@ def _saved_model(ranks: RankGroup[TrainedRank], shape: ModelShape, source_folder
     )
 
 
-class TimedGenerator:
-    """A generator that reports how long each group took."""
+class TaskGroups:
+    """The groups of prompts that are all answered alike (a `stages.GroupSource`)."""
 
-    def __init__(self, generator: Generator, observer: Observer) -> None:
-        self._generator = generator
+    def __init__(self, workers: Answering, task: RolloutTask, observer: Observer | None = None) -> None:
+        """`observer` counts the groups."""
+        self._workers = workers
+        self._task = task
         self._observer = observer
 
-    async def generate(self, prompt: Prompt) -> RolloutGroup:
-        began = time.monotonic()
-        group = await self._generator.generate(prompt)
-        self._observer.group_generated(
-            seconds=time.monotonic() - began,
-            num_rollouts=len(group.rollouts),
-            num_tokens=sum(rollout.num_tokens for rollout in group.rollouts),
-        )
-        return group
+    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
+        answered = await self._workers.answer(prompt, self._task)
+        rollouts = answered.scored.group.rollouts
+        if self._observer is not None:
+            self._observer.group_generated(
+                seconds=answered.seconds,
+                num_rollouts=len(rollouts),
+                num_tokens=sum(rollout.num_tokens for rollout in rollouts),
+            )
+        return answered.scored
+
+
+class GivenGroups:
+    """Groups of a generator and a scorer that need no engine (a `stages.GroupSource`)."""
+
+    def __init__(self, generator: Generator, scorer: Scorer) -> None:
+        self._generator = generator
+        self._scorer = scorer
+
+    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
+        return await self._scorer.score(await self._generator.generate(prompt))

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from megarl.algo.grade import grade, is_right
 from megarl.config.recipe import EvaluationConfig
 from megarl.data.rollout_files import Generation, generations_file, write_generations
@@ -19,7 +17,8 @@ from megarl.observe.observer import Observer
 from megarl.results import EvalResult
 from megarl.runtime.saver import Saver
 from megarl.runtime.tasks import task_group
-from megarl.stages import Generator, Phases, Scorer
+from megarl.stages import GroupSource, Phases
+from megarl.tokens import counted
 from megarl.types import PolicyVersion, Prompt, ScoredGroup, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -124,9 +123,8 @@ class HeldOutEvaluator:
         config: EvaluationConfig,
         *,
         prompts: Sequence[Prompt],
-        greedy: Generator | None,
-        sampled: Generator | None,
-        scorer: Scorer,
+        greedy: GroupSource | None,
+        sampled: GroupSource | None,
         decode: Callable[[TokenArray], str],
         run_folder: Path,
     ) -> None:
@@ -136,7 +134,6 @@ class HeldOutEvaluator:
         self._prompts = prompts
         self._greedy = greedy
         self._sampled = sampled
-        self._scorer = scorer
         self._decode = decode
         self._run_folder = run_folder
 
@@ -159,16 +156,13 @@ class HeldOutEvaluator:
             sampled=grade(sampled, right_from=right_from, pass_at=pass_at) if sampled else None,
         )
 
-    async def _answers(self, generator: Generator | None) -> list[ScoredGroup]:
+    async def _answers(self, groups: GroupSource | None) -> list[ScoredGroup]:
         """Return one group per prompt, in their order; the first failure ends them all."""
-        if generator is None:
+        if groups is None:
             return []
         async with task_group() as tasks:
-            answers = [tasks.create_task(self._answer(generator, prompt)) for prompt in self._prompts]
+            answers = [tasks.create_task(groups.scored_group(prompt)) for prompt in self._prompts]
         return [answer.result() for answer in answers]
-
-    async def _answer(self, generator: Generator, prompt: Prompt) -> ScoredGroup:
-        return await self._scorer.score(await generator.generate(prompt))
 
     def _keep(self, step: int, greedy: Sequence[ScoredGroup], sampled: Sequence[ScoredGroup]) -> None:
         generations = (
@@ -209,5 +203,5 @@ def _versions(groups: Sequence[ScoredGroup]) -> set[PolicyVersion]:
         PolicyVersion(version)
         for scored in groups
         for rollout in scored.group.rollouts
-        for version in np.unique(rollout.versions).tolist()
+        for version in counted(rollout.versions)[0].tolist()
     }

@@ -73,7 +73,7 @@ class Loop:
         while True:
             ticket = await self._buffer.reserve()
             prompt = stages.prompts.next()
-            scored = await self._quarantine.scored_group(prompt, stages.generator, stages.scorer)
+            scored = await self._quarantine.scored_group(prompt, stages.groups)
             if scored is not None and stages.algorithm.keeps(scored):
                 await self._buffer.put(ticket, scored)
             else:

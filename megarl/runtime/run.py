@@ -19,16 +19,16 @@ from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
 from megarl.planner.hardware import other_gpu, reported_gpu
 from megarl.planner.run_plan import check_fit
+from megarl.rollout.worker import Answering
 from megarl.runtime.build import LoopBuilder
-from megarl.runtime.cluster import Pool, accelerators, nodes_of, open_cluster, settle
-from megarl.runtime.engines.serving import Serving, connect, make_room, reserve_pools, start_serving
+from megarl.runtime.cluster import Pool, accelerators, open_cluster, settle
+from megarl.runtime.engines.serving import NoServing, Serving, connect, make_room, reserve_pools, start_serving
 from megarl.runtime.inputs import Inputs
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.resume import Restarts, last_good
-from megarl.runtime.rewards import build_spread_scorer
+from megarl.runtime.rollout_workers import open_workers
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.start import running_trainers
-from megarl.stages import Scorer
 
 
 def run_recipe(
@@ -91,18 +91,30 @@ class _Run:
             async with AsyncExitStack() as stack, task_group() as tasks:
                 starting = start_serving(recipe, self._inputs.shape, pools, stack, observer=observer)
                 serving = tasks.create_task(starting)
-                scorer = build_spread_scorer(
-                    recipe.reward, lambda: nodes_of(pools.values()), run_folder=recipe.run_folder, observer=observer
-                )
-                stack.callback(scorer.close)
-                await self._replace_lost_ranks(resume, pools, serving, scorer, preemption)
+                workers = tasks.create_task(self._open_workers(serving, stack))
+                await self._replace_lost_ranks(resume, pools, serving, workers, preemption)
+
+    async def _open_workers(self, serving: asyncio.Task[Serving], stack: AsyncExitStack) -> Answering | None:
+        engines = await asyncio.shield(serving)
+        if isinstance(engines, NoServing):
+            return None
+        recipe = self._recipe
+        return await open_workers(
+            engines,
+            self._inputs,
+            recipe.reward,
+            stack,
+            rollouts_per_prompt=recipe.sampling.rollouts_per_prompt,
+            run_folder=recipe.run_folder,
+            observer=self._observer,
+        )
 
     async def _replace_lost_ranks(
         self,
         first: ResumePoint | None,
         pools: Mapping[str, Pool],
         serving: asyncio.Task[Serving],
-        scorer: Scorer,
+        workers: asyncio.Task[Answering | None],
         preemption: Preemption,
     ) -> None:
         """Train with one set of ranks after another, until one of them takes the last step."""
@@ -111,7 +123,7 @@ class _Run:
         point = first
         while True:
             try:
-                await self._train(point, pools, serving, scorer, preemption)
+                await self._train(point, pools, serving, workers, preemption)
                 return
             except WorkerError as error:
                 if serving.done() and serving.exception() is not None:
@@ -155,7 +167,7 @@ class _Run:
         point: ResumePoint | None,
         pools: Mapping[str, Pool],
         serving: asyncio.Task[Serving],
-        scorer: Scorer,
+        workers: asyncio.Task[Answering | None],
         preemption: Preemption,
     ) -> None:
         """Start trainer ranks and train until the last step, or until a rank is lost."""
@@ -174,7 +186,7 @@ class _Run:
                 recipe=recipe,
                 inputs=self._inputs,
                 roles=roles,
-                scorer=scorer,
+                workers=await asyncio.shield(workers),
                 observer=self._observer,
                 preemption=preemption,
                 resume=point,

@@ -12,11 +12,10 @@ import httpx
 import numpy as np
 
 from megarl.config.model import ModelShape
-from megarl.config.roles import RolloutRoleConfig
+from megarl.config.roles import InFlight, RolloutRoleConfig
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
-from megarl.rollout.in_flight import Pauses
 from megarl.rollout.process import EngineProcess, EngineSpec
 from megarl.rollout.tool_control import ToolControl
 from megarl.types import PolicyVersion, Prompt, TokenArray
@@ -95,7 +94,7 @@ def generator_of(
     max_attempts: int = 3,
     vocab: int = 99,
     seed: int = 7,
-    pauses: Pauses | None = None,
+    in_flight: InFlight | None = None,
 ) -> FleetGenerator:
     sampling = Sampling(
         num_rollouts=num_rollouts,
@@ -106,7 +105,7 @@ def generator_of(
     )
     vocabulary = Vocabulary(size=vocab, eos_ids=(EOS,), max_context_tokens=CONTEXT, decode=spell)
     return FleetGenerator(
-        fleet, sampling=sampling, vocabulary=vocabulary, seed=seed, max_attempts=max_attempts, pauses=pauses
+        fleet, sampling=sampling, vocabulary=vocabulary, seed=seed, max_attempts=max_attempts, in_flight=in_flight
     )
 
 

@@ -69,7 +69,7 @@ async def generate_once(served: ServedModel, mode: InFlight, pause_s: float) -> 
     async with served.fleet() as fleet:
         pauses = Pauses(mode)
         publisher = PausingPublisher(DiskPublisher(served, fleet, mode), fleet, pauses)
-        generator = generator_of(fleet, num_rollouts=16, max_response_tokens=MAX_TOKENS, pauses=pauses)
+        generator = generator_of(fleet, num_rollouts=16, max_response_tokens=MAX_TOKENS, in_flight=pauses.mode)
         generating = asyncio.create_task(generator.generate(prompt_of(*PROMPT)))
         for version in (1, 2):
             await asyncio.sleep(pause_s)
@@ -201,7 +201,7 @@ def test_an_aborted_rollout_goes_on_from_where_it_was_with_the_versions_of_both_
         engine = PausedEngine()
         fleet = scripted_fleet(engine)
         pauses = Pauses("abort")
-        generating = asyncio.create_task(generator_of(fleet, pauses=pauses).generate(prompt_of(5, 6)))
+        generating = asyncio.create_task(generator_of(fleet, in_flight=pauses.mode).generate(prompt_of(5, 6)))
         await engine.has_begun.wait()
         await PausingPublisher(Publisher(fleet), fleet, pauses).publish(PolicyVersion(1))
         (rollout,) = (await generating).rollouts
@@ -219,7 +219,7 @@ def test_what_an_engine_says_after_a_failed_publish_is_not_trusted() -> None:
         broken, good = PausedEngine(retracts=True), PausedEngine(retracts=True)
         fleet = scripted_fleet(broken, good)
         pauses = Pauses("retract")
-        generating = asyncio.create_task(generator_of(fleet, pauses=pauses).generate(prompt_of(5, 6)))
+        generating = asyncio.create_task(generator_of(fleet, in_flight=pauses.mode).generate(prompt_of(5, 6)))
         await broken.has_begun.wait()
         await PausingPublisher(Publisher(fleet, failing=0), fleet, pauses).publish(PolicyVersion(1))
         (rollout,) = (await generating).rollouts
@@ -244,6 +244,6 @@ def test_engines_go_on_though_the_publish_fails() -> None:
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_prefixes_are_kept_apart_by_version_where_the_cache_outlives_a_publish(mode: InFlight) -> None:
     engine = ScriptedEngine(reply_of(EOS))
-    generator = generator_of(scripted_fleet(engine), pauses=Pauses(mode))
+    generator = generator_of(scripted_fleet(engine), in_flight=mode)
     asyncio.run(generator.generate(prompt_of(5, 6)))
     assert engine.requests[0].get("extra_key") == ("0" if mode == "in_place" else None)

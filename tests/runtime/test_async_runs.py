@@ -51,9 +51,13 @@ def state_of(done: Run, step: int) -> RunState:
     return read_state(done.folder / "checkpoints" / f"step_{step:06d}")
 
 
-@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-def test_engines_are_updated_while_they_generate(folder: Path, mode: InFlight) -> None:
-    done = run(folder, mode, *BESIDE, "run.steps=8", f"roles.rollout.in_flight={mode}")
+@pytest.mark.parametrize(
+    ("mode", "workers"),
+    [("abort", 0), ("retract", 0), ("in_place", 0), ("abort", 1), pytest.param("in_place", 1, marks=pytest.mark.slow)],
+)
+def test_engines_are_updated_while_they_generate(folder: Path, mode: InFlight, workers: int) -> None:
+    overrides = ("run.steps=8", f"roles.rollout.in_flight={mode}", f"roles.rollout.workers={workers}")
+    done = run(folder, f"{mode}_{workers}", *BESIDE, *overrides)
     assert done.exit_code == 0, done.output
     check_ages(done)
     assert set(done.evaluations) == {0, 2, 4, 6, 8}

@@ -4,25 +4,29 @@ import asyncio
 
 from megarl.observe.meter import Meter
 from megarl.observe.observer import Observer
-from megarl.runtime.build import TimedGenerator
-from megarl.types import Prompt, RolloutGroup
+from megarl.rollout.generator import Sampling
+from megarl.rollout.worker import AnsweredPrompt, RolloutTask
+from megarl.runtime.build import TaskGroups
+from megarl.types import Prompt
 from tests.observe.samples import scored_group, step_summary
 
 
 def test_groups_are_counted_and_the_slowest_is_told_with_the_step() -> None:
-    waits = iter([0.01, 0.01, 0.05])
+    seconds = iter([0.01, 0.01, 0.05])
+    scored = scored_group([0.0, 1.0], lengths=[2, 4])
 
     class Slow:
-        async def generate(self, prompt: Prompt) -> RolloutGroup:
-            await asyncio.sleep(next(waits))
-            return scored_group([0.0, 1.0], lengths=[2, 4]).group
+        async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
+            return AnsweredPrompt(scored=scored, seconds=next(seconds))
+
+        async def announce(self) -> None: ...
 
     meter = Meter("sample")
     observer = Observer((), meter=meter)
-    generator = TimedGenerator(Slow(), observer)
-    prompt = scored_group([0.0, 1.0], lengths=[2, 4]).group.prompt
+    task = RolloutTask(sampling=Sampling.greedy(max_response_tokens=4), seed=1)
+    groups = TaskGroups(Slow(), task, observer)
     for _ in range(3):
-        asyncio.run(generator.generate(prompt))
+        assert asyncio.run(groups.scored_group(scored.group.prompt)) is scored
     observer.step_summarized(step_summary(1))
     values = meter.values("rollout")
     assert (values["rollout/generated_rollouts"], values["rollout/generated_tokens"]) == (6, 18)

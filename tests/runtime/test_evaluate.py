@@ -12,6 +12,7 @@ from megarl.config.recipe import EvaluationConfig, SampledEvaluationConfig
 from megarl.data.rollout_files import generations_file, read_generations
 from megarl.errors import FleetError
 from megarl.results import EvalResult
+from megarl.runtime.build import GivenGroups
 from megarl.runtime.evaluate import HeldOutEvaluator
 from megarl.stages import Generator
 from megarl.tokens import Content
@@ -83,9 +84,8 @@ def evaluator(
     return HeldOutEvaluator(
         config,
         prompts=prompts(4),
-        greedy=greedy,
-        sampled=sampled,
-        scorer=Comparer(),
+        greedy=None if greedy is None else GivenGroups(greedy, Comparer()),
+        sampled=None if sampled is None else GivenGroups(sampled, Comparer()),
         decode=spell,
         run_folder=folder,
     )

@@ -16,6 +16,7 @@ from megarl.observe.events import Sink, StepFinished, Warned
 from megarl.observe.observer import Observer
 from megarl.results import EvalResult, PublishResult, UpdateResult, UpdateStats
 from megarl.runtime.buffer import Buffer, Quarantine
+from megarl.runtime.build import GivenGroups
 from megarl.runtime.evaluate import Evaluation, Evaluator, NoEvaluation, ScheduledEvaluation
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.phases import Offloader, SeparatePhases, SharedPhases
@@ -212,8 +213,7 @@ def run(
     async def main() -> None:
         stages = Stages(
             prompts=cluster,
-            generator=cluster,
-            scorer=cluster,
+            groups=GivenGroups(cluster, cluster),
             algorithm=cluster,
             trainer=cluster,
             publisher=cluster,
@@ -372,7 +372,7 @@ def test_a_quarantined_prompt_is_not_asked_again_in_the_next_epoch() -> None:
         cluster.served = PolicyVersion(0)
         quarantine, prompt = Quarantine(Observer(())), cluster.next()
         for _ in range(2):
-            assert await quarantine.scored_group(prompt, cluster, cluster) is None
+            assert await quarantine.scored_group(prompt, GivenGroups(cluster, cluster)) is None
         assert quarantine.add_to({}) == {"quarantined": 2}
         return cluster.asked
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megarl.data.rollout_files import generations_file, read_generations
-from megarl.observe.events import EVENTS_FILE, StepFinished, read_events
+from megarl.observe.events import EVENTS_FILE, Restarted, StepFinished, read_events
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.runtime.runs import Driver, Run, descendants, finished, listening, run, started, survivors
 
@@ -77,6 +77,19 @@ def test_a_seed_decides_every_bit_whatever_is_evaluated_in_between(folder: Path,
     assert _weights(again) == _weights(reference)
     assert [event.summary.update for event in again.steps] == [event.summary.update for event in reference.steps]
     assert again.evaluations == {2: reference.evaluations[2]}
+
+
+def test_rollout_workers_change_no_bit_even_if_one_dies(folder: Path, reference: Run) -> None:
+    """Two engines and two workers; the first that has an answer in step 2 is killed."""
+    fault = {"point": "generating", "kind": "kill", "step": 1, "once": str(folder / "killed")}
+    other = run(folder, "workers", "roles.rollout.workers=2", "pools.rollout.gpus_per_node=2", faults=[fault])
+    assert other.exit_code == 0, other.output
+    assert (folder / "killed").exists()
+    assert "rollout_worker" in {event.role for event in other.events if isinstance(event, Restarted)}
+    assert _weights(other) == _weights(reference)
+    assert [event.summary.update for event in other.steps] == [event.summary.update for event in reference.steps]
+    assert [event.summary.rollouts for event in other.steps] == [event.summary.rollouts for event in reference.steps]
+    assert other.evaluations == reference.evaluations
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def _handle(line: bytes, fleet: Fleet, supervisor: Supervisor) -> OperatorReply:
                 index=engine.index,
                 state=engine.state,
                 version=engine.version,
-                num_outstanding=engine.num_outstanding,
+                num_outstanding=engine.num_requests,
                 num_restarts=engine.life.num_restarts,
                 address=f"{engine.client.endpoint.host}:{engine.client.endpoint.port}",
                 reason=engine.reason,

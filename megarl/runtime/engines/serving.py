@@ -75,6 +75,8 @@ class ManagedServing:
     host: str
     """The driver's address for the engines."""
     phases: SeparatePhases | SharedPhases
+    nodes: tuple[str, ...]
+    """Ray's id of the first node of every engine."""
     adapters: ServedAdapters | None
     """The adapters that engines serve beside their base; None: their weights are published."""
 
@@ -160,6 +162,7 @@ async def start_serving(
     await stack.enter_async_context(open_to_operator(recipe.run_folder, fleet, supervisor))
     shared = SharedPhases(fleet, releases_weights=config.release == "everything")
     host, phases = own_address(recipe.network.bind), shared if pool.is_shared else SeparatePhases()
+    nodes = tuple(place.node for place in places[:: config.tensor])
     return ManagedServing(
         config=config,
         fleet=fleet,
@@ -167,6 +170,7 @@ async def start_serving(
         transfer=transfer,
         host=host,
         phases=phases,
+        nodes=nodes,
         adapters=_served_adapters(recipe.model, shape, first, engines),
     )
 

@@ -169,7 +169,7 @@ class Supervisor:
             await self._end(engine)
 
     async def _end(self, engine: Engine) -> None:
-        while engine.state is EngineState.RETIRED and engine.num_outstanding:
+        while engine.state is EngineState.RETIRED and engine.num_requests:
             # Its requests end with the tokens they have, and are continued elsewhere.
             with suppress(EngineError):
                 await engine.client.abort_all()
@@ -182,7 +182,7 @@ class Supervisor:
     async def _probe_server(self, engine: Engine) -> None:
         """Probe the server's own process, which alone can answer while weights are being received."""
         while True:
-            if engine.is_syncing:
+            if engine.is_syncing and not engine.is_watched:
                 is_there = await engine.client.is_healthy(timeout_s=self._fleet.policy.silence_timeout_s)
                 if is_there and engine.is_syncing:
                     self._fleet.report(engine, Answered())
@@ -190,6 +190,8 @@ class Supervisor:
 
     async def _probe_scheduler(self, engine: Engine) -> None:
         while True:
+            while engine.is_watched:
+                await asyncio.sleep(self._probe_every_s)
             expected, was_syncing = engine.weights_version, engine.is_syncing
             with suppress(EngineError):  # the tick notices silence
                 served = await engine.client.probe(timeout_s=self._fleet.policy.silence_timeout_s)
@@ -267,7 +269,7 @@ def observe_fleet(fleet: Fleet, observer: Observer) -> None:
             report(engine, _describe_change(engine, before, fleet))
 
     for engine in fleet.engines:
-        observer.watch_requests(engine.index, lambda engine=engine: engine.num_outstanding)  # type: ignore[misc]
+        observer.watch_requests(engine.index, lambda engine=engine: engine.num_requests)  # type: ignore[misc]
         report(engine, "")
     fleet.listen(report_change)
     fleet.requests = observer

@@ -21,7 +21,7 @@ from megarl.data.shares import Share, assemble, with_numbers
 from megarl.env import GLOO_INTERFACE
 from megarl.errors import WorkerError
 from megarl.runtime.cluster import own_address
-from megarl.runtime.stored_content import fetch
+from megarl.runtime.rollout_host import fetch
 from megarl.runtime.trainers.hang import Answer, RankStacks, Silence, capture, explain_hang, write_report
 from megarl.runtime.trainers.remote_process import RemoteProcess, describe, end, this_process
 from megarl.runtime.trainers.worker_group import WorkerDiedError, WorkerGroup, WorkerLateError

@@ -110,7 +110,7 @@ class WorkerGroup(Generic[Worker]):
                 raise cause from None
             raise WorkerError(f"{self.role} rank {rank}: {method} failed: {_last_line(error)}") from error
         except ray.exceptions.RayActorError as error:
-            raise WorkerDiedError(f"{self.role} rank {rank}: died during {method}: {_exit_detail(error)}") from error
+            raise WorkerDiedError(f"{self.role} rank {rank}: died during {method}: {exit_detail(error)}") from error
         return result
 
 
@@ -136,7 +136,7 @@ def _weight(error: BaseException) -> int:
     return _AFFECTED if isinstance(error, WorkerError | WeightSyncError | CheckpointError) else _REPORTED
 
 
-def _exit_detail(error: BaseException) -> str:
+def exit_detail(error: BaseException) -> str:
     """Return Ray's reason for the death of this process, without its list of common causes."""
     line = _last_line(error)
     if line.startswith("actor_id: "):

@@ -1,0 +1,190 @@
+"""Cost of a step's tokens with rollout workers: what is left to the driver, and what all processes need together.
+
+Two workers on a Ray of this machine, one server instead of all engines. From the prompt to a share that a rank could
+load; the server, Ray's own processes and the loading itself are not counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from bench.dataplane import VOCAB, Load, PlaneFigure, fleet_of, prompt_at, resident_bytes, sampling_of
+from bench.instant_engine import instant_engine, reply_content
+from megarl.algo.algorithm import build_algorithm
+from megarl.config.algorithm import GrpoConfig
+from megarl.config.model import read_model_shape
+from megarl.config.reward import ExactRewardConfig
+from megarl.data.packing import Packing
+from megarl.data.shares import make_shares
+from megarl.observe.observer import Observer
+from megarl.rollout.worker import Answering, RolloutTask, divide_engines
+from megarl.runtime.buffer import Buffer
+from megarl.runtime.launch import private_ray
+from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
+from megarl.types import Estimates
+
+_NUM_WORKERS = 2
+_SILENCE_S = 60.0
+_DATA_PARALLEL = 8
+_STEP_TOKENS = 1 << 27
+"""1,024 x 16 rollouts of 8,192 tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    driver_s: float
+    workers_s: float
+    wall_s: float
+    num_bytes: int
+    """By which the driver became larger."""
+
+
+def measure_workers(load: Load) -> list[PlaneFigure]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-bench-")))
+        write_tiny_model(folder, TinyShape(), seed=1)
+        stack.enter_context(private_ray())
+        import ray
+
+        from megarl.runtime.local_ray import LocalRay, local_ray
+
+        nodes = LocalRay(device="cpu", log_folder=folder)
+        stack.enter_context(local_ray(nodes, num_slots=1))
+        ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
+        stack.callback(ray.shutdown)
+        return [*_whole_groups(load, folder), *_many_requests(load, folder)]
+
+
+def _whole_groups(load: Load, folder: Path) -> list[PlaneFigure]:
+    content = reply_content(load.num_tokens, vocab=VOCAB, is_flat=True)
+    with instant_engine(content, num_ports=8) as ports:
+        cost = asyncio.run(_cost(load, folder, ports, num_open=16))
+    num_tokens = load.num_prompts * load.num_rollouts * load.num_tokens
+    sizes = f"{load.num_prompts} x {load.num_rollouts} rollouts, {_NUM_WORKERS} rollout workers"
+    return [
+        PlaneFigure(
+            name=f"{sizes}: from prompts to shares, driver",
+            value=cost.driver_s * 1e6 / num_tokens,
+            unit="us/token",
+            goal=0.005,
+        ),
+        PlaneFigure(
+            name="the same, driver and workers",
+            value=(cost.driver_s + cost.workers_s) * 1e6 / num_tokens,
+            unit="us/token",
+            goal=0.25,
+        ),
+        PlaneFigure(
+            name="memory of the driver for 1,024 x 16 x 8,192 tokens, from these groups",
+            value=cost.num_bytes / num_tokens * _STEP_TOKENS / 1e9,
+            unit="GB",
+            goal=2.0,
+        ),
+    ]
+
+
+def _many_requests(load: Load, folder: Path) -> list[PlaneFigure]:
+    content = reply_content(16, vocab=VOCAB, is_flat=True)
+    many = Load(num_tokens=16, num_prompts=load.num_requests // 16, num_rollouts=16)
+    with instant_engine(content, num_ports=load.num_engines, delay_s=load.delay_s) as ports:
+        cost = asyncio.run(_cost(many, folder, ports, num_open=load.num_open))
+    return [
+        PlaneFigure(
+            name=f"share of a core, driver: {load.num_requests} requests, {load.num_engines} engines",
+            value=100 * cost.driver_s / cost.wall_s,
+            unit="%",
+            goal=30.0,
+        ),
+        PlaneFigure(
+            name="the same, CPU of the driver per request",
+            value=cost.driver_s / load.num_requests * 1e6,
+            unit="us",
+        ),
+    ]
+
+
+async def _cost(load: Load, folder: Path, ports: Sequence[int], *, num_open: int) -> Cost:
+    task = RolloutTask(sampling=sampling_of(num_rollouts=load.num_rollouts, num_tokens=load.num_tokens), seed=1)
+    async with _workers(folder, ports, num_open=num_open, num_rollouts=load.num_rollouts) as (workers, processes):
+        await asyncio.gather(*(workers.answer(prompt_at(-place), task) for place in range(1, 2 * _NUM_WORKERS + 1)))
+        gc.collect()
+        bytes_before = resident_bytes()
+        others_before = sum(_cpu_s(process) for process in processes)
+        cpu_began, began = time.process_time(), time.monotonic()
+        buffer = Buffer(prompts_per_step=load.num_prompts, max_staleness=0)
+        await asyncio.gather(*(_produce(buffer, workers, task, place) for place in range(load.num_prompts)))
+        groups = await buffer.take_step()
+        samples = build_algorithm(GrpoConfig(kind="grpo"), max_response_tokens=load.num_tokens).assign(
+            groups, Estimates()
+        )
+        packing = Packing(
+            data_parallel=_DATA_PARALLEL,
+            tokens_per_micro_batch=4 * load.num_tokens + 1024,
+            samples_per_update=None,
+            pad_multiple=1,
+            micro_batch_multiple=1,
+        )
+        import ray
+
+        shares = [ray.put(share) for share in make_shares(samples, packing, temperature=1.0)]
+        wall_s, driver_s = time.monotonic() - began, time.process_time() - cpu_began
+        workers_s = sum(_cpu_s(process) for process in processes) - others_before
+        gc.collect()
+        num_bytes = resident_bytes() - bytes_before
+        assert len(shares) == _DATA_PARALLEL, "they are alive until here"
+        return Cost(driver_s=driver_s, workers_s=workers_s, wall_s=wall_s, num_bytes=num_bytes)
+
+
+async def _produce(buffer: Buffer, workers: Answering, task: RolloutTask, place: int) -> None:
+    ticket = await buffer.reserve()
+    await buffer.put(ticket, (await workers.answer(prompt_at(place), task)).scored)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+@asynccontextmanager
+async def _workers(
+    folder: Path, ports: Sequence[int], *, num_open: int, num_rollouts: int
+) -> AsyncIterator[tuple[Answering, list[psutil.Process]]]:
+    import ray
+
+    from megarl.runtime.rollout_host import WorkerSetup
+    from megarl.runtime.rollout_workers import RolloutWorkers
+
+    fleet = fleet_of(ports, max_outstanding=num_open)
+    node = str(ray.get_runtime_context().get_node_id())
+    setups = [
+        WorkerSetup(
+            index=index,
+            node=node,
+            own=own,
+            model_folder=folder,
+            shape=read_model_shape(folder),
+            reward=ExactRewardConfig(kind="exact"),
+            num_on_node=_NUM_WORKERS,
+            log_path=folder / "reward.log",
+            max_outstanding=num_open,
+            max_attempts=3,
+            publish_timeout_s=60,
+            request_timeout_s=fleet.engines[0].client.request_timeout_s,
+            silence_timeout_s=_SILENCE_S,
+        )
+        for index, (_, own) in enumerate(divide_engines([node] * len(ports), per_node=_NUM_WORKERS))
+    ]
+    workers = RolloutWorkers(fleet, setups, observer=Observer(()), rollouts_per_prompt=num_rollouts)
+    async with workers.running():
+        processes = [psutil.Process(process.pid) for process in await workers.processes()]
+        yield workers, processes
+    await fleet.close()

@@ -1,0 +1,365 @@
+"""A rollout worker: answers prompts with its engines, and scores the answers. Knows neither Ray nor a step.
+
+In the driver's process it uses the fleet of the run. In another process it has a fleet of its own, for a share of the
+engines, whose states, versions and pauses follow those of the driver; it reports back what happened to its requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol, cast
+
+from megarl.algo.greedy import WithGreedyRollout, WithGreedyScore
+from megarl.config.roles import InFlight
+from megarl.errors import EngineError
+from megarl.observe.observer import Observer
+from megarl.rollout.client import EngineClient, EngineEndpoint
+from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.rollout.lifecycle import Answered, EngineState, FellBehind, Life, RestartPolicy
+from megarl.stages import Generator, Scorer
+from megarl.system.user_code import load_code
+from megarl.types import PolicyVersion, Prompt, ScoredGroup
+
+_NUM_LENT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutTask:
+    """How prompts are answered."""
+
+    sampling: Sampling
+    seed: int
+    in_flight: InFlight | None = None
+    generator: str | None = None
+    """The user's code that makes a generator of ours (`sampling.generator`)."""
+    baseline: Sampling | None = None
+    """Adds a rollout to each group to compare with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredPrompt:
+    scored: ScoredGroup
+    seconds: float
+    """Time to generate, with waiting and retries."""
+
+
+class Answering(Protocol):
+    """One rollout worker, or all of a run."""
+
+    async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
+        """Return all rollouts of one prompt, checked and scored; raise FleetError when no engine is left."""
+        ...
+
+    async def announce(self) -> None:
+        """Return when every worker knows what the driver's fleet records."""
+        ...
+
+
+class RolloutWorker:
+    def __init__(self, fleet: Fleet, *, vocabulary: Vocabulary, scorer: Scorer, max_attempts: int) -> None:
+        self._fleet = fleet
+        self._vocabulary = vocabulary
+        self._scorer = scorer
+        self._max_attempts = max_attempts
+        self._generators: dict[RolloutTask, Generator] = {}
+
+    async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
+        if task not in self._generators:
+            self._generators[task] = self._build(task)
+        scorer = self._scorer if task.baseline is None else WithGreedyScore(self._scorer)
+        began = time.monotonic()
+        group = await self._generators[task].generate(prompt)
+        seconds = time.monotonic() - began
+        return AnsweredPrompt(scored=await scorer.score(group), seconds=seconds)
+
+    async def announce(self) -> None:
+        """Nothing to tell: in the driver's process the fleet is the same."""
+
+    def _build(self, task: RolloutTask) -> Generator:
+        generator = self._generator(task, task.sampling)
+        if task.baseline is not None:
+            generator = WithGreedyRollout(generator, self._generator(task, task.baseline))
+        if task.generator is None:
+            return generator
+        return cast("Generator", load_code(task.generator, key="sampling.generator")(generator))
+
+    def _generator(self, task: RolloutTask, sampling: Sampling) -> Generator:
+        return FleetGenerator(
+            self._fleet,
+            sampling=sampling,
+            vocabulary=self._vocabulary,
+            seed=task.seed,
+            max_attempts=self._max_attempts,
+            in_flight=task.in_flight,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineView:
+    """An engine as the driver's fleet records it."""
+
+    endpoint: EngineEndpoint
+    version: PolicyVersion
+    life: Life
+    num_pauses: int
+    number: int
+    """Grows with every view; a view that arrives after a later one is ignored."""
+
+    @classmethod
+    def of(cls, engine: Engine, *, number: int) -> EngineView:
+        return cls(
+            endpoint=engine.client.endpoint,
+            version=engine.version,
+            life=engine.life,
+            num_pauses=engine.num_pauses,
+            number=number,
+        )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """All that a worker needs to know."""
+        return self.endpoint, self.version, self.life.state, self.life.is_over, self.num_pauses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineComplaint:
+    """An engine that failed a request of the worker."""
+
+    endpoint: EngineEndpoint
+    version: PolicyVersion
+    is_stale: bool
+    """It served other weights than those of its version."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProbe:
+    """The answers of an engine to the worker's probes."""
+
+    endpoint: EngineEndpoint
+    expected: PolicyVersion
+    """The version that the worker knew when it asked."""
+    served: str | None
+    """The version that the scheduler reported; None if only the server answered, as while weights arrive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """All that happened to a worker's requests since its last report."""
+
+    complaints: tuple[EngineComplaint, ...]
+    probes: tuple[EngineProbe, ...]
+    """The last answer of each engine of its own that was probed."""
+    answered: tuple[int, ...]
+    """Engines that answered with tokens of their version."""
+    num_requests: dict[int, int]
+    """Requests under way, by engine."""
+    retries: dict[str, int]
+    """Requests that were sent again, by cause."""
+    score_seconds: tuple[float, ...]
+    failed_scores: dict[str, int]
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """A `RequestListener` that counts until a report is made."""
+
+    causes: Counter[str] = field(default_factory=Counter)
+
+    def request_retried(self, cause: str) -> None:
+        self.causes[cause] += 1
+
+
+class ScoreCounts(Observer):
+    """The observer of a worker's scorer: counts until a report is made."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.seconds: list[float] = []
+        self.failures: Counter[str] = Counter()
+
+    def scored(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+    def score_failed(self, cause: str) -> None:
+        self.failures[cause] += 1
+
+
+class FollowingFleet:
+    """The fleet of a worker in another process, which follows the driver's."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[EngineEndpoint],
+        *,
+        connect: Callable[[EngineEndpoint], EngineClient],
+        lent: Set[int],
+        max_outstanding: int,
+        publish_timeout_s: float,
+    ) -> None:
+        """`lent` engines are those of other workers, for when no other is live."""
+        self._connect = connect
+        self._lent = lent
+        self.fleet = Fleet(
+            [connect(endpoint) for endpoint in endpoints],
+            max_outstanding=max_outstanding,
+            publish_timeout_s=publish_timeout_s,
+            policy=RestartPolicy(max_restarts=0),  # the driver examines and restarts engines
+            lent=lent,
+        )
+        self._engines = {engine.index: engine for engine in self.fleet.engines}
+        self._numbers: dict[int, int] = {}
+        self._complaints: list[EngineComplaint] = []
+        self._heard = {index: engine.life.last_answer for index, engine in self._engines.items()}
+        self._requests = RequestCounts()
+        self.scores = ScoreCounts()
+        self._probes: dict[int, EngineProbe] = {}
+        self._has_complaints = asyncio.Event()
+        self.fleet.requests = self._requests
+        self.fleet.listen(self._note)
+
+    async def follow(self, views: Sequence[EngineView]) -> None:
+        """Take over what the driver records."""
+        replaced = [client for view in views if (client := self._take(view)) is not None]
+        for client in replaced:
+            await client.close()
+
+    def _take(self, view: EngineView) -> EngineClient | None:
+        index = view.endpoint.index
+        if view.number <= self._numbers.get(index, 0):
+            return None
+        self._numbers[index] = view.number
+        engine, before = self._engines[index], None
+        if engine.client.endpoint != view.endpoint:
+            before = self.fleet.replace_client(engine, self._connect(view.endpoint))
+        engine.version, engine.num_pauses = view.version, view.num_pauses
+        # The driver's clock is another one.
+        self.fleet.adopt(engine, replace(view.life, last_answer=engine.life.last_answer))
+        return before
+
+    def _note(self, engine: Engine, _before: Life) -> None:
+        self._complaints.append(
+            EngineComplaint(
+                endpoint=engine.client.endpoint,
+                version=engine.version,
+                is_stale=engine.state is EngineState.STALE,
+                reason=engine.reason,
+            )
+        )
+        self._has_complaints.set()
+
+    async def report(self, *, within_s: float) -> WorkerReport:
+        """Return a report after `within_s`, or as soon as an engine failed."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._has_complaints.wait()
+        except TimeoutError:
+            pass
+        self._has_complaints.clear()
+        report = WorkerReport(
+            complaints=tuple(self._complaints),
+            probes=tuple(self._probes.values()),
+            answered=tuple(self._newly_heard()),
+            num_requests={index: engine.num_outstanding for index, engine in self._engines.items()},
+            retries=dict(self._requests.causes),
+            score_seconds=tuple(self.scores.seconds),
+            failed_scores=dict(self.scores.failures),
+        )
+        self._complaints.clear()
+        self._probes.clear()
+        self._requests.causes.clear()
+        self.scores.seconds.clear()
+        self.scores.failures.clear()
+        return report
+
+    async def probe(self, *, every_s: float, timeout_s: float) -> None:
+        """Probe the worker's own engines for ever; the answers are in the next report."""
+        own = [engine for index, engine in self._engines.items() if index not in self._lent]
+        asks = (self._ask_scheduler, self._ask_server)
+        await asyncio.gather(*(self._repeat(ask, engine, every_s, timeout_s) for engine in own for ask in asks))
+
+    async def _repeat(
+        self, ask: Callable[[Engine, float], Awaitable[None]], engine: Engine, every_s: float, timeout_s: float
+    ) -> None:
+        while True:
+            # A checked rollout says as much as a probe.
+            if engine.life.is_reachable and not (engine.is_live and self.fleet.quiet_s(engine) < every_s):
+                await ask(engine, timeout_s)
+            await asyncio.sleep(every_s)
+
+    async def _ask_scheduler(self, engine: Engine, timeout_s: float) -> None:
+        endpoint, expected = engine.client.endpoint, engine.version
+        with suppress(EngineError):
+            served = await engine.client.probe(timeout_s=timeout_s)
+            self._probes[engine.index] = EngineProbe(endpoint=endpoint, expected=expected, served=served)
+
+    async def _ask_server(self, engine: Engine, timeout_s: float) -> None:
+        endpoint, expected = engine.client.endpoint, engine.version
+        if await engine.client.is_healthy(timeout_s=timeout_s):
+            probe = EngineProbe(endpoint=endpoint, expected=expected, served=None)
+            self._probes.setdefault(engine.index, probe)
+
+    def _newly_heard(self) -> Iterable[int]:
+        for index, engine in self._engines.items():
+            if engine.life.last_answer > self._heard[index]:
+                self._heard[index] = engine.life.last_answer
+                yield index
+
+
+async def apply_report(report: WorkerReport, fleet: Fleet, observer: Observer) -> None:
+    """Record in the driver's fleet what happened to a worker's requests. `num_requests` is left to the caller."""
+    engines = {engine.index: engine for engine in fleet.engines}
+    for complaint in report.complaints:
+        engine = engines[complaint.endpoint.index]
+        if engine.client.endpoint != complaint.endpoint:
+            continue  # it has been restarted since
+        if not complaint.is_stale:
+            await fleet.doubt(engine, complaint.reason)
+        elif engine.version == complaint.version:
+            await fleet.mark_stale(engine, complaint.reason)
+    for probe in report.probes:
+        _record_probe(probe, engines[probe.endpoint.index], fleet)
+    for index in report.answered:
+        fleet.answered(engines[index])
+    for cause in Counter(report.retries).elements():
+        fleet.requests.request_retried(cause)
+    for seconds in report.score_seconds:
+        observer.scored(seconds)
+    for cause in Counter(report.failed_scores).elements():
+        observer.score_failed(cause)
+
+
+def _record_probe(probe: EngineProbe, engine: Engine, fleet: Fleet) -> None:
+    if engine.client.endpoint != probe.endpoint:
+        return
+    if probe.served is not None or engine.is_syncing:
+        fleet.report(engine, Answered())
+    is_certain = probe.served is not None and not engine.is_syncing and engine.version == probe.expected
+    if is_certain and engine.is_live and probe.served != str(engine.weights_version):
+        reason = f"serves version {probe.served}, not {engine.weights_version}"
+        fleet.report(engine, FellBehind(reason=reason))
+
+
+def divide_engines(nodes: Sequence[str], *, per_node: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the node and the engines of every worker. `nodes` has that of each engine.
+
+    A node has at most as many workers as engines.
+    """
+    shares = []
+    for node in dict.fromkeys(nodes):
+        there = [index for index, of_engine in enumerate(nodes) if of_engine == node]
+        num_workers = min(per_node, len(there))
+        shares += [(node, tuple(there[worker::num_workers])) for worker in range(num_workers)]
+    return shares
+
+
+def lent_engines(own: Sequence[int], num_engines: int) -> frozenset[int]:
+    """Return engines of other workers, for requests that those of the worker itself cannot take: the next ones."""
+    others = [index % num_engines for index in range(own[-1] + 1, own[-1] + num_engines)]
+    return frozenset([index for index in others if index not in own][:_NUM_LENT])

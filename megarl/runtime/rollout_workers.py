@@ -1,0 +1,400 @@
+"""Rollout workers as Ray actors: which one answers a prompt, and how lost ones are replaced.
+
+The driver sends a prompt and gets lengths, versions, scores and times. The arrays of a group stay in the object store
+of the worker's node; the driver owns them, so that they outlive the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.config.reward import RewardConfig
+from megarl.errors import FleetError, MegarlError, QuarantineError
+from megarl.observe.observer import Observer
+from megarl.reward.build import build_scorer
+from megarl.reward.pool import WorkerPool
+from megarl.rollout.dispatch import Dispatcher
+from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.generator import Vocabulary
+from megarl.rollout.lifecycle import Life
+from megarl.rollout.worker import (
+    AnsweredPrompt,
+    Answering,
+    EngineView,
+    RolloutTask,
+    RolloutWorker,
+    WorkerReport,
+    apply_report,
+    divide_engines,
+    lent_engines,
+)
+from megarl.runtime.engines.serving import ExternalServing, ManagedServing
+from megarl.runtime.inputs import Inputs
+from megarl.runtime.rollout_host import REPORT_EVERY_S, GroupNumbers, RolloutHost, StoredGroup, WorkerSetup
+from megarl.runtime.trainers.remote_process import RemoteProcess, end
+from megarl.runtime.trainers.worker_group import exit_detail
+from megarl.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 300.0
+_GRACE_S = 5.0
+"""Added to the silence timeout: after a pause of the driver itself the answer may be there already."""
+_KILL_S = 30.0
+_POLL_S = 0.05
+_MAX_FAILURES = 5
+"""Times that a worker is started again without having answered in between."""
+_MAX_LOST = 3
+"""Workers that may be lost with one prompt: it may be the cause."""
+_MAX_GROUPS = 65_536
+_PER_NODE = 2  # by default, in runs of several nodes
+_OVERFULL = 2
+"""Groups that a worker holds, as a multiple of those that its engines compute at once: long ones end late."""
+
+
+class _LostError(Exception):
+    """A worker ended or does not answer."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Worker:
+    """The driver's record of a worker, as a `Dispatched`."""
+
+    setup: WorkerSetup
+    engines: tuple[Engine, ...]
+    """Its own and those lent to it."""
+    host: ActorHandle | None = None
+    process: RemoteProcess | None = None
+    has_answered: bool = False
+    """Since its last start or accident."""
+    is_over: bool = False
+    is_live: bool = False
+    num_outstanding: int = 0
+    num_seen: int = -1
+    """The fleet's count of changes when views were last sent."""
+    known: dict[int, tuple[object, ...]]
+
+    @property
+    def index(self) -> int:
+        return self.setup.index
+
+    @property
+    def own(self) -> tuple[Engine, ...]:
+        return self.engines[: len(self.setup.own)]
+
+    def watch(self, *, is_watching: bool) -> None:
+        """Note whether it reports: it then probes its own engines."""
+        for engine in self.own:
+            engine.is_watched = is_watching
+
+    def forget(self) -> None:
+        """Count on nothing that it was told before."""
+        self.known.clear()
+        self.num_seen = -1
+
+
+class RolloutWorkers:
+    """All rollout workers of a run, inside `running`. Each prompt goes to the one with the fewest groups."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        setups: Sequence[WorkerSetup],
+        *,
+        observer: Observer,
+        rollouts_per_prompt: int,
+    ) -> None:
+        self._fleet = fleet
+        self._observer = observer
+        self._silence_timeout_s = setups[0].silence_timeout_s
+        engines = {engine.index: engine for engine in fleet.engines}
+        self._workers = [
+            _Worker(
+                setup=setup,
+                engines=tuple(engines[index] for index in (*setup.own, *sorted(lent_engines(setup.own, len(engines))))),
+                known={},
+            )
+            for setup in setups
+        ]
+        num_slots = max(setup.max_outstanding * len(setup.own) for setup in setups)
+        self._dispatcher = Dispatcher(
+            self._workers, max_outstanding=-(-_OVERFULL * num_slots // rollouts_per_prompt) + 1
+        )
+        self._num_views = 0
+        self._num_requests: dict[int, dict[int, int]] = {}
+        """Requests at each engine, by worker."""
+        self._telling: asyncio.Task[None] | None = None
+        self._reasons: dict[int, str] = {}
+        """Why a worker was lost last."""
+        fleet.listen(self._note_change)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        keepers = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
+        try:
+            yield
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+            for worker in self._workers:
+                if worker.host is not None:
+                    ray.kill(worker.host, no_restart=True)
+
+    async def processes(self) -> list[RemoteProcess]:
+        """Return the processes of all workers when they have started."""
+        while not all(worker.has_answered or worker.is_over for worker in self._workers):
+            await asyncio.sleep(_POLL_S)
+        return [worker.process for worker in self._workers if worker.process is not None]
+
+    async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
+        avoided: set[int] = set()
+        refused: set[int] = set()
+        lost: list[str] = []
+        while True:
+            worker = await self._acquire(avoided)
+            try:
+                return await self._ask(worker, prompt, task)
+            except _LostError as error:
+                # Its prompts are asked again: the same seeds give the same tokens.
+                lost.append(f"worker {worker.index}: {error}")
+                self._fleet.requests.request_retried("worker_lost")
+                avoided |= {other.index for other in self._workers if other.setup.node == worker.setup.node}
+                if len(lost) == _MAX_LOST:
+                    reasons = "; ".join(lost)
+                    raise QuarantineError(f"prompt {prompt.uid}: rollout workers were lost: {reasons}") from None
+            except QuarantineError:
+                raise
+            except FleetError:
+                refused.add(worker.index)
+                avoided |= refused
+                if len(refused) == len(self._workers):
+                    raise
+            finally:
+                self._dispatcher.release(worker)
+
+    async def announce(self) -> None:
+        """Tell every worker what changed in the fleet; return when all know. One that does not answer is replaced."""
+        told = []
+        for worker in self._workers:
+            if worker.host is not None:
+                worker.forget()
+                told.append(worker.host.follow.remote(self._views(worker)))
+        if told:
+            await asyncio.wait([asyncio.ensure_future(_ended(each)) for each in told], timeout=self._silence_timeout_s)
+
+    async def _acquire(self, avoided: set[int]) -> _Worker:
+        while True:
+            self._fleet.check()
+            worker = self._dispatcher.take(avoided, None)
+            if worker is None:
+                if all(each.is_over for each in self._workers):
+                    raise self._none_left()
+                worker = await self._dispatcher.wait(avoided, None)
+            if worker.is_live:
+                return worker
+            self._dispatcher.release(worker)
+
+    async def _ask(self, worker: _Worker, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
+        host = worker.host
+        assert host is not None, "a worker that is not live"
+        numbers, arrays = host.answer.options(num_returns=2).remote(prompt, task)
+        try:
+            group: GroupNumbers = await numbers
+        except asyncio.CancelledError:
+            ray.cancel(numbers)
+            raise
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, MegarlError):
+                raise error.cause from None
+            raise
+        except ray.exceptions.RayError as error:
+            if worker.host is host:
+                # Before its keeper notices: the prompt must not come back to it.
+                worker.has_answered = False
+                self._judge(worker)
+            raise _LostError(exit_detail(error)) from None
+        return group.answered(prompt, StoredGroup(arrays))
+
+    def _views(self, worker: _Worker) -> list[EngineView]:
+        """Return what the worker does not know yet of its engines."""
+        if worker.num_seen == self._fleet.num_changes:
+            return []
+        worker.num_seen = self._fleet.num_changes
+        views = []
+        for engine in worker.engines:
+            self._num_views += 1
+            view = EngineView.of(engine, number=self._num_views)
+            if worker.known.get(engine.index) != view.key:
+                worker.known[engine.index] = view.key
+                views.append(view)
+        return views
+
+    def _note_change(self, _engine: Engine, _before: Life) -> None:
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().create_task(self._tell())
+
+    async def _tell(self) -> None:
+        self._telling = None
+        for worker in self._workers:
+            if worker.host is not None and (views := self._views(worker)):
+                worker.host.follow.remote(views)
+            self._judge(worker)
+        self._dispatcher.serve()
+
+    def _judge(self, worker: _Worker) -> None:
+        """Decide whether the worker gets prompts: it answers, and has a live engine unless nobody has."""
+        has_engine = any(engine.is_live for engine in worker.own)
+        is_live = worker.has_answered and (has_engine or not any(engine.is_live for engine in self._fleet.engines))
+        if is_live != worker.is_live:
+            worker.is_live = is_live
+            self._dispatcher.changed(worker)
+
+    async def _keep(self, worker: _Worker) -> None:
+        """Start the worker, again whenever it is lost."""
+        num_failures = 0
+        while num_failures < _MAX_FAILURES:
+            try:
+                await self._serve(worker)
+            except _LostError as error:
+                num_failures = 1 if worker.own[0].is_watched else num_failures + 1
+                self._reasons[worker.index] = str(error)
+                logger.warning("rollout worker=%d lost: %s", worker.index, error)
+                self._observer.restarted("rollout_worker", worker.index, str(error))
+            worker.has_answered = False
+            worker.watch(is_watching=False)
+            self._judge(worker)
+            await self._end(worker)
+            await asyncio.sleep(2.0 ** (num_failures - 1))
+        worker.is_over = True
+        if all(each.is_over for each in self._workers):
+            self._dispatcher.refuse(self._none_left)
+
+    async def _serve(self, worker: _Worker) -> None:
+        """Start the worker and take its reports; raise _LostError when there are none."""
+        setup = worker.setup
+        # Soft: where the node is gone, another one takes the worker.
+        strategy = NodeAffinitySchedulingStrategy(setup.node, soft=True)
+        remote = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_MAX_GROUPS)(RolloutHost)
+        endpoints = [engine.client.endpoint for engine in worker.engines]
+        worker.forget()
+        worker.host = host = remote.options(scheduling_strategy=strategy).remote(setup, endpoints)
+        process = await _answer_of(host.process.remote(), timeout_s=_START_TIMEOUT_S)
+        assert isinstance(process, RemoteProcess), process
+        worker.process = process
+        while True:
+            asked = host.report.remote(self._views(worker))
+            report = await _answer_of(asked, timeout_s=REPORT_EVERY_S + self._silence_timeout_s)
+            assert isinstance(report, WorkerReport), report
+            await self._record(worker, report)
+            if not worker.has_answered:
+                worker.has_answered = True
+                self._judge(worker)
+                self._dispatcher.serve()
+
+    async def _record(self, worker: _Worker, report: WorkerReport) -> None:
+        await apply_report(report, self._fleet, self._observer)
+        if report.complaints:
+            worker.forget()  # it may think less of an engine than the fleet: it is told again
+        self._num_requests[worker.index] = report.num_requests
+        worker.watch(is_watching=True)
+        for engine in worker.engines:
+            counts = (of_worker.get(engine.index, 0) for of_worker in self._num_requests.values())
+            engine.num_elsewhere = sum(counts)
+
+    async def _end(self, worker: _Worker) -> None:
+        """End the process, frozen or not."""
+        host, process, worker.host, worker.process = worker.host, worker.process, None, None
+        self._num_requests.pop(worker.index, None)
+        if host is not None:
+            ray.kill(host, no_restart=True)
+        if process is not None:
+            with suppress(ray.exceptions.RayError, TimeoutError):
+                await end(process, grace_s=1.0, timeout_s=_KILL_S)
+
+    def _none_left(self) -> FleetError:
+        reasons = "; ".join(f"worker {index}: {reason}" for index, reason in sorted(self._reasons.items()))
+        return FleetError(f"no rollout worker is left after {_MAX_FAILURES} starts each: {reasons}")
+
+
+async def _answer_of(reference: ray.ObjectRef, *, timeout_s: float) -> object:
+    answer = asyncio.ensure_future(_ended(reference))
+    for limit_s in (timeout_s, _GRACE_S):
+        done, _ = await asyncio.wait([answer], timeout=limit_s)
+        if done:
+            outcome = answer.result()
+            if isinstance(outcome, ray.exceptions.RayError):
+                raise _LostError(exit_detail(outcome))
+            return outcome
+    answer.cancel()
+    raise _LostError(f"it has not answered for {timeout_s + _GRACE_S:.0f} s (roles.rollout.silence_timeout_s)")
+
+
+async def _ended(reference: ray.ObjectRef) -> object:
+    """Return the answer to a call, or the error of Ray instead of one."""
+    try:
+        return await reference
+    except ray.exceptions.RayError as error:
+        return error
+
+
+async def open_workers(
+    serving: ExternalServing | ManagedServing,
+    inputs: Inputs,
+    reward: RewardConfig,
+    stack: AsyncExitStack,
+    *,
+    rollouts_per_prompt: int,
+    run_folder: Path,
+    observer: Observer,
+) -> Answering:
+    """Return the rollout workers of a run: actors, or one worker in this process. `stack` ends them."""
+    config, fleet = serving.config, serving.fleet
+    own_node = str(ray.get_runtime_context().get_node_id())
+    nodes = serving.nodes if isinstance(serving, ManagedServing) else (own_node,) * len(fleet.engines)
+    has_adapters = isinstance(serving, ManagedServing) and serving.adapters is not None
+    default = 0 if has_adapters or len(set(nodes)) == 1 else _PER_NODE
+    per_node = default if config.workers is None else config.workers
+    if per_node == 0:
+        open_pool = partial(WorkerPool, log_path=run_folder / "reward.log")
+        scorer = build_scorer(reward, observer=observer, open_pool=open_pool)
+        stack.callback(scorer.close)
+        vocabulary = Vocabulary.of(inputs.shape, inputs.tokenizer)
+        return RolloutWorker(fleet, vocabulary=vocabulary, scorer=scorer, max_attempts=config.max_attempts)
+    shares = divide_engines(nodes, per_node=per_node)
+    setups = [
+        WorkerSetup(
+            index=index,
+            node=node,
+            own=own,
+            model_folder=inputs.tokenizer.folder.absolute(),
+            shape=inputs.shape,
+            reward=reward,
+            num_on_node=sum(other == node for other, _ in shares),
+            log_path=run_folder.absolute() / f"reward_{index}.log",
+            max_outstanding=config.max_running_requests,
+            max_attempts=config.max_attempts,
+            publish_timeout_s=fleet.publish_timeout_s,
+            request_timeout_s=fleet.engines[0].client.request_timeout_s,
+            silence_timeout_s=config.silence_timeout_s,
+        )
+        for index, (node, own) in enumerate(shares)
+    ]
+    workers = RolloutWorkers(
+        fleet,
+        setups,
+        observer=observer,
+        rollouts_per_prompt=rollouts_per_prompt,
+    )
+    await stack.enter_async_context(workers.running())
+    return workers

@@ -73,7 +73,7 @@ def put_estimator(keys: Translation) -> None:
     keys.has_critic = kind == "gae"
     if kind == "grpo" and keys.take("algorithm.norm_adv_by_std_in_grpo", "algorithm.normalize_std") is False:
         keys.put("algorithm.normalize_std", False)
-    if kind in _DISCOUNTED and "algorithm.gamma" in keys.given:
+    if kind in _DISCOUNTED and keys.given.get("algorithm.gamma") is not None:
         keys.put("algorithm.gamma", keys.take("algorithm.gamma", "algorithm.gamma"))
     if keys.has_critic:
         keys.put("algorithm.lam", keys.take("algorithm.lam", "algorithm.lam", default=1.0))

@@ -17,7 +17,7 @@ def put_demonstrations(keys: Translation) -> None:
     _lengths(keys)
     if "data.train_batch_size" not in keys.given:
         keys.put("train.prompts_per_step", _BATCH)
-    if keys.given.get("data.val_files"):
+    if keys.written.get("data.val_files"):
         target = "data.eval_demonstrations"
         keys.put(target, keys.paths("data.val_files", f"{target} and evaluation"))
         every = keys.take("trainer.test_freq", "evaluation.every_steps")

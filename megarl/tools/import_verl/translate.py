@@ -18,9 +18,7 @@ from megarl.tools.import_verl.translation import (
     ACTOR,
     Imported,
     Translation,
-    is_unresolved,
     read_verl,
-    reason_unresolved,
     without_outside,
 )
 
@@ -88,16 +86,12 @@ def translate_file(path: Path, arguments: Sequence[str] = ()) -> Imported:
 
 
 def _renames(keys: Translation) -> None:
-    given = {key: value for key, value in keys.given.items() if not is_unresolved(value)}
     defaults = {} if keys.is_sft else _DEFAULTS
-    for key, value in {**defaults, **given}.items():
+    for key, value in {**defaults, **keys.given}.items():
         rule = rule_for(key)
         if rule is not None and rule.treatment is Treatment.RENAME and value is not None:
             keys.put(rule.text, value)
             keys.mapped(key, rule.text)
-    for key, value in keys.given.items():
-        if is_unresolved(value):
-            keys.report(key, KeyVerdict.NOT_SUPPORTED, reason_unresolved(value))
 
 
 def _model(keys: Translation) -> None:
@@ -120,7 +114,7 @@ def _recomputation(keys: Translation, model: str, prefix: str, role: str) -> Non
 
 
 def _run_section(keys: Translation) -> None:
-    name = without_outside(str(keys.given.get("trainer.experiment_name") or "")).strip("-_.") or keys.name
+    name = without_outside(str(keys.written.get("trainer.experiment_name") or "")).strip("-_.") or keys.name
     keys.mapped("trainer.experiment_name", "run.name")
     keys.put("run.name", re.sub(r"[^A-Za-z0-9._-]", "_", name))
     folder = keys.path("trainer.default_local_dir", "run.folder")
@@ -171,7 +165,7 @@ def _loggers(keys: Translation) -> None:
 
 def _data(keys: Translation) -> None:
     keys.put("data.train", keys.paths("data.train_files", "data.train", default=f"{_PROMPTS}train.parquet"))
-    if keys.given.get("data.val_files"):
+    if keys.written.get("data.val_files"):
         keys.put("data.eval", keys.paths("data.val_files", "data.eval and evaluation"))
         _evaluation(keys)
     if keys.take("data.filter_overlong_prompts", "data.overlong_prompts"):

@@ -53,11 +53,13 @@ class VerlKeys:
 
 class Translation:
     def __init__(self, keys: VerlKeys, *, name: str) -> None:
-        self.given = keys.values
+        self.written = keys.values
+        self.given = {key: value for key, value in keys.values.items() if not is_unresolved(value)}
+        """The keys whose values do not depend on something outside the file."""
         self.name = name
         self.notes = list(keys.notes)
         self.has_critic = False
-        self.is_sft = not any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in self.given)
+        self.is_sft = not any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in self.written)
         self._document = Document(tree={}, origins={})
         self._entries: dict[str, Entry] = {}
 
@@ -65,18 +67,15 @@ class Translation:
         """Return the given value or `default`, and report that the key became `target`."""
         value = self.given.get(key)
         if key in self.given:
-            if is_unresolved(value):
-                self.report(key, KeyVerdict.NOT_SUPPORTED, reason_unresolved(value))
-                return default
             self.mapped(key, target)
         return default if value is None else value
 
     def path(self, key: str, target: str, *, default: str | None = None) -> str | None:
         """Return a given path or `default`; what is not known of it becomes a name that the user has to replace."""
-        value = self.given.get(key)
+        value = self.written.get(key)
         if value is None:
             return None if default is None else self._path(default, key)
-        self.mapped(key, target)
+        self.report(key, KeyVerdict.MAPPED, target)
         return self._path(str(value), key)
 
     def _path(self, text: str, key: str) -> str:
@@ -87,12 +86,12 @@ class Translation:
 
     def paths(self, key: str, target: str, *, default: str | None = None) -> list[Tree]:
         """Return the paths of a key that takes one or several."""
-        value = self.given.get(key)
+        value = self.written.get(key)
         if isinstance(value, str) and value.startswith("["):
             # A list with a variable in it is still text.
             value = [part.strip(" '\"") for part in value.strip("[]").split(",")]
         if isinstance(value, list):
-            self.mapped(key, target)
+            self.report(key, KeyVerdict.MAPPED, target)
             return [self._path(str(each), key) for each in value]
         path = self.path(key, target, default=default)
         return [] if path is None else [path]
@@ -105,15 +104,20 @@ class Translation:
         self._document = override_value(self._document, tuple(key.split(".")), value)
 
     def mapped(self, key: str, target: str) -> None:
-        self.report(key, KeyVerdict.MAPPED, target)
+        """Report that a key became `target`, unless its value is not known and the default is taken."""
+        value = self.written.get(key)
+        if is_unresolved(value):
+            self.report(key, KeyVerdict.NOT_SUPPORTED, reason_unresolved(value))
+        else:
+            self.report(key, KeyVerdict.MAPPED, target)
 
     def report(self, key: str, verdict: KeyVerdict, text: str) -> None:
-        if key in self.given:
-            self._entries[key] = Entry(key=key, value=self.given[key], verdict=verdict, text=text)
+        if key in self.written:
+            self._entries[key] = Entry(key=key, value=self.written[key], verdict=verdict, text=text)
 
     def imported(self) -> Imported:
         """Return the recipe, with an entry for every given key, also for those that nothing was done with."""
-        entries = tuple(self._entries.get(key) or _untouched_entry(key, value) for key, value in self.given.items())
+        entries = tuple(self._entries.get(key) or _untouched_entry(key, value) for key, value in self.written.items())
         return Imported(tree=self._document.tree, entries=entries, notes=tuple(self.notes))
 
 
@@ -145,6 +149,8 @@ def reason_unresolved(value: Tree) -> str:
 def _untouched_entry(key: str, value: Tree) -> Entry:
     """Return the entry of a key that no section used."""
     rule = rule_for(key)
+    if is_unresolved(value) and rule is not None and rule.treatment in (Treatment.RENAME, Treatment.COMPUTE):
+        return Entry(key=key, value=value, verdict=KeyVerdict.NOT_SUPPORTED, text=reason_unresolved(value))
     if rule is None:
         near = nearest_known(key)
         text = f"verl 0.9.1 has no such key; did you mean {near}?" if near else "verl 0.9.1 has no such key"

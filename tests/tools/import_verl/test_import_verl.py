@@ -357,6 +357,18 @@ def test_no_value_of_any_key_is_a_crash(tmp_path: Path, value: Tree) -> None:
         assert len(result.entries) >= len(set(keys)) or value == {}
 
 
+def test_a_file_that_depends_on_its_caller_in_everything_still_gives_a_valid_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "all.yaml"
+    path.write_text(json.dumps(nested(dict.fromkeys(known_keys(), "$X"))))
+    result = translate_file(path)
+    recipe = Recipe.model_validate(result.tree)
+    assert check_without_files(recipe, PUBLIC_MODELS["qwen2.5-7b"], critic=PUBLIC_MODELS["qwen2.5-7b"]) == []
+    assert recipe.model.path == Path("X")
+    assert entry(result, "algorithm.adv_estimator").text == (
+        "a variable that the script does not set; write X=VALUE after the file"
+    )
+
+
 def nested(flat: dict[str, Tree]) -> dict[str, Tree]:
     """Return a tree; a key that is the section of another one is left out."""
     tree: dict[str, Tree] = {}

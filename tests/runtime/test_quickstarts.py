@@ -38,7 +38,9 @@ def accuracies_of(run: Path) -> list[float]:
     return [event.result.accuracy for event in events if isinstance(event, Evaluated)]
 
 
-@pytest.mark.parametrize("name", ["quickstart", "quickstart_ppo", "quickstart_dapo", "quickstart_rloo"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "quickstart_ppo", "quickstart_dapo", "quickstart_rloo", "quickstart_lora"]
+)
 def test_a_quickstart_learns_to_add(name: str, folder: Path) -> None:
     began = time.monotonic()
     megarl(folder, "train", str(RECIPES / f"{name}.yaml"))

@@ -120,15 +120,11 @@ class CodeTestsRewardConfig(_Tolerance):
     """The interpreter, with its packages; null is megarl's, without packages."""
 
 
-class HttpRewardConfig(_Tolerance):
-    kind: Literal["http"]
-    """A server that gets `fields` as a JSON object and replies as a `function` may return."""
+class _OverHttp(_Tolerance):
     url: Annotated[str, Field(pattern=r"^https?://\S+$")]
     """Where requests are posted. Holds no user or password: see `api_key_file`."""
     api_key_file: Path | None = None
     """Its content is sent only as `Authorization: Bearer ...`."""
-    fields: tuple[SampleField, ...] = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
-    """Which facts of a sample are sent."""
     concurrency: PositiveInt = 32
     """Requests at the same time."""
     requests_per_second: PositiveFloat | None = None
@@ -139,8 +135,28 @@ class HttpRewardConfig(_Tolerance):
     """A time-out, a lost connection, 429 and 5xx are retried, after a pause that doubles each time."""
     max_reply_bytes: PositiveInt = 1_000_000
     """A longer reply is an error."""
+
+
+class HttpRewardConfig(_OverHttp):
+    kind: Literal["http"]
+    """A server that gets `fields` as a JSON object and replies as a `function` may return."""
+    fields: tuple[SampleField, ...] = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
+    """Which facts of a sample are sent."""
     weights: Annotated[dict[str, FiniteFloat], Field(min_length=1)] | None = None
     """The same key as in `function`."""
+
+
+class JudgeRewardConfig(_OverHttp):
+    kind: Literal["judge"]
+    """A language model behind an OpenAI-style chat server (`url` ends with /v1/chat/completions) chooses an answer."""
+    model: Annotated[str, Field(min_length=1)]
+    """The name by which the server knows the model."""
+    template: Annotated[str, Field(min_length=1)]
+    """The question; `{prompt}`, `{response}`, `{ground_truth}` and other facts of a sample are filled in."""
+    answers: Annotated[dict[str, FiniteFloat], Field(min_length=2)]
+    """The score of each answer that the judge may give; the server gets them as a JSON schema."""
+    max_tokens: PositiveInt = 64
+    """Limit of the judge's reply."""
 
 
 class FunctionRewardConfig(_InWorkers):
@@ -177,7 +193,12 @@ WorkerRewardConfig: TypeAlias = FunctionRewardConfig | _BuiltInRewardConfig
 """The rewards that are scored in worker processes."""
 
 _AnySingle: TypeAlias = (
-    ExactRewardConfig | _BuiltInRewardConfig | HttpRewardConfig | FunctionRewardConfig | ScorerRewardConfig
+    ExactRewardConfig
+    | _BuiltInRewardConfig
+    | HttpRewardConfig
+    | JudgeRewardConfig
+    | FunctionRewardConfig
+    | ScorerRewardConfig
 )
 
 SingleRewardConfig = Annotated[_AnySingle, Field(discriminator="kind")]

@@ -15,6 +15,7 @@ from megarl.config.reward import (
     ExactRewardConfig,
     FunctionRewardConfig,
     HttpRewardConfig,
+    JudgeRewardConfig,
     RewardConfig,
     ScorerRewardConfig,
     SingleRewardConfig,
@@ -23,7 +24,7 @@ from megarl.config.reward import (
 )
 from megarl.errors import ConfigError, Problem, RewardError
 from megarl.observe.observer import Observer
-from megarl.reward.judge import HttpJudge, read_key
+from megarl.reward.judge import ChatJudge, HttpJudge, read_key
 from megarl.reward.pool import START_TIMEOUT_S, RewardWorker, ScoringTask, WorkerPool
 from megarl.reward.protocol import WorkerTask
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
@@ -69,6 +70,8 @@ def _build(config: RewardConfig, observer: Observer, open_pool: OpenPool) -> Clo
             return UserScorer(config.code)
         case HttpRewardConfig():
             return RemoteScorer(HttpJudge(config), observer, name=config.url, config=config)
+        case JudgeRewardConfig():
+            return RemoteScorer(ChatJudge(config), observer, name=config.url, config=config)
         case _:
             name = f"{config.path} {config.name}" if isinstance(config, FunctionRewardConfig) else config.kind
             return RemoteScorer(open_pool(scoring_task(config)), observer, name=name, config=config)
@@ -92,7 +95,7 @@ def _check(config: SingleRewardConfig, *, timeout_s: float) -> Iterator[Problem]
             return
         case ScorerRewardConfig():
             yield from _check_scorer(config.code)
-        case HttpRewardConfig():
+        case HttpRewardConfig() | JudgeRewardConfig():
             if config.api_key_file is not None:
                 try:
                     read_key(config.api_key_file)

@@ -1,4 +1,4 @@
-"""An LLM judge over HTTP: one POST per response, paced, retried, its reply checked like any reward. Knows no rollouts.
+"""Judges over HTTP: one POST per response, paced, retried, its reply checked like any reward. Knows no rollouts.
 
 The API key is read from a file and sent in a header. No message contains it: errors name the URL and the reply.
 """
@@ -8,14 +8,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import ssl
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
+from typing import Annotated
 
 import httpx
+from pydantic import BaseModel, Field, ValidationError
 
-from megarl.config.reward import HttpRewardConfig
+from megarl.config.reward import HttpRewardConfig, JudgeRewardConfig
 from megarl.errors import RewardError, ScoreError
 from megarl.reward.protocol import Answer, Request, check_result
 from megarl.system.secret import Secret
@@ -27,10 +31,10 @@ _LONGEST_PAUSE_S = 30.0
 _RETRIED = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
 
 
-class HttpJudge:
-    """A `ScoringBackend`."""
+class _HttpBackend(ABC):
+    """A `ScoringBackend`; a subclass says what is sent and what a reply means."""
 
-    def __init__(self, config: HttpRewardConfig) -> None:
+    def __init__(self, config: HttpRewardConfig | JudgeRewardConfig) -> None:
         self._config = config
         self._slots = asyncio.Semaphore(config.concurrency)
         self._next_start = 0.0
@@ -48,7 +52,7 @@ class HttpJudge:
                 async with self._slots:
                     await self._pace()
                     reply = await self._post(request)
-                return self._answer(reply)
+                return self._answer(_parsed(reply))
             except _RetryError as error:
                 complaint, pause_s = str(error), max(pause_s, min(error.pause_s, _LONGEST_PAUSE_S))
             if attempt < self._config.max_attempts:
@@ -57,7 +61,7 @@ class HttpJudge:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise ScoreError(f"{complaint}, {self._config.max_attempts} times (reward.max_attempts)")
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - the same in every subclass
         """Nothing to close: a connection is closed with its request."""
 
     async def _pace(self) -> None:
@@ -71,7 +75,7 @@ class HttpJudge:
 
     async def _post(self, request: Request) -> bytes:
         config = self._config
-        content = json.dumps({name: item for name, item in request.items() if name in config.fields}).encode()
+        content = json.dumps(self._content(request)).encode()
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key.reveal()}"
@@ -93,12 +97,119 @@ class HttpJudge:
         except httpx.TransportError as error:
             raise _RetryError(f"cannot be reached: {type(error).__name__}: {error}") from None
 
-    def _answer(self, reply: bytes) -> Answer:
+    @abstractmethod
+    def _content(self, request: Request) -> Mapping[str, object]: ...
+
+    @abstractmethod
+    def _answer(self, reply: object) -> Answer: ...
+
+
+class HttpJudge(_HttpBackend):
+    """A server that scores by itself."""
+
+    def __init__(self, config: HttpRewardConfig) -> None:
+        super().__init__(config)
+        self._fields, self._weights = config.fields, config.weights
+
+    def _content(self, request: Request) -> Mapping[str, object]:
+        return {name: item for name, item in request.items() if name in self._fields}
+
+    def _answer(self, reply: object) -> Answer:
+        return check_result(reply, self._weights)
+
+
+class ChatJudge(_HttpBackend):
+    """A language model that chooses one of the recipe's answers; each answer has its score."""
+
+    def __init__(self, config: JudgeRewardConfig) -> None:
+        super().__init__(config)
+        self._question = config
+        self._model: str | None = None
+        """The model that the server names in its replies."""
+
+    def _content(self, request: Request) -> Mapping[str, object]:
+        config = self._question
+        names = list(config.answers)
+        schema = {"type": "object", "properties": {"answer": {"enum": names}}, "required": ["answer"]}
+        text = f'{_filled(config.template, request)}\n\nReply with JSON: {{"answer": ...}}, one of {json.dumps(names)}.'
+        return {
+            "model": config.model,
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0,
+            "max_tokens": config.max_tokens,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+        }
+
+    def _answer(self, reply: object) -> Answer:
+        """Return the score of the answer, with the tokens that it cost; an answer that nobody asked for is an error."""
         try:
-            value = json.loads(reply)
-        except (ValueError, RecursionError):
-            raise ScoreError(f"did not reply with JSON: {reply[:80]!r}") from None
-        return check_result(value, self._config.weights)
+            completion = _Completion.model_validate(reply)
+        except ValidationError:
+            return {"error": f"did not reply with a chat completion: {json.dumps(reply)[:80]}"}
+        self._check_model(completion.model)
+        content = completion.choices[0].message.content or ""
+        try:
+            chosen = _Choice.model_validate_json(content).answer
+        except ValidationError:
+            chosen = ""
+        if chosen not in self._question.answers:
+            known = ", ".join(self._question.answers)
+            return {"error": f"answered {content[:80]!r}; reward.answers are {known}"}
+        return {
+            "score": self._question.answers[chosen],
+            "components": {"judge_tokens": float(completion.usage.total_tokens)},
+            "prediction": chosen,
+        }
+
+    def _check_model(self, model: str) -> None:
+        if self._model is None:
+            logger.info("judge=%s model=%s", self._question.url, model)
+            self._model = model
+        if model != self._model:
+            raise RewardError(
+                f"the judge was {self._model} and is now {model}; scores before and after are not comparable"
+            )
+
+
+class _Message(BaseModel):
+    content: str | None = None
+
+
+class _Alternative(BaseModel):
+    message: _Message
+
+
+class _Usage(BaseModel):
+    total_tokens: int = 0
+
+
+class _Completion(BaseModel):
+    """The part of a chat completion that a judge needs."""
+
+    model: str
+    choices: Annotated[list[_Alternative], Field(min_length=1)]
+    usage: _Usage = _Usage()
+
+
+class _Choice(BaseModel):
+    answer: str
+
+
+def _filled(template: str, request: Request) -> str:
+    """Return the template with the facts of the sample in place of their names, in one pass: a fact is no template."""
+
+    def fact(match: re.Match[str]) -> str:
+        value = request.get(match.group(1), match.group(0))
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    return re.sub(r"\{(\w+)\}", fact, template)
+
+
+def _parsed(reply: bytes) -> object:
+    try:
+        return json.loads(reply)
+    except (ValueError, RecursionError):
+        raise ScoreError(f"did not reply with JSON: {reply[:80]!r}") from None
 
 
 class _RetryError(Exception):

@@ -8,7 +8,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol, assert_never
 
-from megarl.config.reward import ComposedRewardConfig, FunctionRewardConfig, HttpRewardConfig, WorkerRewardConfig
+from megarl.config.reward import (
+    ComposedRewardConfig,
+    FunctionRewardConfig,
+    HttpRewardConfig,
+    JudgeRewardConfig,
+    WorkerRewardConfig,
+)
 from megarl.errors import ConfigError, Problem, RewardError, ScoreError
 from megarl.observe.observer import Observer
 from megarl.reward.pool import ForeignAnswerError, LateError, MachineFaultError, RewardWorkerDiedError, score_of
@@ -152,7 +158,12 @@ class RemoteScorer:
     """Scores rollouts in a backend, each by itself or a group at once. `on_error` handles those without a score."""
 
     def __init__(
-        self, backend: ScoringBackend, observer: Observer, *, name: str, config: WorkerRewardConfig | HttpRewardConfig
+        self,
+        backend: ScoringBackend,
+        observer: Observer,
+        *,
+        name: str,
+        config: WorkerRewardConfig | HttpRewardConfig | JudgeRewardConfig,
     ) -> None:
         """`name` stands for the reward in messages."""
         self._backend = backend

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.config.reward import HttpRewardConfig
+from megarl.config.reward import HttpRewardConfig, JudgeRewardConfig
 from megarl.errors import RewardError, ScoreError
 from megarl.reward import judge
 from megarl.reward.build import build_scorer, check_reward
@@ -90,7 +90,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     server.close()
 
 
-def scores(config: HttpRewardConfig, group: RolloutGroup) -> list[Score]:
+def scores(config: HttpRewardConfig | JudgeRewardConfig, group: RolloutGroup) -> list[Score]:
     return list(asyncio.run(build_scorer(config).score(group)).scores)
 
 
@@ -233,3 +233,68 @@ def test_a_score_of_four_hundred_digits_is_an_error(server: Judge, make_group: M
     server.replies = [(200, b"1" + b"0" * 400)]
     with pytest.raises(RewardError, match="a number of more than 300 digits for score; it must be finite"):
         scores(config_of(server), make_group("a"))
+
+
+def completion(answer: str, *, model: str = "judge-1", tokens: int = 40) -> bytes:
+    reply = {"model": model, "choices": [{"message": {"role": "assistant", "content": answer}}]}
+    return json.dumps({**reply, "usage": {"total_tokens": tokens}}).encode()
+
+
+def chat_judge(server: Judge, **keys: object) -> JudgeRewardConfig:
+    template = "Question: {prompt} Right: {ground_truth} Given: {response} Is it right? {unknown}"
+    whole = {
+        "kind": "judge",
+        "url": server.url,
+        "model": "judge",
+        "template": template,
+        "answers": {"yes": 1, "no": -1},
+    }
+    return JudgeRewardConfig.model_validate({**whole, **keys})
+
+
+def test_a_chat_judge_chooses_one_of_the_answers(server: Judge, make_group: MakeGroup) -> None:
+    server.replies = [(200, completion('{"answer": "no"}'))]
+    config = chat_judge(server)
+    assert check_reward(config) == []
+    (score,) = scores(config, make_group("so {ground_truth}"))
+    assert score == Score(value=-1.0, components={"judge_tokens": 40.0}, prediction="no")
+    ((_, _, body),) = server.requests
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("judge", 0, 64)
+    ((role, text),) = [(each["role"], each["content"]) for each in body["messages"]]  # type: ignore[attr-defined]
+    assert role == "user"
+    # A response is text, whatever it contains.
+    assert text.startswith("Question: What is 6 * 7? Right: 42 Given: so {ground_truth} Is it right? {unknown}")
+    assert json.dumps(body["response_format"]).count('["yes", "no"]') == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "complaint"),
+    [
+        (completion('{"answer": "maybe"}'), r"answered '\{\"answer\": \"maybe\"\}'; reward.answers are yes, no"),
+        (completion("yes"), "answered 'yes'; reward.answers are yes, no"),
+        (completion("[" * 50_000), "answered "),
+        (b'{"model": "judge-1", "choices": []}', "did not reply with a chat completion"),
+        (b"1", "did not reply with a chat completion: 1"),
+    ],
+)
+def test_a_chat_judge_that_answers_something_else_gives_no_score(
+    reply: bytes, complaint: str, server: Judge, make_group: MakeGroup
+) -> None:
+    server.replies = [(200, reply)]
+    with pytest.raises(ScoreError, match=complaint):
+        scores(chat_judge(server), make_group("42"))
+    (score,) = scores(chat_judge(server, on_error="mask"), make_group("42"))
+    assert score.is_masked
+
+
+def test_a_judge_that_becomes_another_model_ends_the_run(server: Judge, make_group: MakeGroup) -> None:
+    server.replies = [(200, completion('{"answer": "yes"}')), (200, completion('{"answer": "yes"}', model="judge-2"))]
+    scorer = build_scorer(chat_judge(server, on_error="mask", concurrency=1))
+
+    async def both() -> None:
+        await scorer.score(make_group("42"))
+        await scorer.score(make_group("42"))
+
+    with pytest.raises(RewardError, match="the judge was judge-1 and is now judge-2") as caught:
+        asyncio.run(both())
+    assert not isinstance(caught.value, ScoreError)

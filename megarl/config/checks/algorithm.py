@@ -37,6 +37,7 @@ from megarl.config.reward import (
     ExactRewardConfig,
     Gsm8kRewardConfig,
     HttpRewardConfig,
+    JudgeRewardConfig,
     MathRewardConfig,
     MultipleChoiceRewardConfig,
     RegexRewardConfig,
@@ -336,7 +337,9 @@ def _reward(config: SingleRewardConfig, key: str) -> Iterator[Problem]:
         yield Problem(
             key=f"{key}.error_value", message=f"has no effect with on_error {config.on_error}; remove it or set value"
         )
-    if isinstance(config, HttpRewardConfig) and urlsplit(config.url).username is not None:
+    if isinstance(config, JudgeRewardConfig) and not re.search(r"\{(response|solution_str)\}", config.template):
+        yield Problem(key=f"{key}.template", message="shows the judge no response; put {response} where it belongs")
+    if isinstance(config, HttpRewardConfig | JudgeRewardConfig) and urlsplit(config.url).username is not None:
         # The message leaves the value out: it is a secret.
         yield Problem(key=f"{key}.url", message="has a user or password in it; put the key in api_key_file")
     if isinstance(config, RegexRewardConfig):

@@ -12,7 +12,7 @@ from megarl.config.model import ModelShape
 from megarl.config.roles import RolloutRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
 from megarl.planner.hardware import GpuModel
-from megarl.weights.algebra.slices import ITEM_BYTES, Holding
+from megarl.weights.algebra.slices import ITEM_BYTES, Holding, Layout
 from megarl.weights.layouts.lora import LoraShape, adapter_layout
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
 from megarl.weights.layouts.sglang import sglang_layout
@@ -62,12 +62,7 @@ def stage_memory(
     float32 master weights and two moments. Under an adapter the model has weights alone."""
     # Float32 weights are their own master weights.
     state_bytes = 8 if dtype == "float32" else 12
-    thin = _one_layer_per_chunk(parallel)
-    layout = megatron_layout(
-        replace(shape, num_layers=parallel.pipeline * parallel.virtual_pipeline),
-        thin,
-        dtype=dtype,
-    )
+    layout, ranks_of = _one_layer_per_chunk(shape, parallel, dtype=dtype)
     frozen_bytes = [0] * parallel.pipeline
     if lora is not None:
         layout = adapter_layout(layout, LoraShape.of(lora))
@@ -78,10 +73,7 @@ def stage_memory(
     stages = []
     for stage in range(parallel.pipeline):
         buffers = max(
-            (
-                gradient_buffers(layout.by_rank[rank], shape, parallel, stage)
-                for rank in (thin.rank(tensor=t, data=0, pipeline=stage) for t in range(parallel.tensor))
-            ),
+            (gradient_buffers(layout.by_rank[rank], shape, parallel, stage) for rank in ranks_of[stage]),
             key=lambda each: each.num_elements,
         )
         sharded = buffers.dense // parallel.data + buffers.expert // parallel.expert_data
@@ -110,42 +102,42 @@ class BareWeights:
 @cache
 def bare_weights(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -> tuple[BareWeights, ...]:
     """Return the weights per pipeline stage."""
-    thin = _one_layer_per_chunk(parallel)
-    layout = megatron_layout(
-        replace(shape, num_layers=parallel.pipeline * parallel.virtual_pipeline),
-        thin,
-        dtype=dtype,
-    )
+    layout, ranks_of = _one_layer_per_chunk(shape, parallel, dtype=dtype)
     stages = []
     for stage in range(parallel.pipeline):
         layers = {
             f"chunk{chunk}": len(parallel.chunk_layers(shape.num_layers, stage=stage, chunk=chunk))
             for chunk in range(parallel.virtual_pipeline)
         }
-        ranks = [thin.rank(tensor=tensor, data=0, pipeline=stage) for tensor in range(parallel.tensor)]
+        held = [layout.by_rank[rank].tensors for rank in ranks_of[stage]]
         sizes = [
-            {
-                name: repeats(name, layers[name.partition(".")[0]]) * spec.num_bytes
-                for name, spec in layout.by_rank[rank].tensors.items()
-            }
-            for rank in ranks
+            {name: repeats(name, layers[name.partition(".")[0]]) * spec.num_bytes for name, spec in tensors.items()}
+            for tensors in held
         ]
         fullest = max(sizes, key=lambda each: sum(each.values()))
         stages.append(
             BareWeights(
                 num_bytes=sum(fullest.values()),
                 dense_bytes=sum(size for name, size in fullest.items() if not _is_expert(name)),
-                largest_bytes=max(spec.num_bytes for rank in ranks for spec in layout.by_rank[rank].tensors.values()),
+                largest_bytes=max(spec.num_bytes for tensors in held for spec in tensors.values()),
             )
         )
     return tuple(stages)
 
 
-def _one_layer_per_chunk(parallel: MegatronParallel) -> MegatronParallel:
-    """Return a split with the same shares of a layer and the fewest replicas that hold all of them."""
+def _one_layer_per_chunk(
+    shape: ModelShape, parallel: MegatronParallel, *, dtype: str
+) -> tuple[Layout, list[list[int]]]:
+    """Return a layout with the same shares of a layer and the fewest replicas, and the ranks of a replica per stage."""
     expert_ranks = parallel.expert * parallel.ranks_per_expert
     data = expert_ranks // math.gcd(expert_ranks, parallel.tensor)
-    return replace(parallel, data=data, first_stage_layers=None, last_stage_layers=None)
+    thin = replace(parallel, data=data, first_stage_layers=None, last_stage_layers=None)
+    one_layer_each = replace(shape, num_layers=parallel.pipeline * parallel.virtual_pipeline)
+    ranks_of = [
+        [thin.rank(tensor=tensor, data=0, pipeline=stage) for tensor in range(parallel.tensor)]
+        for stage in range(parallel.pipeline)
+    ]
+    return megatron_layout(one_layer_each, thin, dtype=dtype), ranks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import RunConfig
 from megarl.config.roles import PoolConfig
 from megarl.config.section import CPU_SLOT
 from megarl.env import visible_gpus
@@ -305,20 +305,21 @@ def joined(address: str, *, log_hint: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def open_cluster(recipe: Recipe, *, address: str | None, tasks_file: Path | None = None) -> Iterator[Cluster]:
+def open_cluster(
+    run: RunConfig, pools: Mapping[str, PoolConfig], *, address: str | None, tasks_file: Path | None = None
+) -> Iterator[Cluster]:
     """Yield the Ray of one run, joined at `address` or started here; everything placed on it ends with the block.
 
     A trace of Ray's tasks is then written to `tasks_file`, in Chrome's format.
     """
     with ExitStack() as stack:
         if address is None:
-            num_slots = sum(pool.gpus for pool in recipe.pools.values())
-            nodes = LocalRay(device=recipe.run.device, log_folder=recipe.run_folder)
-            stack.enter_context(local_ray(nodes, num_slots=num_slots))
+            nodes = LocalRay(device=run.device, log_folder=run.folder / run.name)
+            stack.enter_context(local_ray(nodes, num_slots=sum(pool.gpus for pool in pools.values())))
             stack.enter_context(joined(nodes.address, log_hint=f"; log: {nodes.log_of(0)}"))
         else:
             stack.enter_context(joined(address))
-        cluster = Cluster(recipe.run.device)
+        cluster = Cluster(run.device)
         stack.callback(cluster.release)
         if tasks_file is not None:
             stack.callback(ray.timeline, str(tasks_file))

@@ -79,7 +79,7 @@ class _Run:
     ) -> None:
         recipe, observer = self._recipe, self._observer
         with (
-            open_cluster(recipe, address=ray_address, tasks_file=tasks_file) as cluster,
+            open_cluster(recipe.run, recipe.pools, address=ray_address, tasks_file=tasks_file) as cluster,
             preemptible(grace_s=recipe.checkpoint.grace_s) as preemption,
         ):
             kinds = accelerators()

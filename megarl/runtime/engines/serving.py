@@ -341,7 +341,7 @@ async def started_roles(recipe: Recipe, shape: ModelShape, *, ray_address: str |
     """Start every role of a recipe from its model, for a tool, and stop them when the block ends."""
     observer = Observer(())
     recipe.run_folder.mkdir(parents=True, exist_ok=True)
-    with open_cluster(recipe, address=ray_address) as cluster:
+    with open_cluster(recipe.run, recipe.pools, address=ray_address) as cluster:
         pools = reserve_pools(cluster, recipe.pools, recipe.roles.used_pools)
         async with AsyncExitStack() as stack:
             async with task_group() as tasks:

@@ -87,7 +87,7 @@ def check_cluster(recipe: Recipe, *, address: str | None) -> Iterator[Check]:
     if address is None:
         recipe.run_folder.mkdir(parents=True, exist_ok=True)
     try:
-        with open_cluster(recipe, address=address) as cluster:
+        with open_cluster(recipe.run, recipe.pools, address=address) as cluster:
             nodes = [_ask_node(node, describe) for node in ray.nodes() if node["Alive"]]
             pools = cluster.reserve(recipe.pools)
             groups = asyncio.run(_try_groups(pools, device=recipe.run.device, bind=recipe.network.bind))

@@ -94,7 +94,7 @@ def two_nodes(tmp_path: Path) -> Iterator[list[Place]]:
     make_arithmetic(tmp_path / "arithmetic", num_train=8, num_sft=8, num_eval=8)
     recipe = load_recipe(write_recipe(tmp_path, "nodes"))
     recipe.run_folder.mkdir(parents=True)
-    with private_ray(), open_cluster(recipe, address=None) as cluster:
+    with private_ray(), open_cluster(recipe.run, recipe.pools, address=None) as cluster:
         pools = cluster.reserve({name: PoolConfig(gpus_per_node=1) for name in ("first", "second")})
         places = [place for name in pools for place in pools[name]]
         for name, place in zip(pools, places, strict=True):

@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     make_arithmetic(tmp_path / "arithmetic", num_train=8, num_sft=8, num_eval=8)
     recipe = load_recipe(write_recipe(tmp_path, "ranks"))
     Path(recipe.run_folder).mkdir(parents=True)
-    with private_ray(), open_cluster(recipe, address=None):
+    with private_ray(), open_cluster(recipe.run, recipe.pools, address=None):
         yield tmp_path
 
 

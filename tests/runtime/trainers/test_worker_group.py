@@ -40,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     make_arithmetic(folder / "arithmetic", num_train=8, num_sft=8, num_eval=8)
     recipe = load_recipe(write_recipe(folder, "workers"))
     Path(recipe.run_folder).mkdir(parents=True)
-    with private_ray(), open_cluster(recipe, address=None) as opened:
+    with private_ray(), open_cluster(recipe.run, recipe.pools, address=None) as opened:
         yield opened
 
 

@@ -147,6 +147,7 @@ def local_ray(nodes: LocalRay, *, num_slots: int, num_gpus: int | None = None) -
     """Start the head and stop every node after the block."""
     try:
         nodes.start_node(num_slots=num_slots, num_gpus=num_gpus)
+        nodes.wait_started()
         yield nodes
     finally:
         nodes.stop()

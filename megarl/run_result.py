@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import JsonValue, ValidationError
 from pydantic_core import to_jsonable_python
 
 from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, list_checkpoints
@@ -52,10 +53,20 @@ class Result:
     @property
     def recipe(self) -> Recipe:
         """The recipe of the last start, with overrides and defaults."""
+        try:
+            return Recipe.model_validate(self.recipe_values)
+        except ValidationError as error:
+            where = ".".join(str(part) for part in error.errors()[0]["loc"])
+            message = f"{self.path}: its recipe is of another version of megarl: {where}: {error.errors()[0]['msg']}"
+            raise DataError(message) from None
+
+    @property
+    def recipe_values(self) -> Mapping[str, JsonValue]:
+        """The recipe of the last start as it was recorded, also by another version of megarl."""
         started = [record.event for record in self.records if isinstance(record.event, RunStarted)]
         if not started:
             raise DataError(f"{self.path / EVENTS_FILE}: no run has started yet")
-        return Recipe.model_validate(started[-1].recipe)
+        return started[-1].recipe
 
     @property
     def evaluations(self) -> dict[int, EvalResult]:

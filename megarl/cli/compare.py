@@ -63,7 +63,7 @@ def _results(results: Sequence[Result], names: Sequence[str]) -> Table:
 
 
 def _recipes(results: Sequence[Result], names: Sequence[str]) -> Table | str:
-    leaves = [dict(_leaves(result.recipe.model_dump(mode="json"), "")) for result in results]
+    leaves = [dict(_leaves(dict(result.recipe_values), "")) for result in results]
     keys = list(dict.fromkeys(key for each in leaves for key in each))
     different = [key for key in keys if len({str(each.get(key)) for each in leaves}) > 1 and key != "run.name"]
     if not different:

@@ -10,6 +10,7 @@ from megarl.cli.main import run
 from megarl.config.recipe import Recipe
 from megarl.observe.observing import observing
 from tests.observe.samples import ListSink, evaluated, make_recipe, step_summary
+from tests.tools.page.runs import make_run
 
 
 def write_run(folder: Path, name: str, *, reward: float, **sections: object) -> Path:
@@ -36,6 +37,12 @@ def test_results_and_different_keys_are_side_by_side(runs: list[str], capsys: py
     assert ["reward", "0.500", "(0.500", "at", "2)", "1.000", "(1.000", "at", "2)"] in lines
     assert ["sampling.temperature", "1.0", "0.7"] in lines
     assert not any(line and line[0] == "run.name" for line in lines)
+
+
+def test_a_recipe_of_another_version_is_compared_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [make_run(tmp_path / name, num_steps=steps) for name, steps in (("first", 2), ("second", 3))]
+    assert run(["compare", *map(str, folders)]) == 0
+    assert "run.steps" in capsys.readouterr().out
 
 
 def test_one_run_has_nothing_to_be_compared_with(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:

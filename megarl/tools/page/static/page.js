@@ -66,6 +66,7 @@
       const run = await megarl.source.run();
       if (run) {
         showHead(run);
+        megarl.rightFrom = run.recipe.evaluation?.right_from ?? 1;
         megarl.charts.draw(at("curves"), run.charts);
         megarl.timeline.draw(at("timeline"), run.spans);
       }

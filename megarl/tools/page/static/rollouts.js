@@ -123,7 +123,7 @@ megarl.rollouts = (() => {
     item.style.transform = `translateY(${index * ROW}px)`;
     if (!one) return item;
     item.append(
-      element("span", { class: `reward ${one.is_masked ? "masked" : one.score > 0 ? "good" : "bad"}` }, one.is_masked ? "–" : number(one.score)),
+      element("span", { class: `reward ${one.is_masked ? "masked" : one.score >= megarl.rightFrom ? "good" : one.score > 0 ? "part" : "bad"}` }, one.is_masked ? "–" : number(one.score)),
       element("span", { class: "line" }, one.line || "(empty)"),
       element(
         "span",

@@ -43,10 +43,8 @@ class Prompt:
     data_source: str
     ground_truth: str
     extra_info: Mapping[str, JsonValue]
-    messages: tuple[Mapping[str, JsonValue], ...] = ()
-    """The chat that `token_ids` render, for rewards that ask for it."""
-    demonstration: TokenArray | None = None
-    """The response of the data set, end token included, where it has one."""
+    messages: tuple[Mapping[str, JsonValue], ...] = ()  # the chat that `token_ids` render, for rewards
+    demonstration: TokenArray | None = None  # the response of the data set, end token included
     demonstration_mask: BoolArray | None = None  # [T], True where it is imitated; None: all of it
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config.recipe import Recipe, RunConfig
-from megarl.config.roles import PoolConfig
+from megarl.config.recipe import DataConfig, ModelConfig, Recipe, RunConfig
+from megarl.config.roles import PoolConfig, RolesConfig
 from megarl.config.section import CPU_SLOT
 from megarl.errors import ConfigError, Problem
 
@@ -55,7 +55,8 @@ def render(job: SlurmJob, recipe: Recipe) -> str:
     if problems:
         raise ConfigError(str(job.recipe_path), tuple(problems))
     lines = ["#!/usr/bin/env bash", *(f"#SBATCH {option}" for option in _options(job, recipe.run, lead)), ""]
-    lines += [*_settings(job, recipe.run, _mounts(job, recipe)), "", BODY.read_text()]
+    mounts = _mounts(job, recipe.run.folder, recipe.model, recipe.data, recipe.roles)
+    lines += [*_settings(job, recipe.run, mounts), "", BODY.read_text()]
     return "\n".join(lines)
 
 
@@ -189,11 +190,10 @@ def _container(job: SlurmJob, mounts: Sequence[Path], *, device: str) -> tuple[l
     return [*options, f"--container-workdir={job.folder}"], []
 
 
-def _mounts(job: SlurmJob, recipe: Recipe) -> list[Path]:
+def _mounts(job: SlurmJob, runs: Path, model: ModelConfig, data: DataConfig, roles: RolesConfig) -> list[Path]:
     """Return the folders that the run reads or writes, without those inside another one of them."""
-    roles = recipe.roles
-    paths = [recipe.run.folder, recipe.model.path, job.recipe_path.parent]
-    paths += [path.parent for path in (*recipe.data.train, *recipe.data.eval)]
+    paths = [runs, model.path, job.recipe_path.parent]
+    paths += [path.parent for path in (*data.train, *data.eval)]
     paths += [role.path for role in (roles.critic, roles.reference) if role is not None and role.path is not None]
     folders = sorted({job.folder, *(_absolute(job, path) for path in (*paths, *job.mounts))})
     return [folder for folder in folders if not any(other in folder.parents for other in folders)]

@@ -59,6 +59,7 @@ def measure_workers(load: Load) -> list[PlaneFigure]:
 
         nodes = LocalRay(device="cpu", log_folder=folder)
         stack.enter_context(local_ray(nodes, num_slots=1))
+        nodes.wait_started()
         ray.init(address=nodes.address, log_to_driver=False, configure_logging=False)
         stack.callback(ray.shutdown)
         return [*_whole_groups(load, folder), *_many_requests(load, folder)]

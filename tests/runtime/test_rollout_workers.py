@@ -261,15 +261,16 @@ def test_what_happens_to_an_engine_reaches_the_driver_and_comes_back(
         first, _ = node_ids()
         async with running(engines, model, [first] * 4, per_node=2) as (workers, fleet):
             engines.broken = {1}
-            assert_same(await answer(workers), expected)
+            asked = asyncio.ensure_future(answer(workers))
             assert isinstance(fleet.requests, Counts)
             while not fleet.requests.causes["EngineError"]:
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.005)
+            engines.broken = set()
+            assert_same(await asked, expected)
             # The driver examined it: the engine's health is fine.
             assert fleet.engines[1].life.num_doubts > 0
             while fleet.engines[1].state is not EngineState.HEALTHY:
                 await asyncio.sleep(0.05)
-            engines.broken = set()
             # A new version: the workers know it before they send a request.
             engines.version = "1"
             await fleet.committed(PolicyVersion(1), fleet.engines)

@@ -335,6 +335,14 @@ def test_an_evaluation_that_fails_beside_training_ends_the_run() -> None:
         run(cluster, num_steps=6, max_staleness=1, evaluator=Broken(cluster, waits=False))
 
 
+@pytest.mark.timeout(60)
+def test_a_loop_of_no_steps_publishes_and_ends() -> None:
+    cluster = FakeCluster()
+    run(cluster, num_steps=0)
+    assert cluster.calls == ["publish 0"]
+    assert cluster.saved == []
+
+
 def test_every_version_is_published_before_the_next_step() -> None:
     cluster = FakeCluster()
     run(cluster, num_steps=3)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bench import dataplane as module
+from bench import worker_plane
 from bench.__main__ import run
 from bench.dataplane import Load, PlaneFigure, measure_dataplane, read_as_before
 from bench.instant_engine import reply_content
@@ -44,5 +45,6 @@ def test_a_missed_goal_is_an_exit_code(
 ) -> None:
     figures = [PlaneFigure(name="read", value=value, unit="us/token", goal=0.15, before=1.0)]
     monkeypatch.setattr(module, "measure_dataplane", lambda load: figures)
+    monkeypatch.setattr(worker_plane, "measure_workers", lambda load: [])
     assert run(["dataplane", "--json"]) == exit_code
     assert json.loads(capsys.readouterr().out.splitlines()[-1])[0]["value"] == value

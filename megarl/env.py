@@ -80,6 +80,11 @@ SHARED_ENGINE_ENVIRONMENT: Mapping[str, str] = {
 """Further variables of an SGLang process that shares its GPUs with trainers."""
 
 
+def agent_store(address: str) -> dict[str, str]:
+    """Return the variables by which the ranks of an engine meet at a store that another process hosts."""
+    return {"TORCHELASTIC_USE_AGENT_STORE": "True", "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"tcp://{address}"}
+
+
 GLOO_INTERFACE = EnvVar(
     name="GLOO_SOCKET_IFNAME",
     default="",

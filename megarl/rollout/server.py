@@ -6,20 +6,28 @@ the hook ignores the wish for output tokens, and the client reads both.
 
 A second hook lets a paused scheduler on a CPU wait: SGLang's loop polls without a pause then, and takes a core of the
 machine that trains for each rank of an engine. (On a GPU the workers are spawned, without the hooks.)
+
+Two doors are closed before SGLang starts. The store at which the ranks of an engine meet would listen on all
+interfaces: this process hosts it, on one address, and torch's setting for agents makes every rank a client.
+`/server_info` would tell the admin key to holders of the API key: both are masked in all replies to GET.
 """
 
 from __future__ import annotations
 
 import runpy
+import socket
 import sys
 import time
 from base64 import b64encode
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+import yaml
 
-from megarl.env import ONE_CARD, own_host, update_environment
+from megarl.env import ONE_CARD, agent_store, own_host, update_environment
+from megarl.system.network import LOOPBACK
 
 if ONE_CARD.read():
     # SGLang imports the main module in each process that it spawns.
@@ -87,11 +95,68 @@ def _encode(array: np.ndarray[tuple[int], np.dtype[np.generic]]) -> str:
     return b64encode(array.tobytes()).decode()
 
 
+def host_store(arguments: Sequence[str]) -> object:
+    """Host the store of this engine's ranks and direct them to it; the store lives as long as what is returned."""
+    # torch takes seconds to import, and only the server needs it.
+    from torch.distributed import TCPStore  # noqa: PLC0415
+
+    named = _value_of("--dist-init-addr", arguments)
+    if named is not None and _value_of("--node-rank", arguments) not in (None, "0"):
+        update_environment(agent_store(named))
+        return None
+    host, _, port = (named or f"{LOOPBACK}:0").rpartition(":")
+    listener = socket.create_server((host, int(port)))
+    port_number = listener.getsockname()[1]
+    update_environment(agent_store(f"{host}:{port_number}"))
+    return TCPStore(host, port_number, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _value_of(option: str, arguments: Sequence[str]) -> str | None:
+    return arguments[arguments.index(option) + 1] if option in arguments else None
+
+
+_Message: TypeAlias = MutableMapping[str, Any]
+_Send: TypeAlias = Callable[[_Message], Awaitable[None]]
+_App: TypeAlias = Callable[[_Message, Callable[[], Awaitable[_Message]], _Send], Awaitable[None]]
+
+
+class MaskedReplies:
+    """ASGI middleware: replies to GET have stars in place of secrets."""
+
+    def __init__(self, app: _App, *, secrets: Sequence[bytes]) -> None:
+        self._app = app
+        self._secrets = secrets
+
+    async def __call__(self, scope: _Message, receive: Callable[[], Awaitable[_Message]], send: _Send) -> None:
+        async def send_masked(message: _Message) -> None:
+            body = message.get("body", b"")
+            for secret in self._secrets:
+                # As long as the secret: the length of the reply has been sent.
+                body = body.replace(secret, b"*" * len(secret))
+            await send({**message, "body": body} if body else message)
+
+        await self._app(scope, receive, send_masked if scope.get("method") == "GET" else send)
+
+
+def mask_keys(arguments: Sequence[str]) -> None:
+    """Mask the keys of the file that the arguments name; it is gone once the server is ready."""
+    path = _value_of("--config", arguments)
+    if path is not None:
+        from sglang.srt.entrypoints.http_server import app  # noqa: PLC0415 - only in the server
+
+        keys = yaml.safe_load(Path(path).read_text())
+        secrets = [str(keys[name]).encode() for name in ("api-key", "admin-api-key") if keys.get(name)]
+        app.add_middleware(MaskedReplies, secrets=secrets)
+
+
 def run() -> None:
-    """Run SGLang's own server with the hook."""
+    """Run SGLang's own server with the hooks, its store and its keys behind closed doors."""
     register()
+    store = host_store(sys.argv)
+    mask_keys(sys.argv)
     sys.argv[0] = "sglang.launch_server"
     runpy.run_module("sglang.launch_server", run_name="__main__")
+    del store
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,9 @@ class LocalRay:
         self._has_several_nodes = has_several_nodes
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._last_words: list[str] = []
+        # Only this user enters it: Ray makes its own folders, with sockets in them, writable for all.
+        # In /tmp: the path of a socket must be short.
+        self._folder = tempfile.mkdtemp(prefix="megarl-ray-", dir="/tmp")
         (self._port,) = _free_ports(1)
         self.address = f"{self._address_of(0)}:{self._port}"
         """The head's, for processes that join."""
@@ -71,7 +75,7 @@ class LocalRay:
         number = len(self._nodes)
         node = self._address_of(number)
         if number == 0:
-            words = ["--head", "--port", self._port, "--include-dashboard", "false"]
+            words = ["--head", "--port", self._port, "--include-dashboard", "false", "--temp-dir", self._folder]
         else:
             self.wait_started()
             words = ["--address", self.address]
@@ -102,6 +106,7 @@ class LocalRay:
         """Stop all nodes, the head last; it alone ends in order, since nothing runs on the others any more."""
         for node, guard in reversed(self._nodes.items()):
             stop_guarded(guard, grace_s=_STOP_GRACE_S if node == self._address_of(0) else 0.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _address_of(self, number: int) -> str:
         if self._network is not None:

@@ -4,15 +4,17 @@ import asyncio
 import json
 import sys
 from base64 import b64decode
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
 
 from megarl.rollout.client import GenerateRequest
-from megarl.rollout.server import add_flat_logprobs, register
+from megarl.rollout.server import MaskedReplies, add_flat_logprobs, register
 from tests.rollout.engines import ServedModel
 
 
@@ -95,3 +97,45 @@ def test_a_paused_engine_leaves_its_core_to_the_trainer(qwen2_tp1: ServedModel) 
 
     # A loop that polls without a pause takes all of them.
     assert asyncio.run(scenario()) < 1.5
+
+
+def test_a_server_listens_on_its_own_address_alone(qwen2_tp1: ServedModel) -> None:
+    family = [psutil.Process(qwen2_tp1.process.pid), *psutil.Process(qwen2_tp1.process.pid).children(recursive=True)]
+    assert any(process.name().startswith("sglang::") for process in family)
+    listeners = {
+        connection.laddr.ip
+        for process in family
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listeners <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def test_no_key_reveals_another(qwen2_tp1: ServedModel) -> None:
+    keys, url = qwen2_tp1.process.endpoint.keys, qwen2_tp1.process.endpoint.url
+    headers = {"Authorization": f"Bearer {keys.api}"}
+    for path in ("/server_info", "/get_server_info", "/model_info", "/metrics"):
+        reply = httpx.get(f"{url}{path}", headers=headers, trust_env=False, timeout=120)
+        assert reply.status_code == 200, path
+        assert keys.admin not in reply.text, path
+        assert keys.api not in reply.text, path
+    assert httpx.get(f"{url}/server_info", trust_env=False, timeout=120).status_code == 401
+
+
+def test_secrets_are_masked_in_replies_to_get_and_the_length_stays() -> None:
+    async def app(_scope: object, _receive: object, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b'{"a": "secret"}'})
+
+    def body_of(method: str) -> bytes:
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        masked: Any = MaskedReplies(app, secrets=[b"secret"])  # type: ignore[arg-type]
+        asyncio.run(masked({"type": "http", "method": method}, None, send))
+        return bytes(sent[-1]["body"])
+
+    assert body_of("GET") == b'{"a": "******"}'
+    assert body_of("POST") == b'{"a": "secret"}'

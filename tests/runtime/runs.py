@@ -215,12 +215,10 @@ def survivors(processes: list[psutil.Process], *, timeout_s: float) -> list[str]
 
 
 def listening(pid: int) -> set[str]:
-    """Addresses that a run and its children listen on, less the store SGLang's ranks meet at, which has no option."""
+    """Addresses that a run and its children listen on."""
     addresses = set()
     for process in [psutil.Process(pid), *descendants(pid)]:
         try:
-            if process.name().startswith("sglang::scheduler"):
-                continue
             connections = process.net_connections(kind="tcp")
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

@@ -152,3 +152,14 @@ def test_a_ray_that_others_started_without_a_token_is_joined(tmp_path: Path, mon
         words = [sys.executable, "-c", GUEST, nodes.address]
         guest = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert "'megarl_slot': 7.0" in guest.stdout, guest.stderr
+
+
+def test_nobody_else_enters_the_folder_of_a_private_ray(nodes: LocalRay) -> None:
+    session = Path(ray.worker._global_node.get_session_dir_path())
+    private = session.parent
+    assert private.parent == Path("/tmp")
+    assert private.stat().st_mode & 0o077 == 0
+    # As another user would: Ray's own folders are open to all.
+    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "ls", str(session / "sockets")]
+    if os.geteuid() == 0:
+        assert subprocess.run(command, capture_output=True, check=False).returncode != 0

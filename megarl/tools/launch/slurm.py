@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.checkpoint.folder import CHECKPOINTS_FOLDER, LATEST_STEP_FILE
 from megarl.config.recipe import DataConfig, ModelConfig, Recipe, RunConfig
 from megarl.config.roles import PoolConfig, RolesConfig
 from megarl.config.section import CPU_SLOT
@@ -170,6 +171,8 @@ def _settings(job: SlurmJob, run: RunConfig, mounts: Sequence[Path]) -> Iterator
     yield _assign("srun_options", srun_options)
     yield _assign("inside", inside)
     yield _assign("log_root", str(_absolute(job, run.folder) / "slurm"))
+    checkpoints = _absolute(job, run.folder) / run.name / CHECKPOINTS_FOLDER
+    yield _assign("latest_step_file", str(checkpoints / LATEST_STEP_FILE))
     yield _assign("ready_timeout_s", str(READY_TIMEOUT_S))
     yield _assign("max_failures", str(job.max_failures))
     if job.container is None:

@@ -9,8 +9,13 @@ main() {
   logs="$job_folder/attempt_${SLURM_RESTART_COUNT:-0}"
   pid_file="$logs/train.pid"
   is_asked=0
+  is_told=0
   train_step=""
   ray_steps=()
+  # Ray makes its own folders writable for all: they are inside one that only this user enters, on every node.
+  ray_folder="/tmp/megarl-$SLURM_JOB_ID"
+  # shellcheck disable=SC2016 # expanded on the node
+  private_folder='mkdir -p -m 700 "$0" && [[ -O $0 && ! -L $0 ]] || { echo "$0 belongs to another user"; exit 5; }; '
   mkdir -p "$logs"
   # Every request and every Ray worker opens files.
   ulimit -n "$(ulimit -Hn)"
@@ -40,7 +45,9 @@ say() {
 on_node() {
   local node=$1 log=$2
   shift 2
-  srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --unbuffered --output="$log" --open-mode=append \
+  # All cores and no binding: where a site binds tasks, Ray and everything below it would share one core.
+  srun --overlap --nodes=1 --ntasks=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \
+    --nodelist="$node" --unbuffered --output="$log" --open-mode=append \
     "${srun_options[@]}" -- "${inside[@]}" "$@"
 }
 
@@ -96,11 +103,10 @@ wait_for_head() {
 start_node() {
   local node=$1 address=$2 place=(--address="$head")
   if [[ $node == "${nodes[0]}" ]]; then
-    # Not /tmp/ray: that may belong to another user of this node.
-    place=(--head --port="$port" --include-dashboard=false --temp-dir="/tmp/ray-$SLURM_JOB_ID")
+    place=(--head --port="$port" --include-dashboard=false --temp-dir="$ray_folder/ray")
   fi
   # shellcheck disable=SC2016 # expanded on the node
-  on_node "$node" "$logs/ray_$node.log" bash -c 'exec ray start --num-cpus="$SLURM_CPUS_ON_NODE" "$@"' ray \
+  on_node "$node" "$logs/ray_$node.log" bash -c "$private_folder"'exec ray start --num-cpus="$SLURM_CPUS_ON_NODE" "$@"' "$ray_folder" \
     --block --node-ip-address="$address" "${devices[@]}" "${place[@]}"
 }
 
@@ -133,6 +139,7 @@ train() {
   while true; do
     code=0
     wait "$train_step" || code=$?
+    pass_on_warning
     # A signal that this script handles ends `wait`, not what it waits for.
     if ((code <= 128)) || ! kill -0 "$train_step" 2>/dev/null; then
       return "$code"
@@ -144,10 +151,20 @@ train() {
 # shellcheck disable=SC2317 # called by a trap
 ask_to_leave() {
   is_asked=1
+  is_told=0
   say "asked to save and exit"
-  if [[ -s $pid_file ]]; then
-    kill -USR1 "$(<"$pid_file")" || true
-  fi
+  [[ ! -s $pid_file ]] || pass_on_warning
+}
+
+# Tell megarl, once it has a process: the warning may come while its container is still unpacked.
+pass_on_warning() {
+  ((is_asked && !is_told)) || return 0
+  until [[ -s $pid_file ]]; do
+    kill -0 "$train_step" 2>/dev/null || return 0
+    sleep 0.2
+  done
+  is_told=1
+  kill -USR1 "$(<"$pid_file")" || true
 }
 
 stop_ray() {
@@ -163,7 +180,7 @@ stop_ray() {
 
 # Remove Ray's files on every node; those of a lost node stay.
 clean_up() {
-  timeout 60 srun --overlap --ntasks-per-node=1 rm -rf "/tmp/ray-$SLURM_JOB_ID" || true
+  timeout 60 srun --overlap --ntasks-per-node=1 rm -rf "$ray_folder" || true
 }
 
 leave() {
@@ -176,11 +193,12 @@ leave() {
   esac
 }
 
-# Lost nodes and dead engines: try again, but not for ever.
+# Lost nodes and dead engines: try again, but not for ever. A new checkpoint gives a new budget.
 count_failure() {
-  echo "$(date -u +%FT%TZ) $1" >>"$job_folder/failures"
-  local num_failures
-  num_failures=$(wc -l <"$job_folder/failures")
+  local num_failures step=0
+  [[ ! -r $latest_step_file ]] || step=$(<"$latest_step_file")
+  echo "$(date -u +%FT%TZ) $1 after step $step" >>"$job_folder/failures"
+  num_failures=$(grep -c " after step $step\$" "$job_folder/failures")
   if ((num_failures > max_failures)); then
     say "failure $num_failures, with exit code $1: giving up"
     exit "$1"

@@ -94,7 +94,7 @@ def test_the_token_is_in_a_private_file_and_in_no_argument() -> None:
 def test_nothing_sleeps_and_hopes() -> None:
     script = render(JOB, recipe())
     assert "megarl.tools.launch.ready --nodes" in script
-    assert re.findall(r"\bsleep [^;\n]+", script) == ["sleep 0.2"]
+    assert re.findall(r"\bsleep [^;\n]+", script) == ["sleep 0.2"] * 2, "each in a loop that looks at something"
     assert '--num-cpus="$SLURM_CPUS_ON_NODE"' in script
 
 
@@ -242,3 +242,44 @@ def test_a_job_is_written_for_paths_of_the_cluster_if_the_run_fits(
     assert "--override-fit writes the job anyway" in error
     assert not (tmp_path / "job.sh").exists()
     assert cli.run([*words, *too_much, "--override-fit"]) == 0
+
+
+def run_part(folder: Path, commands: str) -> subprocess.CompletedProcess[str]:
+    """Run commands with the functions of the script, and a `scontrol` that prints what it is asked."""
+    script = render(replace(JOB, folder=folder, max_failures=1), recipe()).rpartition("\nmain\n")[0]
+    prelude = f"scontrol() {{ echo scontrol $*; }}\njob_folder={folder}\nSLURM_JOB_ID=7\n"
+    return subprocess.run(
+        ["bash", "-c", f"{script}\n{prelude}{commands}"], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_a_new_checkpoint_gives_a_job_a_new_budget_of_failures(tmp_path: Path) -> None:
+    steps = tmp_path / "latest"
+    fail = f"latest_step_file={steps}; count_failure 76"
+    steps.write_text("4")
+    assert "failure 1 of at most 1" in run_part(tmp_path, fail).stdout
+    steps.write_text("8")
+    assert "failure 1 of at most 1" in run_part(tmp_path, fail).stdout, "step 8 was saved meanwhile"
+    last = run_part(tmp_path, fail)
+    assert "failure 2, with exit code 76: giving up" in last.stdout
+    assert last.returncode == 76
+
+
+def test_a_warning_before_megarl_has_a_process_is_passed_on(tmp_path: Path) -> None:
+    commands = f"""
+pid_file={tmp_path}/pid; is_asked=0; is_told=0
+trap ask_to_leave USR1
+on_node() {{ sleep 1; bash -c 'trap "exit 75" USR1; echo $$ >"$0"; while true; do sleep 0.1; done' {tmp_path}/pid; }}
+nodes=(here); logs={tmp_path}
+(sleep 0.3; kill -USR1 $$) &
+code=0; train || code=$?
+echo "megarl ended with $code"
+"""
+    assert "megarl ended with 75" in run_part(tmp_path, commands).stdout
+
+
+def test_steps_have_all_cores_and_rays_folder_is_private() -> None:
+    script = render(JOB, recipe())
+    assert '--cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none' in script
+    assert '--temp-dir="$ray_folder/ray"' in script
+    assert 'mkdir -p -m 700 "$0"' in script

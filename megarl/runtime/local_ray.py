@@ -59,7 +59,7 @@ class LocalRay:
         self._has_several_nodes = has_several_nodes
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._last_words: list[str] = []
-        # Only this user enters it: Ray makes its own folders, with sockets in them, writable for all.
+        # Only this user enters it: Ray makes its own folder in it, with sockets, writable for all.
         # In /tmp: the path of a socket must be short.
         self._folder = tempfile.mkdtemp(prefix="megarl-ray-", dir="/tmp")
         (self._port,) = _free_ports(1)
@@ -75,7 +75,15 @@ class LocalRay:
         number = len(self._nodes)
         node = self._address_of(number)
         if number == 0:
-            words = ["--head", "--port", self._port, "--include-dashboard", "false", "--temp-dir", self._folder]
+            words = [
+                "--head",
+                "--port",
+                self._port,
+                "--include-dashboard",
+                "false",
+                "--temp-dir",
+                f"{self._folder}/ray",
+            ]
         else:
             self.wait_started()
             words = ["--address", self.address]

@@ -156,7 +156,7 @@ def test_a_ray_that_others_started_without_a_token_is_joined(tmp_path: Path, mon
 
 def test_nobody_else_enters_the_folder_of_a_private_ray(nodes: LocalRay) -> None:
     session = Path(ray.worker._global_node.get_session_dir_path())
-    private = session.parent
+    private = session.parent.parent
     assert private.parent == Path("/tmp")
     assert private.stat().st_mode & 0o077 == 0
     # As another user would: Ray's own folders are open to all.

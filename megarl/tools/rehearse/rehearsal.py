@@ -137,8 +137,10 @@ def _watch(
     run: _WatchedRun, nodes: LocalRay, pools: Mapping[str, PoolConfig], *, actor_pool: str, report: RehearsalReport
 ) -> None:
     """Follow the run to its end; after a checkpoint a node is killed, and another one started when it is missed."""
+    # While ranks and engines start: on a busy machine the look takes as long as a few small steps.
+    while not (held := held_nodes(nodes.address)).keys() >= pools.keys() and run.is_running:
+        time.sleep(_POLL_S)
     run.wait_for(lambda event: event if isinstance(event, Published) else None)
-    held = held_nodes(nodes.address)
     is_whole = all(list(held[name].values()) == [pool.gpus_per_node] * pool.nodes for name, pool in pools.items())
     texts = [f"{name}: {', '.join(f'{count} on {node}' for node, count in held[name].items())}" for name in held]
     report.add("placement", "; ".join(texts), is_shown=is_whole)
@@ -203,6 +205,10 @@ class _WatchedRun:
                 [sys.executable, "-c", _TRAIN, "train", str(recipe)], environment=environment, output=log
             )
 
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     def wait_for(self, find: Callable[[Event], Found | None]) -> Found:
         """Return what `find` finds in the first event in which it finds something; earlier events are passed over."""
         deadline = time.monotonic() + _SILENCE_S
@@ -217,7 +223,7 @@ class _WatchedRun:
                 deadline = time.monotonic() + _SILENCE_S
                 if isinstance(event, RunFinished):
                     raise MachineError(f"the run ended early: {event.status}: {event.reason}; its log is {self._log}")
-            has_ended = self._process.poll() is not None
+            has_ended = not self.is_running
             if self._path.exists():
                 self._unread += [record.event for record in self._tail.read()]
             if not self._unread:

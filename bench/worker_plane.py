@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -172,7 +172,7 @@ async def _workers(
             node=node,
             own=own,
             model_folder=folder,
-            shape=read_model_shape(folder),
+            shape=replace(read_model_shape(folder), max_context_tokens=1 << 20),
             reward=ExactRewardConfig(kind="exact"),
             num_on_node=_NUM_WORKERS,
             log_path=folder / "reward.log",

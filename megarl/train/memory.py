@@ -6,6 +6,7 @@ optimizer's shards. `Offload` knows nothing of their contents; `release` and `re
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -98,13 +99,14 @@ def host_zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> T
     """
     if device.type != "cuda" or not num_elements:
         return torch.zeros(num_elements, dtype=dtype)
-    block = torch.empty(num_elements, dtype=dtype)
-    available = psutil.virtual_memory().available
-    if block.nbytes > available:
+    num_bytes, available = num_elements * dtype.itemsize, psutil.virtual_memory().available
+    if num_bytes > available:
         raise MachineError(
-            f"{block.nbytes / 1e9:.1f} GB of host memory are needed and {available / 1e9:.1f} GB are free; "
+            f"{num_bytes / 1e9:.1f} GB of host memory are needed and {available / 1e9:.1f} GB are free; "
             "free some, set `offload` of the role to nothing, or give the reference a pool"
         )
+    pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block = torch.frombuffer(pages, dtype=dtype)
     # The kernel clears a page at its first use, which takes one thread long.
     with ThreadPoolExecutor(_PINNING_THREADS) as pool:
         list(pool.map(Tensor.zero_, torch.split(block, _PINNED_AT_ONCE // block.element_size())))
@@ -114,7 +116,18 @@ def host_zeros(num_elements: int, dtype: torch.dtype, device: torch.device) -> T
             f"cannot pin {block.nbytes / 1e9:.1f} GB of host memory (CUDA error {int(code)}); "
             "free some, set `offload` of the role to nothing, or give the reference a pool"
         )
+    pages.pinned_address = block.data_ptr()
     return block
+
+
+class _Pages(mmap.mmap):
+    """Whole pages, which no other memory shares, unpinned before they are given back: CUDA pins no page twice."""
+
+    pinned_address: int | None = None
+
+    def __del__(self) -> None:
+        if self.pinned_address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.pinned_address)  # type: ignore[no-untyped-call]
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:

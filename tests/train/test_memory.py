@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 from megarl.config.lora import LoraConfig
-from megarl.train.memory import Offload, host_places
+from megarl.train.memory import Offload, host_places, host_zeros
 from megarl.train.optimizer import ModelOptimizer
 from tests.train import jobs
 from tests.train.cluster import Cluster
@@ -65,6 +67,26 @@ def test_places_in_host_memory_have_their_exact_sizes_and_begin_where_any_dtype_
     assert [place.nbytes for place in places] == [3, 128, 0, 65]
     assert [place.storage_offset() for place in places] == [0, 64, 192, 192]
     assert places[0].untyped_storage().nbytes() == 192 + 128, "one block, and no power of two"
+
+
+def test_pinned_memory_has_pages_of_its_own_and_is_unpinned_before_they_are_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: dict[int, int] = {}
+    library = SimpleNamespace(
+        cudaHostRegister=lambda address, num_bytes, _flags: pinned.update({address: num_bytes}) or 0,
+        cudaHostUnregister=pinned.pop,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: library)
+    blocks = [host_zeros(number, torch.float32, torch.device("cuda")) for number in (5, 3000, 156_736)]
+    assert sorted(pinned.values()) == [20, 12_000, 626_944]
+    assert all(address % mmap.PAGESIZE == 0 for address in pinned)
+    part = blocks[1][7:].fill_(2.5)
+    assert [float(block.sum()) for block in blocks] == [0.0, 2.5 * 2993, 0.0]
+    del blocks
+    assert list(pinned.values()) == [12_000], "a view keeps its block"
+    del part
+    assert not pinned
 
 
 def test_an_optimizer_that_offloads_nothing_gives_back_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,7 @@ async def running(
         rollouts_per_prompt=NUM_ROLLOUTS,
     )
     async with workers.running(), asyncio.timeout(START_S):
+        await workers.processes()  # else the first one may answer all prompts
         yield workers, fleet
     await fleet.close()
 

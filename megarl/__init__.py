@@ -4,7 +4,9 @@
 they are first used, so that `import megarl` costs nothing.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +14,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ("PlanAnswer", "Recipe", "Result", "StepSummary", "__version__", "load", "load_run", "plan", "train")
+
+
+class _Package(ModuleType):
+    """Keeps `megarl.train` the function: an import of the subpackage of that name would put it in its place."""
+
+    @property
+    def train(self) -> object:
+        return import_module("megarl.api").train
+
+    @train.setter
+    def train(self, _subpackage: ModuleType) -> None: ...
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> object:

@@ -104,8 +104,7 @@ class Score:
 class ScoredGroup:
     group: RolloutGroup
     scores: tuple[Score, ...]
-    baseline: Score | None = None
-    """The score of the group's baseline."""
+    baseline: Score | None = None  # of the group's baseline
 
     def __post_init__(self) -> None:
         num_rollouts = len(self.group.rollouts)
@@ -116,8 +115,7 @@ class ScoredGroup:
 class Estimates:
     """Per-token numbers of a step's B rollouts, of [T_i] each, computed before training; None if not asked for."""
 
-    logprobs: tuple[FloatArray, ...] | None = None
-    """Log-probabilities of the policy before the step."""
+    logprobs: tuple[FloatArray, ...] | None = None  # of the policy before the step
     reference_logprobs: tuple[FloatArray, ...] | None = None
     values: tuple[FloatArray, ...] | None = None
     """The return that the critic expects before each token."""

@@ -162,6 +162,12 @@ def run_example(project: Path, name: str) -> str:
     return done.stdout
 
 
+def test_train_stays_a_function_when_its_namesake_is_imported() -> None:
+    words = "import megarl, megarl.train.stats; from megarl.train import stats; print(megarl.train.__module__)"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.strip() == "megarl.api"
+
+
 @pytest.mark.heavy
 def test_the_examples_run_as_they_are_printed(project: Path) -> None:
     """One after the other: the last one reads the run of the first."""

@@ -53,8 +53,8 @@ class Loop:
         await self._publish(self._start.version)
         if self._start.step == 0:
             await self._evaluation.before_training(self._start.version)
-        if self._start.step >= self._num_steps:
-            return  # producers would wait for a step for ever
+        if self._start.step >= self._num_steps:  # producers would wait for a step for ever
+            return
         async with self._saver, task_group() as tasks:
             producers = [tasks.create_task(self._produce()) for _ in range(self._buffer.capacity)]
             for step in range(self._start.step + 1, self._num_steps + 1):

@@ -192,7 +192,8 @@ def test_the_data_of_a_seed_is_always_the_same(recipe: Path, tmp_path: Path) -> 
 
 def test_a_shell_completes_commands() -> None:
     done = subprocess.run(
-        [str(Path(sys.executable).with_name("megarl")), "--show-completion", "bash"],
+        # The shell is found among the parents of the process.
+        ["bash", "-c", f"{Path(sys.executable).with_name('megarl')} --show-completion; exit $?"],
         capture_output=True,
         text=True,
         timeout=600,

@@ -109,7 +109,7 @@ def test_a_full_disk_leaves_whole_lines_and_loses_no_event(tmp_path: Path) -> No
         path = disk / "events.jsonl"
         log = EventLog(path)
         # Longer than a page: the disk takes the first part of a line.
-        written = records([Warned(text=f"{number}" * 3000) for number in range(9)])
+        written = records([Warned(text=f"event {number}, " * 400) for number in range(9)])
         failures: list[int | None] = []
         for record in written[:3]:
             log.record(record)

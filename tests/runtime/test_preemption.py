@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -39,6 +40,16 @@ def test_a_step_is_finished_first() -> None:
             return await step(), preemption.is_requested
 
     assert asyncio.run(main()) == ("finished", True)
+
+
+@pytest.fixture(autouse=True)
+def _default_signals() -> Iterator[None]:
+    """Under nohup, or in the background of a script, some signals are ignored from the start."""
+    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGHUP, hang_up)
+    signal.signal(signal.SIGINT, interrupted)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megarl.config.lora import LoraConfig
+from megarl.train import optimizer as optimizer_module
 from megarl.train.memory import Offload, host_places, host_zeros
 from megarl.train.optimizer import ModelOptimizer
 from tests.train import jobs
@@ -91,7 +92,7 @@ def test_pinned_memory_has_pages_of_its_own_and_is_unpinned_before_they_are_give
 
 def test_an_optimizer_that_offloads_nothing_gives_back_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     freed: list[torch.device] = []
-    monkeypatch.setattr("megarl.train.optimizer.free_cache", freed.append)
+    monkeypatch.setattr(optimizer_module, "free_cache", freed.append)
     optimizer = object.__new__(ModelOptimizer)
     optimizer._offloads, optimizer._device, optimizer._offload = "nothing", CPU, Offload(CPU)
     optimizer.release()

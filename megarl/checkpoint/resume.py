@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from pydantic import JsonValue, ValidationError
 from megarl.checkpoint.folder import list_checkpoints
 from megarl.checkpoint.manifest import Manifest, read_manifest, verify
 from megarl.checkpoint.state import RunState, read_state
+from megarl.config.document import leaves
 from megarl.config.recipe import Recipe
 from megarl.errors import CheckpointError, FinishedError
 
@@ -128,7 +129,9 @@ def _obstacle(
 def list_changes(before: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> list[str]:
     """Return every key that matters to a continued run and differs, as `a.b is 2, was 1`."""
     before = _with_defaults(before)
-    leaves_before, leaves_now = (dict(_leaves(_identity(recipe), "")) for recipe in (before, now))
+    leaves_before, leaves_now = (
+        {".".join(key): value for key, value in leaves(_identity(recipe))} for recipe in (before, now)
+    )
     keys = list(dict.fromkeys((*leaves_now, *leaves_before)))
     changed = [key for key in keys if leaves_before.get(key) != leaves_now.get(key)]
     changed += [key for key in _MODELS if _changed_path(key, before, now)]
@@ -141,14 +144,6 @@ def _with_defaults(recipe: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
         return Recipe.model_validate(recipe).model_dump(mode="json")
     except ValidationError:
         return recipe
-
-
-def _leaves(value: JsonValue, key: str) -> Iterator[tuple[str, JsonValue]]:
-    if isinstance(value, dict) and value:
-        for name, child in value.items():
-            yield from _leaves(child, f"{key}.{name}" if key else name)
-    else:
-        yield key, value
 
 
 def _find(recipe: Mapping[str, JsonValue], key: str) -> JsonValue:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import JsonValue
 from rich.table import Table
 
 from megarl.cli.display import make_console
 from megarl.cli.run_folder import write_text
 from megarl.cli.train import format_number
+from megarl.config.document import leaves
 from megarl.errors import ConfigError, Problem
 from megarl.run_result import Result
 
@@ -63,20 +63,12 @@ def _results(results: Sequence[Result], names: Sequence[str]) -> Table:
 
 
 def _recipes(results: Sequence[Result], names: Sequence[str]) -> Table | str:
-    leaves = [dict(_leaves(dict(result.recipe_values), "")) for result in results]
-    keys = list(dict.fromkeys(key for each in leaves for key in each))
-    different = [key for key in keys if len({str(each.get(key)) for each in leaves}) > 1 and key != "run.name"]
+    values = [{".".join(key): value for key, value in leaves(result.recipe_values)} for result in results]
+    keys = list(dict.fromkeys(key for each in values for key in each))
+    different = [key for key in keys if len({str(each.get(key)) for each in values}) > 1 and key != "run.name"]
     if not different:
         return "the recipes are the same"
     table = Table("key", *names, title="recipes differ in", title_justify="left")
     for key in different:
-        table.add_row(key, *("not set" if each.get(key) is None else str(each[key]) for each in leaves))
+        table.add_row(key, *("not set" if each.get(key) is None else str(each[key]) for each in values))
     return table
-
-
-def _leaves(value: JsonValue, key: str) -> Iterator[tuple[str, JsonValue]]:
-    if isinstance(value, Mapping) and value:
-        for name, child in value.items():
-            yield from _leaves(child, f"{key}.{name}" if key else name)
-    else:
-        yield key, value

@@ -76,7 +76,7 @@ def override_value(document: Document, key: Key, value: Tree) -> Document:
         if not isinstance(_at(document.tree, key[:length]), dict | None):
             raise _override_error(".".join(key), f"{key[length - 1]} is a value, not a section")
     kept = {known: origin for known, origin in document.origins.items() if known[: len(key)] != key}
-    origins = {leaf: ValueOrigin(source=OVERRIDE) for leaf in _leaves(value, key)}
+    origins = {leaf: ValueOrigin(source=OVERRIDE) for leaf, _ in leaves(value, key)}
     return Document(tree=_with(document.tree, key, value), origins={**kept, **origins})
 
 
@@ -151,12 +151,13 @@ def _lines(node: yaml.Node, key: Key) -> Iterator[tuple[Key, int]]:
         yield key, node.start_mark.line + 1
 
 
-def _leaves(value: Tree, key: Key) -> Iterator[Key]:
-    if isinstance(value, dict) and value:
+def leaves(value: object, key: Key = ()) -> Iterator[tuple[Key, object]]:
+    """Yield every value of a tree that is no section, or an empty one, with its key."""
+    if isinstance(value, Mapping) and value:
         for name, child in value.items():
-            yield from _leaves(child, (*key, name))
+            yield from leaves(child, (*key, name))
     else:
-        yield key
+        yield key, value
 
 
 def _read_family(path: Path, heirs: tuple[Path, ...]) -> Document:

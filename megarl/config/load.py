@@ -14,7 +14,7 @@ from typing import TypeAlias, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from megarl.config.checks.recipe import check_recipe
-from megarl.config.document import Document, Key, Tree, ValueOrigin, override, read_document
+from megarl.config.document import Document, Key, Tree, ValueOrigin, leaves, override, read_document
 from megarl.config.hub import with_local_models
 from megarl.config.recipe import Recipe
 from megarl.errors import ConfigError, Problem
@@ -119,19 +119,12 @@ def schema_problems(error: ValidationError, root: type[BaseModel]) -> tuple[Prob
 
 def misplaced_booleans(tree: dict[str, Tree], root: type[BaseModel]) -> Iterator[Problem]:
     """Yield each `true` and `false` in place of a number: pydantic would read `metrics_port: false` as port 0."""
-    for key, value in _leaves(tree, ()):
+    for key, value in leaves(tree):
+        if not isinstance(value, bool):
+            continue
         fields = [model.model_fields.get(key[-1]) for model in _models_at(key[:-1], root)]
-        is_number = any(field is not None and not _takes_bool(field.annotation) for field in fields)
-        if isinstance(value, bool) and is_number:
+        if any(field is not None and not _takes_bool(field.annotation) for field in fields):
             yield Problem(key=".".join(key), message=f"{_quoted(value)}: not a truth value; write the value itself")
-
-
-def _leaves(value: Tree, key: Key) -> Iterator[tuple[Key, Tree]]:
-    if isinstance(value, dict):
-        for name, child in value.items():
-            yield from _leaves(child, (*key, name))
-    else:
-        yield key, value
 
 
 def _takes_bool(annotation: object) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from megarl.errors import PreemptedError, StoppedError
@@ -96,6 +96,8 @@ _interrupts: list[Callable[[], object]] = []
 
 def interrupt() -> bool:
     """Do what Ctrl-C does, from any thread; return False if no run has begun to start its processes."""
-    for stop in _interrupts:
-        stop()
-    return bool(_interrupts)
+    stops = tuple(_interrupts)  # a run that ends at once takes its own out
+    for stop in stops:
+        with suppress(RuntimeError):  # its loop has ended by itself meanwhile
+            stop()
+    return bool(stops)

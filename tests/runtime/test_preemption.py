@@ -157,7 +157,7 @@ def test_the_first_ctrl_c_asks_and_the_second_ends() -> None:
 
 
 def test_a_run_in_another_thread_is_stopped_by_a_call() -> None:
-    """As in a notebook, where Python handles no signals outside the main thread."""
+    """A notebook runs it so: Python handles no signals outside the main thread."""
     ready = threading.Event()
 
     async def main() -> str:

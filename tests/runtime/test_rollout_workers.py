@@ -147,7 +147,7 @@ async def answer(workers: Answering, number: int = NUM_PROMPTS) -> list[ScoredGr
 
 
 async def answer_here(engines: SeededEngines, model: Path) -> list[ScoredGroup]:
-    """As a worker in the driver's process does."""
+    """A worker in the driver's process does the same."""
     shape = read_model_shape(model)
     fleet = Fleet(engines.clients(), max_outstanding=8, publish_timeout_s=120)
     worker = RolloutWorker(

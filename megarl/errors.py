@@ -4,11 +4,13 @@
     ├── ConfigError          2   the recipe is wrong; holds every problem
     ├── DataError            3   a data set or a reward function is wrong
     │   └── RewardError      3   the reward cannot be loaded or reached, or has changed
-    │       └── ScoreError       one rollout has no score: the reward failed, was late or returned nonsense
+    │       ├── ScoreError       one rollout has no score: the reward failed, was late or returned nonsense
+    │       └── ScoreLostError   one episode has no score: its environment failed or was gone when asked for it
     ├── CheckpointError      4   nothing that verifies can be loaded, or a folder is broken
     │   ├── DamagedError         a file does not have the bytes that were written; an earlier checkpoint may be whole
     │   └── FinishedError        the run took all its steps before; nothing is left to do
     ├── MachineError         5   ports, devices, packages, processes of this machine
+    │   └── EnvironmentLostError     the environment of one episode is gone or does not answer
     ├── PreemptedError      75   the run was asked to stop; requeue it
     │   └── StoppedError   130   Ctrl-C: saved as for a preemption
     ├── FleetError          76   no engine that can generate is left
@@ -71,6 +73,10 @@ class ScoreError(RewardError):
     pass
 
 
+class ScoreLostError(RewardError):
+    pass
+
+
 class CheckpointError(MegarlError):
     exit_code = 4
 
@@ -85,6 +91,10 @@ class FinishedError(CheckpointError):
 
 class MachineError(MegarlError):
     exit_code = 5
+
+
+class EnvironmentLostError(MachineError):
+    pass
 
 
 class PreemptedError(MegarlError):

@@ -86,8 +86,7 @@ class RolloutGroup:
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
-    baseline: Rollout | None = None
-    """A greedy rollout to compare with, where the algorithm asks for one; it is not trained on."""
+    baseline: Rollout | None = None  # a greedy one to compare with, where the algorithm asks for it; not trained on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +97,7 @@ class Score:
     """The final answer the scorer read out of the response, where it says so."""
     is_masked: bool = False
     """The rollout could not be scored: it is left out of its group's statistics and of the loss."""
+    turns: tuple[float, ...] | None = None  # the reward of each turn, where an environment gives them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,146 @@
+"""The recipe's `environment` section: the tools of an episode, who decides its turns, and the limits of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from megarl.config.section import Section, UserCode
+
+CallFormat: TypeAlias = Literal["auto", "hermes", "llama"]
+Url: TypeAlias = Annotated[str, Field(pattern=r"^(https?|wss?)://\S+$")]
+
+
+class _Episode(Section):
+    max_turns: PositiveInt = 8
+    """Responses of the model in one episode; after the last one no call is answered."""
+    wall_s: PositiveFloat = 1800
+    """Time for one episode, waiting for engines included; past it the episode counts as lost."""
+    on_error: Literal["retry", "mask", "fail"] = "retry"
+    """The effect of an episode whose environment or score was lost: it is repeated in a fresh environment up to
+    `max_attempts` times, then its group is replaced; it is left out of its group and of the loss; it stops the run."""
+    max_attempts: PositiveInt = 3
+    """Environments that one episode may use up, with `on_error: retry`."""
+
+
+class _WithTools(_Episode):
+    max_calls: PositiveInt | None = None
+    """Calls of tools in one episode; a further one ends it. null sets no limit besides `max_turns`."""
+    malformed_call: Literal["observe", "end"] = "observe"
+    """The effect of a call that cannot be read: the model is told and may try again, or the episode ends."""
+    call_deadline_s: PositiveFloat = 20
+    """Time for one call of a tool, and for the score."""
+    max_result_tokens: PositiveInt = 512
+    """Tokens of a tool's result; a longer one is cut, with a mark that the model sees."""
+    call_format: CallFormat = "auto"
+    """How the model writes calls: `hermes` is JSON between <tool_call> and </tool_call> (Qwen, Hermes), `llama` a JSON
+    object with name and parameters. `auto` takes the one that the chat template writes."""
+
+
+class PythonToolConfig(Section):
+    """A tool `python` that runs code in a kernel sandbox; variables live as long as the episode."""
+
+    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
+    """`none` runs the model's code as you, with your files and your network: only where the machine is the sandbox."""
+    memory_gib: PositiveFloat = 1
+    """Memory of all processes of the code together."""
+    disk_mib: PositiveInt = 64
+    """Size of the sandbox's /tmp and of its /dev/shm; both are in memory."""
+    max_processes: PositiveInt = 32
+    """Processes and threads of the code."""
+    python: Path | None = None
+    """The interpreter, with its packages; null is megarl's, without packages."""
+
+
+class SearchToolConfig(Section):
+    """A tool `search` that finds passages by BM25 in Parquet files."""
+
+    documents: Annotated[tuple[Path, ...], Field(min_length=1)]
+    """Parquet files, a passage per row."""
+    text_key: str = "text"
+    """Column with the passage."""
+    title_key: str | None = None
+    """Column with a title that is shown and searched too; null: there is none."""
+    index: Path | None = None
+    """The index, built at the first use; null is a file beside the first document."""
+    max_results: PositiveInt = 5
+    """Passages that one search returns."""
+
+
+class BuiltInToolsConfig(Section):
+    python: PythonToolConfig | None = None
+    search: SearchToolConfig | None = None
+
+
+class ClassEnvironmentConfig(_WithTools):
+    kind: Literal["class"]
+    """A Python class, one instance per episode in a process of its own: public methods with types and a docstring are
+    tools, `score(transcript)` scores."""
+    path: Path | None = None
+    """Your Python file; a change of it during the run is an error. null has only `tools`, and `reward` scores."""
+    name: str | None = None
+    """The class; null takes the only class of the file with a method `score`."""
+    tools: BuiltInToolsConfig = BuiltInToolsConfig()
+    """Tools that megarl brings, beside those of the class."""
+    workers: PositiveInt = 64
+    """Episodes that a rollout worker has open at the same time, each with a process."""
+    episodes_per_worker: PositiveInt = 100
+    """After this many a fresh process replaces the worker, so that leaked memory is freed."""
+    memory_gib: PositiveFloat | None = 4
+    """Address space of one process; null sets no limit."""
+    cpu_s: PositiveInt | None = 120
+    """CPU time of one call, all threads together; null sets no limit."""
+
+
+class McpEnvironmentConfig(_WithTools):
+    kind: Literal["mcp"]
+    """Tools of servers of the Model Context Protocol; `reward` scores."""
+    servers: Annotated[dict[str, Url], Field(min_length=1)]
+    """URL by name, such as `search: http://tools:8000/mcp`. A server that changes its tools during the run is an
+    error."""
+
+
+class OpenEnvEnvironmentConfig(_WithTools):
+    kind: Literal["openenv"]
+    """An environment behind OpenEnv's WebSocket: reset, step, state, close. The score is the sum of its rewards."""
+    url: Url
+    """Such as `ws://games:8000/ws`."""
+    text_field: str | None = None
+    """Each response is an action with its text in this field; null gives the model a tool `step` whose arguments are
+    the fields of an action."""
+
+
+class ChatEnvironmentConfig(_Episode):
+    kind: Literal["chat"]
+    """Your own agent, which talks to an OpenAI-style server on this machine; tokens are recorded there."""
+    path: Path
+    """Your Python file; a change of it during the run is an error."""
+    name: str = "run"
+    """`async def run(task, base_url, api_key)` returns a float, or a dict with `score`."""
+    call_format: CallFormat = "auto"
+    """The same key as in `class`."""
+    workers: PositiveInt = 64
+    """Agents that a rollout worker runs at the same time, each with a process."""
+    episodes_per_worker: PositiveInt = 100
+    """The same key as in `class`."""
+    memory_gib: PositiveFloat | None = 4
+    """The same key as in `class`."""
+    cpu_s: PositiveInt | None = 600
+    """CPU time of one agent, all threads together; null sets no limit."""
+
+
+class FunctionEnvironmentConfig(_Episode):
+    kind: Literal["function"]
+    """Your own turns, by tokens, in the rollout worker's process."""
+    code: UserCode
+    """`async def name(row, session)` uses a `TokenSession` and returns a float, or a dict with `score`."""
+
+
+ToolEnvironmentConfig: TypeAlias = ClassEnvironmentConfig | McpEnvironmentConfig | OpenEnvEnvironmentConfig
+"""The kinds whose turns megarl decides."""
+AgentEnvironmentConfig: TypeAlias = ChatEnvironmentConfig | FunctionEnvironmentConfig
+"""The kinds whose turns the user's code decides."""
+
+EnvironmentConfig = Annotated[ToolEnvironmentConfig | AgentEnvironmentConfig, Field(discriminator="kind")]

@@ -127,7 +127,7 @@ class Environments(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
-    """What the model wrote in one turn."""
+    """One response of the model."""
 
     token_ids: TokenArray
     text: str

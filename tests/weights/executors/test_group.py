@@ -1,0 +1,88 @@
+"""Meetings of many peers at a store: what each of them costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Lock
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore, Store
+
+from megarl.errors import WeightSyncError
+from megarl.weights.executors.group import TransferGroup
+
+
+class CountingStore(Store):
+    """A store that counts what one peer asks of it, and how many keys each question names."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+        self.calls: Counter[str] = Counter()
+        self.most_keys = 0
+
+    def set(self, key: str, value: Any) -> None:
+        self.calls["write"] += 1
+        self._store.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        self.calls["write"] += 1
+        return self._store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        self.most_keys = max(self.most_keys, len(keys))
+        return self._store.check(keys)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def delete_key(self, key: str) -> bool:
+        self.calls["delete"] += 1
+        return self._store.delete_key(key)
+
+
+def meet(num_peers: int, num_barriers: int) -> tuple[list[CountingStore], int]:
+    """Let peers meet in barriers; return the store as each of them saw it, and how many keys are left."""
+    shared = HashStore()
+    stores = [CountingStore(shared) for _ in range(num_peers)]
+    order: list[tuple[int, int]] = []
+    lock = Lock()
+
+    def join(peer: int) -> None:
+        group = TransferGroup(stores[peer], None, name="group", peer=peer, num_peers=num_peers, timeout_s=60)
+        for number in range(num_barriers):
+            with lock:
+                order.append((number, peer))
+            group.barrier()
+
+    with ThreadPoolExecutor(num_peers) as pool:
+        list(pool.map(join, range(num_peers)))
+    assert [number for number, _ in order] == sorted(number for number, _ in order), "a peer left before all had come"
+    return stores, shared.num_keys()
+
+
+@pytest.mark.parametrize("num_peers", [2, 64])
+def test_a_barrier_costs_a_peer_the_same_whatever_their_number(num_peers: int) -> None:
+    stores, num_keys = meet(num_peers, num_barriers=5)
+    # A key of its own, the count, and for the last one the word to the others.
+    assert all(2 * 5 <= store.calls["write"] <= 3 * 5 for store in stores)
+    assert max(store.most_keys for store in stores) == 1
+    assert num_keys <= num_peers + 2, "keys of barriers that are over"
+
+
+def test_a_peer_that_does_not_come_is_named() -> None:
+    shared = HashStore()
+    start = Barrier(3)
+
+    def join(peer: int) -> None:
+        group = TransferGroup(shared, None, name="group", peer=peer, num_peers=4, timeout_s=0.5)
+        start.wait()
+        group.barrier()
+
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(join, peer) for peer in (0, 1, 3)]
+        for answer in answers:
+            with pytest.raises(WeightSyncError, match=r"after 0\.5 s still no barrier 1 of peer 2"):
+                answer.result()

@@ -29,7 +29,6 @@ from megarl.train.model import DeviceMicroBatch, PolicyModel, build_chunks, to_d
 from megarl.train.optimizer import ModelOptimizer
 from megarl.train.topology import Topology, initialize, shut_down
 from megarl.types import MicroBatch
-from megarl.weights.layouts.megatron import MegatronParallel
 
 PEAK_TFLOPS = 990.0
 """Dense bfloat16 rate of an H100 or H200, from the datasheet."""
@@ -201,7 +200,7 @@ def measure_phases() -> Iterator[Figure]:
     """Time the offload and reload of weights, and an update of an optimizer in host memory, against pinned copies."""
     shape = PUBLIC_MODELS[_PHASE_MODEL]
     with _alone() as topology:
-        chunks = build_chunks(shape, topology, MegatronParallel(), is_sequence_parallel=False, device="cuda", native={})
+        chunks = build_chunks(shape, topology, ActorConfig(pool="gpu"), device="cuda")
         optimizer = ModelOptimizer(chunks, OptimizerConfig(), ActorConfig(pool="gpu", offload="everything"))
         _randomise(chunks[0])
         optimizer.adopt_weights()
@@ -251,9 +250,7 @@ def _pinned_rates() -> tuple[float, float]:
 
 def _measure_ours(workload: TrainWorkload) -> Timed:
     with _alone() as topology:
-        (model,) = build_chunks(
-            workload.shape, topology, MegatronParallel(), is_sequence_parallel=False, device="cuda", native={}
-        )
+        (model,) = build_chunks(workload.shape, topology, ActorConfig(pool="gpu"), device="cuda")
         _randomise(model)
         batch = _micro_batch(workload, topology)
         _clear()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.section import Device, Section
+from megarl.config.section import PAD_MULTIPLE, Device, Section
 
 
 class PoolConfig(Section):
@@ -47,6 +48,11 @@ class OptimizerConfig(Section):
         return self.warmup_steps or int(self.warmup_share * total_steps)
 
 
+Scaling: TypeAlias = Literal["tensorwise", "blockwise", "delayed"]
+FP8_TOKENS: Mapping[Scaling, int] = {"tensorwise": 16, "blockwise": 128, "delayed": 16}
+"""The number of tokens on a rank is a multiple of this: FP8 products sum over tokens, in blocks of this size."""
+
+
 class ModelParallelConfig(Section):
     """How a Megatron model is split over the ranks of its pool; the rest is data parallel."""
 
@@ -64,12 +70,29 @@ class ModelParallelConfig(Section):
     """Layers of the first pipeline stage; null: as many as the other stages."""
     last_stage_layers: PositiveInt | None = None
     """Layers of the last pipeline stage; null: as many as the other stages."""
+    dispatcher: Literal["alltoall", "deepep"] = "alltoall"
+    """Sends tokens to their experts on other ranks: collectives of NCCL, or the kernels of DeepEP where it is
+    installed."""
+    kernels: Literal["auto", "local", "te"] = "auto"
+    """The linear layers: Megatron's own, or those of Transformer Engine, which compute in FP8 and run the experts of a
+    rank together. `auto` takes Transformer Engine for `precision: fp8`, and for experts where it is installed."""
+    precision: Literal["bf16", "fp8"] = "bf16"
+    """The products of linear layers: bfloat16 (float32 on CPUs), or FP8. With fp8 weights, gradients, checkpoints and
+    what is published stay as they are with bf16; head, embedding, attention, first and last layer compute in bf16."""
+    fp8_scaling: Scaling = "tensorwise"
+    """One scale for a tensor, from its present values; one for each block of 128, as FP8 engines have it; or `delayed`:
+    one for a tensor, from its past values. Delayed includes the first and last layer and starts anew after a resume."""
     megatron: dict[str, object] = Field(default={})
     """Further fields of megatron-core's TransformerConfig, such as `recompute_granularity: full`."""
 
     @property
     def model_parallel(self) -> int:
         return self.tensor * self.pipeline
+
+    @property
+    def pack_multiple(self) -> int:
+        """The number of tokens that packs are padded to a multiple of: even shares of all ranks."""
+        return (FP8_TOKENS[self.fp8_scaling] if self.precision == "fp8" else PAD_MULTIPLE) * self.tensor
 
     @property
     def ranks_per_expert(self) -> int:

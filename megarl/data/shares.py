@@ -252,6 +252,9 @@ def _micro_batch(samples: Mapping[int, ShareSample], members: Sequence[int], row
         response_starts.append(first)
         sample_ids.append(sample_id)
     if starts[-1] < num_tokens:
+        # The same token at every position would be sent to the same few experts of a mixture.
+        known = row.token_ids[: starts[-1]] if members else next((each.prompt_ids for each in samples.values()), [0])
+        row.token_ids[starts[-1] :] = np.resize(known, num_tokens - starts[-1])
         starts.append(num_tokens)
         last_ids.append(0)
         response_starts.append(num_tokens)

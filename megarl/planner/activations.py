@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
-from megarl.config.section import LOGIT_CHUNK_BYTES, PAD_MULTIPLE, Device, dtype_on
+from megarl.config.section import LOGIT_CHUNK_BYTES, Device, dtype_on
 from megarl.weights.algebra.slices import ITEM_BYTES
 from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
 
@@ -36,7 +36,7 @@ class ModelWork:
     def of(
         cls, shape: ModelShape, split: ModelParallelConfig, *, tokens_per_micro_batch: int, device: Device
     ) -> ModelWork:
-        tokens = _round_up(tokens_per_micro_batch, PAD_MULTIPLE * split.tensor)
+        tokens = _round_up(tokens_per_micro_batch, split.pack_multiple)
         return cls(shape=shape, split=split, tokens=tokens, device=device)
 
     def chunk_layers(self, stage: int) -> int:

@@ -20,6 +20,7 @@ from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradien
 from megarl.config.roles import OptimizerConfig
 from megarl.results import UpdateResult, UpdateStats
 from megarl.tokens import SampleNumbers
+from megarl.train.layer_spec import recordable
 from megarl.train.logprob import TokenScores
 from megarl.train.lora import adapters_off
 from megarl.train.memory import host_places, measure_usage
@@ -113,7 +114,7 @@ class ActorRank(TrainedRank):
             for name, module in model.named_modules()
         }
         # If micro-batches come in multiples, the sample is in the first and the others are padding.
-        recorder = Recorder(modules, module_hooks(self._holding), max_calls=1)
+        recorder = Recorder(modules, recordable(module_hooks(self._holding), modules), max_calls=1)
         try:
             logprobs = self.logprobs(batch)
         finally:

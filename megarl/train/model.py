@@ -1,41 +1,40 @@
 """Policy and critic as Megatron modules: GPTModel chunks built from a Hugging Face shape, for Llama, Qwen2, Qwen3 and
 its mixtures of experts; and the micro-batch that goes through them.
 
-Uses Megatron's local layer spec with the norm, router and attention of `layers` and `attention`: the same model runs
-with and without Transformer Engine. Weights are zero until they are loaded.
+The layers are those of `layer_spec`. Weights are zero until they are loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.config.kernels import uses_te
 from megarl.config.model import Experts, ModelShape
+from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import Device, dtype_on
 from megarl.errors import ConfigError, Problem
-from megarl.train.attention import PackedAttention, PackedSequences
-from megarl.train.layers import Fp32Router, GatedActivation, RMSNorm, Rotation, rotary_frequencies
+from megarl.train.attention import PackedSequences
+from megarl.train.layer_spec import layer_spec, precision_fields
+from megarl.train.layers import RMSNorm, Rotation, rotary_frequencies
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
-from megarl.train.lora import AdaptedColumns, AdaptedRows
 from megarl.train.topology import Topology
 from megarl.types import FloatArray, MicroBatch
 from megarl.weights.executors.tensors import torch_dtype
-from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
+from megarl.weights.layouts.megatron import MegatronParallel, layout_name, padded_vocab
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,45 +187,47 @@ class ValueModel(Model):
 def build_chunks(
     shape: ModelShape,
     topology: Topology,
-    parallel: MegatronParallel,
+    split: ModelParallelConfig,
     *,
-    is_sequence_parallel: bool,
     device: Device,
-    native: Mapping[str, object],
     is_adapted: bool = False,
 ) -> list[Model]:
     """Return this rank's chunks in the order of their layers, on the device; a shape with a value head is a critic.
 
     With `is_adapted` adapters can be attached to the linear layers outside of experts.
     """
+    is_te = uses_te(split, has_experts=shape.experts is not None, is_adapted=is_adapted, device=device)
     try:
-        config = transformer_config(
-            shape, parallel, is_sequence_parallel=is_sequence_parallel, device=device, native=native
-        )
+        config = transformer_config(shape, split, device=device, is_te=is_te)
     except (ValueError, AssertionError) as error:
-        if not native:
+        if not split.megatron:
             raise
-        problem = Problem(key="roles.actor.megatron", message=f"Megatron refuses {dict(native)}: {error}")
+        problem = Problem(key="roles.actor.megatron", message=f"Megatron refuses {split.megatron}: {error}")
         raise ConfigError(problem.key, (problem,)) from error
     kind = ValueModel if shape.has_value_head else PolicyModel
+    parallel = MegatronParallel.of(split, data=topology.data)
     chunks: list[Model] = []
-    for chunk in range(parallel.virtual_pipeline):
+    for chunk in range(split.virtual_pipeline):
         layers = parallel.chunk_layers(shape.num_layers, stage=topology.pipeline_rank, chunk=chunk)
-        spec = _layer_spec(shape, is_adapted=is_adapted)
+        spec = layer_spec(shape, is_te=is_te, is_adapted=is_adapted)
         block = TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=RMSNorm)
         chunks.append(kind(config, block, shape, topology, chunk))
     return chunks
 
 
+def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """Return all parameters by their names in the weights' layout."""
+    return {
+        f"chunk{index}.{layout_name(name)}": parameter
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
 def transformer_config(
-    shape: ModelShape,
-    parallel: MegatronParallel,
-    *,
-    is_sequence_parallel: bool,
-    device: Device,
-    native: Mapping[str, object],
+    shape: ModelShape, split: ModelParallelConfig, *, device: Device, is_te: bool = False
 ) -> TransformerConfig:
-    """`native` are the recipe's own fields; the recipe's check refuses those that are set here."""
+    """Return Megatron's options; the recipe's check refuses those in `split.megatron` that are set here."""
     is_cuda = device == "cuda"
     dtype = torch_dtype(dtype_on(device))
     return TransformerConfig(
@@ -245,16 +246,16 @@ def transformer_config(
         activation_func=F.silu,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
-        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
-        num_layers_in_last_pipeline_stage=parallel.last_stage_layers,
-        sequence_parallel=is_sequence_parallel and parallel.tensor > 1,
+        tensor_model_parallel_size=split.tensor,
+        pipeline_model_parallel_size=split.pipeline,
+        virtual_pipeline_model_parallel_size=split.virtual_pipeline if split.virtual_pipeline > 1 else None,
+        num_layers_in_first_pipeline_stage=split.first_stage_layers,
+        num_layers_in_last_pipeline_stage=split.last_stage_layers,
+        sequence_parallel=split.is_sequence_parallel and split.tensor > 1,
         # Interleaved stages exchange activations and gradients at the same time. A batch of transfers between the same
         # two ranks (pipeline 2) would confuse them; one by one, both sides post them in the same order.
-        batch_p2p_comm=parallel.virtual_pipeline == 1,
-        overlap_p2p_comm=parallel.virtual_pipeline > 1,
+        batch_p2p_comm=split.virtual_pipeline == 1,
+        overlap_p2p_comm=split.virtual_pipeline > 1,
         bf16=is_cuda,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -273,12 +274,15 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        **(_mixture_fields(shape.experts, shape, parallel) if shape.experts else {}),
-        **native,
+        **precision_fields(split),
+        **(_mixture_fields(shape.experts, shape, split, is_te=is_te) if shape.experts else {}),
+        **split.megatron,
     )
 
 
-def _mixture_fields(experts: Experts, shape: ModelShape, parallel: MegatronParallel) -> dict[str, object]:
+def _mixture_fields(
+    experts: Experts, shape: ModelShape, split: ModelParallelConfig, *, is_te: bool
+) -> dict[str, object]:
     return {
         "num_moe_experts": experts.num,
         "moe_ffn_hidden_size": shape.ffn_hidden,
@@ -289,32 +293,9 @@ def _mixture_fields(experts: Experts, shape: ModelShape, parallel: MegatronParal
         # packed. At the learning rates of this stage the balance learnt in pre-training holds.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
-        "expert_model_parallel_size": parallel.expert,
-        "expert_tensor_parallel_size": parallel.ranks_per_expert,
+        "moe_token_dispatcher_type": "alltoall" if split.dispatcher == "alltoall" else "flex",
+        "moe_flex_dispatcher_backend": "deepep",
+        "moe_grouped_gemm": is_te,
+        "expert_model_parallel_size": split.expert,
+        "expert_tensor_parallel_size": split.ranks_per_expert,
     }
-
-
-def _layer_spec(shape: ModelShape, *, is_adapted: bool) -> ModuleSpec:
-    num_experts = shape.experts.num if shape.experts else None
-    spec = get_gpt_layer_local_spec(num_experts=num_experts, normalization="RMSNorm", qk_layernorm=shape.has_qk_norm)
-    feed_forward = spec.submodules.mlp.submodules
-    if num_experts is not None:
-        feed_forward.router = Fp32Router
-        feed_forward = feed_forward.experts.submodules
-    feed_forward.activation_func = GatedActivation
-    spec.submodules.input_layernorm = RMSNorm
-    spec.submodules.pre_mlp_layernorm = RMSNorm
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if shape.has_qk_norm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
-    if is_adapted:
-        blocks = [(attention, "linear_qkv", "linear_proj")]
-        if num_experts is None:
-            blocks.append((feed_forward, "linear_fc1", "linear_fc2"))
-        for block, columns, rows in blocks:
-            setattr(block, columns, AdaptedColumns)
-            setattr(block, rows, AdaptedRows)
-    return spec

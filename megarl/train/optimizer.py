@@ -17,8 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.config.roles import OptimizerConfig, TrainedModelConfig
+from megarl.train.layer_spec import accumulate_in_products, drop_fp8_weights
 from megarl.train.memory import Offload, free_cache
-from megarl.train.model import Model
+from megarl.train.model import Model, named_weights
 from megarl.train.shards import HostStates, Shard, shards_of
 
 
@@ -41,6 +42,8 @@ class ModelOptimizer:
             DistributedDataParallel(model_config, buffers, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]
+        for chunk in chunks:
+            accumulate_in_products(chunk)
         if buffers.overlap_grad_reduce:
             # Buckets are reduced during the backward pass of the last micro-batch only.
             hooks = [chunk.no_sync for chunk in self.chunks]
@@ -60,12 +63,8 @@ class ModelOptimizer:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that are trained, by their names in the weights' layout."""
-        return {
-            f"chunk{index}.{name}": parameter
-            for index, chunk in enumerate(self.chunks)
-            for name, parameter in chunk.module.named_parameters()
-            if parameter.requires_grad
-        }
+        weights = named_weights([chunk.module for chunk in self.chunks])
+        return {name: parameter for name, parameter in weights.items() if parameter.requires_grad}
 
     def shards(self) -> dict[str, Shard]:
         """Return the states of this rank's Adam by the name of their parameter."""
@@ -87,7 +86,9 @@ class ModelOptimizer:
         return not (self._is_released and self._offloads == "everything")
 
     def trim(self) -> None:
-        """Free the allocator's cache and, with `offload`, the gradients, which the next `zero_grad` allocates again."""
+        """Free what only passes need and, with `offload`, the gradients, which the next `zero_grad` allocates again."""
+        for chunk in self.chunks:
+            drop_fp8_weights(chunk)
         if self._offloads != "nothing":
             for gradient in self._gradients():
                 gradient.untyped_storage().resize_(0)

@@ -26,7 +26,7 @@ from megarl.tokens import SampleNumbers
 from megarl.train import cpu
 from megarl.train.logprob import TokenScores
 from megarl.train.memory import free_cache
-from megarl.train.model import DeviceMicroBatch, Model, build_chunks, to_device
+from megarl.train.model import DeviceMicroBatch, Model, build_chunks, named_weights, to_device
 from megarl.train.passes import forward
 from megarl.train.topology import initialize, shut_down
 from megarl.types import MiniBatch, TrainBatch
@@ -78,16 +78,10 @@ class ModelRank:
                 seed=spec.seed,
                 timeout_s=spec.timeout_s,
             )
-            parallel = MegatronParallel.of(spec.split, data=self._topology.data)
             self._models: list[Model] = build_chunks(
-                spec.shape,
-                self._topology,
-                parallel,
-                is_sequence_parallel=spec.split.is_sequence_parallel,
-                device=spec.device,
-                native=spec.split.megatron,
-                is_adapted=spec.lora is not None,
+                spec.shape, self._topology, spec.split, device=spec.device, is_adapted=spec.lora is not None
             )
+        parallel = MegatronParallel.of(spec.split, data=self._topology.data)
         self._layout = megatron_layout(spec.shape, parallel, dtype=dtype_on(spec.device))
         self._holding = self._layout.by_rank[spec.rank]
         check_holding(self._holding, specs_of(self.tensors().items()), holder=f"trainer rank {spec.rank}")
@@ -102,9 +96,8 @@ class ModelRank:
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters, not copies, by their names in the weights' layout; adapters are not among them."""
         return {
-            f"chunk{index}.{name}": parameter.data
-            for index, model in enumerate(self._models)
-            for name, parameter in model.named_parameters()
+            name: parameter.data
+            for name, parameter in named_weights(self._models).items()
             if not name.endswith((LOCAL_A, LOCAL_B))
         }
 

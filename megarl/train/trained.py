@@ -17,7 +17,7 @@ from megarl.config.section import dtype_on
 from megarl.errors import NumericsError
 from megarl.train.checkpoint import Peers, RankSaver, folders_read, load_optimizer, weights_of
 from megarl.train.lora import attach_adapters, initialize_adapters
-from megarl.train.model import DeviceMicroBatch
+from megarl.train.model import DeviceMicroBatch, named_weights
 from megarl.train.optimizer import ModelOptimizer, learning_rate
 from megarl.train.passes import Loss, Output, accumulate_gradients
 from megarl.train.rank import ModelRank, RankSpec
@@ -71,10 +71,7 @@ class TrainedRank(ModelRank):
         if self._spec.lora is None:
             return self.tensors()
         return {
-            f"chunk{index}.{name}": parameter.data
-            for index, model in enumerate(self._models)
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
+            name: parameter.data for name, parameter in named_weights(self._models).items() if parameter.requires_grad
         }
 
     def load(self, folder: Path) -> None:

@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megarl.config.model import read_model_shape
 from megarl.config.native.owned import owned
 from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.roles import ActorConfig
 from megarl.train import model as model_module
 from megarl.train.layers import rotary_frequencies
 from megarl.train.model import transformer_config
-from megarl.weights.layouts.megatron import MegatronParallel
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -28,7 +28,7 @@ LLAMA3 = {
 
 def config_with(name: str = "qwen3-8b", **native: object) -> TransformerConfig:
     shape = PUBLIC_MODELS[name]
-    return transformer_config(shape, MegatronParallel(), is_sequence_parallel=False, device="cpu", native=native)
+    return transformer_config(shape, ActorConfig(pool="gpu", megatron=native), device="cpu")
 
 
 def test_fields_of_the_recipe_reach_megatron() -> None:

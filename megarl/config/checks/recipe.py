@@ -25,6 +25,7 @@ from megarl.config.checks.roles import (
     check_step,
     check_unused_keys,
 )
+from megarl.config.kernels import check_kernels, check_packages
 from megarl.config.lora import check_adapter_file
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.native.options import check_native
@@ -43,6 +44,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         *check_model_folder(recipe.model.path, needs_template=recipe.data.template == "chat"),
         *_network(recipe.network.bind),
         *_without_shape(recipe),
+        *check_packages(recipe.roles, device=recipe.run.device),
     ]
     try:
         shape = read_model_shape(recipe.model.path)
@@ -126,6 +128,7 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from _evaluation(recipe.evaluation, recipe.data, recipe.roles.rollout)
     yield from check_staleness(recipe)
     yield from check_unused_keys(recipe.roles)
+    yield from check_kernels(recipe.roles, is_adapted=recipe.model.lora is not None, device=recipe.run.device)
     if recipe.model.lora is not None:
         yield from check_lora_roles(recipe.roles)
     yield from _keep_best(recipe.checkpoint, recipe.evaluation)

@@ -11,6 +11,7 @@ from megarl.config.checks.splits import (
     check_megatron_split,
     check_stages,
 )
+from megarl.config.kernels import check_widths
 from megarl.config.lora import check_lora
 from megarl.config.model import ModelShape
 from megarl.config.recipe import DataConfig, Recipe, SamplingConfig, TrainConfig
@@ -82,13 +83,19 @@ def check_role_split(shape: ModelShape, split: ModelParallelConfig, *, role: str
     prefix = f"roles.{role}."
     yield from check_megatron_split(shape, split, prefix=prefix)
     if shape.experts is None:
-        yield from _no_experts(prefix, expert=split.expert > 1, expert_tensor=split.expert_tensor is not None)
+        yield from _no_experts(
+            prefix,
+            expert=split.expert > 1,
+            expert_tensor=split.expert_tensor is not None,
+            dispatcher=split.dispatcher != "alltoall",
+        )
     elif split.tensor > 1 and not split.is_sequence_parallel:
         yield Problem(
             key=f"{prefix}is_sequence_parallel",
             message=f"must be true for a mixture of experts with tensor {split.tensor}: "
             "each rank sends its own part of the tokens to the experts",
         )
+    yield from check_widths(shape, split, prefix=prefix)
 
 
 def check_unused_keys(roles: RolesConfig) -> Iterator[Problem]:

@@ -18,8 +18,13 @@ _LAYOUT = "megarl divides a model by the keys of roles.actor only; remove it"
 _OTHER = "megarl trains transformers of the supported families only; remove it"
 _ROUTING = "tokens are routed as the model's config.json says, and no loss balances them; remove it"
 _PRECISION = "follows run.device: bfloat16 on GPUs, float32 on CPUs; remove it"
+_FP8 = "set roles.actor.precision and roles.actor.fp8_scaling instead"
 _KERNELS = "megarl chooses this kernel; remove it"
-_ENGINE_LAYERS = "is for layers of Transformer Engine, and megarl builds Megatron's local ones; remove it"
+_ONE_LENGTH = "needs buffers for micro-batches of one length, and packs differ in length; remove it"
+_WHOLE_BACKWARD = "splits the backward pass of a layer, for schedules that megarl does not run; remove it"
+_ATTENTION = "is for the attention of Transformer Engine, and megarl has its own for packs; remove it"
+_ENGINE_PARTS = "megarl takes the linear layers of Transformer Engine and nothing else of it; remove it"
+_ACTIVATIONS = "activations stay on the GPU: set recompute_granularity, or roles.actor.offload for the optimizer"
 _SCORES = "megarl makes log-probabilities without Megatron's output layer; remove it"
 _WEIGHTS = "engines get their weights from the trainer, as they are there; remove it"
 _QUANTIZED = "engines get bfloat16 weights from the trainer and cannot quantize what is published; remove it"
@@ -31,6 +36,7 @@ _GENERATES = "Megatron does not generate in megarl; remove it"
 _LOADED = "weights are loaded, not drawn; remove it"
 _ALWAYS = "always set by megarl; remove it"
 _ADDRESS = "megarl chooses where an engine listens; remove it"
+_UNSEEN = "its output is not collected; remove it"
 _NO_GRAPHS = "megarl's micro-batches differ in length, graphs do not apply; remove it"
 
 _MEGATRON: Mapping[str, str] = {
@@ -62,7 +68,23 @@ _MEGATRON: Mapping[str, str] = {
     "apply_residual_connection_post_layernorm": _SHAPE,
     "multi_latent_attention": _OTHER,
     "experimental_attention_variant": _OTHER,
-    "*moe*": _ROUTING,
+    "moe_grouped_gemm": "set roles.actor.kernels instead: te runs the experts of a rank together",
+    "moe_use_legacy_grouped_gemm": "set roles.actor.kernels instead: te runs the experts of a rank together",
+    "moe_token_dispatcher_type": "set roles.actor.dispatcher instead",
+    "moe_flex_dispatcher_backend": "set roles.actor.dispatcher instead",
+    "moe_enable_deepep": "set roles.actor.dispatcher instead",
+    "moe_router_padding_*": "with FP8 the tokens of every expert are padded already; remove it",
+    "overlap_moe_expert_parallel_comm": _WHOLE_BACKWARD,
+    "moe_layer_recompute": "set recompute_granularity: selective and recompute_modules: [moe] instead",
+    "moe_[aefiz]*": _ROUTING,
+    "moe_hybridep_*": _ROUTING,
+    "moe_l*": _ROUTING,
+    "moe_pad_*": _ROUTING,
+    "moe_per_layer_logging": _UNSEEN,
+    "moe_router_*": _ROUTING,
+    "moe_shared_*": _ROUTING,
+    "moe_token_*": _ROUTING,
+    "num_moe_experts": _ROUTING,
     "mtp_*": _OTHER,
     "mamba_*": _OTHER,
     "use_mamba_*": _OTHER,
@@ -88,9 +110,9 @@ _MEGATRON: Mapping[str, str] = {
     "pipeline_dtype": _PRECISION,
     "*autocast*": _PRECISION,
     "fp32_residual_connection": _PRECISION,
-    "*_in_bf16": _PRECISION,
-    "first_last_layers_bf16": _PRECISION,
-    "fp8*": _PRECISION,
+    "*_in_bf16": "with precision fp8 the first and the last layer stay in bf16; remove it",
+    "first_last_layers_bf16": _FP8,
+    "fp8*": _FP8,
     "fp4*": _PRECISION,
     "calculate_per_token_loss": _ALWAYS,
     "batch_p2p_comm": _ALWAYS,
@@ -116,15 +138,14 @@ _MEGATRON: Mapping[str, str] = {
     "memory_efficient_layer_norm": _KERNELS,
     "*kitchen*": _KERNELS,
     "use_fused_weighted_squared_relu": _KERNELS,
-    "tp_comm_*": _ENGINE_LAYERS,
-    "tp_only_amax_red": _ENGINE_LAYERS,
-    "use_te_*": _ENGINE_LAYERS,
-    "*offload*": _ENGINE_LAYERS,
-    "delay_wgrad_compute": _ENGINE_LAYERS,
-    "disable_parameter_transpose_cache": _ENGINE_LAYERS,
-    "batch_invariant_mode": _ENGINE_LAYERS,
-    "qk_clip*": _ENGINE_LAYERS,
-    "log_max_attention_logit": _ENGINE_LAYERS,
+    "tp_comm_*": _ONE_LENGTH,
+    "tp_only_amax_red": _FP8,
+    "use_te_*": _ENGINE_PARTS,
+    "*offload*": _ACTIVATIONS,
+    "delay_wgrad_compute": _WHOLE_BACKWARD,
+    "batch_invariant_mode": _ENGINE_PARTS,
+    "qk_clip*": _ATTENTION,
+    "log_max_attention_logit": _ATTENTION,
     "flash_decode": _KERNELS,
     "symmetric_ar_type": _GENERATES,
     "mlp_chunks_for_prefill": _GENERATES,
@@ -141,8 +162,6 @@ _STATE = "checkpoints hold master weights and moments in float32, on the GPUs; r
 _SHARDS = "gradients and optimizer are sharded by Megatron's distributed optimizer only; remove it"
 _FINITE = "updates that are not finite are skipped and counted; remove it"
 _SUMS = "gradients are summed in float32: the loss has its global denominator; remove it"
-_UNSEEN = "its output is not collected; remove it"
-
 _MEGATRON_OPTIMIZER: Mapping[str, str] = {
     "lr": "set learning_rate in the optimizer section instead",
     "min_lr": "set min_learning_rate in the optimizer section instead",
@@ -191,7 +210,7 @@ _MEGATRON_DDP: Mapping[str, str] = {
     "average_in_collective": _SUMS,
     "reduce_scatter_with_fp32_accumulation": _SUMS,
     "*fp8*": _PRECISION,
-    "delay_wgrad_compute": _ENGINE_LAYERS,
+    "delay_wgrad_compute": _WHOLE_BACKWARD,
 }
 
 _SGLANG: Mapping[str, str] = {

@@ -12,7 +12,6 @@ from megarl.config.algorithm import KlRewardConfig, PolicyGradientConfig, SftCon
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig
-from megarl.config.section import PAD_MULTIPLE
 from megarl.data.packing import Packing, SequenceCost
 from megarl.data.shares import QUESTION, make_shares
 from megarl.planner.hardware import gpu_named
@@ -143,7 +142,7 @@ class _Builder:
             data_parallel=recipe.pools[pool].gpus // split.model_parallel,
             tokens_per_micro_batch=recipe.train.tokens_per_micro_batch,
             samples_per_update=None if prompts_per_update is None else prompts_per_update * num_rollouts,
-            pad_multiple=PAD_MULTIPLE * split.tensor,
+            pad_multiple=split.pack_multiple,
             micro_batch_multiple=split.pipeline if split.virtual_pipeline > 1 else 1,
             cost=SequenceCost(
                 per_token=forward_flops(shape, num_tokens=1, num_squared_tokens=0),

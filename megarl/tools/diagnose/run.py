@@ -19,7 +19,7 @@ from megarl.compare.recordings import DigestedModel, Recording, differing_tensor
 from megarl.compare.small_recipe import SmallRecipe, single_copy
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
-from megarl.config.section import PAD_MULTIPLE
+from megarl.config.roles import FP8_TOKENS
 from megarl.data.packing import Packing
 from megarl.data.shares import pack
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
@@ -209,7 +209,7 @@ def _batch(group: RolloutGroup, parallel: MegatronParallel, temperature: float) 
         data_parallel=1,
         tokens_per_micro_batch=len(sample.prompt_ids) + rollout.num_tokens,
         samples_per_update=None,
-        pad_multiple=PAD_MULTIPLE * parallel.tensor,
+        pad_multiple=max(FP8_TOKENS.values()) * parallel.tensor,
         micro_batch_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
     )
     (batch,) = pack([sample], packing, temperature=temperature)

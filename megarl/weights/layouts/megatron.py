@@ -7,6 +7,7 @@ Megatron does: expert-tensor fastest, then expert, then the replicas.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -110,6 +111,22 @@ def padded_vocab(vocab: int, tensor: int) -> int:
     """Return the rows of the embedding and output matrices over all tensor-parallel ranks."""
     step = _VOCAB_ROWS * tensor
     return -(-vocab // step) * step
+
+
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+_GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
+
+
+def layout_name(name: str) -> str:
+    """Return a parameter's name in the layout. Only Transformer Engine's layers have others: norms inside the linear
+    layer behind them, and all experts of a rank in one layer. Shapes and bytes are the same."""
+    for fused, own in _FUSED_NORMS.items():
+        if name.endswith(fused):
+            return name.removesuffix(fused) + own
+    return _GROUPED_EXPERT.sub(r".experts.local_experts.\2.\1.weight", name)
 
 
 def megatron_layout(shape: ModelShape, parallel: MegatronParallel, *, dtype: str) -> Layout:

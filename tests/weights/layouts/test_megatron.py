@@ -6,7 +6,7 @@ from megatron.core.parallel_state import RankGenerator
 
 from megarl.config.model import Family, ModelShape
 from megarl.errors import ConfigError
-from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout, padded_vocab
+from megarl.weights.layouts.megatron import MegatronParallel, layout_name, megatron_layout, padded_vocab
 from tests.weights.reference import (
     assert_equal,
     fill_from_canonical,
@@ -115,3 +115,43 @@ def test_an_impossible_split_is_refused_with_all_its_problems() -> None:
     assert "pipeline 2 * virtual_pipeline 1 = 2 does not divide the model's 3 layers" in text
     with pytest.raises(ConfigError, match="3 is neither a divisor nor a multiple of the model's 2 key/value heads"):
         megatron_layout(make_shape(heads=6, kv_heads=2), MegatronParallel(tensor=3), dtype="float32")
+
+
+FUSED = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+def in_transformer_engine(name: str, shape: ModelShape) -> str:
+    """Return the name that Transformer Engine's layers in Megatron give to a parameter of the local ones."""
+    layer, _, leaf = name.partition("mlp.experts.local_experts.")
+    if leaf:
+        index, matrix, _ = leaf.split(".")
+        return f"{layer}mlp.experts.{matrix}.weight{index}"
+    for own, fused in FUSED.items():
+        if name.endswith(own) and not (shape.experts and own.startswith("pre_mlp")):
+            return name.removesuffix(own) + fused
+    return name
+
+
+@settings(max_examples=40, deadline=None)
+@given(shape=shapes(), parallel=parallels())
+def test_parameters_of_transformer_engine_have_the_places_of_the_local_ones(
+    shape: ModelShape, parallel: MegatronParallel
+) -> None:
+    for holding in megatron_layout(shape, parallel, dtype="float32").holdings:
+        theirs = {in_transformer_engine(name, shape): name for name in holding.tensors}
+        assert len(theirs) == len(holding.tensors)
+        assert {layout_name(name): name for name in theirs} == {own: name for name, own in theirs.items()}
+        assert all(layout_name(own) == own for own in holding.tensors)
+
+
+def test_bytes_are_the_same_whichever_layers_they_are_loaded_into() -> None:
+    shape, parallel = make_shape(Family.QWEN3_MOE), MegatronParallel(tensor=2, data=2, expert=2)
+    model = numbered(shape)
+    for holding in megatron_layout(shape, parallel, dtype="float32").holdings:
+        local = fill_from_canonical(holding, model)
+        engine = {in_transformer_engine(name, shape): values for name, values in local.items()}
+        assert any(name.endswith("linear_fc1.weight1") for name in engine)
+        assert_equal({layout_name(name): values for name, values in engine.items()}, local)

@@ -1,0 +1,116 @@
+"""The layers of a model: linear ones of Megatron or of Transformer Engine, all else from `layers` and `attention`.
+
+Transformer Engine's layers compute in FP8, run the experts of a rank as one grouped product, and add the gradients of
+weights to the gradient buffers inside the product. The choice is `config.kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megarl.compare.hook_points import ModuleHook
+from megarl.config.kernels import is_te_installed
+from megarl.config.model import ModelShape
+from megarl.config.roles import ModelParallelConfig
+from megarl.errors import MachineError
+from megarl.train.attention import PackedAttention
+from megarl.train.layers import EngineRouter, GatedActivation, RMSNorm
+from megarl.train.lora import AdaptedColumns, AdaptedRows
+
+_EXPERTS = "local_experts"
+_FUSED_NORMS = ("input_layernorm", "pre_mlp_layernorm")
+
+
+def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool) -> ModuleSpec:
+    """Return the spec of every layer. With `is_adapted` its linear layers outside of experts can have adapters."""
+    num_experts = shape.experts.num if shape.experts else None
+    if is_te:
+        if not is_te_installed():
+            raise MachineError("transformer_engine is not installed here; install it, or set roles.*.kernels to local")
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=num_experts, moe_grouped_gemm=num_experts is not None, qk_layernorm=shape.has_qk_norm
+        )
+    else:
+        spec = get_gpt_layer_local_spec(
+            num_experts=num_experts, normalization="RMSNorm", qk_layernorm=shape.has_qk_norm
+        )
+        spec.submodules.input_layernorm = RMSNorm
+    feed_forward = spec.submodules.mlp.submodules
+    if num_experts is not None:
+        feed_forward.router = EngineRouter
+        feed_forward = feed_forward.experts.submodules
+    feed_forward.activation_func = GatedActivation
+    if num_experts is not None or not is_te:
+        # Elsewhere the norms are inside Transformer Engine's linear layers.
+        spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if shape.has_qk_norm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    if is_adapted:
+        assert not is_te, "layers of Transformer Engine take no adapter"
+        blocks = [(attention, "linear_qkv", "linear_proj")]
+        if num_experts is None:
+            blocks.append((feed_forward, "linear_fc1", "linear_fc2"))
+        for block, columns, rows in blocks:
+            setattr(block, columns, AdaptedColumns)
+            setattr(block, rows, AdaptedRows)
+    return spec
+
+
+def precision_fields(split: ModelParallelConfig) -> dict[str, object]:
+    """Return Megatron's options for the products of linear layers."""
+    if split.precision != "fp8":
+        return {}
+    return {
+        # Activations and weights with four bits of exponent, gradients with five.
+        "fp8": "hybrid",
+        "fp8_recipe": split.fp8_scaling,
+        # Delayed scaling has one context for all layers.
+        "first_last_layers_bf16": split.fp8_scaling != "delayed",
+    }
+
+
+def accumulate_in_products(chunk: torch.nn.Module) -> None:
+    """Let Transformer Engine's layers add their weights' gradients to the buffers, which exist now, in float32.
+
+    Set here and not by Megatron's `gradient_accumulation_fusion`, which asks for Apex on behalf of an output layer that
+    megarl does not run.
+    """
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # an attribute of Transformer Engine's
+
+
+def drop_fp8_weights(chunk: torch.nn.Module) -> None:
+    """Free the FP8 copies of weights, which Transformer Engine keeps between passes; the next pass makes them again."""
+    for module in chunk.modules():
+        copies = getattr(module, "_fp8_workspaces", None)
+        if isinstance(copies, dict):
+            copies.clear()
+
+
+def recordable(hooks: Iterable[ModuleHook], modules: Mapping[str, torch.nn.Module]) -> Iterator[ModuleHook]:
+    """Yield the hooks that these modules have: the input of a layer with a norm inside is not the norm's output, and
+    grouped experts have no modules of their own."""
+    for hook in hooks:
+        module = modules.get(hook.module)
+        if module is not None:
+            yield replace(hook, inputs=()) if hasattr(module, "layer_norm_weight") else hook
+        elif not _is_inside(hook.module):
+            # The recorder reports what is missing for no known reason.
+            yield hook
+
+
+def _is_inside(module: str) -> bool:
+    """Whether Transformer Engine's layers have this module's weights inside another one."""
+    return f".{_EXPERTS}." in module or module.endswith(_FUSED_NORMS)

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megarl.config import kernels
+from megarl.config.kernels import check_kernels, check_packages, check_widths, uses_te
+from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.roles import ActorConfig, ReferenceConfig, RolesConfig
+from megarl.errors import Problem
+
+DENSE = PUBLIC_MODELS["qwen2.5-7b"]
+
+
+def with_packages(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object() if name in names else None)
+
+
+def actor(**keys: object) -> RolesConfig:
+    return RolesConfig(actor=ActorConfig.model_validate({"pool": "gpu", **keys}))
+
+
+def texts(problems: list[Problem]) -> list[str]:
+    return [f"{problem.key}: {problem.message}" for problem in problems]
+
+
+@pytest.mark.parametrize(
+    ("keys", "has_experts", "is_adapted", "expected"),
+    [
+        ({}, False, False, False),
+        ({}, True, False, True),
+        ({"precision": "fp8"}, False, False, True),
+        ({"kernels": "te"}, False, False, True),
+        ({"kernels": "local"}, True, False, False),
+        ({}, True, True, False),
+    ],
+)
+def test_auto_takes_transformer_engine_where_it_gives_something(
+    keys: dict[str, object], has_experts: bool, is_adapted: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_packages(monkeypatch, "transformer_engine")
+    split = actor(**keys).actor
+    assert uses_te(split, has_experts=has_experts, is_adapted=is_adapted, device="cuda") is expected
+
+
+def test_auto_does_without_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_packages(monkeypatch)
+    assert not uses_te(actor().actor, has_experts=True, is_adapted=False, device="cuda")
+    with_packages(monkeypatch, "transformer_engine")
+    assert not uses_te(actor().actor, has_experts=True, is_adapted=False, device="cpu")
+
+
+def test_a_missing_package_is_named_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_packages(monkeypatch)
+    roles = actor(kernels="te", precision="fp8", dispatcher="deepep")
+    found = texts(list(check_packages(roles, device="cuda")))
+    assert [text.split(":")[0] for text in found] == [
+        "roles.actor.kernels",
+        "roles.actor.precision",
+        "roles.actor.dispatcher",
+    ]
+    assert "fp8 needs the package transformer_engine, which is not installed here" in found[1]
+    assert "deepep needs the package deep_ep" in found[2]
+    with_packages(monkeypatch, "transformer_engine", "deep_ep")
+    assert list(check_packages(roles, device="cuda")) == []
+
+
+def test_contradictions_are_refused_for_every_role() -> None:
+    roles = RolesConfig(
+        actor=ActorConfig(pool="gpu", kernels="te"),
+        reference=ReferenceConfig(pool="other", kernels="local", precision="fp8"),
+    )
+    assert texts(list(check_kernels(roles, is_adapted=True, device="cuda"))) == [
+        "roles.actor.kernels: te means layers of Transformer Engine, which take no adapter of model.lora; remove it",
+        "roles.reference.kernels: local has no FP8; use auto or te with precision fp8",
+    ]
+
+
+def test_options_of_layers_that_are_not_there_are_refused() -> None:
+    fused = {"moe_permute_fusion": True}
+    assert list(check_kernels(actor(kernels="te", megatron=fused), is_adapted=False, device="cuda")) == []
+    assert texts(list(check_kernels(actor(megatron=fused), is_adapted=False, device="cuda"))) == [
+        "roles.actor.megatron.moe_permute_fusion: needs the kernels of Transformer Engine; set kernels to te, "
+        "or remove it"
+    ]
+    recomputed = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    delayed = actor(precision="fp8", fp8_scaling="delayed", megatron=recomputed)
+    assert texts(list(check_kernels(delayed, is_adapted=False, device="cuda"))) == [
+        "roles.actor.megatron.recompute_modules: layernorm cannot be recomputed with fp8_scaling delayed; "
+        "use tensorwise"
+    ]
+
+
+def test_widths_that_fp8_cannot_multiply_are_refused() -> None:
+    split = actor(precision="fp8").actor
+    assert list(check_widths(DENSE, split, prefix="")) == []
+    narrow = replace(DENSE, ffn_hidden=8 * 1001, num_layers=2)
+    assert texts(list(check_widths(narrow, split, prefix="roles.actor."))) == [
+        "roles.actor.precision: fp8 leaves the first and last layer in bf16, and the model has 2; use bf16",
+        "roles.actor.precision: fp8 needs widths that are multiples of 16, and the intermediate size on a rank is "
+        "8008; use bf16",
+    ]
+    assert list(check_widths(narrow, actor().actor, prefix="")) == []
+    parts = actor(precision="fp8", fp8_scaling="blockwise", tensor=2, is_sequence_parallel=True).actor
+    assert list(check_widths(DENSE, parts, prefix="")) == []
+    (problem,) = check_widths(replace(DENSE, hidden=3600), parts, prefix="")
+    assert "multiple of 128 with is_sequence_parallel, and it is 3600; use tensorwise" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("keys", "multiple"),
+    [
+        ({}, 8),
+        ({"precision": "fp8"}, 16),
+        ({"precision": "fp8", "tensor": 4}, 64),
+        ({"precision": "fp8", "fp8_scaling": "blockwise", "tensor": 2}, 256),
+    ],
+)
+def test_packs_have_lengths_that_fp8_takes_on_every_rank(keys: dict[str, object], multiple: int) -> None:
+    assert actor(**keys).actor.pack_multiple == multiple

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,13 +45,39 @@ def counted(numbers: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int32], npt.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """The S sequences of a micro-batch as rows of samples, of which some have several."""
+
+    firsts: npt.NDArray[np.int32]  # [S], place among the sample's tokens of the first one that the row predicts
+    episode_starts: npt.NDArray[np.int32]  # [E + 1], ends with N: where the rows of a sample, or the padding, begin
+    num_loss_tokens: npt.NDArray[np.int64]  # [E], of all rows of the sample, in whatever micro-batch they are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleNumbers:
-    """One number per response token of some samples of a step, such as the values that one rank computed."""
+    """One number per response token of some rows of a step's samples, such as the values that one rank computed."""
 
     sample_ids: npt.NDArray[np.int32]  # [S], indices into the step's samples
-    starts: npt.NDArray[np.int64]  # [S + 1], where the numbers of each sample begin
+    starts: npt.NDArray[np.int64]  # [S + 1], where the numbers of each row begin
     numbers: npt.NDArray[np.float32]  # [sum of T]
+    firsts: npt.NDArray[np.int32] | None = None  # [S], as in `PackedRows`; None where every row is a whole sample
 
-    def by_sample(self) -> dict[int, npt.NDArray[np.float32]]:
-        arrays = np.split(self.numbers, self.starts[1:-1])
-        return dict(zip(self.sample_ids.tolist(), arrays, strict=True)) if len(self.sample_ids) else {}
+
+def by_sample(parts: Iterable[SampleNumbers]) -> dict[int, npt.NDArray[np.float32]]:
+    """Return the numbers of each sample; tokens of rows that are in none of the parts have 0."""
+    found: dict[int, list[tuple[int, npt.NDArray[np.float32]]]] = {}
+    for part in parts:
+        firsts = np.zeros(len(part.sample_ids), np.int32) if part.firsts is None else part.firsts
+        arrays = np.split(part.numbers, part.starts[1:-1]) if len(part.sample_ids) else []
+        for sample_id, first, array in zip(part.sample_ids.tolist(), firsts.tolist(), arrays, strict=True):
+            found.setdefault(sample_id, []).append((first, array))
+    return {sample_id: _joined(rows) for sample_id, rows in found.items()}
+
+
+def _joined(rows: Sequence[tuple[int, npt.NDArray[np.float32]]]) -> npt.NDArray[np.float32]:
+    if len(rows) == 1 and rows[0][0] == 0:
+        return rows[0][1]
+    joined = np.zeros(max(first + len(array) for first, array in rows), np.float32)
+    for first, array in rows:
+        joined[first : first + len(array)] = array
+    return joined

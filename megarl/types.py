@@ -15,7 +15,8 @@ from typing import NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megarl.tokens import ContentHandle
+from megarl.tokens import ContentHandle, PackedRows
+from megarl.turns import SINGLE, Episode
 
 TokenArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -25,7 +26,7 @@ PolicyVersion = NewType("PolicyVersion", int)
 """How many optimizer steps made these weights; 0 is the model the run started from."""
 
 DEMONSTRATION = PolicyVersion(-1)
-"""The version of tokens that come from a data set, not from a policy."""
+"""The version of tokens that no policy chose: they come from a data set or an environment."""
 
 JsonValue: TypeAlias = "str | int | float | bool | list[JsonValue] | dict[str, JsonValue] | None"
 
@@ -56,12 +57,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One response as the engine gave it. A step is decided without its content."""
+    """One attempt at a prompt: a response, or an episode of several turns. A step is decided without its content."""
 
     versions: npt.NDArray[np.int32]  # [T], which policy chose each token
     loss_mask: BoolArray  # [T], True where the policy chose the token
     finish_reason: FinishReason
     content: ContentHandle
+    episode: Episode = SINGLE
 
     @property
     def num_tokens(self) -> int:
@@ -154,6 +156,7 @@ class MicroBatch:
     sample_ids: npt.NDArray[np.int32]  # [S], index into the step's samples, -1 for padding
     response_starts: npt.NDArray[np.int32]  # [S], the position that predicts the first response token; padding: N
     versions: npt.NDArray[np.int32] | None = None  # [N], which policy chose `targets[n]`; None where all are of one
+    rows: PackedRows | None = None  # None where every sequence is a whole sample
 
     # What follows from the columns is not kept beside them: a step's tokens are a large part of the driver's memory.
 
@@ -182,7 +185,7 @@ class MiniBatch:
     """Every rank has equally many; those of all ranks have one N."""
     num_loss_tokens: int
     num_sequences: int
-    """Sequences with a loss token: a rollout that left the loss is not in its denominator."""
+    """Episodes with a loss token, of however many rows: one that left the loss is not in its denominator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

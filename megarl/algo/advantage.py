@@ -9,11 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias, TypeVar, assert_never
+from typing import TypeVar, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
+from megarl.algo.comparison import (
+    WHITEN_EPS,
+    Groups,
+    Wide,
+    compare,
+    grpo,
+    grpo_scales,
+    has_others,
+    members_of,
+    sppo,
+    whiten_rollouts,
+)
 from megarl.config.algorithm import (
     EstimatorConfig,
     GaeConfig,
@@ -31,16 +43,11 @@ from megarl.system.user_code import load_code
 from megarl.tokens import is_repeated, num_true
 from megarl.types import BoolArray, FloatArray
 
-_EPS = 1e-6
-_WHITEN_EPS = 1e-8
 _BLOCK = 4096
 """Tokens summed at once; they fit into a core's cache."""
 _MAX_LOG_POWER = 500.0
 """Powers of the discount stay above exp(-this), far from where a double underflows."""
 
-# Sums over a step are taken in double precision; results are float32.
-_Wide: TypeAlias = npt.NDArray[np.float64]
-_Groups: TypeAlias = npt.NDArray[np.int64]
 _Number = TypeVar("_Number", np.float32, np.float64)
 
 
@@ -48,13 +55,15 @@ _Number = TypeVar("_Number", np.float32, np.float64)
 class Outcomes:
     """The rollouts of one step, in the order of their groups. B rollouts, rollout i has T_i tokens."""
 
-    rewards: _Wide  # [B]
-    groups: _Groups  # [B], each rollout's group, 0 .. G-1
+    rewards: Wide  # [B]
+    groups: Groups  # [B], each rollout's group, 0 .. G-1
     loss_masks: tuple[BoolArray, ...]  # B of [T_i]
-    components: Mapping[str, _Wide] = field(default_factory=dict)  # [B] each; `gdpo` uses them
-    baselines: _Wide | None = None  # [B], reward of a greedy rollout of the same prompt, for `remax`
+    components: Mapping[str, Wide] = field(default_factory=dict)  # [B] each; `gdpo` uses them
+    baselines: Wide | None = None  # [B], reward of a greedy rollout of the same prompt, for `remax`
     penalties: tuple[FloatArray, ...] | None = None  # B of [T_i], subtracted from the reward per token
     values: tuple[FloatArray, ...] | None = None  # B of [T_i], the critic's estimates, for `gae`
+    turn_rewards: tuple[Mapping[int, float], ...] | None = None
+    """Per rollout the parts of its reward that came earlier than at its end, by the token that they are credited to."""
 
     def __post_init__(self) -> None:
         num_rollouts = len(self.rewards)
@@ -69,12 +78,12 @@ class Outcomes:
         return np.array([num_true(mask) for mask in self.loss_masks], dtype=np.int64)
 
     @property
-    def totals(self) -> _Wide:
+    def totals(self) -> Wide:
         """[B], each reward less all penalties of its tokens."""
         if self.penalties is None:
             return self.rewards
         pairs = zip(self.penalties, self.loss_masks, strict=True)
-        totals: _Wide = self.rewards - np.array([penalty[mask].sum(dtype=np.float64) for penalty, mask in pairs])
+        totals: Wide = self.rewards - np.array([penalty[mask].sum(dtype=np.float64) for penalty, mask in pairs])
         return totals
 
 
@@ -96,9 +105,12 @@ def estimate(config: EstimatorConfig, outcomes: Outcomes) -> Credit:
         case GaeConfig():
             return _gae(outcomes, gamma=config.gamma, lam=config.lam)
         case GrpoConfig():
-            return _over_tokens(_grpo(outcomes.totals, outcomes.groups, normalize_std=config.normalize_std), masks)
+            per_rollout = grpo(outcomes.totals, outcomes.groups, normalize_std=config.normalize_std)
+            scales = grpo_scales(outcomes.totals, outcomes.groups, normalize_std=config.normalize_std)
+            return _to_go(_over_tokens(per_rollout, masks), scales, outcomes)
         case GroupConfig():
-            return _over_tokens(_compare(config, outcomes), masks)
+            per_rollout, scale = compare(config, outcomes.totals, outcomes.groups, outcomes.lengths)
+            return _to_go(_over_tokens(per_rollout, masks), scale * has_others(outcomes.groups), outcomes)
         case ReinforcePpConfig():
             return Credit(advantages=_placed(_whiten(_rewards_to_go(outcomes, gamma=config.gamma)), masks))
         case RemaxConfig():
@@ -108,7 +120,7 @@ def estimate(config: EstimatorConfig, outcomes: Outcomes) -> Credit:
         case OnlineDpoConfig():
             return _over_tokens(_online_dpo(outcomes, config), masks)
         case SppoConfig():
-            return _over_tokens(_sppo(outcomes.totals, outcomes.groups, eta=config.eta), masks)
+            return _over_tokens(sppo(outcomes.totals, outcomes.groups, eta=config.eta), masks)
         case _:
             assert_never(config)
 
@@ -133,59 +145,26 @@ def _of_user(code: str, outcomes: Outcomes) -> Credit:
     return Credit(advantages=tuple((part * mask).astype(np.float32) for part, mask in zip(parts, masks, strict=True)))
 
 
-def _compare(config: GroupConfig, outcomes: Outcomes) -> _Wide:
-    rewards, groups, lengths = outcomes.totals, outcomes.groups, outcomes.lengths
-    match config.kind:
-        case "rloo":
-            return _rloo(rewards, groups)
-        case "opo":
-            return _opo(rewards, groups, lengths)
-        case "gpg":
-            return _gpg(rewards, groups)
-        case "reinforce_pp_baseline":
-            return _whiten_rollouts(_from_mean(rewards, groups), lengths)
-        case "grpo_passk":
-            return _grpo_passk(rewards, groups)
-        case _:
-            assert_never(config.kind)
+def _to_go(credit: Credit, scales: Wide, outcomes: Outcomes) -> Credit:
+    """Take from each token's advantage the rewards of earlier turns, which it did not cause.
+
+    With the scale s of an estimator that is s * (R - baseline of the group), a token has s * (R to go - baseline): the
+    baseline does not depend on the turn, so the gradient stays unbiased.
+    """
+    if outcomes.turn_rewards is None:
+        return credit
+    advantages = []
+    each = zip(credit.advantages, scales, outcomes.turn_rewards, outcomes.loss_masks, strict=True)
+    for whole, scale, by_token, mask in each:
+        earlier = np.zeros(len(mask) + 1)
+        for token, reward in by_token.items():
+            earlier[token + 1] += reward
+        received = earlier[:-1].cumsum()
+        advantages.append((whole - scale * received * mask).astype(np.float32) if received.any() else whole)
+    return Credit(advantages=tuple(advantages))
 
 
-def _grpo(rewards: _Wide, groups: _Groups, *, normalize_std: bool) -> _Wide:
-    """(R - mean of its group) / (unbiased std of its group + eps); 0 in a group of one."""
-    distances = _from_mean(rewards, groups)
-    return distances / (_group_std(rewards, groups)[groups] + _EPS) if normalize_std else distances
-
-
-def _rloo(rewards: _Wide, groups: _Groups) -> _Wide:
-    """R - mean of the other rollouts of its group."""
-    sizes = np.bincount(groups)
-    return (sizes / np.maximum(sizes - 1, 1))[groups] * _from_mean(rewards, groups)
-
-
-def _opo(rewards: _Wide, groups: _Groups, lengths: npt.NDArray[np.int64]) -> _Wide:
-    """R - mean of its group weighted by length, the baseline of least variance."""
-    totals = np.bincount(groups, weights=lengths)
-    baselines: _Wide = np.bincount(groups, weights=lengths * rewards) / np.maximum(totals, 1)
-    return rewards - baselines[groups]
-
-
-def _gpg(rewards: _Wide, groups: _Groups) -> _Wide:
-    """R - mean of its group, scaled up by the share of rollouts without any reward."""
-    return len(rewards) / max(int(np.count_nonzero(rewards)), 1) * _from_mean(rewards, groups)
-
-
-def _grpo_passk(rewards: _Wide, groups: _Groups) -> _Wide:
-    """The best of a group gets its lead over the second, divided by the std; all others, and ties for best, get 0."""
-    sizes = np.bincount(groups)
-    by_group_and_reward = np.lexsort((rewards, groups))
-    last = np.cumsum(sizes) - 1
-    best, second = by_group_and_reward[last], by_group_and_reward[np.where(sizes > 1, last - 1, last)]
-    advantages = np.zeros_like(rewards)
-    advantages[best] = (rewards[best] - rewards[second]) / (_group_std(rewards, groups) + _EPS)
-    return advantages
-
-
-def _online_dpo(outcomes: Outcomes, config: OnlineDpoConfig) -> _Wide:
+def _online_dpo(outcomes: Outcomes, config: OnlineDpoConfig) -> Wide:
     """Return the negative gradient of DPO's loss by each rollout's log-probability, 0 outside the pairs.
 
     The margin is that of the policy before the step, so one update of `-A * logp` is one update of the loss. The
@@ -197,7 +176,7 @@ def _online_dpo(outcomes: Outcomes, config: OnlineDpoConfig) -> _Wide:
     implicit = outcomes.rewards - outcomes.totals
     advantages = np.zeros_like(outcomes.rewards)
     num_pairs = 0
-    for members in _members(outcomes.groups):
+    for members in members_of(outcomes.groups):
         best, worst = (members[find(outcomes.rewards[members])] for find in (np.argmax, np.argmin))
         if outcomes.rewards[best] <= outcomes.rewards[worst]:
             continue
@@ -216,50 +195,43 @@ def preference_push(scaled_margin: float, *, beta: float, config: OnlineDpoConfi
     return beta * (wrong - config.label_smoothing)
 
 
-def _sppo(rewards: _Wide, groups: _Groups, *, eta: float) -> _Wide:
-    """Return eta * (R - log(mean of exp(eta R) over its group) / eta)."""
-    targets = eta * rewards
-    for members in _members(groups):
-        targets[members] -= np.logaddexp.reduce(targets[members]) - np.log(len(members))
-    return targets
-
-
-def _members(groups: _Groups) -> list[_Groups]:
-    """Return the rollouts of each group."""
-    order = np.argsort(groups, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
-
-
-def _gdpo(outcomes: Outcomes, weights: Mapping[str, float]) -> _Wide:
+def _gdpo(outcomes: Outcomes, weights: Mapping[str, float]) -> Wide:
     """Whitened weighted sum of each component's GRPO advantage, so that the components' scales do not matter."""
+    if outcomes.turn_rewards is not None and any(outcomes.turn_rewards):
+        raise DataError("gdpo weighs components of a score, and rewards per turn are none: use another estimator")
     total = np.zeros_like(outcomes.rewards)
     for name, weight in weights.items():
-        total += weight * _grpo(outcomes.components[name], outcomes.groups, normalize_std=True)
-    return _whiten_rollouts(total, outcomes.lengths)
+        total += weight * grpo(outcomes.components[name], outcomes.groups, normalize_std=True)
+    return whiten_rollouts(total, outcomes.lengths)
 
 
-def _remax(outcomes: Outcomes, *, gamma: float) -> list[_Wide]:
+def _remax(outcomes: Outcomes, *, gamma: float) -> list[Wide]:
     """Reward to go - reward of the greedy rollout of the same prompt, per token."""
     assert outcomes.baselines is not None, "remax without the rewards of greedy rollouts"
     to_go = _rewards_to_go(outcomes, gamma=gamma)
     return [tokens - baseline for tokens, baseline in zip(to_go, outcomes.baselines, strict=True)]
 
 
-def _rewards_to_go(outcomes: Outcomes, *, gamma: float) -> list[_Wide]:
+def _rewards_to_go(outcomes: Outcomes, *, gamma: float) -> list[Wide]:
     """The reward, less later penalties, each discounted once per later token that the policy chose."""
-    if outcomes.penalties is not None:
+    if outcomes.penalties is not None or outcomes.turn_rewards is not None:
         return [_discounted_sum(tokens, gamma) for tokens in _token_rewards(outcomes)]
     lengths = outcomes.lengths
     discounts = gamma ** np.arange(lengths.max(initial=0), dtype=np.float64)
     return [reward * discounts[:length][::-1] for reward, length in zip(outcomes.rewards, lengths, strict=True)]
 
 
-def _token_rewards(outcomes: Outcomes) -> Iterator[_Wide]:
-    """Yield per rollout the rewards of the tokens the policy chose: the reward on the last, penalties on all."""
+def _token_rewards(outcomes: Outcomes) -> Iterator[Wide]:
+    """Yield per rollout the rewards of the tokens the policy chose: penalties on all, those of turns at their ends, the
+    rest of the reward on the last.
+    """
     for index, (reward, mask) in enumerate(zip(outcomes.rewards, outcomes.loss_masks, strict=True)):
         penalties = None if outcomes.penalties is None else outcomes.penalties[index][mask]
         tokens = np.zeros(np.count_nonzero(mask)) if penalties is None else -penalties.astype(np.float64)
-        tokens[-1:] += reward
+        by_token = {} if outcomes.turn_rewards is None else outcomes.turn_rewards[index]
+        for token, part in by_token.items():
+            tokens[np.count_nonzero(mask[:token])] += part
+        tokens[-1:] += reward - sum(by_token.values())
         yield tokens
 
 
@@ -281,7 +253,7 @@ def _gae(outcomes: Outcomes, *, gamma: float, lam: float) -> Credit:
     return Credit(advantages=_placed(_whiten(raw), masks), returns=returns)
 
 
-def _discounted_sum(tokens: _Wide, discount: float) -> _Wide:
+def _discounted_sum(tokens: Wide, discount: float) -> Wide:
     """S_t = x_t + discount S_{t+1}, without a loop over tokens: S_t discount^t is the sum of the later x_k discount^k.
 
     Summed from the end, where the terms are smallest; in blocks, because the power would underflow.
@@ -301,45 +273,23 @@ def _discounted_sum(tokens: _Wide, discount: float) -> _Wide:
 
 
 @lru_cache(maxsize=4)
-def _powers(base: float) -> _Wide:
+def _powers(base: float) -> Wide:
     """Powers from 0 on: at most a block, and none so small that precision is lost."""
     count = _BLOCK if base == 1 else max(1, min(_BLOCK, int(_MAX_LOG_POWER / -np.log(base))))
-    powers: _Wide = base ** np.arange(count + 1, dtype=np.float64)
+    powers: Wide = base ** np.arange(count + 1, dtype=np.float64)
     return powers
 
 
-def _from_mean(rewards: _Wide, groups: _Groups) -> _Wide:
-    """[B], each reward less the mean of its group."""
-    means: _Wide = np.bincount(groups, weights=rewards) / np.bincount(groups)
-    return rewards - means[groups]
-
-
-def _group_std(rewards: _Wide, groups: _Groups) -> _Wide:
-    """[G], unbiased; 0 for a group of one."""
-    squares = np.bincount(groups, weights=_from_mean(rewards, groups) ** 2)
-    std: _Wide = np.sqrt(squares / np.maximum(np.bincount(groups) - 1, 1))
-    return std
-
-
-def _whiten_rollouts(per_rollout: _Wide, lengths: npt.NDArray[np.int64]) -> _Wide:
-    """Scale to mean 0 and variance 1 over the step's tokens, each of which has the value of its rollout."""
-    num_tokens = int(lengths.sum())
-    distances = per_rollout - (lengths * per_rollout).sum() / max(num_tokens, 1)
-    variance = (lengths * distances**2).sum() / max(num_tokens - 1, 1)
-    whitened: _Wide = distances / np.sqrt(variance + _WHITEN_EPS)
-    return whitened
-
-
-def _whiten(chosen: Sequence[_Wide]) -> Iterator[_Wide]:
+def _whiten(chosen: Sequence[Wide]) -> Iterator[Wide]:
     """Scale to mean 0 and variance 1 over the step's tokens."""
     num_tokens = sum(len(tokens) for tokens in chosen)
     mean = sum(float(tokens.sum()) for tokens in chosen) / max(num_tokens, 1)
     variance = sum(float(np.square(tokens - mean).sum()) for tokens in chosen) / max(num_tokens - 1, 1)
-    scale = 1 / np.sqrt(variance + _WHITEN_EPS)
+    scale = 1 / np.sqrt(variance + WHITEN_EPS)
     return ((tokens - mean) * scale for tokens in chosen)
 
 
-def _over_tokens(per_rollout: _Wide, loss_masks: tuple[BoolArray, ...]) -> Credit:
+def _over_tokens(per_rollout: Wide, loss_masks: tuple[BoolArray, ...]) -> Credit:
     """Give every token the policy chose the advantage of its rollout."""
     pairs = zip(per_rollout.astype(np.float32), loss_masks, strict=True)
     return Credit(
@@ -351,7 +301,7 @@ def _over_tokens(per_rollout: _Wide, loss_masks: tuple[BoolArray, ...]) -> Credi
     )
 
 
-def _placed(chosen: Iterable[_Wide], loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
+def _placed(chosen: Iterable[Wide], loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
     """Spread values of the tokens the policy chose over all tokens, with 0 elsewhere."""
     placed = _arrays([len(mask) for mask in loss_masks], np.float32)
     for tokens, mask, row in zip(chosen, loss_masks, placed, strict=True):

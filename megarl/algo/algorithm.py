@@ -31,6 +31,7 @@ from megarl.config.algorithm import (
     SftConfig,
 )
 from megarl.stages import Algorithm
+from megarl.tokens import num_true
 from megarl.types import BoolArray, Estimates, FloatArray, Rollout, Score, ScoredGroup, TrainSample
 
 _MAX_KL_ERROR = 0.2
@@ -134,6 +135,7 @@ class PolicyGradient:
             baselines=self._baselines(groups) if isinstance(config, RemaxConfig) else None,
             penalties=self._penalties(estimates, loss_masks),
             values=estimates.values,
+            turn_rewards=_turn_rewards(groups),
         )
 
     def _penalties(self, estimates: Estimates, loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...] | None:
@@ -165,19 +167,35 @@ class PolicyGradient:
         )
 
     def _rewards(self, scored: Sequence[tuple[Rollout, Score]]) -> npt.NDArray[np.float64]:
-        """[B], the scores with the penalty of overlong responses."""
+        """[B], the scores with the rewards of turns and the penalty of overlong responses."""
         rewards = np.array([score.value for _, score in scored], dtype=np.float64)
         if self._config.reward_clip is not None:
             rewards = rewards.clip(*self._config.reward_clip)
+        rewards += [sum(turn.reward for turn in rollout.episode.turns) for rollout, _ in scored]
         overlong = self._config.overlong
         if overlong is None or overlong.buffer_tokens is None:
             return rewards
         return rewards + length_penalty(
-            np.array([rollout.num_tokens for rollout, _ in scored]),
+            np.array([_num_counted(rollout) for rollout, _ in scored]),
             max_tokens=self._max_response_tokens,
             buffer_tokens=overlong.buffer_tokens,
             factor=overlong.factor,
         )
+
+
+def _num_counted(rollout: Rollout) -> int:
+    """Return the length of a response; of an episode without what its environment wrote."""
+    return num_true(rollout.loss_mask) if rollout.episode.turns else rollout.num_tokens
+
+
+def _turn_rewards(groups: Sequence[ScoredGroup]) -> tuple[dict[int, float], ...] | None:
+    """Return the rewards of turns by the last token of each; None where no episode has any."""
+    rewards = tuple(
+        {turn.end - 1: turn.reward for turn in rollout.episode.turns if turn.reward}
+        for scored in groups
+        for rollout in scored.group.rollouts
+    )
+    return rewards if any(rewards) else None
 
 
 def _baseline(scored: ScoredGroup) -> tuple[Rollout, Score]:

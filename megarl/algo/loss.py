@@ -231,7 +231,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """The S sequences of one micro-batch of N tokens, padding included. Sums are over loss tokens only."""
+    """The S episodes of one micro-batch of N tokens, padding included. Sums are over loss tokens only."""
 
     loss_mask: Tensor  # [N], bool
     lengths: Tensor  # [S], int64: all tokens
@@ -239,15 +239,19 @@ class Segments:
     num_loss_tokens: Tensor  # [S], float64
 
     @classmethod
-    def of(cls, loss_mask: Tensor, starts: Tensor) -> Segments:
-        """`starts`: where each sequence starts, then N. [S + 1]"""
+    def of(cls, loss_mask: Tensor, starts: Tensor, num_loss_tokens: Tensor | None = None) -> Segments:
+        """`starts`: where each sequence starts, then N. [S + 1]
+
+        Rows of one episode are one sequence here; `num_loss_tokens` counts also those in other micro-batches.
+        """
         lengths = starts.diff().to(torch.int64)
         numbers = torch.arange(len(lengths), device=lengths.device)
+        counts = _segment_sums(loss_mask.double(), lengths) if num_loss_tokens is None else num_loss_tokens
         return cls(
             loss_mask=loss_mask,
             lengths=lengths,
             sequence_ids=numbers.repeat_interleave(lengths, output_size=len(loss_mask)),
-            num_loss_tokens=_segment_sums(loss_mask.double(), lengths),
+            num_loss_tokens=counts.double(),
         )
 
     def sums(self, values: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from megarl.checkpoint.manifest import FileDigest, digest_file, sync
 from megarl.checkpoint.tensor_files import write_tensor_file
 from megarl.errors import CheckpointError
 from megarl.tokens import Content
+from megarl.turns import SINGLE, Episode
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 TOKENS_FILE = "carried.safetensors"
@@ -39,6 +40,7 @@ class _RolloutRecord:
     finish_reason: FinishReason
     text: str
     score: Score
+    episode: Episode = SINGLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,11 @@ def _scored_rollouts(scored: ScoredGroup) -> list[tuple[Rollout, Score]]:
 def _record(scored: ScoredGroup, pairs: Sequence[tuple[Rollout, Score]]) -> _GroupRecord:
     rollouts = [
         _RolloutRecord(
-            num_tokens=rollout.num_tokens, finish_reason=rollout.finish_reason, text=rollout.text, score=score
+            num_tokens=rollout.num_tokens,
+            finish_reason=rollout.finish_reason,
+            text=rollout.text,
+            score=score,
+            episode=rollout.episode,
         )
         for rollout, score in pairs
     ]
@@ -131,6 +137,7 @@ class _TokenReader:
             versions=cast("npt.NDArray[np.int32]", self._columns["versions"][part]),
             loss_mask=cast("npt.NDArray[np.bool_]", self._columns["loss_mask"][part]),
             finish_reason=record.finish_reason,
+            episode=record.episode,
         )
 
 

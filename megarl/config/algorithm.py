@@ -231,6 +231,12 @@ class PolicyGradientConfig(Section):
     filter: FilterConfig | None = None
     overlong: OverlongConfig | None = None
 
+    @property
+    def sums_over_episodes(self) -> bool:
+        """Whether the loss of a token depends on the others of its episode."""
+        is_of_sequences = isinstance(self.loss, (GspoLossConfig, GmpoLossConfig, SppoLossConfig, FunctionLossConfig))
+        return is_of_sequences or (self.correction is not None and self.correction.level == "sequence")
+
 
 class GaeConfig(PolicyGradientConfig):
     """PPO: the value of a critic (`roles.critic`) is the baseline of every token. Needs no group."""

@@ -37,6 +37,8 @@ class Packing:
     pad_multiple: int
     micro_batch_multiple: int
     cost: SequenceCost = SequenceCost()
+    keeps_episodes: bool = False
+    """The loss compares all tokens of an episode: its rows share a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +52,22 @@ class MiniBatchPlan:
     """The length of every micro-batch."""
 
 
-def plan_packs(lengths: Sequence[int], packing: Packing) -> tuple[MiniBatchPlan, ...]:
+def plan_packs(
+    lengths: Sequence[int], packing: Packing, *, ends: Sequence[int] | None = None
+) -> tuple[MiniBatchPlan, ...]:
     """Return the mini-batches of a step, in the order of its samples, of which `lengths` are the input tokens.
 
-    The work is balanced over ranks. The micro-batches of a mini-batch are padded to one length.
+    The work is balanced over ranks. The micro-batches of a mini-batch are padded to one length. Where samples have
+    several rows, `lengths` and the indices are those of rows, and `ends` has the end of each sample's among them.
     """
     assert lengths, "nothing to pack"
     longest, capacity = max(lengths), packing.tokens_per_micro_batch
     assert longest <= capacity, f"a sample has {longest} tokens, a micro-batch {capacity}"
-    per_update = packing.samples_per_update or len(lengths)
+    bounds = [0, *(range(1, len(lengths) + 1) if ends is None else ends)]
+    per_update = packing.samples_per_update or len(bounds) - 1
     plans = []
-    for first in range(0, len(lengths), per_update):
-        members = range(first, min(first + per_update, len(lengths)))
+    for first in range(0, len(bounds) - 1, per_update):
+        members = range(bounds[first], bounds[min(first + per_update, len(bounds) - 1)])
         shares = _divide(members, lengths, packing)
         fullest = max(_load(bin_, lengths) for share in shares for bin_ in share)
         plans.append(

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.data.packing import MiniBatchPlan, Packing, plan_packs
-from megarl.tokens import ContentHandle, SampleNumbers, is_repeated, num_true
+from megarl.errors import DataError
+from megarl.tokens import ContentHandle, PackedRows, SampleNumbers, by_sample, is_repeated, num_true
 from megarl.types import FloatArray, MicroBatch, MiniBatch, TokenArray, TrainBatch, TrainSample
 
 _PADDING = -1
@@ -25,22 +26,38 @@ QUESTION = ("loss_mask", "rollout_logprobs", *_CREDIT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareSample:
-    """One sample as it is sent to a rank."""
+    """One row of a sample as it is sent to a rank: all of it, or a part of an episode."""
 
-    prompt_ids: TokenArray  # [P]
-    num_tokens: int
-    """Tokens of the response."""
+    sample_id: int
+    """Index into the step's samples."""
+    prompt_ids: TokenArray  # [P]; empty where the first token of the row is all that is given
+    start: int
+    """The row's place among the sample's tokens."""
+    end: int
     content: ContentHandle
     columns: Mapping[str, npt.NDArray[Any]]  # [T] each, or [1] where all tokens have the same
+    num_episode_loss_tokens: int
+    is_whole: bool
+    """The sample has no other row, and the prompt is not part of it."""
+
+    @property
+    def first(self) -> int:
+        """The first token that the row predicts."""
+        return self.start if len(self.prompt_ids) else self.start + 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the row predicts."""
+        return self.end - self.first
 
     @property
     def num_positions(self) -> int:
-        return len(self.prompt_ids) + self.num_tokens - 1
+        return max(len(self.prompt_ids), 1) + self.num_tokens - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareOfUpdate:
-    """The part of one optimizer update: the samples of each micro-batch, and the counts of all ranks."""
+    """The part of one optimizer update: the rows of each micro-batch, and the counts of all ranks."""
 
     micro_batches: tuple[tuple[int, ...], ...]
     num_tokens: int
@@ -54,7 +71,7 @@ class Share:
     """One data-parallel rank's part of a step, before its tokens are loaded."""
 
     samples: Mapping[int, ShareSample]
-    """By index into the step's samples."""
+    """By index into the rows of the step's samples."""
     updates: tuple[ShareOfUpdate, ...]
     temperature: float
     columns: tuple[str, ...]
@@ -90,7 +107,8 @@ def make_shares(
 
     `has_versions` adds the policy that chose each token. Columns named in `without` are left out.
     """
-    plans = plan_packs([num_positions(sample) for sample in samples], packing)
+    rows = [row for sample_id, sample in enumerate(samples) for row in _rows_of(sample_id, sample)]
+    plans = _plan(rows, packing)
     num_chosen = [num_true(sample.rollout.loss_mask) for sample in samples]
     wanted = ("loss_mask", "rollout_logprobs", *(["versions"] if has_versions else []))
     # All samples of a step have the same columns.
@@ -99,11 +117,65 @@ def make_shares(
     for rank in range(packing.data_parallel):
         members = {i for plan in plans for micro_batch in plan.shares[rank] for i in micro_batch}
         yield Share(
-            samples={i: _share_sample(samples[i], columns) for i in sorted(members)},
-            updates=tuple(_share_of_update(plan, rank, num_chosen) for plan in plans),
+            samples={
+                i: _share_sample(rows[i], samples[rows[i].sample_id], columns, num_chosen[rows[i].sample_id])
+                for i in sorted(members)
+            },
+            updates=tuple(
+                _share_of_update(plan, rank, [num_chosen[i] for i in sorted({rows[i].sample_id for i in plan.members})])
+                for plan in plans
+            ),
             temperature=temperature,
             columns=columns,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _RowOf:
+    """The tokens of a sample that are one sequence."""
+
+    sample_id: int
+    start: int
+    end: int
+    num_positions: int
+
+
+def _rows_of(sample_id: int, sample: TrainSample) -> list[_RowOf]:
+    starts, num_tokens = sample.rollout.episode.rows, sample.rollout.num_tokens
+    if not starts:
+        num_prompt = len(sample.prompt_ids)
+        assert min(num_prompt, num_tokens) > 0, f"prompt of {num_prompt} tokens, response of {num_tokens}"
+        return [_RowOf(sample_id, 0, num_tokens, num_prompt + num_tokens - 1)]
+    # A row with its own context predicts all tokens but its first; what precedes all of those continues the prompt.
+    rows = [_RowOf(sample_id, 0, starts[0], len(sample.prompt_ids) + starts[0] - 1)] if starts[0] else []
+    ends = (*starts[1:], num_tokens)
+    return [*rows, *(_RowOf(sample_id, start, end, end - start - 1) for start, end in zip(starts, ends, strict=True))]
+
+
+def _plan(rows: Sequence[_RowOf], packing: Packing) -> tuple[MiniBatchPlan, ...]:
+    ends = [i + 1 for i, row in enumerate(rows) if i + 1 == len(rows) or rows[i + 1].sample_id != row.sample_id]
+    lengths = [row.num_positions for row in rows]
+    if len(ends) == len(rows) or not packing.keeps_episodes:
+        return plan_packs(lengths, packing, ends=ends)
+    starts = [0, *ends[:-1]]
+    together = [sum(lengths[start:end]) for start, end in zip(starts, ends, strict=True)]
+    if (longest := max(together)) > packing.tokens_per_micro_batch:
+        raise DataError(
+            f"the rows of an episode have {longest} tokens, and algorithm.loss needs them in one micro-batch: raise "
+            f"train.tokens_per_micro_batch from {packing.tokens_per_micro_batch}, or use a loss per token"
+        )
+
+    def expanded(episodes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(row for episode in episodes for row in range(starts[episode], ends[episode]))
+
+    return tuple(
+        replace(
+            plan,
+            members=expanded(plan.members),
+            shares=tuple(tuple(expanded(episodes) for episodes in share) for share in plan.shares),
+        )
+        for plan in plan_packs(together, packing)
+    )
 
 
 def pack(
@@ -119,8 +191,8 @@ def pack(
     return (share.fill() for share in shares)
 
 
-def _share_of_update(plan: MiniBatchPlan, rank: int, num_chosen: Sequence[int]) -> ShareOfUpdate:
-    chosen = [num_chosen[i] for i in plan.members]
+def _share_of_update(plan: MiniBatchPlan, rank: int, chosen: Sequence[int]) -> ShareOfUpdate:
+    """`chosen` has the number of loss tokens of each sample of the update."""
     return ShareOfUpdate(
         micro_batches=plan.shares[rank],
         num_tokens=plan.num_tokens,
@@ -129,56 +201,60 @@ def _share_of_update(plan: MiniBatchPlan, rank: int, num_chosen: Sequence[int]) 
     )
 
 
-def _share_sample(sample: TrainSample, columns: Sequence[str]) -> ShareSample:
+def _share_sample(row: _RowOf, sample: TrainSample, columns: Sequence[str], num_loss_tokens: int) -> ShareSample:
     rollout = sample.rollout
+    continues_prompt = row.start not in rollout.episode.rows
     arrays = {
         name: getattr(rollout if name in ("loss_mask", "versions") else sample, name)
         for name in columns
         if name != "rollout_logprobs"
     }
+    part = slice(row.start if continues_prompt else row.start + 1, row.end)
     return ShareSample(
-        prompt_ids=sample.prompt_ids,
-        num_tokens=rollout.num_tokens,
+        sample_id=row.sample_id,
+        prompt_ids=sample.prompt_ids if continues_prompt else sample.prompt_ids[:0],
+        start=row.start,
+        end=row.end,
         content=rollout.content,
-        columns={name: array[:1].copy() if is_repeated(array) else array for name, array in arrays.items()},
+        columns={name: array[:1].copy() if is_repeated(array) else array[part] for name, array in arrays.items()},
+        num_episode_loss_tokens=num_loss_tokens,
+        is_whole=not rollout.episode.rows,
     )
 
 
 def unpack(batch: TrainBatch, columns: Sequence[Sequence[FloatArray]]) -> SampleNumbers:
     """Return the numbers of the response tokens of a share's samples. `columns`: [N] per mini-batch and micro-batch."""
     sample_ids: list[int] = []
+    firsts: list[int] = []
     arrays: list[FloatArray] = []
     for mini_batch, of_share in zip(batch.mini_batches, columns, strict=True):
         for micro_batch, of_tokens in zip(mini_batch.micro_batches, of_share, strict=True):
-            for sample_id, start, end in _responses(micro_batch):
+            for sample_id, first, start, end in _responses(micro_batch):
                 sample_ids.append(sample_id)
+                firsts.append(first)
                 arrays.append(of_tokens[start:end])
     return SampleNumbers(
         sample_ids=_int32(sample_ids),
         starts=np.cumsum([0, *map(len, arrays)], dtype=np.int64),
         numbers=np.concatenate(arrays).astype(np.float32, copy=False) if arrays else np.zeros(0, np.float32),
+        firsts=_int32(firsts) if any(firsts) else None,
     )
 
 
 def assemble(parts: Sequence[SampleNumbers]) -> tuple[FloatArray, ...]:
     """Return one array per sample of a step from the parts of all data-parallel ranks."""
-    by_sample: dict[int, FloatArray] = {}
-    for part in parts:
-        by_sample |= part.by_sample()
-    return tuple(by_sample[sample_id] for sample_id in range(len(by_sample)))
+    found = by_sample(parts)
+    return tuple(found[sample_id] for sample_id in range(len(found)))
 
 
 def with_numbers(batch: TrainBatch, numbers: Mapping[str, Sequence[SampleNumbers]]) -> TrainBatch:
     """Return the share with these columns, each from parts that together have all of its samples."""
     if not numbers:
         return batch
-    found = {
-        name: {sample_id: array for part in parts for sample_id, array in part.by_sample().items()}
-        for name, parts in numbers.items()
-    }
+    found = {name: by_sample(parts) for name, parts in numbers.items()}
 
     def complete(micro_batch: MicroBatch) -> MicroBatch:
-        columns = {name: _column(micro_batch, by_sample) for name, by_sample in found.items()}
+        columns = {name: _column(micro_batch, arrays) for name, arrays in found.items()}
         return replace(
             micro_batch,
             old_logprobs=columns.get("old_logprobs", micro_batch.old_logprobs),
@@ -192,26 +268,26 @@ def with_numbers(batch: TrainBatch, numbers: Mapping[str, Sequence[SampleNumbers
     return replace(batch, mini_batches=tuple(mini_batches))
 
 
-def _column(micro_batch: MicroBatch, by_sample: Mapping[int, FloatArray]) -> FloatArray:
+def _column(micro_batch: MicroBatch, arrays: Mapping[int, FloatArray]) -> FloatArray:
     column = np.zeros(len(micro_batch.token_ids), np.float32)
-    for sample_id, start, end in _responses(micro_batch):
-        column[start:end] = by_sample[sample_id]
+    for sample_id, first, start, end in _responses(micro_batch):
+        column[start:end] = arrays[sample_id][first : first + end - start]
     return column
 
 
-def _responses(micro_batch: MicroBatch) -> Iterator[tuple[int, int, int]]:
-    """Yield index, first and end position of the response of every sample."""
-    ends = micro_batch.sequence_starts[1:]
-    for sample_id, start, end in zip(micro_batch.sample_ids, micro_batch.response_starts, ends, strict=True):
+def _responses(micro_batch: MicroBatch) -> Iterator[tuple[int, int, int, int]]:
+    """Yield of every row its sample, its first token there, and the first and end position of what it predicts."""
+    ends, rows = micro_batch.sequence_starts[1:], micro_batch.rows
+    firsts = np.zeros(len(ends), np.int32) if rows is None else rows.firsts
+    columns = (micro_batch.sample_ids, firsts, micro_batch.response_starts, ends)
+    for sample_id, first, start, end in zip(*(column.tolist() for column in columns), strict=True):
         if sample_id != _PADDING:
-            yield int(sample_id), int(start), int(end)
+            yield sample_id, first, start, end
 
 
-def num_positions(sample: TrainSample) -> int:
-    """Return the number of input tokens: the last token predicts nothing and is no input."""
-    num_prompt, num_response = len(sample.prompt_ids), sample.rollout.num_tokens
-    assert min(num_prompt, num_response) > 0, f"prompt of {num_prompt} tokens, response of {num_response}"
-    return num_prompt + num_response - 1
+def row_lengths(sample: TrainSample) -> list[int]:
+    """Return the number of input tokens of each row: the last token predicts nothing and is no input."""
+    return [row.num_positions for row in _rows_of(0, sample)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,20 +313,22 @@ def _rows(num_rows: int, num_tokens: int, names: Sequence[str]) -> Iterator[_Row
 def _micro_batch(samples: Mapping[int, ShareSample], members: Sequence[int], row: _Row) -> MicroBatch:
     num_tokens = len(row.token_ids)
     starts, last_ids, response_starts, sample_ids = [0], [], [], []
-    for sample_id in members:
-        sample = samples[sample_id]
+    for index in members:
+        sample = samples[index]
         content = sample.content.load()
-        assert len(content.token_ids) == sample.num_tokens, f"{len(content.token_ids)} tokens, not {sample.num_tokens}"
+        token_ids = content.token_ids[sample.start : sample.end]
+        assert len(token_ids) == sample.end - sample.start, f"{len(content.token_ids)} tokens, not {sample.end}"
         start, end = starts[-1], starts[-1] + sample.num_positions
         first = end - sample.num_tokens
-        row.token_ids[start : first + 1] = sample.prompt_ids
-        row.token_ids[first + 1 : end] = content.token_ids[:-1]
+        row.token_ids[start : first + 1] = sample.prompt_ids if len(sample.prompt_ids) else token_ids[:1]
+        row.token_ids[first + 1 : end] = token_ids[-sample.num_tokens : -1]
+        logprobs = content.logprobs[sample.first : sample.end]
         for name, column in row.columns.items():
-            column[first:end] = content.logprobs if name == "rollout_logprobs" else sample.columns[name]
+            column[first:end] = logprobs if name == "rollout_logprobs" else sample.columns[name]
         starts.append(end)
-        last_ids.append(int(content.token_ids[-1]))
+        last_ids.append(int(token_ids[-1]))
         response_starts.append(first)
-        sample_ids.append(sample_id)
+        sample_ids.append(sample.sample_id)
     if starts[-1] < num_tokens:
         # The same token at every position would be sent to the same few experts of a mixture.
         known = row.token_ids[: starts[-1]] if members else next((each.prompt_ids for each in samples.values()), [0])
@@ -274,6 +352,21 @@ def _micro_batch(samples: Mapping[int, ShareSample], members: Sequence[int], row
         sample_ids=_int32(sample_ids),
         response_starts=_int32(response_starts),
         versions=get("versions"),
+        rows=_packed_rows([samples[index] for index in members], _int32(starts)),
+    )
+
+
+def _packed_rows(members: Sequence[ShareSample], starts: npt.NDArray[np.int32]) -> PackedRows | None:
+    """`starts`: of each row, perhaps of padding, then the end."""
+    if all(row.is_whole for row in members):
+        return None
+    begins = [i for i, row in enumerate(members) if i == 0 or members[i - 1].sample_id != row.sample_id]
+    counts = [members[i].num_episode_loss_tokens for i in begins]
+    num_padding = len(starts) - 1 - len(members)
+    return PackedRows(
+        firsts=_int32([*(row.first for row in members), *[0] * num_padding]),
+        episode_starts=starts[[*begins, *range(len(members), len(starts))]],
+        num_loss_tokens=np.array([*counts, *[0] * num_padding], np.int64),
     )
 
 

@@ -34,6 +34,7 @@ from megarl.rollout.worker import (
 )
 from megarl.runtime.trainers.remote_process import RemoteProcess, this_process
 from megarl.tokens import Content, ContentHandle, is_repeated
+from megarl.turns import Episode
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
 REPORT_EVERY_S = 0.5
@@ -111,6 +112,7 @@ class RolloutNumbers:
     versions: int | npt.NDArray[np.int32]
     loss_mask: bool | npt.NDArray[np.bool_]
     finish_reason: FinishReason
+    episode: Episode
 
     @classmethod
     def of(cls, rollout: Rollout) -> RolloutNumbers:
@@ -120,6 +122,7 @@ class RolloutNumbers:
             versions=int(versions[0]) if is_repeated(versions) else versions,
             loss_mask=bool(mask[0]) if is_repeated(mask) else mask,
             finish_reason=rollout.finish_reason,
+            episode=rollout.episode,
         )
 
     def rollout(self, group: StoredGroup, index: int) -> Rollout:
@@ -132,6 +135,7 @@ class RolloutNumbers:
             else self.loss_mask,
             finish_reason=self.finish_reason,
             content=StoredContent(group=group, index=index),
+            episode=self.episode,
         )
 
 

@@ -178,7 +178,9 @@ class ActorRank(TrainedRank):
                 old_logprobs=old_logprobs,
                 rollout_logprobs=micro_batch.rollout_logprobs,
                 advantages=micro_batch.advantages,
-                segments=Segments.of(micro_batch.loss_mask, micro_batch.sequences.starts),
+                segments=Segments.of(
+                    micro_batch.loss_mask, micro_batch.episode_starts, micro_batch.episode_loss_tokens
+                ),
                 reference_logprobs=micro_batch.reference_logprobs,
             )
             actor = actor_loss(

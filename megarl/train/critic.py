@@ -114,7 +114,9 @@ class CriticRank(TrainedRank):
                 values=values,
                 old_values=micro_batch.values,
                 returns=micro_batch.returns,
-                segments=Segments.of(micro_batch.loss_mask, micro_batch.sequences.starts),
+                segments=Segments.of(
+                    micro_batch.loss_mask, micro_batch.episode_starts, micro_batch.episode_loss_tokens
+                ),
             )
             critic = critic_loss(
                 self._algorithm,

@@ -42,6 +42,8 @@ class DeviceMicroBatch:
     token_ids: Tensor  # [1, N], int64
     positions: Tensor  # [1, N], int64
     sequences: PackedSequences
+    episode_starts: Tensor  # [E + 1], int32
+    episode_loss_tokens: Tensor | None  # [E], int64; None where every sequence is a whole episode
     targets: Tensor  # [N], int64
     loss_mask: Tensor  # [N], bool
     rollout_logprobs: Tensor  # [N]
@@ -65,11 +67,13 @@ def to_device(micro_batch: MicroBatch, device: torch.device, *, temperature: flo
         """Return zeros for a column that a question does not have."""
         return tensor(array, dtype) if array.size else torch.zeros(num_tokens, device=device, dtype=dtype)
 
-    starts, num_tokens = micro_batch.sequence_starts, len(micro_batch.token_ids)
+    starts, num_tokens, rows = micro_batch.sequence_starts, len(micro_batch.token_ids), micro_batch.rows
     return DeviceMicroBatch(
         token_ids=tensor(micro_batch.token_ids, torch.int64)[None],
         positions=tensor(micro_batch.positions, torch.int64)[None],
         sequences=PackedSequences(starts=tensor(starts, torch.int32), lengths=np.diff(starts).tolist()),
+        episode_starts=tensor(starts if rows is None else rows.episode_starts, torch.int32),
+        episode_loss_tokens=None if rows is None else tensor(rows.num_loss_tokens, torch.int64),
         targets=tensor(micro_batch.targets, torch.int64),
         loss_mask=padded(micro_batch.loss_mask, torch.bool),
         rollout_logprobs=padded(micro_batch.rollout_logprobs, torch.float32),

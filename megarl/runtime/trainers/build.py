@@ -148,6 +148,7 @@ class _Builder:
                 per_token=forward_flops(shape, num_tokens=1, num_squared_tokens=0),
                 per_squared_token=forward_flops(shape, num_tokens=0, num_squared_tokens=1),
             ),
+            keeps_episodes=isinstance(recipe.algorithm, PolicyGradientConfig) and recipe.algorithm.sums_over_episodes,
         )
         return partial(
             make_shares,

@@ -302,5 +302,5 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
 
 def _store(share: Share, numbers: Mapping[str, HeldNumbers]) -> tuple[ray.ObjectRef, dict[str, list[ray.ObjectRef]]]:
     """Return a reference to the stored share, and references to the numbers of its samples by column."""
-    sample_ids = frozenset(share.samples)
+    sample_ids = frozenset(row.sample_id for row in share.samples.values())
     return ray.put(share), {name: held.of(sample_ids) for name, held in numbers.items()}

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from megarl.data.rollout_files import write_samples
-from megarl.data.shares import Share, num_positions
+from megarl.data.shares import Share, row_lengths
 from megarl.errors import NumericsError
 from megarl.results import CriticResult, RankUsage, TrainingWork, UpdateResult
 from megarl.runtime.trainers.ranks import HeldNumbers
@@ -137,7 +137,9 @@ class ModelsTrainer:
         if reference is not None and not reference.is_for_credit:
             columns["reference_logprobs"] = "reference_logprobs"
         update = await self._actor.update(self._actor.pack(samples), self._held_as(columns))
-        work = self._actor.measure_work([num_positions(sample) for sample in samples], update.usage["actor"])
+        work = self._actor.measure_work(
+            [length for sample in samples for length in row_lengths(sample)], update.usage["actor"]
+        )
         return replace(update, work=work)
 
     async def _update_critic(self, critic: TrainedCritic, samples: Sequence[TrainSample]) -> CriticResult:

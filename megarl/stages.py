@@ -70,7 +70,7 @@ class Trainer(Protocol):
 
 class Publisher(Protocol):
     async def publish(self, version: PolicyVersion) -> PublishResult:
-        """Return when every serving engine serves this version, and at least one does.
+        """Return when every serving engine, at least one, serves this version.
 
         Raise WeightSyncError when it was not committed, FleetError when no engine is left.
         """
@@ -81,7 +81,6 @@ class Phases(Protocol):
     """When each side may use the devices: always in separate pools, one after the other in a shared pool."""
 
     def generating(self) -> AbstractAsyncContextManager[None]: ...
-
     def training(self) -> AbstractAsyncContextManager[None]: ...
 
     def comparing(self) -> AbstractAsyncContextManager[None]:

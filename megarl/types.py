@@ -109,8 +109,7 @@ class ScoredGroup:
     baseline: Score | None = None  # of the group's baseline
 
     def __post_init__(self) -> None:
-        num_rollouts = len(self.group.rollouts)
-        assert len(self.scores) == num_rollouts, f"{len(self.scores)} scores, {num_rollouts} rollouts"
+        assert len(self.scores) == (num := len(self.group.rollouts)), f"{len(self.scores)} scores, {num} rollouts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,9 +62,8 @@ class Loop:
                 self._observer.step_started()
                 version = await self._step(step)
                 self._saver.mark(step)
-                if is_last:
-                    for producer in producers:
-                        producer.cancel()
+                for producer in producers if is_last else ():
+                    producer.cancel()
                 await self._evaluation.after_step(step, version, tasks, is_last=is_last)
                 await self._saver.after_step(step, is_last=is_last)
                 if not is_last:

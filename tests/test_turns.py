@@ -113,13 +113,16 @@ def split(attempt: Attempt, cuts: Sequence[int], prompt_ids: np.ndarray) -> Atte
     whole = attempt.rollout
     content = whole.content.load()
     history = np.concatenate([prompt_ids, content.token_ids])
-    ids, logprobs, mask, rows, places = [], [], [], [], []
+    ids: list[np.ndarray] = []
+    logprobs, mask, rows = [], [], []
+    places: list[int] = []
     bounds = [0, *cuts, whole.num_tokens]
     for number, (start, end) in enumerate(pairwise(bounds)):
         context = history[: len(prompt_ids) + start] if number else history[:0]
+        num_before = sum(len(part) for part in ids)
         if number:
-            rows.append(sum(map(len, ids)))
-        places += range(sum(map(len, ids)) + len(context), sum(map(len, ids)) + len(context) + end - start)
+            rows.append(num_before)
+        places += range(num_before + len(context), num_before + len(context) + end - start)
         ids.append(np.concatenate([context, content.token_ids[start:end]]))
         logprobs.append(np.concatenate([np.zeros(len(context), np.float32), content.logprobs[start:end]]))
         mask.append(np.concatenate([np.zeros(len(context), np.bool_), whole.loss_mask[start:end]]))
@@ -224,7 +227,7 @@ def gradients(
             for item in mini_batch.micro_batches:
                 total = total + _loss(config, item, mini_batch, leaves, attempts)
         losses.append(float(total.detach()))
-        total.backward()
+        total.backward()  # type: ignore[no-untyped-call]
     return losses, [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
 
 

@@ -29,6 +29,7 @@ Report = Callable[[Outcome], None]
 _STOP_GRACE_S = 5.0
 _MARK = "megarl-bench "
 """Prefix of the lines for the parent process: libraries print to the same stream."""
+_PACKAGES = ("megatron-core", "transformer-engine", "sglang", "transformers", "triton")
 _COMMAND = (sys.executable, "-W", "ignore", "-m", "bench", "gpu-piece")
 
 
@@ -150,7 +151,10 @@ def _machine(_: PieceOptions, report: Report) -> None:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-            **{name: _version(name) for name in ("megatron-core", "sglang", "transformers", "triton")},
+            **{
+                name: _version(name)
+                for name in ("megatron-core", "transformer-engine", "sglang", "transformers", "triton")
+            },
         }
     )
     report({name: round(value) for name, value in measure_ceilings().items()})
@@ -175,6 +179,20 @@ def _long_step(_: PieceOptions, report: Report) -> None:
 
     for figure in measure_step(LONG_WORKLOAD, peers=()):
         report(figure)
+
+
+def _linear(_: PieceOptions, report: Report, *, index: int) -> None:
+    from bench.linear_layers import measure_linear_layers
+
+    for outcome in measure_linear_layers(index):
+        report(outcome)
+
+
+def _experts(_: PieceOptions, report: Report) -> None:
+    from bench.linear_layers import measure_experts
+
+    for outcome in measure_experts():
+        report(outcome)
 
 
 def _phases(_: PieceOptions, report: Report) -> None:
@@ -215,6 +233,9 @@ PIECES: Mapping[str, GpuPiece] = {
     "step-7b": GpuPiece(timeout_s=240, measure=partial(_step, index=0)),
     "step-1.5b": GpuPiece(timeout_s=240, measure=partial(_step, index=1)),
     "step-16k": GpuPiece(timeout_s=90, measure=_long_step),
+    "linear-7b": GpuPiece(timeout_s=180, measure=partial(_linear, index=0)),
+    "linear-1.5b": GpuPiece(timeout_s=180, measure=partial(_linear, index=1)),
+    "experts": GpuPiece(timeout_s=150, measure=_experts),
     "phases": GpuPiece(timeout_s=120, measure=_phases),
     "reads": GpuPiece(timeout_s=150, measure=_reads),
     "engine": GpuPiece(timeout_s=420, measure=_engine),

@@ -35,7 +35,7 @@ PEAK_TFLOPS = 990.0
 
 _NUM_WARMUPS = 3
 _NUM_REPEATS = 7
-_STD = 0.02
+STD = 0.02
 _PHASE_MODEL = "qwen2.5-1.5b"
 _NUM_PHASE_REPEATS = 4
 
@@ -121,7 +121,7 @@ def measure_step(workload: TrainWorkload, *, peers: Sequence[str]) -> Iterator[F
         ratio=tflops / PEAK_TFLOPS,
     )
     for peer in peers:
-        _clear()
+        clear_device()
         theirs = _measure_transformers(workload, is_compiled=peer.endswith("compiled"))
         yield Figure(
             key=f"{workload.key}, {peer}",
@@ -144,7 +144,7 @@ def measure_step(workload: TrainWorkload, *, peers: Sequence[str]) -> Iterator[F
 def measure_scores(*, num_tokens: int = 16_384, vocab: int = 151_936, hidden: int = 3584) -> Iterator[Figure]:
     """Time log-probabilities and entropies from hidden states, forward and backward, and the same with all logits."""
     hidden_states = torch.randn(num_tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    weight = (torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16) * _STD).requires_grad_()
+    weight = (torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16) * STD).requires_grad_()
     targets = torch.randint(vocab, (num_tokens,), device="cuda")
     shard = vocab_shard(vocab=vocab, rows=vocab, rank=0, size=1, group=None)
 
@@ -162,7 +162,7 @@ def measure_scores(*, num_tokens: int = 16_384, vocab: int = 151_936, hidden: in
     timed = {}
     for call in (ours, naive):
         hidden_states.grad = weight.grad = None
-        _clear()
+        clear_device()
         before = torch.cuda.memory_allocated()
         result = _timed(call)
         timed[call] = replace(result, peak_bytes=result.peak_bytes - before)
@@ -199,7 +199,7 @@ def measure_scores(*, num_tokens: int = 16_384, vocab: int = 151_936, hidden: in
 def measure_phases() -> Iterator[Figure]:
     """Time the offload and reload of weights, and an update of an optimizer in host memory, against pinned copies."""
     shape = PUBLIC_MODELS[_PHASE_MODEL]
-    with _alone() as topology:
+    with alone() as topology:
         chunks = build_chunks(shape, topology, ActorConfig(pool="gpu"), device="cuda")
         optimizer = ModelOptimizer(chunks, OptimizerConfig(), ActorConfig(pool="gpu", offload="everything"))
         _randomise(chunks[0])
@@ -249,11 +249,11 @@ def _pinned_rates() -> tuple[float, float]:
 
 
 def _measure_ours(workload: TrainWorkload) -> Timed:
-    with _alone() as topology:
+    with alone() as topology:
         (model,) = build_chunks(workload.shape, topology, ActorConfig(pool="gpu"), device="cuda")
         _randomise(model)
-        batch = _micro_batch(workload, topology)
-        _clear()
+        batch = micro_batch(workload, topology)
+        clear_device()
         assert isinstance(model, PolicyModel), type(model)
         return _timed(partial(_step, model, batch))
 
@@ -290,12 +290,12 @@ def _measure_transformers(workload: TrainWorkload, *, is_compiled: bool) -> Time
         model.zero_grad(set_to_none=True)
         run(input_ids=ids, labels=ids).loss.backward()
 
-    _clear()
+    clear_device()
     return _timed(step)
 
 
 @contextmanager
-def _alone() -> Iterator[Topology]:
+def alone() -> Iterator[Topology]:
     """Yield the topology of a single rank."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
@@ -315,11 +315,15 @@ def _alone() -> Iterator[Topology]:
         shut_down()
 
 
-def _micro_batch(workload: TrainWorkload, topology: Topology) -> DeviceMicroBatch:
+def micro_batch(
+    workload: TrainWorkload, topology: Topology, *, lengths: Sequence[int] | None = None
+) -> DeviceMicroBatch:
+    """Return random tokens; `lengths` of the sequences, if not all have the workload's, add up to the same number."""
     num_tokens = workload.num_tokens
     random = np.random.default_rng(0)
     token_ids = random.integers(workload.shape.vocab, size=num_tokens, dtype=np.int32)
-    starts = np.arange(workload.num_sequences + 1, dtype=np.int32) * workload.sequence_tokens
+    lengths = lengths or [workload.sequence_tokens] * workload.num_sequences
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
     batch = MicroBatch(
         token_ids=token_ids,
         sequence_starts=starts,
@@ -331,7 +335,7 @@ def _micro_batch(workload: TrainWorkload, topology: Topology) -> DeviceMicroBatc
         reference_logprobs=None,
         values=None,
         returns=None,
-        sample_ids=np.arange(workload.num_sequences, dtype=np.int32),
+        sample_ids=np.arange(len(lengths), dtype=np.int32),
         response_starts=starts[:-1],
     )
     return to_device(batch, topology.device, temperature=1.0)
@@ -343,7 +347,7 @@ def _randomise(model: torch.nn.Module) -> None:
         if "norm" in name:
             parameter.fill_(1.0)
         else:
-            parameter.normal_(0.0, _STD)
+            parameter.normal_(0.0, STD)
 
 
 def _timed(call: Callable[[], object]) -> Timed:
@@ -362,6 +366,6 @@ def _timed(call: Callable[[], object]) -> Timed:
     return Timed(seconds=median(times), peak_bytes=torch.cuda.max_memory_allocated())
 
 
-def _clear() -> None:
+def clear_device() -> None:
     gc.collect()
     torch.cuda.empty_cache()

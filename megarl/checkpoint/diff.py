@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from megarl.checkpoint.locate import CONFIG_FILE, find_checkpoints
-from megarl.checkpoint.manifest import MODEL_FOLDER, Manifest, digest_file, read_chunks, read_manifest
+from megarl.checkpoint.manifest import MODEL_FOLDER, Manifest, digest_file, inside, read_chunks, read_manifest
 from megarl.checkpoint.tensor_files import PlacedTensor, read_tensor_folder
 from megarl.checkpoint.tensor_header import TENSOR_SUFFIX
 from megarl.errors import CheckpointError
@@ -111,7 +111,7 @@ def open_side(path: Path) -> Side:
         return _side(path, files, manifest=None)
     folder = find_checkpoints(path)[0]
     manifest = read_manifest(folder)
-    return _side(folder, {name: folder / name for name in manifest.files}, manifest=manifest)
+    return _side(folder, {name: inside(folder, name) for name in manifest.files}, manifest=manifest)
 
 
 def compare(first: Side, second: Side) -> CheckpointDiff:

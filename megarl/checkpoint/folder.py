@@ -52,7 +52,9 @@ def begin(folder: Path, *, num_bytes: int) -> Path:
     """Return an empty folder for a checkpoint of about `num_bytes`; leftovers of killed saves are removed."""
     parent = folder.parent
     check_held(parent.parent)
-    parent.mkdir(parents=True, exist_ok=True)
+    if not parent.exists():
+        parent.mkdir(parents=True, exist_ok=True)
+        sync(parent.parent)
     for leftover in parent.glob("step_*.tmp"):
         shutil.rmtree(leftover)
     free_bytes = shutil.disk_usage(parent).free

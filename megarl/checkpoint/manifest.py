@@ -140,9 +140,9 @@ def verify(
 
     def check(name: str) -> None:
         if wants_weights or not _has_weights(name, files[name]):
-            _check(_inside(folder, name), files[name], on_bytes)
+            _check(inside(folder, name), files[name], on_bytes)
         else:
-            _check_size(_inside(folder, name), files[name])
+            _check_size(inside(folder, name), files[name])
 
     _check_all(check, files, num_threads)
     return manifest
@@ -164,7 +164,7 @@ def verify_tensors(
         and (wanted := {tensor.name for tensor in file.tensors} & set(names))
     }
     _check_all(
-        lambda name: _check(_inside(folder, name), manifest.files[name], None, names=files[name]), files, num_threads
+        lambda name: _check(inside(folder, name), manifest.files[name], None, names=files[name]), files, num_threads
     )
 
 
@@ -185,7 +185,7 @@ def check_sizes(folder: Path) -> Manifest:
     """Return the manifest if every file exists and has its size; contents are not read."""
     manifest = read_manifest(folder)
     for name, expected in manifest.files.items():
-        _check_size(_inside(folder, name), expected)
+        _check_size(inside(folder, name), expected)
     return manifest
 
 
@@ -261,7 +261,7 @@ def _refuse_newer(path: Path, text: bytes) -> None:
     """Raise on a newer format before anything else is parsed, since all the rest may differ."""
     try:
         version = json.loads(text)["format"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return
     if isinstance(version, int) and version > FORMAT:
         raise CheckpointError(f"{path}: format {version} is newer than {FORMAT}; use the megarl that wrote it")
@@ -276,7 +276,7 @@ def _digest_next(file: FileIO, num_bytes: int, on_bytes: OnBytes | None = None) 
     return digest.hexdigest()
 
 
-def _inside(folder: Path, name: str) -> Path:
+def inside(folder: Path, name: str) -> Path:
     """Return the path of a file; one outside the folder raises a CheckpointError."""
     parts = PurePosixPath(name).parts
     path = folder.joinpath(*parts)

@@ -127,7 +127,7 @@ def _parse(path: Path, text: bytes) -> TensorHeader:
             raise ValueError("not an object")
         fields.pop(_METADATA, None)
         raw = _RAW_ENTRIES.validate_python(fields)
-    except (ValueError, ValidationError) as error:
+    except (ValueError, ValidationError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a safetensors file: its header cannot be parsed") from error
     num_bytes = _LENGTH.size + len(text)
     entries = []

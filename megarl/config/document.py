@@ -18,6 +18,7 @@ from megarl.errors import ConfigError, Problem
 
 MAX_DOCUMENT_BYTES = 1 << 20
 _MAX_DEPTH = 32
+_MAX_DIGITS = 100
 EXTENDS = "extends"
 OVERRIDE = "--set"
 
@@ -98,6 +99,14 @@ class _StrictLoader(yaml.SafeLoader):
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        # Python refuses to read a long one with an error that names no line.
+        if len(node.value) > _MAX_DIGITS:
+            problem = f"a number of {len(node.value)} digits; a recipe's have at most {_MAX_DIGITS}"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+        value: int = super().construct_yaml_int(node)
+        return value
+
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             raise yaml.composer.ComposerError(problem="aliases are not supported; write the value out")
@@ -108,6 +117,8 @@ class _StrictLoader(yaml.SafeLoader):
         self._depth -= 1
         return node
 
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_yaml_int)
 
 # The core schema of YAML 1.2, and exponents without a point.
 _StrictLoader.yaml_implicit_resolvers = {}

@@ -21,6 +21,8 @@ from megarl.errors import ConfigError, Problem
 
 _Location: TypeAlias = tuple[str | int, ...]
 
+_MAX_PROBLEMS = 100
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRecipe:
@@ -113,8 +115,12 @@ def _as_yaml(value: object) -> str:
 
 
 def schema_problems(error: ValidationError, root: type[BaseModel]) -> tuple[Problem, ...]:
-    """Return one problem per value that the schema `root` refuses."""
-    return tuple(_problem(details, root) for details in error.errors())
+    """Return one problem per value that the schema `root` refuses; of very many the first ones and their number."""
+    refused = error.errors()
+    problems = tuple(_problem(details, root) for details in refused[:_MAX_PROBLEMS])
+    if len(refused) == len(problems):
+        return problems
+    return (*problems, Problem(key="", message=f"and {len(refused) - len(problems)} more; is this file a recipe?"))
 
 
 def misplaced_booleans(tree: dict[str, Tree], root: type[BaseModel]) -> Iterator[Problem]:

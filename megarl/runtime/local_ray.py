@@ -27,7 +27,7 @@ from megarl.system.network import LOOPBACK
 
 _STOP_GRACE_S = 20.0
 _START_TIMEOUT_S = 360.0
-_MAX_STARTS = 3
+_MAX_STARTS = 8
 """Starts of one node: Ray gives a node 30 s to register, which a busy machine may not keep."""
 _POLL_S = 0.1
 _CLONE_NEWNET = 0x40000000

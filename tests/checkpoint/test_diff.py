@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 
 from megarl.checkpoint.diff import CheckpointDiff, ClassDiff, ValueDiff, compare, open_side
 from megarl.checkpoint.folder import begin, checkpoint_folder, commit
-from megarl.checkpoint.manifest import FORMAT, Manifest, digest_file
+from megarl.checkpoint.manifest import FORMAT, Manifest, digest_file, read_manifest, write_manifest
 from megarl.errors import CheckpointError
 
 
@@ -135,6 +136,15 @@ def test_equal_digests_need_no_reading(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("megarl.checkpoint.diff.read_chunks", refuse)
     assert diff(folder, folder).is_equal
+
+
+def test_a_manifest_that_names_files_outside_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, 1, tensors())
+    manifest = read_manifest(folder)
+    files = {"../state.json": next(iter(manifest.files.values()))}
+    write_manifest(folder, replace(manifest, files=files))
+    with pytest.raises(CheckpointError, match="is outside the checkpoint"):
+        open_side(folder)
 
 
 def test_a_path_to_nothing_is_an_error(tmp_path: Path) -> None:

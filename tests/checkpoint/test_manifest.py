@@ -181,7 +181,7 @@ def test_a_newer_format_is_refused_with_the_way_out(checkpoint: Path) -> None:
         read_manifest(checkpoint)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "1"}', "null", "\x80\x04pickled"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "1"}', "null", "\x80\x04pickled", "[" * 100_000])
 def test_something_else_is_not_a_manifest(checkpoint: Path, text: str) -> None:
     (checkpoint / MANIFEST_FILE).write_text(text)
     with pytest.raises(CheckpointError, match="damaged: not a manifest"):

@@ -53,6 +53,7 @@ def raw(fields: object, *, data: bytes = b"") -> bytes:
         (b"\x80\x04pickled bytes", "no header"),
         (raw([]), "its header cannot be parsed"),
         (raw({"a": {"dtype": "F32", "shape": [1]}}), "its header cannot be parsed"),
+        (struct.pack("<Q", 100_000) + b"[" * 100_000, "its header cannot be parsed"),
         (raw({"a": {"dtype": "F4", "shape": [1], "data_offsets": [0, 4]}}, data=b"1234"), "dtype F4"),
         (raw({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, data=bytes(8)), "do not match its dtype"),
         (raw({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, data=bytes(4)), "do not match its dtype"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from megarl.config.document import ValueOrigin, override, read_document
+from megarl.config.load import load_recipe
 from megarl.errors import ConfigError
 
 BASE = """\
@@ -103,6 +105,15 @@ def test_an_override_may_create_a_section(base: Path) -> None:
 def test_scalars_are_what_they_look_like(base: Path, text: str, value: object) -> None:
     got = override(read_document(base), f"x={text}").tree["x"]
     assert (got, type(got)) == (value, type(value))
+
+
+def test_very_many_unknown_keys_are_counted_not_listed(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("".join(f"key{number}: 1\n" for number in range(5_000)))
+    with pytest.raises(ConfigError) as raised:
+        load_recipe(path)
+    assert len(raised.value.problems) < 200
+    assert re.match(r"and \d+ more; is this file a recipe\?", raised.value.problems[-1].message)
 
 
 def test_a_circle_is_named(tmp_path: Path) -> None:

@@ -222,7 +222,9 @@ class TransferPublisher:
             yield
         except BaseException as error:
             for engine in roster:
-                self._fleet.report(engine, FellBehind(reason=f"received a part of version {version}: {error}"))
+                self._fleet.report(
+                    engine, FellBehind(reason=f"received a part of version {version}: {error or 'it was given up'}")
+                )
             raise
 
     async def _linked(self, roster: Sequence[Engine]) -> _Link:

@@ -86,8 +86,11 @@ def tensor_files(folder: Path) -> tuple[Path, ...]:
         return files
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: not an index of safetensors files: {type(error).__name__}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index}: names {name!r}, which is no file of this folder")
     return tuple(folder / name for name in names)
 
 

@@ -128,6 +128,13 @@ def test_an_index_that_names_an_absent_file_is_an_error(small: tuple[Path, Model
         load_whole(*small)
 
 
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", 7])
+def test_an_index_that_names_a_file_elsewhere_is_an_error(small: tuple[Path, ModelShape], name: object) -> None:
+    (small[0] / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(CheckpointError, match="which is no file of this folder"):
+        load_whole(*small)
+
+
 def test_a_folder_without_weights_is_an_error(small: tuple[Path, ModelShape]) -> None:
     (small[0] / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="there is no safetensors file"):

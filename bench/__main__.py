@@ -201,6 +201,25 @@ def bench_reshard(
         raise typer.Exit(1)
 
 
+@bench_app.command("adapter")
+def bench_adapter(
+    model: Annotated[str, typer.Option(help="A public Qwen2 model with the size to measure.")] = "qwen2.5-0.5b",
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 32,
+) -> None:
+    """Time publishing an adapter and its whole model to a real engine on the CPU, with and without running requests.
+
+    Exit code 1 if a figure could not be measured.
+    """
+    from bench.gpu_figures import print_results
+    from bench.gpu_pieces import PieceOptions, Results, report_adapter
+
+    results = Results(machine={"device": "cpu", "model": model})
+    report_adapter(PieceOptions(engine_model=model, engine_options={}), results.add, device="cpu", rank=rank)
+    print_results(results)
+    if results.failures:
+        raise typer.Exit(1)
+
+
 @bench_app.command("gpu")
 def bench_gpu(
     piece: Annotated[

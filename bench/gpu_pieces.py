@@ -19,7 +19,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from bench.figures import Failure, Figure
+from megarl.config.section import Device
 from megarl.env import current_environment
+from megarl.runtime.launch import private_ray
 from megarl.system.guard import start_guarded, stop_guarded
 
 Machine = dict[str, object]
@@ -27,6 +29,7 @@ Outcome = Figure | Failure | Machine
 Report = Callable[[Outcome], None]
 
 _STOP_GRACE_S = 5.0
+_LORA_RANK = 32
 _MARK = "megarl-bench "
 """Prefix of the lines for the parent process: libraries print to the same stream."""
 _PACKAGES = ("megatron-core", "transformer-engine", "sglang", "transformers", "triton")
@@ -220,6 +223,23 @@ def _engine(options: PieceOptions, report: Report) -> None:
         asyncio.run(measure(Path(folder)))
 
 
+def _adapter(options: PieceOptions, report: Report) -> None:
+    report_adapter(options, report, device="cuda", rank=_LORA_RANK)
+
+
+def report_adapter(options: PieceOptions, report: Report, *, device: Device, rank: int) -> None:
+    """Measure publishes of adapters beside a private Ray, which reads its settings when it is imported."""
+    with private_ray(), tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
+        from bench.adapter import measure_adapter
+
+        async def measure() -> None:
+            model, native = options.engine_model, options.engine_options
+            async for outcome in measure_adapter(model, Path(folder), native, device=device, rank=rank):
+                report(outcome)
+
+        asyncio.run(measure())
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -239,4 +259,5 @@ PIECES: Mapping[str, GpuPiece] = {
     "phases": GpuPiece(timeout_s=120, measure=_phases),
     "reads": GpuPiece(timeout_s=150, measure=_reads),
     "engine": GpuPiece(timeout_s=420, measure=_engine),
+    "adapter": GpuPiece(timeout_s=480, measure=_adapter),
 }

@@ -26,7 +26,7 @@ from megarl.errors import CheckpointError, WeightSyncError
 from megarl.system.faults import reach, step_in
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
 from megarl.weights.algebra.locality import same_processes
-from megarl.weights.algebra.plan import Move, plan
+from megarl.weights.algebra.plan import Move, Plan, plan
 from megarl.weights.algebra.slices import Holding, Index, Layout, Piece, TensorSpec
 from megarl.weights.executors.group import TransferGroup
 from megarl.weights.executors.hf import INDEX_FILE
@@ -115,12 +115,13 @@ def save_tensors(
     `file_name` peer 0 writes one file of that name, without an index.
     """
     target = assign_tensors(layout, dtype=dtype) if file_name is None else _all_on_one(layout)
+    moves = plan(layout, target, locations=same_processes(layout, target))
     files: dict[str, FileDigest] = {}
     with _failing_as_save(folder, group):
         if group.peer == 0:
             folder.mkdir(parents=True)
         group.barrier()
-        share = _receive(layout, target, tensors, group, bucket_bytes)
+        share = _receive(moves, tensors, group, bucket_bytes)
         reach("tensors_received", step=step_in(folder), rank=group.peer)
         _refuse_unfinite(share)
         names = _file_names(target) if file_name is None else {0: file_name}
@@ -184,11 +185,23 @@ def _whole_holding(rank: int, names: Iterable[str], canonical: Mapping[str, Tens
     return Holding(rank=rank, tensors=specs, pieces=pieces)
 
 
+def plan_gathering(layout: Layout) -> Plan:
+    """Return the plan by which the first rank receives all canonical tensors."""
+    target = _all_on_one(layout)
+    return plan(layout, target, locations=same_processes(layout, target))
+
+
+def gather(moves: Plan, tensors: Mapping[str, torch.Tensor], group: TransferGroup) -> dict[str, torch.Tensor]:
+    """Return the tensors of a gathering plan on peer 0, in host memory, and none elsewhere; every peer calls this."""
+    share = _receive(moves, tensors, group, DEFAULT_BUCKET_BYTES)
+    _refuse_unfinite(share)
+    return share
+
+
 def _receive(
-    layout: Layout, target: Layout, tensors: Mapping[str, torch.Tensor], group: TransferGroup, bucket_bytes: int
+    moves: Plan, tensors: Mapping[str, torch.Tensor], group: TransferGroup, bucket_bytes: int
 ) -> dict[str, torch.Tensor]:
     """Return this rank's whole tensors in host memory; those that it has already are not copied."""
-    moves = plan(layout, target, locations=same_processes(layout, target))
     local = {
         move.target_name: box
         for move in moves.moves_to(group.peer)
@@ -200,7 +213,7 @@ def _receive(
         name: local[name]
         if name in local and (local[name].shape, local[name].dtype) == (spec.shape, torch_dtype(spec.dtype))
         else torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-        for name, spec in target.by_rank[group.peer].tensors.items()
+        for name, spec in moves.target.by_rank[group.peer].tensors.items()
     }
     exchange(moves, tensors, share, group, bucket_bytes=bucket_bytes)
     return share

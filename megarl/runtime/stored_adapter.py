@@ -6,21 +6,29 @@ of the engine and not its end.
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 from uuid import uuid4
 
+import numpy as np
+import numpy.typing as npt
 import ray
+import torch
+import xxhash
 
-from megarl.checkpoint.manifest import MODEL_FOLDER, FileDigest, digest_file
-from megarl.checkpoint.tensor_header import read_header
+from megarl.checkpoint.tensor_files import write_tensor_file
 from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from megarl.errors import CheckpointError, WeightSyncError
+from megarl.errors import WeightSyncError
 from megarl.weights.algebra.slices import TensorSpec
-from megarl.weights.executors.tensors import HEADER_DTYPES
+from megarl.weights.executors.tensors import bytes_of, first_few, header_dtype, specs_of
+
+Content: TypeAlias = Mapping[str, npt.NDArray[np.uint8]]
+"""The bytes of every tensor. Arrays go into the object store with one copy, and are read there without one."""
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a folder with a random name is made in it
 _SPARE = 2
@@ -32,50 +40,63 @@ class StoredAdapter:
     """Names its folder on every node."""
     version: int
     content: ray.ObjectRef
-    """The bytes of the safetensors file."""
+    """Its `Content`."""
     config: str
     """The text of the configuration file."""
-    digest: FileDigest
-    """Digests of what the trainer wrote, tensor by tensor."""
     tensors: Mapping[str, TensorSpec]
+    digests: Mapping[str, str]
+    """Digests of what the trainer holds, tensor by tensor."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(spec.num_bytes for spec in self.tensors.values())
 
 
-def scratch_folder(num_bytes: int = 0) -> Path:
-    """Return a folder for files that are read once: in memory, unless there is none or too little."""
-    has_room = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _SPARE * num_bytes
-    return _MEMORY if has_room else Path(tempfile.gettempdir())
-
-
-def read_adapter(folder: Path, files: Mapping[str, FileDigest], version: int) -> StoredAdapter:
-    """Put an adapter that was exported to `folder` into the object store."""
-    name = f"{MODEL_FOLDER}/{ADAPTER_FILE}"
-    path = folder / name
-    entries = read_header(path).entries
+def store_adapter(
+    tensors: Mapping[str, torch.Tensor],
+    fields: Mapping[str, object],
+    *,
+    version: int,
+    put: Callable[[Content], ray.ObjectRef] = ray.put,
+) -> StoredAdapter:
+    """Put the tensors of an adapter into the object store; `fields` are its configuration."""
+    content: Content = {name: np.frombuffer(bytes_of(tensor), np.uint8) for name, tensor in tensors.items()}
     return StoredAdapter(
         token=uuid4().hex,
         version=version,
-        content=ray.put(path.read_bytes()),
-        config=(folder / MODEL_FOLDER / ADAPTER_CONFIG_FILE).read_text(),
-        digest=files[name],
-        tensors={entry.name: TensorSpec(shape=entry.shape, dtype=HEADER_DTYPES[entry.dtype]) for entry in entries},
+        content=put(content),
+        config=json.dumps(fields),
+        tensors=specs_of(tensors.items()),
+        digests={name: xxhash.xxh3_128_hexdigest(values.data) for name, values in content.items()},
     )
 
 
-def place_adapter(stored: StoredAdapter, content: bytes, *, engine: int) -> Path:
+def place_adapter(stored: StoredAdapter, content: Content, *, engine: int) -> Path:
     """Write the adapter to a folder for an engine of this node; the engine reads it once, and it is removed then.
 
     If the bytes are not those of the trainer, a WeightSyncError says so and no folder is left.
     """
-    folder = scratch_folder(len(content)) / f"megarl_adapter_{stored.token}_{engine}"
+    folder = _scratch_folder(stored.num_bytes) / f"megarl_adapter_{stored.token}_{engine}"
+    headers = {name: (header_dtype(spec.dtype), spec.shape) for name, spec in stored.tensors.items()}
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        (folder / ADAPTER_FILE).write_bytes(content)
+        # A host that died may have left one behind.
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        written = write_tensor_file(folder / ADAPTER_FILE, headers, lambda entry: [content[entry.name].data])
         (folder / ADAPTER_CONFIG_FILE).write_text(stored.config)
-        found = digest_file(folder / ADAPTER_FILE)
-    except (OSError, CheckpointError) as error:
+    except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise WeightSyncError(f"adapter of version {stored.version} was not written: {error}") from None
-    if found != stored.digest:
+    damaged = [tensor.name for tensor in written.tensors if tensor.xxh3_128 != stored.digests[tensor.name]]
+    if damaged:
         shutil.rmtree(folder, ignore_errors=True)
-        raise WeightSyncError(f"adapter of version {stored.version} was damaged on its way to engine {engine}")
+        raise WeightSyncError(
+            f"adapter of version {stored.version} was damaged on its way to engine {engine}: {first_few(damaged)}"
+        )
     return folder
+
+
+def _scratch_folder(num_bytes: int) -> Path:
+    """Return a folder for files that are read once: in memory, unless there is none or too little."""
+    has_room = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _SPARE * num_bytes
+    return _MEMORY if has_room else Path(tempfile.gettempdir())

@@ -7,7 +7,8 @@ rank that holds it, and can be read in any other layout.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,11 @@ from megarl.checkpoint.manifest import MODEL_FOLDER, OPTIMIZER_FOLDER, Contents,
 from megarl.checkpoint.save import (
     BoxView,
     Contribution,
+    UnfiniteError,
     contribution,
     copy_to_host,
+    gather,
+    plan_gathering,
     save_adapter,
     save_hf,
     save_tensors,
@@ -33,6 +37,7 @@ from megarl.system.faults import reach, step_in
 from megarl.train.optimizer import ModelOptimizer
 from megarl.train.shards import MOMENTS, Shard, box_of_range, cut
 from megarl.train.topology import Topology
+from megarl.weights.algebra.plan import Plan
 from megarl.weights.algebra.slices import Holding, Index, Layout, TensorSpec
 from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
 from megarl.weights.executors.hf import load_hf
@@ -90,6 +95,7 @@ class RankSaver:
         self._purpose = purpose
         self._weights: Contribution | None = None
         self._shards: Contribution | None = None
+        self._gathering: Plan | None = None
         self._num_snapshots = 0
         self._group: TransferGroup | None = None
         """Kept from save to save: connections of all pairs of ranks take long to make."""
@@ -118,18 +124,24 @@ class RankSaver:
         parts, self._taken = self._taken, {}
         assert parts, "snapshot comes first"
         files: dict[str, FileDigest] = {}
-        group = self._join_group(folder)
-        self._group = None
-        try:
+        with self._meeting(str(folder)) as group:
+            reach("ranks_met", step=step_in(folder), rank=self._topology.rank)
             for inner in list(parts):
                 part = parts.pop(inner)  # freed once it is on disk
                 files |= below(inner, self._write_part(part, folder / inner, source_folder, group))
-        except BaseException as error:
-            # Some peers may not have noticed: they learn it when they meet again.
-            group.abandon(f"{folder} was not saved: {error}")
-            raise
-        self._group = group
         return files
+
+    def gather(self) -> dict[str, Tensor]:
+        """Return the whole weights of the snapshot on rank 0, in host memory, and none elsewhere; all ranks call it."""
+        part, self._taken = self._taken[MODEL_FOLDER], {}
+        if self._gathering is None:
+            self._gathering = plan_gathering(part.layout)
+        what = "the adapter"
+        with self._meeting(what) as group:
+            try:
+                return gather(self._gathering, part.tensors, group)
+            except (WeightSyncError, UnfiniteError) as error:
+                raise CheckpointError(f"{what} was not saved: {error}") from error
 
     def close(self) -> None:
         """Close the connections to the other ranks."""
@@ -181,7 +193,19 @@ class RankSaver:
             is_critic=self._is_critic,
         )
 
-    def _join_group(self, folder: Path) -> TransferGroup:
+    @contextmanager
+    def _meeting(self, what: str) -> Iterator[TransferGroup]:
+        """Yield the group of all ranks, which is kept for the next meeting unless this one fails."""
+        group, self._group = self._join_group(what), None
+        try:
+            yield group
+        except BaseException as error:
+            # Some peers may not have noticed: they learn it when they meet again.
+            group.abandon(f"{what} was not saved: {error}")
+            raise
+        self._group = group
+
+    def _join_group(self, what: str) -> TransferGroup:
         """Meet the other ranks in the group of the save before; in a new one after a save that failed."""
         group = self._group
         if group is not None:
@@ -194,8 +218,7 @@ class RankSaver:
             try:
                 group = self._peers.join(f"{self._purpose} {self._num_snapshots}")
             except WeightSyncError as error:
-                raise CheckpointError(f"{folder} was not saved: {error}") from error
-        reach("ranks_met", step=step_in(folder), rank=self._topology.rank)
+                raise CheckpointError(f"{what} was not saved: {error}") from error
         return group
 
 

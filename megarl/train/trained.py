@@ -170,6 +170,12 @@ class TrainedRank(ModelRank):
             self._exporter.snapshot("weights")
         return self._exporter.write(folder, source_folder)
 
+    def gather(self) -> dict[str, Tensor]:
+        """Return all tensors that are trained on rank 0, in host memory, and none elsewhere."""
+        with self._on_device():
+            self._exporter.snapshot("weights")
+        return self._exporter.gather()
+
     def _share(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[DeviceMicroBatch]:
         assert not self._optimizer.is_released, "released; reload comes first"
         return super()._share(batch, mini_batch)

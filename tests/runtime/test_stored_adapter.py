@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
-from megarl.checkpoint.manifest import digest_file
 from megarl.errors import WeightSyncError
 from megarl.runtime import stored_adapter
-from megarl.runtime.stored_adapter import StoredAdapter, place_adapter
+from megarl.runtime.stored_adapter import Content, StoredAdapter, place_adapter, store_adapter
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4, dtype=torch.bfloat16).view(4, 1)}
 
 
 @pytest.fixture
@@ -23,49 +25,47 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def stored(content: bytes, folder: Path) -> StoredAdapter:
-    path = folder / "adapter_model.safetensors"
-    path.write_bytes(content)
-    return StoredAdapter(
-        token="abc",
-        version=3,
-        content=None,  # type: ignore[arg-type]  # the node has fetched it already
-        config='{"peft_type": "LORA"}',
-        digest=digest_file(path),
-        tensors={},
-    )
+@pytest.fixture
+def stored() -> tuple[StoredAdapter, Content]:
+    """Return an adapter and what the object store has of it."""
+    puts: list[Content] = []
+    adapter = store_adapter(TENSORS, {"peft_type": "LORA"}, version=3, put=puts.append)
+    return adapter, {name: values.copy() for name, values in puts[0].items()}
 
 
-def test_what_is_placed_is_what_was_stored(tmp_path: Path, scratch: Path) -> None:
-    tensors = {"a": torch.arange(6.0).view(2, 3)}
-    content = save(tensors)
-    folder = place_adapter(stored(content, tmp_path), content, engine=5)
-    assert folder == scratch / "megarl_adapter_abc_5"
+def test_what_is_placed_is_what_was_stored(stored: tuple[StoredAdapter, Content], scratch: Path) -> None:
+    adapter, content = stored
+    assert adapter.num_bytes == 6 * 4 + 4 * 2
+    folder = place_adapter(adapter, content, engine=5)
+    assert folder == scratch / f"megarl_adapter_{adapter.token}_5"
     assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    assert torch.equal(load_file(folder / "adapter_model.safetensors")["a"], tensors["a"])
+    assert json.loads((folder / "adapter_config.json").read_text()) == {"peft_type": "LORA"}
+    found = load_file(folder / "adapter_model.safetensors")
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    # Again, after a host that died before it removed the folder.
+    assert place_adapter(adapter, content, engine=5) == folder
 
 
-@pytest.mark.parametrize("place", [-1, 3], ids=["a value", "the header"])
-def test_damaged_bytes_are_not_placed(place: int, tmp_path: Path, scratch: Path) -> None:
-    content = bytearray(save({"a": torch.arange(6.0)}))
-    adapter = stored(bytes(content), tmp_path)
-    content[place] ^= 1
-    with pytest.raises(WeightSyncError, match="adapter of version 3 was damaged on its way to engine 0"):
-        place_adapter(adapter, bytes(content), engine=0)
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_damaged_bytes_are_not_placed(name: str, stored: tuple[StoredAdapter, Content], scratch: Path) -> None:
+    adapter, content = stored
+    content[name][-1] ^= np.uint8(1)
+    with pytest.raises(WeightSyncError, match=f"adapter of version 3 was damaged on its way to engine 0: {name}"):
+        place_adapter(adapter, content, engine=0)
     assert list(scratch.iterdir()) == []
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(
-    tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+    stored: tuple[StoredAdapter, Content], scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = save({"a": torch.arange(6.0)})
-    adapter = replace(stored(content, tmp_path), token="def")
-
-    def full(path: Path, data: bytes) -> int:
-        del path, data
+    def full(path: Path, text: str) -> int:
+        del path, text
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(WeightSyncError, match=r"adapter of version 3 was not written: .*No space left"):
-        place_adapter(adapter, content, engine=0)
+        place_adapter(*stored, engine=0)
     assert list(scratch.iterdir()) == []

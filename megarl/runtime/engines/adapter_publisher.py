@@ -90,7 +90,7 @@ class AdapterPublisher:
             self._served = stored
             self._num_published += 1
             seconds = time.monotonic() - started
-        num_bytes = len(engines) * stored.digest.num_bytes
+        num_bytes = len(engines) * stored.num_bytes
         logger.info("published adapter version=%d engines=%d seconds=%.3f", version, len(engines), seconds)
         return PublishResult(version=version, num_bytes=num_bytes, seconds=seconds, num_engines=len(engines))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from megarl.checkpoint.manifest import FileDigest
 from megarl.config.algorithm import AlgorithmConfig
@@ -12,7 +11,7 @@ from megarl.config.recipe import TrainConfig
 from megarl.errors import WeightSyncError
 from megarl.rollout.commands import Rendezvous
 from megarl.runtime.cluster import own_address
-from megarl.runtime.stored_adapter import StoredAdapter, read_adapter, scratch_folder
+from megarl.runtime.stored_adapter import StoredAdapter, store_adapter
 from megarl.runtime.trainers.ranks import RankGroup
 from megarl.train.actor import ActorRank
 from megarl.train.rank import RankSpec
@@ -83,9 +82,12 @@ class PublishingActor(ActorRank):
     def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter | None:
         """Put this version of the adapter into the object store; return it on rank 0, None elsewhere."""
         self._refuse_other(version)
-        with TemporaryDirectory(prefix="megarl_adapter_", dir=scratch_folder()) as scratch:
-            files = self.export(Path(scratch) / "export", source_folder)
-            return read_adapter(Path(scratch) / "export", files, version) if files else None
+        lora = self._spec.lora
+        assert lora is not None, "a model without an adapter"
+        tensors = self.gather()
+        if not tensors:
+            return None
+        return store_adapter(tensors, lora.peft_fields(base=source_folder, is_critic=False), version=version)
 
     def version(self) -> int:
         """Return the version of the weights that this rank holds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -12,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from megarl.checkpoint.manifest import digest_file
-from megarl.checkpoint.tensor_header import read_header
 from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALL_MODULES
 from megarl.config.model import ModelShape
 from megarl.errors import EngineError
@@ -22,9 +22,8 @@ from megarl.rollout.client import EngineClient, GenerateRequest
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineAdapters, EngineProcess
 from megarl.runtime.engines.adapter_publisher import AdapterPublisher
-from megarl.runtime.stored_adapter import StoredAdapter, place_adapter
+from megarl.runtime.stored_adapter import Content, StoredAdapter, place_adapter, store_adapter
 from megarl.types import FloatArray, PolicyVersion, Rollout
-from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.lora import LoraShape, adapter_tensors
 from tests.rollout.engines import REQUEST_TIMEOUT_S, engine_spec, generator_of, prompt_of
@@ -51,16 +50,11 @@ class AdaptedEngine:
 
     async def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
         folder = self.adapter(version)
-        path = folder / ADAPTER_FILE
-        entries = read_header(path).entries
-        return StoredAdapter(
-            token=f"{version}-{self.process.endpoint.port}",
-            version=version,
-            content=path.read_bytes(),  # type: ignore[arg-type]  # there is no object store here
-            config=(folder / ADAPTER_CONFIG_FILE).read_text(),
-            digest=digest_file(path),
-            tensors={entry.name: TensorSpec(shape=entry.shape, dtype="float32") for entry in entries},
-        )
+        tensors = load_file(folder / ADAPTER_FILE)
+        fields = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
+        content: list[Content] = []
+        stored = store_adapter(tensors, fields, version=version, put=content.append)
+        return replace(stored, content=content[0])  # type: ignore[arg-type]  # there is no object store here
 
     @asynccontextmanager
     async def placed_adapter(self, index: int, stored: StoredAdapter, *, timeout_s: float) -> AsyncIterator[Path]:

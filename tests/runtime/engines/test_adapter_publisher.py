@@ -12,7 +12,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from megarl.checkpoint.manifest import FileDigest
 from megarl.errors import WeightSyncError
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import EngineState, FellBehind
@@ -60,14 +59,13 @@ class FakeRanks:
     tensors: Mapping[str, TensorSpec] = field(default_factory=lambda: TENSORS)
 
     async def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
-        digest = FileDigest(num_bytes=256, xxh3_128="")
         return StoredAdapter(
             token="t",
             version=version,
             content=None,  # type: ignore[arg-type]  # never read here
             config="{}",
-            digest=digest,
             tensors=self.tensors,
+            digests={},
         )
 
 

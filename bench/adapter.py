@@ -1,0 +1,224 @@
+"""Time of publishing an adapter against publishing the whole model, and what a publish takes from running requests.
+
+This process stands in for the only trainer rank. An adapter goes the way of a run: copied to host memory, digested, put
+into Ray's object store, written to the node's memory by another process, and loaded by a real engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TypeAlias
+
+import ray
+
+from bench.engine import Server, full_publish, generator_of, random_prompts, random_weights, seconds_of, serving
+from bench.figures import Failure, Figure
+from megarl.checkpoint.save import contribution, copy_to_host, gather, plan_gathering
+from megarl.config.lora import LoraConfig
+from megarl.config.recipe import RunConfig
+from megarl.config.roles import PoolConfig
+from megarl.config.section import Device, dtype_on
+from megarl.errors import MegarlError
+from megarl.rollout.client import GenerateRequest
+from megarl.rollout.process import EngineAdapters
+from megarl.runtime.cluster import open_cluster
+from megarl.runtime.engines.adapter_publisher import AdapterPublisher
+from megarl.runtime.engines.processes import EngineHost
+from megarl.runtime.stored_adapter import StoredAdapter, store_adapter
+from megarl.system.network import LOOPBACK
+from megarl.types import PolicyVersion
+from megarl.weights.executors.group import StoreServer, TransferGroup
+from megarl.weights.executors.tensors import box_of
+from megarl.weights.layouts.canonical import canonical_tensors
+from megarl.weights.layouts.lora import LoraShape, adapter_layout, adapter_tensors
+from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+
+Outcome: TypeAlias = Figure | Failure
+
+GOAL = 20
+"""An adapter should be published this many times as fast as its whole model."""
+_NUM_LOADED = 3
+_TIMEOUT_S = 120.0
+_NUM_TURNS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """The requests that run while adapters are published."""
+
+    num: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+REQUESTS: Mapping[Device, Requests] = {
+    "cuda": Requests(num=128, prompt_tokens=64, response_tokens=384),
+    "cpu": Requests(num=8, prompt_tokens=16, response_tokens=48),
+}
+
+
+async def measure_adapter(
+    model: str, folder: Path, options: Mapping[str, object], *, device: Device, rank: int
+) -> AsyncIterator[Outcome]:
+    """Measure an engine without adapters first, then one with adapters of this rank; both have random weights."""
+    run = RunConfig(name="adapter", folder=folder, device=device)
+    (folder / run.name).mkdir()
+    lora = LoraConfig(rank=rank, alpha=2 * rank)
+    adapters = EngineAdapters(rank=rank, modules=lora.modules, num_loaded=_NUM_LOADED)
+    try:
+        with open_cluster(run, {"pool": PoolConfig(gpus_per_node=1)}, address=None):
+            async with serving(model, folder / "full", options, device=device) as server:
+                full = await full_publish(server)
+                full_s, full_bytes = await seconds_of(full.send), full.num_bytes
+                del full
+            gc.collect()
+            async with serving(model, folder / "adapted", options, device=device, adapters=adapters) as server:
+                with _published(server, lora, folder) as bench:
+                    yield await _measure_publish(bench, full_s=full_s, full_bytes=full_bytes)
+                    yield await _measure_requests(bench, REQUESTS[device])
+    except (MegarlError, RuntimeError, TimeoutError) as error:
+        yield Failure(part="adapter", reason=f"{type(error).__name__}: {error}"[:500])
+
+
+@dataclass(slots=True, kw_only=True)
+class _Bench:
+    server: Server
+    publisher: AdapterPublisher
+    spent: Mapping[str, list[float]]
+    num_bytes: int
+    version: int = 0
+
+    async def publish(self) -> None:
+        self.version += 1
+        await self.publisher.publish(PolicyVersion(self.version))
+
+    async def touch(self) -> None:
+        """Ask for a token with the newest adapter: SGLang copies an adapter to its device at its first use."""
+        (engine,) = self.server.fleet.engines
+        request = GenerateRequest(
+            rid=f"touch-{self.version}", input_ids=(1, 2, 3), max_new_tokens=1, temperature=1.0, adapter=engine.adapter
+        )
+        await engine.client.generate(request)
+
+
+@contextmanager
+def _published(server: Server, lora: LoraConfig, folder: Path) -> Iterator[_Bench]:
+    """Yield a publisher between this process and the engine."""
+    parts = _Parts(server, lora)
+    tensors = adapter_tensors(canonical_tensors(server.shape), LoraShape.of(lora), dtype=dtype_on(server.device))
+    publisher = AdapterPublisher(
+        ranks=parts,
+        fleet=server.fleet,
+        places=parts,
+        base_folder=folder,
+        tensors=tensors,
+        num_loaded=_NUM_LOADED,
+        timeout_s=_TIMEOUT_S,
+    )
+    num_bytes = sum(spec.num_bytes for spec in tensors.values())
+    try:
+        yield _Bench(server=server, publisher=publisher, spent=parts.spent, num_bytes=num_bytes)
+    finally:
+        parts.close()
+
+
+class _Parts:
+    """The trainer rank and the node of the engine, each timed."""
+
+    def __init__(self, server: Server, lora: LoraConfig) -> None:
+        layout = megatron_layout(server.shape, MegatronParallel(), dtype=dtype_on(server.device))
+        adapters = adapter_layout(layout, LoraShape.of(lora))
+        self._lora = lora
+        self._tensors = random_weights(adapters.by_rank[0].tensors, server.device)
+        self._taken = contribution(adapters, 0)
+        self._gathering = plan_gathering(self._taken.layout)
+        self._store = StoreServer(LOOPBACK)
+        self._group = TransferGroup.join(self._store.address, name="gather", peer=0, num_peers=1, timeout_s=_TIMEOUT_S)
+        self._host = ray.remote(EngineHost).options(num_cpus=0).remote()
+        self.spent: dict[str, list[float]] = {"gathered": [], "stored": [], "placed": [], "loaded": [], "removed": []}
+
+    async def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
+        return await asyncio.to_thread(self._store_adapter, version, source_folder)
+
+    def _store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
+        start = time.perf_counter()
+        copies = copy_to_host(self._taken, 0, lambda name, offsets, shape: box_of(self._tensors[name], offsets, shape))
+        gathered = gather(self._gathering, copies, self._group)
+        middle = time.perf_counter()
+        fields = self._lora.peft_fields(base=source_folder, is_critic=False)
+        stored = store_adapter(gathered, fields, version=version)
+        self.spent["gathered"].append(middle - start)
+        self.spent["stored"].append(time.perf_counter() - middle)
+        return stored
+
+    @asynccontextmanager
+    async def placed_adapter(self, index: int, stored: StoredAdapter, *, timeout_s: float) -> AsyncIterator[Path]:
+        times = [time.perf_counter()]
+        async with asyncio.timeout(timeout_s):
+            folder = await self._host.place_adapter.remote(stored, index)
+            times.append(time.perf_counter())
+            yield folder
+            times.append(time.perf_counter())
+            await self._host.remove_adapter.remote(folder)
+        times.append(time.perf_counter())
+        for name, start, end in zip(("placed", "loaded", "removed"), times[:-1], times[1:], strict=True):
+            self.spent[name].append(end - start)
+
+    def close(self) -> None:
+        self._group.close()
+
+
+async def _measure_publish(bench: _Bench, *, full_s: float, full_bytes: int) -> Figure:
+    ours_s = await seconds_of(bench.publish)
+    parts = ", ".join(f"{name} {1e3 * median(times):.0f}" for name, times in bench.spent.items())
+    return Figure(
+        key="adapter publish",
+        name=f"publish of an adapter of {bench.num_bytes / 1e6:.0f} MB ({parts}; goal: ratio {GOAL})",
+        value=1e3 * ours_s,
+        unit="ms",
+        against=f"publish of the whole model, {full_bytes / 1e9:.1f} GB in {1e3 * full_s:.0f} ms",
+        ratio=full_s / ours_s,
+    )
+
+
+async def _measure_requests(bench: _Bench, requests: Requests) -> Figure:
+    """Compare the rate of the same requests without publishes and with one after the other, in turn."""
+    prompts = random_prompts(requests.num, requests.prompt_tokens)
+    generator = generator_of(bench.server, num_rollouts=1, max_response_tokens=requests.response_tokens)
+    num_tokens, seconds = {"quiet": 0, "during": 0}, {"quiet": 0.0, "during": 0.0}
+    num_publishes = 0
+
+    async def generate() -> int:
+        groups = await asyncio.gather(*(generator.generate(prompt) for prompt in prompts))
+        return sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+
+    await generate()
+    for kind in ("quiet", "during") * _NUM_TURNS:
+        await bench.publish()
+        await bench.touch()
+        start = time.perf_counter()
+        generated = asyncio.create_task(generate())
+        await asyncio.sleep(0)
+        while kind == "during" and not generated.done():
+            await bench.publish()
+            await bench.touch()
+            num_publishes += 1
+        num_tokens[kind] += await generated
+        seconds[kind] += time.perf_counter() - start
+    quiet, during = (num_tokens[kind] / seconds[kind] for kind in ("quiet", "during"))
+    each_s = (seconds["during"] - num_tokens["during"] / quiet) / max(num_publishes, 1)
+    return Figure(
+        key="adapter requests",
+        name=f"{requests.num} requests while {num_publishes} adapters are published one after the other",
+        value=during,
+        unit="tokens/s",
+        against=f"without publishes, {quiet:.0f} tokens/s; each publish takes {1e3 * each_s:.0f} ms from them",
+        ratio=during / quiet,
+    )

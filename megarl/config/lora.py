@@ -22,6 +22,13 @@ ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ATTENTION_MODULES: tuple[LoraModule, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_MODULES: tuple[LoraModule, ...] = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj")
+_NEEDED: Mapping[LoraModule, frozenset[LoraModule]] = {
+    "q_proj": frozenset({"v_proj"}),
+    "k_proj": frozenset({"q_proj", "v_proj"}),
+    "v_proj": frozenset({"q_proj"}),
+    "up_proj": frozenset({"gate_proj"}),
+}
+"""Modules whose adapters SGLang fuses with those of others: without them it refuses an adapter, or ends at its use."""
 _SCORE = "score"
 """The module of a critic's value head, which is trained as a whole."""
 _UNSUPPORTED = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False}
@@ -107,6 +114,18 @@ def check_lora(lora: LoraConfig, shape: ModelShape) -> Iterator[Problem]:
             key="model.lora.rank",
             message=f"{lora.rank} is more than the {largest} rows of the smallest matrix; choose at most {largest}",
         )
+
+
+def check_served_modules(lora: LoraConfig) -> Iterator[Problem]:
+    """Yield which modules engines lack to serve the adapter: they fuse some, and take the adapters of a fusion whole."""
+    given = set(lora.modules)
+    for part, needed in _NEEDED.items():
+        missing = sorted(needed - given)
+        if part in given and missing:
+            yield Problem(
+                key="model.lora.modules",
+                message=f"engines do not serve an adapter of {part} without {missing[0]}; add {missing[0]}",
+            )
 
 
 def check_adapter_file(lora: LoraConfig | None, shape: ModelShape) -> Iterator[Problem]:

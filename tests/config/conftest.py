@@ -39,11 +39,11 @@ def write_model(folder: Path, **changes: object) -> None:
 
 
 def write_adapter(folder: Path) -> None:
-    """Write an adapter of rank 4 for the queries of a model with 32 channels; it has a header and no values."""
+    """Write an adapter of rank 4 for one matrix of a model with 32 channels; it has a header and no values."""
     folder.mkdir()
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["o_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    block = "base_model.model.model.layers.0.self_attn.q_proj"
+    block = "base_model.model.model.layers.0.self_attn.o_proj"
     shapes = {f"{block}.lora_A.weight": [4, 32], f"{block}.lora_B.weight": [32, 4]}
     entries = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
     header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()

@@ -26,7 +26,7 @@ from megarl.config.checks.roles import (
     check_unused_keys,
 )
 from megarl.config.kernels import check_kernels, check_packages
-from megarl.config.lora import check_adapter_file
+from megarl.config.lora import check_adapter_file, check_served_modules
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.native.options import check_native
 from megarl.config.recipe import CheckpointConfig, DataConfig, EvaluationConfig, Recipe, SampledEvaluationConfig
@@ -131,6 +131,8 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from check_kernels(recipe.roles, is_adapted=recipe.model.lora is not None, device=recipe.run.device)
     if recipe.model.lora is not None:
         yield from check_lora_roles(recipe.roles)
+        if recipe.roles.rollout is not None:
+            yield from check_served_modules(recipe.model.lora)
     yield from _keep_best(recipe.checkpoint, recipe.evaluation)
 
 

@@ -133,8 +133,9 @@ class _Parts:
     """The trainer rank and the node of the engine, each timed."""
 
     def __init__(self, server: Server, lora: LoraConfig) -> None:
-        layout = megatron_layout(server.shape, MegatronParallel(), dtype=dtype_on(server.device))
-        adapters = adapter_layout(layout, LoraShape.of(lora))
+        dtype = dtype_on(server.device)
+        layout = megatron_layout(server.shape, MegatronParallel(), dtype=dtype)
+        adapters = adapter_layout(layout, LoraShape.of(lora), dtype=dtype)
         self._lora = lora
         self._tensors = random_weights(adapters.by_rank[0].tensors, server.device)
         self._taken = contribution(adapters, 0)

@@ -101,9 +101,9 @@ def load_adapted(model_folder: Path, adapter_folder: Path, *, is_trainable: bool
     return PeftModel.from_pretrained(base, str(adapter_folder), is_trainable=is_trainable)
 
 
-def greedy_tokens(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+def greedy_tokens(folder: Path, prompt: tuple[int, ...], num_tokens: int, *, adapter: Path | None = None) -> list[int]:
     """Return the likeliest continuation, computed by transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder) if adapter is None else load_adapted(folder, adapter)
     ids = torch.tensor([prompt])
     with torch.no_grad():
         for _ in range(num_tokens):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from errno import EEXIST, ENOTEMPTY
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import TypeAlias
 from uuid import uuid4
 
@@ -76,27 +77,37 @@ def place_adapter(stored: StoredAdapter, content: Content, *, engine: int) -> Pa
 
     If the bytes are not those of the trainer, a WeightSyncError says so and no folder is left.
     """
-    folder = _scratch_folder(stored.num_bytes) / f"megarl_adapter_{stored.token}_{engine}"
+    scratch = _scratch_folder(stored.num_bytes)
+    folder = scratch / f"megarl_adapter_{stored.token}_{engine}"
     headers = {name: (header_dtype(spec.dtype), spec.shape) for name, spec in stored.tensors.items()}
     try:
-        # A host that died may have left one behind.
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
-        written = write_tensor_file(folder / ADAPTER_FILE, headers, lambda entry: [content[entry.name].data])
-        (folder / ADAPTER_CONFIG_FILE).write_text(stored.config)
+        with TemporaryDirectory(prefix="megarl_adapter_", dir=scratch, ignore_cleanup_errors=True) as partial:
+            whole = Path(partial) / "whole"
+            whole.mkdir(mode=0o700)
+            written = write_tensor_file(whole / ADAPTER_FILE, headers, lambda entry: [content[entry.name].data])
+            damaged = [tensor.name for tensor in written.tensors if tensor.xxh3_128 != stored.digests[tensor.name]]
+            if damaged:
+                raise WeightSyncError(
+                    f"adapter of version {stored.version} was damaged on its way to engine {engine}: "
+                    f"{first_few(damaged)}"
+                )
+            (whole / ADAPTER_CONFIG_FILE).write_text(stored.config)
+            _move(whole, folder)
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
         raise WeightSyncError(f"adapter of version {stored.version} was not written: {error}") from None
-    damaged = [tensor.name for tensor in written.tensors if tensor.xxh3_128 != stored.digests[tensor.name]]
-    if damaged:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise WeightSyncError(
-            f"adapter of version {stored.version} was damaged on its way to engine {engine}: {first_few(damaged)}"
-        )
     return folder
+
+
+def _move(whole: Path, folder: Path) -> None:
+    """Move a complete folder to its place, unless it is there: nodes of one machine share their memory."""
+    try:
+        whole.rename(folder)
+    except OSError as error:
+        if error.errno not in (EEXIST, ENOTEMPTY):
+            raise
 
 
 def _scratch_folder(num_bytes: int) -> Path:
     """Return a folder for files that are read once: in memory, unless there is none or too little."""
     has_room = _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > _SPARE * num_bytes
-    return _MEMORY if has_room else Path(tempfile.gettempdir())
+    return _MEMORY if has_room else Path(gettempdir())

@@ -45,8 +45,9 @@ def test_what_is_placed_is_what_was_stored(stored: tuple[StoredAdapter, Content]
     for name, tensor in TENSORS.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
-    # Again, after a host that died before it removed the folder.
+    # Another node of the same machine has the same folder.
     assert place_adapter(adapter, content, engine=5) == folder
+    assert list(scratch.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize("name", ["a", "b"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -11,23 +12,26 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from megarl.config.load import load_recipe
+from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALL_MODULES
 from megarl.config.roles import PoolConfig, RolloutRoleConfig
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys, GenerateRequest
 from megarl.rollout.control import EngineControl
 from megarl.rollout.fleet import Fleet
-from megarl.rollout.process import EngineSpec, PortTakenError
+from megarl.rollout.process import EngineAdapters, EngineSpec, PortTakenError
 from megarl.rollout.reply import Expectation, read_response
 from megarl.runtime.cluster import Place, open_cluster
 from megarl.runtime.engines import processes as engines
-from megarl.runtime.engines.processes import EngineHost, on_nodes, start_engines, with_free_ports
+from megarl.runtime.engines.processes import EngineHost, Engines, on_nodes, start_engines, with_free_ports
 from megarl.runtime.launch import private_ray
+from megarl.runtime.stored_adapter import store_adapter
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import PolicyVersion
 from tests.rollout.engines import COMMAND_TIMEOUT_S, EOS, REQUEST_TIMEOUT_S, engine_spec
 from tests.runtime.runs import write_recipe
-from tests.tiny_models import greedy_tokens, write_tiny_model
+from tests.tiny_models import greedy_tokens, write_random_adapter, write_tiny_model
 
 
 class ScriptedEngine:
@@ -107,7 +111,11 @@ def test_an_engine_of_two_nodes_is_one_engine_that_is_started_again_as_a_whole(
 ) -> None:
     write_tiny_model(tmp_path / "model", "qwen2", tied=False, layers=2, seed=1)
     expected = greedy_tokens(tmp_path / "model", PROMPT, NUM_TOKENS)
-    spec = replace(engine_spec(tmp_path / "model", tmp_path / "run", tensor=2), index=0)
+    write_random_adapter(tmp_path / "adapter", tmp_path / "model", ALL_MODULES, rank=4, seed=2)
+    adapted = greedy_tokens(tmp_path / "model", PROMPT, NUM_TOKENS, adapter=tmp_path / "adapter")
+    assert adapted != expected
+    adapters = EngineAdapters(rank=4, modules=ALL_MODULES, num_loaded=2)
+    spec = replace(engine_spec(tmp_path / "model", tmp_path / "run", tensor=2), index=0, adapters=adapters)
 
     async def scenario() -> None:
         started, (endpoint,) = await start_engines([spec], two_nodes, share=1.0)
@@ -115,6 +123,8 @@ def test_an_engine_of_two_nodes_is_one_engine_that_is_started_again_as_a_whole(
             assert (len(endpoint.node_hosts), endpoint.host_of(1)) == (2, endpoint.node_hosts[1])
             assert await _answer(endpoint) == expected
             assert await _num_ranks_asked(endpoint) == 2
+            await _load_adapter(started, endpoint, tmp_path / "adapter")
+            assert await _answer(endpoint, adapter="policy@1") == adapted
             (part,) = _processes_of_node(1)
             os.killpg(os.getpgid(part.pid), signal.SIGKILL)
             async with asyncio.timeout(300):
@@ -137,10 +147,25 @@ def test_nodes_have_equal_shares_of_an_engine_in_the_order_of_its_ranks(two_node
         on_nodes([first, second, first, second])
 
 
-async def _answer(endpoint: EngineEndpoint) -> list[int]:
+async def _load_adapter(started: Engines, endpoint: EngineEndpoint, folder: Path) -> None:
+    """Bring an adapter to every node of an engine through the object store, as a publish does."""
+    fields = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
+    stored = store_adapter(load_file(folder / ADAPTER_FILE), fields, version=1)
     client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
     try:
-        request = GenerateRequest(rid="nodes", input_ids=PROMPT, max_new_tokens=NUM_TOKENS, temperature=0.0)
+        async with started.placed_adapter(0, stored, timeout_s=COMMAND_TIMEOUT_S) as placed:
+            await client.load_adapter("policy@1", placed, timeout_s=COMMAND_TIMEOUT_S)
+        assert not placed.exists()
+    finally:
+        await client.close()
+
+
+async def _answer(endpoint: EngineEndpoint, *, adapter: str | None = None) -> list[int]:
+    client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
+    try:
+        request = GenerateRequest(
+            rid=f"nodes-{adapter}", input_ids=PROMPT, max_new_tokens=NUM_TOKENS, temperature=0.0, adapter=adapter
+        )
         version = PolicyVersion(0)
         expected = Expectation(
             vocab=99,

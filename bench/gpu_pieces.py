@@ -17,11 +17,10 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal
 
 from bench.figures import Failure, Figure
-from megarl.config.section import Device
 from megarl.env import current_environment
-from megarl.runtime.launch import private_ray
 from megarl.system.guard import start_guarded, stop_guarded
 
 Machine = dict[str, object]
@@ -227,8 +226,10 @@ def _adapter(options: PieceOptions, report: Report) -> None:
     report_adapter(options, report, device="cuda", rank=_LORA_RANK)
 
 
-def report_adapter(options: PieceOptions, report: Report, *, device: Device, rank: int) -> None:
+def report_adapter(options: PieceOptions, report: Report, *, device: Literal["cpu", "cuda"], rank: int) -> None:
     """Measure publishes of adapters beside a private Ray, which reads its settings when it is imported."""
+    from megarl.runtime.launch import private_ray
+
     with private_ray(), tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
         from bench.adapter import measure_adapter
 

@@ -117,7 +117,7 @@ def check_lora(lora: LoraConfig, shape: ModelShape) -> Iterator[Problem]:
 
 
 def check_served_modules(lora: LoraConfig) -> Iterator[Problem]:
-    """Yield which modules engines lack to serve the adapter: they fuse some, and take the adapters of a fusion whole."""
+    """Yield which modules engines lack to serve the adapter: they fuse some, and take all adapters of a fusion."""
     given = set(lora.modules)
     for part, needed in _NEEDED.items():
         missing = sorted(needed - given)

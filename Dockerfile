@@ -29,12 +29,6 @@ ENV NVTE_FRAMEWORK=pytorch
 # What it brings along must not change what is there.
 RUN pip freeze > installed.txt \
     && pip install --no-build-isolation -c installed.txt 'transformer-engine[core_cu13,pytorch]==2.11.0'
-# Apex has no releases: one commit of it.
-ARG APEX_COMMIT=10417aceddd7d5d05d7cbf7b0fc2daad1105f8b4
-RUN git clone --filter=blob:none https://github.com/NVIDIA/apex apex \
-    && git -C apex checkout "$APEX_COMMIT" \
-    && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps ./apex \
-    && rm -rf apex
 
 # --- megarl itself, and the patches ----------------------------------------------------------------------------------
 FROM kernels AS built

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig, RolesConfig
-from megarl.config.section import Device
+from megarl.config.section import Device, GpuName
 from megarl.errors import Problem
 
 _PACKAGES = {"te": "transformer_engine", "deepep": "deep_ep"}
@@ -18,6 +18,7 @@ _FP8_COLUMNS = 16
 """The widths of a matrix in FP8 are multiples of this."""
 _FP8_BLOCK = 128
 """Parts of a sequence are gathered in FP8 with blockwise scaling if their width is a multiple of this."""
+_WITHOUT_FP8: tuple[GpuName, ...] = ("a100", "a100-40g")
 _BF16_LAYERS = 2
 """The first and the last."""
 _ENGINE_ONLY = {
@@ -39,7 +40,9 @@ def uses_te(split: ModelParallelConfig, *, has_experts: bool, is_adapted: bool, 
     return split.precision == "fp8" or (has_experts and is_te_installed())
 
 
-def check_kernels(roles: RolesConfig, *, is_adapted: bool, device: Device) -> Iterator[Problem]:
+def check_kernels(
+    roles: RolesConfig, *, is_adapted: bool, device: Device, gpu: GpuName | None = None
+) -> Iterator[Problem]:
     """Yield kernels and precisions that contradict one another, the device or `model.lora`."""
     for role, split in roles.megatron_roles.items():
         prefix = f"roles.{role}."
@@ -49,9 +52,11 @@ def check_kernels(roles: RolesConfig, *, is_adapted: bool, device: Device) -> It
             if device == "cpu":
                 message = f"{value} needs Transformer Engine, which runs on GPUs only, and run.device is cpu; remove it"
                 yield Problem(key=key, message=message)
-            elif is_adapted and role == "actor":
+            elif is_adapted and role != "reference":
                 message = f"{value} means layers of Transformer Engine, which take no adapter of model.lora; remove it"
                 yield Problem(key=key, message=message)
+        if split.precision == "fp8" and gpu in _WITHOUT_FP8:
+            yield Problem(key=f"{prefix}precision", message=f"cluster.gpu {gpu} has no FP8; use bf16")
         if split.precision == "fp8" and split.kernels == "local":
             message = "local has no FP8; use auto or te with precision fp8"
             yield Problem(key=f"{prefix}kernels", message=message)

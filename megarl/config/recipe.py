@@ -55,6 +55,9 @@ class ModelConfig(Section):
     """A folder in Hugging Face format: config.json, safetensors, tokenizer."""
     lora: LoraConfig | None = None
     """Trains an adapter beside the frozen model; null trains the model itself."""
+    has_float32_head: bool = False
+    """Logits keep the precision in which they are summed, in trainers and engines alike. Else both round them to
+    bfloat16, each its own way, which is a large part of the difference between their probabilities."""
 
 
 class JinjaTemplateConfig(Section):

@@ -17,6 +17,8 @@ NUM_CPU_LOGIT_CHUNKS = 4
 """On a CPU logits, exponentials and gradients of one chunk of tokens exist together; on a GPU gradients overwrite the
 logits."""
 
+_FP8_BYTES = 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
@@ -31,6 +33,11 @@ class ModelWork:
     @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[dtype_on(self.device)]
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of an element that a linear layer keeps of its input."""
+        return _FP8_BYTES if self.split.precision == "fp8" else self.item_bytes
 
     @classmethod
     def of(
@@ -75,6 +82,21 @@ def activation_bytes(work: ModelWork, stage: int) -> int:
     layers = work.chunk_layers(stage)
     kept = chunks_in_flight(work.split, stage) * _kept_bytes_per_token(work, layers)
     return work.tokens * (kept + _recomputed_bytes_per_token(work, layers) + _backward_bytes_per_token(work))
+
+
+def fp8_weight_bytes(work: ModelWork, stage: int) -> int:
+    """Return the copies of a stage's weights in FP8, one for the forward and one for the backward pass."""
+    if work.split.precision != "fp8":
+        return 0
+    shape, split = work.shape, work.split
+    projections = 2 * shape.head_dim * (shape.num_heads + shape.num_kv_heads) * shape.hidden // split.tensor
+    matrices = 3 * shape.ffn_hidden * shape.hidden
+    if shape.experts is None:
+        matrices //= split.tensor
+    else:
+        matrices = matrices * shape.experts.num // (split.expert * split.ranks_per_expert)
+    layers = split.virtual_pipeline * work.chunk_layers(stage)
+    return 2 * _FP8_BYTES * layers * (projections + matrices)
 
 
 def forward_bytes(work: ModelWork) -> int:
@@ -131,19 +153,22 @@ def layer_bytes(work: ModelWork) -> LayerBytes:
     rotated = (query + kv) // tensor * (2 if shape.has_qk_norm else 1)
     angles = 4 * shape.head_dim  # sine and cosine, for queries and for keys
     attended = query // tensor
-    feed_forward = 3 * shape.ffn_hidden // tensor  # gate and up, and their product
+    # Gate and up for the activation, and their product for the second matrix.
+    feed_forward = (2 * item + work.product_bytes) * shape.ffn_hidden // tensor
     router = 0
     if shape.experts is not None:
         # Inputs, gate and up, and their product before and after the router's weight, for equally used experts.
         copies = shape.experts.per_token
-        feed_forward = copies * (work.split.ranks_per_expert * shape.hidden + 4 * shape.ffn_hidden) // tensor
-        router = 4 * (shape.hidden + 2 * shape.experts.num) // split  # in float32
+        inputs = work.product_bytes * work.split.ranks_per_expert * shape.hidden
+        feed_forward = copies * (inputs + (3 * item + work.product_bytes) * shape.ffn_hidden) // tensor
+        router = 4 * 2 * shape.experts.num // split  # in float32
     return LayerBytes(
         inputs=item * 2 * shape.hidden // split,
-        normed=item * 2 * shape.hidden // split,
+        # The norm in front of experts is a layer of its own.
+        normed=(work.product_bytes + (work.product_bytes if shape.experts is None else item)) * shape.hidden // split,
         attention=item * (projected + rotated + angles + attended),
         statistics=4 * (shape.num_heads // tensor + 2),
-        feed_forward=item * feed_forward + router,
+        feed_forward=feed_forward + router,
         is_mixture=shape.experts is not None,
     )
 

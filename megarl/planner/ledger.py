@@ -18,7 +18,7 @@ from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig, P
 from megarl.config.recipe import CheckpointConfig
 from megarl.config.roles import NUM_PIECES, PIECE_ELEMENTS, TrainedModelConfig
 from megarl.config.section import dtype_on
-from megarl.planner.activations import activation_bytes, forward_bytes, scoring_bytes
+from megarl.planner.activations import activation_bytes, forward_bytes, fp8_weight_bytes, scoring_bytes
 from megarl.planner.deployment import Deployment, PlannedModel, PublishWay
 from megarl.planner.hardware import GIB
 from megarl.planner.memory import COMMUNICATOR_BYTES, ENGINE_CONTEXT_BYTES, PUBLISH_COMMUNICATOR_BYTES, StageMemory
@@ -256,6 +256,8 @@ class _ModelMemory:
 
     def _pass(self, stage: int, activations: int, *, has_gradients: bool) -> Iterator[LedgerItem]:
         yield self._item("activations", activations, is_exact=False)
+        if self._work.split.precision == "fp8":
+            yield self._item("weights in FP8", fp8_weight_bytes(self._work, stage), is_exact=False)
         allocated = activations
         if stage == self._work.split.pipeline - 1:
             name = "values" if self._work.shape.has_value_head else "log-probabilities"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from megarl.config.model import ModelShape
@@ -13,6 +13,7 @@ from megarl.planner.hardware import (
     ATTENTION_EFFICIENCY,
     DENSE_EFFICIENCY,
     EXPERT_EFFICIENCY,
+    FP8_SPEEDUP,
     HOST_GB_PER_S,
     LINK_EFFICIENCY,
     PASS_S,
@@ -53,6 +54,12 @@ def forward_work(shape: ModelShape, *, num_tokens: float, num_squared_tokens: fl
         expert=2.0 * in_experts * num_tokens,
         attention=2.0 * shape.num_layers * shape.num_heads * shape.head_dim * num_squared_tokens,
     )
+
+
+def _in_fp8(work: ForwardWork, shape: ModelShape, speedup: float, *, num_tokens: float) -> ForwardWork:
+    """Return the work in bfloat16 that takes as long; the head is not in FP8."""
+    head = 0.0 if shape.has_value_head else 2.0 * shape.vocab * shape.hidden * num_tokens
+    return replace(work, dense=head + (work.dense - head) / speedup, expert=work.expert / speedup)
 
 
 def forward_flops(shape: ModelShape, *, num_tokens: float, num_squared_tokens: float) -> float:
@@ -98,6 +105,8 @@ class TrainingTime:
             num_tokens=num_tokens,
             num_squared_tokens=num_sequences * workload.mean_squared_tokens,
         )
+        if self._work.split.precision == "fp8":
+            work = _in_fp8(work, model.work.shape, FP8_SPEEDUP[self._work.split.fp8_scaling], num_tokens=num_tokens)
         self._compute_s = (
             work.dense / DENSE_EFFICIENCY + work.expert / EXPERT_EFFICIENCY + work.attention / ATTENTION_EFFICIENCY
         ) / (len(model.placement.ranks) * gpu.flops * gpu.reached)

@@ -82,6 +82,8 @@ class EngineSpec:
     """Address and port on the first node where the processes of several nodes meet."""
     adapters: EngineAdapters | None = None
     """The adapters that it can serve beside its base; None: it serves the weights that are published."""
+    has_float32_head: bool = False
+    """Whether logits stay in float32; `model.has_float32_head` of the recipe."""
     bind: str | None = None
     """`network.bind` of the recipe, from which the starting process derives `host`."""
     host: str = LOOPBACK
@@ -277,6 +279,8 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle", "--enable-metrics"]
     if config.is_deterministic_on(spec.device):
         flags.append("--enable-deterministic-inference")
+    if spec.has_float32_head:
+        flags.append("--enable-fp32-lm-head")
     if spec.shares_devices and spec.device == "cuda":
         flags.append("--enable-memory-saver")
     words = [str(word) for option in options.items() for word in option]

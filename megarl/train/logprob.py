@@ -48,15 +48,20 @@ def token_scores(
     *,
     shard: VocabShard,
     temperature: float,
+    has_float32_logits: bool = False,
     max_chunk_bytes: int = LOGIT_CHUNK_BYTES,
 ) -> TokenScores:
-    """Score softmax(hidden @ weight.T / temperature). The gradient of `hidden` is to be summed over the ranks."""
+    """Score softmax(hidden @ weight.T / temperature). The gradient of `hidden` is to be summed over the ranks.
+
+    Logits have the dtype of `weight`, unless `has_float32_logits`; their gradients have it in any case.
+    """
+    logit_dtype = torch.float32 if has_float32_logits else weight.dtype
     # Counted in rows with padding: all ranks need the same chunks, because they reduce chunk by chunk.
-    chunk_tokens = max(1, max_chunk_bytes // (weight.element_size() * len(weight)))
+    chunk_tokens = max(1, max_chunk_bytes // (logit_dtype.itemsize * len(weight)))
     if chunk_tokens > _CHUNK_MULTIPLE:
         chunk_tokens -= chunk_tokens % _CHUNK_MULTIPLE
     logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, shard, temperature, chunk_tokens
+        hidden, weight, targets, shard, temperature, chunk_tokens, logit_dtype
     )
     return TokenScores(logprobs, entropy)
 
@@ -67,6 +72,7 @@ class _LogprobContext(FunctionCtx):
     shard: VocabShard
     temperature: float
     chunk_tokens: int
+    logit_dtype: torch.dtype
 
 
 class _TokenScores(torch.autograd.Function):
@@ -79,25 +85,27 @@ class _TokenScores(torch.autograd.Function):
         shard: VocabShard,
         temperature: float,
         chunk_tokens: int,
+        logit_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         num_tokens = hidden.shape[0]
         log_norms = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
         logprobs, entropy = torch.empty_like(log_norms), torch.empty_like(log_norms)
         for chunk in _chunks(num_tokens, chunk_tokens):
-            logits = hidden[chunk] @ weight[: shard.size].t()
+            logits = _logits(hidden[chunk], weight[: shard.size], logit_dtype)
             parts = _over_ranks(_summed(logits, _columns(targets[chunk], shard), temperature), shard)
             log_norms[chunk] = parts.maximum + parts.total.log()
             logprobs[chunk] = parts.target - log_norms[chunk]
             entropy[chunk] = parts.total.log() - parts.weighted / parts.total
         ctx.save_for_backward(hidden, weight, targets, log_norms, entropy)
         ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
+        ctx.logit_dtype = logit_dtype
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: _LogprobContext, grad_logprobs: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         hidden, weight, targets, log_norms, entropy = ctx.saved_tensors
         shard = ctx.shard
         grad_hidden = torch.empty_like(hidden)
@@ -112,12 +120,12 @@ class _TokenScores(torch.autograd.Function):
                 logprobs=grad_logprobs[chunk].contiguous(),
                 entropies=grad_entropy[chunk].contiguous(),
             )
-            logits = hidden[chunk] @ weight[: shard.size].t()
-            grad_logits = _grad_logits(logits, _columns(targets[chunk], shard), rows, ctx.temperature)
+            logits = _logits(hidden[chunk], weight[: shard.size], ctx.logit_dtype)
+            grad_logits = _grad_logits(logits, _columns(targets[chunk], shard), rows, ctx.temperature).to(weight.dtype)
             grad_hidden[chunk] = grad_logits @ weight[: shard.size]
             if grad_weight is not None:
                 _add_product(grad_weight[: shard.size], grad_logits.t(), hidden[chunk])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 5
 
 
 class _Sums(NamedTuple):
@@ -136,6 +144,16 @@ class _RowGradients(NamedTuple):
     entropy: Tensor
     logprobs: Tensor  # gradient of the loss by the log-probability
     entropies: Tensor  # gradient of the loss by the entropy
+
+
+def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return hidden @ weight.T, summed in float32 and rounded to `dtype`."""
+    if dtype == weight.dtype:
+        return hidden @ weight.t()
+    if hidden.is_cuda:
+        # The product of two bfloat16 numbers is exact in float32: as precise as converted factors, and faster.
+        return torch.mm(hidden, weight.t(), out_dtype=dtype)
+    return hidden.to(dtype) @ weight.to(dtype).t()
 
 
 def _summed(logits: Tensor, columns: Tensor, temperature: float) -> _Sums:

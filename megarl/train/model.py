@@ -134,6 +134,8 @@ class Model(GPTModel):
 class PolicyModel(Model):
     """The last chunk returns the scores of the targets."""
 
+    has_float32_head = False
+
     def forward(self, micro_batch: DeviceMicroBatch) -> Tensor | TokenScores:
         hidden = self.decode(micro_batch)
         return self._scores(hidden, micro_batch.targets, micro_batch.temperature) if self.post_process else hidden
@@ -155,7 +157,14 @@ class PolicyModel(Model):
             size=self._topology.tensor,
             group=group,
         )
-        return token_scores(hidden[:, 0], weight, targets, shard=shard, temperature=temperature)
+        return token_scores(
+            hidden[:, 0],
+            weight,
+            targets,
+            shard=shard,
+            temperature=temperature,
+            has_float32_logits=self.has_float32_head,
+        )
 
 
 class ValueModel(Model):
@@ -195,6 +204,7 @@ def build_chunks(
     *,
     device: Device,
     is_adapted: bool = False,
+    has_float32_head: bool = False,
 ) -> list[Model]:
     """Return this rank's chunks in the order of their layers, on the device; a shape with a value head is a critic.
 
@@ -215,7 +225,10 @@ def build_chunks(
         layers = parallel.chunk_layers(shape.num_layers, stage=topology.pipeline_rank, chunk=chunk)
         spec = layer_spec(shape, is_te=is_te, is_adapted=is_adapted)
         block = TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=RMSNorm)
-        chunks.append(kind(config, block, shape, topology, chunk))
+        model = kind(config, block, shape, topology, chunk)
+        if isinstance(model, PolicyModel):
+            model.has_float32_head = has_float32_head
+        chunks.append(model)
     return chunks
 
 

@@ -54,6 +54,7 @@ class RankSpec:
     """Deadline of every wait for another rank."""
     lora: LoraConfig | None = None
     """The adapter that is trained in place of the model's own weights."""
+    has_float32_head: bool = False
 
 
 class ModelRank:
@@ -79,7 +80,12 @@ class ModelRank:
                 timeout_s=spec.timeout_s,
             )
             self._models: list[Model] = build_chunks(
-                spec.shape, self._topology, spec.split, device=spec.device, is_adapted=spec.lora is not None
+                spec.shape,
+                self._topology,
+                spec.split,
+                device=spec.device,
+                is_adapted=spec.lora is not None,
+                has_float32_head=spec.has_float32_head,
             )
         parallel = MegatronParallel.of(spec.split, data=self._topology.data)
         self._layout = megatron_layout(spec.shape, parallel, dtype=dtype_on(spec.device))

@@ -52,7 +52,7 @@ class Shard:
             # torch counts per parameter, in a float on the host.
             state["step"] = torch.tensor(float(num_updates))
         else:
-            # Fused Adams of Transformer Engine and Apex count per group.
+            # The fused Adam of Transformer Engine counts per group.
             self.optimizer.param_groups[self.group_index]["step"] = num_updates
 
     @property

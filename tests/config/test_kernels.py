@@ -77,6 +77,14 @@ def test_contradictions_are_refused_for_every_role() -> None:
     ]
 
 
+def test_a_gpu_without_fp8_is_not_asked_for_it() -> None:
+    roles = actor(precision="fp8")
+    assert texts(list(check_kernels(roles, is_adapted=False, device="cuda", gpu="a100"))) == [
+        "roles.actor.precision: cluster.gpu a100 has no FP8; use bf16"
+    ]
+    assert list(check_kernels(roles, is_adapted=False, device="cuda", gpu="h200")) == []
+
+
 def test_options_of_layers_that_are_not_there_are_refused() -> None:
     fused = {"moe_permute_fusion": True}
     assert list(check_kernels(actor(kernels="te", megatron=fused), is_adapted=False, device="cuda")) == []

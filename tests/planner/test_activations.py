@@ -16,6 +16,7 @@ from megarl.planner.activations import (
     activation_bytes,
     chunks_in_flight,
     forward_bytes,
+    fp8_weight_bytes,
     layer_bytes,
     recomputed_share,
     scoring_bytes,
@@ -127,3 +128,21 @@ def test_the_estimate_is_near_the_peaks_seen_on_a_gpu(
     others = weight_bytes + 2 * shape.vocab * shape.hidden + LOGIT_CHUNK_BYTES
     work = ModelWork(shape=shape, split=ActorConfig(pool="train"), tokens=tokens, device="cuda")
     assert activation_bytes(work, 0) == pytest.approx(measured_gb * 1e9 - others, rel=0.15)
+
+
+def test_inputs_of_fp8_products_are_kept_in_one_byte_and_weights_twice() -> None:
+    plain, quantized = work_of(), work_of("roles.actor.precision=fp8")
+    saved = 2 * SHAPE.hidden + SHAPE.ffn_hidden // 4
+    assert layer_bytes(plain).total - layer_bytes(quantized).total == saved
+    assert fp8_weight_bytes(plain, 0) == 0
+    layer = 28 * 128 * 3584 * 2 + 4 * 128 * 3584 * 2 + 3 * 3584 * 18944
+    assert fp8_weight_bytes(quantized, 0) == 2 * 8 * layer // 4
+
+
+def test_each_rank_has_copies_of_its_own_experts() -> None:
+    shape = PUBLIC_MODELS["qwen3-30b-a3b"]
+    split = ActorConfig(pool="train", expert=8, precision="fp8")
+    work = ModelWork.of(shape, split, tokens_per_micro_batch=8192, device="cuda")
+    experts = 3 * 768 * 2048 * 128 // 8
+    projections = 2 * 128 * (32 + 4) * 2048
+    assert fp8_weight_bytes(work, 0) == 2 * 48 * (experts + projections)

@@ -10,6 +10,7 @@ from megarl.planner.hardware import (
     ALL_TO_ALL_EFFICIENCY,
     DENSE_EFFICIENCY,
     DETERMINISTIC_SLOWDOWN,
+    FP8_SPEEDUP,
     GPUS,
     HOST_GB_PER_S,
     PASS_S,
@@ -56,6 +57,16 @@ def test_an_update_is_six_operations_per_weight_and_token() -> None:
     assert (work.dense, work.expert, work.attention) == (2 * multiplied * tokens, 0, 0)
     least_s = 3 * work.dense / (989e12 * DENSE_EFFICIENCY)
     assert least_s < timing.seconds(PhaseName.UPDATE) < 1.1 * least_s
+
+
+def test_fp8_shortens_the_products_of_layers_and_not_the_head() -> None:
+    def update_s(precision: str) -> float:
+        actor = f"roles.actor={{pool: train, precision: {precision}}}"
+        return time_of(make_recipe("pools.train={gpus_per_node: 1}", actor)).seconds(PhaseName.UPDATE)
+
+    share = 152064 * 3584 / (7_615_616_512 - 152064 * 3584)
+    expected = share + (1 - share) / FP8_SPEEDUP["tensorwise"]
+    assert update_s("fp8") / update_s("bf16") == pytest.approx(expected, rel=0.03)
 
 
 def test_attention_is_the_causal_half_of_the_squared_lengths() -> None:

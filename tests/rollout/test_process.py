@@ -68,6 +68,9 @@ def test_options_follow_the_role_and_the_device(tmp_path: Path) -> None:
     assert options["--host"] == "127.0.0.1"
     assert options["--weight-version"] == "0"
     assert "--enable-deterministic-inference" in words
+    assert "--enable-fp32-lm-head" not in words
+    precise = replace(spec, has_float32_head=True)
+    assert "--enable-fp32-lm-head" in command_line(precise, port=1234, keys_path=tmp_path / "keys.yaml")
 
 
 def test_an_engine_that_a_publish_fills_reads_no_weights_and_has_no_version(tmp_path: Path) -> None:
@@ -215,7 +218,8 @@ def test_an_engine_that_started_with_random_weights_computes_with_those_it_is_gi
 ) -> None:
     """Random weights are in every tensor that is saved with a model; a publish brings parameters, not buffers."""
     write_tiny_model(tmp_path / "model", family, layers=2, seed=1)
-    process = EngineProcess(replace(engine_spec(tmp_path / "model", tmp_path / "run"), loads_weights=False))
+    spec = replace(engine_spec(tmp_path / "model", tmp_path / "run"), loads_weights=False, has_float32_head=True)
+    process = EngineProcess(spec)
 
     async def answers() -> list[object]:
         await process.wait_ready()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -94,3 +96,37 @@ def test_logits_far_apart_neither_overflow_nor_lose_the_target() -> None:
     scores.logprobs.sum().backward()  # type: ignore[no-untyped-call]
     assert hidden.grad is not None
     assert hidden.grad.isfinite().all()
+
+
+def test_float32_logits_are_not_rounded_and_their_gradients_are_as_before() -> None:
+    """The weights of a GPU, in bfloat16, whose logits have three digits unless they stay in float32."""
+    inputs = make_inputs(rows=128)
+
+    def scored(*, has_float32_logits: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tensor(inputs.hidden, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.tensor(inputs.weight, dtype=torch.bfloat16)
+        scores = token_scores(
+            hidden,
+            weight,
+            torch.tensor(inputs.targets),
+            shard=vocab_shard(vocab=VOCAB, rows=128, rank=0, size=1, group=None),
+            temperature=inputs.temperature,
+            has_float32_logits=has_float32_logits,
+            max_chunk_bytes=4 * 128 * 4,
+        )
+        scores.logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        assert hidden.grad is not None
+        assert hidden.grad.dtype == torch.bfloat16
+        return scores.logprobs.detach(), hidden.grad
+
+    rounded = replace(
+        inputs,
+        hidden=torch.tensor(inputs.hidden).bfloat16().float().numpy(),
+        weight=torch.tensor(inputs.weight).bfloat16().float().numpy(),
+        importance=np.stack([np.ones(NUM_TOKENS, np.float32), np.zeros(NUM_TOKENS, np.float32)]),
+    )
+    expected = naive(rounded)
+    (exact, gradient), (coarse, _) = scored(has_float32_logits=True), scored(has_float32_logits=False)
+    assert_close(exact.numpy(), expected.logprobs.astype(np.float32))
+    assert np.abs(coarse.numpy() - expected.logprobs).max() > 1e-3
+    np.testing.assert_allclose(gradient.float().numpy(), expected.grad_hidden, atol=0.02)

@@ -128,7 +128,9 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from _evaluation(recipe.evaluation, recipe.data, recipe.roles.rollout)
     yield from check_staleness(recipe)
     yield from check_unused_keys(recipe.roles)
-    yield from check_kernels(recipe.roles, is_adapted=recipe.model.lora is not None, device=recipe.run.device)
+    yield from check_kernels(
+        recipe.roles, is_adapted=recipe.model.lora is not None, device=recipe.run.device, gpu=recipe.cluster.gpu
+    )
     if recipe.model.lora is not None:
         yield from check_lora_roles(recipe.roles)
         if recipe.roles.rollout is not None:

@@ -158,7 +158,8 @@ _MEGATRON: Mapping[str, str] = {
 
 _ADAM = "megarl trains with Adam; remove it"
 _WHOLE = "weights are published right after an update and must be complete by then; remove it"
-_STATE = "checkpoints hold master weights and moments in float32, on the GPUs; remove it"
+_STATE = "checkpoints hold master weights and moments in float32; remove it"
+_ON_HOST = "set roles.actor.offload instead"
 _SHARDS = "gradients and optimizer are sharded by Megatron's distributed optimizer only; remove it"
 _FINITE = "updates that are not finite are skipped and counted; remove it"
 _SUMS = "gradients are summed in float32: the loss has its global denominator; remove it"
@@ -184,9 +185,9 @@ _MEGATRON_OPTIMIZER: Mapping[str, str] = {
     "use_precision_aware_optimizer": _STATE,
     "store_param_remainders": _STATE,
     "*_dtype": _STATE,
-    "*offload*": _STATE,
-    "overlap_cpu_optimizer_d2h_h2d": _STATE,
-    "pin_cpu_*": _STATE,
+    "*offload*": _ON_HOST,
+    "overlap_cpu_optimizer_d2h_h2d": _ON_HOST,
+    "pin_cpu_*": _ON_HOST,
     "use_distributed_optimizer": _ALWAYS,
     "overlap_param_gather*": _WHOLE,
     "log_num_zeros_in_grad": _UNSEEN,
@@ -221,6 +222,7 @@ _SGLANG: Mapping[str, str] = {
     "max_running_requests": "set roles.rollout.max_running_requests instead",
     "max_total_tokens": "set roles.rollout.max_cached_tokens instead",
     "mem_fraction_static": "set roles.rollout.memory_fraction instead",
+    "enable_fp32_lm_head": "set model.has_float32_head instead",
     "enable_deterministic_inference": "set roles.rollout.is_deterministic instead",
     "enable_memory_saver": "follows from the pools: on where both roles share one; remove it",
     "dtype": _PRECISION,

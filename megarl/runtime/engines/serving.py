@@ -147,6 +147,7 @@ async def start_serving(
         # The base of adapters is loaded from its folder, and stays.
         loads_weights=lora is not None,
         adapters=EngineAdapters(rank=lora.rank, modules=lora.modules, num_loaded=num_adapters) if lora else None,
+        has_float32_head=recipe.model.has_float32_head,
         shares_devices=pool.is_shared,
         cached_tokens=planned_cached_tokens(shape, config, gpu, lora=lora, num_adapters=num_adapters) if gpu else None,
         bind=recipe.network.bind,

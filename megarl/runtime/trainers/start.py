@@ -178,6 +178,7 @@ class _Starter:
             shape=shape,
             seed=recipe.run.seed,
             lora=_adapter(role, recipe.model.lora, recipe.roles.critic),
+            has_float32_head=recipe.model.has_float32_head,
             timeout_s=recipe.train.operation_timeout_s + _HANG_REPORT_S,
         )
         # Of the threads that always answer, one stays in `watch`. The class is named for people who read `ps`.

@@ -23,7 +23,7 @@ TESTED_FILES = (_HERE / "requirements.txt", _HERE / "requirements-cuda.txt")
 PATCHES = _HERE / "patches"
 
 REQUIRED = ("torch", "megatron-core", "sglang", "ray", "transformers", "numpy")
-FOR_CUDA = ("transformer-engine", "apex", "sglang-kernel", "flashinfer-python", "triton")
+FOR_CUDA = ("transformer-engine", "sglang-kernel", "flashinfer-python", "triton")
 """Needed or faster with a GPU, unused without one."""
 MIN_PYTHON = (3, 11)
 _PATCH_TIMEOUT_S = 60.0

@@ -53,6 +53,33 @@ def test_what_cannot_be_passed_on_is_explained(library: Library, name: str, valu
     assert refusal(library, name, value, device="cuda") == message
 
 
+@pytest.mark.parametrize(
+    ("library", "name", "reason"),
+    [
+        ("megatron_ddp", "overlap_grad_reduce", None),
+        ("megatron", "moe_permute_fusion", None),
+        ("megatron", "disable_parameter_transpose_cache", None),
+        ("megatron", "gradient_accumulation_fusion", "megarl chooses this kernel"),
+        ("megatron", "tp_comm_overlap", "needs buffers for micro-batches of one length"),
+        ("megatron", "delay_wgrad_compute", "splits the backward pass of a layer"),
+        ("megatron", "overlap_moe_expert_parallel_comm", "splits the backward pass of a layer"),
+        ("megatron", "cpu_offloading", "activations stay on the GPU"),
+        ("megatron", "moe_grouped_gemm", "set roles.actor.kernels instead"),
+        ("megatron", "moe_enable_deepep", "set roles.actor.dispatcher instead"),
+        ("megatron", "moe_shared_expert_overlap", "tokens are routed as the model's config.json says"),
+        ("megatron", "fp8_param", "set roles.actor.precision and roles.actor.fp8_scaling instead"),
+        ("megatron", "use_te_rng_tracker", "megarl takes the linear layers of Transformer Engine"),
+        ("megatron_ddp", "overlap_param_gather", "weights are published right after an update"),
+        ("megatron_optimizer", "overlap_param_gather", "weights are published right after an update"),
+        ("megatron_optimizer", "use_precision_aware_optimizer", "checkpoints hold master weights and moments in"),
+        ("megatron_optimizer", "optimizer_cpu_offload", "set roles.actor.offload instead"),
+    ],
+)
+def test_an_option_for_speed_passes_or_has_its_reason(library: Library, name: str, reason: str | None) -> None:
+    message = refusal(library, name, True, device="cuda")
+    assert message is None if reason is None else message is not None and message.startswith(reason), message
+
+
 def test_an_option_may_be_owned_on_one_device_only() -> None:
     assert refusal("sglang", "chunked_prefill_size", 4096, device="cuda") is None
     assert refusal("sglang", "chunked_prefill_size", 4096, device="cpu") == (

@@ -337,8 +337,9 @@ def micro_batch(
         returns=None,
         sample_ids=np.arange(len(lengths), dtype=np.int32),
         response_starts=starts[:-1],
+        response_ends=starts[1:],
     )
-    return to_device(batch, topology.device, temperature=1.0)
+    return to_device(batch, topology, temperature=1.0)
 
 
 @torch.no_grad()

@@ -139,12 +139,13 @@ class TrainSample:
 class MicroBatch:
     """Whole sequences, packed end to end. Position n predicts `targets[n]`, the next token of its sequence.
 
-    Padding, where the micro-batch has some, is one more sequence at the end with an empty loss mask.
+    Padding, where the micro-batch has some, is one more sequence at the end with an empty loss mask. For context
+    parallelism every sequence also ends with padding of its own, which no other position sees.
     """
 
     token_ids: TokenArray  # [N]
     sequence_starts: npt.NDArray[np.int32]  # [S + 1], ends with N
-    last_ids: TokenArray  # [S], what the last position of each sequence predicts; 0 for padding
+    last_ids: TokenArray  # [S], what the last position of each sequence predicts; 0 if that is padding
     loss_mask: BoolArray  # [N], True where the policy chose `targets[n]`; this and the next two: [0] in a question
     rollout_logprobs: FloatArray  # [N], of `targets[n]`
     advantages: FloatArray  # [N]
@@ -154,6 +155,7 @@ class MicroBatch:
     returns: FloatArray | None  # [N]
     sample_ids: npt.NDArray[np.int32]  # [S], index into the step's samples, -1 for padding
     response_starts: npt.NDArray[np.int32]  # [S], the position that predicts the first response token; padding: N
+    response_ends: npt.NDArray[np.int32]  # [S], after the position that predicts the last response token; padding: N
     versions: npt.NDArray[np.int32] | None = None  # [N], which policy chose `targets[n]`; None where all are of one
     rows: PackedRows | None = None  # None where every sequence is a whole sample
 

@@ -6,6 +6,7 @@ ranks is the loss, however the sequences were split. A new loss is one function 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -174,7 +175,7 @@ def aggregate(
         case "seq_mean_token_sum":
             return masked_sum(values, segments.loss_mask) / max(num_sequences, 1)
         case "seq_mean_token_mean":
-            return segments.means(values).sum() / max(num_sequences, 1)
+            return segments.own_means(values).sum() / max(num_sequences, 1)
         case "seq_mean_token_sum_norm":
             assert horizon_tokens is not None, "seq_mean_token_sum_norm without a horizon"
             return masked_sum(values, segments.loss_mask) / (max(num_sequences, 1) * horizon_tokens)
@@ -231,34 +232,56 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segments:
-    """The S episodes of one micro-batch of N tokens, padding included. Sums are over loss tokens only."""
+    """The S episodes of one micro-batch of N tokens, padding included. Sums are over loss tokens only.
+
+    The N tokens may be a part of each episode, of which other ranks have the rest.
+    """
 
     loss_mask: Tensor  # [N], bool
     lengths: Tensor  # [S], int64: all tokens
     sequence_ids: Tensor  # [N], int64
-    num_loss_tokens: Tensor  # [S], float64
+    num_loss_tokens: Tensor  # [S], float64, of whole sequences
+    over_parts: Callable[[Tensor], Tensor] | None = None
+    """Adds up the sums of all parts, with gradients; None where the sequences are whole."""
 
     @classmethod
-    def of(cls, loss_mask: Tensor, starts: Tensor, num_loss_tokens: Tensor | None = None) -> Segments:
+    def of(
+        cls,
+        loss_mask: Tensor,
+        starts: Tensor,
+        num_loss_tokens: Tensor | None = None,
+        over_parts: Callable[[Tensor], Tensor] | None = None,
+    ) -> Segments:
         """`starts`: where each sequence starts, then N. [S + 1]
 
         Rows of one episode are one sequence here; `num_loss_tokens` counts also those in other micro-batches.
         """
         lengths = starts.diff().to(torch.int64)
         numbers = torch.arange(len(lengths), device=lengths.device)
-        counts = _segment_sums(loss_mask.double(), lengths) if num_loss_tokens is None else num_loss_tokens
+        if num_loss_tokens is None:
+            own = _segment_sums(loss_mask.double(), lengths)
+            num_loss_tokens = own if over_parts is None else over_parts(own)
         return cls(
             loss_mask=loss_mask,
             lengths=lengths,
             sequence_ids=numbers.repeat_interleave(lengths, output_size=len(loss_mask)),
-            num_loss_tokens=counts.double(),
+            num_loss_tokens=num_loss_tokens.double(),
+            over_parts=over_parts,
         )
 
     def sums(self, values: Tensor) -> Tensor:
         """[N] -> [S], over loss tokens. In double precision: a sequence may have tens of thousands of tokens."""
+        own = self._own_sums(values)
+        return (own if self.over_parts is None else self.over_parts(own)).to(values.dtype)
+
+    def own_means(self, values: Tensor) -> Tensor:
+        """[N] -> [S], what these tokens add to the mean of their sequence."""
+        return (self._own_sums(values) / self.num_loss_tokens.clamp(min=1)).to(values.dtype)
+
+    def _own_sums(self, values: Tensor) -> Tensor:
         # `where`, not a product: zero times a value that is not finite is not zero.
         counted = torch.where(self.loss_mask, values, torch.zeros_like(values))
-        return _segment_sums(counted.double(), self.lengths).to(values.dtype)
+        return _segment_sums(counted.double(), self.lengths)
 
     def means(self, values: Tensor) -> Tensor:
         """[N] -> [S], over loss tokens; 0 for a sequence without any."""

@@ -129,7 +129,7 @@ def _placementmake_table(placement: Placement) -> Table:
     """Return a line per node with the ranks of each role and the parts of the model that they hold."""
     roles = list(placement.models)
     table = make_table(
-        "Placement; ranks: tensor x data x pipeline",
+        f"Placement; ranks: {' x '.join(_axes(placement))}",
         "node",
         "GPUs",
         *(f"{role} ranks" for role in roles),
@@ -149,7 +149,7 @@ def _placementmake_table(placement: Placement) -> Table:
             table.add_row(
                 node,
                 _span(place.gpu for place in placement.places if place.node == node),
-                *(_coordinates(node_ranks) for node_ranks in ranks),
+                *(_coordinates(node_ranks, _axes(placement)) for node_ranks in ranks),
                 _span(rank.engine for rank in placement.engine_ranks if rank.place.node == node),
             )
     return table
@@ -163,11 +163,15 @@ def _shown(nodes: Sequence[str], *, max_nodes: int) -> list[str]:
     return [*first, f"... {len(nodes) - len(first) - 1} more", nodes[-1]]
 
 
-def _coordinates(ranks: Sequence[RankPlace]) -> str:
-    if not ranks:
-        return ""
-    parts = (_span(rank.tensor for rank in ranks), _span(rank.data for rank in ranks))
-    return f"{_span(rank.rank for rank in ranks)}: {' x '.join(parts)} x {_span(rank.pipeline for rank in ranks)}"
+def _axes(placement: Placement) -> tuple[str, ...]:
+    """Return the coordinates to show: the context only where a model is divided by it."""
+    is_divided = any(model.parallel.context > 1 for model in placement.models.values())
+    return ("tensor", "context", "data", "pipeline") if is_divided else ("tensor", "data", "pipeline")
+
+
+def _coordinates(ranks: Sequence[RankPlace], axes: Sequence[str]) -> str:
+    parts = [_span(getattr(rank, axis) for rank in ranks) for axis in axes]
+    return f"{_span(rank.rank for rank in ranks)}: {' x '.join(parts)}" if ranks else ""
 
 
 def _memorymake_table(where: str, ledgers: Sequence[MemoryLedger]) -> Table:

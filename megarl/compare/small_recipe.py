@@ -66,6 +66,9 @@ def single_copy(recipe: Recipe, *, name: str, num_devices: int) -> SmallRecipe:
     if rollout is None:
         raise _missing_engine("missing: there is no engine to compare the trainer with")
     notes = []
+    if actor.context > 1:
+        notes.append(f"context {actor.context} of the trainer: compared with 1, on whole sequences")
+        actor = actor.model_copy(update={"context": 1})
     if actor.model_parallel + rollout.tensor > num_devices:
         if num_devices < 2:
             raise MachineError(f"a trainer and an engine need 2 devices, there is {num_devices}; use a larger machine")
@@ -284,6 +287,8 @@ def _describe_split(split: ModelParallelConfig) -> str:
     parts = [f"TP{split.tensor}", f"PP{split.pipeline}"]
     if split.virtual_pipeline > 1:
         parts.append(f"VPP{split.virtual_pipeline}")
+    if split.context > 1:
+        parts.append(f"CP{split.context}")
     if split.expert > 1:
         parts += [f"EP{split.expert}", f"ETP{split.ranks_per_expert}"]
     return " ".join(parts)
@@ -363,6 +368,7 @@ def _small_split(split: ModelParallelConfig) -> dict[str, object]:
         "tensor": tensor,
         "pipeline": min(_MAX_PARTS, split.pipeline),
         "virtual_pipeline": min(_MAX_PARTS, split.virtual_pipeline),
+        "context": min(_MAX_PARTS, split.context),
         "is_sequence_parallel": tensor > 1 and (split.is_sequence_parallel or split.expert > 1),
         "expert": min(_MAX_PARTS, split.expert),
         "expert_tensor": None if split.expert_tensor is None else min(tensor, split.expert_tensor),
@@ -371,9 +377,9 @@ def _small_split(split: ModelParallelConfig) -> dict[str, object]:
 
 
 def _small_data(actor: ActorConfig, wanted: int) -> int:
-    """Return the smallest number of replicas, at least `wanted`, that the experts divide."""
+    """Return the smallest data-parallel size, at least `wanted`, that the experts divide."""
     of_experts = actor.expert * actor.ranks_per_expert
-    while actor.tensor * wanted % of_experts:
+    while actor.tensor * actor.context * wanted % of_experts:
         wanted += 1
     return wanted
 

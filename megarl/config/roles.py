@@ -62,6 +62,8 @@ class ModelParallelConfig(Section):
     """Model chunks per pipeline stage (interleaved schedule when > 1)."""
     is_sequence_parallel: bool = False
     """Shard activations along the sequence between the tensor-parallel ranks."""
+    context: PositiveInt = 1
+    """Ranks that share the tokens of each sequence, for sequences whose activations exceed one GPU."""
     expert: PositiveInt = 1
     """Ranks that share out the experts of a mixture; each rank of a pipeline stage belongs to one such set."""
     expert_tensor: PositiveInt | None = None
@@ -87,12 +89,18 @@ class ModelParallelConfig(Section):
 
     @property
     def model_parallel(self) -> int:
-        return self.tensor * self.pipeline
+        return self.tensor * self.context * self.pipeline
+
+    @property
+    def sequence_multiple(self) -> int:
+        """The number of tokens that each sequence in a pack is padded to a multiple of."""
+        return 2 * self.context if self.context > 1 else 1
 
     @property
     def pack_multiple(self) -> int:
         """The number of tokens that packs are padded to a multiple of: even shares of all ranks."""
-        return (FP8_TOKENS[self.fp8_scaling] if self.precision == "fp8" else PAD_MULTIPLE) * self.tensor
+        per_rank = FP8_TOKENS[self.fp8_scaling] if self.precision == "fp8" else PAD_MULTIPLE
+        return per_rank * self.tensor * self.context
 
     @property
     def ranks_per_expert(self) -> int:

@@ -43,7 +43,8 @@ LOGIT_CHUNK_BYTES = 640 << 20
 """Logits in memory at a time: enough for full-speed matrix kernels, little beside the activations."""
 
 PAD_MULTIPLE = 8
-"""Packed lengths are rounded up to this times the tensor-parallel size: even shares under sequence parallelism."""
+"""The tokens of a rank in a pack are rounded up to this times the tensor-parallel size: even shares under sequence
+parallelism."""
 
 CPU_CACHED_TOKENS = 32_768
 """Size of an engine's KV cache on a CPU, where it could otherwise take all memory of the machine."""

@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 _Bins: TypeAlias = list[list[int]]
 """The samples of each micro-batch."""
 
@@ -36,6 +39,8 @@ class Packing:
     """None makes one mini-batch of all samples."""
     pad_multiple: int
     micro_batch_multiple: int
+    sequence_multiple: int = 1
+    """The length of each sequence is rounded up to a multiple of this."""
     cost: SequenceCost = SequenceCost()
     keeps_episodes: bool = False
     """The loss compares all tokens of an episode: its rows share a micro-batch."""
@@ -61,6 +66,7 @@ def plan_packs(
     several rows, `lengths` and the indices are those of rows, and `ends` has the end of each sample's among them.
     """
     assert lengths, "nothing to pack"
+    lengths = [_round_up(length, packing.sequence_multiple) for length in lengths]
     longest, capacity = max(lengths), packing.tokens_per_micro_batch
     assert longest <= capacity, f"a sample has {longest} tokens, a micro-batch {capacity}"
     bounds = [0, *(range(1, len(lengths) + 1) if ends is None else ends)]
@@ -78,6 +84,25 @@ def plan_packs(
             )
         )
     return tuple(plans)
+
+
+def zigzag(starts: npt.NDArray[np.int32], context: int) -> npt.NDArray[np.int64]:
+    """Return the positions of a pack that each context-parallel rank has, in its order. [context, N / context]
+
+    Every sequence is cut into 2 * context equal chunks; rank r has chunks r and 2 * context - 1 - r of each, so that
+    all ranks have the same tokens and the same work under a causal mask.
+    """
+    lengths = np.diff(starts)
+    assert not (lengths % (2 * context)).any(), f"a sequence is not a multiple of {2 * context} tokens"
+    chunk = lengths // (2 * context)
+    firsts = (starts[:-1, None] + chunk[:, None] * [r, 2 * context - 1 - r] for r in range(context))
+    return np.stack([runs(first.ravel(), np.repeat(chunk, 2)) for first in firsts])
+
+
+def runs(firsts: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Return consecutive numbers from each of `firsts`, as many as its length says."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(firsts - before, lengths) + np.arange(lengths.sum())
 
 
 def _divide(members: Sequence[int], lengths: Sequence[int], packing: Packing) -> list[_Bins]:

@@ -64,6 +64,8 @@ class ShareOfUpdate:
     """The length of every micro-batch."""
     num_loss_tokens: int
     num_sequences: int
+    sequence_multiple: int
+    """Every sequence is padded to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ class Share:
             mini_batches.append(
                 MiniBatch(
                     micro_batches=tuple(
-                        _micro_batch(self.samples, members, row)
+                        _micro_batch(self.samples, members, row, sequence_multiple=update.sequence_multiple)
                         for members, row in zip(update.micro_batches, rows, strict=True)
                     ),
                     num_loss_tokens=update.num_loss_tokens,
@@ -122,7 +124,12 @@ def make_shares(
                 for i in sorted(members)
             },
             updates=tuple(
-                _share_of_update(plan, rank, [num_chosen[i] for i in sorted({rows[i].sample_id for i in plan.members})])
+                _share_of_update(
+                    plan,
+                    rank,
+                    [num_chosen[i] for i in sorted({rows[i].sample_id for i in plan.members})],
+                    sequence_multiple=packing.sequence_multiple,
+                )
                 for plan in plans
             ),
             temperature=temperature,
@@ -191,13 +198,14 @@ def pack(
     return (share.fill() for share in shares)
 
 
-def _share_of_update(plan: MiniBatchPlan, rank: int, chosen: Sequence[int]) -> ShareOfUpdate:
+def _share_of_update(plan: MiniBatchPlan, rank: int, chosen: Sequence[int], *, sequence_multiple: int) -> ShareOfUpdate:
     """`chosen` has the number of loss tokens of each sample of the update."""
     return ShareOfUpdate(
         micro_batches=plan.shares[rank],
         num_tokens=plan.num_tokens,
         num_loss_tokens=sum(chosen),
         num_sequences=sum(count > 0 for count in chosen),
+        sequence_multiple=sequence_multiple,
     )
 
 
@@ -277,7 +285,7 @@ def _column(micro_batch: MicroBatch, arrays: Mapping[int, FloatArray]) -> FloatA
 
 def _responses(micro_batch: MicroBatch) -> Iterator[tuple[int, int, int, int]]:
     """Yield of every row its sample, its first token there, and the first and end position of what it predicts."""
-    ends, rows = micro_batch.sequence_starts[1:], micro_batch.rows
+    ends, rows = micro_batch.response_ends, micro_batch.rows
     firsts = np.zeros(len(ends), np.int32) if rows is None else rows.firsts
     columns = (micro_batch.sample_ids, firsts, micro_batch.response_starts, ends)
     for sample_id, first, start, end in zip(*(column.tolist() for column in columns), strict=True):
@@ -310,9 +318,11 @@ def _rows(num_rows: int, num_tokens: int, names: Sequence[str]) -> Iterator[_Row
         yield _Row(token_ids=token_ids[row], columns={name: column[row] for name, column in columns.items()})
 
 
-def _micro_batch(samples: Mapping[int, ShareSample], members: Sequence[int], row: _Row) -> MicroBatch:
+def _micro_batch(
+    samples: Mapping[int, ShareSample], members: Sequence[int], row: _Row, *, sequence_multiple: int
+) -> MicroBatch:
     num_tokens = len(row.token_ids)
-    starts, last_ids, response_starts, sample_ids = [0], [], [], []
+    starts, last_ids, response_starts, response_ends, sample_ids = [0], [], [], [], []
     for index in members:
         sample = samples[index]
         content = sample.content.load()
@@ -325,9 +335,13 @@ def _micro_batch(samples: Mapping[int, ShareSample], members: Sequence[int], row
         logprobs = content.logprobs[sample.first : sample.end]
         for name, column in row.columns.items():
             column[first:end] = logprobs if name == "rollout_logprobs" else sample.columns[name]
-        starts.append(end)
-        last_ids.append(int(token_ids[-1]))
+        num_padded = -sample.num_positions % sequence_multiple
+        # The last token is what its predecessor predicts; as an input it is padding, like the zeros behind it.
+        row.token_ids[end : end + min(num_padded, 1)] = token_ids[-1]
+        starts.append(end + num_padded)
+        last_ids.append(0 if num_padded else int(token_ids[-1]))
         response_starts.append(first)
+        response_ends.append(end)
         sample_ids.append(sample.sample_id)
     if starts[-1] < num_tokens:
         # The same token at every position would be sent to the same few experts of a mixture.
@@ -336,6 +350,7 @@ def _micro_batch(samples: Mapping[int, ShareSample], members: Sequence[int], row
         starts.append(num_tokens)
         last_ids.append(0)
         response_starts.append(num_tokens)
+        response_ends.append(num_tokens)
         sample_ids.append(_PADDING)
     nothing, get = np.zeros(0, np.float32), row.columns.get
     return MicroBatch(
@@ -351,6 +366,7 @@ def _micro_batch(samples: Mapping[int, ShareSample], members: Sequence[int], row
         returns=get("returns"),
         sample_ids=_int32(sample_ids),
         response_starts=_int32(response_starts),
+        response_ends=_int32(response_ends),
         versions=get("versions"),
         rows=_packed_rows([samples[index] for index in members], _int32(starts)),
     )

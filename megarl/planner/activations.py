@@ -27,7 +27,7 @@ class ModelWork:
     shape: ModelShape
     split: ModelParallelConfig
     tokens: int
-    """Tokens of a full micro-batch, with padding."""
+    """Tokens of a full micro-batch on one rank, with padding."""
     device: Device
 
     @property
@@ -43,7 +43,7 @@ class ModelWork:
     def of(
         cls, shape: ModelShape, split: ModelParallelConfig, *, tokens_per_micro_batch: int, device: Device
     ) -> ModelWork:
-        tokens = _round_up(tokens_per_micro_batch, split.pack_multiple)
+        tokens = _round_up(tokens_per_micro_batch, split.pack_multiple) // split.context
         return cls(shape=shape, split=split, tokens=tokens, device=device)
 
     def chunk_layers(self, stage: int) -> int:
@@ -120,7 +120,7 @@ class LayerBytes:
     """Inputs of the two norms: of the layer itself, and after attention."""
     normed: int
     attention: int
-    """Projections, rotated projections and the attention's output."""
+    """Projections, rotated projections, keys and values of other ranks, and the attention's output."""
     statistics: int
     feed_forward: int
     """Includes the router of a mixture."""
@@ -166,11 +166,18 @@ def layer_bytes(work: ModelWork) -> LayerBytes:
         inputs=item * 2 * shape.hidden // split,
         # The norm in front of experts is a layer of its own.
         normed=(work.product_bytes + (work.product_bytes if shape.experts is None else item)) * shape.hidden // split,
-        attention=item * (projected + rotated + angles + attended),
+        attention=item * (projected + rotated + angles + attended + _gathered(shape, work.split)),
         statistics=4 * (shape.num_heads // tensor + 2),
         feed_forward=feed_forward + router,
         is_mixture=shape.experts is not None,
     )
+
+
+def _gathered(shape: ModelShape, split: ModelParallelConfig) -> int:
+    """Return the elements per token of the keys and values that a rank's two chunks of a sequence see, of all ranks
+    that share it: those of the earlier chunk twice."""
+    heads = -(-shape.num_kv_heads // split.tensor)
+    return (2 * split.context + 1) * heads * shape.head_dim if split.context > 1 else 0
 
 
 def scoring_bytes(work: ModelWork, *, has_gradients: bool) -> int:
@@ -228,9 +235,13 @@ def _backward_bytes_per_token(work: ModelWork) -> int:
     """Return the gradients of the widest tensors of one layer, which exist together."""
     shape, split = work.shape, work.split
     if shape.experts is None:
-        return work.item_bytes * (4 * shape.ffn_hidden // split.tensor + 2 * shape.hidden)
-    in_experts = shape.experts.per_token * (4 * shape.ffn_hidden + 2 * split.ranks_per_expert * shape.hidden)
-    return work.item_bytes * (in_experts // split.tensor + 2 * shape.hidden)
+        in_feed_forward = 4 * shape.ffn_hidden // split.tensor
+    else:
+        in_experts = shape.experts.per_token * (4 * shape.ffn_hidden + 2 * split.ranks_per_expert * shape.hidden)
+        in_feed_forward = in_experts // split.tensor
+    # The gathered keys and values, and their gradients before and after the sum of both chunks.
+    in_attention = 3 * _gathered(shape, split)
+    return work.item_bytes * (max(in_feed_forward, in_attention) + 2 * shape.hidden)
 
 
 def _round_up(count: int, step: int) -> int:

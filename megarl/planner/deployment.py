@@ -59,6 +59,7 @@ class GpuPlace:
 class RankPlace:
     rank: int
     tensor: int
+    context: int
     data: int
     pipeline: int
     place: GpuPlace
@@ -123,7 +124,7 @@ class Placement:
         """Return the nodes on which the actor's ranks together hold every weight."""
         parallel, parts = self.parallel, defaultdict[str, set[tuple[str, int, int]]](set)
         for rank in self.ranks:
-            in_stage = rank.data * parallel.tensor + rank.tensor
+            in_stage = (rank.data * parallel.context + rank.context) * parallel.tensor + rank.tensor
             share = in_stage // parallel.ranks_per_expert % parallel.expert
             parts[rank.place.node] |= {("dense", rank.pipeline, rank.tensor), ("expert", rank.pipeline, share)}
         num_parts = parallel.pipeline * (parallel.tensor + parallel.expert)
@@ -282,8 +283,9 @@ def _place_model(split: ModelParallelConfig, places: list[GpuPlace]) -> ModelPla
 def _place_rank(parallel: MegatronParallel, rank: int, gpu: GpuPlace) -> RankPlace:
     """Return the coordinates of a rank: the inverse of `MegatronParallel.rank`."""
     rest, tensor = divmod(rank, parallel.tensor)
+    rest, context = divmod(rest, parallel.context)
     pipeline, data = divmod(rest, parallel.data)
-    return RankPlace(rank=rank, tensor=tensor, data=data, pipeline=pipeline, place=gpu)
+    return RankPlace(rank=rank, tensor=tensor, context=context, data=data, pipeline=pipeline, place=gpu)
 
 
 def _gpus(pools: Mapping[str, PoolConfig], *, is_cluster: bool) -> dict[str, list[GpuPlace]]:

@@ -169,6 +169,7 @@ def _model_changes(role: str, split: ModelParallelConfig) -> Iterator[_Change]:
     for factor in _FACTORS:
         yield (f"{key}.tensor={split.tensor * factor}",)
         yield (f"{key}.pipeline={split.pipeline * factor}",)
+        yield (f"{key}.context={split.context * factor}",)
         yield (f"{key}.expert={split.expert * factor}",)
 
 

@@ -284,10 +284,10 @@ def _publish_items(deployment: Deployment) -> Iterator[LedgerItem]:
 
 
 def _num_communicators(model: PlannedModel) -> int:
-    """Return how many groups of ranks a rank talks to: by tensor, stage, replica and expert, and all of them."""
+    """Return how many groups of ranks a rank talks to: by tensor, context, stage, replica, expert; and all."""
     parallel = model.placement.parallel
-    sizes = (parallel.tensor, parallel.pipeline, parallel.data, parallel.expert, parallel.world_size)
-    return sum(size > 1 for size in sizes)
+    sizes = (parallel.tensor, parallel.pipeline, parallel.replicas, parallel.expert, parallel.world_size)
+    return sum(size > 1 for size in (*sizes, parallel.context))
 
 
 def kl_config(algorithm: AlgorithmConfig) -> KlConfig | None:
@@ -332,14 +332,14 @@ def snapshot_bytes(model: PlannedModel, checkpoint: CheckpointConfig) -> list[in
     if model.lora is not None:
         # What is trained has four bytes of gradient for each element.
         item_bytes = ITEM_BYTES[dtype_on(model.work.device)]
-        trained = [stage.gradient_bytes // 4 * item_bytes // parallel.data for stage in model.stages]
+        trained = [stage.gradient_bytes // 4 * item_bytes // parallel.replicas for stage in model.stages]
         has_optimizer = checkpoint.contents == "everything"
         return [
             size + (stage.optimizer_bytes if has_optimizer else 0)
             for size, stage in zip(trained, model.stages, strict=True)
         ]
     sizes = [
-        stage.dense_bytes // parallel.data + (stage.num_bytes - stage.dense_bytes) // parallel.expert_data
+        stage.dense_bytes // parallel.replicas + (stage.num_bytes - stage.dense_bytes) // parallel.expert_data
         for stage in model.bare_weights
     ]
     if checkpoint.contents == "weights":

@@ -76,7 +76,7 @@ def stage_memory(
             (gradient_buffers(layout.by_rank[rank], shape, parallel, stage) for rank in ranks_of[stage]),
             key=lambda each: each.num_elements,
         )
-        sharded = buffers.dense // parallel.data + buffers.expert // parallel.expert_data
+        sharded = buffers.dense // parallel.replicas + buffers.expert // parallel.expert_data
         stages.append(
             StageMemory(
                 stage=stage,
@@ -131,7 +131,7 @@ def _one_layer_per_chunk(
     """Return a layout with the same shares of a layer and the fewest replicas, and the ranks of a replica per stage."""
     expert_ranks = parallel.expert * parallel.ranks_per_expert
     data = expert_ranks // math.gcd(expert_ranks, parallel.tensor)
-    thin = replace(parallel, data=data, first_stage_layers=None, last_stage_layers=None)
+    thin = replace(parallel, context=1, data=data, first_stage_layers=None, last_stage_layers=None)
     one_layer_each = replace(shape, num_layers=parallel.pipeline * parallel.virtual_pipeline)
     ranks_of = [
         [thin.rank(tensor=tensor, data=0, pipeline=stage) for tensor in range(parallel.tensor)]
@@ -145,7 +145,7 @@ class GradientBuffers:
     """Elements of a rank's gradient buffers with Megatron's padding; its weight buffers have the same sizes."""
 
     dense: int
-    """Reduced over and sharded by the data-parallel ranks."""
+    """Reduced over and sharded by the replicas: context x data."""
     expert: int
     """Reduced over and sharded by the replicas of the experts; 0 if experts are not divided."""
 
@@ -172,7 +172,7 @@ def gradient_buffers(holding: Holding, shape: ModelShape, parallel: MegatronPara
         tied = [size for name, size in sizes.items() if is_tied_apart and _is_vocabulary(name)]
         experts = sum(size for name, size in sizes.items() if parallel.expert > 1 and _is_expert(name))
         rest = sum(sizes.values()) - sum(tied) - experts
-        dense += sum(_round_up(size, math.lcm(parallel.data, BUCKET_ALIGNMENT)) for size in (*tied, rest))
+        dense += sum(_round_up(size, math.lcm(parallel.replicas, BUCKET_ALIGNMENT)) for size in (*tied, rest))
         expert += _round_up(experts, math.lcm(parallel.expert_data, BUCKET_ALIGNMENT))
     return GradientBuffers(dense=dense, expert=expert)
 

@@ -95,7 +95,7 @@ class TrainingTime:
         self._weight_bytes = max(stage.num_bytes for stage in model.bare_weights)
         self._gpus_per_node = _most_on_a_node(model)
         num_tokens = num_sequences * workload.sequence_tokens
-        self._replica_tokens = num_tokens / parallel.data
+        self._rank_tokens = num_tokens / parallel.replicas
         self.num_micro_batches = max(
             1, -(-int(num_tokens / num_mini_batches / parallel.data) // tokens_per_micro_batch)
         )
@@ -114,7 +114,8 @@ class TrainingTime:
     @property
     def forward_s(self) -> float:
         """Time of one pass without gradients."""
-        return PASS_S + (1 + self.bubble) * (self._compute_s + self._tensor_s() + self._expert_s())
+        traffic_s = self._tensor_s() + self._expert_s() + self._context_s()
+        return PASS_S + (1 + self.bubble) * (self._compute_s + traffic_s)
 
     @property
     def update_s(self) -> float:
@@ -124,7 +125,7 @@ class TrainingTime:
         compute_s = (3 + repeats) * self._compute_s
         # Backward passes of a sequence-parallel model gather the inputs of its layers once more.
         tensor = (2.5 if self._work.split.is_sequence_parallel else 2) + repeats
-        traffic_s = tensor * self._tensor_s() + (2 + repeats) * self._expert_s()
+        traffic_s = tensor * self._tensor_s() + (2 + repeats) * (self._expert_s() + self._context_s())
         per_update_s = self._reduction_s() + self._offload_s()
         return PASS_S + (1 + self.bubble) * (compute_s + traffic_s) + self._num_mini_batches * per_update_s
 
@@ -132,7 +133,8 @@ class TrainingTime:
     def traffic_s(self) -> float:
         """Part of an epoch in which ranks only exchange data."""
         repeats = recomputed_share(self._work)
-        return (2 + repeats) * (self._tensor_s() + self._expert_s()) + self._num_mini_batches * self._reduction_s()
+        in_passes_s = (2 + repeats) * (self._tensor_s() + self._expert_s() + self._context_s())
+        return in_passes_s + self._num_mini_batches * self._reduction_s()
 
     @property
     def exchange_s(self) -> float:
@@ -146,8 +148,17 @@ class TrainingTime:
             return 0.0
         layers = shape.num_layers / parallel.pipeline
         share = (parallel.tensor - 1) / parallel.tensor
-        num_bytes = 4 * share * self._replica_tokens * shape.hidden * _ITEM_BYTES * layers
+        num_bytes = 4 * share * self._rank_tokens * shape.hidden * _ITEM_BYTES * layers
         return num_bytes / self._rate(spans_nodes=parallel.tensor > self._gpus_per_node)
+
+    def _context_s(self) -> float:
+        """Return the gathering of keys and values in a forward pass; a backward pass scatters as many gradients."""
+        parallel, shape = self._model.placement.parallel, self._work.shape
+        heads = -(-shape.num_kv_heads // parallel.tensor)
+        layers = shape.num_layers / parallel.pipeline
+        others_tokens = (parallel.context - 1) * self._rank_tokens
+        num_bytes = others_tokens * 2 * heads * shape.head_dim * _ITEM_BYTES * layers
+        return num_bytes / self._rate(spans_nodes=parallel.tensor * parallel.context > self._gpus_per_node)
 
     def _expert_s(self) -> float:
         """Return the all-to-all of a mixture in a forward pass: every copy of a token goes to its expert and back."""
@@ -155,7 +166,7 @@ class TrainingTime:
         if shape.experts is None or parallel.expert == 1:
             return 0.0
         layers = shape.num_layers / parallel.pipeline
-        tokens = self._replica_tokens / parallel.tensor * parallel.ranks_per_expert
+        tokens = self._rank_tokens / parallel.tensor * parallel.ranks_per_expert
         copies = 2 * shape.experts.per_token * tokens * shape.hidden * _ITEM_BYTES * layers
         ranks = parallel.expert * parallel.ranks_per_expert
         num_nodes = -(-ranks // self._gpus_per_node)
@@ -169,11 +180,11 @@ class TrainingTime:
     def _reduction_s(self) -> float:
         """Return the time of summing float32 gradients and gathering weights between replicas, once per update."""
         parallel = self._model.placement.parallel
-        if parallel.data == 1 or self._model.role == "reference":
+        if parallel.replicas == 1 or self._model.role == "reference":
             return 0.0
         num_elements = max(stage.gradient_bytes for stage in self._model.stages) / _GRADIENT_BYTES
-        share = (parallel.data - 1) / parallel.data
-        spans_nodes = parallel.tensor * parallel.data > self._gpus_per_node
+        share = (parallel.replicas - 1) / parallel.replicas
+        spans_nodes = parallel.tensor * parallel.replicas > self._gpus_per_node
         return 6 * share * num_elements / self._rate(spans_nodes=spans_nodes)
 
     def _offload_s(self) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.algo.loss import PolicyTokens, Segments
+from megarl.algo.loss import PolicyTokens
 from megarl.algo.monitor import MismatchMonitor
 from megarl.algo.objective import actor_loss
 from megarl.checkpoint.state import TrainerState
@@ -178,9 +178,7 @@ class ActorRank(TrainedRank):
                 old_logprobs=old_logprobs,
                 rollout_logprobs=micro_batch.rollout_logprobs,
                 advantages=micro_batch.advantages,
-                segments=Segments.of(
-                    micro_batch.loss_mask, micro_batch.episode_starts, micro_batch.episode_loss_tokens
-                ),
+                segments=micro_batch.segments(self._topology),
                 reference_logprobs=micro_batch.reference_logprobs,
             )
             actor = actor_loss(

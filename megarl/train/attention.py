@@ -2,7 +2,8 @@
 
 Queries and keys are rotated here, by one angle per position: Megatron would cut the angles per sequence and layer, and
 wait for the device each time. On a CPU all sequences of one length are one call of SDPA. On a GPU long sequences go to
-cuDNN if it is usable, packs of short ones to torch's flash kernel.
+cuDNN if it is usable, packs of short ones to torch's flash kernel. Where context-parallel ranks share each sequence, a
+rank gathers the keys and values of all, and its two chunks of a sequence attend to those up to their own positions.
 """
 
 from __future__ import annotations
@@ -13,15 +14,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from megarl.data.packing import runs, zigzag
 from megarl.train import cudnn_attention
 from megarl.train.layers import Rotation, rotated
+from megarl.train.topology import Topology
 
 
 @dataclass(kw_only=True)
@@ -35,6 +42,8 @@ class PackedSequences(PackedSeqParams):
     lengths: list[int]
     rotation: Rotation | None = None
     """Set by the model; None leaves queries and keys unrotated."""
+    part: ContextPart | None = None
+    """None where the sequences are whole."""
 
     def __post_init__(self) -> None:
         self.qkv_format = "thd"
@@ -50,6 +59,43 @@ class PackedSequences(PackedSeqParams):
     @cached_property
     def rectangles(self) -> cudnn_attention.Rectangles | None:
         return cudnn_attention.rectangles_of(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextPart:
+    """What the two chunks that this rank has of each sequence see of the tokens of all ranks that share it."""
+
+    group: dist.ProcessGroup
+    seen: Tensor  # [K], places of the visible keys among the gathered ones, chunk after chunk
+    query_starts: Tensor  # [2 S + 1], int32: where each chunk starts among this rank's tokens
+    key_starts: Tensor  # [2 S + 1], int32: where the keys of each chunk start in `seen`
+    query_lengths: list[int]
+    key_lengths: list[int]
+
+
+def packed_sequences(starts: npt.NDArray[np.int32], topology: Topology) -> PackedSequences:
+    """Return the sequences of a micro-batch as this rank has them; `starts` are those of the whole ones. [S + 1]"""
+
+    def on_device(array: npt.NDArray[np.integer], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(array).to(device=topology.device, dtype=dtype, non_blocking=True)
+
+    size, rank = topology.context, topology.context_rank
+    own = starts // size
+    part = None
+    if size > 1:
+        chunk = np.diff(starts) // (2 * size)
+        query_lengths = np.repeat(chunk, 2)
+        key_lengths = (chunk[:, None] * [rank + 1, 2 * size - rank]).ravel()
+        places = np.argsort(zigzag(starts, size).ravel())
+        part = ContextPart(
+            group=topology.context_group,
+            seen=on_device(places[runs(np.repeat(starts[:-1], 2), key_lengths)], torch.int64),
+            query_starts=on_device(np.cumsum([0, *query_lengths]), torch.int32),
+            key_starts=on_device(np.cumsum([0, *key_lengths]), torch.int32),
+            query_lengths=query_lengths.tolist(),
+            key_lengths=key_lengths.tolist(),
+        )
+    return PackedSequences(starts=on_device(own, torch.int32), lengths=np.diff(own).tolist(), part=part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +140,8 @@ class PackedAttention(torch.nn.Module):
         rotation = packed_seq_params.rotation
         if rotation is not None:
             query, key = rotated(query, rotation), rotated(key, rotation)
+        if packed_seq_params.part is not None:
+            return _attend_to_all(query, key, value, packed_seq_params.part, self.scale)
         if query.device.type == "cpu":
             return _attend_by_length(query, key, value, packed_seq_params.by_length, self.scale)
         rectangles = packed_seq_params.rectangles
@@ -105,6 +153,35 @@ class PackedAttention(torch.nn.Module):
         output = varlen_attn(query, key, value, starts, starts, longest, longest, scale=self.scale, **_CAUSAL_GROUPED)
         assert isinstance(output, Tensor)
         return output
+
+
+def _attend_to_all(query: Tensor, key: Tensor, value: Tensor, part: ContextPart, scale: float | None) -> Tensor:
+    """Return the output of this rank's chunks; the gradients of keys and values are summed over the ranks."""
+    gathered = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=part.group)
+    keys, values = gathered.index_select(0, part.seen).unbind(1)
+    if query.device.type == "cuda":
+        # With fewer queries than keys the kernel aligns their ends.
+        output = varlen_attn(
+            query,
+            keys,
+            values,
+            part.query_starts,
+            part.key_starts,
+            max(part.query_lengths),
+            max(part.key_lengths),
+            scale=scale,
+            **_CAUSAL_GROUPED,
+        )
+        assert isinstance(output, Tensor)
+        return output
+    columns = ((query, part.query_lengths), (keys, part.key_lengths), (values, part.key_lengths))
+    chunks = ([each.transpose(0, 1)[None] for each in torch.split(tensor, sizes)] for tensor, sizes in columns)
+    outputs = []
+    for q, k, v in zip(*chunks, strict=True):
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+        outputs.append(attended[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, groups: LengthGroups, scale: float | None) -> Tensor:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megarl.algo.loss import Segments
 from megarl.algo.objective import CriticLoss, ValueTokens, critic_loss
 from megarl.config.algorithm import PolicyGradientConfig
 from megarl.config.roles import OptimizerConfig
@@ -114,9 +113,7 @@ class CriticRank(TrainedRank):
                 values=values,
                 old_values=micro_batch.values,
                 returns=micro_batch.returns,
-                segments=Segments.of(
-                    micro_batch.loss_mask, micro_batch.episode_starts, micro_batch.episode_loss_tokens
-                ),
+                segments=micro_batch.segments(self._topology),
             )
             critic = critic_loss(
                 self._algorithm,

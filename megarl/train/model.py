@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
@@ -22,12 +23,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.algo.loss import Segments
 from megarl.config.kernels import uses_te
 from megarl.config.model import Experts, ModelShape
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import Device, dtype_on
+from megarl.data.packing import zigzag
 from megarl.errors import ConfigError, Problem
-from megarl.train.attention import PackedSequences
+from megarl.train.attention import PackedSequences, packed_sequences
 from megarl.train.layer_spec import layer_spec, precision_fields
 from megarl.train.layers import RMSNorm, Rotation, rotary_frequencies
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
@@ -39,6 +42,8 @@ from megarl.weights.layouts.megatron import MegatronParallel, layout_name, padde
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMicroBatch:
+    """This rank's N tokens of a micro-batch: all of them, or two chunks of each sequence (`data.packing.zigzag`)."""
+
     token_ids: Tensor  # [1, N], int64
     positions: Tensor  # [1, N], int64
     sequences: PackedSequences
@@ -54,26 +59,37 @@ class DeviceMicroBatch:
     returns: Tensor | None  # [N]
     versions: Tensor | None  # [N], int32
     temperature: float
+    num_pack_tokens: int
+    """Tokens of the whole micro-batch, over all ranks that share it."""
+
+    def segments(self, topology: Topology) -> Segments:
+        over_parts = topology.sum_over_context if topology.context > 1 else None
+        return Segments.of(self.loss_mask, self.episode_starts, self.episode_loss_tokens, over_parts)
 
 
-def to_device(micro_batch: MicroBatch, device: torch.device, *, temperature: float) -> DeviceMicroBatch:
+def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float) -> DeviceMicroBatch:
+    """Copy this rank's tokens to its device."""
+    device, context = topology.device, topology.context
+    mine = zigzag(micro_batch.sequence_starts, context)[topology.context_rank] if context > 1 else slice(None)
+
     def tensor(array: npt.NDArray[np.generic], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(array).to(device=device, dtype=dtype, non_blocking=True)
+        return torch.from_numpy(array[mine]).to(device=device, dtype=dtype, non_blocking=True)
 
     def column(array: FloatArray | None) -> Tensor | None:
         return None if array is None else tensor(array, torch.float32)
 
     def padded(array: npt.NDArray[np.generic], dtype: torch.dtype) -> Tensor:
         """Return zeros for a column that a question does not have."""
-        return tensor(array, dtype) if array.size else torch.zeros(num_tokens, device=device, dtype=dtype)
+        return tensor(array, dtype) if array.size else torch.zeros(num_tokens // context, device=device, dtype=dtype)
 
-    starts, num_tokens, rows = micro_batch.sequence_starts, len(micro_batch.token_ids), micro_batch.rows
+    num_tokens, rows = len(micro_batch.token_ids), micro_batch.rows
+    episode_starts = micro_batch.sequence_starts if rows is None else rows.episode_starts
     return DeviceMicroBatch(
         token_ids=tensor(micro_batch.token_ids, torch.int64)[None],
         positions=tensor(micro_batch.positions, torch.int64)[None],
-        sequences=PackedSequences(starts=tensor(starts, torch.int32), lengths=np.diff(starts).tolist()),
-        episode_starts=tensor(starts if rows is None else rows.episode_starts, torch.int32),
-        episode_loss_tokens=None if rows is None else tensor(rows.num_loss_tokens, torch.int64),
+        sequences=packed_sequences(micro_batch.sequence_starts, topology),
+        episode_starts=torch.from_numpy(episode_starts // context).to(device=device, non_blocking=True),
+        episode_loss_tokens=None if rows is None else torch.from_numpy(rows.num_loss_tokens).to(device=device),
         targets=tensor(micro_batch.targets, torch.int64),
         loss_mask=padded(micro_batch.loss_mask, torch.bool),
         rollout_logprobs=padded(micro_batch.rollout_logprobs, torch.float32),
@@ -84,7 +100,19 @@ def to_device(micro_batch: MicroBatch, device: torch.device, *, temperature: flo
         returns=column(micro_batch.returns),
         versions=None if micro_batch.versions is None else tensor(micro_batch.versions, torch.int32),
         temperature=temperature,
+        num_pack_tokens=num_tokens,
     )
+
+
+def whole_column(column: Tensor, micro_batch: MicroBatch, topology: Topology) -> FloatArray:
+    """Return a column of this rank's tokens for all tokens of the micro-batch; the ranks that share it call it. [N]"""
+    if topology.context == 1:
+        return column.float().cpu().numpy()
+    gathered = torch.empty(len(micro_batch.token_ids), dtype=torch.float32, device=column.device)
+    dist.all_gather_into_tensor(gathered, column.float(), group=topology.context_group)
+    whole = np.empty(len(gathered), np.float32)
+    whole[zigzag(micro_batch.sequence_starts, topology.context).ravel()] = gathered.cpu().numpy()
+    return whole
 
 
 class Model(GPTModel):
@@ -264,6 +292,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=split.tensor,
+        context_parallel_size=split.context,
         pipeline_model_parallel_size=split.pipeline,
         virtual_pipeline_model_parallel_size=split.virtual_pipeline if split.virtual_pipeline > 1 else None,
         num_layers_in_first_pipeline_stage=split.first_stage_layers,

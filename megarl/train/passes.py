@@ -70,7 +70,7 @@ def _run(
         data_iterator=[iter(range(num_micro_batches)) for _ in chunks],
         model=list(chunks),
         num_microbatches=num_micro_batches,
-        seq_length=micro_batches[0].targets.shape[0],
+        seq_length=micro_batches[0].num_pack_tokens,
         micro_batch_size=1,
         forward_only=is_forward_only,
     )

@@ -1,7 +1,7 @@
 """One rank of a model that Megatron splits: its share in this process, and what every model needs.
 
 Every method is collective: all ranks call it, each with the batch of its data-parallel rank. Numbers per token are
-returned by the ranks that have them, one of each model replica, and are None elsewhere; other results are the same on
+returned by one rank of each data-parallel replica of the model and are None elsewhere; other results are the same on
 all ranks. Only `write` may run concurrently with the others, in its own thread. Knows no Ray: `runtime` starts the
 processes and sets deadlines.
 """
@@ -26,7 +26,7 @@ from megarl.tokens import SampleNumbers
 from megarl.train import cpu
 from megarl.train.logprob import TokenScores
 from megarl.train.memory import free_cache
-from megarl.train.model import DeviceMicroBatch, Model, build_chunks, named_weights, to_device
+from megarl.train.model import DeviceMicroBatch, Model, build_chunks, named_weights, to_device, whole_column
 from megarl.train.passes import forward
 from megarl.train.topology import initialize, shut_down
 from megarl.types import MiniBatch, TrainBatch
@@ -135,15 +135,23 @@ class ModelRank:
 
     def _share(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[DeviceMicroBatch]:
         return [
-            to_device(micro_batch, self._topology.device, temperature=batch.temperature)
+            to_device(micro_batch, self._topology, temperature=batch.temperature)
             for micro_batch in mini_batch.micro_batches
         ]
 
     def _unpack(self, batch: TrainBatch, columns: Sequence[Sequence[Tensor]]) -> SampleNumbers | None:
         """Return the numbers of the share's response tokens on the rank that answers, None on the others."""
-        if not self._topology.answers:
+        topology = self._topology
+        if not (topology.is_last_stage and topology.tensor_rank == 0):
             return None
-        return unpack(batch, [[column.float().cpu().numpy() for column in of_share] for of_share in columns])
+        whole = [
+            [
+                whole_column(column, micro_batch, topology)
+                for column, micro_batch in zip(of_share, mini_batch.micro_batches, strict=True)
+            ]
+            for of_share, mini_batch in zip(columns, batch.mini_batches, strict=True)
+        ]
+        return unpack(batch, whole) if topology.context_rank == 0 else None
 
 
 class ReferenceRank(ModelRank):

@@ -64,13 +64,13 @@ class Statistics(Generic[Seen, Result]):
         )
 
     def reduce(self, reports: Sequence[Report], mini_batch: MiniBatch, topology: Topology) -> MiniBatchStats:
-        """Reduce over micro-batches, data-parallel ranks and pipeline stages, of which only the last has reports."""
+        """Reduce over micro-batches, replicas and pipeline stages, of which only the last has reports."""
         sums = torch.zeros(1 + len(self.means), dtype=torch.float64, device=topology.device)
         maxima = [torch.zeros((), dtype=torch.float64, device=topology.device) for _ in self.maxima]
         for report in reports:
             sums += report.sums
             maxima = [torch.maximum(*pair) for pair in zip(maxima, report.maxima, strict=True)]
-        for group in (topology.data_group, topology.pipeline_group):
+        for group in (topology.replica_group, topology.pipeline_group):
             dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
             for maximum in maxima:
                 dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)

@@ -1,6 +1,6 @@
 """This rank's place among the others. The only file that starts torch.distributed or asks Megatron for ranks.
 
-Ranks are numbered tensor fastest, then data, then pipeline: neighbours share a node and exchange most.
+Ranks are numbered tensor fastest, then context, data, pipeline: neighbours share a node and exchange most.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
+from torch.autograd.function import FunctionCtx
 
 from megarl.config.roles import ModelParallelConfig
 from megarl.config.section import Device
@@ -28,14 +30,18 @@ class Topology:
     world: int
     tensor_rank: int
     tensor: int
+    context_rank: int
+    context: int
     pipeline_rank: int
     pipeline: int
     virtual_pipeline: int
     data_rank: int
     data: int
     tensor_group: dist.ProcessGroup
+    context_group: dist.ProcessGroup
     pipeline_group: dist.ProcessGroup
-    data_group: dist.ProcessGroup
+    replica_group: dist.ProcessGroup
+    """The ranks with the same parameters outside of experts: context x data."""
     device: torch.device
 
     def is_first_chunk(self, chunk: int) -> bool:
@@ -52,8 +58,34 @@ class Topology:
 
     @property
     def answers(self) -> bool:
-        """Whether this rank returns the numbers of its share: one rank of each model replica does."""
-        return self.is_last_stage and self.tensor_rank == 0
+        """Whether this rank returns the numbers of its share: one of the ranks that were given it does."""
+        return self.is_last_stage and self.tensor_rank == self.context_rank == 0
+
+    def sum_over_context(self, values: Tensor) -> Tensor:
+        """Return the sum over the ranks that share each sequence; its gradient is summed over them as well."""
+        summed: Tensor = _SumOverRanks.apply(values, self.context_group)  # type: ignore[no-untyped-call]
+        return summed
+
+
+class _SumContext(FunctionCtx):
+    group: dist.ProcessGroup
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _SumContext, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(values, group)
+
+    @staticmethod
+    def backward(ctx: _SumContext, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = values.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def initialize(
@@ -83,6 +115,7 @@ def initialize(
         ) from None
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=split.tensor,
+        context_parallel_size=split.context,
         pipeline_model_parallel_size=split.pipeline,
         virtual_pipeline_model_parallel_size=split.virtual_pipeline if split.virtual_pipeline > 1 else None,
         expert_model_parallel_size=split.expert,
@@ -97,14 +130,17 @@ def initialize(
         world=world,
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor=split.tensor,
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context=split.context,
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline=split.pipeline,
         virtual_pipeline=split.virtual_pipeline,
         data_rank=parallel_state.get_data_parallel_rank(),
         data=parallel_state.get_data_parallel_world_size(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        context_group=parallel_state.get_context_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
-        data_group=parallel_state.get_data_parallel_group(),
+        replica_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         device=torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device()),
     )
 

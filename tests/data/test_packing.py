@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.packing import Packing, SequenceCost, plan_packs
+from megarl.data.packing import Packing, SequenceCost, plan_packs, zigzag
 from megarl.data.shares import QUESTION, assemble, pack, unpack, with_numbers
 from megarl.tokens import Content, SampleNumbers
 from megarl.types import FinishReason, FloatArray, MicroBatch, Rollout, TrainBatch, TrainSample
@@ -300,3 +300,54 @@ def test_versions_are_packed_where_ranks_need_them(sizes: Lengths) -> None:
     shares = pack_samples(samples, data_parallel=2, has_versions=True)
     for found, sample in zip(all_columns(shares, "versions"), samples, strict=True):
         np.testing.assert_array_equal(found, sample.rollout.versions)
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    st.integers(1, 6),
+)
+def test_zigzag_gives_every_position_to_one_rank_and_all_ranks_the_same_causal_work(
+    chunks: list[int], context: int
+) -> None:
+    starts = np.cumsum([0, *(2 * context * chunk for chunk in chunks)]).astype(np.int32)
+    order = zigzag(starts, context)
+    assert order.shape == (context, starts[-1] // context)
+    inverse = np.argsort(order.ravel())
+    np.testing.assert_array_equal(order.ravel()[inverse], np.arange(starts[-1]))
+    np.testing.assert_array_equal(inverse[order.ravel()], np.arange(starts[-1]))
+    seen = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts)) + 1
+    work = seen[order].sum(axis=1)
+    assert (work == work[0]).all(), "each rank has equally many pairs of query and key"
+    sequence = np.repeat(np.arange(len(chunks)), np.diff(starts))
+    assert (np.diff(sequence[order], axis=1) >= 0).all(), "each rank has the sequences in their order"
+
+
+@given(lengths, st.sampled_from([2, 4, 16]))
+def test_padded_sequences_keep_their_tokens_targets_and_numbers(sizes: Lengths, multiple: int) -> None:
+    samples = make_samples(sizes)
+    packing = Packing(
+        data_parallel=1,
+        tokens_per_micro_batch=64,
+        samples_per_update=None,
+        pad_multiple=multiple,
+        micro_batch_multiple=1,
+    )
+    (plain,), (padded,) = (
+        pack(samples, replace(packing, sequence_multiple=each), temperature=1.0) for each in (1, multiple)
+    )
+    for micro_batch in padded.mini_batches[0].micro_batches:
+        assert not (np.diff(micro_batch.sequence_starts) % multiple).any()
+        for place, sample_id in enumerate(micro_batch.sample_ids.tolist()):
+            if sample_id == PADDING:
+                continue
+            sample, start = samples[sample_id], micro_batch.sequence_starts[place]
+            end = micro_batch.response_ends[place]
+            ids = np.concatenate([sample.prompt_ids, sample.rollout.token_ids])
+            np.testing.assert_array_equal(micro_batch.token_ids[start:end], ids[:-1])
+            np.testing.assert_array_equal(micro_batch.targets[start:end], ids[1:])
+            assert not micro_batch.loss_mask[end : micro_batch.sequence_starts[place + 1]].any()
+    for batch in (plain, padded):
+        columns = [[micro.rollout_logprobs for micro in mini.micro_batches] for mini in batch.mini_batches]
+        for found, sample in zip(assemble([unpack(batch, columns)]), samples, strict=True):
+            np.testing.assert_array_equal(found, sample.rollout.logprobs)
+    assert plain.mini_batches[0].num_loss_tokens == padded.mini_batches[0].num_loss_tokens

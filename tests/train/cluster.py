@@ -43,12 +43,13 @@ class _Done(Generic[Result]):
 class Shares(tuple[TrainBatch, ...]):
     """A step's share of each data-parallel rank, as an argument of a job: each rank gets its own."""
 
-    tensor: int
+    ranks_per_share: int
+    """Consecutive ranks that get the same share."""
 
     @classmethod
-    def of(cls, batches: Iterable[TrainBatch], *, tensor: int) -> Shares:
+    def of(cls, batches: Iterable[TrainBatch], *, ranks_per_share: int) -> Shares:
         shares = cls(batches)
-        shares.tensor = tensor
+        shares.ranks_per_share = ranks_per_share
         return shares
 
 
@@ -114,7 +115,7 @@ class Cluster:
 
 def _own(argument: object, rank: int) -> object:
     if isinstance(argument, Shares):
-        return argument[rank // argument.tensor % len(argument)]
+        return argument[rank // argument.ranks_per_share % len(argument)]
     if isinstance(argument, list):
         return [_own(each, rank) for each in argument]
     return argument

@@ -198,12 +198,15 @@ def join(rank: int, world: int, port: int, actor: ActorConfig, timeout_s: float 
     )
 
 
-def coordinates(rank: int, world: int, port: int, actor: ActorConfig) -> tuple[int, int, int, list[bool], list[bool]]:
+def coordinates(
+    rank: int, world: int, port: int, actor: ActorConfig
+) -> tuple[int, int, int, int, list[bool], list[bool]]:
     topology = join(rank, world, port, actor)
     chunks = range(topology.virtual_pipeline)
     shut_down()
     return (
         topology.tensor_rank,
+        topology.context_rank,
         topology.data_rank,
         topology.pipeline_rank,
         [topology.is_first_chunk(chunk) for chunk in chunks],

@@ -35,7 +35,9 @@ def batch_of(model: Model, *, data_parallel: int, micro_batch_multiple: int = 1)
         pad_multiple=1,
         micro_batch_multiple=micro_batch_multiple,
     )
-    return Shares.of(pack(make_samples(6, vocab=model.shape.vocab, seed=3), packing, temperature=1.0), tensor=1)
+    return Shares.of(
+        pack(make_samples(6, vocab=model.shape.vocab, seed=3), packing, temperature=1.0), ranks_per_share=1
+    )
 
 
 def setup_of(model: Model, actor: ActorConfig) -> Setup:

@@ -43,6 +43,15 @@ SPLITS = {
     "TP2-SP": (2, ActorConfig(pool="train", tensor=2, is_sequence_parallel=True)),
     "TP2-PP2": (4, ActorConfig(pool="train", tensor=2, pipeline=2)),
     "DP2": (2, ActorConfig(pool="train")),
+    "CP2": (2, ActorConfig(pool="train", context=2)),
+}
+CONTEXT_SPLITS = {
+    "CP4": (4, ActorConfig(pool="train", context=4)),
+    "CP2-DP2": (4, ActorConfig(pool="train", context=2)),
+    "CP2-TP2": (4, ActorConfig(pool="train", context=2, tensor=2)),
+    "CP2-TP2-SP": (4, ActorConfig(pool="train", context=2, tensor=2, is_sequence_parallel=True)),
+    "CP2-PP2": (4, ActorConfig(pool="train", context=2, pipeline=2)),
+    "CP2-PP2-VPP2": (4, ActorConfig(pool="train", context=2, pipeline=2, virtual_pipeline=2)),
 }
 
 MIXTURE_SPLITS = {
@@ -54,6 +63,11 @@ MIXTURE_SPLITS = {
     "TP2-EP2": (4, ActorConfig(pool="train", tensor=2, is_sequence_parallel=True, expert=2)),
     "TP2-EP2-ETP1": (2, ActorConfig(pool="train", tensor=2, is_sequence_parallel=True, expert=2, expert_tensor=1)),
     "TP2-EP4-ETP1": (4, ActorConfig(pool="train", tensor=2, is_sequence_parallel=True, expert=4, expert_tensor=1)),
+    "CP2-EP2": (2, ActorConfig(pool="train", context=2, expert=2)),
+    "CP2-TP2-EP4-ETP1": (
+        4,
+        ActorConfig(pool="train", context=2, tensor=2, is_sequence_parallel=True, expert=4, expert_tensor=1),
+    ),
     "EP2-PP2": (4, ActorConfig(pool="train", pipeline=2, expert=2, first_stage_layers=1)),
 }
 
@@ -72,12 +86,13 @@ def packed(
         data_parallel=world // actor.model_parallel,
         tokens_per_micro_batch=budget,
         samples_per_update=per_update,
-        pad_multiple=actor.tensor,
+        pad_multiple=actor.tensor * actor.sequence_multiple,
+        sequence_multiple=actor.sequence_multiple,
         micro_batch_multiple=actor.pipeline if actor.virtual_pipeline > 1 else 1,
     )
     without = QUESTION if is_question else ()
     shares = pack(samples, packing, temperature=TEMPERATURE, has_versions=has_versions, without=without)
-    return Shares.of(shares, tensor=actor.tensor)
+    return Shares.of(shares, ranks_per_share=actor.tensor * actor.context)
 
 
 def setup_of(model: Model, actor: ActorConfig, algorithm: AlgorithmConfig = GRPO) -> jobs.Setup:
@@ -136,6 +151,13 @@ def test_equals_the_hugging_face_model_for_every_split(
     check_equals_hugging_face(models.get(family, tied=tied), SPLITS[split], cluster, references)
 
 
+@pytest.mark.parametrize("split", CONTEXT_SPLITS)
+def test_context_parallel_equals_the_hugging_face_model_beside_every_other_split(
+    split: str, cluster: Cluster, models: Models, references: References
+) -> None:
+    check_equals_hugging_face(models.get("qwen2", tied=True), CONTEXT_SPLITS[split], cluster, references)
+
+
 @pytest.mark.parametrize("split", MIXTURE_SPLITS)
 def test_a_mixture_equals_the_hugging_face_model_for_every_split(
     split: str, cluster: Cluster, models: Models, references: References
@@ -153,8 +175,9 @@ def check_equals_hugging_face(
         references[model.folder] = (old, reference.update(samples, old), reference.weights())
     logprobs, (loss, entropy, grad_norm), weights = references[model.folder]
     world, actor = split
-    asked = [packed(samples, world=world, actor=actor, budget=budget, is_question=True) for budget in (20, 64)]
-    trained = packed(samples, world=world, actor=actor, budget=20)
+    smallest = 20 if actor.context < 4 else 24  # a whole sequence with its padding
+    asked = [packed(samples, world=world, actor=actor, budget=budget, is_question=True) for budget in (smallest, 64)]
+    trained = packed(samples, world=world, actor=actor, budget=smallest)
 
     outcomes = cluster.run(world, jobs.train, setup_of(model, actor), asked, trained)
 

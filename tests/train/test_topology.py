@@ -13,17 +13,20 @@ def test_ranks_are_numbered_as_the_weights_layout_numbers_them(cluster: Cluster)
         MegatronParallel(tensor=2, pipeline=2),
         MegatronParallel(tensor=2, data=2),
         MegatronParallel(pipeline=2, virtual_pipeline=2, data=2),
+        MegatronParallel(tensor=2, context=2),
+        MegatronParallel(context=2, data=2),
     ):
         actor = ActorConfig(
             pool="train",
             tensor=parallel.tensor,
+            context=parallel.context,
             pipeline=parallel.pipeline,
             virtual_pipeline=parallel.virtual_pipeline,
         )
-        for rank, (tensor, data, pipeline, is_first, is_last) in enumerate(
+        for rank, (tensor, context, data, pipeline, is_first, is_last) in enumerate(
             cluster.run(parallel.world_size, jobs.coordinates, actor)
         ):
-            assert parallel.rank(tensor=tensor, data=data, pipeline=pipeline) == rank
+            assert parallel.rank(tensor=tensor, context=context, data=data, pipeline=pipeline) == rank
             assert is_first == [pipeline == 0 and chunk == 0 for chunk in range(parallel.virtual_pipeline)]
             last_chunk = parallel.virtual_pipeline - 1
             assert is_last == [

@@ -47,7 +47,7 @@ def check_step(recipe: Recipe) -> Iterator[Problem]:
             key="train.prompts_per_update",
             message=f"{train.prompts_per_update} does not divide train.prompts_per_step {train.prompts_per_step}",
         )
-    yield from _lengths(recipe.data, recipe.sampling, train, roles.rollout)
+    yield from _lengths(recipe.data, recipe.sampling, train, roles)
     yield from _optimizer(train.optimizer, steps, key="train.optimizer")
     if roles.critic is not None:
         yield from _critic(roles.critic, train, steps)
@@ -185,7 +185,7 @@ def _pools(pools: Mapping[str, PoolConfig], roles: RolesConfig) -> Iterator[Prob
         if pool in pools and pools[pool].gpus % split.model_parallel:
             yield Problem(
                 key=f"roles.{role}",
-                message=f"tensor {split.tensor} * pipeline {split.pipeline} = {split.model_parallel} "
+                message=f"{_product(split)} = {split.model_parallel} "
                 f"does not divide the {pools[pool].gpus} gpus of pool {pool}",
             )
         elif pool in pools:
@@ -202,6 +202,11 @@ def _pools(pools: Mapping[str, PoolConfig], roles: RolesConfig) -> Iterator[Prob
         yield Problem(key=f"pools.{name}", message="no role uses this pool; remove it or name it in a role")
 
 
+def _product(split: ModelParallelConfig) -> str:
+    sizes = {"tensor": split.tensor, "context": split.context, "pipeline": split.pipeline}
+    return " * ".join(f"{name} {size}" for name, size in sizes.items() if name != "context" or size > 1)
+
+
 def _tensor_groups(tensor: int, pool: PoolConfig, *, role: str, pool_name: str) -> Iterator[Problem]:
     """Yield a problem where the ranks of one tensor-parallel group would be spread over parts of nodes."""
     per_node = pool.gpus_per_node
@@ -213,9 +218,7 @@ def _tensor_groups(tensor: int, pool: PoolConfig, *, role: str, pool_name: str) 
         )
 
 
-def _lengths(
-    data: DataConfig, sampling: SamplingConfig, train: TrainConfig, rollout: RolloutRoleConfig | None
-) -> Iterator[Problem]:
+def _lengths(data: DataConfig, sampling: SamplingConfig, train: TrainConfig, roles: RolesConfig) -> Iterator[Problem]:
     num_tokens = data.max_prompt_tokens + sampling.max_response_tokens
     longest = (
         f"one sequence of data.max_prompt_tokens {data.max_prompt_tokens} + "
@@ -225,7 +228,17 @@ def _lengths(
         yield Problem(
             key="train.tokens_per_micro_batch", message=f"{train.tokens_per_micro_batch} cannot hold {longest}"
         )
-    cached_tokens = rollout.max_cached_tokens if rollout else None
+    else:
+        multiples = {role: split.sequence_multiple for role, split in roles.megatron_roles.items()}
+        role = max(multiples, key=multiples.__getitem__)
+        padded = -(-num_tokens // multiples[role]) * multiples[role]
+        if padded > train.tokens_per_micro_batch:
+            yield Problem(
+                key="train.tokens_per_micro_batch",
+                message=f"{train.tokens_per_micro_batch} cannot hold {longest}, padded to {padded}: a multiple of "
+                f"2 * roles.{role}.context",
+            )
+    cached_tokens = roles.rollout.max_cached_tokens if roles.rollout else None
     if cached_tokens is not None and num_tokens > cached_tokens:
         yield Problem(key="roles.rollout.max_cached_tokens", message=f"{cached_tokens} cannot hold {longest}")
 

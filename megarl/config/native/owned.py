@@ -99,6 +99,7 @@ _MEGATRON: Mapping[str, str] = {
     "expert_model_parallel_size": "set roles.actor.expert instead",
     "expert_tensor_parallel_size": "set roles.actor.expert_tensor instead",
     "ep_*": _LAYOUT,
+    "context_parallel_size": "set roles.actor.context instead",
     "*context_parallel*": _LAYOUT,
     "max_seqlen_per_dp_cp_rank": _LAYOUT,
     "cp_comm_type": _LAYOUT,

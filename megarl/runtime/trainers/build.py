@@ -143,6 +143,7 @@ class _Builder:
             tokens_per_micro_batch=recipe.train.tokens_per_micro_batch,
             samples_per_update=None if prompts_per_update is None else prompts_per_update * num_rollouts,
             pad_multiple=split.pack_multiple,
+            sequence_multiple=split.sequence_multiple,
             micro_batch_multiple=split.pipeline if split.virtual_pipeline > 1 else 1,
             cost=SequenceCost(
                 per_token=forward_flops(shape, num_tokens=1, num_squared_tokens=0),

@@ -213,7 +213,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
             assert len(stored) == data_parallel, f"{len(stored)} shares, {data_parallel} data-parallel ranks"
             started = [
                 worker.run_share.options(name=f"{self.role.capitalize()}Rank.{method}").remote(
-                    method, *stored[rank // self._split.tensor % data_parallel]
+                    method, *stored[rank // (self._split.tensor * self._split.context) % data_parallel]
                 )
                 for rank, worker in enumerate(self.workers)
             ]

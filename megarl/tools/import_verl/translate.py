@@ -45,6 +45,7 @@ _SIZES = {
     "tensor_model_parallel_size": "tensor",
     "pipeline_model_parallel_size": "pipeline",
     "virtual_pipeline_model_parallel_size": "virtual_pipeline",
+    "context_parallel_size": "context",
     "expert_model_parallel_size": "expert",
     "expert_tensor_parallel_size": "expert_tensor",
 }

@@ -1,7 +1,7 @@
-"""The parameters of each Megatron rank: GPTModel of the local layer spec, under any TP, PP, VPP, EP, ETP, DP. Pure.
+"""The parameters of each Megatron rank: GPTModel of the local layer spec, under any TP, PP, VPP, EP, ETP, CP, DP. Pure.
 
 Local names are `chunk{i}.{parameter name}`, i the virtual-pipeline chunk (0 without VPP). Ranks follow Megatron's
-default order: tensor fastest, then data, pipeline slowest. For experts the ranks of a stage are numbered again, as
+default order: tensor fastest, then context, data, pipeline. For experts the ranks of a stage are numbered again, as
 Megatron does: expert-tensor fastest, then expert, then the replicas.
 """
 
@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from megarl.config.checks.splits import check_expert_ranks, check_megatron_split, check_stages
 from megarl.config.model import ModelShape
@@ -41,6 +42,8 @@ class MegatronParallel:
     pipeline: int = 1
     virtual_pipeline: int = 1
     """Chunks of layers per pipeline stage; 1 is no interleaving."""
+    context: int = 1
+    """Ranks that share each sequence; they hold the same parameters, like data-parallel ones."""
     data: int = 1
     expert: int = 1
     expert_tensor: int | None = None
@@ -55,6 +58,7 @@ class MegatronParallel:
             tensor=split.tensor,
             pipeline=split.pipeline,
             virtual_pipeline=split.virtual_pipeline,
+            context=split.context,
             data=data,
             expert=split.expert,
             expert_tensor=split.expert_tensor,
@@ -64,7 +68,12 @@ class MegatronParallel:
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters outside of experts."""
+        return self.context * self.data
 
     @property
     def ranks_per_expert(self) -> int:
@@ -73,15 +82,15 @@ class MegatronParallel:
     @property
     def expert_data(self) -> int:
         """Replicas of each expert."""
-        return self.tensor * self.data // (self.expert * self.ranks_per_expert)
+        return self.tensor * self.replicas // (self.expert * self.ranks_per_expert)
 
-    def rank(self, *, tensor: int, data: int, pipeline: int) -> int:
+    def rank(self, *, tensor: int, data: int, pipeline: int, context: int = 0) -> int:
         """Return the global rank at these coordinates."""
-        return tensor + self.tensor * (data + self.data * pipeline)
+        return tensor + self.tensor * (context + self.context * (data + self.data * pipeline))
 
-    def expert_place(self, *, tensor: int, data: int) -> ExpertPlace:
+    def expert_place(self, *, tensor: int, data: int, context: int = 0) -> ExpertPlace:
         """Return which part of which experts the rank at these coordinates has, in any stage."""
-        rest, part = divmod(tensor + self.tensor * data, self.ranks_per_expert)
+        rest, part = divmod(tensor + self.tensor * (context + self.context * data), self.ranks_per_expert)
         return ExpertPlace(expert=rest % self.expert, part=part)
 
     def chunk_layers(self, num_layers: int, *, stage: int, chunk: int) -> range:
@@ -136,12 +145,12 @@ def megatron_layout(shape: ModelShape, parallel: MegatronParallel, *, dtype: str
     specs = canonical | layer_of(canonical)
     replicas: defaultdict[tuple[int, int, ExpertPlace], list[int]] = defaultdict(list)
     for stage in range(parallel.pipeline):
-        for data in range(parallel.data):
+        for data, context in product(range(parallel.data), range(parallel.context)):
             for tensor in range(parallel.tensor):
-                place = parallel.expert_place(tensor=tensor, data=data)
+                place = parallel.expert_place(tensor=tensor, data=data, context=context)
                 # Ranks of a dense model that differ in their experts only are replicas.
                 key = (stage, tensor, place if shape.experts else ExpertPlace(expert=0, part=tensor))
-                replicas[key].append(parallel.rank(tensor=tensor, data=data, pipeline=stage))
+                replicas[key].append(parallel.rank(tensor=tensor, data=data, context=context, pipeline=stage))
     holdings: list[Holding] = []
     for (stage, tensor, place), ranks in replicas.items():
         share = _share(shape, specs, parallel, tensor, place)
@@ -270,6 +279,6 @@ def _feed_forward(cut: _Cut, local: str, block: str) -> Iterator[LocalTensor]:
 def _refuse_impossible(shape: ModelShape, parallel: MegatronParallel) -> None:
     problems = [*check_stages(parallel), *check_megatron_split(shape, parallel)]
     if shape.experts is not None:
-        problems += check_expert_ranks(parallel, stage_ranks=parallel.tensor * parallel.data)
+        problems += check_expert_ranks(parallel, stage_ranks=parallel.tensor * parallel.replicas)
     if problems:
         raise ConfigError("Megatron layout", tuple(problems))

@@ -65,10 +65,8 @@ def single_copy(recipe: Recipe, *, name: str, num_devices: int) -> SmallRecipe:
     actor, rollout = recipe.roles.actor, recipe.roles.rollout
     if rollout is None:
         raise _missing_engine("missing: there is no engine to compare the trainer with")
-    notes = []
-    if actor.context > 1:
-        notes.append(f"context {actor.context} of the trainer: compared with 1, on whole sequences")
-        actor = actor.model_copy(update={"context": 1})
+    notes = [f"context {actor.context} of the trainer: compared with 1"] if actor.context > 1 else []
+    actor = actor.model_copy(update={"context": 1})
     if actor.model_parallel + rollout.tensor > num_devices:
         if num_devices < 2:
             raise MachineError(f"a trainer and an engine need 2 devices, there is {num_devices}; use a larger machine")
@@ -285,10 +283,8 @@ def describe_layout(recipe: Recipe) -> str:
 
 def _describe_split(split: ModelParallelConfig) -> str:
     parts = [f"TP{split.tensor}", f"PP{split.pipeline}"]
-    if split.virtual_pipeline > 1:
-        parts.append(f"VPP{split.virtual_pipeline}")
-    if split.context > 1:
-        parts.append(f"CP{split.context}")
+    sizes = {"VPP": split.virtual_pipeline, "CP": split.context}
+    parts += [f"{name}{size}" for name, size in sizes.items() if size > 1]
     if split.expert > 1:
         parts += [f"EP{split.expert}", f"ETP{split.ranks_per_expert}"]
     return " ".join(parts)

@@ -63,7 +63,7 @@ class PackedSequences(PackedSeqParams):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextPart:
-    """What the two chunks that this rank has of each sequence see of the tokens of all ranks that share it."""
+    """This rank's two chunks of each sequence, and the tokens of all ranks that they see."""
 
     group: dist.ProcessGroup
     seen: Tensor  # [K], places of the visible keys among the gathered ones, chunk after chunk

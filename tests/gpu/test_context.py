@@ -1,0 +1,205 @@
+"""Context-parallel ranks that share one card give the loss and the gradients of one rank with whole sequences.
+
+`python -m pytest -m gpu tests/gpu/test_context.py -s` prints loss, gradient norm, memory and seconds of every case.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.config.algorithm import SftConfig
+from megarl.config.model import ModelShape
+from megarl.config.roles import ActorConfig, OptimizerConfig
+from megarl.data.packing import Packing, zigzag
+from megarl.data.shares import assemble, pack
+from megarl.tokens import SampleNumbers
+from megarl.train.actor import ActorRank
+from megarl.train.attention import PackedAttention, packed_sequences
+from megarl.train.rank import RankSpec
+from megarl.train.topology import initialize, shut_down
+from megarl.types import FloatArray, TrainBatch
+from tests.gpu.one_card import Peer, card
+from tests.gpu.test_trainer import sample_of
+from tests.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.gpu
+
+TIMEOUT_S = 120.0
+PATIENCE_S = 240.0
+LEARNING_RATE = 1e-4
+CASES = {
+    "16k": ((14_000, 2_300), (900, 55), (3, 20)),
+    "64k": ((60_000, 5_000), (301, 99)),
+}
+"""Tokens of prompt and response of each sequence of a pack."""
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+ATTENTION_LENGTHS = (4096, 64, 1600, 800, 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """What a rank saw."""
+
+    numbers: SampleNumbers | None
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    peak_bytes: int
+
+
+def take_steps(
+    rank: int, world: int, port: int, folder: Path, shape: ModelShape, batch: TrainBatch, actor: ActorConfig
+) -> Account:
+    """Score the batch and train on it twice."""
+    spec = RankSpec(
+        rank=rank,
+        world=world,
+        master_address="127.0.0.1",
+        master_port=port,
+        device="cuda",
+        split=actor,
+        shape=shape,
+        seed=1,
+        timeout_s=TIMEOUT_S,
+    )
+    optimizer = OptimizerConfig(learning_rate=LEARNING_RATE)
+    trainer = ActorRank(spec, algorithm=SftConfig(kind="sft"), optimizer=optimizer, total_steps=2)
+    try:
+        trainer.load(folder)
+        torch.cuda.reset_peak_memory_stats()
+        numbers = trainer.logprobs(batch)
+        results = [trainer.update(batch) for _ in range(2)]
+        stats = [result.stats for result in results if result.stats is not None]
+        peak = results[0].usage["actor"].gpu_allocated_bytes
+        return Account(
+            numbers=numbers,
+            losses=tuple(each.loss for each in stats),
+            grad_norms=tuple(each.grad_norm for each in stats),
+            peak_bytes=0 if peak is None else peak,
+        )
+    finally:
+        trainer.close()
+
+
+def attend(rank: int, world: int, port: int) -> list[FloatArray]:
+    """Return this rank's positions, outputs and gradients of attention over sequences that all ranks share."""
+    topology = initialize(
+        ActorConfig(pool="gpu", context=world),
+        rank=rank,
+        world=world,
+        master_address="127.0.0.1",
+        master_port=port,
+        device="cuda",
+        seed=1,
+        timeout_s=TIMEOUT_S,
+    )
+    try:
+        starts = np.cumsum([0, *ATTENTION_LENGTHS]).astype(np.int32)
+        mine = zigzag(starts, world)[rank] if world > 1 else np.arange(starts[-1])
+        generator = torch.Generator("cuda").manual_seed(3)
+        whole = [
+            torch.randn(int(starts[-1]), heads, HEAD_DIM, generator=generator, device="cuda").bfloat16()
+            for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        ]
+        query, key, value, grad = (tensor[torch.from_numpy(mine).cuda()] for tensor in whole)
+        inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        attention = PackedAttention(
+            config=None,
+            layer_number=1,
+            attn_mask_type=None,
+            attention_type="self",
+            cp_comm_type=None,
+            softmax_scale=None,
+            pg_collection=None,
+        )
+        sequences = packed_sequences(starts, topology)
+        output = attention(*inputs, None, attn_mask_type=None, attention_bias=None, packed_seq_params=sequences)
+        output.backward(grad)
+        gradients = [tensor.grad for tensor in inputs]
+        return [mine, *(tensor.detach().float().cpu().numpy() for tensor in (output, *gradients) if tensor is not None)]
+    finally:
+        shut_down()
+
+
+@pytest.fixture(scope="module")
+def peers() -> Iterator[list[Peer]]:
+    with card(4, connections=8) as found:
+        yield found
+
+
+def run_on(peers: list[Peer], world: int, function: object, *arguments: object) -> list[object]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    for rank, peer in enumerate(peers[:world]):
+        peer.begin(function, rank, world, port, *arguments)  # type: ignore[arg-type]
+    answers = [peer.result(PATIENCE_S) for peer in peers[:world]]
+    for rank, answer in enumerate(answers):
+        assert answer is not None, f"rank {rank} of {world} did not answer"
+        assert not isinstance(answer, str), f"rank {rank} of {world}: {answer}"
+    return answers
+
+
+@pytest.mark.parametrize("context", [2, 4])
+def test_attention_over_shared_sequences_equals_attention_over_whole_ones(peers: list[Peer], context: int) -> None:
+    (alone,) = run_on(peers, 1, attend)
+    parts = run_on(peers, context, attend)
+    for place, name in enumerate(("output", "grad query", "grad key", "grad value"), 1):
+        expected = alone[place]  # type: ignore[index]
+        found = np.empty_like(expected)
+        for part in parts:
+            found[part[0]] = part[place]  # type: ignore[index]
+        error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+        print(f"attention context {context}: {name} differs by {error:.2e}")
+        assert error < 1e-2, f"{name} differs by {error:.2e}"
+
+
+def shares_of(lengths: tuple[tuple[int, int], ...], actor: ActorConfig) -> TrainBatch:
+    random = np.random.default_rng(0)
+    samples = [sample_of(random, *each) for each in lengths]
+    packing = Packing(
+        data_parallel=1,
+        tokens_per_micro_batch=1 << 17,
+        samples_per_update=None,
+        pad_multiple=actor.pack_multiple,
+        sequence_multiple=actor.sequence_multiple,
+        micro_batch_multiple=1,
+    )
+    (batch,) = pack(samples, packing, temperature=1.0)
+    return batch
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_long_context_has_the_same_loss_whole_and_shared(peers: list[Peer], case: str, tmp_path: Path) -> None:
+    shape = write_tiny_model(tmp_path / "model", "qwen2", tied=False, heads=4, kv_heads=2)
+    shape = replace(shape, max_context_tokens=1 << 17)
+    expected: tuple[Account, tuple[FloatArray, ...]] | None = None
+    for actor in (
+        ActorConfig(pool="gpu"),
+        ActorConfig(pool="gpu", context=2),
+        ActorConfig(pool="gpu", context=4),
+        ActorConfig(pool="gpu", context=2, tensor=2, is_sequence_parallel=True),
+    ):
+        batch = shares_of(CASES[case], actor)
+        answers = run_on(peers, actor.model_parallel, take_steps, tmp_path / "model", shape, batch, actor)
+        accounts = [answer for answer in answers if isinstance(answer, Account)]
+        logprobs = assemble([account.numbers for account in accounts if account.numbers is not None])
+        first = accounts[0]
+        print(
+            f"{case} context {actor.context} tensor {actor.tensor}: losses {first.losses}, gradient norms "
+            f"{first.grad_norms}, peak {first.peak_bytes / 2**20:.0f} MiB"
+        )
+        if expected is None:
+            expected = first, logprobs
+            continue
+        alone, whole = expected
+        np.testing.assert_allclose(first.losses, alone.losses, rtol=2e-4)
+        np.testing.assert_allclose(first.grad_norms, alone.grad_norms, rtol=2e-2)
+        for found, right in zip(logprobs, whole, strict=True):
+            assert np.abs(found - right).mean() < 5e-3
+            np.testing.assert_allclose(found, right, atol=0.1)

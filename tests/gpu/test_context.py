@@ -1,10 +1,11 @@
 """Context-parallel ranks that share one card give the loss and the gradients of one rank with whole sequences.
 
-`python -m pytest -m gpu tests/gpu/test_context.py -s` prints loss, gradient norm, memory and seconds of every case.
+With `-o log_cli=true -o log_cli_level=INFO` it shows losses, gradient norms and memory of every case.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from megarl.types import FloatArray, TrainBatch
 from tests.gpu.one_card import Peer, card
 from tests.gpu.test_trainer import sample_of
 from tests.tiny_models import write_tiny_model
+
+logger = logging.getLogger(__name__)
 
 pytestmark = pytest.mark.gpu
 
@@ -155,7 +158,7 @@ def test_attention_over_shared_sequences_equals_attention_over_whole_ones(peers:
         for part in parts:
             found[part[0]] = part[place]  # type: ignore[index]
         error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-        print(f"attention context {context}: {name} differs by {error:.2e}")
+        logger.info("attention context=%d: %s differs by %.2e", context, name, error)
         assert error < 1e-2, f"{name} differs by {error:.2e}"
 
 
@@ -190,10 +193,7 @@ def test_a_long_context_has_the_same_loss_whole_and_shared(peers: list[Peer], ca
         accounts = [answer for answer in answers if isinstance(answer, Account)]
         logprobs = assemble([account.numbers for account in accounts if account.numbers is not None])
         first = accounts[0]
-        print(
-            f"{case} context {actor.context} tensor {actor.tensor}: losses {first.losses}, gradient norms "
-            f"{first.grad_norms}, peak {first.peak_bytes / 2**20:.0f} MiB"
-        )
+        logger.info("%s context=%d tensor=%d: %s", case, actor.context, actor.tensor, replace(first, numbers=None))
         if expected is None:
             expected = first, logprobs
             continue

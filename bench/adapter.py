@@ -18,8 +18,8 @@ from typing import TypeAlias
 
 import ray
 
-from bench.engine import Server, full_publish, generator_of, random_prompts, random_weights, seconds_of, serving
 from bench.figures import Failure, Figure
+from bench.one_engine import Server, full_publish, generator_of, random_prompts, random_weights, seconds_of, serving
 from megarl.checkpoint.save import contribution, copy_to_host, gather, plan_gathering
 from megarl.config.lora import LoraConfig
 from megarl.config.recipe import RunConfig

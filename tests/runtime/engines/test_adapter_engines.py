@@ -11,25 +11,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, ALL_MODULES
 from megarl.config.model import ModelShape
-from megarl.errors import EngineError
+from megarl.errors import EngineError, WeightSyncError
 from megarl.rollout.client import EngineClient, GenerateRequest
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineAdapters, EngineProcess
-from megarl.runtime.engines.adapter_publisher import AdapterPublisher
+from megarl.runtime.engines.adapter_publisher import AdapterPublisher, AdapterRanks
 from megarl.runtime.stored_adapter import Content, StoredAdapter, place_adapter, store_adapter
 from megarl.types import FloatArray, PolicyVersion, Rollout
+from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.layouts.canonical import canonical_tensors
 from megarl.weights.layouts.lora import LoraShape, adapter_tensors
 from tests.rollout.engines import REQUEST_TIMEOUT_S, engine_spec, generator_of, prompt_of
 from tests.tiny_models import load_adapted, write_random_adapter, write_tiny_model
 
-RANK = 4
+RANK = 16
 SHAPE = LoraShape(rank=RANK, modules=frozenset(ALL_MODULES))
 PROMPT = (5, 17, 40, 8)
 
@@ -40,12 +42,23 @@ class AdaptedEngine:
     shape: ModelShape
     model: Path
     adapters: Path
-    """Has the adapter of each version in a folder of its number."""
+    """Has adapters in folders with numbers."""
+
+    @property
+    def tensors(self) -> dict[str, TensorSpec]:
+        return adapter_tensors(canonical_tensors(self.shape), SHAPE)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory of the engine's processes."""
+        guard = psutil.Process(self.process.pid)
+        return sum(int(each.memory_info().rss) for each in guard.children(recursive=True))
 
     def adapter(self, version: int) -> Path:
-        folder = self.adapters / str(version)
+        """Return the folder of a version; there are four contents."""
+        folder = self.adapters / str(version % 4)
         if not folder.exists():
-            write_random_adapter(folder, self.model, ALL_MODULES, rank=RANK, seed=version)
+            write_random_adapter(folder, self.model, ALL_MODULES, rank=RANK, seed=version % 4)
         return folder
 
     async def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
@@ -62,6 +75,17 @@ class AdaptedEngine:
         yield folder
         shutil.rmtree(folder)
 
+    def publisher(self, fleet: Fleet, *, ranks: AdapterRanks | None = None) -> AdapterPublisher:
+        return AdapterPublisher(
+            ranks=ranks or self,
+            fleet=fleet,
+            places=self,
+            base_folder=self.model,
+            tensors=self.tensors,
+            num_loaded=3,
+            timeout_s=300,
+        )
+
     @asynccontextmanager
     async def published(self) -> AsyncIterator[tuple[Fleet, AdapterPublisher]]:
         """Yield a fleet of this engine, which serves version 0."""
@@ -70,17 +94,7 @@ class AdaptedEngine:
             max_outstanding=128,
             publish_timeout_s=300,
         )
-        publisher = AdapterPublisher(
-            ranks=self,
-            fleet=fleet,
-            places=self,
-            base_folder=self.model,
-            tensors=adapter_tensors(
-                canonical_tensors(self.shape), LoraShape(rank=RANK, modules=frozenset(ALL_MODULES))
-            ),
-            num_loaded=3,
-            timeout_s=300,
-        )
+        publisher = self.publisher(fleet)
         await publisher.publish(PolicyVersion(0))
         try:
             yield fleet, publisher
@@ -168,3 +182,55 @@ def test_a_broken_folder_is_refused_and_the_version_before_serves_on(adapted: Ad
             assert engine.adapter == "policy@1"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", ["half", "misshapen", "damaged"])
+def test_a_wrong_adapter_reaches_no_engine_and_the_version_before_serves_on(adapted: AdaptedEngine, kind: str) -> None:
+    class WrongRanks:
+        async def store_adapter(self, version: int, source_folder: Path) -> StoredAdapter:
+            stored = await adapted.store_adapter(version, source_folder)
+            name, *_ = stored.tensors
+            match kind:
+                case "half":
+                    return replace(stored, tensors={name: stored.tensors[name]})
+                case "misshapen":
+                    return replace(stored, tensors={**stored.tensors, name: replace(stored.tensors[name], shape=(1,))})
+                case _:
+                    return replace(stored, digests={**stored.digests, name: "0"})
+
+    async def run() -> None:
+        async with adapted.published() as (fleet, _):
+            (engine,) = fleet.engines
+            wrong = adapted.publisher(fleet, ranks=WrongRanks())
+            with pytest.raises(WeightSyncError, match="damaged on its way" if kind == "damaged" else "is not sent"):
+                await wrong.publish(PolicyVersion(1))
+            assert (engine.adapter, engine.is_live) == ("policy@0", True)
+            group = await generator_of(fleet, num_rollouts=2).generate(prompt_of(*PROMPT, uid=f"row-{kind}"))
+            assert {version for rollout in group.rollouts for version in rollout.versions} == {0}
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_two_hundred_publishes_under_load_leave_nothing_behind(adapted: AdaptedEngine) -> None:
+    """A leak of every adapter would be 180 of them after the first twenty publishes."""
+
+    async def run() -> tuple[int, int]:
+        async with adapted.published() as (fleet, publisher):
+            (engine,) = fleet.engines
+            generator = generator_of(fleet, num_rollouts=2, max_response_tokens=8)
+            settled = 0
+            for version in range(1, 201):
+                asking = asyncio.create_task(generator.generate(prompt_of(*PROMPT, uid=f"row-{version}")))
+                await publisher.publish(PolicyVersion(version))
+                assert len(engine.adapters) <= 3
+                await asking
+                if version == 20:
+                    settled = adapted.resident_bytes
+            await publisher.publish(PolicyVersion(201))
+            assert dict(engine.adapters) == {"policy@201": 0}
+            return settled, adapted.resident_bytes
+
+    settled, last = asyncio.run(run())
+    size = sum(spec.num_bytes for spec in adapted.tensors.values())
+    assert last - settled < 90 * size, f"{(last - settled) / 1e6:.1f} MB more after 180 adapters of {size / 1e6:.2f} MB"

@@ -1,0 +1,253 @@
+"""One engine with random weights, and this process as its only trainer rank: for benchmarks of publishing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from megarl.checkpoint.tensor_files import write_tensor_file
+from megarl.checkpoint.tensor_header import TensorEntry
+from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.public_models import PUBLIC_MODELS
+from megarl.config.roles import RolloutRoleConfig
+from megarl.config.section import Device, dtype_on
+from megarl.rollout.client import EngineClient, EngineKeys
+from megarl.rollout.commands import Rendezvous
+from megarl.rollout.control import EngineControl
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
+from megarl.rollout.process import EngineAdapters, EngineProcess, EngineSpec
+from megarl.tools.quickstart.tiny_model import TinyShape, write_config
+from megarl.types import PolicyVersion, Prompt
+from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES
+from megarl.weights.algebra.slices import TensorSpec
+from megarl.weights.executors.digest import fastest_digest
+from megarl.weights.executors.digest_sums import check_digests
+from megarl.weights.executors.group import Backend, TransferGroup
+from megarl.weights.executors.tensors import bytes_of, header_dtype, torch_dtype
+from megarl.weights.executors.transfer import Sender
+from megarl.weights.layouts.canonical import canonical_tensors
+from megarl.weights.layouts.megatron import MegatronParallel
+from megarl.weights.layouts.transfer_spec import TransferSpec
+
+Result = TypeVar("Result")
+
+TIMEOUT_S = 240.0
+NUM_WARMUPS = 2
+NUM_REPEATS = 5
+_ALIGNMENT = 64
+"""Elements; Megatron starts a parameter at a multiple of it."""
+_BLOCK_VALUES = 1 << 24
+_MAX_REQUESTS = 256
+_CACHED_TOKENS: Mapping[Device, int] = {"cuda": 163_840, "cpu": 16_384}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A fleet of one engine."""
+
+    fleet: Fleet
+    shape: ModelShape
+    device: Device
+
+    @property
+    def client(self) -> EngineClient:
+        return self.fleet.engines[0].client
+
+
+@asynccontextmanager
+async def serving(
+    model: str,
+    folder: Path,
+    options: Mapping[str, object],
+    *,
+    device: Device = "cuda",
+    adapters: EngineAdapters | None = None,
+) -> AsyncIterator[Server]:
+    """Start an engine with random weights and stop it when the block ends; with `adapters` they come from a file."""
+    write_config(folder / "model", TinyShape.like(PUBLIC_MODELS[model]))
+    shape = read_model_shape(folder / "model")
+    has_base = adapters is not None
+    if has_base:
+        _write_weights(folder / "model" / "model.safetensors", canonical_tensors(shape), dtype_on(device))
+    config = RolloutRoleConfig(
+        pool="pool",
+        max_running_requests=_MAX_REQUESTS,
+        max_cached_tokens=_CACHED_TOKENS[device],
+        memory_fraction=0.5,
+        is_deterministic=False,
+        sglang=dict(options),
+    )
+    spec = EngineSpec(
+        index=0,
+        model_folder=folder / "model",
+        config=config,
+        device=device,
+        seed=1,
+        run_folder=folder,
+        keys=EngineKeys.fresh(),
+        loads_weights=has_base,
+        adapters=adapters,
+        shares_devices=device == "cuda" and not has_base,
+    )
+    process = EngineProcess(spec)
+    process.start()
+    try:
+        await process.wait_ready()
+        client = EngineClient(process.endpoint, request_timeout_s=TIMEOUT_S)
+        fleet = Fleet([client], max_outstanding=config.max_running_requests, publish_timeout_s=TIMEOUT_S)
+        try:
+            yield Server(fleet=fleet, shape=shape, device=device)
+        finally:
+            await fleet.close()
+    finally:
+        await asyncio.to_thread(process.stop)
+
+
+def _write_weights(path: Path, specs: Mapping[str, TensorSpec], dtype: str) -> None:
+    """Write a file of random weights, all from one block of them: random numbers take longer than the disk."""
+    block = bytes_of(torch.empty(_BLOCK_VALUES, dtype=torch_dtype(dtype)).normal_(0.0, 0.02))
+    headers = {name: (header_dtype(dtype), spec.shape) for name, spec in specs.items()}
+
+    def pieces(entry: TensorEntry) -> Iterator[memoryview]:
+        for start in range(0, entry.num_bytes, len(block)):
+            yield block[: entry.num_bytes - start]
+
+    write_tensor_file(path, headers, pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullPublish:
+    """Publishes of a whole model, from this process as the only trainer rank."""
+
+    send: Callable[[], Awaitable[None]]
+    num_bytes: int
+    spent: Mapping[str, list[float]]
+    """Seconds of the parts of every publish so far."""
+
+
+async def full_publish(server: Server) -> FullPublish:
+    """Join this process and the engine; on a CPU they stand for different nodes, on a GPU they share it."""
+    dtype, is_cpu = dtype_on(server.device), server.device == "cpu"
+    transfer = TransferSpec(
+        shape=server.shape,
+        parallel=MegatronParallel(),
+        trainer_dtype=dtype,
+        num_engines=1,
+        tensor=1,
+        engine_dtype=dtype,
+        is_cpu_engine=is_cpu,
+        shares_devices=not is_cpu,
+    )
+    plan = transfer.plan()
+    control = EngineControl(server.fleet, timeout_s=TIMEOUT_S)
+    backend: Backend | None = "gloo" if is_cpu else None
+    rendezvous = Rendezvous(
+        address=control.address,
+        name="publish",
+        timeout_s=TIMEOUT_S,
+        backend=backend,
+        bucket_bytes=DEFAULT_BUCKET_BYTES,
+    )
+    weights = random_weights(plan.source.by_rank[0].tensors, server.device)
+
+    def join() -> Sender:
+        group = TransferGroup.join(
+            rendezvous.address, name=rendezvous.name, peer=0, num_peers=2, timeout_s=TIMEOUT_S, backend=backend
+        )
+        digest = fastest_digest(is_on_host=is_cpu)
+        return Sender(plan, 0, weights, group, digest=digest, direct=transfer.direct)
+
+    sender, _ = await asyncio.gather(
+        asyncio.to_thread(join), control.join(transfer, plan_hash=plan.hash, rendezvous=rendezvous)
+    )
+    versions = iter(range(1, 1000))
+    spent: dict[str, list[float]] = {"sent": [], "received": [], "confirmed": []}
+
+    async def publish() -> None:
+        version = PolicyVersion(next(versions))
+        sent, arrived = await asyncio.gather(
+            _noted(asyncio.to_thread(sender.send, version), spent["sent"]),
+            _noted(control.receive(version), spent["received"]),
+        )
+        check_digests([sent], arrived)
+        await _noted(control.confirm(version), spent["confirmed"])
+
+    return FullPublish(send=publish, num_bytes=sum(plan.traffic.received_bytes.values()), spent=spent)
+
+
+async def _noted(call: Awaitable[Result], seconds: list[float]) -> Result:
+    start = time.perf_counter()
+    result = await call
+    seconds.append(time.perf_counter() - start)
+    return result
+
+
+def random_weights(specs: Mapping[str, TensorSpec], device: Device) -> dict[str, torch.Tensor]:
+    """Return random tensors that are views of one buffer."""
+    dtype = torch_dtype(dtype_on(device))
+    starts, end = {}, 0
+    for name, spec in specs.items():
+        starts[name] = end
+        end += -(-prod(spec.shape) // _ALIGNMENT) * _ALIGNMENT
+    buffer = torch.empty(end, dtype=dtype, device=device)
+    for part in torch.split(buffer, 1 << 28):
+        part.normal_(0.0, 0.02)
+    return {
+        name: buffer[starts[name] : starts[name] + prod(spec.shape)].view(spec.shape) for name, spec in specs.items()
+    }
+
+
+def random_prompts(num: int, num_tokens: int) -> list[Prompt]:
+    random = np.random.default_rng(0)
+    return [
+        Prompt(
+            uid=f"row-{index}",
+            position=index,
+            epoch=0,
+            token_ids=random.integers(1000, 100_000, num_tokens, dtype=np.int32),
+            data_source="bench",
+            ground_truth="",
+            extra_info={},
+        )
+        for index in range(num)
+    ]
+
+
+def generator_of(server: Server, *, num_rollouts: int, max_response_tokens: int) -> FleetGenerator:
+    return FleetGenerator(
+        server.fleet,
+        sampling=Sampling(
+            num_rollouts=num_rollouts, temperature=1.0, top_p=1.0, top_k=None, max_response_tokens=max_response_tokens
+        ),
+        vocabulary=Vocabulary(
+            size=server.shape.vocab,
+            eos_ids=(),
+            max_context_tokens=server.shape.max_context_tokens,
+            decode=lambda _: "",
+        ),
+        seed=1,
+        max_attempts=1,
+    )
+
+
+async def seconds_of(call: Callable[[], Awaitable[object]]) -> float:
+    """Return the median of some calls after some others."""
+    for _ in range(NUM_WARMUPS):
+        await call()
+    times = []
+    for _ in range(NUM_REPEATS):
+        start = time.perf_counter()
+        await call()
+        times.append(time.perf_counter() - start)
+    return median(times)

@@ -99,6 +99,13 @@ def drop_fp8_weights(chunk: torch.nn.Module) -> None:
             copies.clear()
 
 
+def forget_scales() -> None:
+    """Drop the FP8 state of the process, which names groups of ranks: they are about to end."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: PLC0415 - on GPU machines only
+
+    FP8GlobalStateManager.reset()
+
+
 def recordable(hooks: Iterable[ModuleHook], modules: Mapping[str, torch.nn.Module]) -> Iterator[ModuleHook]:
     """Yield the hooks that these modules have: the input of a layer with a norm inside is not the norm's output, and
     grouped experts have no modules of their own."""

@@ -24,6 +24,7 @@ from megarl.data.shares import unpack
 from megarl.system.faults import Spoil, StepPoint, reach
 from megarl.tokens import SampleNumbers
 from megarl.train import cpu
+from megarl.train.layer_spec import forget_scales
 from megarl.train.logprob import TokenScores
 from megarl.train.memory import free_cache
 from megarl.train.model import DeviceMicroBatch, Model, build_chunks, named_weights, to_device, whole_column
@@ -120,6 +121,8 @@ class ModelRank:
 
     def close(self) -> None:
         """Leave the groups of ranks; no method may be called afterwards."""
+        if self._spec.split.precision == "fp8":
+            forget_scales()
         shut_down()
 
     def _read(self, folder: Path, tensors: dict[str, Tensor]) -> None:

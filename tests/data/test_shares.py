@@ -78,3 +78,19 @@ def test_numbers_that_all_tokens_share_are_sent_once_and_filled_everywhere() -> 
     assert (micro_batch.advantages[first : first + num_tokens] == 0.5).all()
     assert (micro_batch.versions[first : first + num_tokens] == 7).all()
     assert micro_batch.loss_mask.sum() == num_tokens
+
+
+def test_padding_repeats_tokens_of_the_pack_and_counts_nowhere() -> None:
+    """A mixture of experts would send many copies of one token to the same few experts."""
+    samples = make_samples(3, vocab=50)
+    packing = replace(PACKING, data_parallel=1, tokens_per_micro_batch=500, pad_multiple=256, micro_batch_multiple=2)
+    (batch,) = pack(samples, packing, temperature=1.0)
+    for micro_batch in batch.mini_batches[0].micro_batches:
+        ends = micro_batch.sequence_starts
+        padding = micro_batch.token_ids[ends[-2] :]
+        assert len(padding) > 100
+        assert set(padding.tolist()) <= {
+            token for sample in samples for token in (*sample.prompt_ids, *sample.rollout.token_ids)
+        }
+        assert len(set(padding.tolist())) > 3
+        assert not micro_batch.loss_mask[ends[-2] :].any()

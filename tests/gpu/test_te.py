@@ -90,8 +90,12 @@ def logprobs_of(trainer: ActorRank, batch: TrainBatch) -> np.ndarray:
 
 
 def gradients_of(trainer: ActorRank, batch: TrainBatch) -> dict[str, torch.Tensor]:
-    """Return the gradients of a step whose learning rate changes next to nothing."""
-    trainer.update(batch)
+    """Return the gradients of a second step, whose learning rate changes next to nothing.
+
+    Delayed scaling has no past values in the first one, and loses most of its small gradients.
+    """
+    for _ in range(2):
+        trainer.update(batch)
     return {name: each.main_grad.clone() for name, each in trainer._optimizer.parameters().items()}  # type: ignore[attr-defined]
 
 

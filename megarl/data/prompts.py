@@ -21,7 +21,7 @@ import numpy as np
 
 from megarl.config.recipe import DataConfig
 from megarl.data.rows import DataRow, read_rows
-from megarl.data.tokenizer import Chat, Template, Tokenizer, load_tokenizer
+from megarl.data.tokenizer import Chat, Template, Tokenizer, ToolFunction, load_tokenizer
 from megarl.errors import DataError, MachineError
 from megarl.system.guard import die_with_parent
 from megarl.tokens import Content
@@ -132,7 +132,7 @@ def _encode_all(chunks: Sequence[Sequence[DataRow]], tokenizer: Tokenizer, num_w
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(tokenizer.folder, tokenizer.vocab, tokenizer.template, os.getpid()),
+        initargs=(tokenizer.folder, tokenizer.vocab, tokenizer.template, tokenizer.tools, os.getpid()),
     )
     try:
         yield from pool.map(_encode_in_worker, chunks)
@@ -147,10 +147,10 @@ def _encode_all(chunks: Sequence[Sequence[DataRow]], tokenizer: Tokenizer, num_w
 _tokenizer_of_worker: Tokenizer | None = None
 
 
-def _start_worker(folder: Path, vocab: int, template: Template, parent: int) -> None:
+def _start_worker(folder: Path, vocab: int, template: Template, tools: Sequence[ToolFunction], parent: int) -> None:
     global _tokenizer_of_worker
     die_with_parent(parent)
-    _tokenizer_of_worker = load_tokenizer(folder, vocab=vocab, template=template)
+    _tokenizer_of_worker = load_tokenizer(folder, vocab=vocab, template=template, tools=tools)
 
 
 def _encode_in_worker(rows: Sequence[DataRow]) -> _Encoded:

@@ -28,6 +28,9 @@ Message: TypeAlias = Mapping[str, JsonValue]
 Chat: TypeAlias = Sequence[Message]
 
 
+ToolFunction: TypeAlias = Mapping[str, JsonValue]
+"""A tool as chat templates take it: `type: function`, and `function` with name, description, parameters."""
+
 Template: TypeAlias = Literal["chat", "raw"] | JinjaTemplateConfig
 """The recipe's `data.template`."""
 
@@ -42,6 +45,11 @@ _NUM_COMPARED = 2000
 """Random tokens whose text is compared before a tokenizer's own decoder is replaced."""
 
 
+class _AddedToken(Protocol):
+    content: str
+    special: bool
+
+
 class _HuggingFaceTokenizer(Protocol):
     """The part of transformers' tokenizer that is used."""
 
@@ -53,8 +61,16 @@ class _HuggingFaceTokenizer(Protocol):
     def bos_token(self) -> str | None: ...
     @property
     def bos_token_id(self) -> int | None: ...
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, _AddedToken]: ...
     def apply_chat_template(
-        self, chat: Chat, *, chat_template: str | None, add_generation_prompt: bool, tokenize: bool
+        self,
+        chat: Chat,
+        *,
+        tools: list[ToolFunction] | None,
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        tokenize: bool,
     ) -> str: ...
     def __call__(
         self, texts: list[str], *, add_special_tokens: bool, verbose: bool
@@ -64,8 +80,13 @@ class _HuggingFaceTokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]: ...
 
 
-def load_tokenizer(folder: Path, *, vocab: int, template: Template = "chat") -> Tokenizer:
-    """Return the tokenizer of the model in `folder`, whose embedding has `vocab` rows; a ConfigError if it is unfit."""
+def load_tokenizer(
+    folder: Path, *, vocab: int, template: Template = "chat", tools: Sequence[ToolFunction] = ()
+) -> Tokenizer:
+    """Return the tokenizer of the model in `folder`, whose embedding has `vocab` rows; a ConfigError if it is unfit.
+
+    Every chat is rendered with `tools`.
+    """
     from transformers import AutoTokenizer  # noqa: PLC0415 - imports torch: seconds that checking a recipe need not pay
 
     if not folder.is_dir():
@@ -87,7 +108,9 @@ def load_tokenizer(folder: Path, *, vocab: int, template: Template = "chat") -> 
     if not eos_ids:
         raise _error(f"{folder} names no end token; set eos_token in tokenizer_config.json")
     decoder = _byte_decoder(inner)
-    return Tokenizer(inner, folder=folder, eos_ids=eos_ids, vocab=vocab, template=template, decoder=decoder)
+    return Tokenizer(
+        inner, folder=folder, eos_ids=eos_ids, vocab=vocab, template=template, decoder=decoder, tools=tools
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +180,7 @@ class Tokenizer:
         vocab: int,
         template: Template = "chat",
         decoder: _ByteDecoder | None = None,
+        tools: Sequence[ToolFunction] = (),
     ) -> None:
         """`decoder` gives the same text as `inner`, faster."""
         self._inner = inner
@@ -164,6 +188,7 @@ class Tokenizer:
         self._jinja = None if isinstance(template, str) else template.text
         self._first_text = _first_text(inner) if template == "raw" else None
         self.template: Template = template
+        self.tools = tuple(tools)
         self.folder = folder
         self.eos_ids = eos_ids
         """Each ends a response; a demonstration ends with the first."""
@@ -211,7 +236,7 @@ class Tokenizer:
         if not whole.startswith(rendered):
             raise DataError(f"the chat template {_REWRITES}")
         text = whole.removeprefix(rendered)
-        ends = [place for eos in self._eos_texts if (place := text.rfind(eos)) >= 0]
+        ends = [place for eos in self.eos_texts if (place := text.rfind(eos)) >= 0]
         return text[: max(ends)] if ends else text
 
     def _between(self, whole: str, before: str) -> tuple[str, int | None]:
@@ -219,13 +244,19 @@ class Tokenizer:
         if not whole.startswith(before):
             raise DataError(f"the chat template {_REWRITES}")
         between = whole.removeprefix(before)
-        for text, token_id in self._eos_texts.items():
+        for text, token_id in self.eos_texts.items():
             if between.startswith(text):
                 return between.removeprefix(text), token_id
         return between, None
 
     @cached_property
-    def _eos_texts(self) -> dict[str, int]:
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts that become special tokens wherever they stand."""
+        return tuple(token.content for token in self._inner.added_tokens_decoder.values() if token.special)
+
+    @cached_property
+    def eos_texts(self) -> dict[str, int]:
+        """The end tokens by their texts."""
         return {self.decode(np.array([token_id], np.int32)): token_id for token_id in self.eos_ids}
 
     def _applied(self, chat: Chat, *, is_answered: bool) -> str:
@@ -237,7 +268,11 @@ class Tokenizer:
         try:
             with bounded(seconds=TEMPLATE_TIMEOUT_S, num_bytes=TEMPLATE_BYTES):
                 return self._inner.apply_chat_template(
-                    chat, chat_template=self._jinja, add_generation_prompt=not is_answered, tokenize=False
+                    chat,
+                    tools=list(self.tools) or None,
+                    chat_template=self._jinja,
+                    add_generation_prompt=not is_answered,
+                    tokenize=False,
                 )
         except (TemplateError, TypeError) as error:  # TypeError: it loads another file
             raise DataError(f"the chat template refuses the messages: {error}") from error

@@ -1,0 +1,222 @@
+"""The tokens between the turns of an episode, by the model's own chat template. Knows no engine.
+
+Sampled tokens are never rendered again. The tokens that follow a response, up to where the next one begins, are the
+difference that the template makes when observations are added to a short synthetic chat. A rehearsal proves once per
+kind of turn that this difference is the one that it makes in long chats too, and that it leaves the history as it was;
+where that does not hold, such as in templates that drop old thoughts, there is no suffix and a new row begins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megarl.config.environment import CallFormat
+from megarl.data.tokenizer import Tokenizer
+from megarl.episodes.calls import WrittenFormat, read_calls, written_format
+from megarl.episodes.protocol import Call, ChatMessage, Malformed, Observation
+from megarl.errors import DataError
+from megarl.types import JsonValue, TokenArray
+
+_NUM_REHEARSED = 5
+_ASKED: ChatMessage = {"role": "user", "content": "How many?"}
+_THOUGHT_END = "</think>"
+_THOUGHT = f"<think>\nI count them.\n{_THOUGHT_END}\n\n"
+_CUT = "\n[cut here: {num_cut} of {num_tokens} tokens are not shown]"
+_CHARACTERS_PER_TOKEN = 64
+"""Longer texts are cut by characters first: to count the tokens of a flood takes longer than the flood is worth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TurnKind:
+    """All that a suffix may depend on besides the contents of observations."""
+
+    roles: tuple[str, ...]
+    has_thought: bool
+
+
+class Dialogue:
+    """Tokens and texts of the episodes of a run, whose tools are those of the tokenizer."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_result_tokens: int,
+        call_format: CallFormat = "auto",
+        text_field: str | None = None,
+    ) -> None:
+        """With `text_field`, every response is a call of the tool `step` with its text in that argument."""
+        self._tokenizer = tokenizer
+        self._max_result_tokens = max_result_tokens
+        self._call_format = call_format
+        self._text_field = text_field
+        self._proofs: dict[_TurnKind, bool] = {}
+
+    def prompt_ids(self, messages: Sequence[ChatMessage]) -> TokenArray:
+        """Return the tokens up to where the assistant begins to answer."""
+        (token_ids,) = self._tokenizer.encode([self._tokenizer.render_chat(messages)])
+        return token_ids
+
+    whole = prompt_ids
+    """The history of a row that begins in the middle of an episode, where responses are messages."""
+
+    def suffix(self, sampled_ids: TokenArray, observations: Sequence[ChatMessage]) -> TokenArray | None:
+        """Return the tokens from the end of a response to the beginning of the next; None where none can be proved."""
+        tokenizer = self._tokenizer
+        has_thought = _THOUGHT_END in tokenizer.decode(sampled_ids)
+        kind = _TurnKind(roles=tuple(str(message["role"]) for message in observations), has_thought=has_thought)
+        if kind not in self._proofs:
+            self._proofs[kind] = self._is_proved(kind)
+        if not self._proofs[kind]:
+            return None
+        text = self._difference([_ASKED], "Three.", observations)
+        assert text is not None, f"a rehearsed difference is gone: {kind}"
+        (token_ids,) = tokenizer.encode([text])
+        has_end = len(sampled_ids) > 0 and int(sampled_ids[-1]) in tokenizer.eos_ids
+        return token_ids if has_end else np.concatenate([np.array([self._end_id], np.int32), token_ids])
+
+    def calls(self, text: str) -> list[Call] | Malformed:
+        """Return the calls of a response; none for an answer."""
+        if self._text_field is not None:
+            return [Call(name="step", arguments={self._text_field: text}, id="call_0")]
+        return read_calls(text, self.call_format)
+
+    def observation(self, call: Call, observation: Observation) -> ChatMessage:
+        """Return the message of a tool's answer, cut to its limit and without special tokens."""
+        text = self.cut(observation.text)
+        if self._text_field is not None:
+            return {"role": "user", "content": text}
+        return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+
+    def complaint(self, malformed: Malformed) -> ChatMessage:
+        """Return the message that tells the model that its call could not be read."""
+        text = f"error: the call could not be read: {malformed.why}"
+        return {"role": "tool", "name": "error", "tool_call_id": "call_0", "content": self.cut(text)}
+
+    def cut(self, text: str) -> str:
+        """Return the text in at most `max_result_tokens` tokens besides a mark; special tokens in it become text."""
+        limit = self._max_result_tokens
+        known = text[: limit * _CHARACTERS_PER_TOKEN]
+        shown = self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", known)
+        (token_ids,) = self._tokenizer.encode([shown])
+        # The tokens of the part that was not counted are estimated from those that were.
+        num_tokens = len(token_ids) * len(text) // max(len(known), 1)
+        if num_tokens <= limit:
+            return shown
+        kept = self._tokenizer.decode(token_ids[:limit]).rstrip("\ufffd")
+        return kept + _CUT.format(num_cut=num_tokens - limit, num_tokens=num_tokens)
+
+    @cached_property
+    def call_format(self) -> WrittenFormat:
+        """The format in which this model writes calls; a DataError if the template does not tell."""
+        if self._call_format != "auto":
+            return self._call_format
+        arguments: dict[str, JsonValue] = {"count": 3}
+        function: dict[str, JsonValue] = {"name": "rehearsed_tool", "arguments": arguments}
+        called: ChatMessage = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "id": "call_0", "function": function}],
+        }
+        result: ChatMessage = {"role": "tool", "name": "rehearsed_tool", "tool_call_id": "call_0", "content": "3"}
+        before = self._tokenizer.render_chat([_ASKED])
+        rendered = self._tokenizer.render_chat([_ASKED, called, result]).removeprefix(before)
+        found = written_format(rendered) if "rehearsed_tool" in rendered else None
+        if found is None:
+            raise DataError(
+                "the chat template writes calls of tools in no known form; set environment.call_format to the one that "
+                "the model was trained with"
+            )
+        return found
+
+    def refusals(self) -> list[str]:
+        """Return the reasons for which the template cannot be used with tools, one line each."""
+        tokenizer = self._tokenizer
+        if tokenizer.template == "raw":
+            return ["data.template raw renders no tools and no observations; use the model's chat template"]
+        try:
+            rendered = tokenizer.render_chat([_ASKED])
+            names = [str(tool["function"]["name"]) for tool in tokenizer.tools if isinstance(tool["function"], dict)]
+            missing = [name for name in names if name not in rendered]
+            if missing and self._text_field is None:
+                return [f"the chat template does not render tools: {', '.join(missing)} is not in the prompt"]
+            if self._text_field is None:
+                self.call_format  # noqa: B018 - raises where it is not known
+            role = "tool" if self._text_field is None else "user"
+            tokenizer.render_chat([_ASKED, {"role": "assistant", "content": "Three."}, _observed(role, 0)])
+        except DataError as error:
+            return [str(error)]
+        return []
+
+    def rehearsal(self) -> str:
+        """Rehearse five synthetic turns; return one line that says whether the history only grows."""
+        roles = ("tool",) if self._text_field is None else ("user",)
+        plain, thoughtful = (self._is_proved(_TurnKind(roles=roles, has_thought=thought)) for thought in (False, True))
+        if plain and thoughtful:
+            return f"{_NUM_REHEARSED} synthetic turns: history is append-only, with thoughts and without"
+        if plain:
+            return (
+                f"{_NUM_REHEARSED} synthetic turns: history is append-only without thoughts; "
+                "the template drops old thoughts, so that a new row begins after each turn with one"
+            )
+        return f"{_NUM_REHEARSED} synthetic turns: the template rewrites its history, a new row begins after each turn"
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        texts = sorted({*self._tokenizer.special_texts, *self._tokenizer.eos_texts}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)))
+
+    @cached_property
+    def _end_id(self) -> int:
+        """The end token that the template writes after a response."""
+        before = self._tokenizer.render_chat([_ASKED]) + "Three."
+        whole = self._tokenizer.render_chat([_ASKED, {"role": "assistant", "content": "Three."}, _ASKED])
+        found = [token_id for text, token_id in self._tokenizer.eos_texts.items() if whole.startswith(before + text)]
+        return found[0] if found else self._tokenizer.eos_ids[0]
+
+    def _difference(self, chat: Sequence[ChatMessage], answer: str, observed: Sequence[ChatMessage]) -> str | None:
+        """Return the text between the end token of an answer and the next answer; None if the history changes."""
+        before = self._tokenizer.render_chat(chat) + answer
+        whole = self._tokenizer.render_chat([*chat, {"role": "assistant", "content": answer}, *observed])
+        for end in self._tokenizer.eos_texts:
+            if whole.startswith(before + end):
+                return whole.removeprefix(before + end)
+        return None
+
+    def _is_proved(self, kind: _TurnKind) -> bool:
+        """Whether, in chats of up to five turns, the history stays and the suffix is that of a chat of one turn."""
+        try:
+            return self._rehearse(kind)
+        except DataError:
+            return False
+
+    def _rehearse(self, kind: _TurnKind) -> bool:
+        tokenizer = self._tokenizer
+        chat: list[ChatMessage] = [_ASKED]
+        for turn in range(_NUM_REHEARSED):
+            # Every third turn is without a thought: the kinds mix in an episode.
+            answer = (_THOUGHT if kind.has_thought and turn % 3 < 2 else "") + f"I look at {turn}."
+            observed = [_observed(role, 10 * turn + place) for place, role in enumerate(kind.roles)]
+            suffix = self._difference(chat, answer, observed)
+            if suffix is None or suffix != self._difference([_ASKED], "Three.", observed):
+                return False
+            chat += [{"role": "assistant", "content": answer}, *observed]
+            whole = tokenizer.render_chat(chat)
+            history = whole.removesuffix(suffix)
+            # The same in tokens: a tokenizer may see the beginning of a text differently from its middle.
+            whole_ids, history_ids, suffix_ids = tokenizer.encode([whole, history, suffix])
+            if not np.array_equal(whole_ids, np.concatenate([history_ids, suffix_ids])):
+                return False
+        return True
+
+
+def _observed(role: str, number: int) -> ChatMessage:
+    text = f"There are {number}."
+    if role == "tool":
+        return {"role": role, "name": "count", "tool_call_id": "call_0", "content": text}
+    return {"role": role, "content": text}

@@ -35,10 +35,10 @@ def update_environment(variables: Mapping[str, str]) -> None:
 RAY_ADDRESS = EnvVar(name="RAY_ADDRESS", default="", reason="Join this Ray cluster when the recipe names none.")
 NO_COLOR = EnvVar(name="NO_COLOR", default="", reason="Any value: plain output, as with other tools.")
 FAULTS = EnvVar(name="MEGARL_FAULTS", default="", reason="Faults for tests, as JSON; see system/faults.py.")
-REWARD_WORKER = EnvVar(
-    name="MEGARL_REWARD_WORKER",
+USER_WORKER = EnvVar(
+    name="MEGARL_USER_WORKER",
     default="",
-    reason="Marks a reward worker and all that it starts.",
+    reason="Marks a process that runs a user's code, such as a reward worker, and all that it starts.",
 )
 ONE_CARD = EnvVar(
     name="MEGARL_ONE_CARD",

@@ -74,7 +74,7 @@ class Dialogue:
             self._proofs[kind] = self._is_proved(kind)
         if not self._proofs[kind]:
             return None
-        text = self._difference([_ASKED], "Three.", observations)
+        text = self._short_difference(observations)
         assert text is not None, f"a rehearsed difference is gone: {kind}"
         (token_ids,) = tokenizer.encode([text])
         has_end = len(sampled_ids) > 0 and int(sampled_ids[-1]) in tokenizer.eos_ids
@@ -172,20 +172,32 @@ class Dialogue:
         return re.compile("|".join(map(re.escape, texts)))
 
     @cached_property
+    def _short(self) -> str:
+        return self._tokenizer.render_chat([_ASKED])
+
+    @cached_property
     def _end_id(self) -> int:
         """The end token that the template writes after a response."""
-        before = self._tokenizer.render_chat([_ASKED]) + "Three."
+        before = self._short + "Three."
         whole = self._tokenizer.render_chat([_ASKED, {"role": "assistant", "content": "Three."}, _ASKED])
         found = [token_id for text, token_id in self._tokenizer.eos_texts.items() if whole.startswith(before + text)]
         return found[0] if found else self._tokenizer.eos_ids[0]
 
     def _difference(self, chat: Sequence[ChatMessage], answer: str, observed: Sequence[ChatMessage]) -> str | None:
         """Return the text between the end token of an answer and the next answer; None if the history changes."""
-        before = self._tokenizer.render_chat(chat) + answer
+        return self._after(self._tokenizer.render_chat(chat), chat, answer, observed)
+
+    def _short_difference(self, observed: Sequence[ChatMessage]) -> str | None:
+        """Return the difference in a chat of one turn."""
+        return self._after(self._short, [_ASKED], "Three.", observed)
+
+    def _after(
+        self, rendered: str, chat: Sequence[ChatMessage], answer: str, observed: Sequence[ChatMessage]
+    ) -> str | None:
         whole = self._tokenizer.render_chat([*chat, {"role": "assistant", "content": answer}, *observed])
         for end in self._tokenizer.eos_texts:
-            if whole.startswith(before + end):
-                return whole.removeprefix(before + end)
+            if whole.startswith(rendered + answer + end):
+                return whole.removeprefix(rendered + answer + end)
         return None
 
     def _is_proved(self, kind: _TurnKind) -> bool:
@@ -203,7 +215,7 @@ class Dialogue:
             answer = (_THOUGHT if kind.has_thought and turn % 3 < 2 else "") + f"I look at {turn}."
             observed = [_observed(role, 10 * turn + place) for place, role in enumerate(kind.roles)]
             suffix = self._difference(chat, answer, observed)
-            if suffix is None or suffix != self._difference([_ASKED], "Three.", observed):
+            if suffix is None or suffix != self._short_difference(observed):
                 return False
             chat += [{"role": "assistant", "content": answer}, *observed]
             whole = tokenizer.render_chat(chat)

@@ -1,19 +1,17 @@
 """The messages between a scorer and its worker processes. Standard library only: a worker imports little else.
 
-A message is its length and a JSON object in UTF-8. The worker sends the first one, a `Loaded`. After that one
-`ScoringReply` follows each `ScoringCall` and repeats its id: an answer to another question is not taken for its own.
+Each is a JSON object. The worker sends the first one, a `Loaded`. After that one `ScoringReply` follows each
+`ScoringCall` and repeats its id: an answer to another question is not taken for its own.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import NotRequired, TypedDict
 
-LENGTH = struct.Struct("!I")
 _PREDICTION = "prediction"
 
 
@@ -102,12 +100,13 @@ def read_answers(payload: bytes, asked: ScoringCall) -> list[Answer]:
     answers = message.get("answers")
     if not isinstance(answers, list) or len(answers) != len(asked["samples"]):
         raise ValueError("it does not have one answer per sample")
-    if not all(map(_is_answer, answers)):
+    if not all(map(is_answer, answers)):
         raise ValueError("a score in it is no finite number")
     return answers
 
 
-def _is_answer(value: object) -> bool:
+def is_answer(value: object) -> bool:
+    """Whether a message is a checked `Answer`."""
     if not isinstance(value, dict):
         return False
     if "error" in value:

@@ -146,7 +146,8 @@ class Sandbox:
             is_boxed = self._kind == "bubblewrap"
             folder = "/" if is_boxed else stack.enter_context(tempfile.TemporaryDirectory())
             try:
-                process = self._start(source, rules, status, given, errors=errors, folder=folder, stack=stack)
+                given_file = stack.enter_context(_file_of(given))
+                process = self._start(source, rules, status, stdin=given_file, errors=errors, folder=folder)
             except OSError as error:
                 raise _NotStartedError(f"{self._kind} cannot be started: {error.strerror}") from error
             assert process.stdout is not None
@@ -161,12 +162,25 @@ class Sandbox:
                 self._check_started(status, stopped)
         return Ran(code=code, output=output, stopped=stopped)
 
+    def start(self, program: str) -> subprocess.Popen[bytes]:
+        """Start a program that is spoken to through its standard input and output.
+
+        The caller watches its time and memory, and kills its process group.
+        """
+        with _file_of(program.encode()) as source, _file_of(self._filter) as rules, _file_of(b"") as status:
+            folder = "/" if self._kind == "bubblewrap" else tempfile.gettempdir()
+            pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+            try:
+                return self._start(source, rules, status, stdin=pipe, errors=nowhere, folder=folder)
+            except OSError as error:
+                raise _NotStartedError(f"{self._kind} cannot be started: {error.strerror}") from error
+
     def _start(
-        self, source: int, rules: int, status: int, given: bytes, *, errors: int, folder: str, stack: ExitStack
+        self, source: int, rules: int, status: int, *, stdin: int, errors: int, folder: str
     ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(  # noqa: S603 - no shell; the command is ours, the program is inside
             [*self._with_caller(), *self._command(source, rules, status)],
-            stdin=stack.enter_context(_file_of(given)),
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=errors,
             pass_fds=(source, rules, status),
@@ -198,7 +212,7 @@ class Sandbox:
                     return bytes(output), "it was late"
                 if now >= watched + _WATCH_INTERVAL_S:
                     watched = now
-                    if _resident_bytes(process.pid) > self._limits.memory_bytes:
+                    if tree_resident_bytes(process.pid) > self._limits.memory_bytes:
                         return bytes(output), "its processes used too much memory"
                 if is_open and selector.select(timeout=min(_WATCH_INTERVAL_S, deadline - now)):
                     chunk = os.read(descriptor, _CHUNK_BYTES)
@@ -300,6 +314,6 @@ def _file_of(content: bytes) -> Iterator[int]:
         yield file.fileno()
 
 
-def _resident_bytes(root: int) -> int:
+def tree_resident_bytes(root: int) -> int:
     """Return the resident memory of the process and its descendants."""
     return sum(resident_bytes(pid) for pid in descendants(root))

@@ -129,12 +129,12 @@ def bounded(*, seconds: float, num_bytes: int) -> Iterator[None]:
 
     Time is limited only in the main thread, where signals arrive. The memory limit is that of the whole process.
     """
-    with _limited_memory(num_bytes), _limited_time(seconds):
+    with _limited_memory(num_bytes), limited_time(seconds):
         yield
 
 
 @contextmanager
-def _limited_time(seconds: float) -> Iterator[None]:
+def limited_time(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return

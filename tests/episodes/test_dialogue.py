@@ -45,10 +45,9 @@ def _sampled(tokenizer: Tokenizer, text: str, chance: random.Random) -> np.ndarr
 
 
 def _episode(tokenizer: Tokenizer, dialogue: Dialogue, chance: random.Random) -> int:
-    """Play one episode; return in how many turns the tokens are not those of the template's rendering."""
+    """Play one episode; return the number of its turns if the tokens are not those of the template, else 0."""
     chat: list[ChatMessage] = [{"role": "user", "content": _text(chance)}]
     row = dialogue.prompt_ids(chat)
-    suffixes = []
     for _ in range(_TURNS_PER_EPISODE):
         answer = _text(chance)
         sampled = _sampled(tokenizer, answer, chance)
@@ -60,13 +59,11 @@ def _episode(tokenizer: Tokenizer, dialogue: Dialogue, chance: random.Random) ->
         assert suffix is not None
         chat += [{"role": "assistant", "content": answer}, *observed]
         row = np.concatenate([row, sampled, suffix])
-        suffixes.append(suffix)
-    whole = tokenizer.render_chat(chat)
-    if tokenizer.decode(row) != whole:
-        return _TURNS_PER_EPISODE
-    # Suffixes are in the tokenizer's own pieces.
-    own = "".join(map(chr, dialogue.whole(chat)))
-    return sum("".join(map(chr, suffix)) not in own for suffix in suffixes)
+    assert suffix is not None
+    is_text_equal = tokenizer.decode(row) == tokenizer.render_chat(chat)
+    # The suffix is in the tokenizer's own pieces, not only the same text.
+    is_ending_equal = np.array_equal(dialogue.whole(chat)[-len(suffix) :], suffix)
+    return 0 if is_text_equal and is_ending_equal else _TURNS_PER_EPISODE
 
 
 def test_histories_of_10000_turns_are_those_of_the_template(

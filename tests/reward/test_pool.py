@@ -422,7 +422,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 def test_the_log_of_workers_has_a_bound(
     tmp_path: Path, make_reward: MakeReward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.reward.pool.MAX_LOG_BYTES", 2 << 20)
+    monkeypatch.setattr("megarl.system.user_process.MAX_LOG_BYTES", 2 << 20)
     log = tmp_path / "reward.log"
     pool = WorkerPool(scoring_task(make_reward(WRITES_MUCH)), log_path=log)
     assert asyncio.run(pool.score(request("go"))).value == 1

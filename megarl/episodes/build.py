@@ -1,0 +1,110 @@
+"""Opens the environments of the recipe's `environment` section, and checks the section. Knows its kinds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import assert_never
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.config.environment import (
+    BuiltInToolsConfig,
+    ClassEnvironmentConfig,
+    McpEnvironmentConfig,
+    OpenEnvEnvironmentConfig,
+    SearchToolConfig,
+    ToolEnvironmentConfig,
+)
+from megarl.episodes.built_in.search import ensure_index, index_path
+from megarl.episodes.class_environments import ClassEnvironments, EnvironmentWorker, EnvironmentWorkers
+from megarl.episodes.protocol import Environments
+from megarl.episodes.worker import EnvironmentTask, LoadedClass
+from megarl.errors import ConfigError, Problem
+
+_BUILT_IN = Path(__file__).parent / "built_in"
+_GIB = 1 << 30
+_SANDBOX_SHARE = 0.8
+"""The sandbox ends code earlier than the call's deadline, so that the model is told and the episode goes on."""
+
+
+async def open_environments(config: ToolEnvironmentConfig, *, log_path: Path | None = None) -> Environments:
+    """Return the environments of a run, whose tools are known; a ConfigError if they cannot be had."""
+    match config:
+        case ClassEnvironmentConfig():
+            return await _open_class(config, log_path)
+        case McpEnvironmentConfig() | OpenEnvEnvironmentConfig():
+            raise NotImplementedError(config.kind)
+        case _:
+            assert_never(config)
+
+
+async def _open_class(config: ClassEnvironmentConfig, log_path: Path | None) -> ClassEnvironments:
+    if problems := list(_file_problems(config)):
+        raise ConfigError("recipe", tuple(problems))
+    if (search := config.tools.search) is not None:
+        index = index_path(search.documents, search.index)
+        await asyncio.to_thread(
+            ensure_index, search.documents, text_key=search.text_key, title_key=search.title_key, index=index
+        )
+    task = _class_task(config)
+    first = EnvironmentWorker(task, log_path=log_path)
+    try:
+        problem = await first.handshake()
+    finally:
+        first.discard()
+    if problem is not None:
+        raise ConfigError("recipe", (problem,))
+    workers = EnvironmentWorkers(
+        task, workers=config.workers, episodes_per_worker=config.episodes_per_worker, log_path=log_path
+    )
+    return ClassEnvironments(workers, tools=first.tools, call_deadline_s=config.call_deadline_s)
+
+
+def _class_task(config: ClassEnvironmentConfig) -> EnvironmentTask:
+    classes = [*_built_in(config.tools, config.call_deadline_s)]
+    if config.path is not None:
+        classes.append(LoadedClass(path=str(config.path.resolve()), name=config.name, options={}))
+    return EnvironmentTask(
+        classes=classes,
+        has_user_class=config.path is not None,
+        memory_bytes=None if config.memory_gib is None else int(config.memory_gib * _GIB),
+        cpu_s=config.cpu_s,
+        call_deadline_s=config.call_deadline_s,
+    )
+
+
+def _built_in(tools: BuiltInToolsConfig, call_deadline_s: float) -> Iterator[LoadedClass]:
+    if (python := tools.python) is not None:
+        options = {**python.model_dump(mode="json"), "deadline_s": _SANDBOX_SHARE * call_deadline_s}
+        yield LoadedClass(path=str(_BUILT_IN / "python.py"), name="Python", options=options)
+    if (search := tools.search) is not None:
+        index = str(index_path(search.documents, search.index).absolute())
+        options = {"index": index, "max_results": search.max_results}
+        yield LoadedClass(path=str(_BUILT_IN / "search.py"), name="Search", options=options)
+
+
+def _file_problems(config: ClassEnvironmentConfig) -> Iterator[Problem]:
+    if config.path is None and config.tools == BuiltInToolsConfig():
+        yield Problem(key="environment", message="has neither a path nor tools; name your Python file")
+    if config.path is not None and not config.path.is_file():
+        yield Problem(key="environment.path", message=f"{config.path} is not a file; name your Python file")
+    if config.tools.search is not None:
+        yield from _document_problems(config.tools.search)
+
+
+def _document_problems(config: SearchToolConfig) -> Iterator[Problem]:
+    key = "environment.tools.search"
+    for path in config.documents:
+        try:
+            columns = pq.read_schema(path).names
+        except (OSError, pa.ArrowInvalid) as error:
+            yield Problem(key=f"{key}.documents", message=f"{path} is not a Parquet file: {error}")
+            continue
+        for name, column in (("text_key", config.text_key), ("title_key", config.title_key)):
+            if column is not None and column not in columns:
+                yield Problem(
+                    key=f"{key}.{name}", message=f"{path} has no column {column}; it has {', '.join(columns)}"
+                )

@@ -1,0 +1,281 @@
+"""The process of an episode's environment: `python -m megarl.episodes.worker SOCKET TASK`.
+
+It sets its limits, imports the classes, reports their tools, then opens one instance of each per episode and answers
+calls. Whatever the user's code does, the answer is an observation, a score or an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import NotRequired, TypedDict, cast
+
+from megarl.episodes.protocol import Observation, Transcript
+from megarl.episodes.tool_methods import BadArgumentsError, ToolMethod, tool_methods
+from megarl.reward.protocol import check_result, type_name
+from megarl.system.proc import limited_time
+from megarl.system.user_worker import Channel, UserError, describe, grant_cpu, import_file, limit_memory, sources
+from megarl.types import JsonValue
+
+MAX_RESULT_CHARACTERS = 1 << 20
+"""A tool's result is cut here, far above what a model is shown: a flood must not fill the channel."""
+_ROW = ("uid", "data_source", "ground_truth", "extra_info", "prompt", "messages")
+
+
+class LoadedClass(TypedDict):
+    path: str
+    name: str | None
+    """None takes the only class of the file with a method `score`."""
+    options: Mapping[str, JsonValue]
+    """Keyword arguments in addition to those of a row; empty for a user's class."""
+
+
+class EnvironmentTask(TypedDict):
+    classes: list[LoadedClass]
+    """The user's class, if there is one, is the last; only that one scores."""
+    agent: NotRequired[str]
+    """A function of the only file, which is run instead."""
+    has_user_class: bool
+    memory_bytes: int | None
+    cpu_s: int | None
+    call_deadline_s: float
+
+
+class _Classes:
+    """The classes of a task, and their instances of one episode after the other."""
+
+    def __init__(self, task: EnvironmentTask) -> None:
+        self._task = task
+        self._loaded = [_load_class(each, place) for place, each in enumerate(task["classes"])]
+        self._methods: dict[str, tuple[int, ToolMethod]] = {}
+        for place, cls in enumerate(self._loaded):
+            for name, method in tool_methods(cls).items():
+                if name in self._methods:
+                    other = self._loaded[self._methods[name][0]]
+                    raise UserError("path", f"two tools have the name {name}: of {other.__name__} and {cls.__name__}")
+                self._methods[name] = (place, method)
+        if task["has_user_class"]:
+            cls = self._loaded[-1]
+            if not callable(getattr(cls, "score", None)):
+                raise UserError("path", f"{cls.__name__} has no method score(self, transcript); it returns the reward")
+            _check_start(cls)
+        self._instances: list[object] = []
+
+    @property
+    def schemas(self) -> list[dict[str, object]]:
+        return [asdict(method.schema) for _, method in self._methods.values()]
+
+    def open(self, row: Mapping[str, JsonValue]) -> dict[str, object]:
+        self.close()
+        for cls, task in zip(self._loaded, self._task["classes"], strict=True):
+            self._instances.append(cls(**_named(cls, {**row, **task["options"]})))
+        return {}
+
+    def call(self, name: str, arguments: Mapping[str, JsonValue], runner: asyncio.Runner) -> dict[str, object]:
+        place, method = self._methods[name]
+        try:
+            read = method.read(arguments)
+        except BadArgumentsError as error:
+            return _failed(f"{name}: {error}")
+        path = Path(self._task["classes"][place]["path"])
+        try:
+            with limited_time(self._task["call_deadline_s"]):
+                return _observed(_finished(partial(getattr(self._instances[place], name), **read), runner))
+        except TimeoutError:
+            return _failed(f"{name} gave no result within {self._task['call_deadline_s']:g} s")
+        except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
+            if getattr(error, "is_machine_fault", False):
+                return {"lost": f"{name}: {error}"}
+            return _failed(f"{name} {_told(error, path)}")
+
+    def score(self, transcript: Transcript, runner: asyncio.Runner) -> dict[str, object]:
+        if not self._task["has_user_class"]:
+            return {}
+        path = Path(self._task["classes"][-1]["path"])
+        scorer = cast("Callable[[Transcript], object]", self._instances[-1].score)  # type: ignore[attr-defined]
+        return scored(partial(scorer, transcript), runner, path)
+
+    def close(self) -> dict[str, object]:
+        instances, self._instances = self._instances, []
+        for instance in instances:
+            closing = getattr(instance, "close", None)
+            if callable(closing):
+                closing()
+        return {}
+
+
+def scored(call: Callable[[], object], runner: asyncio.Runner, path: Path) -> dict[str, object]:
+    """Return the `Answer` of a scoring call, with `turns` where it gives rewards of turns."""
+    try:
+        value = _finished(call, runner)
+    except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
+        return {"error": describe(error, path, memory_key="environment.memory_gib")}
+    turns = value.get("turns") if isinstance(value, Mapping) else None
+    answer = cast("dict[str, object]", check_result(value, None))
+    if turns is None or "error" in answer:
+        return answer
+    if not isinstance(turns, list | tuple) or not all(isinstance(each, Real) for each in turns):
+        return {"error": f"returned a {type_name(turns)} for turns; it must be a list of one number per turn"}
+    rewards = [float(each) for each in turns]
+    if not all(map(math.isfinite, rewards)):
+        return {"error": "returned a reward of a turn that is not finite"}
+    return {**answer, "turns": rewards}
+
+
+def serve(channel: Channel) -> None:
+    """Answer requests until the other side closes the channel."""
+    task = cast("EnvironmentTask", channel.task)
+    limit_memory(task["memory_bytes"])
+    try:
+        if "agent" in task:
+            answer = _agent_answers(task)
+            schemas: list[dict[str, object]] = []
+        else:
+            classes = _Classes(task)
+            answer, schemas = _class_answers(classes, task), classes.schemas
+    except UserError as error:
+        channel.send({"key": error.key, "error": str(error)})
+        return
+    files = {path: digest for each in task["classes"] for path, digest in sources(Path(each["path"]))}
+    channel.send({"sources": files, "tools": schemas})
+    own = os.getpid()
+    with asyncio.Runner() as runner:
+        while (asked := channel.receive()) is not None:
+            grant_cpu(task["cpu_s"])
+            answered = answer(asked, runner)
+            if os.getpid() != own:
+                # The user's code forked, and the child returned here too: the parent answers.
+                os._exit(0)
+            channel.send({"id": asked["id"], **answered})
+
+
+_Answers = Callable[[Mapping[str, object], asyncio.Runner], dict[str, object]]
+
+
+def _class_answers(classes: _Classes, task: EnvironmentTask) -> _Answers:
+    def answer(asked: Mapping[str, object], runner: asyncio.Runner) -> dict[str, object]:
+        arguments = cast("dict[str, JsonValue]", asked.get("arguments", {}))
+        match asked["does"]:
+            case "call":
+                return classes.call(str(asked["name"]), arguments, runner)
+            case "score":
+                return classes.score(_transcript(arguments), runner)
+            case "open" | "close" as does:
+                try:
+                    return classes.open(arguments) if does == "open" else classes.close()
+                except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
+                    return {"error": f"{does} {describe(error, Path(task['classes'][-1]['path']))}"}
+            case other:
+                raise AssertionError(f"unknown request {other}")
+
+    return answer
+
+
+def _agent_answers(task: EnvironmentTask) -> _Answers:
+    (loaded,) = task["classes"]
+    path, name = Path(loaded["path"]), task["agent"]
+    module = import_file(path, name="megarl_user_agent")
+    run: object = getattr(module, name, None)
+    if not callable(run):
+        raise UserError("name", f"{path} has no function {name}(task, base_url, api_key)")
+    try:
+        inspect.signature(run).bind(task={}, base_url="", api_key="")
+    except TypeError as error:
+        raise UserError("name", f"{name} in {path} must take task, base_url and api_key: {error}") from None
+
+    def answer(asked: Mapping[str, object], runner: asyncio.Runner) -> dict[str, object]:
+        arguments = cast("dict[str, object]", asked["arguments"])
+        return scored(partial(run, **arguments), runner, path)
+
+    return answer
+
+
+def _load_class(task: LoadedClass, place: int) -> type:
+    path, name = Path(task["path"]), task["name"]
+    module = import_file(path, name=f"megarl_user_environment_{place}")
+    own = {key: cls for key, cls in vars(module).items() if inspect.isclass(cls) and cls.__module__ == module.__name__}
+    if name is not None:
+        found = getattr(module, name, None)
+        if not inspect.isclass(found):
+            raise UserError("name", f"{path} has no class {name}; it has {', '.join(own) or 'none'}")
+        return found
+    scoring = [cls for cls in own.values() if callable(getattr(cls, "score", None))]
+    if len(scoring) == 1:
+        return scoring[0]
+    if not scoring:
+        raise UserError("path", f"no class in {path} has a method score(self, transcript); it returns the reward")
+    raise UserError("name", f"{path} has several classes with score: name one of {', '.join(own)}")
+
+
+def _check_start(cls: type) -> None:
+    """Raise if the constructor needs arguments that no row has."""
+    parameters = inspect.signature(cls).parameters.values()
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in kinds]
+    missing = [name for name in needed if name not in _ROW]
+    if missing:
+        raise UserError(
+            "path", f"{cls.__name__} takes {', '.join(missing)}, which no row has; rows have {', '.join(_ROW)}"
+        )
+
+
+def _named(cls: type, row: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the facts of a row that the constructor names, all for `**row`."""
+    parameters = inspect.signature(cls).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: item for name, item in row.items() if takes_any or name in parameters}
+
+
+def _finished(call: Callable[[], object], runner: asyncio.Runner) -> object:
+    value = call()
+    return runner.run(_finish(value)) if inspect.isawaitable(value) else value
+
+
+async def _finish(value: Awaitable[object]) -> object:
+    return await value
+
+
+def _observed(value: object) -> dict[str, object]:
+    observation = value if isinstance(value, Observation) else Observation(text=_as_text(value))
+    reward = observation.reward
+    if reward is not None and not math.isfinite(reward):
+        return _failed(f"the tool gave the reward {reward}, which is not finite")
+    text = observation.text[:MAX_RESULT_CHARACTERS]
+    return {**asdict(observation), "text": text, "num_characters": len(observation.text)}
+
+
+def _as_text(value: object) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
+
+
+def _failed(text: str) -> dict[str, object]:
+    return asdict(Observation(text=f"error: {text}", is_error=True))
+
+
+def _told(error: BaseException, path: Path) -> str:
+    """Return the error as the model reads it, without files of the machine."""
+    return describe(error, path, memory_key="environment.memory_gib").rpartition(" (")[0]
+
+
+def _transcript(values: Mapping[str, JsonValue]) -> Transcript:
+    messages = cast("dict[str, list[dict[str, JsonValue]]]", values)
+    return Transcript(
+        prompt=tuple(messages["prompt"]), messages=tuple(messages["messages"]), ending=str(values["ending"])
+    )
+
+
+if __name__ == "__main__":
+    serve(Channel())

@@ -20,6 +20,8 @@ from megarl.config.environment import (
 )
 from megarl.episodes.built_in.search import ensure_index, index_path
 from megarl.episodes.class_environments import ClassEnvironments, EnvironmentWorker, EnvironmentWorkers
+from megarl.episodes.mcp_environments import open_mcp
+from megarl.episodes.openenv_environments import open_openenv
 from megarl.episodes.protocol import Environments
 from megarl.episodes.worker import EnvironmentTask, LoadedClass
 from megarl.errors import ConfigError, Problem
@@ -35,8 +37,10 @@ async def open_environments(config: ToolEnvironmentConfig, *, log_path: Path | N
     match config:
         case ClassEnvironmentConfig():
             return await _open_class(config, log_path)
-        case McpEnvironmentConfig() | OpenEnvEnvironmentConfig():
-            raise NotImplementedError(config.kind)
+        case McpEnvironmentConfig():
+            return await open_mcp(config.servers, timeout_s=config.call_deadline_s)
+        case OpenEnvEnvironmentConfig():
+            return await open_openenv(config.url, timeout_s=config.call_deadline_s)
         case _:
             assert_never(config)
 

@@ -1,0 +1,178 @@
+"""Environments behind OpenEnv's WebSocket: reset, step, state, close. One connection per episode.
+
+A message is `{"type": ..., "data": {...}}`; an observation comes back with `reward` and `done`. `/schema` of the same
+server describes an action.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping
+from urllib.parse import urlsplit, urlunsplit
+
+import aiohttp
+
+from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
+from megarl.errors import ConfigError, EnvironmentLostError, Problem
+from megarl.types import JsonValue, Score
+
+STEP = "step"
+_MAX_MESSAGE_BYTES = 16 << 20
+_CLOSE_TIMEOUT_S = 5.0
+_RESERVED = ("metadata", "reward", "done")
+"""Fields of an action or an observation that are the protocol's own."""
+_LOST = (aiohttp.ClientError, OSError, ValueError)
+
+
+def schema_url(url: str) -> str:
+    """Return where the server describes its actions: `ws://host/ws` has `http://host/schema`."""
+    parts = urlsplit(url)
+    scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
+    path = parts.path.rstrip("/").removesuffix("/ws")
+    return urlunsplit((scheme, parts.netloc, f"{path}/schema", "", ""))
+
+
+async def open_openenv(url: str, *, timeout_s: float) -> OpenEnvEnvironments:
+    """Ask the server how an action looks; a ConfigError if it does not answer."""
+    session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, connect=timeout_s))
+    try:
+        async with asyncio.timeout(timeout_s), session.get(schema_url(url)) as reply:
+            reply.raise_for_status()
+            described = await reply.json()
+        tool = _step_tool(described["action"])
+    except (*_LOST, TimeoutError, KeyError, TypeError) as error:
+        await session.close()
+        reason = str(error) or type(error).__name__
+        message = f"{schema_url(url)} gives no schema of an action; is it an OpenEnv server? {reason}"
+        raise ConfigError("recipe", (Problem(key="environment.url", message=message),)) from None
+    return OpenEnvEnvironments(session, url, tool=tool, timeout_s=timeout_s)
+
+
+def _step_tool(action: Mapping[str, JsonValue]) -> ToolSchema:
+    properties, required = action["properties"], action.get("required", [])
+    assert isinstance(properties, dict), "a JSON schema of an object has properties"
+    assert isinstance(required, list), "a JSON schema has a list of required properties"
+    own: dict[str, JsonValue] = {name: each for name, each in properties.items() if name not in _RESERVED}
+    parameters: dict[str, JsonValue] = {
+        "type": "object",
+        "properties": own,
+        "required": [name for name in required if name in own],
+    }
+    if "$defs" in action:
+        parameters["$defs"] = action["$defs"]
+    text = str(action.get("description") or "Take an action in the environment.").strip()
+    return ToolSchema(name=STEP, description=text, parameters=parameters)
+
+
+class OpenEnvEnvironments:
+    """`Environments` of one server."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, tool: ToolSchema, timeout_s: float) -> None:
+        self._session = session
+        self._url = url
+        self._timeout_s = timeout_s
+        self.tools = (tool,)
+
+    async def open(self, row: Row) -> OpenEnvEnvironment:
+        """Connect and reset with the row's `extra_info`."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                socket = await self._session.ws_connect(self._url, max_msg_size=_MAX_MESSAGE_BYTES)
+        except (*_LOST, TimeoutError) as error:
+            raise EnvironmentLostError(f"{self._url}: {str(error) or type(error).__name__}") from None
+        environment = OpenEnvEnvironment(socket, self._url, tools=self.tools, timeout_s=self._timeout_s)
+        try:
+            await environment.reset(row)
+        except BaseException:
+            await environment.close()
+            raise
+        return environment
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+class OpenEnvEnvironment:
+    """The connection of one episode."""
+
+    def __init__(
+        self,
+        socket: aiohttp.ClientWebSocketResponse,
+        url: str,
+        *,
+        tools: tuple[ToolSchema, ...],
+        timeout_s: float,
+    ) -> None:
+        self.tools = tools
+        self.opening: str | None = None
+        self._socket = socket
+        self._url = url
+        self._timeout_s = timeout_s
+        self._rewards: list[float] = []
+
+    async def reset(self, row: Row) -> None:
+        extra = row.get("extra_info")
+        kind, data = await self._ask("reset", extra if isinstance(extra, dict) else {})
+        if kind == "error":
+            raise EnvironmentLostError(f"{self._url}: reset: {data.get('message', data)}")
+        self.opening = _text(data.get("observation"))
+
+    async def call(self, call: Call) -> Observation:
+        if call.name != STEP:
+            return Observation(text=f"error: there is no tool {call.name[:100]}; there is: {STEP}", is_error=True)
+        kind, data = await self._ask("step", call.arguments)
+        if kind == "error":
+            return Observation(text=f"error: {data.get('message', data)}", is_error=True)
+        reward = data.get("reward")
+        if isinstance(reward, int | float) and math.isfinite(reward):
+            self._rewards.append(float(reward))
+        return Observation(
+            text=_text(data.get("observation")),
+            ended=data.get("done") is True,
+            reward=float(reward) if isinstance(reward, int | float) and math.isfinite(reward) else None,
+        )
+
+    async def score(self, transcript: Transcript) -> Score | None:
+        """Return the sum of the rewards; None where the environment gave none, so that the recipe's reward scores."""
+        if not self._rewards:
+            return None
+        return Score(value=sum(self._rewards), components={"num_rewards": float(len(self._rewards))})
+
+    async def close(self) -> None:
+        if self._socket.closed:
+            return
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._socket.send_json({"type": "close"})
+                await self._socket.close()
+        except (*_LOST, TimeoutError):
+            pass  # the server is gone, and with it the episode's state
+
+    async def _ask(self, kind: str, data: Mapping[str, JsonValue]) -> tuple[str, Mapping[str, JsonValue]]:
+        """Return the type and the data of the answer; an EnvironmentLostError if there is none."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._socket.send_json({"type": kind, "data": dict(data)})
+                message = await self._socket.receive()
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                raise EnvironmentLostError(f"{self._url}: the server closed the connection during {kind}")
+            answer = json.loads(message.data)
+            if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
+                raise EnvironmentLostError(f"{self._url}: the answer to {kind} is not one of OpenEnv's messages")
+        except TimeoutError:
+            # An answer that comes later would be taken for that of the next step.
+            raise EnvironmentLostError(f"{self._url}: no answer to {kind} within {self._timeout_s:g} s") from None
+        except (*_LOST, RecursionError) as error:
+            raise EnvironmentLostError(f"{self._url}: {type(error).__name__}: {error}") from None
+        return str(answer.get("type")), answer["data"]
+
+
+def _text(observation: JsonValue) -> str:
+    """Return the only text of an observation, or all its fields as JSON."""
+    if not isinstance(observation, dict):
+        return observation if isinstance(observation, str) else json.dumps(observation)
+    own = {name: each for name, each in observation.items() if name not in _RESERVED}
+    values = list(own.values())
+    return values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(own, ensure_ascii=False)

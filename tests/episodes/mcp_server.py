@@ -1,0 +1,42 @@
+"""A server of the Model Context Protocol, for tests: `python -m tests.episodes.mcp_server PORT [MARK]`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from mcp.server.mcpserver import MCPServer
+
+
+def serve(port: int, mark: Path | None) -> None:
+    server = MCPServer("numbers")
+
+    @server.tool()
+    def add(a: int, b: int) -> str:
+        """Add two numbers."""
+        return str(a + b)
+
+    @server.tool()
+    def fail(reason: str) -> str:
+        """Fail."""
+        raise ValueError(reason)
+
+    @server.tool()
+    def wait(seconds: float) -> str:
+        """Wait."""
+        time.sleep(seconds)
+        return "waited"
+
+    if mark is not None and mark.exists():
+
+        @server.tool()
+        def later() -> str:
+            """Exist since a later start."""
+            return ""
+
+    server.run("streamable-http", host="127.0.0.1", port=port)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)

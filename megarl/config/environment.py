@@ -104,7 +104,8 @@ class McpEnvironmentConfig(_WithTools):
 
 class OpenEnvEnvironmentConfig(_WithTools):
     kind: Literal["openenv"]
-    """An environment behind OpenEnv's WebSocket: reset, step, state, close. The score is the sum of its rewards."""
+    """An environment behind OpenEnv's WebSocket: reset with the row's `extra_info`, step, close. The
+    reward of the last step is the score, the others are of their turns; without rewards `reward` scores."""
     url: Url
     """Such as `ws://games:8000/ws`."""
     text_field: str | None = None

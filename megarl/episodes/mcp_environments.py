@@ -90,7 +90,7 @@ class _Session:
             self._task.exception()  # the server may be gone: that is no error of the episode any more
 
     async def _connected(self) -> Client:
-        waited = {self._task, self._client}
+        waited: set[asyncio.Future[None] | asyncio.Future[Client]] = {self._task, self._client}
         await asyncio.wait(waited, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if self._task.done() or not self._client.done():
             raise self._lost(f"no answer within {self._timeout_s:g} s")

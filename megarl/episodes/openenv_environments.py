@@ -111,6 +111,7 @@ class OpenEnvEnvironment:
         self._url = url
         self._timeout_s = timeout_s
         self._rewards: list[float] = []
+        self._last_reward = 0.0
 
     async def reset(self, row: Row) -> None:
         extra = row.get("extra_info")
@@ -125,20 +126,23 @@ class OpenEnvEnvironment:
         kind, data = await self._ask("step", call.arguments)
         if kind == "error":
             return Observation(text=f"error: {data.get('message', data)}", is_error=True)
-        reward = data.get("reward")
-        if isinstance(reward, int | float) and math.isfinite(reward):
-            self._rewards.append(float(reward))
-        return Observation(
-            text=_text(data.get("observation")),
-            ended=data.get("done") is True,
-            reward=float(reward) if isinstance(reward, int | float) and math.isfinite(reward) else None,
-        )
+        given = data.get("reward")
+        reward = float(given) if isinstance(given, int | float) and math.isfinite(given) else None
+        if reward is not None:
+            self._rewards.append(reward)
+        text, is_done = _text(data.get("observation")), data.get("done") is True
+        if is_done:
+            self._last_reward = reward or 0.0
+        return Observation(text=text, ended=is_done, reward=None if is_done else reward)
 
     async def score(self, transcript: Transcript) -> Score | None:
-        """Return the sum of the rewards; None where the environment gave none, so that the recipe's reward scores."""
+        """Return the reward of the step that ended the episode; those before it belong to their turns.
+
+        None where the environment gave no reward, so that the recipe's scores.
+        """
         if not self._rewards:
             return None
-        return Score(value=sum(self._rewards), components={"num_rewards": float(len(self._rewards))})
+        return Score(value=self._last_reward, components={"return": sum(self._rewards)})
 
     async def close(self) -> None:
         if self._socket.closed:

@@ -44,8 +44,11 @@ def test_an_episode_is_reset_stepped_and_scored(run: Run) -> None:
         wrong = run(one.call(_step("five")))
         assert (wrong.text, wrong.is_error) == ("error: guess must be an integer", True)
         right = run(one.call(_step(5)))
-        assert (right.text, right.ended, right.reward) == ("right", True, 1.0)
-        assert run(one.score(_OVER)).value == 0.75
+        assert (right.text, right.ended, right.reward) == ("right", True, None)
+        # The last reward is the score, those before it are of their turns: none counts twice.
+        score = run(one.score(_OVER))
+        assert (score.value, score.components) == (1.0, {"return": 0.75})
+        assert run(other.score(_OVER)) is None
         assert run(other.call(_step(5))).text == "higher"
         assert "there is no tool look" in run(other.call(Call(name="look", arguments={}, id="0"))).text
         for environment in (one, other, other):

@@ -22,7 +22,7 @@ from megarl.episodes.protocol import Observation, Transcript
 from megarl.episodes.tool_methods import BadArgumentsError, ToolMethod, tool_methods
 from megarl.reward.protocol import check_result, type_name
 from megarl.system.proc import limited_time
-from megarl.system.user_worker import Channel, UserError, describe, grant_cpu, import_file, limit_memory, sources
+from megarl.system.user_worker import WorkerChannel, UserError, describe, grant_cpu, import_file, limit_memory, sources
 from megarl.types import JsonValue
 
 MAX_RESULT_CHARACTERS = 1 << 20
@@ -130,7 +130,7 @@ def scored(call: Callable[[], object], runner: asyncio.Runner, path: Path) -> di
     return {**answer, "turns": rewards}
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: WorkerChannel) -> None:
     """Answer requests until the other side closes the channel."""
     task = cast("EnvironmentTask", channel.task)
     limit_memory(task["memory_bytes"])
@@ -278,4 +278,4 @@ def _transcript(values: Mapping[str, JsonValue]) -> Transcript:
 
 
 if __name__ == "__main__":
-    serve(Channel())
+    serve(WorkerChannel())

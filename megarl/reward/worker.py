@@ -18,14 +18,14 @@ from typing import TypeAlias, cast
 
 from megarl.reward.protocol import ARGUMENTS, CLASSIC, Answer, ScoringCall, WorkerTask, check_result, type_name
 from megarl.system.faults import reach
-from megarl.system.user_worker import Channel, UserError, describe, grant_cpu, import_file, limit_memory, sources
+from megarl.system.user_worker import WorkerChannel, UserError, describe, grant_cpu, import_file, limit_memory, sources
 
 _MODULE = "megarl_user_reward"
 
 _UserFunction: TypeAlias = Callable[..., object]
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: WorkerChannel) -> None:
     """Answer requests until the other side closes the channel."""
     task = cast("WorkerTask", channel.task)
     limit_memory(task["memory_bytes"])
@@ -137,4 +137,4 @@ async def _finish(value: Awaitable[object]) -> object:
 
 
 if __name__ == "__main__":
-    serve(Channel())
+    serve(WorkerChannel())

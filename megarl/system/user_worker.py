@@ -35,7 +35,7 @@ class UserError(Exception):
         self.key = key
 
 
-class Channel:
+class WorkerChannel:
     """The messages with the process that started this one, from the command line `SOCKET TASK`."""
 
     def __init__(self) -> None:

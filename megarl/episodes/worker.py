@@ -22,7 +22,7 @@ from megarl.episodes.protocol import Observation, Transcript
 from megarl.episodes.tool_methods import BadArgumentsError, ToolMethod, tool_methods
 from megarl.reward.protocol import check_result, type_name
 from megarl.system.proc import limited_time
-from megarl.system.user_worker import WorkerChannel, UserError, describe, grant_cpu, import_file, limit_memory, sources
+from megarl.system.user_worker import UserError, WorkerChannel, describe, grant_cpu, import_file, limit_memory, sources
 from megarl.types import JsonValue
 
 MAX_RESULT_CHARACTERS = 1 << 20

@@ -18,7 +18,7 @@ from typing import TypeAlias, cast
 
 from megarl.reward.protocol import ARGUMENTS, CLASSIC, Answer, ScoringCall, WorkerTask, check_result, type_name
 from megarl.system.faults import reach
-from megarl.system.user_worker import WorkerChannel, UserError, describe, grant_cpu, import_file, limit_memory, sources
+from megarl.system.user_worker import UserError, WorkerChannel, describe, grant_cpu, import_file, limit_memory, sources
 
 _MODULE = "megarl_user_reward"
 

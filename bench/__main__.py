@@ -211,10 +211,15 @@ def bench_adapter(
     Exit code 1 if a figure could not be measured.
     """
     from bench.gpu_figures import print_results
-    from bench.gpu_pieces import PieceOptions, Results, report_adapter
+    from bench.gpu_pieces import Outcome, PieceOptions, Results, report_adapter
 
     results = Results(machine={"device": "cpu", "model": model})
-    report_adapter(PieceOptions(engine_model=model, engine_options={}), results.add, device="cpu", rank=rank)
+
+    def report(outcome: Outcome) -> None:
+        print(outcome, file=sys.stderr, flush=True)
+        results.add(outcome)
+
+    report_adapter(PieceOptions(engine_model=model, engine_options={}), report, device="cpu", rank=rank)
     print_results(results)
     if results.failures:
         raise typer.Exit(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import prod
@@ -15,8 +15,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from megarl.checkpoint.tensor_files import write_tensor_file
-from megarl.checkpoint.tensor_header import TensorEntry
+from megarl.checkpoint.tensor_header import make_header
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import RolloutRoleConfig
@@ -47,7 +46,7 @@ NUM_WARMUPS = 2
 NUM_REPEATS = 5
 _ALIGNMENT = 64
 """Elements; Megatron starts a parameter at a multiple of it."""
-_BLOCK_VALUES = 1 << 24
+_RANDOM_VALUES = 1 << 19
 _MAX_REQUESTS = 256
 _CACHED_TOKENS: Mapping[Device, int] = {"cuda": 163_840, "cpu": 16_384}
 
@@ -98,7 +97,7 @@ async def serving(
         keys=EngineKeys.fresh(),
         loads_weights=has_base,
         adapters=adapters,
-        shares_devices=device == "cuda" and not has_base,
+        shares_devices=device == "cuda",
     )
     process = EngineProcess(spec)
     process.start()
@@ -115,15 +114,15 @@ async def serving(
 
 
 def _write_weights(path: Path, specs: Mapping[str, TensorSpec], dtype: str) -> None:
-    """Write a file of random weights, all from one block of them: random numbers take longer than the disk."""
-    block = bytes_of(torch.empty(_BLOCK_VALUES, dtype=torch_dtype(dtype)).normal_(0.0, 0.02))
-    headers = {name: (header_dtype(dtype), spec.shape) for name, spec in specs.items()}
-
-    def pieces(entry: TensorEntry) -> Iterator[memoryview]:
-        for start in range(0, entry.num_bytes, len(block)):
-            yield block[: entry.num_bytes - start]
-
-    write_tensor_file(path, headers, pieces)
+    """Write a file of weights whose tensors begin with random values; the rest is a hole, which is read as zeros."""
+    block = bytes_of(torch.empty(_RANDOM_VALUES, dtype=torch_dtype(dtype)).normal_(0.0, 0.02))
+    header, text = make_header({name: (header_dtype(dtype), spec.shape) for name, spec in specs.items()})
+    with path.open("wb") as file:
+        file.write(text)
+        for entry in header.entries:
+            file.seek(entry.start)
+            file.write(block[: entry.num_bytes])
+        file.truncate(header.num_file_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

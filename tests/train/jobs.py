@@ -320,6 +320,21 @@ def resume_and_train(
     return reached, results
 
 
+def gather_adapter(
+    rank: int, world: int, port: int, setup: Setup, batch: TrainBatch
+) -> tuple[dict[str, FloatArray], Outcome]:
+    """Return what a rank gathers after an update, the second time, and what it holds of the adapter."""
+    trainer = build(rank, world, port, setup)
+    trainer.gather()
+    result = trainer.update(batch)
+    gathered, held = (
+        {name: tensor.float().numpy().copy() for name, tensor in tensors.items()}
+        for tensors in (trainer.gather(), trainer.trained_tensors())
+    )
+    trainer.close()
+    return gathered, Outcome(logprobs=[], result=result, tensors=held)
+
+
 def fail_to_verify(rank: int, world: int, port: int, setup: Setup, checkpoint: Path) -> str:
     """Return the error of a rank that compares its tensors of a checkpoint with their digests."""
     trainer = build_empty(rank, world, port, setup)

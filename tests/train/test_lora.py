@@ -230,6 +230,21 @@ def test_a_checkpoint_is_a_folder_that_peft_loads_and_any_split_continues_from(
         assert_close(load_folder(tmp_path / "three" / kind), tensors, tolerance=1e-30)
 
 
+def test_the_first_rank_gathers_the_whole_adapter_bit_for_bit(cluster: Cluster, models: Models, tmp_path: Path) -> None:
+    model = models.get("qwen2", tied=True)
+    world, actor = SPLITS["TP2-PP2"]
+    lora = random_adapter(tmp_path, model, ALL_MODULES)
+    batch = packed(make_samples(4, vocab=model.shape.vocab, seed=3), world=world, actor=actor)
+    (gathered, *others), outcomes = zip(
+        *cluster.run(world, jobs.gather_adapter, replace(setup_of(model, actor), lora=lora), batch), strict=True
+    )
+    assert others == [{}] * (world - 1)
+    expected = whole_adapter(outcomes, model, actor, lora)
+    assert gathered.keys() == expected.keys()
+    for name, tensor in gathered.items():
+        assert np.array_equal(tensor, expected[name].numpy()), name
+
+
 def load_folder(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 

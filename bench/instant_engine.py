@@ -68,8 +68,7 @@ def instant_engine(content: bytes, *, num_ports: int, delay_s: float = 0.0) -> I
 
 
 def _serve(content: bytes, num_ports: int, delay_s: float, started: Connection) -> None:
-    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-    reply = f"{head}Connection: close\r\n\r\n".encode() + content
+    reply = _with_head(content)
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
@@ -81,6 +80,15 @@ def _serve(content: bytes, num_ports: int, delay_s: float, started: Connection) 
         await asyncio.gather(*(server.serve_forever() for server in servers))
 
     asyncio.run(serve())
+
+
+def _with_head(content: bytes) -> bytes:
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+    return f"{head}Connection: close\r\n\r\n".encode() + content
+
+
+_INFO = _with_head(b'{"weight_version":"0"}')
+"""The reply to probes."""
 
 
 class _Answer(asyncio.Protocol):
@@ -95,12 +103,15 @@ class _Answer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
+        if self._received.startswith(b"GET "):
+            self._answer(_INFO)
+            return
         head, separator, body = bytes(self._received).partition(b"\r\n\r\n")
         lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
         if separator and len(body) >= (int(lengths[0].split(b":")[1]) if lengths else 0):
-            asyncio.get_running_loop().call_later(self._delay_s, self._answer)
+            asyncio.get_running_loop().call_later(self._delay_s, self._answer, self._reply)
 
-    def _answer(self) -> None:
+    def _answer(self, reply: bytes) -> None:
         if not self._transport.is_closing():
-            self._transport.write(self._reply)
+            self._transport.write(reply)
             self._transport.close()

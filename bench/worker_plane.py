@@ -161,8 +161,8 @@ async def _workers(
 ) -> AsyncIterator[tuple[Answering, list[psutil.Process]]]:
     import ray
 
-    from megarl.runtime.rollout_host import WorkerSetup
-    from megarl.runtime.rollout_workers import RolloutWorkers
+    from megarl.runtime.rollouts.host import WorkerSetup
+    from megarl.runtime.rollouts.workers import RolloutWorkers
 
     fleet = fleet_of(ports, max_outstanding=num_open)
     node = str(ray.get_runtime_context().get_node_id())

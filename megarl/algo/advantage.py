@@ -40,7 +40,7 @@ from megarl.config.algorithm import (
 )
 from megarl.errors import DataError
 from megarl.system.user_code import load_code
-from megarl.tokens import is_repeated, num_true
+from megarl.tokens import is_repeated, num_true, repeated
 from megarl.types import BoolArray, FloatArray
 
 _BLOCK = 4096
@@ -295,7 +295,7 @@ def _over_tokens(per_rollout: Wide, loss_masks: tuple[BoolArray, ...]) -> Credit
     return Credit(
         advantages=tuple(
             # One number in memory, however many tokens have it.
-            np.broadcast_to(value * mask[0], len(mask)) if is_repeated(mask) else np.multiply(mask, value)
+            repeated(value * mask[0], len(mask)) if is_repeated(mask) else np.multiply(mask, value)
             for value, mask in pairs
         )
     )

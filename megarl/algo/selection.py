@@ -15,6 +15,7 @@ import numpy as np
 from megarl.config.algorithm import FilterConfig
 from megarl.errors import DataError
 from megarl.system.user_code import load_code
+from megarl.tokens import repeated
 from megarl.types import Estimates, FinishReason, FloatArray, Score, ScoredGroup, TrainSample
 
 
@@ -130,12 +131,12 @@ def with_unscored(
         if has_score:
             result.append(next(remaining))
             continue
-        nothing = np.broadcast_to(np.float32(0), rollout.num_tokens)
+        nothing = repeated(np.float32(0), rollout.num_tokens)
         # Without loss tokens no value is read, but every sample of a batch needs the same columns.
         result.append(
             TrainSample(
                 prompt_ids=prompt.token_ids,
-                rollout=replace(rollout, loss_mask=np.broadcast_to(np.False_, rollout.num_tokens)),
+                rollout=replace(rollout, loss_mask=repeated(np.False_, rollout.num_tokens)),
                 advantages=nothing,
                 old_logprobs=None if like.old_logprobs is None else nothing,
                 reference_logprobs=None if like.reference_logprobs is None else nothing,
@@ -153,6 +154,6 @@ def without_cut(sample: TrainSample) -> TrainSample:
         return sample
     return replace(
         sample,
-        rollout=replace(rollout, loss_mask=np.broadcast_to(np.False_, rollout.num_tokens)),
-        advantages=np.broadcast_to(np.float32(0), rollout.num_tokens),
+        rollout=replace(rollout, loss_mask=repeated(np.False_, rollout.num_tokens)),
+        advantages=repeated(np.float32(0), rollout.num_tokens),
     )

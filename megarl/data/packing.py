@@ -8,11 +8,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from megarl.errors import DataError
 
 _Bins: TypeAlias = list[list[int]]
 """The samples of each micro-batch."""
@@ -103,6 +105,31 @@ def runs(firsts: npt.NDArray[np.integer], lengths: npt.NDArray[np.integer]) -> n
     """Return consecutive numbers from each of `firsts`, as many as its length says."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(firsts - before, lengths) + np.arange(lengths.sum())
+
+
+def plan_rows(lengths: Sequence[int], packing: Packing, *, ends: Sequence[int]) -> tuple[MiniBatchPlan, ...]:
+    """Return the mini-batches of samples of several rows: `ends` says after which rows a sample ends."""
+    if len(ends) == len(lengths) or not packing.keeps_episodes:
+        return plan_packs(lengths, packing, ends=ends)
+    starts = [0, *ends[:-1]]
+    together = [sum(lengths[start:end]) for start, end in zip(starts, ends, strict=True)]
+    if (longest := max(together)) > packing.tokens_per_micro_batch:
+        raise DataError(
+            f"the rows of an episode have {longest} tokens, and algorithm.loss needs them in one micro-batch: raise "
+            f"train.tokens_per_micro_batch from {packing.tokens_per_micro_batch}, or use a loss per token"
+        )
+
+    def expanded(episodes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(row for episode in episodes for row in range(starts[episode], ends[episode]))
+
+    return tuple(
+        replace(
+            plan,
+            members=expanded(plan.members),
+            shares=tuple(tuple(expanded(episodes) for episodes in share) for share in plan.shares),
+        )
+        for plan in plan_packs(together, packing)
+    )
 
 
 def _divide(members: Sequence[int], lengths: Sequence[int], packing: Packing) -> list[_Bins]:

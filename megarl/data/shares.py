@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megarl.data.packing import MiniBatchPlan, Packing, plan_packs
-from megarl.errors import DataError
-from megarl.tokens import ContentHandle, PackedRows, SampleNumbers, by_sample, is_repeated, num_true
+from megarl.data.packing import MiniBatchPlan, Packing, plan_rows
+from megarl.tokens import Content, ContentSource, PackedRows, SampleNumbers, by_sample, is_repeated, num_true
 from megarl.types import FloatArray, MicroBatch, MiniBatch, TokenArray, TrainBatch, TrainSample
 
 _PADDING = -1
@@ -26,7 +26,7 @@ QUESTION = ("loss_mask", "rollout_logprobs", *_CREDIT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareSample:
-    """One row of a sample as it is sent to a rank: all of it, or a part of an episode."""
+    """One row of a sample in the rank that trains it: all of it, or a part of an episode."""
 
     sample_id: int
     """Index into the step's samples."""
@@ -34,8 +34,8 @@ class ShareSample:
     start: int
     """The row's place among the sample's tokens."""
     end: int
-    content: ContentHandle
-    columns: Mapping[str, npt.NDArray[Any]]  # [T] each, or [1] where all tokens have the same
+    content: Content
+    columns: Mapping[str, npt.NDArray[Any] | float]  # [T] each, or the number that all tokens have
     num_episode_loss_tokens: int
     is_whole: bool
     """The sample has no other row, and the prompt is not part of it."""
@@ -70,24 +70,56 @@ class ShareOfUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One data-parallel rank's part of a step, before its tokens are loaded."""
+    """One data-parallel rank's S rows of a step, before their tokens are loaded.
 
-    samples: Mapping[int, ShareSample]
-    """By index into the rows of the step's samples."""
+    Columns of few objects, whatever S is: the driver pickles the rows of thousands of samples.
+    """
+
+    row_ids: tuple[int, ...]
+    """Indices into the rows of the step's samples."""
+    sample_ids: tuple[int, ...]
+    """This and the next five as in `ShareSample`."""
+    prompts: tuple[TokenArray, ...]
+    bounds: tuple[tuple[int, int], ...]
+    """Start and end."""
+    num_episode_loss_tokens: tuple[int, ...]
+    are_whole: tuple[bool, ...]
+    columns: Mapping[str, tuple[npt.NDArray[Any] | float, ...]]
+    sources: tuple[ContentSource, ...]
+    places: tuple[tuple[int, int], ...]
+    """The source of each row's content, and the index there."""
+    has_rollout_logprobs: bool
+    """Whether the rank needs those of the engine."""
     updates: tuple[ShareOfUpdate, ...]
     temperature: float
-    columns: tuple[str, ...]
-    """Columns of `samples`, and `rollout_logprobs` where the rank needs them."""
+
+    def load(self) -> dict[int, ShareSample]:
+        """Load the responses; return the rows by their indices."""
+        return {
+            row_id: ShareSample(
+                sample_id=self.sample_ids[i],
+                prompt_ids=self.prompts[i],
+                start=self.bounds[i][0],
+                end=self.bounds[i][1],
+                content=self.sources[self.places[i][0]].content(self.places[i][1]),
+                columns={name: column[i] for name, column in self.columns.items()},
+                num_episode_loss_tokens=self.num_episode_loss_tokens[i],
+                is_whole=self.are_whole[i],
+            )
+            for i, row_id in enumerate(self.row_ids)
+        }
 
     def fill(self) -> TrainBatch:
         """Load the responses and pack them."""
+        samples = self.load()
+        names = [*self.columns, *(["rollout_logprobs"] if self.has_rollout_logprobs else [])]
         mini_batches = []
         for update in self.updates:
-            rows = _rows(len(update.micro_batches), update.num_tokens, self.columns)
+            rows = _rows(len(update.micro_batches), update.num_tokens, names)
             mini_batches.append(
                 MiniBatch(
                     micro_batches=tuple(
-                        _micro_batch(self.samples, members, row, sequence_multiple=update.sequence_multiple)
+                        _micro_batch(samples, members, row, sequence_multiple=update.sequence_multiple)
                         for members, row in zip(update.micro_batches, rows, strict=True)
                     ),
                     num_loss_tokens=update.num_loss_tokens,
@@ -110,19 +142,33 @@ def make_shares(
     `has_versions` adds the policy that chose each token. Columns named in `without` are left out.
     """
     rows = [row for sample_id, sample in enumerate(samples) for row in _rows_of(sample_id, sample)]
-    plans = _plan(rows, packing)
+    ends = [i + 1 for i, row in enumerate(rows) if i + 1 == len(rows) or rows[i + 1].sample_id != row.sample_id]
+    plans = plan_rows([row.num_positions for row in rows], packing, ends=ends)
     num_chosen = [num_true(sample.rollout.loss_mask) for sample in samples]
-    wanted = ("loss_mask", "rollout_logprobs", *(["versions"] if has_versions else []))
     # All samples of a step have the same columns.
     given = [name for name in _CREDIT if getattr(samples[0], name) is not None]
-    columns = tuple(name for name in (*wanted, *given) if name not in without)
+    names = [name for name in ("loss_mask", *(["versions"] if has_versions else []), *given) if name not in without]
     for rank in range(packing.data_parallel):
-        members = {i for plan in plans for micro_batch in plan.shares[rank] for i in micro_batch}
+        members = sorted(i for plan in plans for micro_batch in plan.shares[rank] for i in micro_batch)
+        mine = [rows[i] for i in members]
+        theirs = [samples[row.sample_id] for row in mine]
+        located = [sample.rollout.content.locate() for sample in theirs]
+        sources = {id(source): source for source, _ in located}
+        order = {key: place for place, key in enumerate(sources)}
         yield Share(
-            samples={
-                i: _share_sample(rows[i], samples[rows[i].sample_id], columns, num_chosen[rows[i].sample_id])
-                for i in sorted(members)
-            },
+            row_ids=tuple(members),
+            sample_ids=tuple(row.sample_id for row in mine),
+            prompts=tuple(
+                sample.prompt_ids if row.continues_prompt else sample.prompt_ids[:0]
+                for row, sample in zip(mine, theirs, strict=True)
+            ),
+            bounds=tuple((row.start, row.end) for row in mine),
+            num_episode_loss_tokens=tuple(num_chosen[row.sample_id] for row in mine),
+            are_whole=tuple(not sample.rollout.episode.rows for sample in theirs),
+            columns={name: tuple(map(_column_part, mine, _arrays_of(name, theirs))) for name in names},
+            sources=tuple(sources.values()),
+            places=tuple((order[id(source)], index) for source, index in located),
+            has_rollout_logprobs="rollout_logprobs" not in without,
             updates=tuple(
                 _share_of_update(
                     plan,
@@ -133,7 +179,6 @@ def make_shares(
                 for plan in plans
             ),
             temperature=temperature,
-            columns=columns,
         )
 
 
@@ -145,6 +190,17 @@ class _RowOf:
     start: int
     end: int
     num_positions: int
+    continues_prompt: bool
+
+
+def _arrays_of(name: str, samples: Sequence[TrainSample]) -> Iterator[npt.NDArray[Any]]:
+    return map(attrgetter(f"rollout.{name}" if name in ("loss_mask", "versions") else name), samples)
+
+
+def _column_part(row: _RowOf, array: npt.NDArray[Any]) -> npt.NDArray[Any] | float:
+    """Return the numbers of the tokens that the row predicts, or the number that all have."""
+    part = array[row.start if row.continues_prompt else row.start + 1 : row.end]
+    return float(array[0]) if is_repeated(array) else part
 
 
 def _rows_of(sample_id: int, sample: TrainSample) -> list[_RowOf]:
@@ -152,37 +208,12 @@ def _rows_of(sample_id: int, sample: TrainSample) -> list[_RowOf]:
     if not starts:
         num_prompt = len(sample.prompt_ids)
         assert min(num_prompt, num_tokens) > 0, f"prompt of {num_prompt} tokens, response of {num_tokens}"
-        return [_RowOf(sample_id, 0, num_tokens, num_prompt + num_tokens - 1)]
+        return [_RowOf(sample_id, 0, num_tokens, num_prompt + num_tokens - 1, continues_prompt=True)]
     # A row with its own context predicts all tokens but its first; what precedes all of those continues the prompt.
-    rows = [_RowOf(sample_id, 0, starts[0], len(sample.prompt_ids) + starts[0] - 1)] if starts[0] else []
-    ends = (*starts[1:], num_tokens)
-    return [*rows, *(_RowOf(sample_id, start, end, end - start - 1) for start, end in zip(starts, ends, strict=True))]
-
-
-def _plan(rows: Sequence[_RowOf], packing: Packing) -> tuple[MiniBatchPlan, ...]:
-    ends = [i + 1 for i, row in enumerate(rows) if i + 1 == len(rows) or rows[i + 1].sample_id != row.sample_id]
-    lengths = [row.num_positions for row in rows]
-    if len(ends) == len(rows) or not packing.keeps_episodes:
-        return plan_packs(lengths, packing, ends=ends)
-    starts = [0, *ends[:-1]]
-    together = [sum(lengths[start:end]) for start, end in zip(starts, ends, strict=True)]
-    if (longest := max(together)) > packing.tokens_per_micro_batch:
-        raise DataError(
-            f"the rows of an episode have {longest} tokens, and algorithm.loss needs them in one micro-batch: raise "
-            f"train.tokens_per_micro_batch from {packing.tokens_per_micro_batch}, or use a loss per token"
-        )
-
-    def expanded(episodes: Sequence[int]) -> tuple[int, ...]:
-        return tuple(row for episode in episodes for row in range(starts[episode], ends[episode]))
-
-    return tuple(
-        replace(
-            plan,
-            members=expanded(plan.members),
-            shares=tuple(tuple(expanded(episodes) for episodes in share) for share in plan.shares),
-        )
-        for plan in plan_packs(together, packing)
-    )
+    num_first = len(sample.prompt_ids) + starts[0] - 1
+    rows = [_RowOf(sample_id, 0, starts[0], num_first, continues_prompt=True)] if starts[0] else []
+    bounds = zip(starts, (*starts[1:], num_tokens), strict=True)
+    return [*rows, *(_RowOf(sample_id, start, end, end - start - 1, continues_prompt=False) for start, end in bounds)]
 
 
 def pack(
@@ -206,27 +237,6 @@ def _share_of_update(plan: MiniBatchPlan, rank: int, chosen: Sequence[int], *, s
         num_loss_tokens=sum(chosen),
         num_sequences=sum(count > 0 for count in chosen),
         sequence_multiple=sequence_multiple,
-    )
-
-
-def _share_sample(row: _RowOf, sample: TrainSample, columns: Sequence[str], num_loss_tokens: int) -> ShareSample:
-    rollout = sample.rollout
-    continues_prompt = row.start not in rollout.episode.rows
-    arrays = {
-        name: getattr(rollout if name in ("loss_mask", "versions") else sample, name)
-        for name in columns
-        if name != "rollout_logprobs"
-    }
-    part = slice(row.start if continues_prompt else row.start + 1, row.end)
-    return ShareSample(
-        sample_id=row.sample_id,
-        prompt_ids=sample.prompt_ids if continues_prompt else sample.prompt_ids[:0],
-        start=row.start,
-        end=row.end,
-        content=rollout.content,
-        columns={name: array[:1].copy() if is_repeated(array) else array[part] for name, array in arrays.items()},
-        num_episode_loss_tokens=num_loss_tokens,
-        is_whole=not rollout.episode.rows,
     )
 
 
@@ -325,7 +335,7 @@ def _micro_batch(
     starts, last_ids, response_starts, response_ends, sample_ids = [0], [], [], [], []
     for index in members:
         sample = samples[index]
-        content = sample.content.load()
+        content = sample.content
         token_ids = content.token_ids[sample.start : sample.end]
         assert len(token_ids) == sample.end - sample.start, f"{len(content.token_ids)} tokens, not {sample.end}"
         start, end = starts[-1], starts[-1] + sample.num_positions

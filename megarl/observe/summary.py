@@ -177,7 +177,7 @@ def summarize_step(
 
 def _are_demonstrations(groups: Sequence[ScoredGroup]) -> bool:
     return all(
-        counted(rollout.versions)[0].tolist() == [DEMONSTRATION]
+        [version for version, _ in counted(rollout.versions)] == [DEMONSTRATION]
         for scored in groups
         for rollout in scored.group.rollouts
     )
@@ -279,6 +279,6 @@ def _tokens_by_version(rollouts: Sequence[Rollout]) -> dict[int, int]:
     for rollout in rollouts:
         mask = rollout.loss_mask
         is_whole = is_repeated(mask) and bool(mask[0])
-        versions, numbers = counted(rollout.versions if is_whole else rollout.versions[mask])
-        counts.update(dict(zip(versions.tolist(), numbers.tolist(), strict=True)))
+        for version, number in counted(rollout.versions if is_whole else rollout.versions[mask]):
+            counts[version] += number
     return dict(sorted(counts.items()))

@@ -36,8 +36,7 @@ logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 10.0
 _NOTED_EVERY_S = 0.25
-_MAX_REASONS = 8
-"""Engines that an error names."""
+_MAX_REASONS = 8  # engines that an error names
 UNFILLED = "has no weights before the first publish"
 RELEASED = "gave up its weights while trainers use its devices"
 
@@ -63,13 +62,18 @@ class Engine:
     is_syncing: bool = False  # its scheduler waits for weights and answers nothing else
     leases: set[asyncio.Timeout] = field(default_factory=set)
     adapter: str | None = None  # name of the one that new requests compute with; None: the weights are published
-    adapters: Counter[str | None] = field(default_factory=Counter)
-    """Requests that hold each adapter that is loaded, by name."""
+    adapters: Counter[str | None] = field(default_factory=Counter)  # requests that hold each one that is loaded
+    adapters_elsewhere: dict[int, frozenset[str]] = field(default_factory=dict)  # those of rollout workers, by worker
 
     @property
     def weights_version(self) -> PolicyVersion:
         """The version that the engine itself reports: under adapters the base stays what it was at the start."""
         return self.version if self.adapter is None else PolicyVersion(0)
+
+    @property
+    def held_adapters(self) -> set[str]:
+        here = {name for name, count in self.adapters.items() if name is not None and count}
+        return here.union(*self.adapters_elsewhere.values())
 
     @property
     def state(self) -> EngineState:
@@ -92,8 +96,7 @@ class Engine:
         return str(self.client.endpoint)
 
 
-StateListener = Callable[[Engine, Life], None]
-"""Called with an engine whose state has changed and with its life before the change."""
+StateListener = Callable[[Engine, Life], None]  # called with an engine whose state changed, and its life before that
 
 
 class RequestListener(Protocol):
@@ -151,8 +154,7 @@ class Fleet:
     async def lease(self, avoid: Set[int] = frozenset(), *, prefix: str | None = None) -> AsyncIterator[Engine]:
         """Lease the live engine with the fewest outstanding requests; one in `avoid` only if there is no other.
 
-        Requests with the same `prefix` share an engine, which has the prompt cached, within a bound. The block ends
-        with an EngineLostError if the engine dies.
+        Requests with the same `prefix` share an engine, within a bound. EngineLostError ends the block if it dies.
         """
         engine = await self._acquire(avoid, prefix)
         scope = asyncio.timeout(None)
@@ -192,8 +194,7 @@ class Fleet:
             self._deadline = None
         # Requests to a live engine have deadlines of their own; without one a publish or a restart must come.
         if self._dispatcher.has_waiting and not self._dispatcher.has_live:
-            loop = asyncio.get_running_loop()
-            self._deadline = loop.call_later(self.publish_timeout_s, self._refuse_late)
+            self._deadline = asyncio.get_running_loop().call_later(self.publish_timeout_s, self._refuse_late)
 
     def _refuse_late(self) -> None:
         self._deadline = None
@@ -336,8 +337,7 @@ class Fleet:
     def replace_client(self, engine: Engine, client: EngineClient) -> EngineClient:
         """Set the client of a restarted engine, which has a new address; return the old client."""
         before, engine.client = engine.client, client
-        engine.version = PolicyVersion(0)
-        engine.adapter, engine.adapters = None, Counter()
+        engine.version, engine.adapter, engine.adapters = PolicyVersion(0), None, Counter()
         self.num_changes += 1
         return before
 

@@ -28,7 +28,7 @@ from megarl.rollout.fleet import Engine, EngineLostError, Fleet
 from megarl.rollout.lifecycle import EngineState
 from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.system.faults import reach
-from megarl.tokens import Content
+from megarl.tokens import Content, repeated
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ class FleetGenerator:
                 text=self._vocabulary.decode(response.token_ids),
             ),
             versions=_shared(response.versions),
-            loss_mask=np.broadcast_to(np.True_, len(response.token_ids)),
+            loss_mask=repeated(np.True_, len(response.token_ids)),
             finish_reason=response.finish_reason,
         )
 
@@ -256,7 +256,7 @@ def _shared(versions: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """Return versions that are all equal as one number that is repeated: a step's tokens fill the driver's memory."""
     if not len(versions) or (versions != versions[0]).any():
         return versions
-    return np.broadcast_to(versions[0].copy(), len(versions))
+    return repeated(versions[0], len(versions))
 
 
 def sampling_seed(run_seed: int, prompt_uid: str, *, epoch: int, index: int) -> int:

@@ -108,6 +108,8 @@ class EngineView:
     version: PolicyVersion
     life: Life
     num_pauses: int
+    adapter: str | None
+    """The one that requests compute with."""
     number: int
     """Grows with every view; a view that arrives after a later one is ignored."""
 
@@ -118,13 +120,14 @@ class EngineView:
             version=engine.version,
             life=engine.life,
             num_pauses=engine.num_pauses,
+            adapter=engine.adapter,
             number=number,
         )
 
     @property
     def key(self) -> tuple[object, ...]:
         """All that a worker needs to know."""
-        return self.endpoint, self.version, self.life.state, self.life.is_over, self.num_pauses
+        return self.endpoint, self.version, self.life.state, self.life.is_over, self.num_pauses, self.adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +163,8 @@ class WorkerReport:
     """Engines that answered with tokens of their version."""
     num_requests: dict[int, int]
     """Requests under way, by engine."""
+    adapters: dict[int, tuple[int, tuple[str, ...]]]
+    """By engine the number of the newest view, and the adapters of requests under way."""
     retries: dict[str, int]
     """Requests that were sent again, by cause."""
     score_seconds: tuple[float, ...]
@@ -220,7 +225,7 @@ class FollowingFleet:
         self._requests = RequestCounts()
         self.scores = ScoreCounts()
         self._probes: dict[int, EngineProbe] = {}
-        self._has_complaints = asyncio.Event()
+        self._is_due = asyncio.Event()
         self.fleet.requests = self._requests
         self.fleet.listen(self._note)
 
@@ -238,7 +243,9 @@ class FollowingFleet:
         engine, before = self._engines[index], None
         if engine.client.endpoint != view.endpoint:
             before = self.fleet.replace_client(engine, self._connect(view.endpoint))
-        engine.version, engine.num_pauses = view.version, view.num_pauses
+        engine.version, engine.num_pauses, engine.adapter = view.version, view.num_pauses, view.adapter
+        for name in [name for name, count in engine.adapters.items() if not count]:
+            del engine.adapters[name]
         # The driver's clock is another one.
         self.fleet.adopt(engine, replace(view.life, last_answer=engine.life.last_answer))
         return before
@@ -252,21 +259,30 @@ class FollowingFleet:
                 reason=engine.reason,
             )
         )
-        self._has_complaints.set()
+        self.report_now()
+
+    def report_now(self) -> None:
+        """End the wait for the next report."""
+        self._is_due.set()
 
     async def report(self, *, within_s: float) -> WorkerReport:
-        """Return a report after `within_s`, or as soon as an engine failed."""
+        """Return a report after `within_s`, or as soon as an engine failed or somebody wants it."""
         try:
             async with asyncio.timeout(within_s):
-                await self._has_complaints.wait()
+                await self._is_due.wait()
         except TimeoutError:
             pass
-        self._has_complaints.clear()
+        self._is_due.clear()
         report = WorkerReport(
             complaints=tuple(self._complaints),
             probes=tuple(self._probes.values()),
             answered=tuple(self._newly_heard()),
             num_requests={index: engine.num_outstanding for index, engine in self._engines.items()},
+            adapters={
+                index: (self._numbers.get(index, 0), tuple(engine.held_adapters))
+                for index, engine in self._engines.items()
+                if engine.adapter is not None
+            },
             retries=dict(self._requests.causes),
             score_seconds=tuple(self.scores.seconds),
             failed_scores=dict(self.scores.failures),

@@ -319,8 +319,8 @@ def _ages(
     counts: Counter[int] = Counter()
     for scored in groups:
         for rollout in scored.group.rollouts:
-            for version, number in zip(*counted(rollout.versions), strict=True):
-                counts[int(version)] += int(number)
+            for version, number in counted(rollout.versions):
+                counts[version] += number
     counts.pop(DEMONSTRATION, None)
     if not counts:
         return np.zeros(1, np.int64), np.ones(1, np.int64)

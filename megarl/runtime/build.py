@@ -164,8 +164,8 @@ class LoopBuilder:
         recipe, publisher, serving = self.recipe, self.roles.publisher, self.roles.serving
         if isinstance(serving, NoServing) or self.workers is None:
             return publisher
-        if not isinstance(publisher, AdapterPublisher):
-            publisher = TellingPublisher(publisher, self.workers.announce)
+        adapters = publisher if isinstance(publisher, AdapterPublisher) else None
+        publisher = TellingPublisher(publisher, self.workers.announce)
         if self._pauses is not None:
             publisher = PausingPublisher(publisher, serving.fleet, self._pauses)
         if serving.config.canary_every is None:
@@ -187,9 +187,9 @@ class LoopBuilder:
         )
         # Only the canary shows that an external engine computes with the files that were written.
         every = 1 if isinstance(serving, ExternalServing) else serving.config.canary_every
-        if isinstance(publisher, AdapterPublisher):
+        if adapters is not None:
             # Asked before the first request uses the version; in a shared pool none does before the check anyway.
-            publisher.compare_with(canary.differences, every=every)
+            adapters.compare_with(canary.differences, every=every)
             return publisher
         return CanaryPublisher(publisher, canary, every=every)
 

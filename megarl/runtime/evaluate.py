@@ -203,5 +203,5 @@ def _versions(groups: Sequence[ScoredGroup]) -> set[PolicyVersion]:
         PolicyVersion(version)
         for scored in groups
         for rollout in scored.group.rollouts
-        for version in counted(rollout.versions)[0].tolist()
+        for version, _ in counted(rollout.versions)
     }

@@ -6,6 +6,7 @@ Ray comes before roles, roles before the first publish; data and ports were chec
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -26,7 +27,7 @@ from megarl.runtime.engines.serving import NoServing, Serving, connect, make_roo
 from megarl.runtime.inputs import Inputs
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.resume import Restarts, last_good
-from megarl.runtime.rollout_workers import open_workers
+from megarl.runtime.rollouts.workers import open_workers
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.start import running_trainers
 
@@ -195,6 +196,8 @@ class _Run:
             loop = builder.loop()
             self._observer.noted("everything is started; the first step begins")
             preemption.begin_steps()
+            # Objects from the start stay for good: looking for garbage among them costs more than a step's own work.
+            gc.freeze()
             await loop.run()
 
 

@@ -23,12 +23,18 @@ PACKING = Packing(
 class CountedHandle:
     """A content that counts how often it is loaded."""
 
-    content: Content
+    inner: Content
     loads: list[int]
 
     def load(self) -> Content:
+        return self.content(0)
+
+    def locate(self) -> tuple[CountedHandle, int]:
+        return self, 0
+
+    def content(self, _index: int) -> Content:
         self.loads.append(1)
-        return self.content
+        return self.inner
 
 
 def with_handles(samples: Sequence[TrainSample], loads: list[int]) -> list[TrainSample]:
@@ -42,9 +48,9 @@ def test_the_driver_makes_shares_without_reading_a_token_and_a_rank_reads_only_i
     samples, loads = make_samples(9, vocab=50), list[int]()
     shares = list(make_shares(with_handles(samples, loads), PACKING, temperature=1.0))
     assert not loads
-    assert sorted(i for share in shares for i in share.samples) == list(range(9))
+    assert sorted(i for share in shares for i in share.sample_ids) == list(range(9))
     filled = shares[0].fill()
-    assert len(loads) == len(shares[0].samples)
+    assert len(loads) == len(shares[0].sample_ids)
     expected = next(iter(pack(samples, PACKING, temperature=1.0)))
     for one, other in zip(filled.mini_batches[0].micro_batches, expected.mini_batches[0].micro_batches, strict=True):
         assert np.array_equal(one.token_ids, other.token_ids)
@@ -66,11 +72,7 @@ def test_numbers_that_all_tokens_share_are_sent_once_and_filled_everywhere() -> 
     )
     alone = replace(PACKING, data_parallel=1)
     (share,) = make_shares([repeated], alone, temperature=1.0, has_versions=True)
-    assert {name: len(column) for name, column in share.samples[0].columns.items()} == {
-        "loss_mask": 1,
-        "versions": 1,
-        "advantages": 1,
-    }
+    assert share.columns == {"loss_mask": (True,), "versions": (7,), "advantages": (0.5,)}
     (batch,) = pickle.loads(pickle.dumps(share)).fill().mini_batches
     (micro_batch,) = batch.micro_batches
     first = micro_batch.response_starts[0]

@@ -35,12 +35,21 @@ def following(lent: frozenset[int] = frozenset()) -> FollowingFleet:
     return FollowingFleet(ENDPOINTS, connect=connect, lent=lent, max_outstanding=2, publish_timeout_s=60)
 
 
-def view(index: int, state: EngineState, *, number: int, version: int = 0, num_pauses: int = 0) -> EngineView:
+def view(
+    index: int,
+    state: EngineState,
+    *,
+    number: int,
+    version: int = 0,
+    num_pauses: int = 0,
+    adapter: str | None = None,
+) -> EngineView:
     return EngineView(
         endpoint=ENDPOINTS[index],
         version=PolicyVersion(version),
         life=replace(Life.begin(0.0), state=state, reason="" if state is EngineState.HEALTHY else "the driver says so"),
         num_pauses=num_pauses,
+        adapter=adapter,
         number=number,
     )
 

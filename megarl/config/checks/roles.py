@@ -143,9 +143,6 @@ def check_lora_roles(roles: RolesConfig) -> Iterator[Problem]:
         if rollout is not None and name in rollout.model_fields_set:
             message = "has no effect with model.lora: adapters are loaded beside running requests; remove it"
             yield Problem(key=f"roles.rollout.{name}", message=message)
-    if rollout is not None and rollout.workers:
-        message = "rollout workers do not know adapters yet; use 0 with model.lora"
-        yield Problem(key="roles.rollout.workers", message=message)
     if reference is not None and reference.pool is None and reference.path is not None:
         message = "with model.lora the reference is the base in the actor's ranks; remove it, or name a pool"
         yield Problem(key="roles.reference.path", message=message)

@@ -176,14 +176,14 @@ class AdapterPublisher:
         await self._unload_unused(engine)
         while len(_names(engine)) >= self._num_loaded:
             if time.monotonic() > deadline:
-                held = {name: engine.adapters[name] for name in _names(engine)}
+                held = sorted(engine.held_adapters)
                 raise WeightSyncError(f"{engine}: no room for another adapter within {self._timeout_s:g} s: {held}")
             await asyncio.sleep(_POLL_S)
             await self._unload_unused(engine)
 
     async def _unload_unused(self, engine: Engine) -> None:
-        unused = [name for name in _names(engine) if name != engine.adapter and not engine.adapters[name]]
-        for name in unused:
+        used = {engine.adapter, *engine.held_adapters}
+        for name in [name for name in _names(engine) if name not in used]:
             await self._unload(engine, name)
 
     async def _unload(self, engine: Engine, name: str) -> None:

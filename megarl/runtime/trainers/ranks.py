@@ -21,7 +21,7 @@ from megarl.data.shares import Share, assemble, with_numbers
 from megarl.env import GLOO_INTERFACE
 from megarl.errors import WorkerError
 from megarl.runtime.cluster import own_address
-from megarl.runtime.rollout_host import fetch
+from megarl.runtime.rollouts.host import fetch
 from megarl.runtime.trainers.hang import Answer, RankStacks, Silence, capture, explain_hang, write_report
 from megarl.runtime.trainers.remote_process import RemoteProcess, describe, end, this_process
 from megarl.runtime.trainers.worker_group import WorkerDiedError, WorkerGroup, WorkerLateError
@@ -118,7 +118,7 @@ class RankHost:
 
         The responses are loaded here. Numbers per token that the method returns stay on this node.
         """
-        fetch([sample.content for sample in share.samples.values()])
+        fetch(share.sources)
         columns = {name: ray.get(list(parts)) for name, parts in numbers.items()}
         result = self.run(method, with_numbers(share.fill(), columns))
         if not isinstance(result, SampleNumbers):
@@ -302,5 +302,5 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
 
 def _store(share: Share, numbers: Mapping[str, HeldNumbers]) -> tuple[ray.ObjectRef, dict[str, list[ray.ObjectRef]]]:
     """Return a reference to the stored share, and references to the numbers of its samples by column."""
-    sample_ids = frozenset(row.sample_id for row in share.samples.values())
+    sample_ids = frozenset(share.sample_ids)
     return ray.put(share), {name: held.of(sample_ids) for name, held in numbers.items()}

@@ -40,7 +40,20 @@ USAGE = RankUsage(resident_bytes=1, host_available_bytes=1, host_total_bytes=2)
 
 def pack(samples: Sequence[TrainSample]) -> Iterator[Share]:
     assert samples
-    yield Share(samples={}, updates=(), temperature=1.0, columns=())
+    yield Share(
+        row_ids=(),
+        sample_ids=(),
+        prompts=(),
+        bounds=(),
+        num_episode_loss_tokens=(),
+        are_whole=(),
+        columns={},
+        sources=(),
+        places=(),
+        has_rollout_logprobs=False,
+        updates=(),
+        temperature=1.0,
+    )
 
 
 class Numbers(HeldNumbers):

@@ -32,8 +32,8 @@ with private_ray():
     import ray
 
     from megarl.runtime.local_ray import LocalRay, local_ray
-    from megarl.runtime.rollout_host import StoredContent, WorkerSetup
-    from megarl.runtime.rollout_workers import RolloutWorkers
+    from megarl.runtime.rollouts.host import StoredContent, WorkerSetup
+    from megarl.runtime.rollouts.workers import RolloutWorkers
 
 NUM_ROLLOUTS = 4
 TASK = RolloutTask(
@@ -182,7 +182,7 @@ def test_groups_do_not_depend_on_the_number_of_workers(nodes: LocalRay, engines:
             async with running(engines, model, engine_nodes, per_node=per_node) as (workers, _):
                 groups = await answer(workers)
                 contents = [rollout.content for scored in groups for rollout in scored.group.rollouts]
-                assert all(isinstance(content, StoredContent) and content.group.arrays is None for content in contents)
+                assert all(isinstance(content, StoredContent) and content.stored.arrays is None for content in contents)
                 assert_same(groups, expected)
 
     asyncio.run(run())

@@ -1,7 +1,7 @@
 """Rollout workers as Ray actors: which one answers a prompt, and how lost ones are replaced.
 
-The driver sends a prompt and gets lengths, versions, scores and times. The arrays of a group stay in the object store
-of the worker's node; the driver owns them, so that they outlive the worker.
+The driver sends prompts and gets lengths, versions, scores and times, many at a time. The arrays of groups stay in the
+object store of the worker's node; the driver owns them, so that they outlive the worker.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import ray
-from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.config.reward import RewardConfig
-from megarl.errors import FleetError, MegarlError, QuarantineError
+from megarl.errors import FleetError, QuarantineError
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
 from megarl.reward.pool import WorkerPool
@@ -40,7 +38,8 @@ from megarl.rollout.worker import (
 )
 from megarl.runtime.engines.serving import ExternalServing, ManagedServing
 from megarl.runtime.inputs import Inputs
-from megarl.runtime.rollout_host import REPORT_EVERY_S, GroupNumbers, RolloutHost, StoredGroup, WorkerSetup
+from megarl.runtime.rollouts.host import REPORT_EVERY_S, Delivery, RolloutHost, WorkerSetup
+from megarl.runtime.rollouts.link import WorkerLink, WorkerLostError
 from megarl.runtime.trainers.remote_process import RemoteProcess, end
 from megarl.runtime.trainers.worker_group import exit_detail
 from megarl.types import Prompt
@@ -56,51 +55,10 @@ _MAX_FAILURES = 5
 """Times that a worker is started again without having answered in between."""
 _MAX_LOST = 3
 """Workers that may be lost with one prompt: it may be the cause."""
-_MAX_GROUPS = 65_536
-_PER_NODE = 2  # by default, in runs of several nodes
+_MAX_CALLS = 1000
+_PER_NODE = 1  # by default, in runs of several nodes
 _OVERFULL = 2
 """Groups that a worker holds, as a multiple of those that its engines compute at once: long ones end late."""
-
-
-class _LostError(Exception):
-    """A worker ended or does not answer."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Worker:
-    """The driver's record of a worker, as a `Dispatched`."""
-
-    setup: WorkerSetup
-    engines: tuple[Engine, ...]
-    """Its own and those lent to it."""
-    host: ActorHandle | None = None
-    process: RemoteProcess | None = None
-    has_answered: bool = False
-    """Since its last start or accident."""
-    is_over: bool = False
-    is_live: bool = False
-    num_outstanding: int = 0
-    num_seen: int = -1
-    """The fleet's count of changes when views were last sent."""
-    known: dict[int, tuple[object, ...]]
-
-    @property
-    def index(self) -> int:
-        return self.setup.index
-
-    @property
-    def own(self) -> tuple[Engine, ...]:
-        return self.engines[: len(self.setup.own)]
-
-    def watch(self, *, is_watching: bool) -> None:
-        """Note whether it reports: it then probes its own engines."""
-        for engine in self.own:
-            engine.is_watched = is_watching
-
-    def forget(self) -> None:
-        """Count on nothing that it was told before."""
-        self.known.clear()
-        self.num_seen = -1
 
 
 class RolloutWorkers:
@@ -119,10 +77,9 @@ class RolloutWorkers:
         self._silence_timeout_s = setups[0].silence_timeout_s
         engines = {engine.index: engine for engine in fleet.engines}
         self._workers = [
-            _Worker(
+            WorkerLink(
                 setup=setup,
                 engines=tuple(engines[index] for index in (*setup.own, *sorted(lent_engines(setup.own, len(engines))))),
-                known={},
             )
             for setup in setups
         ]
@@ -164,8 +121,8 @@ class RolloutWorkers:
         while True:
             worker = await self._acquire(avoided)
             try:
-                return await self._ask(worker, prompt, task)
-            except _LostError as error:
+                return await worker.ask(prompt, task)
+            except WorkerLostError as error:
                 # Its prompts are asked again: the same seeds give the same tokens.
                 lost.append(f"worker {worker.index}: {error}")
                 self._fleet.requests.request_retried("worker_lost")
@@ -193,7 +150,7 @@ class RolloutWorkers:
         if told:
             await asyncio.wait([asyncio.ensure_future(_ended(each)) for each in told], timeout=self._silence_timeout_s)
 
-    async def _acquire(self, avoided: set[int]) -> _Worker:
+    async def _acquire(self, avoided: set[int]) -> WorkerLink:
         while True:
             self._fleet.check()
             worker = self._dispatcher.take(avoided, None)
@@ -205,28 +162,7 @@ class RolloutWorkers:
                 return worker
             self._dispatcher.release(worker)
 
-    async def _ask(self, worker: _Worker, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
-        host = worker.host
-        assert host is not None, "a worker that is not live"
-        numbers, arrays = host.answer.options(num_returns=2).remote(prompt, task)
-        try:
-            group: GroupNumbers = await numbers
-        except asyncio.CancelledError:
-            ray.cancel(numbers)
-            raise
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, MegarlError):
-                raise error.cause from None
-            raise
-        except ray.exceptions.RayError as error:
-            if worker.host is host:
-                # Before its keeper notices: the prompt must not come back to it.
-                worker.has_answered = False
-                self._judge(worker)
-            raise _LostError(exit_detail(error)) from None
-        return group.answered(prompt, StoredGroup(arrays))
-
-    def _views(self, worker: _Worker) -> list[EngineView]:
+    def _views(self, worker: WorkerLink) -> list[EngineView]:
         """Return what the worker does not know yet of its engines."""
         if worker.num_seen == self._fleet.num_changes:
             return []
@@ -234,9 +170,7 @@ class RolloutWorkers:
         views = []
         for engine in worker.engines:
             self._num_views += 1
-            view = EngineView.of(engine, number=self._num_views)
-            if worker.known.get(engine.index) != view.key:
-                worker.known[engine.index] = view.key
+            if (view := worker.tell(engine, number=self._num_views)) is not None:
                 views.append(view)
         return views
 
@@ -252,7 +186,7 @@ class RolloutWorkers:
             self._judge(worker)
         self._dispatcher.serve()
 
-    def _judge(self, worker: _Worker) -> None:
+    def _judge(self, worker: WorkerLink) -> None:
         """Decide whether the worker gets prompts: it answers, and has a live engine unless nobody has."""
         has_engine = any(engine.is_live for engine in worker.own)
         is_live = worker.has_answered and (has_engine or not any(engine.is_live for engine in self._fleet.engines))
@@ -260,32 +194,33 @@ class RolloutWorkers:
             worker.is_live = is_live
             self._dispatcher.changed(worker)
 
-    async def _keep(self, worker: _Worker) -> None:
+    async def _keep(self, worker: WorkerLink) -> None:
         """Start the worker, again whenever it is lost."""
         num_failures = 0
         while num_failures < _MAX_FAILURES:
             try:
                 await self._serve(worker)
-            except _LostError as error:
+            except WorkerLostError as error:
                 num_failures = 1 if worker.own[0].is_watched else num_failures + 1
                 self._reasons[worker.index] = str(error)
                 logger.warning("rollout worker=%d lost: %s", worker.index, error)
                 self._observer.restarted("rollout_worker", worker.index, str(error))
             worker.has_answered = False
             worker.watch(is_watching=False)
-            self._judge(worker)
+            self._judge(worker)  # first: the prompts must not come back to it
+            worker.lose(self._reasons.get(worker.index, "it ended"))
             await self._end(worker)
             await asyncio.sleep(2.0 ** (num_failures - 1))
         worker.is_over = True
         if all(each.is_over for each in self._workers):
             self._dispatcher.refuse(self._none_left)
 
-    async def _serve(self, worker: _Worker) -> None:
-        """Start the worker and take its reports; raise _LostError when there are none."""
+    async def _serve(self, worker: WorkerLink) -> None:
+        """Start the worker and take its reports; raise WorkerLostError when there are none."""
         setup = worker.setup
         # Soft: where the node is gone, another one takes the worker.
         strategy = NodeAffinitySchedulingStrategy(setup.node, soft=True)
-        remote = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_MAX_GROUPS)(RolloutHost)
+        remote = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_MAX_CALLS)(RolloutHost)
         endpoints = [engine.client.endpoint for engine in worker.engines]
         worker.forget()
         worker.host = host = remote.options(scheduling_strategy=strategy).remote(setup, endpoints)
@@ -293,26 +228,28 @@ class RolloutWorkers:
         assert isinstance(process, RemoteProcess), process
         worker.process = process
         while True:
-            asked = host.report.remote(self._views(worker))
-            report = await _answer_of(asked, timeout_s=REPORT_EVERY_S + self._silence_timeout_s)
-            assert isinstance(report, WorkerReport), report
-            await self._record(worker, report)
+            asked, arrays = host.report.options(num_returns=2).remote(self._views(worker))
+            delivery = await _answer_of(asked, timeout_s=REPORT_EVERY_S + self._silence_timeout_s)
+            assert isinstance(delivery, Delivery), delivery
+            worker.take(delivery, arrays)
+            await self._record(worker, delivery.report)
             if not worker.has_answered:
                 worker.has_answered = True
                 self._judge(worker)
                 self._dispatcher.serve()
 
-    async def _record(self, worker: _Worker, report: WorkerReport) -> None:
+    async def _record(self, worker: WorkerLink, report: WorkerReport) -> None:
         await apply_report(report, self._fleet, self._observer)
         if report.complaints:
             worker.forget()  # it may think less of an engine than the fleet: it is told again
         self._num_requests[worker.index] = report.num_requests
         worker.watch(is_watching=True)
+        worker.note_adapters(report)
         for engine in worker.engines:
             counts = (of_worker.get(engine.index, 0) for of_worker in self._num_requests.values())
             engine.num_elsewhere = sum(counts)
 
-    async def _end(self, worker: _Worker) -> None:
+    async def _end(self, worker: WorkerLink) -> None:
         """End the process, frozen or not."""
         host, process, worker.host, worker.process = worker.host, worker.process, None, None
         self._num_requests.pop(worker.index, None)
@@ -334,10 +271,10 @@ async def _answer_of(reference: ray.ObjectRef, *, timeout_s: float) -> object:
         if done:
             outcome = answer.result()
             if isinstance(outcome, ray.exceptions.RayError):
-                raise _LostError(exit_detail(outcome))
+                raise WorkerLostError(exit_detail(outcome))
             return outcome
     answer.cancel()
-    raise _LostError(f"it has not answered for {timeout_s + _GRACE_S:.0f} s (roles.rollout.silence_timeout_s)")
+    raise WorkerLostError(f"it has not answered for {timeout_s + _GRACE_S:.0f} s (roles.rollout.silence_timeout_s)")
 
 
 async def _ended(reference: ray.ObjectRef) -> object:
@@ -362,8 +299,7 @@ async def open_workers(
     config, fleet = serving.config, serving.fleet
     own_node = str(ray.get_runtime_context().get_node_id())
     nodes = serving.nodes if isinstance(serving, ManagedServing) else (own_node,) * len(fleet.engines)
-    has_adapters = isinstance(serving, ManagedServing) and serving.adapters is not None
-    default = 0 if has_adapters or len(set(nodes)) == 1 else _PER_NODE
+    default = 0 if len(set(nodes)) == 1 else _PER_NODE
     per_node = default if config.workers is None else config.workers
     if per_node == 0:
         open_pool = partial(WorkerPool, log_path=run_folder / "reward.log")

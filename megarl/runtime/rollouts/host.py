@@ -1,0 +1,333 @@
+"""The process of a rollout worker, and what it leaves of groups: numbers for the driver, arrays in Ray's object store.
+
+The arrays stay on the node that made them until a rank loads its share. The driver has references, and the numbers that
+a step is decided by. Both are handed over many groups at a time: a call costs the driver a millisecond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import traceback
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import ray
+
+from megarl.config.model import ModelShape
+from megarl.config.reward import RewardConfig
+from megarl.data.tokenizer import load_tokenizer
+from megarl.errors import MegarlError, WorkerError
+from megarl.reward.build import build_scorer
+from megarl.reward.pool import ScoringTask, WorkerPool
+from megarl.rollout.client import EngineClient, EngineEndpoint
+from megarl.rollout.generator import Vocabulary
+from megarl.rollout.worker import (
+    AnsweredPrompt,
+    EngineView,
+    FollowingFleet,
+    RolloutTask,
+    RolloutWorker,
+    WorkerReport,
+)
+from megarl.runtime.trainers.remote_process import RemoteProcess, this_process
+from megarl.tokens import Content, ContentSource, is_repeated, repeated
+from megarl.turns import Episode
+from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
+
+REPORT_EVERY_S = 2.0
+"""Time between reports while nothing happens; a failed engine and answers are reported at once."""
+_PROBE_EVERY_S = 1.0
+_GATHER_S = 0.2
+"""Time that an answer waits for others, while prompts are under way."""
+_MAX_TOKENS = 1 << 24
+"""Tokens of one delivery: 128 MiB of arrays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseArrays:
+    """The responses of some groups, end to end."""
+
+    token_ids: npt.NDArray[np.int32]  # [sum of T]
+    logprobs: npt.NDArray[np.float32]  # [sum of T]
+    starts: npt.NDArray[np.int64]  # [R + 1], where each response begins
+    texts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, groups: Sequence[RolloutGroup]) -> ResponseArrays:
+        contents = [rollout.content.load() for group in groups for rollout in _rollouts(group)]
+        return cls(
+            token_ids=np.concatenate([content.token_ids for content in contents]),
+            logprobs=np.concatenate([content.logprobs for content in contents]),
+            starts=np.cumsum([0, *(len(content.token_ids) for content in contents)], dtype=np.int64),
+            texts=tuple(content.text for content in contents),
+        )
+
+    def content(self, index: int) -> Content:
+        part = slice(self.starts[index], self.starts[index + 1])
+        return Content(token_ids=self.token_ids[part], logprobs=self.logprobs[part], text=self.texts[index])
+
+
+@dataclass(slots=True, eq=False)
+class StoredResponses:
+    """A reference to the arrays of one delivery; all its responses share it."""
+
+    reference: ray.ObjectRef
+    arrays: ResponseArrays | None = field(default=None, repr=False)
+    """Set where `fetch` brought them."""
+
+    def content(self, index: int) -> Content:
+        return (self.arrays or _get([self.reference])[0]).content(index)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredContent:
+    """A `ContentHandle`: one response of a delivery."""
+
+    stored: StoredResponses
+    index: int
+
+    def load(self) -> Content:
+        return self.stored.content(self.index)
+
+    def locate(self) -> tuple[StoredResponses, int]:
+        return self.stored, self.index
+
+
+def fetch(sources: Sequence[ContentSource]) -> None:
+    """Bring the arrays of all these sources into this process, many at a time."""
+    missing = [source for source in sources if isinstance(source, StoredResponses) and source.arrays is None]
+    for stored, arrays in zip(missing, _get([stored.reference for stored in missing]), strict=True):
+        stored.arrays = arrays
+
+
+def _get(references: Sequence[ray.ObjectRef]) -> list[ResponseArrays]:
+    try:
+        arrays: list[ResponseArrays] = ray.get(list(references))
+    except ray.exceptions.ObjectLostError as error:
+        raise WorkerError(f"rollouts are lost with the node that held them: {str(error).splitlines()[0]}") from error
+    return arrays
+
+
+_ScoreNumbers: TypeAlias = tuple[float, Mapping[str, float], str | None, bool]
+"""A score as pickle reads it quickest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupNumbers:
+    """A scored group without its prompt and its content; the baseline, where there is one, comes last.
+
+    One number stands for all tokens of a rollout where all have the same.
+    """
+
+    num_tokens: tuple[int, ...]
+    versions: tuple[int | npt.NDArray[np.int32], ...]
+    loss_masks: tuple[bool | npt.NDArray[np.bool_], ...]
+    finish_reasons: tuple[FinishReason, ...]
+    episodes: tuple[Episode, ...]
+    scores: tuple[_ScoreNumbers, ...]
+    baseline: _ScoreNumbers | None
+    seconds: float
+
+    @classmethod
+    def of(cls, answered: AnsweredPrompt) -> GroupNumbers:
+        scored = answered.scored
+        rollouts = _rollouts(scored.group)
+        return cls(
+            num_tokens=tuple(rollout.num_tokens for rollout in rollouts),
+            versions=tuple(int(each[0]) if is_repeated(each) else each for each in (one.versions for one in rollouts)),
+            loss_masks=tuple(
+                bool(each[0]) if is_repeated(each) else each for each in (one.loss_mask for one in rollouts)
+            ),
+            finish_reasons=tuple(rollout.finish_reason for rollout in rollouts),
+            episodes=tuple(rollout.episode for rollout in rollouts),
+            scores=tuple(map(_score_numbers, scored.scores)),
+            baseline=None if scored.baseline is None else _score_numbers(scored.baseline),
+            seconds=answered.seconds,
+        )
+
+    def answered(self, prompt: Prompt, stored: StoredResponses, first: int) -> AnsweredPrompt:
+        """Return the group; `first` is the place of its first response."""
+        rollouts = tuple(self._rollouts(stored, first))
+        num_trained = len(self.scores)
+        group = RolloutGroup(
+            prompt=prompt,
+            rollouts=rollouts[:num_trained],
+            baseline=rollouts[num_trained] if len(rollouts) > num_trained else None,
+        )
+        scored = ScoredGroup(
+            group=group,
+            scores=tuple(map(_score, self.scores)),
+            baseline=None if self.baseline is None else _score(self.baseline),
+        )
+        return AnsweredPrompt(scored=scored, seconds=self.seconds)
+
+    def _rollouts(self, stored: StoredResponses, first: int) -> Iterator[Rollout]:
+        # A slice of a repeated number is made far quicker than another one.
+        longest = max(self.num_tokens)
+        masks = {is_chosen: repeated(np.bool_(is_chosen), longest) for is_chosen in (False, True)}
+        served = {each: repeated(np.int32(each), longest) for each in self.versions if isinstance(each, int)}
+        rows = zip(self.num_tokens, self.versions, self.loss_masks, self.finish_reasons, self.episodes, strict=True)
+        for index, (num_tokens, versions, mask, finish_reason, episode) in enumerate(rows, start=first):
+            yield Rollout(
+                versions=served[versions][:num_tokens] if isinstance(versions, int) else versions,
+                loss_mask=masks[mask][:num_tokens] if isinstance(mask, bool) else mask,
+                finish_reason=finish_reason,
+                content=StoredContent(stored, index),
+                episode=episode,
+            )
+
+
+def _score_numbers(score: Score) -> _ScoreNumbers:
+    return score.value, score.components, score.prediction, score.is_masked
+
+
+def _score(numbers: _ScoreNumbers) -> Score:
+    value, components, prediction, is_masked = numbers
+    return Score(value=value, components=components, prediction=prediction, is_masked=is_masked)
+
+
+def _rollouts(group: RolloutGroup) -> tuple[Rollout, ...]:
+    return group.rollouts if group.baseline is None else (*group.rollouts, group.baseline)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedAnswer:
+    """Why a prompt has no answer."""
+
+    error: MegarlError | None
+    """None for an error that nobody expects."""
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """A worker's report, and the answers since the last one. The responses of the groups are stored in their order."""
+
+    report: WorkerReport
+    answers: tuple[tuple[int, GroupNumbers | FailedAnswer], ...]
+    """By the number of the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSetup:
+    """All that a worker needs to start."""
+
+    index: int
+    node: str
+    """Ray's id of the node."""
+    own: tuple[int, ...]
+    """Engines that it uses; others are lent to it."""
+    model_folder: Path
+    shape: ModelShape
+    reward: RewardConfig
+    num_on_node: int
+    """Workers of the node: they divide its reward processes."""
+    log_path: Path
+    max_outstanding: int
+    max_attempts: int
+    publish_timeout_s: float
+    request_timeout_s: float
+    silence_timeout_s: float
+
+
+class RolloutHost:
+    """The process of one rollout worker."""
+
+    def __init__(self, setup: WorkerSetup, endpoints: Sequence[EngineEndpoint]) -> None:
+        """`endpoints` are those of all engines that it may use."""
+        self._silence_timeout_s = setup.silence_timeout_s
+        self._probing: asyncio.Task[None] | None = None
+        self._open: dict[int, asyncio.Task[AnsweredPrompt]] = {}
+        self._ended: deque[tuple[int, asyncio.Task[AnsweredPrompt]]] = deque()
+        tokenizer = load_tokenizer(setup.model_folder, vocab=setup.shape.vocab)
+        self._following = FollowingFleet(
+            endpoints,
+            connect=partial(EngineClient, request_timeout_s=setup.request_timeout_s),
+            lent=frozenset(endpoint.index for endpoint in endpoints) - set(setup.own),
+            max_outstanding=setup.max_outstanding,
+            publish_timeout_s=setup.publish_timeout_s,
+        )
+        self._worker = RolloutWorker(
+            self._following.fleet,
+            vocabulary=Vocabulary.of(setup.shape, tokenizer),
+            scorer=build_scorer(
+                setup.reward, observer=self._following.scores, open_pool=partial(_open_pool, setup=setup)
+            ),
+            max_attempts=setup.max_attempts,
+        )
+        gc.freeze()  # objects from the start stay for good: they are no garbage to look for
+
+    async def ask(self, task: RolloutTask, prompts: Mapping[int, Prompt]) -> None:
+        """Begin to answer prompts; the answers are in the next reports, by the same numbers."""
+        for number, prompt in prompts.items():
+            self._open[number] = answering = asyncio.create_task(self._worker.answer(prompt, task))
+            answering.add_done_callback(partial(self._end, number))
+
+    async def drop(self, numbers: Sequence[int]) -> None:
+        """Give prompts up that nobody waits for."""
+        for number in numbers:
+            if number in self._open:
+                self._open[number].cancel()
+
+    async def follow(self, views: Sequence[EngineView]) -> None:
+        await self._following.follow(views)
+
+    async def report(self, views: Sequence[EngineView]) -> tuple[Delivery, ResponseArrays | None]:
+        """Return what happened since the last report: one heartbeat for all engines of the worker."""
+        await self._following.follow(views)
+        if self._probing is None:
+            probe = self._following.probe(every_s=_PROBE_EVERY_S, timeout_s=self._silence_timeout_s)
+            self._probing = asyncio.create_task(probe)
+        every_s = min(REPORT_EVERY_S, self._silence_timeout_s / 8)
+        report = await self._following.report(within_s=every_s)
+        answers, groups = self._take()
+        arrays = ResponseArrays.of(groups) if groups else None
+        return Delivery(report=report, answers=tuple(answers)), arrays
+
+    def _take(self) -> tuple[list[tuple[int, GroupNumbers | FailedAnswer]], list[RolloutGroup]]:
+        """Return the answers of one delivery, and the groups among them."""
+        answers: list[tuple[int, GroupNumbers | FailedAnswer]] = []
+        groups: list[RolloutGroup] = []
+        num_tokens = 0
+        while self._ended and num_tokens < _MAX_TOKENS:
+            number, answering = self._ended.popleft()
+            error = answering.exception()
+            if error is not None:
+                answers.append((number, _failure(error)))
+                continue
+            numbers = GroupNumbers.of(answering.result())
+            answers.append((number, numbers))
+            groups.append(answering.result().scored.group)
+            num_tokens += sum(numbers.num_tokens)
+        if self._ended:
+            self._following.report_now()
+        return answers, groups
+
+    def _end(self, number: int, answering: asyncio.Task[AnsweredPrompt]) -> None:
+        del self._open[number]
+        if answering.cancelled():
+            return
+        self._ended.append((number, answering))
+        if not self._open:
+            self._following.report_now()
+        elif len(self._ended) == 1:
+            asyncio.get_running_loop().call_later(_GATHER_S, self._following.report_now)
+
+    async def process(self) -> RemoteProcess:
+        return this_process()
+
+
+def _open_pool(task: ScoringTask, *, setup: WorkerSetup) -> WorkerPool:
+    return WorkerPool(replace(task, workers=-(-task.workers // setup.num_on_node)), log_path=setup.log_path)
+
+
+def _failure(error: BaseException) -> FailedAnswer:
+    detail = "".join(traceback.format_exception(error))
+    return FailedAnswer(error=error if isinstance(error, MegarlError) else None, detail=detail)

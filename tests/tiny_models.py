@@ -49,6 +49,7 @@ def write_tiny_model(
     ffn: int = 128,
     seed: int = 0,
     is_normalized: bool = True,
+    rope: dict[str, object] | None = None,
     max_shard_size: str = "1GB",
 ) -> ModelShape:
     """Write a model whose every tensor is random, in fp32. The vocabulary is odd, so that padding shows."""
@@ -68,6 +69,8 @@ def write_tiny_model(
         sizes |= {"moe_intermediate_size": ffn, "num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
         sizes["intermediate_size"] = 3 * ffn  # of layers without experts, of which there are none
         sizes["norm_topk_prob"] = is_normalized
+    if rope is not None:
+        sizes["rope_parameters"] = rope
     config = config_class(
         **sizes, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2, pad_token_id=0, dtype="float32"
     )

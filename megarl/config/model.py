@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -26,6 +27,32 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN's scaling of the rotary frequencies (arXiv 2309.00071), as Qwen uses it for long contexts."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    """Channels that turn more often than the first in the original context are kept, less often than the second
+    stretched by `factor`."""
+    truncate: bool = True
+    """The bounds between them are whole channels."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    @property
+    def magnitude(self) -> float:
+        """The factor of rotated queries and keys."""
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    def _magnitude(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +81,7 @@ class ModelShape:
     max_context_tokens: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: RopeScaling | YarnScaling | None
     has_tied_embeddings: bool
     has_qkv_bias: bool
     has_qk_norm: bool
@@ -176,17 +203,49 @@ def _experts(raw: dict[str, object], *, num: int, per_token: int) -> Experts:
     return Experts(num=num, per_token=per_token, is_normalized=is_normalized)
 
 
-def _rope_scaling(rope: dict[str, object]) -> RopeScaling | None:
+def _rope_scaling(rope: dict[str, object]) -> RopeScaling | YarnScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in (None, "default"):
         return None
+    if kind == "yarn":
+        return _yarn(rope)
     if kind != "llama3":
-        raise _error(f"config.json: rope type {kind} is not supported; supported are default and llama3")
+        raise _error(f"config.json: rope type {kind} is not supported; supported are default, llama3 and yarn")
     return RopeScaling(
         factor=float(rope["factor"]),  # type: ignore[arg-type]
         low_freq_factor=float(rope["low_freq_factor"]),  # type: ignore[arg-type]
         high_freq_factor=float(rope["high_freq_factor"]),  # type: ignore[arg-type]
         original_max_position=int(rope["original_max_position_embeddings"]),  # type: ignore[call-overload]
+    )
+
+
+def _yarn(rope: dict[str, object]) -> YarnScaling:
+    """Return the scaling where transformers and SGLang read the same from the fields."""
+    missing = [name for name in ("factor", "original_max_position_embeddings") if rope.get(name) is None]
+    if missing:
+        raise _error(
+            f"config.json: rope type yarn lacks {' and '.join(missing)}; "
+            "add it as the model's page says, such as factor 4.0 for an original context of 32768"
+        )
+    for name in ("attention_factor", "attn_factor"):
+        if rope.get(name) is not None:
+            reader = "SGLang does not read" if name == "attention_factor" else "transformers does not read"
+            raise _error(f"config.json: {reader} {name} of rope type yarn; remove it, or use mscale and mscale_all_dim")
+    if (rope.get("mscale") is None) != (rope.get("mscale_all_dim") is None):
+        raise _error("config.json: rope type yarn needs both of mscale and mscale_all_dim, or neither")
+    numbers = {
+        name: float(value)  # type: ignore[arg-type]
+        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        if (value := rope.get(name)) is not None
+    }
+    factor = float(rope["factor"])  # type: ignore[arg-type]
+    if factor <= 1:
+        raise _error(f"config.json: factor {factor:g} of rope type yarn stretches nothing; it must be above 1")
+    return YarnScaling(
+        factor=factor,
+        original_max_position=int(rope["original_max_position_embeddings"]),  # type: ignore[call-overload]
+        truncate=bool(rope.get("truncate", True)),
+        **numbers,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.config.model import Experts, Family, ModelShape, RopeScaling
+from megarl.config.model import Experts, Family, ModelShape, RopeScaling, YarnScaling
 
 _LLAMA3_ROPE = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
 
@@ -99,6 +99,11 @@ PUBLIC_MODELS: Mapping[str, ModelShape] = {
     "qwen3-8b": _qwen3(36, 4096, 12288, 32),
     "qwen3-14b": _qwen3(40, 5120, 17408, 40),
     "qwen3-32b": _qwen3(64, 5120, 25600, 64),
+    "qwen3-32b-128k": replace(
+        _qwen3(64, 5120, 25600, 64),
+        max_context_tokens=131072,
+        rope_scaling=YarnScaling(factor=4.0, original_max_position=32768),
+    ),
     "qwen3-30b-a3b": _qwen3_moe(48, 2048, 768, 32, 4),
     "qwen3-235b-a22b": _qwen3_moe(94, 4096, 1536, 64, 4),
     "llama-3.1-8b": _llama3(32, 4096, 14336, 32),

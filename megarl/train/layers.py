@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from megarl.config.model import ModelShape, RopeScaling
+from megarl.config.model import ModelShape, RopeScaling, YarnScaling
 
 
 class RMSNorm(torch.nn.Module):
@@ -64,15 +65,29 @@ class Rotation:
     sines: Tensor  # [N, head_dim / 2], float32
 
     @classmethod
-    def by(cls, angles: Tensor) -> Rotation:
-        return cls(cosines=angles.cos(), sines=angles.sin())
+    def by(cls, angles: Tensor, magnitude: float = 1.0) -> Rotation:
+        """Return the rotation by these angles, which also multiplies by `magnitude`."""
+        return cls(cosines=angles.cos() * magnitude, sines=angles.sin() * magnitude)
 
 
 def rotary_frequencies(shape: ModelShape) -> Tensor:
     """Return the angle per position of each pair of channels. [head_dim / 2], float32"""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     frequencies = 1.0 / (shape.rope_theta**exponents)
-    return frequencies if shape.rope_scaling is None else _stretched(frequencies, shape.rope_scaling)
+    match shape.rope_scaling:
+        case None:
+            return frequencies
+        case RopeScaling() as scaling:
+            return _stretched(frequencies, scaling)
+        case YarnScaling() as scaling:
+            return _interpolated(frequencies, scaling, shape.rope_theta)
+        case _:
+            assert_never(shape.rope_scaling)
+
+
+def rotary_magnitude(shape: ModelShape) -> float:
+    """Return the factor of rotated queries and keys."""
+    return shape.rope_scaling.magnitude if isinstance(shape.rope_scaling, YarnScaling) else 1.0
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -81,6 +96,23 @@ def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     turns = scaling.original_max_position / wavelengths
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def _interpolated(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
+    """Scale as YaRN does: the channels between two bounds change from kept to stretched linearly by their number."""
+    num_channels = 2 * len(frequencies)
+
+    def channel(turns: float) -> float:
+        """Return which channel turns so often in the original context."""
+        wavelength = scaling.original_max_position / turns
+        return num_channels * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, num_channels - 1)
+    kept = 1 - ((torch.arange(len(frequencies)) - low) / max(high - low, 1e-3)).clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 

@@ -32,7 +32,7 @@ from megarl.data.packing import zigzag
 from megarl.errors import ConfigError, Problem
 from megarl.train.attention import PackedSequences, packed_sequences
 from megarl.train.layer_spec import layer_spec, precision_fields
-from megarl.train.layers import RMSNorm, Rotation, rotary_frequencies
+from megarl.train.layers import RMSNorm, Rotation, rotary_frequencies, rotary_magnitude
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
 from megarl.train.topology import Topology
 from megarl.types import FloatArray, MicroBatch
@@ -139,7 +139,7 @@ class Model(GPTModel):
         )
         self._shape = shape
         self._topology = topology
-        self._frequencies = rotary_frequencies(shape)
+        self._frequencies, self._magnitude = rotary_frequencies(shape), rotary_magnitude(shape)
 
     def decode(self, micro_batch: DeviceMicroBatch) -> Tensor:
         """Return hidden states for the next chunk; normed in the last."""
@@ -156,7 +156,7 @@ class Model(GPTModel):
 
     def _rotation(self, positions: Tensor) -> Rotation:
         self._frequencies = self._frequencies.to(positions.device)
-        return Rotation.by(positions[0, :, None] * self._frequencies)
+        return Rotation.by(positions[0, :, None] * self._frequencies, self._magnitude)
 
 
 class PolicyModel(Model):

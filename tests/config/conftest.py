@@ -58,7 +58,17 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "other_family", architectures=["MambaForCausalLM"])
     write_model(folder / "sliding_window", use_sliding_window=True)
     write_model(folder / "no_layers", num_hidden_layers=None)
-    write_model(folder / "yarn", rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    write_model(folder / "half_yarn", rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    write_model(
+        folder / "yarn_that_engines_ignore",
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "attention_factor": 1.2,
+        },
+    )
+    write_model(folder / "longrope", rope_scaling={"rope_type": "longrope", "factor": 4.0})
     write_model(folder / "six_kv_heads", num_attention_heads=12, num_key_value_heads=6, intermediate_size=96)
     write_model(folder / "narrow", intermediate_size=130)
     write_model(folder / "mixture", **MIXTURE)

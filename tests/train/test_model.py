@@ -13,7 +13,7 @@ from megarl.config.native.owned import owned
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig
 from megarl.train import model as model_module
-from megarl.train.layers import rotary_frequencies
+from megarl.train.layers import rotary_frequencies, rotary_magnitude
 from megarl.train.model import transformer_config
 
 LLAMA3 = {
@@ -24,6 +24,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
+MAGNIFIED_YARN = {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.8, "mscale_all_dim": 0.4}
 
 
 def config_with(name: str = "qwen3-8b", **native: object) -> TransformerConfig:
@@ -46,7 +49,11 @@ def test_no_field_is_set_by_both_megarl_and_a_recipe(name: str, monkeypatch: pyt
     assert [name for name in own if owned("megatron", name, device="cpu") is None] == []
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "default", "rope_theta": 1e6}, LLAMA3], ids=["default", "llama3"])
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_type": "default", "rope_theta": 1e6}, LLAMA3, YARN, MAGNIFIED_YARN],
+    ids=["default", "llama3", "yarn", "magnified yarn"],
+)
 def test_rotary_frequencies_are_those_of_transformers(rope: dict[str, object], tmp_path: Path) -> None:
     config = LlamaConfig(
         hidden_size=64,
@@ -60,7 +67,9 @@ def test_rotary_frequencies_are_those_of_transformers(rope: dict[str, object], t
     model = LlamaForCausalLM(config)
     model.save_pretrained(tmp_path)
     expected = model.model.rotary_emb.inv_freq
-    torch.testing.assert_close(rotary_frequencies(read_model_shape(tmp_path)), expected, rtol=1e-6, atol=0)
-    if rope is LLAMA3:
-        unstretched = 1 / 500000.0 ** (torch.arange(0, 32, 2) / 32)
+    shape = read_model_shape(tmp_path)
+    torch.testing.assert_close(rotary_frequencies(shape), expected, rtol=1e-6, atol=0)
+    assert rotary_magnitude(shape) == pytest.approx(model.model.rotary_emb.attention_scaling)
+    if rope is LLAMA3 or rope is YARN:
+        unstretched = 1 / shape.rope_theta ** (torch.arange(0, 32, 2) / 32)
         assert 0 < (expected == unstretched).sum() < len(expected), "the stretch should reach some channels only"

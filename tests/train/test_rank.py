@@ -158,6 +158,16 @@ def test_context_parallel_equals_the_hugging_face_model_beside_every_other_split
     check_equals_hugging_face(models.get("qwen2", tied=True), CONTEXT_SPLITS[split], cluster, references)
 
 
+def test_yarn_equals_the_hugging_face_model_on_ranks_that_share_sequences(
+    cluster: Cluster, references: References, tmp_path: Path
+) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+    shape = write_tiny_model(tmp_path / "yarn", "qwen3", rope=yarn)
+    assert shape.rope_scaling is not None
+    assert shape.rope_scaling.factor == 4.0
+    check_equals_hugging_face(Model(folder=tmp_path / "yarn", shape=shape), SPLITS["CP2"], cluster, references)
+
+
 @pytest.mark.parametrize("split", MIXTURE_SPLITS)
 def test_a_mixture_equals_the_hugging_face_model_for_every_split(
     split: str, cluster: Cluster, models: Models, references: References

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.compare.small_recipe import SmallRecipe, tiny_for_layouts
-from megarl.config.model import TRAITS, ModelShape
+from megarl.config.model import TRAITS, ModelShape, YarnScaling
 from megarl.config.recipe import Recipe
 from megarl.errors import WeightSyncError
 from megarl.rollout.fleet import Fleet
@@ -197,6 +197,7 @@ def config_of(shape: ModelShape) -> dict[str, object]:
 def _rope(shape: ModelShape) -> dict[str, object]:
     if shape.rope_scaling is None:
         return {"rope_type": "default", "rope_theta": shape.rope_theta}
-    scaling = asdict(shape.rope_scaling)
+    scaling = {name: value for name, value in asdict(shape.rope_scaling).items() if value is not None}
     scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
-    return {"rope_type": "llama3", "rope_theta": shape.rope_theta, **scaling}
+    kind = "yarn" if isinstance(shape.rope_scaling, YarnScaling) else "llama3"
+    return {"rope_type": kind, "rope_theta": shape.rope_theta, **scaling}

@@ -18,14 +18,15 @@ from torch import Tensor
 
 from bench.figures import Failure, Figure
 from bench.training import PEAK_TFLOPS, STD, WORKLOADS, TrainWorkload, alone, clear_device, micro_batch
+from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.roles import ActorConfig
-from megarl.planner.activations import ModelWork, activation_bytes, scoring_bytes
+from megarl.planner.activations import ModelWork, activation_bytes, fp8_weight_bytes, scoring_bytes
 from megarl.train.layer_spec import accumulate_in_products
 from megarl.train.model import DeviceMicroBatch, build_chunks, named_weights
 from megarl.train.optimizer import buffer_config
 
 _NUM_MICRO_BATCHES = 4
-_NUM_REPEATS = 3
+_NUM_REPEATS = 2
 _SHORTEST, _LONGEST = 300, 3000
 
 Variants = Mapping[str, Mapping[str, object]]
@@ -65,7 +66,11 @@ class _Measured:
 
 def measure_linear_layers(index: int) -> Iterator[Figure | Failure]:
     """Yield the variants of a dense model of `bench.training.WORKLOADS`, also with sequences of mixed lengths."""
-    workload = replace(WORKLOADS[index], key=WORKLOADS[index].key.replace("step", "linear"))
+    workload = WORKLOADS[index]
+    # All layers: the first and the last compute in bfloat16, and count for more in a model that is cut.
+    num_layers = PUBLIC_MODELS[workload.model].num_layers
+    key, name = workload.key.replace("step", "linear"), workload.name.partition(",")[0]
+    workload = replace(workload, key=key, name=name, num_layers=num_layers)
     yield from _compare(workload, _DENSE, lengths=None)
     yield from _compare(workload, _MIXED, lengths=_mixed_lengths(workload.num_tokens))
 
@@ -93,7 +98,8 @@ def _compare(
         tflops = _flops(workload, lengths) / found.seconds / 1e12
         distance = (found.logprobs - first.logprobs).abs()
         work = ModelWork.of(workload.shape, split, tokens_per_micro_batch=workload.num_tokens, device="cuda")
-        planned = activation_bytes(work, 0) + scoring_bytes(work, has_gradients=True)
+        passing = activation_bytes(work, 0) + scoring_bytes(work, has_gradients=True)
+        planned = passing + fp8_weight_bytes(work, 0)
         yield Figure(
             key=f"{workload.key}, {name}{', mixed' if lengths else ''}",
             name=f"{workload.name}, {name}{kind}: {1e3 * found.seconds:.1f} ms, {first.seconds / found.seconds:.2f} x; "

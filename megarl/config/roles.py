@@ -83,8 +83,8 @@ class ModelParallelConfig(Section):
     what is published stay as they are with bf16; head, embedding, attention, first and last layer compute in bf16."""
     fp8_scaling: Scaling = "tensorwise"
     """One scale for a tensor, from its present values; one for each block of 128, as FP8 engines have it; or `delayed`:
-    one for a tensor, from its past values. Delayed includes the first and last layer, and loses small gradients in the
-    first update after a start or a resume, which has no past values."""
+    one for a tensor, from its past values. Delayed includes the first and last layer; the first update after a
+    start or a resume has no past values, so that a resumed run is not equal bit for bit."""
     megatron: dict[str, object] = Field(default={})
     """Further fields of megatron-core's TransformerConfig, such as `recompute_granularity: full`."""
 

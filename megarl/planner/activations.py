@@ -96,6 +96,8 @@ def fp8_weight_bytes(work: ModelWork, stage: int) -> int:
     else:
         matrices = matrices * shape.experts.num // (split.expert * split.ranks_per_expert)
     layers = split.virtual_pipeline * work.chunk_layers(stage)
+    if split.fp8_scaling != "delayed":
+        layers -= (stage == 0) + (stage == split.pipeline - 1)
     return 2 * _FP8_BYTES * layers * (projections + matrices)
 
 

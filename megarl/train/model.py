@@ -256,7 +256,8 @@ def build_chunks(
         model = kind(config, block, shape, topology, chunk)
         if isinstance(model, PolicyModel):
             model.has_float32_head = has_float32_head
-        chunks.append(model)
+        # Megatron makes routers on the host, and its gradient buffers move them only where there are some.
+        chunks.append(model.to(topology.device))
     return chunks
 
 

@@ -209,7 +209,7 @@ def _batch(group: RolloutGroup, parallel: MegatronParallel, temperature: float) 
         data_parallel=1,
         tokens_per_micro_batch=len(sample.prompt_ids) + rollout.num_tokens,
         samples_per_update=None,
-        pad_multiple=max(FP8_TOKENS.values()) * parallel.tensor,
+        pad_multiple=max(FP8_TOKENS.values()) * parallel.tensor * parallel.context,
         micro_batch_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
     )
     (batch,) = pack([sample], packing, temperature=temperature)

@@ -136,7 +136,7 @@ class FunctionEnvironmentConfig(_Episode):
     kind: Literal["function"]
     """Your own turns, by tokens, in the rollout worker's process."""
     code: UserCode
-    """`async def name(row, session)` uses a `TokenSession` and returns a float, or a dict with `score`."""
+    """`async def name(row, session, tokenizer)` uses a `TokenSession` and returns a float, or a dict with `score`."""
 
 
 ToolEnvironmentConfig: TypeAlias = ClassEnvironmentConfig | McpEnvironmentConfig | OpenEnvEnvironmentConfig

@@ -5,6 +5,7 @@ The only module that uses transformers' tokenizers; it uses no model class.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -194,6 +195,12 @@ class Tokenizer:
         """Each ends a response; a demonstration ends with the first."""
         self.vocab = vocab
         """Rows of the model's embedding: every valid token id is below it."""
+
+    def with_tools(self, tools: Sequence[ToolFunction]) -> Tokenizer:
+        """Return a tokenizer that renders chats with these tools."""
+        other = copy.copy(self)
+        other.tools = tuple(tools)
+        return other
 
     def render_chat(self, chat: Chat) -> str:
         """Return the text up to where the assistant begins to answer; `raw` takes the content of the only message."""

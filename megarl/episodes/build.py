@@ -11,18 +11,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.config.environment import (
+    AgentEnvironmentConfig,
     BuiltInToolsConfig,
+    ChatEnvironmentConfig,
     ClassEnvironmentConfig,
+    EnvironmentConfig,
+    FunctionEnvironmentConfig,
     McpEnvironmentConfig,
     OpenEnvEnvironmentConfig,
     SearchToolConfig,
     ToolEnvironmentConfig,
 )
+from megarl.data.tokenizer import Tokenizer
+from megarl.episodes.agents import ChatAgents, FunctionAgents, agent_task, load_function
 from megarl.episodes.built_in.search import ensure_index, index_path
 from megarl.episodes.class_environments import ClassEnvironments, EnvironmentWorker, EnvironmentWorkers
 from megarl.episodes.mcp_environments import open_mcp
 from megarl.episodes.openenv_environments import open_openenv
-from megarl.episodes.protocol import Environments
+from megarl.episodes.protocol import Agents, Environments, ToolSchema
 from megarl.episodes.worker import EnvironmentTask, LoadedClass
 from megarl.errors import ConfigError, Problem
 
@@ -45,6 +51,55 @@ async def open_environments(config: ToolEnvironmentConfig, *, log_path: Path | N
             assert_never(config)
 
 
+async def open_agents(config: AgentEnvironmentConfig, tokenizer: Tokenizer, *, log_path: Path | None = None) -> Agents:
+    """Return the agents of a run; a ConfigError if their code cannot be loaded."""
+    match config:
+        case ChatEnvironmentConfig():
+            await _check_agent(config)
+            agents = ChatAgents(config, tokenizer, log_path=log_path)
+            await agents.start()
+            return agents
+        case FunctionEnvironmentConfig():
+            return FunctionAgents(config, tokenizer)
+        case _:
+            assert_never(config)
+
+
+async def _check_agent(config: ChatEnvironmentConfig) -> None:
+    if not config.path.is_file():
+        message = f"{config.path} is not a file; name your Python file"
+        raise ConfigError("recipe", (Problem(key="environment.path", message=message),))
+    await _reported(agent_task(config), None)
+
+
+async def _reported(task: EnvironmentTask, log_path: Path | None) -> tuple[ToolSchema, ...]:
+    """Start one worker; return the tools that it reports, or raise a ConfigError if it cannot load the code."""
+    worker = EnvironmentWorker(task, log_path=log_path)
+    try:
+        problem = await worker.handshake()
+    finally:
+        worker.discard()
+    if problem is not None:
+        raise ConfigError("recipe", (problem,))
+    return worker.tools
+
+
+async def check_environment(config: EnvironmentConfig) -> list[Problem]:
+    """Return every problem of the section: files, imports, tools, servers that do not answer."""
+    try:
+        match config:
+            case ChatEnvironmentConfig():
+                await _check_agent(config)
+            case FunctionEnvironmentConfig():
+                load_function(config)
+            case _:
+                environments = await open_environments(config)
+                await environments.close()
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
 async def _open_class(config: ClassEnvironmentConfig, log_path: Path | None) -> ClassEnvironments:
     if problems := list(_file_problems(config)):
         raise ConfigError("recipe", tuple(problems))
@@ -54,17 +109,11 @@ async def _open_class(config: ClassEnvironmentConfig, log_path: Path | None) -> 
             ensure_index, search.documents, text_key=search.text_key, title_key=search.title_key, index=index
         )
     task = _class_task(config)
-    first = EnvironmentWorker(task, log_path=log_path)
-    try:
-        problem = await first.handshake()
-    finally:
-        first.discard()
-    if problem is not None:
-        raise ConfigError("recipe", (problem,))
+    tools = await _reported(task, log_path)
     workers = EnvironmentWorkers(
         task, workers=config.workers, episodes_per_worker=config.episodes_per_worker, log_path=log_path
     )
-    return ClassEnvironments(workers, tools=first.tools, call_deadline_s=config.call_deadline_s)
+    return ClassEnvironments(workers, tools=tools, call_deadline_s=config.call_deadline_s)
 
 
 def _class_task(config: ClassEnvironmentConfig) -> EnvironmentTask:

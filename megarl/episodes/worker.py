@@ -112,12 +112,8 @@ class _Classes:
         return {}
 
 
-def scored(call: Callable[[], object], runner: asyncio.Runner, path: Path) -> dict[str, object]:
-    """Return the `Answer` of a scoring call, with `turns` where it gives rewards of turns."""
-    try:
-        value = _finished(call, runner)
-    except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
-        return {"error": describe(error, path, memory_key="environment.memory_gib")}
+def score_answer(value: object) -> dict[str, object]:
+    """Return what a user's code returned as a score as an `Answer`, with `turns` where it has rewards of turns."""
     turns = value.get("turns") if isinstance(value, Mapping) else None
     answer = cast("dict[str, object]", check_result(value, None))
     if turns is None or "error" in answer:
@@ -128,6 +124,15 @@ def scored(call: Callable[[], object], runner: asyncio.Runner, path: Path) -> di
     if not all(map(math.isfinite, rewards)):
         return {"error": "returned a reward of a turn that is not finite"}
     return {**answer, "turns": rewards}
+
+
+def scored(call: Callable[[], object], runner: asyncio.Runner, path: Path) -> dict[str, object]:
+    """Return the answer of a scoring call."""
+    try:
+        value = _finished(call, runner)
+    except BaseException as error:  # noqa: BLE001 - the user's code may raise anything, SystemExit too
+        return {"error": describe(error, path, memory_key="environment.memory_gib")}
+    return score_answer(value)
 
 
 def serve(channel: WorkerChannel) -> None:

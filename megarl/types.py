@@ -47,6 +47,7 @@ class Prompt:
     messages: tuple[Mapping[str, JsonValue], ...] = ()  # the chat that `token_ids` render, for rewards
     demonstration: TokenArray | None = None  # the response of the data set, end token included
     demonstration_mask: BoolArray | None = None  # [T], True where it is imitated; None: all of it
+    rejected: TokenArray | None = None  # an answer that is worse than the demonstration, end token included
 
 
 class FinishReason(StrEnum):

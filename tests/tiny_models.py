@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megarl.config.model import ModelShape, read_model_shape
@@ -16,6 +20,7 @@ from peft import LoraConfig as PeftConfig  # noqa: E402 - imports transformers
 from peft import PeftModel, get_peft_model  # noqa: E402
 from transformers import (  # noqa: E402 - transformers imports torchvision, which needs its operators declared
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -113,3 +118,41 @@ def greedy_tokens(folder: Path, prompt: tuple[int, ...], num_tokens: int, *, ada
             ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
     tokens: list[int] = ids[0, len(prompt) :].tolist()
     return tokens
+
+
+def as_classifier(source: Path, folder: Path, family: str, *, seed: int = 0) -> Path:
+    """Write a random classifier with one output and the tokenizer of `source`, of whose size it is."""
+    sizes = json.loads((source / "config.json").read_text())
+    copied = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    config = _MODELS[family][0](
+        **{name: sizes[name] for name in (*copied, "num_key_value_heads", "max_position_embeddings")},
+        num_labels=1,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    model = AutoModelForSequenceClassification.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.1, generator=generator)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(source / name, folder / name)
+    return folder
+
+
+def classifier_scores(folder: Path, sequences: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
+    """Return the output of transformers for each sequence by itself."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return np.array([model(torch.tensor([list(ids)])).logits[0, 0].item() for ids in sequences])
+
+
+def next_logprobs(folder: Path, token_ids: Sequence[int]) -> torch.Tensor:
+    """Return the log-probabilities of the next token, [V], computed by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logprobs: torch.Tensor = model(torch.tensor([list(token_ids)])).logits[0, -1].log_softmax(-1)
+    return logprobs

@@ -33,7 +33,7 @@ from megarl.config.algorithm import (
     GroupConfig,
     GrpoConfig,
     KlRewardConfig,
-    OnlineDpoConfig,
+    PreferenceConfig,
     ReinforcePpConfig,
     RemaxConfig,
     SppoConfig,
@@ -117,8 +117,8 @@ def estimate(config: EstimatorConfig, outcomes: Outcomes) -> Credit:
             return Credit(advantages=_placed(_remax(outcomes, gamma=config.gamma), masks))
         case GdpoConfig():
             return _over_tokens(_gdpo(outcomes, config.weights), masks)
-        case OnlineDpoConfig():
-            return _over_tokens(_online_dpo(outcomes, config), masks)
+        case PreferenceConfig():
+            return _over_tokens(_preference(outcomes, config), masks)
         case SppoConfig():
             return _over_tokens(sppo(outcomes.totals, outcomes.groups, eta=config.eta), masks)
         case _:
@@ -164,14 +164,14 @@ def _to_go(credit: Credit, scales: Wide, outcomes: Outcomes) -> Credit:
     return Credit(advantages=tuple(advantages))
 
 
-def _online_dpo(outcomes: Outcomes, config: OnlineDpoConfig) -> Wide:
+def _preference(outcomes: Outcomes, config: PreferenceConfig) -> Wide:
     """Return the negative gradient of DPO's loss by each rollout's log-probability, 0 outside the pairs.
 
     The margin is that of the policy before the step, so one update of `-A * logp` is one update of the loss. The
     trainer divides by all rollouts; the factor makes it the mean over pairs.
     """
-    assert isinstance(config.kl, KlRewardConfig), "online_dpo without a reference"
-    assert outcomes.penalties is not None, "online_dpo without a reference"
+    assert isinstance(config.kl, KlRewardConfig), "a preference without a reference"
+    assert outcomes.penalties is not None, "a preference without a reference"
     # The penalties are beta * (logp - logp_reference) per token.
     implicit = outcomes.rewards - outcomes.totals
     advantages = np.zeros_like(outcomes.rewards)
@@ -186,7 +186,7 @@ def _online_dpo(outcomes: Outcomes, config: OnlineDpoConfig) -> Wide:
     return advantages * len(advantages) / max(num_pairs, 1)
 
 
-def preference_push(scaled_margin: float, *, beta: float, config: OnlineDpoConfig) -> float:
+def preference_push(scaled_margin: float, *, beta: float, config: PreferenceConfig) -> float:
     """Return the negative derivative of a pair's loss by its margin, at the margin scaled_margin / beta."""
     if config.preference == "ipo":
         return (1 - 2 * scaled_margin) / beta

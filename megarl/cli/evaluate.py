@@ -23,6 +23,8 @@ from megarl.errors import ConfigError, Problem
 from megarl.results import EvalResult
 from megarl.run_result import Result
 
+_FROZEN = ("reward_model", "judge")
+
 
 def evaluate(
     checkpoint: Annotated[
@@ -98,7 +100,13 @@ def evaluation_document(
         evaluation["max_prompts"] = max_prompts
     if rollouts_per_prompt is not None:
         evaluation["sampled"] = {"rollouts_per_prompt": rollouts_per_prompt}
-    used = [_section_of(roles, role).get("pool") for role in ("actor", "rollout")]
+    kept = {role: roles[role] for role in ("actor", "rollout", *_FROZEN) if roles.get(role) is not None}
+    served = [
+        kept.get("actor"),
+        kept.get("rollout"),
+        *(each for kind in _FROZEN for each in _section_of(kept, kind).values()),
+    ]
+    used = [role.get("pool") for role in served if isinstance(role, dict)]
     pools = {name: pool for name, pool in _section(document, "pools").items() if name in used}
     changes: Mapping[str, JsonValue] = {
         "run.name": name,
@@ -110,7 +118,7 @@ def evaluation_document(
         "data.train": prompts,
         "data.eval_demonstrations": [],
         "pools": pools,
-        "roles": {role: roles[role] for role in ("actor", "rollout") if roles.get(role) is not None},
+        "roles": kept,
         "algorithm": {"kind": "grpo"},
         "evaluation": evaluation,
         "checkpoint": {"save_every_steps": None, "save_at_end": False},

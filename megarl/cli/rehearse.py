@@ -60,7 +60,6 @@ def rehearse(
     import tempfile
 
     from megarl.compare.small_recipe import RehearsalFiles, small_topology, tiny_shape
-    from megarl.config.algorithm import SftConfig
     from megarl.config.checks.recipe import check_without_files
     from megarl.config.load import read_recipe
     from megarl.planner.deployment import find_shapes
@@ -85,7 +84,7 @@ def rehearse(
         files = RehearsalFiles(model=folder / "model", data=folder / "data.parquet", reward=folder / "reward.py")
         small = small_topology(read, folder=folder, files=files, max_nodes=nodes)
         tiny = tiny_shape(shapes.policy, small.recipe.roles.actor)
-        _write_files(files.model, files.data, files.reward, tiny, is_sft=isinstance(read.algorithm, SftConfig))
+        _write_files(files.model, files.data, files.reward, tiny, kind=read.algorithm.kind)
         for note in small.notes:
             print(note)
         report = run_rehearsal(small, folder, say=say)
@@ -95,7 +94,7 @@ def rehearse(
         raise typer.Exit(MachineError.exit_code)
 
 
-def _write_files(model: Path, data: Path, reward: Path, shape: ModelShape, *, is_sft: bool) -> None:
+def _write_files(model: Path, data: Path, reward: Path, shape: ModelShape, *, kind: str) -> None:
     """Write prompts, their reward, and a random model of `shape` with the tokenizer of the quickstart."""
     from megarl.tools.check_sync.check import write_random_model
     from megarl.tools.quickstart.arithmetic import make_arithmetic
@@ -103,7 +102,7 @@ def _write_files(model: Path, data: Path, reward: Path, shape: ModelShape, *, is
 
     made = make_arithmetic(data.parent / "arithmetic", num_train=256, num_sft=256, num_eval=16)
     made.model.rename(model)
-    (made.sft if is_sft else made.train).rename(data)
+    {"sft": made.sft, "dpo": made.pairs}.get(kind, made.train).rename(data)
     reward.write_text(_REWARD)
     quickstart = TinyShape()
     write_random_model(

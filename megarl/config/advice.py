@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, SftConfig
+from megarl.config.algorithm import AlgorithmConfig, DpoConfig, OfflineConfig, PolicyGradientConfig, SftConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import CheckpointConfig, DataConfig, EvaluationConfig, Recipe, SamplingConfig, TrainConfig
 from megarl.config.roles import RolesConfig
@@ -25,7 +25,7 @@ def advise(recipe: Recipe, shape: ModelShape) -> list[Problem]:
         *_idle_ranks(
             train,
             recipe.roles,
-            rollouts_per_prompt=1 if isinstance(algorithm, SftConfig) else recipe.sampling.rollouts_per_prompt,
+            rollouts_per_prompt=recipe.samples_per_prompt,
             actor_ranks=recipe.data_parallel,
             critic_ranks=0 if critic is None else recipe.pools[critic.pool].gpus // critic.model_parallel,
         ),
@@ -35,9 +35,9 @@ def advise(recipe: Recipe, shape: ModelShape) -> list[Problem]:
 
 
 def _sampling(sampling: SamplingConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    if isinstance(algorithm, SftConfig):
+    if isinstance(algorithm, OfflineConfig):
         for name in sorted(sampling.model_fields_set - {"max_response_tokens"}):
-            yield Problem(key=f"sampling.{name}", message="has no effect in sft")
+            yield Problem(key=f"sampling.{name}", message=f"has no effect in {algorithm.kind}")
         return
     if sampling.temperature > _HOT:
         yield Problem(
@@ -99,6 +99,9 @@ def _unused_data(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Probl
     for key in sorted(data.model_fields_set & {"response_key", "imitates"}):
         if not isinstance(algorithm, SftConfig):
             yield Problem(key=f"data.{key}", message="only sft reads it")
+    for key in sorted(data.model_fields_set & {"chosen_key", "rejected_key"}):
+        if not isinstance(algorithm, DpoConfig):
+            yield Problem(key=f"data.{key}", message="only dpo reads it")
 
 
 def _unused_saves(checkpoint: CheckpointConfig, steps: int) -> Iterator[Problem]:

@@ -284,18 +284,29 @@ class GdpoConfig(PolicyGradientConfig):
     """Weight of each component to use; the score itself is not used."""
 
 
-class OnlineDpoConfig(PolicyGradientConfig):
-    """Raises the best answer of a group over the worst, relative to the reference; `kl.coef` is DPO's beta."""
+class PreferenceConfig(PolicyGradientConfig):
+    """Raises one answer over another, relative to the reference; `kl.coef` is DPO's beta."""
 
-    kind: Literal["online_dpo"]
     preference: Literal["sigmoid", "ipo"] = "sigmoid"
     """`sigmoid`: -log sigmoid(beta * margin). `ipo`: (margin - 1 / (2 beta))^2, which does not push without end."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of pairs that the reward is assumed to order wrongly; only for `sigmoid`."""
+    """Share of pairs that are assumed to be ordered wrongly; only for `sigmoid`."""
     loss: LossConfig = GpgLossConfig(kind="gpg")
     aggregation: Aggregation = "seq_mean_token_sum"
     kl: KlConfig | None = KlRewardConfig(kind="reward", coef=0.1)
+
+
+class OnlineDpoConfig(PreferenceConfig):
+    """Raises the best answer of a group over the worst."""
+
+    kind: Literal["online_dpo"]
     filter: FilterConfig | None = FilterConfig()
+
+
+class DpoConfig(PreferenceConfig):
+    """Raises the chosen answer of each row of the data over the rejected one; generates nothing to train on."""
+
+    kind: Literal["dpo"]
 
 
 class SppoConfig(PolicyGradientConfig):
@@ -309,7 +320,18 @@ class SppoConfig(PolicyGradientConfig):
 
 
 EstimatorConfig: TypeAlias = (
-    GaeConfig | GrpoConfig | GroupConfig | ReinforcePpConfig | RemaxConfig | GdpoConfig | OnlineDpoConfig | SppoConfig
+    GaeConfig
+    | GrpoConfig
+    | GroupConfig
+    | ReinforcePpConfig
+    | RemaxConfig
+    | GdpoConfig
+    | OnlineDpoConfig
+    | DpoConfig
+    | SppoConfig
 )
+
+OfflineConfig: TypeAlias = SftConfig | DpoConfig
+"""The kinds that train on answers of the data and need no engine."""
 
 AlgorithmConfig: TypeAlias = Annotated[SftConfig | EstimatorConfig, Field(discriminator="kind")]

@@ -84,7 +84,15 @@ def with_local_models(recipe: Recipe, *, downloads: bool) -> tuple[Recipe, list[
 
     roles = recipe.roles
     critic, reference = roles.critic, roles.reference
+    frozen = {
+        kind: {
+            name: role.model_copy(update={"model": local(role.model, f"roles.{kind}.{name}.model")})
+            for name, role in named.items()
+        }
+        for kind, named in (("reward_model", roles.reward_model), ("judge", roles.judge))
+    }
     changed = {
+        **frozen,
         "critic": critic and critic.model_copy(update={"path": local(critic.path, "roles.critic.path")}),
         "reference": reference and reference.model_copy(update={"path": local(reference.path, "roles.reference.path")}),
     }

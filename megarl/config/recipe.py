@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.algorithm import AlgorithmConfig, DpoConfig, SftConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.reward import ExactRewardConfig, RewardConfig
 from megarl.config.roles import InFlight, OptimizerConfig, PoolConfig, RolesConfig
@@ -90,6 +90,10 @@ class DataConfig(Section):
     imitates: Literal["every_answer", "last_answer"] = "every_answer"
     """The assistant messages that `sft` imitates where there is no response column. A message with `weight: 0` is never
     imitated."""
+    chosen_key: Annotated[str, Field(min_length=1)] = "chosen"
+    """Column with the better answer of a pair, a string; `dpo` reads it."""
+    rejected_key: Annotated[str, Field(min_length=1)] = "rejected"
+    """Column with the worse answer."""
     ground_truth_key: Annotated[str, Field(min_length=1)] | None = "reward_model.ground_truth"
     """Column that rewards compare with; numbers and lists become JSON. null: there is none."""
     source_key: Annotated[str, Field(min_length=1)] = "data_source"
@@ -318,6 +322,17 @@ class Recipe(Section):
     def data_parallel(self) -> int:
         """Data-parallel size of the actor."""
         return self.pools[self.roles.actor.pool].gpus // self.roles.actor.model_parallel
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Answers to each prompt that are trained on: those of the data, or a group of rollouts."""
+        match self.algorithm:
+            case SftConfig():
+                return 1
+            case DpoConfig():
+                return 2
+            case _:
+                return self.sampling.rollouts_per_prompt
 
     @property
     def num_engines(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -120,6 +120,28 @@ class CodeTestsRewardConfig(_Tolerance):
     """The interpreter, with its packages; null is megarl's, without packages."""
 
 
+class ScaledScore(Section):
+    """The score becomes clip((score - mean) / std)."""
+
+    mean: FiniteFloat = 0.0
+    """Subtracted from the score, such as the mean of a reward model over the data."""
+    std: PositiveFloat = 1.0
+    """Divides the score less `mean`."""
+    clip: tuple[FiniteFloat, FiniteFloat] | None = None
+    """Lowest and highest value after that."""
+
+    def scaled(self, score: float) -> float:
+        value = (score - self.mean) / self.std
+        return value if self.clip is None else min(max(value, self.clip[0]), self.clip[1])
+
+
+class RewardModelRewardConfig(_Tolerance, ScaledScore):
+    kind: Literal["reward_model"]
+    """The output of a sequence classifier on engines of `roles.reward_model`, for the chat with its response."""
+    role: str | None = None
+    """Its name in `roles.reward_model`; null where there is only one."""
+
+
 class _OverHttp(_Tolerance):
     url: Annotated[str, Field(pattern=r"^https?://\S+$")]
     """Where requests are posted. Holds no user or password: see `api_key_file`."""
@@ -157,6 +179,23 @@ class JudgeRewardConfig(_OverHttp):
     """The score of each answer that the judge may give; the server gets them as a JSON schema."""
     max_tokens: PositiveInt = 64
     """Limit of the judge's reply."""
+
+
+class EngineJudgeRewardConfig(_Tolerance):
+    kind: Literal["engine_judge"]
+    """A language model on engines of `roles.judge` chooses an answer: the one whose first token it finds likeliest."""
+    role: str | None = None
+    """Its name in `roles.judge`; null where there is only one."""
+    template: Annotated[str, Field(min_length=1)]
+    """The question; `{prompt}`, `{response}`, `{ground_truth}` and other facts of a sample are filled in."""
+    answers: Annotated[dict[str, FiniteFloat], Field(min_length=2)]
+    """The score of each answer that the judge may give; no two may begin with the same token."""
+    is_expected: bool = False
+    """The score is the mean of all answers' scores, weighted by their probabilities, not that of the likeliest."""
+
+
+FrozenRewardConfig: TypeAlias = RewardModelRewardConfig | EngineJudgeRewardConfig
+"""The rewards of models on engines."""
 
 
 class FunctionRewardConfig(_InWorkers):
@@ -197,6 +236,7 @@ _AnySingle: TypeAlias = (
     | _BuiltInRewardConfig
     | HttpRewardConfig
     | JudgeRewardConfig
+    | FrozenRewardConfig
     | FunctionRewardConfig
     | ScorerRewardConfig
 )
@@ -204,18 +244,12 @@ _AnySingle: TypeAlias = (
 SingleRewardConfig = Annotated[_AnySingle, Field(discriminator="kind")]
 
 
-class RewardPartConfig(Section):
+class RewardPartConfig(ScaledScore):
     """One part of a composed reward: weight * clip((score - mean) / std)."""
 
     reward: SingleRewardConfig
     """How the part is scored, with the keys of that kind."""
     weight: FiniteFloat = 1.0
-    mean: FiniteFloat = 0.0
-    """Subtracted from the part's score, such as the mean of a reward model over the data."""
-    std: PositiveFloat = 1.0
-    """Divides the part's score less `mean`."""
-    clip: tuple[FiniteFloat, FiniteFloat] | None = None
-    """Lowest and highest value after that."""
     gate_from: FiniteFloat | None = None
     """The whole score is `closed_score` unless the part's own score is at least this."""
 
@@ -252,3 +286,10 @@ def single_rewards(config: RewardConfig, key: str = "reward") -> Iterator[tuple[
                 yield f"{key}.parts.{name}.reward", part.reward
         case _:
             yield key, config
+
+
+def frozen_role(config: FrozenRewardConfig, names: Iterable[str]) -> str | None:
+    """Return the key below `roles` of the model that scores; None if `names`, those roles of its kind, lack it."""
+    kind, known = ("reward_model" if isinstance(config, RewardModelRewardConfig) else "judge"), list(names)
+    name = known[0] if config.role is None and len(known) == 1 else config.role
+    return f"{kind}.{name}" if name in known else None

@@ -167,13 +167,13 @@ class EndpointConfig(Section):
     """File with the key of `--admin-api-key`; null is `api_key_file`."""
 
 
-class RolloutRoleConfig(Section):
+class EngineRoleConfig(Section):
+    """The keys of every role that SGLang engines serve."""
+
     pool: str | None = None
     """Where engines are started; null where `endpoints` names engines that run already."""
     endpoints: tuple[EndpointConfig, ...] = ()
-    """Engines that megarl does not start. They are published to by files, which they read from `publish_folder`."""
-    publish_folder: Path | None = None
-    """Holds the newest version for `endpoints`, which see it under the same path; null is `<run>/published`."""
+    """Engines that megarl does not start. Those of `rollout` are published to by files in `publish_folder`."""
     tensor: PositiveInt = 1
     """GPUs per engine; the pool holds as many engines as fit."""
     expert: PositiveInt = 1
@@ -185,29 +185,13 @@ class RolloutRoleConfig(Section):
     the memory that is left (on CPU: 32,768)."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.8
     """Share of GPU memory for weights and KV cache."""
-    release: Literal["kv_cache", "everything"] = "kv_cache"
-    """Memory that engines give up while trainers work in their pool. With `everything` their weights go as well, and
-    each step ends with a publish that brings them back."""
     is_deterministic: bool | None = None
     """Same tokens whatever the order and size of the batch, at some cost in speed; null: on CPU only."""
     start_timeout_s: PositiveFloat | None = None
-    """Until an engine has generated its first tokens; null: 600 s, and 1 s for each GB of its weights."""
+    """Until an engine has answered its first request; null: 600 s, and 1 s for each GB of its weights."""
     request_timeout_s: PositiveFloat | None = None
     """For one request with all its tokens; null: 600 s, and for each token of the longest response 0.05 s and 4 ms for
     each GB of weights on one GPU."""
-    publish_timeout_s: PositiveFloat = 600
-    """Deadline of each exchange of weights with the trainer ranks."""
-    relays_weights: bool = False
-    """Weights leave the trainers once and pass from one rollout node to the next: for many nodes and few trainers."""
-    in_flight: InFlight | None = None
-    """The treatment of running requests during a publish, with `train.max_staleness` above 0. `abort` (if null): they
-    end, and go on from where they were as new requests; `retract`: they wait in the engine and go on with a KV cache
-    that is computed again; `in_place`: they go on with the one they have, of the weights before."""
-    canary_every: PositiveInt | None = 10
-    """Publishes from one comparison of an engine's log-probabilities with the trainer's to the next; null: none."""
-    workers: NonNegativeInt | None = None
-    """Rollout workers on each node with engines: processes that ask engines, check and score the answers, and keep them
-    until ranks train on them. 0: the driver does it. null: 0 if all engines are on one node, else 2."""
     max_attempts: PositiveInt = 3
     """How often one request is tried, each time on another engine where there is one."""
     max_restarts: NonNegativeInt = 3
@@ -224,6 +208,34 @@ class RolloutRoleConfig(Section):
         return device == "cpu" if self.is_deterministic is None else self.is_deterministic
 
 
+class FrozenRoleConfig(EngineRoleConfig):
+    """A model that is never trained and never published to, on engines in a pool of its own."""
+
+    model: Path
+    """A folder like `model.path`, with its own tokenizer and chat template; also for `endpoints`, which serve it."""
+
+
+class RolloutRoleConfig(EngineRoleConfig):
+    publish_folder: Path | None = None
+    """Holds the newest version for `endpoints`, which see it under the same path; null is `<run>/published`."""
+    release: Literal["kv_cache", "everything"] = "kv_cache"
+    """Memory that engines give up while trainers work in their pool. With `everything` their weights go as well, and
+    each step ends with a publish that brings them back."""
+    publish_timeout_s: PositiveFloat = 600
+    """Deadline of each exchange of weights with the trainer ranks."""
+    relays_weights: bool = False
+    """Weights leave the trainers once and pass from one rollout node to the next: for many nodes and few trainers."""
+    in_flight: InFlight | None = None
+    """The treatment of running requests during a publish, with `train.max_staleness` above 0. `abort` (if null): they
+    end, and go on from where they were as new requests; `retract`: they wait in the engine and go on with a KV cache
+    that is computed again; `in_place`: they go on with the one they have, of the weights before."""
+    canary_every: PositiveInt | None = 10
+    """Publishes from one comparison of an engine's log-probabilities with the trainer's to the next; null: none."""
+    workers: NonNegativeInt | None = None
+    """Rollout workers on each node with engines: processes that ask engines, check and score the answers, and keep them
+    until ranks train on them. 0: the driver does it. null: 0 if all engines are on one node, else 2."""
+
+
 class RolesConfig(Section):
     actor: ActorConfig
     critic: CriticConfig | None = None
@@ -232,11 +244,32 @@ class RolesConfig(Section):
     """Needed by `algorithm.kl`; only `algorithm.kl` uses it."""
     rollout: RolloutRoleConfig | None = None
     """Not needed by `sft` without an evaluation."""
+    reward_model: dict[str, FrozenRoleConfig] = Field(default={})
+    """Sequence classifiers by name, for `reward: {kind: reward_model}`."""
+    judge: dict[str, FrozenRoleConfig] = Field(default={})
+    """Language models by name, for `reward: {kind: engine_judge}`."""
+
+    @property
+    def frozen(self) -> dict[str, FrozenRoleConfig]:
+        """The models on engines that are never trained, by their key below `roles`."""
+        kinds = {"reward_model": self.reward_model, "judge": self.judge}
+        return {f"{kind}.{name}": role for kind, named in kinds.items() for name, role in named.items()}
+
+    @property
+    def on_engines(self) -> dict[str, EngineRoleConfig]:
+        """All roles that SGLang engines serve, by their key below `roles`."""
+        return {**({"rollout": self.rollout} if self.rollout else {}), **self.frozen}
 
     @property
     def used_pools(self) -> dict[str, str]:
         """The pool of each role that has one."""
-        named = {"actor": self.actor, "critic": self.critic, "reference": self.reference, "rollout": self.rollout}
+        named = {
+            "actor": self.actor,
+            "critic": self.critic,
+            "reference": self.reference,
+            "rollout": self.rollout,
+            **self.frozen,
+        }
         return {name: role.pool for name, role in named.items() if role is not None and role.pool is not None}
 
     @property

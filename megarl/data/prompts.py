@@ -20,7 +20,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from megarl.config.recipe import DataConfig
-from megarl.data.rows import DataRow, read_rows
+from megarl.data.rows import DataRow, check_pairs, read_rows
 from megarl.data.tokenizer import Chat, Template, Tokenizer, ToolFunction, load_tokenizer
 from megarl.errors import DataError, MachineError
 from megarl.system.guard import die_with_parent
@@ -62,7 +62,7 @@ class PromptSet:
         digest = hashlib.blake2b(digest_size=16)
         for prompt in self.prompts:
             parts = [prompt.uid.encode(), prompt.token_ids.tobytes(), prompt.ground_truth.encode()]
-            arrays = (prompt.demonstration, prompt.demonstration_mask)
+            arrays = (prompt.demonstration, prompt.demonstration_mask, prompt.rejected)
             parts += [b"" if array is None else array.tobytes() for array in arrays]
             for part in parts:
                 digest.update(len(part).to_bytes(8, "little") + part)
@@ -86,6 +86,28 @@ def load_demonstrations(
         length=lambda prompt: 0 if prompt.demonstration is None else len(prompt.demonstration),
     )
     return _without_overlong(prompts, [_prompt_limit(config), response_limit], config)
+
+
+def load_pairs(
+    files: Sequence[Path], config: DataConfig, tokenizer: Tokenizer, *, max_response_tokens: int
+) -> PromptSet:
+    """Return the prompts with two answers each, the better one as the demonstration."""
+    check_pairs(files, config)
+    chosen, rejected = (
+        _tokenise(read_rows(files, config.model_copy(update={"response_key": key}), as_demonstrations=True), tokenizer)
+        for key in (config.chosen_key, config.rejected_key)
+    )
+    pairs = [replace(better, rejected=worse.demonstration) for better, worse in zip(chosen, rejected, strict=True)]
+    limit = _Limit(
+        key="sampling.max_response_tokens",
+        max_tokens=max_response_tokens,
+        length=lambda prompt: max(len(answer) for answer in _answers(prompt)),
+    )
+    return _without_overlong(pairs, [_prompt_limit(config), limit], config)
+
+
+def _answers(prompt: Prompt) -> list[TokenArray]:
+    return [answer for answer in (prompt.demonstration, prompt.rejected) if answer is not None]
 
 
 def _tokenise(rows: Sequence[DataRow], tokenizer: Tokenizer) -> list[Prompt]:
@@ -215,16 +237,19 @@ def _complaint(prompts: Sequence[Prompt], limit: _Limit) -> str:
 
 
 class Demonstrations:
-    """A `stages.Generator` that answers each prompt with the response of the data set."""
+    """A `stages.Generator` that answers each prompt with the response of the data set, or with both of a pair."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     async def generate(self, prompt: Prompt) -> RolloutGroup:
-        token_ids = prompt.demonstration
-        assert token_ids is not None, f"prompt {prompt.uid} has no demonstration; it was not loaded as one"
-        mask = prompt.demonstration_mask
-        rollout = Rollout(
+        assert prompt.demonstration is not None, f"prompt {prompt.uid} has no demonstration; it was not loaded as one"
+        masks = (prompt.demonstration_mask, None)
+        rollouts = [self._rollout(answer, mask) for answer, mask in zip(_answers(prompt), masks, strict=False)]
+        return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+
+    def _rollout(self, token_ids: TokenArray, mask: BoolArray | None) -> Rollout:
+        return Rollout(
             content=Content(
                 token_ids=token_ids,
                 logprobs=np.zeros(len(token_ids), dtype=np.float32),
@@ -234,11 +259,13 @@ class Demonstrations:
             loss_mask=np.ones(len(token_ids), np.bool_) if mask is None else mask,
             finish_reason=FinishReason.STOP,
         )
-        return RolloutGroup(prompt=prompt, rollouts=(rollout,))
 
 
 class DemonstrationScorer:
-    """A `stages.Scorer` that gives every demonstration the score 1."""
+    """A `stages.Scorer` that gives the answers of each prompt the same scores."""
+
+    def __init__(self, values: tuple[float, ...] = (1.0,)) -> None:
+        self._scores = tuple(Score(value=value, components={}) for value in values)
 
     async def score(self, group: RolloutGroup) -> ScoredGroup:
-        return ScoredGroup(group=group, scores=tuple(Score(value=1.0, components={}) for _ in group.rollouts))
+        return ScoredGroup(group=group, scores=self._scores)

@@ -69,6 +69,16 @@ def check_files(files: Sequence[Path], config: DataConfig, *, as_demonstrations:
         _check_file(path, _columns(config, as_demonstrations=as_demonstrations))
 
 
+def check_pairs(files: Sequence[Path], config: DataConfig) -> None:
+    """Raise a DataError for a file without the two answers of each pair."""
+    for name, key in (("chosen", config.chosen_key), ("rejected", config.rejected_key)):
+        column = _Column(
+            name=key, accepts=_is_text, wanted=f"the {name} answer, a string", remedy=f"; data.{name}_key names it"
+        )
+        for path in files:
+            _check_file(path, (column,))
+
+
 def advise_template(config: DataConfig) -> Iterator[Problem]:
     """Yield a warning for prompts that hold text of a chat template, which would be applied a second time."""
     if config.template == "raw":

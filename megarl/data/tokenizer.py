@@ -210,6 +210,10 @@ class Tokenizer:
         text = str(message["content"])
         return text if text.startswith(self._first_text) else self._first_text + text
 
+    def render_answered(self, chat: Chat) -> str:
+        """Return the text of a chat whose last message is the answer, with the end that the template writes."""
+        return self._applied(chat, is_answered=True)
+
     def spans(self, chat: Chat, continuation: Chat) -> list[TextSpan]:
         """Return the texts that continue `render_chat(chat)`: answers, and what the template writes between them.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -180,6 +180,8 @@ class Deployment:
     """By role, in the order of the placement."""
     engine: EngineMemory | None
     """None without engines."""
+    frozen: Mapping[str, EngineMemory]
+    """Engines of models that are never trained, by role."""
     placement: Placement
 
     @property
@@ -248,8 +250,19 @@ def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:
             lora=recipe.model.lora,
             num_adapters=adapter_slots(recipe.train.max_staleness),
         ),
+        frozen={
+            role: engine_memory(_frozen_shape(config.model, role), config, capacity_bytes)
+            for role, config in recipe.roles.frozen.items()
+            if config.pool is not None
+        },
         placement=placement,
     )
+
+
+def _frozen_shape(folder: Path, role: str) -> ModelShape:
+    """Return the shape that counts the weights: the one output of a classifier weighs nothing."""
+    shape = _find_shape(folder, f"roles.{role}.model")[0]
+    return replace(shape, has_value_head=False, has_tied_embeddings=True) if shape.has_value_head else shape
 
 
 def place(roles: RolesConfig, pools: Mapping[str, PoolConfig], *, is_cluster: bool) -> Placement:

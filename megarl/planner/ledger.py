@@ -21,7 +21,13 @@ from megarl.config.section import dtype_on
 from megarl.planner.activations import activation_bytes, forward_bytes, fp8_weight_bytes, scoring_bytes
 from megarl.planner.deployment import Deployment, PlannedModel, PublishWay
 from megarl.planner.hardware import GIB
-from megarl.planner.memory import COMMUNICATOR_BYTES, ENGINE_CONTEXT_BYTES, PUBLISH_COMMUNICATOR_BYTES, StageMemory
+from megarl.planner.memory import (
+    COMMUNICATOR_BYTES,
+    ENGINE_CONTEXT_BYTES,
+    PUBLISH_COMMUNICATOR_BYTES,
+    EngineMemory,
+    StageMemory,
+)
 from megarl.weights.algebra.buckets import DEFAULT_BUCKET_BYTES, NUM_LANES
 from megarl.weights.algebra.slices import ITEM_BYTES
 
@@ -111,11 +117,14 @@ class _PoolLedgers:
             for role, model in models.items()
         }
         self._engine = deployment.engine if "rollout" in roles else None
+        self._frozen = [deployment.frozen[role] for role in roles if role in deployment.frozen]
 
     def ledgers(self) -> Iterator[MemoryLedger]:
         awake, asleep = [*self._engine_items(has_weights=True, has_cache=True)], [*self._resting_engine()]
         is_shared = bool(self._models) and self._engine is not None
         kept_bytes = 0
+        for frozen in self._frozen:
+            yield self._ledger(MemoryPhase.GENERATING, [*self._frozen_items(frozen)])
         if is_shared:
             yield self._ledger(MemoryPhase.STARTING, [*self._all(lambda model: model.built), *asleep])
         if self._engine is not None:
@@ -161,9 +170,17 @@ class _PoolLedgers:
             if deployment.roles.rollout is not None and deployment.roles.rollout.tensor > 1:
                 yield LedgerItem(name="communicators", num_bytes=COMMUNICATOR_BYTES, is_exact=False)
 
+    def _frozen_items(self, engine: EngineMemory) -> Iterator[LedgerItem]:
+        yield LedgerItem(name="engine weights", num_bytes=engine.weight_bytes, is_exact=True)
+        yield LedgerItem(name="KV cache", num_bytes=engine.cache_bytes, is_exact=True)
+        if self._deployment.capacity_bytes is not None:
+            yield LedgerItem(name="engine graphs", num_bytes=GRAPH_BYTES, is_exact=False)
+
     def _ledger(self, phase: MemoryPhase, items: Sequence[LedgerItem]) -> MemoryLedger:
         capacity_bytes = self._deployment.capacity_bytes
-        sizes = [TRAINER_CONTEXT_BYTES] * len(self._models) + [ENGINE_CONTEXT_BYTES] * (self._engine is not None)
+        sizes = [TRAINER_CONTEXT_BYTES] * len(self._models) + [ENGINE_CONTEXT_BYTES] * (
+            (self._engine is not None) + len(self._frozen)
+        )
         contexts = [LedgerItem(name="context", num_bytes=size, is_exact=False) for size in sizes]
         return MemoryLedger(
             where=self._where,

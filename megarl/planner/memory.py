@@ -9,7 +9,7 @@ from math import prod
 
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
-from megarl.config.roles import RolloutRoleConfig
+from megarl.config.roles import EngineRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
 from megarl.planner.hardware import GpuModel
 from megarl.weights.algebra.slices import ITEM_BYTES, Holding, Layout
@@ -184,7 +184,7 @@ def repeats(name: str, layers: int) -> int:
 
 def planned_cached_tokens(
     shape: ModelShape,
-    rollout: RolloutRoleConfig,
+    rollout: EngineRoleConfig,
     gpu: GpuModel,
     *,
     lora: LoraConfig | None = None,
@@ -205,7 +205,7 @@ def adapter_slots(max_staleness: int) -> int:
 
 def engine_memory(
     shape: ModelShape,
-    rollout: RolloutRoleConfig,
+    rollout: EngineRoleConfig,
     capacity_bytes: int | None,
     *,
     lora: LoraConfig | None = None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
-from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig, PolicyGradientConfig, SftConfig
+from megarl.config.algorithm import AlgorithmConfig, KlConfig, KlRewardConfig, OfflineConfig, PolicyGradientConfig
 from megarl.config.recipe import SamplingConfig, TrainConfig
 from megarl.config.roles import CriticConfig
 from megarl.planner.deployment import Deployment, Placement
@@ -78,8 +78,10 @@ def estimate(
 ) -> Timing:
     """Return the time of a step: generating and training alternate, or with `max_staleness` above 0 run concurrently
     except for the publish. `snapshots` are the bytes per rank of each stage that a checkpoint copies, by role."""
-    is_sft = isinstance(algorithm, SftConfig)
-    sequences = train.prompts_per_step * (1 if is_sft else sampling.rollouts_per_prompt)
+    is_offline = isinstance(algorithm, OfflineConfig)
+    # A row of dpo has two answers.
+    per_prompt = {"sft": 1, "dpo": 2}.get(algorithm.kind, sampling.rollouts_per_prompt)
+    sequences = train.prompts_per_step * per_prompt
     models = {
         role: TrainingTime(
             model,
@@ -92,7 +94,7 @@ def estimate(
         for role, model in deployment.models.items()
     }
     running, rollout = 0, list[PhaseTime]()
-    if deployment.engine is not None and not is_sft:
+    if deployment.engine is not None and not is_offline:
         num_rounds, num_prompts = generated_prompts(algorithm, train, workload)
         # Prompts of so many steps are under way at once, and only the last of them waits for its longest response.
         num_steps = max(1, train.max_staleness)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -12,18 +12,22 @@ from megarl.config.reward import (
     BySourceRewardConfig,
     CodeTestsRewardConfig,
     ComposedRewardConfig,
+    EngineJudgeRewardConfig,
     ExactRewardConfig,
     FunctionRewardConfig,
     HttpRewardConfig,
     JudgeRewardConfig,
     RewardConfig,
+    RewardModelRewardConfig,
     ScorerRewardConfig,
     SingleRewardConfig,
     WorkerRewardConfig,
+    frozen_role,
     single_rewards,
 )
 from megarl.errors import ConfigError, Problem, RewardError
 from megarl.observe.observer import Observer
+from megarl.reward.frozen import EngineJudgeBackend, FrozenModel, RewardModelBackend
 from megarl.reward.judge import ChatJudge, HttpJudge, read_key
 from megarl.reward.pool import START_TIMEOUT_S, RewardWorker, ScoringTask, WorkerPool
 from megarl.reward.protocol import WorkerTask
@@ -50,31 +54,57 @@ OpenPool: TypeAlias = Callable[[ScoringTask], ScoringBackend]
 
 
 def build_scorer(
-    config: RewardConfig, *, observer: Observer | None = None, open_pool: OpenPool = WorkerPool
+    config: RewardConfig,
+    *,
+    observer: Observer | None = None,
+    open_pool: OpenPool = WorkerPool,
+    frozen: Mapping[str, FrozenModel] | None = None,
 ) -> ClosableScorer:
-    """Return the scorer of a recipe; `open_pool` starts the processes of a reward function."""
-    observer = observer or Observer(())
-    return _build(config, observer, open_pool)
+    """Return the scorer of a recipe; `open_pool` starts the processes of a reward function.
+
+    `frozen` has the models on engines, by their key below `roles`.
+    """
+    return _Builder(observer or Observer(()), open_pool, frozen or {}).build(config)
 
 
-def _build(config: RewardConfig, observer: Observer, open_pool: OpenPool) -> ClosableScorer:
-    match config:
-        case BySourceRewardConfig():
-            return BySourceScorer({name: _build(each, observer, open_pool) for name, each in config.sources.items()})
-        case ComposedRewardConfig():
-            parts = {name: _build(part.reward, observer, open_pool) for name, part in config.parts.items()}
-            return ComposedScorer(config, parts)
-        case ExactRewardConfig():
-            return ExactScorer(observer)
-        case ScorerRewardConfig():
-            return UserScorer(config.code)
-        case HttpRewardConfig():
-            return RemoteScorer(HttpJudge(config), observer, name=config.url, config=config)
-        case JudgeRewardConfig():
-            return RemoteScorer(ChatJudge(config), observer, name=config.url, config=config)
-        case _:
-            name = f"{config.path} {config.name}" if isinstance(config, FunctionRewardConfig) else config.kind
-            return RemoteScorer(open_pool(scoring_task(config)), observer, name=name, config=config)
+class _Builder:
+    def __init__(self, observer: Observer, open_pool: OpenPool, frozen: Mapping[str, FrozenModel]) -> None:
+        self._observer = observer
+        self._open_pool = open_pool
+        self._frozen = frozen
+
+    def build(self, config: RewardConfig) -> ClosableScorer:
+        match config:
+            case BySourceRewardConfig():
+                return BySourceScorer({name: self.build(each) for name, each in config.sources.items()})
+            case ComposedRewardConfig():
+                return ComposedScorer(config, {name: self.build(part.reward) for name, part in config.parts.items()})
+            case ExactRewardConfig():
+                return ExactScorer(self._observer)
+            case ScorerRewardConfig():
+                return UserScorer(config.code)
+            case HttpRewardConfig() | JudgeRewardConfig() | RewardModelRewardConfig() | EngineJudgeRewardConfig():
+                name, backend = self._remote(config)
+                return RemoteScorer(backend, self._observer, name=name, config=config)
+            case _:
+                name = f"{config.path} {config.name}" if isinstance(config, FunctionRewardConfig) else config.kind
+                return RemoteScorer(self._open_pool(scoring_task(config)), self._observer, name=name, config=config)
+
+    def _remote(
+        self, config: HttpRewardConfig | JudgeRewardConfig | RewardModelRewardConfig | EngineJudgeRewardConfig
+    ) -> tuple[str, ScoringBackend]:
+        """Return the name of the reward in messages, and what scores."""
+        if isinstance(config, HttpRewardConfig):
+            return config.url, HttpJudge(config)
+        if isinstance(config, JudgeRewardConfig):
+            return config.url, ChatJudge(config)
+        kind = "reward_model" if isinstance(config, RewardModelRewardConfig) else "judge"
+        role = frozen_role(config, [key.partition(".")[2] for key in self._frozen if key.startswith(f"{kind}.")])
+        if role is None:
+            raise RewardError(f"reward {config.kind} needs the engines of roles.{kind}, which only a run starts")
+        if isinstance(config, RewardModelRewardConfig):
+            return role, RewardModelBackend(config, self._frozen[role])
+        return role, EngineJudgeBackend(config, self._frozen[role])
 
 
 def check_reward(config: RewardConfig, *, timeout_s: float = START_TIMEOUT_S) -> list[Problem]:
@@ -91,7 +121,7 @@ def check_reward(config: RewardConfig, *, timeout_s: float = START_TIMEOUT_S) ->
 
 def _check(config: SingleRewardConfig, *, timeout_s: float) -> Iterator[Problem]:
     match config:
-        case ExactRewardConfig():
+        case ExactRewardConfig() | RewardModelRewardConfig() | EngineJudgeRewardConfig():
             return
         case ScorerRewardConfig():
             yield from _check_scorer(config.code)

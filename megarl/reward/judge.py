@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from megarl.config.reward import HttpRewardConfig, JudgeRewardConfig
 from megarl.errors import RewardError, ScoreError
+from megarl.reward.frozen import filled
 from megarl.reward.protocol import Answer, Request, check_result
 from megarl.system.secret import Secret
 
@@ -131,7 +131,7 @@ class ChatJudge(_HttpBackend):
         config = self._question
         names = list(config.answers)
         schema = {"type": "object", "properties": {"answer": {"enum": names}}, "required": ["answer"]}
-        text = f'{_filled(config.template, request)}\n\nReply with JSON: {{"answer": ...}}, one of {json.dumps(names)}.'
+        text = f'{filled(config.template, request)}\n\nReply with JSON: {{"answer": ...}}, one of {json.dumps(names)}.'
         return {
             "model": config.model,
             "messages": [{"role": "user", "content": text}],
@@ -193,16 +193,6 @@ class _Completion(BaseModel):
 
 class _Choice(BaseModel):
     answer: str
-
-
-def _filled(template: str, request: Request) -> str:
-    """Return the template with the facts of the sample in place of their names, in one pass: a fact is no template."""
-
-    def fact(match: re.Match[str]) -> str:
-        value = request.get(match.group(1), match.group(0))
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-    return re.sub(r"\{(\w+)\}", fact, template)
 
 
 def _parsed(reply: bytes) -> object:

@@ -10,6 +10,7 @@ from typing import Protocol, assert_never
 
 from megarl.config.reward import (
     ComposedRewardConfig,
+    FrozenRewardConfig,
     FunctionRewardConfig,
     HttpRewardConfig,
     JudgeRewardConfig,
@@ -36,7 +37,7 @@ class ClosableScorer(Scorer, Protocol):
 
 
 class ScoringBackend(Protocol):
-    """Scores responses: worker processes, or an LLM judge over HTTP."""
+    """Scores responses: worker processes, a judge over HTTP, or models on engines."""
 
     async def answers(self, requests: Sequence[Request]) -> list[Answer]:
         """Return an answer per response.
@@ -135,8 +136,7 @@ class ComposedScorer:
         components: dict[str, float] = {}
         for name, score in scores.items():
             part = self._config.parts[name]
-            value = (score.value - part.mean) / part.std
-            total += part.weight * (value if part.clip is None else min(max(value, part.clip[0]), part.clip[1]))
+            total += part.weight * part.scaled(score.value)
             is_open &= part.gate_from is None or score.value >= part.gate_from
             components |= {name: score.value, **{f"{name}.{key}": item for key, item in score.components.items()}}
         if any(score.is_masked for score in scores.values()):
@@ -163,7 +163,7 @@ class RemoteScorer:
         observer: Observer,
         *,
         name: str,
-        config: WorkerRewardConfig | HttpRewardConfig | JudgeRewardConfig,
+        config: WorkerRewardConfig | HttpRewardConfig | JudgeRewardConfig | FrozenRewardConfig,
     ) -> None:
         """`name` stands for the reward in messages."""
         self._backend = backend

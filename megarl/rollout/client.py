@@ -194,6 +194,11 @@ class EngineClient:
         except EngineError as error:
             logger.info("late request cannot be cut: %s", error)
 
+    async def ask(self, operation: str, path: str, body: Mapping[str, JsonValue]) -> bytes:
+        """Return the reply to a request that is answered at once, without tokens that could be cut."""
+        key, timeout_s = self.endpoint.keys.api, self.request_timeout_s
+        return (await self._call(operation, path, body, key=key, timeout_s=timeout_s)).content
+
     async def abort(self, rid: str) -> None:
         """End one request; its `generate` returns the tokens so far, with finish reason abort."""
         assert rid, "SGLang takes an empty rid for all requests"

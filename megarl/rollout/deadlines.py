@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.model import ModelShape
-from megarl.config.roles import RolloutRoleConfig
+from megarl.config.roles import EngineRoleConfig
 from megarl.config.section import Device, dtype_on
+from megarl.rollout.lifecycle import RestartPolicy
 from megarl.weights.algebra.slices import ITEM_BYTES
 from megarl.weights.layouts.canonical import num_parameters
 
@@ -28,12 +29,21 @@ class EngineDeadlines:
 
 
 def deadlines_of(
-    rollout: RolloutRoleConfig, shape: ModelShape, *, device: Device, max_response_tokens: int
+    rollout: EngineRoleConfig, shape: ModelShape, *, device: Device, max_response_tokens: int
 ) -> EngineDeadlines:
-    """Return the recipe's deadlines, and derived ones where it has none; see `RolloutRoleConfig`."""
+    """Return the recipe's deadlines, and derived ones where it has none; see `EngineRoleConfig`."""
     weights_gb = num_parameters(shape) * ITEM_BYTES[dtype_on(device)] / 1e9
     token_s = _TOKEN_S + _TOKEN_S_PER_GB * weights_gb / rollout.tensor
     return EngineDeadlines(
         start_s=rollout.start_timeout_s or _BASE_S + _START_S_PER_GB * weights_gb,
         request_s=rollout.request_timeout_s or _BASE_S + token_s * max_response_tokens,
+    )
+
+
+def restart_policy(config: EngineRoleConfig, start_timeout_s: float) -> RestartPolicy:
+    return RestartPolicy(
+        max_restarts=config.max_restarts,
+        back_off_s=config.restart_back_off_s,
+        silence_timeout_s=config.silence_timeout_s,
+        start_timeout_s=start_timeout_s,
     )

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megarl.config.native.options import JSON, read_library
-from megarl.config.roles import RolloutRoleConfig
+from megarl.config.roles import EngineRoleConfig
 from megarl.config.section import CPU_CACHED_TOKENS, Device, dtype_on
 from megarl.env import engine_environment
 from megarl.errors import EngineError, MachineError
@@ -61,11 +61,11 @@ class EngineSpec:
 
     index: int
     model_folder: Path
-    config: RolloutRoleConfig
+    config: EngineRoleConfig
     device: Device
     seed: int
     run_folder: Path
-    """The log is `engines/engine_<index>.log` in it."""
+    """The log is `engines/engine_<index>.log` in it; a frozen model's begins with its role."""
     keys: EngineKeys
     start_timeout_s: float = 600.0
     loads_weights: bool = True
@@ -87,8 +87,9 @@ class EngineSpec:
     bind: str | None = None
     """`network.bind` of the recipe, from which the starting process derives `host`."""
     host: str = LOOPBACK
-    port: int | None = None
-    """None: any free port."""
+    port: int | None = None  # None: any free port
+    role: str = "rollout"  # its key below `roles`
+    is_classifier: bool = False  # it returns a number for a sequence, and generates nothing
 
     @property
     def dtype(self) -> str:
@@ -96,11 +97,12 @@ class EngineSpec:
 
     @property
     def log_path(self) -> Path:
-        part = f"_node_{self.node}" if self.node else ""
-        return self.run_folder / "engines" / f"engine_{self.index}{part}.log"
+        name, part = self.role.replace("rollout", "engine"), f"_node_{self.node}" if self.node else ""
+        return self.run_folder / "engines" / f"{name}_{self.index}{part}.log"
 
     def __str__(self) -> str:
-        return f"engine {self.index}" + (f", node {self.node} of {self.num_nodes}" if self.num_nodes > 1 else "")
+        part = f", node {self.node} of {self.num_nodes}" if self.num_nodes > 1 else ""
+        return f"{self.role.replace('rollout', 'engine')} {self.index}{part}"
 
 
 class PortTakenError(MachineError):
@@ -125,12 +127,13 @@ class EngineProcess:
         self._workers: frozenset[int] = frozenset()
         self._process: subprocess.Popen[bytes] | None = None
         self._segments: set[Path] = set()
-        self._log_writer = threading.Thread(target=self._write_log, name=f"engine-{spec.index}-log", daemon=True)
+        self._log_writer = threading.Thread(target=self._write_log, daemon=True)
 
     def start(self) -> None:
         """Start the process; `wait_ready` waits until it generates."""
+        keys = self.spec.keys
         self.spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-        _write_private(self._keys_path, f"api-key: {self.spec.keys.api}\nadmin-api-key: {self.spec.keys.admin}\n")
+        _write_private(self._keys_path, f"api-key: {keys.api}\nadmin-api-key: {keys.admin}\n")
         server = command_line(self.spec, port=self.endpoint.port, keys_path=self._keys_path)
         self._process = start_guarded(
             server,
@@ -139,6 +142,7 @@ class EngineProcess:
                 tensor=self.spec.config.tensor,
                 interface=interface_of(self.spec.host),
                 shares_devices=self.spec.shares_devices,
+                is_classifier=self.spec.is_classifier,
             ),
             output=subprocess.PIPE,
         )
@@ -151,7 +155,7 @@ class EngineProcess:
             async with asyncio.timeout(timeout_s):
                 await self._until_generating()
         except TimeoutError:
-            await self._give_up(f"not ready within {timeout_s:g} s (roles.rollout.start_timeout_s)")
+            await self._give_up(f"not ready within {timeout_s:g} s (roles.{self.spec.role}.start_timeout_s)")
         except EngineError as error:
             await self._give_up(str(error))
         finally:
@@ -178,7 +182,9 @@ class EngineProcess:
                 if self.exit_code is not None:
                     raise EngineError(f"exited with {_describe_exit(self.exit_code)}")
                 await asyncio.sleep(_POLL_S)
-            if self.spec.node == 0:
+            if self.spec.node == 0 and self.spec.is_classifier:
+                await client.ask("ready", "/classify", {"rid": "ready", "input_ids": [0]})
+            elif self.spec.node == 0:
                 # The first tokens may wait for kernels to be compiled; that is part of the start.
                 await client.generate(GenerateRequest(rid="ready", input_ids=(0,), max_new_tokens=2, temperature=0.0))
         finally:
@@ -226,8 +232,7 @@ class EngineProcess:
 
         Lines that a full disk does not take are lost: unread, they would block the server.
         """
-        assert self._process is not None
-        assert self._process.stdout is not None
+        assert self._process is not None and self._process.stdout is not None, "start() comes first"  # noqa: PT018
         with self._process.stdout as output, self.spec.log_path.open("ab", buffering=0) as log:
             for raw in output:
                 # SGLang prints all its options, including its keys, when it starts.
@@ -277,12 +282,10 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     # Without sleep-on-idle a waiting engine polls and takes a whole core of the machine that trains.
     # Its own metrics are under /metrics, which needs no key.
     flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle", "--enable-metrics"]
-    if config.is_deterministic_on(spec.device):
-        flags.append("--enable-deterministic-inference")
-    if spec.has_float32_head:
-        flags.append("--enable-fp32-lm-head")
-    if spec.shares_devices and spec.device == "cuda":
-        flags.append("--enable-memory-saver")
+    flags += ["--enable-deterministic-inference"] if config.is_deterministic_on(spec.device) else []
+    flags += ["--enable-fp32-lm-head"] if spec.has_float32_head else []
+    flags += ["--enable-memory-saver"] if spec.shares_devices and spec.device == "cuda" else []
+    flags += ["--is-embedding"] if spec.is_classifier else []
     words = [str(word) for option in options.items() for word in option]
     adapters = [] if spec.adapters is None else _adapter_words(spec.adapters, spec.device)
     return [sys.executable, "-m", module, *words, *flags, *adapters, *_native_words(config.sglang)]
@@ -360,9 +363,8 @@ def _reserve_port(host: str, port: int | None) -> socket.socket:
         reservation.bind((host, port or 0))
     except OSError as error:
         reservation.close()
-        raise MachineError(
-            f"cannot listen on {host}:{port or 'any port'}: {error.strerror}; choose another port"
-        ) from error
+        message = f"cannot listen on {host}:{port or 'any port'}: {error.strerror}; choose another port"
+        raise MachineError(message) from error
     return reservation
 
 

@@ -11,7 +11,7 @@ from megarl.algo.algorithm import build_algorithm
 from megarl.checkpoint.carried import read_carried
 from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.resume import ResumePoint
-from megarl.config.algorithm import PolicyGradientConfig, RemaxConfig, SftConfig
+from megarl.config.algorithm import DpoConfig, OfflineConfig, PolicyGradientConfig, RemaxConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import EvaluationConfig, Recipe
 from megarl.data.prompts import Demonstrations, DemonstrationScorer
@@ -132,8 +132,10 @@ class LoopBuilder:
 
     def _groups(self) -> GroupSource:
         recipe = self.recipe
-        if isinstance(recipe.algorithm, SftConfig) or self.workers is None:
-            return GivenGroups(Demonstrations(self.inputs.tokenizer), DemonstrationScorer())
+        if isinstance(recipe.algorithm, OfflineConfig) or self.workers is None:
+            # The first answer of a pair is the better one.
+            values = (1.0, 0.0) if isinstance(recipe.algorithm, DpoConfig) else (1.0,)
+            return GivenGroups(Demonstrations(self.inputs.tokenizer), DemonstrationScorer(values))
         max_tokens = recipe.sampling.max_response_tokens
         nearly_greedy = Sampling.nearly_greedy(max_response_tokens=max_tokens)
         task = RolloutTask(
@@ -147,7 +149,7 @@ class LoopBuilder:
 
     def _sampled(self, models: ModelsTrainer) -> Trainer:
         recipe = self.recipe
-        if isinstance(recipe.algorithm, SftConfig):
+        if isinstance(recipe.algorithm, OfflineConfig):
             return models
         sampler = RolloutSampler(
             recipe.observe.rollouts,
@@ -173,7 +175,7 @@ class LoopBuilder:
         question = CanaryQuestion.of(
             max_prompt_tokens=recipe.data.max_prompt_tokens,
             max_response_tokens=recipe.sampling.max_response_tokens,
-            temperature=1.0 if isinstance(recipe.algorithm, SftConfig) else recipe.sampling.temperature,
+            temperature=1.0 if isinstance(recipe.algorithm, OfflineConfig) else recipe.sampling.temperature,
             vocab=self.inputs.shape.vocab,
             eos_ids=self.inputs.tokenizer.eos_ids,
             dtype=recipe.run.dtype,

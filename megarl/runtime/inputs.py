@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megarl.config.algorithm import PolicyGradientConfig, SftConfig
+from megarl.config.algorithm import DpoConfig, PolicyGradientConfig, SftConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
-from megarl.data.prompts import PromptSet, load_demonstrations, load_prompts
+from megarl.data.prompts import PromptSet, load_demonstrations, load_pairs, load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.types import Prompt
 
@@ -36,6 +36,8 @@ def read_inputs(recipe: Recipe) -> Inputs:
     match recipe.algorithm:
         case SftConfig():
             train = demonstrations(data.train)
+        case DpoConfig():
+            train = load_pairs(data.train, data, tokenizer, max_response_tokens=recipe.sampling.max_response_tokens)
         case PolicyGradientConfig():
             train = load_prompts(data.train, data, tokenizer)
     inputs = Inputs(shape=shape, tokenizer=tokenizer, train=train, eval=())

@@ -10,11 +10,19 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from megarl.config.algorithm import AlgorithmConfig, FunctionLossConfig, GdpoConfig, PolicyGradientConfig, SftConfig
+from megarl.config.algorithm import (
+    AlgorithmConfig,
+    DpoConfig,
+    FunctionLossConfig,
+    GdpoConfig,
+    OfflineConfig,
+    PolicyGradientConfig,
+    SftConfig,
+)
 from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recipe, SamplingConfig
-from megarl.config.reward import RewardConfig
+from megarl.config.reward import FrozenRewardConfig, RewardConfig, single_rewards
 from megarl.config.section import Device
-from megarl.data.rows import check_files
+from megarl.data.rows import check_files, check_pairs
 from megarl.errors import DataError, MachineError
 from megarl.observe.prometheus import MetricsEndpoint
 from megarl.reward.build import build_scorer
@@ -40,14 +48,16 @@ def check_start(recipe: Recipe, *, address: str | None) -> Inputs:
     for key, code in _codes(recipe.algorithm, recipe.sampling):
         load_code(code, key=key)
     inputs = read_inputs(recipe)
-    if not isinstance(recipe.algorithm, SftConfig):
+    if not isinstance(recipe.algorithm, OfflineConfig):
         asyncio.run(_try_reward(recipe.reward, recipe.algorithm, (*inputs.train.prompts, *inputs.eval)))
     return inputs
 
 
 def check_columns(data: DataConfig, algorithm: AlgorithmConfig) -> None:
     """Raise a DataError for a file without the columns that a run needs; reads no rows."""
-    check_files(data.train, data, as_demonstrations=isinstance(algorithm, SftConfig))
+    check_files(data.train, data, as_demonstrations=isinstance(algorithm, OfflineConfig))
+    if isinstance(algorithm, DpoConfig):
+        check_pairs(data.train, data)
     check_files(data.eval, data, as_demonstrations=False)
     check_files(data.eval_demonstrations, data, as_demonstrations=True)
 
@@ -84,6 +94,8 @@ def _try_port(observe: ObserveConfig, network: NetworkConfig) -> None:
 
 async def _try_reward(config: RewardConfig, algorithm: PolicyGradientConfig, prompts: Sequence[Prompt]) -> None:
     """Score the ground truth of the first prompt of each source; raise a DataError if a score or a part is missing."""
+    if any(isinstance(single, FrozenRewardConfig) for _, single in single_rewards(config)):
+        return  # its engines do not run yet
     firsts: dict[str, Prompt] = {}
     for prompt in prompts:
         firsts.setdefault(prompt.data_source, prompt)

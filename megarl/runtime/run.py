@@ -23,6 +23,7 @@ from megarl.planner.run_plan import check_fit
 from megarl.rollout.worker import Answering
 from megarl.runtime.build import LoopBuilder
 from megarl.runtime.cluster import Pool, accelerators, open_cluster, settle
+from megarl.runtime.engines.frozen import FrozenRole, start_frozen
 from megarl.runtime.engines.serving import NoServing, Serving, connect, make_room, reserve_pools, start_serving
 from megarl.runtime.inputs import Inputs
 from megarl.runtime.preemption import Preemption, preemptible
@@ -92,11 +93,17 @@ class _Run:
             async with AsyncExitStack() as stack, task_group() as tasks:
                 starting = start_serving(recipe, self._inputs.shape, pools, stack, observer=observer)
                 serving = tasks.create_task(starting)
-                workers = tasks.create_task(self._open_workers(serving, stack))
+                starting_frozen = start_frozen(
+                    recipe.roles.frozen, pools, stack, run=recipe.run, network=recipe.network, observer=observer
+                )
+                frozen = tasks.create_task(starting_frozen)
+                workers = tasks.create_task(self._open_workers(serving, frozen, stack))
                 await self._replace_lost_ranks(resume, pools, serving, workers, preemption)
 
-    async def _open_workers(self, serving: asyncio.Task[Serving], stack: AsyncExitStack) -> Answering | None:
-        engines = await asyncio.shield(serving)
+    async def _open_workers(
+        self, serving: asyncio.Task[Serving], frozen: asyncio.Task[dict[str, FrozenRole]], stack: AsyncExitStack
+    ) -> Answering | None:
+        engines, models = await asyncio.shield(serving), await asyncio.shield(frozen)
         if isinstance(engines, NoServing):
             return None
         recipe = self._recipe
@@ -105,6 +112,7 @@ class _Run:
             self._inputs,
             recipe.reward,
             stack,
+            frozen=models,
             rollouts_per_prompt=recipe.sampling.rollouts_per_prompt,
             run_folder=recipe.run_folder,
             observer=self._observer,

@@ -16,7 +16,7 @@ from megarl.algo.objective import actor_loss
 from megarl.checkpoint.state import TrainerState
 from megarl.compare.hook_points import module_hooks
 from megarl.compare.recordings import Recorder, WeightDigests, weight_digests, write_patches
-from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradientConfig, SftConfig
+from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, OfflineConfig, PolicyGradientConfig
 from megarl.config.roles import OptimizerConfig
 from megarl.results import UpdateResult, UpdateStats
 from megarl.tokens import SampleNumbers
@@ -191,7 +191,7 @@ class ActorRank(TrainedRank):
             seen = ActorTokens.of(
                 tokens,
                 actor,
-                is_from_engine=not isinstance(algorithm, SftConfig),
+                is_from_engine=not isinstance(algorithm, OfflineConfig),
                 is_behind=None if versions is None else versions < version,
             )
             return actor.value, ACTOR.report(seen, actor.value, micro_batch.loss_mask)

@@ -10,6 +10,7 @@ from megarl.algo.algorithm import Sft, adapted_kl_coef, build_algorithm, length_
 from megarl.config.algorithm import (
     AdaptiveKlConfig,
     AlgorithmConfig,
+    DpoConfig,
     EstimatorConfig,
     FilterConfig,
     GaeConfig,
@@ -287,6 +288,28 @@ def test_online_dpo_pushes_the_best_and_the_worst_along_the_gradient_of_dpo(
     assert best.advantages[1:] / 3 == pytest.approx(-sums.grad[0].item(), rel=1e-5)
     assert worst.advantages[1:] / 3 == pytest.approx(-sums.grad[1].item(), rel=1e-5)
     assert not other.advantages.any()
+
+
+@pytest.mark.parametrize("preference", ["sigmoid", "ipo"])
+def test_dpo_learns_from_a_pair_of_the_data_what_online_dpo_learns_from_a_pair_of_rollouts(preference: str) -> None:
+    pair = scored_group(0, [1.0, 0.0])
+    estimates = Estimates(
+        logprobs=pairs_of_tokens(pair, [-10.0, -12.0]), reference_logprobs=pairs_of_tokens(pair, [-11.0, -11.5])
+    )
+    keys = {"preference": preference}
+    offline = build(DpoConfig.model_validate({"kind": "dpo", **keys}))
+    online = build(OnlineDpoConfig.model_validate({"kind": "online_dpo", **keys}))
+    assert offline.keeps(pair)
+    found, expected = (
+        [sample.advantages.tolist() for sample in algorithm.assign([pair], estimates)]
+        for algorithm in (offline, online)
+    )
+    assert found == expected
+    margin = 1.5
+    push = 0.1 / (1 + np.exp(0.1 * margin)) if preference == "sigmoid" else -2 * (margin - 5)
+    # The trainer divides by two answers; there is one pair.
+    assert found[0][-1] / 2 == pytest.approx(push, rel=1e-6)
+    assert found[1][-1] / 2 == pytest.approx(-push, rel=1e-6)
 
 
 def test_online_dpo_averages_over_pairs_and_replaces_ties() -> None:

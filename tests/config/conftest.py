@@ -55,6 +55,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the recipes of this directory are started in."""
     folder = tmp_path_factory.mktemp("scratch")
     write_model(folder / "model")
+    write_model(folder / "classifier", architectures=["Qwen2ForSequenceClassification"], id2label={"0": "score"})
+    write_model(folder / "two_labels", architectures=["Qwen2ForSequenceClassification"])
     write_model(folder / "other_family", architectures=["MambaForCausalLM"])
     write_model(folder / "sliding_window", use_sliding_window=True)
     write_model(folder / "no_layers", num_hidden_layers=None)

@@ -11,7 +11,14 @@ import pytest
 
 from megarl.config.recipe import DataConfig
 from megarl.data import prompts as prompts_module
-from megarl.data.prompts import Demonstrations, DemonstrationScorer, PromptSet, load_demonstrations, load_prompts
+from megarl.data.prompts import (
+    Demonstrations,
+    DemonstrationScorer,
+    PromptSet,
+    load_demonstrations,
+    load_pairs,
+    load_prompts,
+)
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import DataError
 from megarl.tools.quickstart.tiny_model import TinyShape
@@ -190,3 +197,43 @@ def test_a_prompt_without_a_demonstration_is_a_bug(tokenizer: Tokenizer) -> None
     prompt = replace(prompt_with(tokenizer, "2"), demonstration=None)
     with pytest.raises(AssertionError, match=r"sft.parquet:4 has no demonstration"):
         asyncio.run(Demonstrations(tokenizer).generate(prompt))
+
+
+def load_chosen(path: Path, tokenizer: Tokenizer, **keys: object) -> PromptSet:
+    config = DataConfig.model_validate({"train": [path], **keys})
+    return load_pairs(config.train, config, tokenizer, max_response_tokens=8)
+
+
+def test_a_pair_is_a_group_of_the_better_and_the_worse_answer(
+    write_parquet: WriteParquet, make_row: MakeRow, tokenizer: Tokenizer
+) -> None:
+    path = write_parquet(make_row("1+1=", chosen="2", rejected="11"), make_row("2+2=", chosen="4", rejected="22"))
+    pairs = load_chosen(path, tokenizer)
+    group = asyncio.run(Demonstrations(tokenizer).generate(pairs.prompts[1]))
+    assert [rollout.text for rollout in group.rollouts] == ["4", "22"]
+    assert all(rollout.token_ids[-1] == tokenizer.eos_ids[0] for rollout in group.rollouts)
+    scored = asyncio.run(DemonstrationScorer((1.0, 0.0)).score(group))
+    assert [score.value for score in scored.scores] == [1.0, 0.0]
+    swapped = load_chosen(path, tokenizer, chosen_key="rejected", rejected_key="chosen")
+    assert swapped.digest != pairs.digest
+
+
+@pytest.mark.parametrize(
+    ("columns", "keys", "message"),
+    [
+        ({"chosen": "2"}, {}, r"has no column rejected, the rejected answer, a string; data.rejected_key names it"),
+        ({"chosen": "2", "rejected": None}, {}, r"has no column rejected|column rejected has type null|is null"),
+        ({"chosen": "2", "rejected": "1" * 9}, {}, r"1 of 1 rows are longer than sampling.max_response_tokens 8"),
+    ],
+)
+def test_a_pair_without_two_answers_is_one_line(
+    columns: dict[str, object],
+    keys: dict[str, object],
+    message: str,
+    write_parquet: WriteParquet,
+    make_row: MakeRow,
+    tokenizer: Tokenizer,
+) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        load_chosen(write_parquet(make_row("1+1=", **columns)), tokenizer, **keys)
+    assert "\n" not in str(caught.value)

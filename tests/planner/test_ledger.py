@@ -225,3 +225,15 @@ def test_one_gpu_for_both_roles_holds_what_was_seen_on_an_h200() -> None:
     }
     assert found[MemoryPhase.GENERATING] == pytest.approx(8573, rel=0.15)
     assert found[MemoryPhase.TRAINING] == pytest.approx(20_781, rel=0.15)
+
+
+def test_the_engines_of_a_frozen_model_fill_their_own_pool() -> None:
+    recipe = make_recipe(
+        "pools.scores={gpus_per_node: 4}",
+        "roles.reward_model.helpful={pool: scores, tensor: 2, model: qwen2.5-7b, max_cached_tokens: 1000}",
+        "reward={kind: reward_model}",
+    )
+    items = found_in(recipe)["reward_model.helpful", MemoryPhase.GENERATING]
+    body = PUBLIC_MODELS["qwen2.5-7b"]
+    assert items["KV cache"] == 1000 * 2 * body.num_layers * body.num_kv_heads // 2 * body.head_dim * 2
+    assert 7e9 < items["engine weights"] < 8e9, "half of 7.6 billion parameters of two bytes"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from urllib.parse import parse_qsl, urlsplit
 
 from megarl.config.algorithm import (
+    DpoConfig,
     EstimatorConfig,
     GaeConfig,
     GdpoConfig,
@@ -21,8 +22,9 @@ from megarl.config.algorithm import (
     MaskConfig,
     MismatchBaselineConfig,
     MismatchConfig,
-    OnlineDpoConfig,
+    OfflineConfig,
     PolicyGradientConfig,
+    PreferenceConfig,
     ReinforcePpConfig,
     RemaxConfig,
     SapoLossConfig,
@@ -67,7 +69,11 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
         return list(_imitation(recipe.train, recipe.roles, is_evaluated=bool(recipe.data.eval)))
     return [
         *_demonstrations(recipe.data),
-        *_rollouts(algorithm, recipe.roles, sampling),
+        *(
+            _pairs(algorithm, recipe.roles, is_evaluated=bool(recipe.data.eval))
+            if isinstance(algorithm, DpoConfig)
+            else _rollouts(algorithm, recipe.roles, sampling)
+        ),
         *_models(algorithm, recipe.roles),
         *_loss(algorithm, recipe.train, sampling),
         *_correction(algorithm),
@@ -76,7 +82,7 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
         *_reward_clip(algorithm),
         *_overlong(algorithm, sampling),
         *_components(algorithm, recipe.reward),
-        *(_preference(algorithm) if isinstance(algorithm, OnlineDpoConfig) else ()),
+        *(_preference(algorithm) if isinstance(algorithm, PreferenceConfig) else ()),
     ]
 
 
@@ -99,8 +105,8 @@ def check_staleness(recipe: Recipe) -> Iterator[Problem]:
                 message="has no effect with train.max_staleness 0, where no request runs during a publish; remove it",
             )
         return
-    if isinstance(algorithm, SftConfig):
-        message = f"{staleness} has no effect in sft, which generates nothing to train on; remove it"
+    if isinstance(algorithm, OfflineConfig):
+        message = f"{staleness} has no effect in {algorithm.kind}, which generates nothing to train on; remove it"
         yield Problem(key="train.max_staleness", message=message)
     if sharing := recipe.roles.beside_engines:
         yield Problem(
@@ -137,6 +143,14 @@ def _imitation(train: TrainConfig, roles: RolesConfig, *, is_evaluated: bool) ->
             yield Problem(key=f"roles.{name}", message="has no effect in sft; remove it")
     if roles.rollout is not None and not is_evaluated:
         yield Problem(key="roles.rollout", message="sft generates only for an evaluation; remove it or add evaluation")
+
+
+def _pairs(algorithm: DpoConfig, roles: RolesConfig, *, is_evaluated: bool) -> Iterator[Problem]:
+    if roles.rollout is not None and not is_evaluated:
+        yield Problem(key="roles.rollout", message="dpo generates only for an evaluation; remove it or add evaluation")
+    for name in ("filter", "overlong", "reward_clip", "correction"):
+        if getattr(algorithm, name) is not None:
+            yield Problem(key=f"algorithm.{name}", message="has no effect on pairs of the data; remove it")
 
 
 def _rollouts(algorithm: EstimatorConfig, roles: RolesConfig, sampling: SamplingConfig) -> Iterator[Problem]:
@@ -205,17 +219,18 @@ def _loss(algorithm: EstimatorConfig, train: TrainConfig, sampling: SamplingConf
         yield Problem(key=key, message=message)
 
 
-def _preference(algorithm: OnlineDpoConfig) -> Iterator[Problem]:
-    """Yield the keys that would make something else of online_dpo's loss."""
+def _preference(algorithm: PreferenceConfig) -> Iterator[Problem]:
+    """Yield the keys that would make something else of the loss of a pair."""
+    kind = "dpo" if isinstance(algorithm, DpoConfig) else "online_dpo"
     if algorithm.loss.kind != "gpg" or algorithm.aggregation != "seq_mean_token_sum":
-        yield Problem(key="algorithm.loss", message="online_dpo has its own loss; remove loss and aggregation")
+        yield Problem(key="algorithm.loss", message=f"{kind} has its own loss; remove loss and aggregation")
     match algorithm.kl:
         case KlRewardConfig(estimate="k1", adaptive=None):
             pass
         case _:
-            message = "online_dpo needs {kind: reward, coef: ...}, coef being its beta, without other keys"
+            message = kind + " needs {kind: reward, coef: ...}, coef being its beta, without other keys"
             yield Problem(key="algorithm.kl", message=message)
-    if algorithm.filter is None:
+    if algorithm.filter is None and kind == "online_dpo":
         yield Problem(key="algorithm.filter", message="null would keep groups without a best and a worst; remove it")
     if algorithm.overlong is not None and algorithm.overlong.is_filtered:
         message = "would take a side of a pair out of the loss; use buffer_tokens, which lowers its reward"

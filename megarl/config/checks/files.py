@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 from megarl.config.recipe import DataConfig, ObserveConfig
-from megarl.config.roles import RolloutRoleConfig
+from megarl.config.roles import EngineRoleConfig
 from megarl.errors import Problem
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -44,12 +44,13 @@ def check_run_folder(folder: Path) -> Iterator[Problem]:
         yield Problem(key="run.folder", message=f"{existing} is not writable; choose another folder")
 
 
-def check_key_files(rollout: RolloutRoleConfig | None) -> Iterator[Problem]:
-    for index, endpoint in enumerate(rollout.endpoints if rollout else ()):
+def check_key_files(roles: Mapping[str, EngineRoleConfig]) -> Iterator[Problem]:
+    named = [(role, *pair) for role, engines in roles.items() for pair in enumerate(engines.endpoints)]
+    for role, index, endpoint in named:
         files = {"api_key_file": endpoint.api_key_file, "admin_key_file": endpoint.admin_key_file}
         for name, path in files.items():
             if path is not None and not path.is_file():
-                yield Problem(key=f"roles.rollout.endpoints.{index}.{name}", message=f"{path} does not exist")
+                yield Problem(key=f"roles.{role}.endpoints.{index}.{name}", message=f"{path} does not exist")
 
 
 def check_loggers(observe: ObserveConfig) -> Iterator[Problem]:

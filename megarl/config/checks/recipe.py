@@ -17,6 +17,7 @@ from megarl.config.checks.files import (
     check_model_folder,
     check_run_folder,
 )
+from megarl.config.checks.frozen import check_frozen, check_frozen_models
 from megarl.config.checks.roles import (
     check_endpoints,
     check_lora_roles,
@@ -39,7 +40,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
     problems = [
         *check_data_files(recipe.data),
         *check_run_folder(recipe.run_folder),
-        *check_key_files(recipe.roles.rollout),
+        *check_key_files(recipe.roles.on_engines),
         *check_loggers(recipe.observe),
         *check_model_folder(recipe.model.path, needs_template=recipe.data.template == "chat"),
         *_network(recipe.network.bind),
@@ -57,6 +58,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         *problems,
         *check_split(recipe, shape),
         *_other_models(recipe.roles, shape),
+        *check_frozen_models(recipe.roles, device=recipe.run.device),
         *check_adapter_file(recipe.model.lora, shape),
     ]
 
@@ -124,7 +126,9 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from check_algorithm(recipe)
     yield from check_rewards(recipe.reward)
     yield from check_native(recipe.roles, device=recipe.run.device)
-    yield from check_endpoints(recipe.roles.rollout)
+    for role, engines in recipe.roles.on_engines.items():
+        yield from check_endpoints(role, engines)
+    yield from check_frozen(recipe.roles, recipe.reward)
     yield from _evaluation(recipe.evaluation, recipe.data, recipe.roles.rollout)
     yield from check_staleness(recipe)
     yield from check_unused_keys(recipe.roles)

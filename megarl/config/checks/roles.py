@@ -17,6 +17,7 @@ from megarl.config.model import ModelShape
 from megarl.config.recipe import DataConfig, Recipe, SamplingConfig, TrainConfig
 from megarl.config.roles import (
     CriticConfig,
+    EngineRoleConfig,
     ModelParallelConfig,
     OptimizerConfig,
     PoolConfig,
@@ -148,31 +149,30 @@ def check_lora_roles(roles: RolesConfig) -> Iterator[Problem]:
         yield Problem(key="roles.reference.path", message=message)
 
 
-def check_endpoints(rollout: RolloutRoleConfig | None) -> Iterator[Problem]:
+def check_endpoints(role: str, engines: EngineRoleConfig) -> Iterator[Problem]:
     """Yield what contradicts the choice between engines that are started and engines that run already."""
-    if rollout is None:
-        return
-    if not rollout.endpoints:
-        if rollout.pool is None:
+    key = f"roles.{role}"
+    if not engines.endpoints:
+        if engines.pool is None:
             message = "missing; name a pool, or engines that run already in endpoints"
-            yield Problem(key="roles.rollout.pool", message=message)
-        if rollout.publish_folder is not None:
+            yield Problem(key=f"{key}.pool", message=message)
+        if isinstance(engines, RolloutRoleConfig) and engines.publish_folder is not None:
             message = "only engines of endpoints are published to by files; remove it"
-            yield Problem(key="roles.rollout.publish_folder", message=message)
+            yield Problem(key=f"{key}.publish_folder", message=message)
         return
-    if rollout.pool is not None:
+    if engines.pool is not None:
         message = "endpoints are engines that run already, and a pool is for starting engines; remove one"
-        yield Problem(key="roles.rollout.endpoints", message=message)
-    for name in sorted(rollout.model_fields_set.intersection(_KEYS_OF_STARTED_ENGINES)):
+        yield Problem(key=f"{key}.endpoints", message=message)
+    for name in sorted(engines.model_fields_set.intersection(_KEYS_OF_STARTED_ENGINES)):
         message = "has no effect on engines that run already; remove it, and start them with it"
-        yield Problem(key=f"roles.rollout.{name}", message=message)
-    urls = [endpoint.url for endpoint in rollout.endpoints]
+        yield Problem(key=f"{key}.{name}", message=message)
+    urls = [endpoint.url for endpoint in engines.endpoints]
     for url in sorted({url for url in urls if urls.count(url) > 1}):
-        yield Problem(key="roles.rollout.endpoints", message=f"{url} is given twice; name each engine once")
+        yield Problem(key=f"{key}.endpoints", message=f"{url} is given twice; name each engine once")
 
 
 def _pools(pools: Mapping[str, PoolConfig], roles: RolesConfig) -> Iterator[Problem]:
-    used, rollout = roles.used_pools, roles.rollout
+    used = roles.used_pools
     known = ", ".join(sorted(pools))
     for role, pool in used.items():
         if pool not in pools:
@@ -189,12 +189,14 @@ def _pools(pools: Mapping[str, PoolConfig], roles: RolesConfig) -> Iterator[Prob
             yield from _tensor_groups(split.tensor, pools[pool], role=role, pool_name=pool)
             stage_ranks = pools[pool].gpus // split.pipeline
             yield from check_expert_ranks(split, stage_ranks=stage_ranks, prefix=f"roles.{role}.")
-    if rollout is not None and rollout.pool is not None and rollout.pool in pools:
-        yield from _tensor_groups(rollout.tensor, pools[rollout.pool], role="rollout", pool_name=rollout.pool)
-        if (gpus := pools[rollout.pool].gpus) % rollout.tensor:
-            message = f"engines of {rollout.tensor} gpus do not fill the {gpus} gpus of pool {rollout.pool}"
-            yield Problem(key="roles.rollout.tensor", message=message)
-        yield from check_engine_experts(tensor=rollout.tensor, expert=rollout.expert, prefix="roles.rollout.")
+    for role, engines in roles.on_engines.items():
+        if engines.pool is None or engines.pool not in pools:
+            continue
+        yield from _tensor_groups(engines.tensor, pools[engines.pool], role=role, pool_name=engines.pool)
+        if (gpus := pools[engines.pool].gpus) % engines.tensor:
+            message = f"engines of {engines.tensor} gpus do not fill the {gpus} gpus of pool {engines.pool}"
+            yield Problem(key=f"roles.{role}.tensor", message=message)
+        yield from check_engine_experts(tensor=engines.tensor, expert=engines.expert, prefix=f"roles.{role}.")
     for name in sorted(set(pools) - set(used.values())):
         yield Problem(key=f"pools.{name}", message="no role uses this pool; remove it or name it in a role")
 

@@ -102,8 +102,8 @@ def check_native(roles: RolesConfig, *, device: Device) -> Iterator[Problem]:
             yield from _refused("megatron_optimizer", f"{section}_optimizer", split.megatron_optimizer, device)
             yield from _refused("megatron_ddp", f"{section}_ddp", split.megatron_ddp, device)
             yield from _buckets(split.megatron_ddp, f"{section}_ddp")
-    if roles.rollout is not None:
-        yield from _refused("sglang", "roles.rollout.sglang", roles.rollout.sglang, device)
+    for role, engines in roles.on_engines.items():
+        yield from _refused("sglang", f"roles.{role}.sglang", engines.sglang, device)
 
 
 def _refused(library: Library, section: str, options: Mapping[str, object], device: Device) -> Iterator[Problem]:

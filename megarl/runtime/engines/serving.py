@@ -22,7 +22,7 @@ from megarl.planner.memory import adapter_slots, planned_cached_tokens
 from megarl.results import PublishResult
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
 from megarl.rollout.control import EngineControl
-from megarl.rollout.deadlines import EngineDeadlines, deadlines_of
+from megarl.rollout.deadlines import EngineDeadlines, deadlines_of, restart_policy
 from megarl.rollout.fleet import UNFILLED, Fleet
 from megarl.rollout.lifecycle import FellBehind, RestartPolicy
 from megarl.rollout.process import EngineAdapters, EngineSpec
@@ -156,7 +156,7 @@ async def start_serving(
     engines, endpoints = await start_engines(specs, places, share=pool.share)
     stack.push_async_callback(engines.stop)
     # The longest time without news of an engine that is being restarted.
-    patience_s, policy = publish_timeout_s + deadlines.start_s, _restart_policy(config, deadlines.start_s)
+    patience_s, policy = publish_timeout_s + deadlines.start_s, restart_policy(config, deadlines.start_s)
     fleet = _open_fleet(config, endpoints, deadlines, stack, observer, publish_timeout_s=patience_s, policy=policy)
     supervisor = Supervisor(fleet, engines, connect=partial(EngineClient, request_timeout_s=deadlines.request_s))
     await stack.enter_async_context(supervisor.running())
@@ -235,15 +235,6 @@ def _open_fleet(
             fleet.report(engine, FellBehind(reason=UNFILLED))
     observe_fleet(fleet, observer)
     return fleet
-
-
-def _restart_policy(config: RolloutRoleConfig, start_timeout_s: float) -> RestartPolicy:
-    return RestartPolicy(
-        max_restarts=config.max_restarts,
-        back_off_s=config.restart_back_off_s,
-        silence_timeout_s=config.silence_timeout_s,
-        start_timeout_s=start_timeout_s,
-    )
 
 
 async def connect(

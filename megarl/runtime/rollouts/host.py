@@ -36,6 +36,7 @@ from megarl.rollout.worker import (
     RolloutWorker,
     WorkerReport,
 )
+from megarl.runtime.engines.frozen_access import FrozenAccess
 from megarl.runtime.trainers.remote_process import RemoteProcess, this_process
 from megarl.tokens import Content, ContentSource, is_repeated, repeated
 from megarl.turns import Episode
@@ -235,6 +236,8 @@ class WorkerSetup:
     publish_timeout_s: float
     request_timeout_s: float
     silence_timeout_s: float
+    frozen: FrozenAccess | None = None
+    """The models on engines that the reward may ask."""
 
 
 class RolloutHost:
@@ -254,11 +257,15 @@ class RolloutHost:
             max_outstanding=setup.max_outstanding,
             publish_timeout_s=setup.publish_timeout_s,
         )
+        self._frozen = setup.frozen.open() if setup.frozen else None
         self._worker = RolloutWorker(
             self._following.fleet,
             vocabulary=Vocabulary.of(setup.shape, tokenizer),
             scorer=build_scorer(
-                setup.reward, observer=self._following.scores, open_pool=partial(_open_pool, setup=setup)
+                setup.reward,
+                observer=self._following.scores,
+                open_pool=partial(_open_pool, setup=setup),
+                frozen=self._frozen.models if self._frozen else {},
             ),
             max_attempts=setup.max_attempts,
         )
@@ -285,6 +292,8 @@ class RolloutHost:
         if self._probing is None:
             probe = self._following.probe(every_s=_PROBE_EVERY_S, timeout_s=self._silence_timeout_s)
             self._probing = asyncio.create_task(probe)
+            if self._frozen:
+                self._frozen.follow()
         every_s = min(REPORT_EVERY_S, self._silence_timeout_s / 8)
         report = await self._following.report(within_s=every_s)
         answers, groups = self._take()

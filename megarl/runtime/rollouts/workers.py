@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from megarl.rollout.worker import (
     divide_engines,
     lent_engines,
 )
+from megarl.runtime.engines.frozen import FrozenRole, models_of, open_access
 from megarl.runtime.engines.serving import ExternalServing, ManagedServing
 from megarl.runtime.inputs import Inputs
 from megarl.runtime.rollouts.host import REPORT_EVERY_S, Delivery, RolloutHost, WorkerSetup
@@ -291,6 +292,7 @@ async def open_workers(
     reward: RewardConfig,
     stack: AsyncExitStack,
     *,
+    frozen: Mapping[str, FrozenRole],
     rollouts_per_prompt: int,
     run_folder: Path,
     observer: Observer,
@@ -303,11 +305,11 @@ async def open_workers(
     per_node = default if config.workers is None else config.workers
     if per_node == 0:
         open_pool = partial(WorkerPool, log_path=run_folder / "reward.log")
-        scorer = build_scorer(reward, observer=observer, open_pool=open_pool)
+        scorer = build_scorer(reward, observer=observer, open_pool=open_pool, frozen=models_of(frozen))
         stack.callback(scorer.close)
         vocabulary = Vocabulary.of(inputs.shape, inputs.tokenizer)
         return RolloutWorker(fleet, vocabulary=vocabulary, scorer=scorer, max_attempts=config.max_attempts)
-    shares = divide_engines(nodes, per_node=per_node)
+    shares, access = divide_engines(nodes, per_node=per_node), open_access(frozen, stack)
     setups = [
         WorkerSetup(
             index=index,
@@ -316,6 +318,7 @@ async def open_workers(
             model_folder=inputs.tokenizer.folder.absolute(),
             shape=inputs.shape,
             reward=reward,
+            frozen=access,
             num_on_node=sum(other == node for other, _ in shares),
             log_path=run_folder.absolute() / f"reward_{index}.log",
             max_outstanding=config.max_running_requests,
@@ -326,11 +329,6 @@ async def open_workers(
         )
         for index, (node, own) in enumerate(shares)
     ]
-    workers = RolloutWorkers(
-        fleet,
-        setups,
-        observer=observer,
-        rollouts_per_prompt=rollouts_per_prompt,
-    )
+    workers = RolloutWorkers(fleet, setups, observer=observer, rollouts_per_prompt=rollouts_per_prompt)
     await stack.enter_async_context(workers.running())
     return workers

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from megarl.config.algorithm import KlRewardConfig, PolicyGradientConfig, SftConfig
+from megarl.config.algorithm import KlRewardConfig, OfflineConfig, PolicyGradientConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig
@@ -136,8 +136,7 @@ class _Builder:
     ) -> Pack:
         """Without `prompts_per_update` the whole step is one mini-batch. A question has only tokens."""
         recipe = self.recipe
-        is_sft = isinstance(recipe.algorithm, SftConfig)
-        num_rollouts = recipe.sampling.rollouts_per_prompt
+        is_offline, num_rollouts = isinstance(recipe.algorithm, OfflineConfig), recipe.samples_per_prompt
         packing = Packing(
             data_parallel=recipe.pools[pool].gpus // split.model_parallel,
             tokens_per_micro_batch=recipe.train.tokens_per_micro_batch,
@@ -154,7 +153,7 @@ class _Builder:
         return partial(
             make_shares,
             packing=packing,
-            temperature=1.0 if is_sft else recipe.sampling.temperature,
+            temperature=1.0 if is_offline else recipe.sampling.temperature,
             has_versions=recipe.train.max_staleness > 0 and not is_question,
             without=QUESTION if is_question else _HELD,
         )

@@ -168,6 +168,31 @@ def put_filters(keys: Translation) -> None:
         keys.put("algorithm.correction", {"kind": "tis", "level": level, "max_weight": bound or 2.0})
 
 
+def put_reward_model(keys: Translation) -> bool:
+    """Put a reward model with its pool; return whether there is one."""
+    for prefix, path_key in (("reward.reward_model.", "model_path"), ("reward_model.", "model.path")):
+        if not keys.take(f"{prefix}enable", "roles.reward_model"):
+            continue
+        pool, role = "pools.reward_model", "roles.reward_model.main"
+        keys.put(f"{pool}.nodes", keys.take(f"{prefix}nnodes", f"{pool}.nodes") or 1)
+        gpus = keys.take(f"{prefix}n_gpus_per_node", f"{pool}.gpus_per_node") or 8
+        keys.put(f"{pool}.gpus_per_node", gpus)
+        keys.put(f"{role}.pool", "reward_model")
+        model = keys.path(f"{prefix}{path_key}", f"{role}.model", default="REWARD_MODEL")
+        keys.put(f"{role}.model", model)
+        sizes = {
+            "tensor_model_parallel_size": "tensor",
+            "gpu_memory_utilization": "memory_fraction",
+            "max_num_seqs": "max_running_requests",
+        }
+        for name, ours in sizes.items():
+            if (value := keys.take(f"{prefix}rollout.{name}", f"{role}.{ours}")) is not None:
+                keys.put(f"{role}.{ours}", value)
+        keys.put("reward", {"kind": "reward_model"})
+        return True
+    return False
+
+
 def put_reward(keys: Translation) -> None:
     for prefix in _REWARD_PREFIXES:
         path = keys.path(f"{prefix}path", "reward.path")
@@ -178,6 +203,8 @@ def put_reward(keys: Translation) -> None:
         for key in ("reward.num_workers", "reward_model.num_workers"):
             if keys.given.get(key):
                 keys.put("reward.workers", keys.take(key, "reward.workers"))
+        return
+    if put_reward_model(keys):
         return
     sources: dict[str, Tree] = {source: {"kind": kind} for kind, names in _SCORERS.items() for source in names}
     keys.put("reward", {"kind": "by_source", "sources": sources})

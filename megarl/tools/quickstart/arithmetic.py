@@ -43,6 +43,8 @@ _SCHEMA = pa.schema(
 class ArithmeticFiles:
     train: Path
     sft: Path
+    pairs: Path
+    """Problems with a carry: the sum is chosen, the careless one rejected."""
     eval: Path
     model: Path
 
@@ -60,6 +62,7 @@ def make_arithmetic(
     files = ArithmeticFiles(
         train=folder / "train.parquet",
         sft=folder / "sft.parquet",
+        pairs=folder / "pairs.parquet",
         eval=folder / "eval.parquet",
         model=folder / "model",
     )
@@ -75,6 +78,11 @@ def make_arithmetic(
         files.sft: _table(lessons, "sft").append_column("response", pa.array(responses, pa.string())),
         files.eval: _table(_first(held_out, num_eval, "num_eval"), "eval"),
     }
+    carried = [problem for problem in trained if careless_sum(*problem) != str(sum(problem))][:num_train]
+    sides = {"chosen": [str(sum(problem)) for problem in carried], "rejected": [careless_sum(*p) for p in carried]}
+    tables[files.pairs] = _table(carried, "pairs")
+    for name, answers in sides.items():
+        tables[files.pairs] = tables[files.pairs].append_column(name, pa.array(answers, pa.string()))
     folder.mkdir(parents=True, exist_ok=True)
     for path, table in tables.items():
         pq.write_table(table, path)

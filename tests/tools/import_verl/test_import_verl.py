@@ -175,6 +175,18 @@ def test_there_is_one_entry_per_key_of_the_file() -> None:
         ),
         ("custom_reward_function.path=r.py custom_reward_function.name=f", "reward.name", "f"),
         ("reward_model.reward_fn.path=r.py", "reward.path", "r.py"),
+        ("reward.reward_model.enable=True reward.reward_model.model_path=rm", "roles.reward_model.main.model", "rm"),
+        ("reward_model.enable=True reward_model.model.path=rm", "reward.kind", "reward_model"),
+        (
+            "reward_model.enable=True reward_model.model.path=rm reward_model.rollout.tensor_model_parallel_size=2",
+            "roles.reward_model.main.tensor",
+            2,
+        ),
+        (
+            "reward.reward_model.enable=True reward.reward_model.n_gpus_per_node=4",
+            "pools.reward_model.gpus_per_node",
+            4,
+        ),
         ("trainer.nnodes=4", "pools.shared.nodes", 4),
         ("actor_rollout_ref.actor.megatron.context_parallel_size=2", "roles.actor.context", 2),
         (

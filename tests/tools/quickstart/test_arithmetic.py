@@ -42,7 +42,7 @@ def problems(path: Path) -> list[tuple[int, int]]:
 
 def test_held_out_problems_are_never_trained_on_in_either_order(files: ArithmeticFiles) -> None:
     held_out = {frozenset(problem) for problem in problems(files.eval)}
-    seen = {frozenset(problem) for path in (files.train, files.sft) for problem in problems(path)}
+    seen = {frozenset(problem) for path in (files.train, files.sft, files.pairs) for problem in problems(path)}
     assert held_out
     assert not held_out & seen
 
@@ -79,7 +79,7 @@ def test_the_seed_decides_everything(tmp_path: Path) -> None:
         make_arithmetic(tmp_path / name, seed=seed, num_train=20, num_sft=20, num_eval=20)
         for name, seed in (("a", 1), ("b", 1), ("c", 2))
     )
-    for name in ("train", "sft", "eval"):
+    for name in ("train", "sft", "pairs", "eval"):
         assert rows(getattr(first, name)) == rows(getattr(again, name)) != rows(getattr(other, name))
     weights = [(made.model / "model.safetensors").read_bytes() for made in (first, again, other)]
     assert weights[0] == weights[1] != weights[2]
@@ -114,3 +114,11 @@ def test_a_model_may_have_the_size_of_a_public_one_in_bfloat16(tmp_path: Path) -
     write_tiny_model(tmp_path, replace(small, dtype="float32"), seed=1)
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         assert torch.equal(halves[name], tensor.bfloat16()), name
+
+
+def test_a_pair_prefers_the_sum_to_the_one_without_carries(files: ArithmeticFiles) -> None:
+    rows = pq.read_table(files.pairs).to_pylist()
+    assert rows
+    for (a, b), row in zip(problems(files.pairs), rows, strict=True):
+        assert row["chosen"] == str(a + b)
+        assert row["rejected"] == careless_sum(a, b) != row["chosen"]

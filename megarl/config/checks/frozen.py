@@ -1,0 +1,95 @@
+"""Whether frozen models have pools of their own, are of the right kind, and are used by the reward."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.config.checks.files import check_model_folder
+from megarl.config.checks.splits import check_engine_split
+from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.reward import (
+    EngineJudgeRewardConfig,
+    RewardConfig,
+    RewardModelRewardConfig,
+    frozen_role,
+    single_rewards,
+)
+from megarl.config.roles import RolesConfig
+from megarl.config.section import Device
+from megarl.errors import ConfigError, Problem
+
+_DEFAULT_LABELS = 2
+"""Outputs of a classifier whose config.json names none, in transformers."""
+
+
+def check_frozen(roles: RolesConfig, reward: RewardConfig) -> Iterator[Problem]:
+    """Yield frozen models that share a pool, that no reward uses, and rewards without their model."""
+    num_users = Counter(roles.used_pools.values())
+    for role, config in roles.frozen.items():
+        if config.pool is not None and num_users[config.pool] > 1:
+            message = (
+                f"pool {config.pool} has another role; a frozen model stays on its GPUs: give it a pool of its own"
+            )
+            yield Problem(key=f"roles.{role}.pool", message=message)
+    used: set[str | None] = set()
+    for key, single in single_rewards(reward):
+        if not isinstance(single, RewardModelRewardConfig | EngineJudgeRewardConfig):
+            continue
+        kind, names = (
+            ("reward_model", roles.reward_model)
+            if isinstance(single, RewardModelRewardConfig)
+            else ("judge", roles.judge)
+        )
+        scoring = frozen_role(single, names)
+        used.add(scoring)
+        if scoring is None:
+            known = f"roles.{kind} has {', '.join(names)}" if names else f"add roles.{kind}"
+            wrong = "is missing" if single.role is None else f"{single.role} is not there"
+            yield Problem(key=f"{key}.role", message=f"{wrong}; {known}")
+        if isinstance(single, RewardModelRewardConfig) and single.clip is not None and single.clip[0] >= single.clip[1]:
+            low, high = single.clip
+            yield Problem(key=f"{key}.clip", message=f"{low:g} is not below {high:g}; swap them")
+        if isinstance(single, EngineJudgeRewardConfig) and "{response}" not in single.template:
+            message = "shows the judge no response; put {response} where it belongs"
+            yield Problem(key=f"{key}.template", message=message)
+    for unused in (role for role in roles.frozen if role not in used):
+        yield Problem(key=f"roles.{unused}", message="no reward uses it; remove it, or name it in the reward")
+
+
+def check_frozen_models(roles: RolesConfig, *, device: Device) -> Iterator[Problem]:
+    """Yield folders that are no model of the kind that the role needs."""
+    for role, config in roles.frozen.items():
+        key = f"roles.{role}.model"
+        try:
+            shape = read_model_shape(config.model)
+        except ConfigError as error:
+            yield Problem(key=key, message=error.problems[0].message.replace("model.path", key))
+            continue
+        for problem in check_model_folder(config.model, needs_template=True):
+            yield Problem(key=key, message=problem.message)
+        yield from _kind(role, config.model, shape)
+        if config.pool is not None:
+            prefix, pads = f"roles.{role}.", device == "cpu"
+            yield from check_engine_split(
+                shape, tensor=config.tensor, expert=config.expert, pads_vocabulary=pads, prefix=prefix
+            )
+
+
+def _kind(role: str, folder: Path, shape: ModelShape) -> Iterator[Problem]:
+    needs_classifier, key = role.startswith("reward_model."), f"roles.{role}.model"
+    if shape.has_value_head is not needs_classifier:
+        found = "a sequence classifier" if shape.has_value_head else "a language model"
+        needed = "a ...ForSequenceClassification folder" if needs_classifier else "a language model"
+        yield Problem(key=key, message=f"{folder} is {found}; name {needed}")
+    elif needs_classifier and (num_labels := _num_labels(folder)) != 1:
+        message = f"{folder} has {num_labels} labels; a reward model has one output (num_labels 1)"
+        yield Problem(key=key, message=message)
+
+
+def _num_labels(folder: Path) -> int:
+    raw = json.loads((folder / "config.json").read_text())
+    labels = raw.get("id2label")
+    return len(labels) if labels else int(raw.get("num_labels", _DEFAULT_LABELS))

@@ -1,0 +1,151 @@
+"""A frozen model on engines: from chats to token ids, requests to the fleet, and checked numbers.
+
+A `reward.frozen.FrozenModel`. A request that an engine loses is asked again elsewhere, or when the engine is back; a
+reply that is not the answer to its request is never used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar, cast
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+
+from megarl.config.model import ModelShape
+from megarl.data.tokenizer import Chat, Tokenizer
+from megarl.errors import DataError, EngineError, ScoreError
+from megarl.reward.pool import MachineFaultError
+from megarl.rollout.client import EngineClient
+from megarl.rollout.fleet import EngineLostError, Fleet
+from megarl.types import JsonValue
+
+_MAX_LOSSES = 20
+"""Engines that may be lost with one request: it may be the cause."""
+
+Reply = TypeVar("Reply")
+
+
+class _Meta(msgspec.Struct):
+    id: str
+    prompt_tokens: int
+    output_token_ids_logprobs: list[list[tuple[float, int, str | None]]] = []
+
+
+class _Classified(msgspec.Struct):
+    embedding: list[float]
+    meta_info: _Meta
+
+
+class _Labelled(msgspec.Struct):
+    meta_info: _Meta
+
+
+class FrozenEngines:
+    def __init__(self, fleet: Fleet, tokenizer: Tokenizer, shape: ModelShape, *, role: str, max_attempts: int) -> None:
+        """`role` is the key below `roles`."""
+        self._fleet = fleet
+        self._tokenizer = tokenizer
+        self._shape = shape
+        self._role = role
+        self._max_attempts = max_attempts
+        self._labels: dict[tuple[str, ...], list[int]] = {}
+
+    async def classify(self, chat: Sequence[Mapping[str, object]]) -> float:
+        token_ids = self._encode(self._tokenizer.render_answered, cast("Chat", chat))
+        return await self._ask(lambda client: classify(client, token_ids))
+
+    async def probabilities(self, question: str, answers: Sequence[str]) -> Sequence[float]:
+        labels = self.labels(answers)
+        token_ids = self._encode(self._tokenizer.render_chat, [{"role": "user", "content": question}])
+        logprobs = np.array(await self._ask(lambda client: label_logprobs(client, token_ids, labels)))
+        shares = np.exp(logprobs - logprobs.max())
+        return (shares / shares.sum()).tolist()  # type: ignore[no-any-return]
+
+    def labels(self, answers: Sequence[str]) -> list[int]:
+        """Return the first token of each answer; a ScoreError if two answers begin with the same."""
+        key = tuple(answers)
+        if key not in self._labels:
+            firsts = [int(token_ids[0]) for token_ids in self._tokenizer.encode(answers)]
+            if len(set(firsts)) < len(firsts):
+                raise ScoreError(f"two of the answers {', '.join(answers)} begin with the same token of the judge")
+            self._labels[key] = firsts
+        return self._labels[key]
+
+    def _encode(self, render: Callable[[Chat], str], chat: Chat) -> list[int]:
+        try:
+            text = render(chat)
+        except DataError as error:
+            raise ScoreError(str(error)) from error
+        token_ids: list[int] = self._tokenizer.encode([text])[0].tolist()
+        limit = self._shape.max_context_tokens
+        # A request that fills the context leaves the engine no place for a token.
+        if not 0 < len(token_ids) < limit:
+            raise ScoreError(f"{len(token_ids)} tokens do not fit into the context of roles.{self._role}, {limit}")
+        return token_ids
+
+    async def _ask(self, ask: Callable[[EngineClient], Awaitable[Reply]]) -> Reply:
+        failures: list[str] = []
+        losses: list[str] = []
+        tried: set[int] = set()
+        while len(failures) < self._max_attempts and len(losses) < _MAX_LOSSES:
+            try:
+                async with self._fleet.lease(avoid=tried) as engine:
+                    try:
+                        reply = await ask(engine.client)
+                        self._fleet.answered(engine)
+                        return reply
+                    except EngineError as error:
+                        tried.add(engine.index)
+                        failures.append(str(error))
+                        await self._fleet.doubt(engine, str(error))
+            except EngineLostError as error:
+                # Not counted as an attempt: the request is rarely at fault, and lost engines are restarted.
+                losses.append(str(error))
+        raise MachineFaultError(f"roles.{self._role} gave no answer: {'; '.join([*failures, *losses])}")
+
+
+async def classify(client: EngineClient, token_ids: Sequence[int]) -> float:
+    """Return the classifier's output after the last token; an EngineError if the reply is not this answer."""
+    rid = uuid4().hex
+    body: Mapping[str, JsonValue] = {"rid": rid, "input_ids": list(token_ids)}
+    reply = _decode(client, await client.ask("classify", "/classify", body), _Classified)
+    _check(client, reply.meta_info, rid, token_ids)
+    if len(reply.embedding) != 1 or not math.isfinite(reply.embedding[0]):
+        raise EngineError(f"{client.endpoint}: classify: {reply.embedding[:4]} is not one finite number")
+    return reply.embedding[0]
+
+
+async def label_logprobs(client: EngineClient, token_ids: Sequence[int], labels: Sequence[int]) -> list[float]:
+    """Return the log-probability of each label as the next token."""
+    rid = uuid4().hex
+    body: Mapping[str, JsonValue] = {
+        "rid": rid,
+        "input_ids": list(token_ids),
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+        "return_logprob": True,
+        "token_ids_logprob": list(labels),
+    }
+    reply = _decode(client, await client.ask("judge", "/generate", body), _Labelled)
+    _check(client, reply.meta_info, rid, token_ids)
+    found = {label: logprob for logprob, label, _ in reply.meta_info.output_token_ids_logprobs[:1][0]}
+    if any(label not in found or not math.isfinite(found[label]) for label in labels):
+        raise EngineError(f"{client.endpoint}: judge: the reply lacks an answer's log-probability")
+    return [found[label] for label in labels]
+
+
+Decoded = TypeVar("Decoded", bound=msgspec.Struct)
+
+
+def _decode(client: EngineClient, content: bytes, kind: type[Decoded]) -> Decoded:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"{client.endpoint}: not a reply to the request: {error}") from error
+
+
+def _check(client: EngineClient, meta: _Meta, rid: str, token_ids: Sequence[int]) -> None:
+    if meta.id != rid or meta.prompt_tokens != len(token_ids):
+        raise EngineError(f"{client.endpoint}: the reply is to another request")

@@ -1,0 +1,187 @@
+"""The engines of frozen models: started or joined like those of rollout, supervised, and never published to.
+
+Rollout workers in other processes read what the driver records of them from a directory (`frozen_access`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+import ray
+
+from megarl.config.model import ModelShape, read_model_shape
+from megarl.config.recipe import NetworkConfig, RunConfig
+from megarl.config.roles import FrozenRoleConfig
+from megarl.errors import EngineError
+from megarl.observe.observer import Observer
+from megarl.reward.frozen import FrozenModel
+from megarl.rollout.client import EngineClient, EngineKeys
+from megarl.rollout.deadlines import deadlines_of, restart_policy
+from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.lifecycle import EngineState, Life
+from megarl.rollout.process import EngineSpec
+from megarl.rollout.worker import EngineView
+from megarl.runtime.cluster import Pool
+from megarl.runtime.engines.file_publisher import endpoints_of
+from megarl.runtime.engines.frozen_access import FrozenAccess, FrozenSetup
+from megarl.runtime.engines.processes import start_engines
+from megarl.runtime.engines.supervisor import Supervisor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenRole:
+    """The engines of one role in the driver."""
+
+    setup: FrozenSetup
+    fleet: Fleet
+
+
+class LoadedModels:
+    """A `CatchUp`: an engine that has started again has loaded its only weights from their folder."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    async def catch_up(self, engine: Engine) -> bool:
+        await self._fleet.joined(engine)
+        return True
+
+
+async def start_frozen(
+    roles: Mapping[str, FrozenRoleConfig],
+    pools: Mapping[str, Pool],
+    stack: AsyncExitStack,
+    *,
+    run: RunConfig,
+    network: NetworkConfig,
+    observer: Observer,
+) -> dict[str, FrozenRole]:
+    """Start or join the engines of all frozen roles, by their key below `roles`. `stack` takes them down."""
+    starts = [
+        _start(role, config, None if config.pool is None else pools[config.pool], stack, run, network, observer)
+        for role, config in roles.items()
+    ]
+    return dict(zip(roles, await asyncio.gather(*starts), strict=True))
+
+
+async def _start(
+    role: str,
+    config: FrozenRoleConfig,
+    pool: Pool | None,
+    stack: AsyncExitStack,
+    run: RunConfig,
+    network: NetworkConfig,
+    observer: Observer,
+) -> FrozenRole:
+    shape = read_model_shape(config.model)
+    deadlines = deadlines_of(config, shape, device=run.device, max_response_tokens=1)
+    connect = partial(EngineClient, request_timeout_s=deadlines.request_s)
+    policy, processes = None, None
+    if pool is None:
+        endpoints = endpoints_of(config.endpoints, device=run.device)
+        await _check_running(role, [connect(endpoint) for endpoint in endpoints], shape)
+    else:
+        first = EngineSpec(
+            index=0,
+            model_folder=config.model.absolute(),
+            config=config,
+            device=run.device,
+            seed=run.seed,
+            run_folder=(run.folder / run.name).absolute(),
+            keys=EngineKeys.fresh(),
+            start_timeout_s=deadlines.start_s,
+            bind=network.bind,
+            role=role,
+            is_classifier=shape.has_value_head,
+        )
+        specs = [replace(first, index=index) for index in range(len(pool.places) // config.tensor)]
+        processes, endpoints = await start_engines(specs, pool.places, share=pool.share)
+        stack.push_async_callback(processes.stop)
+        policy = restart_policy(config, deadlines.start_s)
+    setup = FrozenSetup(
+        role=role,
+        folder=config.model.absolute(),
+        shape=shape,
+        max_attempts=config.max_attempts,
+        max_outstanding=config.max_running_requests,
+        request_timeout_s=deadlines.request_s,
+        # The longest time without news of an engine that is being restarted.
+        patience_s=deadlines.start_s + config.silence_timeout_s,
+        endpoints=tuple(endpoints),
+    )
+    fleet = Fleet(
+        [connect(endpoint) for endpoint in endpoints],
+        max_outstanding=setup.max_outstanding,
+        publish_timeout_s=setup.patience_s,
+        policy=policy,
+    )
+    stack.push_async_callback(fleet.close)
+    if processes is not None:
+        supervisor = Supervisor(fleet, processes, connect=connect)
+        supervisor.attach(LoadedModels(fleet))
+        await stack.enter_async_context(supervisor.running())
+        fleet.listen(partial(_report, role, fleet, observer))
+    return FrozenRole(setup=setup, fleet=fleet)
+
+
+async def _check_running(role: str, clients: Sequence[EngineClient], shape: ModelShape) -> None:
+    """Raise an EngineError unless every engine runs and serves a model of the right kind."""
+    for client in clients:
+        try:
+            info = await client.model_info()
+        except EngineError as error:
+            raise EngineError(f"{error}; the engines of roles.{role}.endpoints must be running") from error
+        finally:
+            await client.close()
+        if bool(info.get("is_generation")) is shape.has_value_head:
+            wanted = "a sequence classifier" if shape.has_value_head else "a language model"
+            raise EngineError(
+                f"{client.endpoint} serves {info.get('model_path')}, which is not {wanted} (roles.{role})"
+            )
+
+
+def _report(role: str, fleet: Fleet, observer: Observer, engine: Engine, _before: Life) -> None:
+    life = engine.life
+    if life.state is EngineState.RESTARTING:
+        attempt = f"restart {life.num_restarts} of {fleet.policy.max_restarts}"
+        observer.restarted(role, engine.index, f"{attempt}: {life.reason}")
+    elif life.is_over:
+        observer.warned(f"roles.{role}: engine {engine.index} is given up: {life.reason}")
+
+
+def models_of(roles: Mapping[str, FrozenRole]) -> dict[str, FrozenModel]:
+    """Return the models for a scorer in the driver's process."""
+    return {name: role.setup.model(role.fleet) for name, role in roles.items()}
+
+
+class FrozenDirectory:
+    """The actor from which rollout workers read the engines of frozen models as the driver records them."""
+
+    def __init__(self) -> None:
+        self._views: dict[str, list[EngineView]] = {}
+
+    async def put(self, role: str, views: list[EngineView]) -> None:
+        self._views[role] = views
+
+    async def views(self) -> dict[str, list[EngineView]]:
+        return self._views
+
+
+def open_access(roles: Mapping[str, FrozenRole], stack: AsyncExitStack) -> FrozenAccess | None:
+    """Return what rollout workers need to ask frozen engines; None where there are none."""
+    if not roles:
+        return None
+    directory = ray.remote(num_cpus=0)(FrozenDirectory).remote()
+    stack.callback(ray.kill, directory)
+
+    def tell(role: FrozenRole) -> None:
+        directory.put.remote(role.setup.role, [EngineView.of(engine, number=1) for engine in role.fleet.engines])
+
+    for role in roles.values():
+        role.fleet.listen(lambda _engine, _before, role=role: tell(role))  # type: ignore[misc]
+        tell(role)
+    return FrozenAccess(directory=directory, setups=tuple(role.setup for role in roles.values()))

@@ -16,6 +16,7 @@ from statistics import median
 from typing import TypeAlias
 
 import ray
+import torch
 
 from bench.figures import Failure, Figure
 from bench.one_engine import Server, full_publish, generator_of, random_prompts, random_weights, seconds_of, serving
@@ -133,6 +134,8 @@ class _Parts:
     """The trainer rank and the node of the engine, each timed."""
 
     def __init__(self, server: Server, lora: LoraConfig) -> None:
+        # As in a trainer rank.
+        torch.set_num_threads(1)
         dtype = dtype_on(server.device)
         layout = megatron_layout(server.shape, MegatronParallel(), dtype=dtype)
         adapters = adapter_layout(layout, LoraShape.of(lora), dtype=dtype)

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
@@ -185,10 +186,31 @@ def _whole_holding(rank: int, names: Iterable[str], canonical: Mapping[str, Tens
     return Holding(rank=rank, tensors=specs, pieces=pieces)
 
 
-def plan_gathering(layout: Layout) -> Plan:
+class GatheringPlan(Plan):
+    """A plan that keeps its moves: they take longer to find than the bytes of an adapter take to travel."""
+
+    @cached_property
+    def _kept(self) -> dict[tuple[bool, int], tuple[Move, ...]]:
+        return {}
+
+    def moves_from(self, rank: int) -> tuple[Move, ...]:
+        if (True, rank) not in self._kept:
+            self._kept[True, rank] = super().moves_from(rank)
+        return self._kept[True, rank]
+
+    def moves_to(self, rank: int) -> tuple[Move, ...]:
+        if (False, rank) not in self._kept:
+            self._kept[False, rank] = super().moves_to(rank)
+        return self._kept[False, rank]
+
+
+def plan_gathering(layout: Layout) -> GatheringPlan:
     """Return the plan by which the first rank receives all canonical tensors."""
     target = _all_on_one(layout)
-    return plan(layout, target, locations=same_processes(layout, target))
+    found = plan(layout, target, locations=same_processes(layout, target))
+    return GatheringPlan(
+        source=layout, target=target, locations=found.locations, bundles=found.bundles, hash=found.hash
+    )
 
 
 def gather(moves: Plan, tensors: Mapping[str, torch.Tensor], group: TransferGroup) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -34,11 +35,23 @@ _MAX_STARTS = 3
 """Starts of one engine, if each finds a port taken."""
 
 
+_READ_S = 60.0
+"""Seconds after which every TP rank has read an adapter."""
+_MAX_READ = 2
+"""Folders of adapters that are kept for so long; publishes in quick succession remove older ones earlier."""
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 class EngineHost:
     """The actor that starts, watches and stops one engine on one node. It runs several calls at a time."""
 
     def __init__(self) -> None:
         self._engine: EngineProcess | None = None
+        self._read: deque[Path] = deque()
+        """Folders of adapters that the engine has read, or is still reading."""
 
     async def find_address(self, bind: str | None) -> str:
         """Return this node's address with a port that is free now, where the processes of an engine meet."""
@@ -60,8 +73,15 @@ class EngineHost:
         return await asyncio.to_thread(place_adapter, stored, content, engine=index)
 
     async def remove_adapter(self, folder: Path) -> None:
-        """Remove a folder that the engine has read."""
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        """Remove a folder that the engine has read, after a while.
+
+        An engine answers when its first TP rank has read it. Another rank that no longer found it would lack the
+        adapter, and end the engine at the first request.
+        """
+        self._read.append(folder)
+        if len(self._read) > _MAX_READ:
+            await asyncio.to_thread(_remove, self._read.popleft())
+        asyncio.get_running_loop().call_later(_READ_S, _remove, folder)
 
     async def wait_end(self) -> str:
         """Wait for the end of the engine; return the reason."""
@@ -70,6 +90,8 @@ class EngineHost:
 
     async def stop(self) -> None:
         """Stop the engine."""
+        while self._read:
+            _remove(self._read.popleft())
         engine, self._engine = self._engine, None
         if engine is not None:
             await asyncio.to_thread(engine.stop)

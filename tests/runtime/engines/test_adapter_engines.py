@@ -23,7 +23,8 @@ from megarl.rollout.client import EngineClient, GenerateRequest
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import EngineAdapters, EngineProcess
 from megarl.runtime.engines.adapter_publisher import AdapterPublisher, AdapterRanks
-from megarl.runtime.stored_adapter import Content, StoredAdapter, place_adapter, store_adapter
+from megarl.runtime.engines.processes import EngineHost
+from megarl.runtime.stored_adapter import Content, StoredAdapter, store_adapter
 from megarl.types import FloatArray, PolicyVersion, Rollout
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.layouts.canonical import canonical_tensors
@@ -39,6 +40,8 @@ PROMPT = (5, 17, 40, 8)
 @dataclass(frozen=True, kw_only=True)
 class AdaptedEngine:
     process: EngineProcess
+    host: EngineHost
+    """Brings adapters to the engine."""
     shape: ModelShape
     model: Path
     adapters: Path
@@ -65,15 +68,16 @@ class AdaptedEngine:
         folder = self.adapter(version)
         tensors = load_file(folder / ADAPTER_FILE)
         fields = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
-        content: list[Content] = []
-        stored = store_adapter(tensors, fields, version=version, put=content.append)
-        return replace(stored, content=content[0])  # type: ignore[arg-type]  # there is no object store here
+        # There is no object store here.
+        content: asyncio.Future[Content] = asyncio.get_running_loop().create_future()
+        stored = store_adapter(tensors, fields, version=version, put=content.set_result)
+        return replace(stored, content=content)  # type: ignore[arg-type]
 
     @asynccontextmanager
     async def placed_adapter(self, index: int, stored: StoredAdapter, *, timeout_s: float) -> AsyncIterator[Path]:
-        folder = place_adapter(stored, stored.content, engine=index)  # type: ignore[arg-type]
+        folder = await self.host.place_adapter(stored, index)
         yield folder
-        shutil.rmtree(folder)
+        await self.host.remove_adapter(folder)
 
     def publisher(self, fleet: Fleet, *, ranks: AdapterRanks | None = None) -> AdapterPublisher:
         return AdapterPublisher(
@@ -126,7 +130,9 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     process = EngineProcess(spec)
     process.start()
     asyncio.run(process.wait_ready())
-    yield AdaptedEngine(process=process, shape=shape, model=folder / "model", adapters=folder)
+    host = EngineHost()
+    yield AdaptedEngine(process=process, host=host, shape=shape, model=folder / "model", adapters=folder)
+    asyncio.run(host.stop())
     process.stop()
 
 

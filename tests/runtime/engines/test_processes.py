@@ -88,6 +88,32 @@ def test_three_times_are_enough(spec: EngineSpec, monkeypatch: pytest.MonkeyPatc
     assert ScriptedEngine.num_starts == 3
 
 
+def test_a_folder_stays_while_ranks_may_read_it_and_few_stay_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / str(index) for index in range(4)]
+
+    def left() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    async def scenario() -> None:
+        host = EngineHost()
+        for folder in folders[:3]:
+            folder.mkdir()
+            await host.remove_adapter(folder)
+        assert left() == ["1", "2"]
+        await host.stop()
+        assert left() == []
+        monkeypatch.setattr(engines, "_READ_S", 0.01)
+        folders[3].mkdir()
+        await host.remove_adapter(folders[3])
+        async with asyncio.timeout(30):
+            while left():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(scenario())
+
+
 PROMPT = tuple(range(3, 12))
 NUM_TOKENS = 6
 
@@ -123,13 +149,14 @@ def test_an_engine_of_two_nodes_is_one_engine_that_is_started_again_as_a_whole(
             assert (len(endpoint.node_hosts), endpoint.host_of(1)) == (2, endpoint.node_hosts[1])
             assert await _answer(endpoint) == expected
             assert await _num_ranks_asked(endpoint) == 2
-            await _load_adapter(started, endpoint, tmp_path / "adapter")
+            placed = await _load_adapter(started, endpoint, tmp_path / "adapter")
             assert await _answer(endpoint, adapter="policy@1") == adapted
             (part,) = _processes_of_node(1)
             os.killpg(os.getpgid(part.pid), signal.SIGKILL)
             async with asyncio.timeout(300):
                 assert (await started.wait_end(0)).startswith("node ")
             await started.end(0)
+            assert not placed.exists()
             assert [_processes_of_node(node) for node in range(2)] == [[], []]
             assert await _answer(await started.start(0)) == expected
         finally:
@@ -147,15 +174,15 @@ def test_nodes_have_equal_shares_of_an_engine_in_the_order_of_its_ranks(two_node
         on_nodes([first, second, first, second])
 
 
-async def _load_adapter(started: Engines, endpoint: EngineEndpoint, folder: Path) -> None:
-    """Bring an adapter to every node of an engine through the object store, as a publish does."""
+async def _load_adapter(started: Engines, endpoint: EngineEndpoint, folder: Path) -> Path:
+    """Bring an adapter to every node of an engine through the object store, as a publish does; return its folder."""
     fields = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
     stored = store_adapter(load_file(folder / ADAPTER_FILE), fields, version=1)
     client = EngineClient(endpoint, request_timeout_s=REQUEST_TIMEOUT_S)
     try:
         async with started.placed_adapter(0, stored, timeout_s=COMMAND_TIMEOUT_S) as placed:
             await client.load_adapter("policy@1", placed, timeout_s=COMMAND_TIMEOUT_S)
-        assert not placed.exists()
+        return placed
     finally:
         await client.close()
 

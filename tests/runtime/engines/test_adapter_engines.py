@@ -153,6 +153,8 @@ def test_requests_keep_their_version_through_publishes(adapted: AdaptedEngine) -
             rollouts = list((await early).rollouts), list(late.rollouts)
             await publisher.publish(PolicyVersion(3))
             assert dict(engine.adapters) == {"policy@3": 0}
+            # SGLang would load an adapter of an earlier name again from its folder.
+            await adapted.host.stop()
             for name in ("policy@0", "policy@2"):
                 with pytest.raises(EngineError, match="400"):
                     await engine.client.generate(ask(name))

@@ -18,7 +18,17 @@ from tests.repository import ROOT
 
 RECIPES = ROOT / "recipes"
 GPU_OF = {"dapo_70b_async": "h200", "grpo_235b": "h200"}
-PUBLIC = ["sft_7b", "sft_70b", "grpo_7b", "grpo_70b", "ppo_70b", "grpo_235b", "dapo_32b", "dapo_70b_async"]
+PUBLIC = [
+    "sft_7b",
+    "sft_70b",
+    "grpo_7b",
+    "grpo_70b",
+    "ppo_70b",
+    "grpo_235b",
+    "dapo_32b",
+    "dapo_70b_async",
+    "grpo_32b_128k",
+]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -25,6 +25,7 @@ SPLITS = [
     MegatronParallel(tensor=2, pipeline=2),
     MegatronParallel(pipeline=2, virtual_pipeline=2, data=2),
     MegatronParallel(tensor=4),
+    MegatronParallel(tensor=2, context=2),
 ]
 
 
@@ -54,6 +55,7 @@ def test_the_ledger_is_what_megatron_allocates(family: str, is_tied: bool, clust
         actor = ActorConfig(
             pool="train",
             tensor=parallel.tensor,
+            context=parallel.context,
             pipeline=parallel.pipeline,
             virtual_pipeline=parallel.virtual_pipeline,
             is_sequence_parallel=parallel.tensor > 1,
@@ -72,7 +74,7 @@ def test_the_ledger_is_what_megatron_allocates(family: str, is_tied: bool, clust
         found = cluster.run(parallel.world_size, buffers, setup)
         stages = stage_memory(shape, parallel, dtype="float32")
         for rank, allocated in enumerate(found):
-            stage = stages[rank // (parallel.tensor * parallel.data)]
+            stage = stages[rank // (parallel.tensor * parallel.replicas)]
             assert (4 * allocated.weights, 4 * allocated.gradients) == (stage.weight_bytes, stage.gradient_bytes)
             assert 8 * allocated.master <= stage.optimizer_bytes
         if parallel == MegatronParallel(data=3):
@@ -90,6 +92,7 @@ def test_the_ledger_of_a_critic_has_its_value_head(is_tied: bool, cluster: Clust
         critic = CriticConfig(
             pool="train",
             tensor=parallel.tensor,
+            context=parallel.context,
             pipeline=parallel.pipeline,
             virtual_pipeline=parallel.virtual_pipeline,
         )
@@ -97,7 +100,7 @@ def test_the_ledger_of_a_critic_has_its_value_head(is_tied: bool, cluster: Clust
         found = cluster.run(parallel.world_size, critic_buffers, setup)
         stages = stage_memory(shape.as_critic(), parallel, dtype="float32")
         for rank, allocated in enumerate(found):
-            stage = stages[rank // (parallel.tensor * parallel.data)]
+            stage = stages[rank // (parallel.tensor * parallel.replicas)]
             assert (4 * allocated.weights, 4 * allocated.gradients) == (stage.weight_bytes, stage.gradient_bytes)
             assert 8 * allocated.master <= stage.optimizer_bytes
 
@@ -110,7 +113,7 @@ def test_the_ledger_of_an_adapter_has_no_gradients_of_its_base(
     shape = write_tiny_model(tmp_path / "model", "qwen2", tied=False)
     lora = LoraConfig(rank=4, modules=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
     for parallel in SPLITS:
-        sizes = {name: getattr(parallel, name) for name in ("tensor", "pipeline", "virtual_pipeline")}
+        sizes = {name: getattr(parallel, name) for name in ("tensor", "context", "pipeline", "virtual_pipeline")}
         if is_critic:
             critic = CriticConfig(pool="train", **sizes)
             critic_setup = CriticSetup(
@@ -129,7 +132,7 @@ def test_the_ledger_of_an_adapter_has_no_gradients_of_its_base(
             found = cluster.run(parallel.world_size, buffers, setup)
         stages = stage_memory(shape.as_critic() if is_critic else shape, parallel, dtype="float32", lora=lora)
         for rank, allocated in enumerate(found):
-            stage = stages[rank // (parallel.tensor * parallel.data)]
+            stage = stages[rank // (parallel.tensor * parallel.replicas)]
             held = 4 * (allocated.weights + allocated.frozen)
             assert (held, 4 * allocated.gradients) == (stage.weight_bytes, stage.gradient_bytes)
             assert 8 * allocated.master <= stage.optimizer_bytes

@@ -56,7 +56,7 @@ def test_a_reference_with_ranks_of_its_own_says_the_same(cluster: Cluster, model
     model = models.get("qwen2", tied=True)
     samples = make_samples(6, vocab=model.shape.vocab, seed=8)
     expected = Reference(model, DESCENT, GRPO, TEMPERATURE).logprobs(samples)
-    for split in ("PP2-VPP2", "TP2-SP"):
+    for split in ("PP2-VPP2", "TP2-SP", "CP2"):
         world, actor = SPLITS[split]
         batch = packed(samples, world=world, actor=actor)
         parts = cluster.run(world, jobs.ask_separate_reference, setup_of(model, actor), batch)

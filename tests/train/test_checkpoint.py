@@ -73,7 +73,7 @@ def train_in_two_parts(cluster: Cluster, model: Model, first: str, second: str, 
 @pytest.mark.parametrize(
     ("family", "split"),
     [
-        *[("qwen2", split) for split in ("TP1", "TP2-SP", "PP2-VPP2", "DP2", "TP2-PP2")],
+        *[("qwen2", split) for split in ("TP1", "TP2-SP", "PP2-VPP2", "DP2", "CP2", "TP2-PP2")],
         *[("qwen3_moe", split) for split in ("EP2-DP2", "TP2-EP2")],
     ],
 )
@@ -123,6 +123,8 @@ def test_ranks_verify_a_checkpoint_together(split: str, cluster: Cluster, models
         ("qwen3", "PP2", "DP2"),
         ("qwen3", "DP2", "TP2-PP2"),
         ("qwen3", "TP2-PP2", "TP1"),
+        ("qwen3", "CP2", "TP2"),
+        ("qwen3", "PP2", "CP2"),
         ("qwen3_moe", "EP2", "TP2-SP"),
         ("qwen3_moe", "TP2-EP4-ETP1", "EP2-PP2"),
     ],

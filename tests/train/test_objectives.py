@@ -75,7 +75,7 @@ def test_an_update_does_not_depend_on_ranks_or_micro_batches(name: str, cluster:
     model = models.get("qwen2", tied=False)
     samples = [_with_reference(sample) for sample in make_samples(8, vocab=model.shape.vocab, seed=5)]
     found = []
-    for split, budget in (("TP1", 400), ("DP2", 20), ("TP2-SP", 30), ("PP2", 24)):
+    for split, budget in (("TP1", 400), ("DP2", 20), ("TP2-SP", 30), ("PP2", 24), ("CP2", 20)):
         world, actor = SPLITS[split]
         # Two updates: in the second one the ratios are no longer 1.
         batch = packed(samples, world=world, actor=actor, budget=budget, per_update=4)

@@ -35,8 +35,8 @@ def test_every_rank_holds_what_joining_and_cutting_whole_tensors_gives(
 
 
 def test_ranks_are_in_megatrons_default_order() -> None:
-    parallel = MegatronParallel(tensor=2, pipeline=2, data=3)
-    generator = RankGenerator(tp=2, ep=1, dp=3, pp=2, cp=1, order="tp-cp-ep-dp-pp")
+    parallel = MegatronParallel(tensor=2, pipeline=2, data=3, context=2)
+    generator = RankGenerator(tp=2, ep=1, dp=3, pp=2, cp=2, order="tp-cp-ep-dp-pp")
     for group in generator.get_ranks("tp"):
         assert [rank % 2 for rank in group] == [0, 1]
     for tensor in range(2):
@@ -47,6 +47,17 @@ def test_ranks_are_in_megatrons_default_order() -> None:
         for data in range(3):
             ranks = [parallel.rank(tensor=tensor, data=data, pipeline=pipeline) for pipeline in range(2)]
             assert ranks in generator.get_ranks("pp")
+            ranks = [parallel.rank(tensor=tensor, data=data, context=context, pipeline=1) for context in range(2)]
+            assert ranks in generator.get_ranks("cp")
+
+
+def test_ranks_that_share_sequences_hold_the_same_parameters_as_data_parallel_ones() -> None:
+    for family in (Family.QWEN2, Family.QWEN3_MOE):
+        shape = make_shape(family, heads=8, kv_heads=2, ffn=64)
+        expert = 2 if shape.experts else 1
+        shared = megatron_layout(shape, MegatronParallel(tensor=2, context=2, data=2, expert=expert), dtype="float32")
+        apart = megatron_layout(shape, MegatronParallel(tensor=2, data=4, expert=expert), dtype="float32")
+        assert shared.holdings == apart.holdings
 
 
 def test_experts_are_on_the_ranks_that_megatron_groups() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -156,3 +157,17 @@ def next_logprobs(folder: Path, token_ids: Sequence[int]) -> torch.Tensor:
     with torch.no_grad():
         logprobs: torch.Tensor = model(torch.tensor([list(token_ids)])).logits[0, -1].log_softmax(-1)
     return logprobs
+
+
+def answer_logprob(folder: Path, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """Return the log-probability of a whole answer, computed by transformers."""
+    model = _loaded(folder)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return float(logits.gather(1, torch.tensor(list(answer))[:, None]).sum())
+
+
+@cache
+def _loaded(folder: Path) -> torch.nn.Module:
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model

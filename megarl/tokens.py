@@ -57,6 +57,13 @@ def is_repeated(array: npt.NDArray[np.generic]) -> bool:
     return array.strides == (0,) and len(array) > 0
 
 
+def shared_if_equal(numbers: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Return numbers that are all equal as one that is repeated: a step's tokens fill the driver's memory."""
+    if not len(numbers) or (numbers != numbers[0]).any():
+        return numbers
+    return repeated(numbers[0], len(numbers))
+
+
 def num_true(mask: npt.NDArray[np.bool_]) -> int:
     return len(mask) * int(mask[0]) if is_repeated(mask) else int(np.count_nonzero(mask))
 

@@ -7,7 +7,6 @@ Below `types`: no numpy, no engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,7 +28,7 @@ class Ending(StrEnum):
     MAX_TURNS = "max_turns"
     LENGTH = "length"
     TOOL_LIMIT = "tool_limit"
-    """A call exceeded its limits and `environment.on_error` does not make an observation of that."""
+    """It made more calls than `environment.max_calls`."""
     MALFORMED_CALL = "malformed_call"
     WALL = "wall"
     ENV_LOST = "env_lost"
@@ -56,14 +55,6 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeScore:
-    """The environment's judgement of an episode."""
-
-    value: float
-    components: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
     """How the tokens of a rollout came about."""
 
@@ -73,8 +64,6 @@ class Episode:
     """In the order of their tokens; empty for a single response, which is one sampled turn."""
     ending: Ending | None = None
     """None for a single response, whose finish reason says it."""
-    score: EpisodeScore | None = None
-    """None where the recipe's reward scores it."""
     num_retries: int = 0
     """Attempts that were lost before this one."""
 
@@ -84,4 +73,4 @@ class Episode:
 
 
 SINGLE = Episode()
-"""A single response, scored by the recipe's reward."""
+"""A single response."""

@@ -65,6 +65,7 @@ class Rollout:
     finish_reason: FinishReason
     content: ContentHandle
     episode: Episode = SINGLE
+    score: Score | None = None  # of its environment; None where the recipe's reward scores it
 
     @property
     def num_tokens(self) -> int:

@@ -109,6 +109,8 @@ class GenerateRequest:
     """Only requests with the same key share cached prefixes."""
     adapter: str | None = None
     """Name of the loaded adapter to compute with; None is the base."""
+    returns_prompt: bool = False
+    """The reply has the prompt tokens that the engine saw."""
 
     def to_json(self) -> dict[str, JsonValue]:
         sampling: dict[str, JsonValue] = {
@@ -129,6 +131,8 @@ class GenerateRequest:
             "return_flat_raw_top_logprobs": True,
             "return_flat_raw_top_logprobs_b64": True,
         }
+        if self.returns_prompt:
+            request["return_prompt_token_ids"] = True
         if self.cache_key is not None:
             request["extra_key"] = self.cache_key
         if self.adapter is not None:

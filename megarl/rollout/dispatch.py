@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
 
-_NUM_REMEMBERED_PREFIXES = 4096
+_NUM_REMEMBERED_PREFIXES = 65_536  # of prompts and of episodes under way
 _IMBALANCE = 8
 """An engine with a cached prefix may have `max_outstanding` / 8 more requests than the least busy one."""
 _MAX_ENTRIES = 8
@@ -38,7 +38,7 @@ class _Waiter(Generic[EngineT]):
     """A request that has no engine yet."""
 
     avoid: Set[int]
-    prefix: str | None
+    prefixes: Sequence[str]
     given: asyncio.Future[EngineT]
 
 
@@ -65,23 +65,24 @@ class Dispatcher(Generic[EngineT]):
     def has_waiting(self) -> bool:
         return bool(self._waiting)
 
-    def take(self, avoid: Set[int], prefix: str | None) -> EngineT | None:
+    def take(self, avoid: Set[int], prefixes: Sequence[str]) -> EngineT | None:
         """Count one more request to the best free engine and return it; None if the request has to wait.
 
-        An engine in `avoid` is taken only if no other is live. Requests with the same `prefix` share an engine.
+        An engine in `avoid` is taken only if no other is live. Requests share an engine if they have one of their
+        `prefixes` in common; the first that is known decides.
         """
         least = self._least_busy(avoid)
         if least is None:
             return None
-        engine = least if prefix is None else self._with_prefix(prefix, least, avoid)
+        engine = self._with_prefix(prefixes, least, avoid) if prefixes else least
         engine.num_outstanding += 1
         self._note(engine)
         return engine
 
-    async def wait(self, avoid: Set[int], prefix: str | None) -> EngineT:
+    async def wait(self, avoid: Set[int], prefixes: Sequence[str]) -> EngineT:
         """Return the engine of a request that had to wait. It may have been lost since the turn came."""
         given: asyncio.Future[EngineT] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiter(avoid=avoid, prefix=prefix, given=given))
+        self._waiting.append(_Waiter(avoid=avoid, prefixes=prefixes, given=given))
         try:
             return await given
         except asyncio.CancelledError:
@@ -110,7 +111,7 @@ class Dispatcher(Generic[EngineT]):
             waiter = self._waiting.popleft()
             if waiter.given.done():
                 continue
-            engine = self.take(waiter.avoid, waiter.prefix)
+            engine = self.take(waiter.avoid, waiter.prefixes)
             if engine is None:
                 passed_over.append(waiter)
             else:
@@ -145,18 +146,20 @@ class Dispatcher(Generic[EngineT]):
             heappush(self._loads, entry)
         return found
 
-    def _with_prefix(self, prefix: str, least: EngineT, avoid: Set[int]) -> EngineT:
-        """Return the engine that has the prefix cached, if it is hardly busier than the least busy one."""
-        known = self._engines[self._prefixes.get(prefix, least.index)]
+    def _with_prefix(self, prefixes: Sequence[str], least: EngineT, avoid: Set[int]) -> EngineT:
+        """Return the engine that has a prefix cached, if it is hardly busier than the least busy one."""
+        index = next((self._prefixes[prefix] for prefix in prefixes if prefix in self._prefixes), least.index)
+        known = self._engines[index]
         limit = min(least.num_outstanding + max(1, self._max_outstanding // _IMBALANCE), self._max_outstanding - 1)
         if known.index in self._live and known.index not in avoid and known.num_outstanding <= limit:
-            return self._remember(prefix, known)
-        return self._remember(prefix, least)
+            return self._remember(prefixes, known)
+        return self._remember(prefixes, least)
 
-    def _remember(self, prefix: str, engine: EngineT) -> EngineT:
-        self._prefixes[prefix] = engine.index
-        self._prefixes.move_to_end(prefix)
-        if len(self._prefixes) > _NUM_REMEMBERED_PREFIXES:
+    def _remember(self, prefixes: Sequence[str], engine: EngineT) -> EngineT:
+        for prefix in prefixes:
+            self._prefixes[prefix] = engine.index
+            self._prefixes.move_to_end(prefix)
+        while len(self._prefixes) > _NUM_REMEMBERED_PREFIXES:
             self._prefixes.popitem(last=False)
         return engine
 

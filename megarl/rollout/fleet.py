@@ -151,12 +151,12 @@ class Fleet:
         self._listeners.append(listener)
 
     @asynccontextmanager
-    async def lease(self, avoid: Set[int] = frozenset(), *, prefix: str | None = None) -> AsyncIterator[Engine]:
+    async def lease(self, avoid: Set[int] = frozenset(), *, prefixes: Sequence[str] = ()) -> AsyncIterator[Engine]:
         """Lease the live engine with the fewest outstanding requests; one in `avoid` only if there is no other.
 
-        Requests with the same `prefix` share an engine, within a bound. EngineLostError ends the block if it dies.
+        Requests that have a prefix in common share an engine, within a bound. EngineLostError ends the block.
         """
-        engine = await self._acquire(avoid, prefix)
+        engine = await self._acquire(avoid, prefixes)
         scope = asyncio.timeout(None)
         engine.leases.add(scope)
         # Kept here: a restarted engine has others.
@@ -174,12 +174,12 @@ class Fleet:
             adapters[adapter] -= 1
             self._dispatcher.release(engine)
 
-    async def _acquire(self, avoid: Set[int], prefix: str | None) -> Engine:
+    async def _acquire(self, avoid: Set[int], prefixes: Sequence[str]) -> Engine:
         while True:
-            engine = self._dispatcher.take(avoid, prefix)
+            engine = self._dispatcher.take(avoid, prefixes)
             if engine is None:
                 self.check()
-                waiting = self._dispatcher.wait(avoid, prefix)
+                waiting = self._dispatcher.wait(avoid, prefixes)
                 if self._deadline is None:
                     asyncio.get_running_loop().call_soon(self._restart_deadline)
                 engine = await waiting

@@ -16,19 +16,20 @@ from dataclasses import dataclass, replace
 from uuid import uuid4
 
 import numpy as np
-import numpy.typing as npt
 
 from megarl.config.model import ModelShape
 from megarl.config.recipe import SampledEvaluationConfig, SamplingConfig
 from megarl.config.roles import InFlight
 from megarl.data.tokenizer import Tokenizer
+from megarl.episodes.play import Player
+from megarl.episodes.session import SampledTokens
 from megarl.errors import DataError, EngineError, FleetError, QuarantineError
 from megarl.rollout.client import GenerateRequest
 from megarl.rollout.fleet import Engine, EngineLostError, Fleet
 from megarl.rollout.lifecycle import EngineState
 from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
 from megarl.system.faults import reach
-from megarl.tokens import Content, repeated
+from megarl.tokens import Content, repeated, shared_if_equal
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, TokenArray
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,21 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """Tokens that the model continues: a prompt, or the history of an episode."""
+
+    prompt: Prompt
+    index: int
+    token_ids: TokenArray  # [P]
+    max_tokens: int
+    seed: int
+    prefixes: tuple[str, ...]
+    """Names of what an engine may have cached, the longest first."""
+    is_echoed: bool = False
+    """The engine has to return the tokens that it saw."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Rest:
     response: Response
     is_late: bool
@@ -116,14 +132,19 @@ class FleetGenerator:
         seed: int,
         max_attempts: int,
         in_flight: InFlight | None = None,
+        player: Player | None = None,
     ) -> None:
-        """`in_flight` says how engines are paused where weights may change during a request."""
+        """`in_flight` says how engines are paused where weights may change during a request.
+
+        With a `player` a rollout is an episode of turns, without one it is a single response.
+        """
         self._fleet = fleet
         self._sampling = sampling
         self._vocabulary = vocabulary
         self._seed = seed
         self._max_attempts = max_attempts
         self._in_flight: InFlight | None = in_flight
+        self._player = player
 
     async def generate(self, prompt: Prompt) -> RolloutGroup:
         """Return all rollouts of one prompt, in the order of their seeds."""
@@ -152,19 +173,59 @@ class FleetGenerator:
             )
 
     async def _rollout(self, prompt: Prompt, index: int) -> Rollout:
+        max_tokens = self._sampling.max_response_tokens
+        if self._player is not None:
+            turns = _EpisodeSampler(self, prompt, index)
+            return await self._player.rollout(prompt, turns, max_tokens=max_tokens)
+        asked = _Asked(
+            prompt=prompt,
+            index=index,
+            token_ids=prompt.token_ids,
+            max_tokens=max_tokens,
+            seed=sampling_seed(self._seed, prompt.uid, epoch=prompt.epoch, index=index),
+            prefixes=(prompt.uid,),
+        )
+        return self._finished(await self._continued(asked))
+
+    async def sampled_turn(
+        self, prompt: Prompt, index: int, history: TokenArray, *, max_tokens: int, row: int
+    ) -> SampledTokens:
+        """Return the next turn of an episode; its engine is that of the turn before, where it is live."""
+        # Positions repeat where a row begins anew: another row has other random numbers.
+        name = prompt.uid if row == 0 else f"{prompt.uid}/{row}"
+        asked = _Asked(
+            prompt=prompt,
+            index=index,
+            token_ids=history,
+            max_tokens=max_tokens,
+            seed=sampling_seed(self._seed, name, epoch=prompt.epoch, index=index),
+            prefixes=(f"{prompt.uid}#{prompt.epoch}.{index}", prompt.uid),
+            is_echoed=True,
+        )
+        response = await self._continued(asked)
+        return SampledTokens(
+            token_ids=response.token_ids,
+            logprobs=response.logprobs,
+            versions=response.versions,
+            is_cut=response.finish_reason is FinishReason.LENGTH,
+        )
+
+    async def _continued(self, asked: _Asked) -> Response:
+        """Return the whole response, from as many engines as it takes."""
+        prompt, index = asked.prompt, asked.index
         so_far = Response.nothing()
         failures: list[str] = []
         losses: list[str] = []
         tried: set[int] = set()
         while len(failures) < self._max_attempts and len(losses) < _MAX_LOSSES:
             try:
-                async with self._fleet.lease(avoid=tried, prefix=prompt.uid) as engine:
+                async with self._fleet.lease(avoid=tried, prefixes=asked.prefixes) as engine:
                     try:
-                        rest = await self._respond(engine, prompt, index, so_far)
+                        rest = await self._respond(engine, asked, so_far)
                         so_far = so_far.then(rest.response)
                         if rest.is_late:
                             tried.add(engine.index)
-                            failures += self._late(prompt, index, len(rest.response.token_ids))
+                            failures += self._late(asked, len(rest.response.token_ids))
                     except EngineError as error:
                         tried.add(engine.index)
                         failures.append(str(error))
@@ -177,16 +238,16 @@ class FleetGenerator:
                 self._fleet.requests.request_retried(type(error).__name__)
                 logger.info("rollout lost prompt=%s index=%d reason=%s", prompt.uid, index, error)
             if so_far.finish_reason is not FinishReason.ABORT:
-                return self._finished(so_far)
+                return so_far
         reasons = "; ".join([*failures, *losses])
         what = f"{len(losses)} engines were lost" if len(losses) == _MAX_LOSSES else f"{len(failures)} attempts failed"
         raise QuarantineError(f"prompt {prompt.uid}, rollout {index}: {what}: {reasons}")
 
-    def _late(self, prompt: Prompt, index: int, num_tokens: int) -> list[str]:
+    def _late(self, asked: _Asked, num_tokens: int) -> list[str]:
         """Return why a request that was cut at its deadline counts as a failed attempt; nothing if it got on."""
         self._fleet.requests.request_retried("late")
-        logger.info("rollout late prompt=%s index=%d tokens=%d", prompt.uid, index, num_tokens)
-        if num_tokens >= _LEAST_PROGRESS * self._sampling.max_response_tokens:
+        logger.info("rollout late prompt=%s index=%d tokens=%d", asked.prompt.uid, asked.index, num_tokens)
+        if num_tokens >= _LEAST_PROGRESS * asked.max_tokens:
             return []
         return [f"{num_tokens} tokens at its deadline (roles.rollout.request_timeout_s)"]
 
@@ -197,25 +258,26 @@ class FleetGenerator:
         elif not isinstance(error, BadReplyError):
             await self._fleet.doubt(engine, str(error))
 
-    async def _respond(self, engine: Engine, prompt: Prompt, index: int, so_far: Response) -> _Rest:
+    async def _respond(self, engine: Engine, asked: _Asked, so_far: Response) -> _Rest:
         """Return the rest of a response that begins with `so_far`."""
         sampling, in_flight, version = self._sampling, self._in_flight, engine.version
         base_version = None if engine.adapter is None else engine.weights_version
         num_pauses = engine.num_pauses
-        max_new_tokens = sampling.max_response_tokens - len(so_far.token_ids)
+        max_new_tokens = asked.max_tokens - len(so_far.token_ids)
         request = GenerateRequest(
             # All rids have one length: SGLang treats a rid as a prefix when it aborts.
             rid=uuid4().hex,
-            input_ids=(*prompt.token_ids.tolist(), *so_far.token_ids.tolist()),
+            input_ids=(*asked.token_ids.tolist(), *so_far.token_ids.tolist()),
             max_new_tokens=max_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             stop_token_ids=self._vocabulary.eos_ids,
-            sampling_seed=sampling_seed(self._seed, prompt.uid, epoch=prompt.epoch, index=index),
+            sampling_seed=asked.seed,
             # Where the cache is kept during a publish, prefixes must not be shared between versions.
             adapter=engine.adapter,
             cache_key=str(version) if in_flight == "in_place" else None,
+            returns_prompt=asked.is_echoed,
         )
         reply = await engine.client.generate(request)
         is_interrupted = in_flight is not None and engine.num_pauses != num_pauses
@@ -230,6 +292,7 @@ class FleetGenerator:
             base_version=base_version,
             is_interrupted=is_interrupted or reply.is_cut or engine.state is EngineState.RETIRED,
             in_flight=in_flight,
+            echo=request.input_ids if asked.is_echoed else None,
         )
         reach("generating", step=engine.version, engine=engine.index)
         try:
@@ -246,17 +309,22 @@ class FleetGenerator:
                 logprobs=response.logprobs,
                 text=self._vocabulary.decode(response.token_ids),
             ),
-            versions=_shared(response.versions),
+            versions=shared_if_equal(response.versions),
             loss_mask=repeated(np.True_, len(response.token_ids)),
             finish_reason=response.finish_reason,
         )
 
 
-def _shared(versions: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Return versions that are all equal as one number that is repeated: a step's tokens fill the driver's memory."""
-    if not len(versions) or (versions != versions[0]).any():
-        return versions
-    return repeated(versions[0], len(versions))
+@dataclass(frozen=True, slots=True)
+class _EpisodeSampler:
+    """The engines, for one episode (a `Sampler`)."""
+
+    generator: FleetGenerator
+    prompt: Prompt
+    index: int
+
+    async def sample(self, history: TokenArray, *, max_tokens: int, row: int) -> SampledTokens:
+        return await self.generator.sampled_turn(self.prompt, self.index, history, max_tokens=max_tokens, row=row)
 
 
 def sampling_seed(run_seed: int, prompt_uid: str, *, epoch: int, index: int) -> int:

@@ -48,6 +48,8 @@ class Expectation:
     """The version that the reply names where it is that of the base under an adapter, whose version is `version`."""
     in_flight: InFlight | None = None
     """How the engine is paused for a publish; None if it is never paused during a request."""
+    echo: tuple[int, ...] | None = None
+    """The tokens that were sent, where the reply has to have those that the engine saw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,7 @@ class _Reply(msgspec.Struct):
 
     output_ids: list[int]
     meta_info: _Meta
+    prompt_token_ids: list[int] | None = None
 
 
 _DECODER = msgspec.json.Decoder(_Reply)
@@ -128,6 +131,8 @@ def read_response(content: bytes, expected: Expectation) -> Response:
     """Return the response in a reply of `/generate`; a BadReplyError names the fault."""
     reply = _decode(content)
     meta = reply.meta_info
+    if expected.echo is not None:
+        _check_echo(reply.prompt_token_ids, expected.echo)
     finish_reason = _finish_reason(meta.finish_reason, expected)
     is_cut = finish_reason is FinishReason.ABORT
     token_ids = _token_ids(reply.output_ids, expected, fewest=0 if is_cut else 1)
@@ -149,6 +154,17 @@ def _decode(content: bytes) -> _Reply:
         return _DECODER.decode(content)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadReplyError(f"{len(content)} bytes that are no reply: {error}") from None
+
+
+def _check_echo(seen: list[int] | None, sent: Sequence[int]) -> None:
+    """Refuse a response to other tokens than those that it will be trained after."""
+    if seen is None:
+        raise BadReplyError("prompt_token_ids is missing (SGLang before 0.5.21)")
+    if seen != list(sent):
+        place = next((i for i, (one, other) in enumerate(zip(seen, sent, strict=False)) if one != other), len(sent))
+        raise BadReplyError(
+            f"the engine saw {len(seen)} prompt tokens, {len(sent)} were sent; they differ from {place}"
+        )
 
 
 def _finish_reason(finish: _Finish, expected: Expectation) -> FinishReason:

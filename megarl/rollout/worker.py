@@ -16,6 +16,7 @@ from typing import Protocol, cast
 
 from megarl.algo.greedy import WithGreedyRollout, WithGreedyScore
 from megarl.config.roles import InFlight
+from megarl.episodes.play import Player
 from megarl.errors import EngineError
 from megarl.observe.observer import Observer
 from megarl.rollout.client import EngineClient, EngineEndpoint
@@ -24,7 +25,7 @@ from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.rollout.lifecycle import Answered, EngineState, FellBehind, Life, RestartPolicy
 from megarl.stages import Generator, Scorer
 from megarl.system.user_code import load_code
-from megarl.types import PolicyVersion, Prompt, ScoredGroup
+from megarl.types import PolicyVersion, Prompt, RolloutGroup, ScoredGroup
 
 _NUM_LENT = 2
 
@@ -62,10 +63,20 @@ class Answering(Protocol):
 
 
 class RolloutWorker:
-    def __init__(self, fleet: Fleet, *, vocabulary: Vocabulary, scorer: Scorer, max_attempts: int) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        vocabulary: Vocabulary,
+        scorer: Scorer,
+        max_attempts: int,
+        player: Player | None = None,
+    ) -> None:
+        """`player` plays episodes where the recipe has an environment."""
         self._fleet = fleet
         self._vocabulary = vocabulary
-        self._scorer = scorer
+        self._scorer = scorer if player is None else EpisodeScorer(scorer)
+        self._player = player
         self._max_attempts = max_attempts
         self._generators: dict[RolloutTask, Generator] = {}
 
@@ -97,7 +108,22 @@ class RolloutWorker:
             seed=task.seed,
             max_attempts=self._max_attempts,
             in_flight=task.in_flight,
+            player=self._player,
         )
+
+
+class EpisodeScorer:
+    """A `stages.Scorer` that keeps the scores that environments gave, and leaves the other episodes to the reward."""
+
+    def __init__(self, reward: Scorer) -> None:
+        self._reward = reward
+
+    async def score(self, group: RolloutGroup) -> ScoredGroup:
+        unscored = tuple(rollout for rollout in group.rollouts if rollout.score is None)
+        scored = (await self._reward.score(replace(group, rollouts=unscored))).scores if unscored else ()
+        remaining = iter(scored)
+        scores = (next(remaining) if rollout.score is None else rollout.score for rollout in group.rollouts)
+        return ScoredGroup(group=group, scores=tuple(scores))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

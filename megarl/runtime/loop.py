@@ -38,8 +38,7 @@ class Loop:
         start: Start,
         num_steps: int,
     ) -> None:
-        self._stages = stages
-        self._buffer = buffer
+        self._stages, self._buffer = stages, buffer
         self._evaluation = evaluation
         self._saver = saver
         self._observer = observer

@@ -154,11 +154,11 @@ class RolloutWorkers:
     async def _acquire(self, avoided: set[int]) -> WorkerLink:
         while True:
             self._fleet.check()
-            worker = self._dispatcher.take(avoided, None)
+            worker = self._dispatcher.take(avoided, ())
             if worker is None:
                 if all(each.is_over for each in self._workers):
                     raise self._none_left()
-                worker = await self._dispatcher.wait(avoided, None)
+                worker = await self._dispatcher.wait(avoided, ())
             if worker.is_live:
                 return worker
             self._dispatcher.release(worker)

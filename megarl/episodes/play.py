@@ -1,0 +1,222 @@
+"""Plays episodes: the model takes a turn, the environment answers its calls, until one of the endings; then it scores.
+
+An episode whose environment or score is lost, or that takes too long, is not the policy's: it is played again in a
+fresh environment, and after too many of these its whole group is given up. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megarl.config.environment import AgentEnvironmentConfig, ToolEnvironmentConfig
+from megarl.episodes.dialogue import Dialogue
+from megarl.episodes.protocol import (
+    Agents,
+    Call,
+    ChatMessage,
+    Environment,
+    Environments,
+    Malformed,
+    SampledTurn,
+    Transcript,
+    row_of,
+)
+from megarl.episodes.session import Sampler, Session
+from megarl.errors import EnvironmentLostError, QuarantineError, ScoreLostError
+from megarl.turns import Ending
+from megarl.types import Prompt, Rollout, Score, TokenArray
+
+logger = logging.getLogger(__name__)
+
+
+class _LostError(Exception):
+    """An attempt that nobody is to blame for."""
+
+    def __init__(self, ending: Ending, reason: str) -> None:
+        super().__init__(ending, reason)
+        self.ending = ending
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    ending: Ending
+    score: Score | None
+    """None where the recipe's reward scores."""
+
+
+class Player:
+    """The episodes of one rollout worker; at most `max_open` of them are under way at once."""
+
+    def __init__(
+        self,
+        surroundings: Tools | Agency,
+        config: ToolEnvironmentConfig | AgentEnvironmentConfig,
+        *,
+        max_open: int,
+        decode: Callable[[TokenArray], str],
+        retried: Callable[[str], None],
+    ) -> None:
+        """An engine computes `max_open` requests at once: with more episodes their histories would leave its cache.
+
+        `decode` returns a response's text; `retried` is told the ending of each attempt that is played again.
+        """
+        self._surroundings = surroundings
+        self._config = config
+        self._places = asyncio.Semaphore(max_open)
+        self._decode = decode
+        self._retried = retried
+
+    async def rollout(self, prompt: Prompt, sampler: Sampler, *, max_tokens: int) -> Rollout:
+        """Return one episode; raise QuarantineError where all attempts are lost, or what `on_error` demands."""
+        config, lost = self._config, list[_LostError]()
+        while True:
+            session = Session(
+                sampler,
+                prompt.token_ids,
+                max_tokens=max_tokens,
+                max_turns=config.max_turns,
+                decode=self._decode,
+            )
+            try:
+                async with self._places:
+                    played = await self._attempt(prompt, session)
+                return session.finish(played.ending, played.score, num_retries=len(lost))
+            except _LostError as error:
+                lost.append(error)
+                logger.info("episode lost prompt=%s ending=%s reason=%s", prompt.uid, error.ending, error.reason)
+            if config.on_error == "fail":
+                raise EnvironmentLostError(f"prompt {prompt.uid}: {_described(lost)} (environment.on_error)")
+            if config.on_error == "mask":
+                masked = Score(value=0.0, components={}, is_masked=True)
+                return session.finish(lost[-1].ending, masked)
+            if len(lost) == config.max_attempts:
+                raise QuarantineError(f"prompt {prompt.uid}: {len(lost)} episodes were lost: {_described(lost)}")
+            self._retried(lost[-1].ending.value)
+
+    async def _attempt(self, prompt: Prompt, session: Session) -> Played:
+        wall_s = self._config.wall_s
+        scope = asyncio.timeout(wall_s)
+        try:
+            async with scope:
+                return await self._surroundings.play(prompt, session)
+        except EnvironmentLostError as error:
+            raise _LostError(Ending.ENV_LOST, str(error)) from error
+        except ScoreLostError as error:
+            raise _LostError(Ending.SCORE_LOST, str(error)) from error
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise _LostError(Ending.WALL, f"not over after {wall_s:g} s (environment.wall_s)") from None
+
+
+class Tools:
+    """Surroundings that answer calls; megarl decides the turns."""
+
+    def __init__(self, environments: Environments, dialogue: Dialogue, config: ToolEnvironmentConfig) -> None:
+        self._environments = environments
+        self._dialogue = dialogue
+        self._config = config
+
+    async def play(self, prompt: Prompt, session: Session) -> Played:
+        environment = await self._environments.open(row_of(prompt))
+        try:
+            messages: list[ChatMessage] = list(prompt.messages)
+            if environment.opening is not None:
+                messages.append({"role": "user", "content": environment.opening})
+                session.begin_row(self._dialogue.whole(messages))
+            num_given = len(messages)
+            ending = await self._turns(environment, session, messages)
+            transcript = Transcript(
+                prompt=tuple(messages[:num_given]), messages=tuple(messages[num_given:]), ending=ending.value
+            )
+            return Played(ending=ending, score=await environment.score(transcript))
+        finally:
+            await environment.close()
+
+    async def _turns(self, environment: Environment, session: Session, messages: list[ChatMessage]) -> Ending:
+        config, dialogue, num_calls = self._config, self._dialogue, 0
+        for turn in range(1, config.max_turns + 1):
+            sampled = await session.sample()
+            messages.append({"role": "assistant", "content": sampled.text})
+            if sampled.is_cut:
+                return Ending.LENGTH
+            calls = dialogue.calls(sampled.text)
+            if isinstance(calls, Malformed):
+                if config.malformed_call == "end" or turn == config.max_turns:
+                    return Ending.MALFORMED_CALL
+                self._go_on(session, sampled, messages, [dialogue.complaint(calls)], seconds=0.0)
+                continue
+            if not calls:
+                return Ending.ANSWERED
+            if turn == config.max_turns:
+                return Ending.MAX_TURNS
+            num_calls += len(calls)
+            if config.max_calls is not None and num_calls > config.max_calls:
+                return Ending.TOOL_LIMIT
+            if await self._answer(environment, session, sampled, messages, calls):
+                return Ending.ANSWERED
+            if session.num_left == 0:
+                return Ending.LENGTH
+        raise AssertionError("the last turn ends the episode")
+
+    async def _answer(
+        self,
+        environment: Environment,
+        session: Session,
+        sampled: SampledTurn,
+        messages: list[ChatMessage],
+        calls: Sequence[Call],
+    ) -> bool:
+        """Answer the calls of a turn, one after the other; return whether the environment ended the episode."""
+        observed, has_ended, began = list[ChatMessage](), False, time.monotonic()
+        for call in calls:
+            observation = await environment.call(call)
+            observed.append(self._dialogue.observation(call, observation))
+            session.reward(observation.reward or 0.0)
+            has_ended |= observation.ended
+        if has_ended:
+            messages += observed
+        else:
+            self._go_on(session, sampled, messages, observed, seconds=time.monotonic() - began)
+        return has_ended
+
+    def _go_on(
+        self,
+        session: Session,
+        sampled: SampledTurn,
+        messages: list[ChatMessage],
+        observed: list[ChatMessage],
+        *,
+        seconds: float,
+    ) -> None:
+        """Add observations to the history, or begin a new row where the template rewrites it."""
+        messages += observed
+        suffix = self._dialogue.suffix(sampled.token_ids, observed)
+        if suffix is None:
+            session.begin_row(self._dialogue.whole(messages))
+        else:
+            session.append(suffix, seconds=seconds)
+
+
+class Agency:
+    """Surroundings that decide the turns themselves."""
+
+    def __init__(self, agents: Agents, config: AgentEnvironmentConfig) -> None:
+        self._agents = agents
+        self._config = config
+
+    async def play(self, prompt: Prompt, session: Session) -> Played:
+        score = await self._agents.run(row_of(prompt), session)
+        if session.num_left == 0:
+            return Played(ending=Ending.LENGTH, score=score)
+        is_over = session.num_sampled >= self._config.max_turns
+        return Played(ending=Ending.MAX_TURNS if is_over else Ending.ANSWERED, score=score)
+
+
+def _described(lost: list[_LostError]) -> str:
+    return "; ".join(f"{each.ending}: {each.reason}" for each in lost)

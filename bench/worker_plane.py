@@ -176,6 +176,7 @@ async def _workers(
             reward=ExactRewardConfig(kind="exact"),
             num_on_node=_NUM_WORKERS,
             log_path=folder / "reward.log",
+            episodes=None,
             max_outstanding=num_open,
             max_attempts=3,
             publish_timeout_s=60,

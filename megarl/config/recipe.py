@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.algorithm import AlgorithmConfig, DpoConfig, SftConfig
+from megarl.config.environment import EnvironmentConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.reward import ExactRewardConfig, RewardConfig
 from megarl.config.roles import InFlight, OptimizerConfig, PoolConfig, RolesConfig
@@ -301,6 +302,9 @@ class Recipe(Section):
     algorithm: AlgorithmConfig
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig = ExactRewardConfig(kind="exact")
+    environment: EnvironmentConfig | None = None
+    """Makes an episode of turns with tools of each rollout; null asks for one response. `sft` renders its tools into
+    the prompts."""
     train: TrainConfig
     evaluation: EvaluationConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()

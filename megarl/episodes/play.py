@@ -9,10 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-from megarl.config.environment import AgentEnvironmentConfig, ToolEnvironmentConfig
+from megarl.config.environment import (
+    AgentEnvironmentConfig,
+    ChatEnvironmentConfig,
+    EnvironmentConfig,
+    FunctionEnvironmentConfig,
+    OpenEnvEnvironmentConfig,
+    ToolEnvironmentConfig,
+)
+from megarl.config.roles import RolloutRoleConfig
+from megarl.data.tokenizer import Template, Tokenizer, ToolFunction
+from megarl.episodes.build import open_environments
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.protocol import (
     Agents,
@@ -22,11 +34,12 @@ from megarl.episodes.protocol import (
     Environments,
     Malformed,
     SampledTurn,
+    ToolSchema,
     Transcript,
     row_of,
 )
 from megarl.episodes.session import Sampler, Session
-from megarl.errors import EnvironmentLostError, QuarantineError, ScoreLostError
+from megarl.errors import ConfigError, EnvironmentLostError, Problem, QuarantineError, ScoreLostError
 from megarl.turns import Ending
 from megarl.types import Prompt, Rollout, Score, TokenArray
 
@@ -98,6 +111,10 @@ class Player:
                 raise QuarantineError(f"prompt {prompt.uid}: {len(lost)} episodes were lost: {_described(lost)}")
             self._retried(lost[-1].ending.value)
 
+    async def close(self) -> None:
+        """End the processes of all environments."""
+        await self._surroundings.close()
+
     async def _attempt(self, prompt: Prompt, session: Session) -> Played:
         wall_s = self._config.wall_s
         scope = asyncio.timeout(wall_s)
@@ -112,6 +129,80 @@ class Player:
             if not scope.expired():
                 raise
             raise _LostError(Ending.WALL, f"not over after {wall_s:g} s (environment.wall_s)") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeSetup:
+    """All that a rollout worker needs to play episodes."""
+
+    environment: EnvironmentConfig
+    template: Template
+    tools: tuple[ToolFunction, ...]
+    """The tools that the prompts name."""
+    open_per_engine: int
+    """Episodes under way at once: more than an engine computes at once, or than fit into its cache, would push each
+    other's histories out of it."""
+
+    @classmethod
+    def of(
+        cls,
+        environment: EnvironmentConfig,
+        tokenizer: Tokenizer,
+        rollout: RolloutRoleConfig,
+        *,
+        max_context_tokens: int,
+    ) -> EpisodeSetup:
+        """An episode is taken to have half of the longest context: the mean over the turns of one that reaches it."""
+        num_open, cached = rollout.max_running_requests, rollout.max_cached_tokens
+        if cached is not None:
+            num_open = max(1, min(num_open, 2 * cached // max_context_tokens))
+        return cls(
+            environment=environment, template=tokenizer.template, tools=tokenizer.tools, open_per_engine=num_open
+        )
+
+    def opener(
+        self, tokenizer: Tokenizer, *, num_engines: int, retried: Callable[[str], None], log_path: Path
+    ) -> Callable[[], Awaitable[Player]]:
+        """Return a function that opens the player of one worker."""
+        max_open = num_engines * self.open_per_engine
+        return partial(open_player, self.environment, tokenizer, max_open=max_open, retried=retried, log_path=log_path)
+
+
+async def open_player(
+    config: EnvironmentConfig,
+    tokenizer: Tokenizer,
+    *,
+    max_open: int,
+    retried: Callable[[str], None],
+    log_path: Path | None = None,
+) -> Player:
+    """Return the player of a rollout worker. The tools of the tokenizer are those of the environment."""
+    if isinstance(config, ChatEnvironmentConfig | FunctionEnvironmentConfig):
+        message = f"{config.kind} is not available yet; use class"
+        raise ConfigError("recipe", (Problem(key="environment.kind", message=message),))
+    dialogue = Dialogue(
+        tokenizer,
+        max_result_tokens=config.max_result_tokens,
+        call_format=config.call_format,
+        text_field=config.text_field if isinstance(config, OpenEnvEnvironmentConfig) else None,
+    )
+    surroundings = Tools(await open_environments(config, log_path=log_path), dialogue, config)
+    return Player(surroundings, config, max_open=max_open, decode=tokenizer.decode_response, retried=retried)
+
+
+def tools_of(config: EnvironmentConfig) -> tuple[ToolSchema, ...]:
+    """Return the tools that the prompts of a run name; a ConfigError if the environment cannot be had."""
+    if isinstance(config, ChatEnvironmentConfig | FunctionEnvironmentConfig):
+        return ()  # an agent names its own
+
+    async def look() -> tuple[ToolSchema, ...]:
+        environments = await open_environments(config)
+        try:
+            return tuple(environments.tools)
+        finally:
+            await environments.close()
+
+    return asyncio.run(look())
 
 
 class Tools:
@@ -137,6 +228,9 @@ class Tools:
             return Played(ending=ending, score=await environment.score(transcript))
         finally:
             await environment.close()
+
+    async def close(self) -> None:
+        await self._environments.close()
 
     async def _turns(self, environment: Environment, session: Session, messages: list[ChatMessage]) -> Ending:
         config, dialogue, num_calls = self._config, self._dialogue, 0
@@ -216,6 +310,9 @@ class Agency:
             return Played(ending=Ending.LENGTH, score=score)
         is_over = session.num_sampled >= self._config.max_turns
         return Played(ending=Ending.MAX_TURNS if is_over else Ending.ANSWERED, score=score)
+
+    async def close(self) -> None:
+        await self._agents.close()
 
 
 def _described(lost: list[_LostError]) -> str:

@@ -70,17 +70,22 @@ class RolloutWorker:
         vocabulary: Vocabulary,
         scorer: Scorer,
         max_attempts: int,
-        player: Player | None = None,
+        open_player: Callable[[], Awaitable[Player]] | None = None,
     ) -> None:
-        """`player` plays episodes where the recipe has an environment."""
+        """`open_player` is given where the recipe has an environment; it is called at the first prompt."""
         self._fleet = fleet
         self._vocabulary = vocabulary
-        self._scorer = scorer if player is None else EpisodeScorer(scorer)
-        self._player = player
+        self._scorer = scorer if open_player is None else EpisodeScorer(scorer)
+        self._open_player = open_player
+        self._opening = asyncio.Lock()
+        self._player: Player | None = None
         self._max_attempts = max_attempts
         self._generators: dict[RolloutTask, Generator] = {}
 
     async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
+        async with self._opening:
+            if self._open_player is not None and self._player is None:
+                self._player = await self._open_player()
         if task not in self._generators:
             self._generators[task] = self._build(task)
         scorer = self._scorer if task.baseline is None else WithGreedyScore(self._scorer)
@@ -91,6 +96,11 @@ class RolloutWorker:
 
     async def announce(self) -> None:
         """Nothing to tell: in the driver's process the fleet is the same."""
+
+    async def close(self) -> None:
+        """End the processes of environments."""
+        if self._player is not None:
+            await self._player.close()
 
     def _build(self, task: RolloutTask) -> Generator:
         generator = self._generator(task, task.sampling)

@@ -10,6 +10,7 @@ from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.prompts import PromptSet, load_demonstrations, load_pairs, load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.episodes.play import tools_of
 from megarl.types import Prompt
 
 
@@ -25,7 +26,13 @@ class Inputs:
 def read_inputs(recipe: Recipe) -> Inputs:
     """Read and check everything; raise a DataError or ConfigError that names the file."""
     shape = read_model_shape(recipe.model.path)
-    tokenizer = load_tokenizer(recipe.model.path, vocab=shape.vocab, template=recipe.data.template)
+    tools = () if recipe.environment is None else tools_of(recipe.environment)
+    tokenizer = load_tokenizer(
+        recipe.model.path,
+        vocab=shape.vocab,
+        template=recipe.data.template,
+        tools=[tool.as_function for tool in tools],
+    )
     data, evaluation = recipe.data, recipe.evaluation
     demonstrations = partial(
         load_demonstrations,

@@ -15,6 +15,7 @@ from pathlib import Path
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.recipe import Recipe
 from megarl.config.roles import RolesConfig
+from megarl.episodes.play import EpisodeSetup
 from megarl.errors import DamagedError, MegarlError, WorkerError
 from megarl.observe.events import ALL_TRAINERS
 from megarl.observe.observer import Observer
@@ -106,13 +107,18 @@ class _Run:
         engines, models = await asyncio.shield(serving), await asyncio.shield(frozen)
         if isinstance(engines, NoServing):
             return None
-        recipe = self._recipe
+        recipe, environment = self._recipe, self._recipe.environment
+        episodes = None
+        if environment is not None:
+            tokenizer, context = self._inputs.tokenizer, recipe.max_context_tokens
+            episodes = EpisodeSetup.of(environment, tokenizer, engines.config, max_context_tokens=context)
         return await open_workers(
             engines,
             self._inputs,
             recipe.reward,
             stack,
             frozen=models,
+            episodes=episodes,
             rollouts_per_prompt=recipe.sampling.rollouts_per_prompt,
             run_folder=recipe.run_folder,
             observer=self._observer,

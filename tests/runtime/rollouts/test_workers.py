@@ -121,6 +121,7 @@ async def running(
             reward=ExactRewardConfig(kind="exact"),
             num_on_node=per_node,
             log_path=model / f"reward_{index}.log",
+            episodes=None,
             max_outstanding=8,
             max_attempts=3,
             publish_timeout_s=120,

@@ -1,0 +1,267 @@
+"""Episodes with scripted responses and environments in this process: turns, endings, what is lost and played again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.config.environment import ClassEnvironmentConfig
+from megarl.data.tokenizer import Tokenizer
+from megarl.episodes.dialogue import Dialogue
+from megarl.episodes.play import Player, Tools
+from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
+from megarl.episodes.session import SampledTokens
+from megarl.errors import EnvironmentLostError, QuarantineError, RewardError, ScoreLostError
+from megarl.turns import Ending, TurnKind
+from megarl.types import DEMONSTRATION, FinishReason, Prompt, Rollout, Score, TokenArray
+from tests.episodes.templates import ADD, family_tokenizer
+
+
+def call_of(a: int, b: int) -> str:
+    return "<tool_call>\n" + json.dumps({"name": "add", "arguments": {"a": a, "b": b}}) + "\n</tool_call>"
+
+
+class ScriptedSampler:
+    """Answers with texts in turn, each token of the version that is served then; remembers what it was asked."""
+
+    def __init__(self, tokenizer: Tokenizer, *texts: str, versions: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._texts = list(texts)
+        self._versions = list(versions)
+        self.histories: list[TokenArray] = []
+        self.rows: list[int] = []
+
+    async def sample(self, history: TokenArray, *, max_tokens: int, row: int) -> SampledTokens:
+        number = len(self.histories)
+        self.histories.append(history)
+        self.rows.append(row)
+        (ids,) = self._tokenizer.encode([self._texts[number % len(self._texts)]])
+        whole = np.concatenate([ids, np.array(self._tokenizer.eos_ids[:1], np.int32)])[:max_tokens]
+        version = self._versions[number] if self._versions else 0
+        return SampledTokens(
+            token_ids=whole,
+            logprobs=np.full(len(whole), -0.5, np.float32),
+            versions=np.full(len(whole), version, np.int32),
+            is_cut=len(whole) < len(ids) + 1,
+        )
+
+
+@dataclass
+class Sums:
+    """Environments that add, in this process; `faults` are raised by the calls in turn, None is no fault."""
+
+    faults: list[Exception | None] = field(default_factory=list)
+    score_faults: list[Exception | None] = field(default_factory=list)
+    answer: Callable[[Call], Observation] = lambda call: Observation(
+        text=str(int(str(call.arguments["a"])) + int(str(call.arguments["b"])))
+    )
+    turns: tuple[float, ...] | None = None
+    opening: str | None = None
+    slow_s: float = 0.0
+    num_opened: int = 0
+    num_closed: int = 0
+    transcripts: list[Transcript] = field(default_factory=list)
+    tools: Sequence[ToolSchema] = (ADD,)
+
+    async def open(self, row: Row) -> Sums:
+        self.num_opened += 1
+        return self
+
+    async def call(self, call: Call) -> Observation:
+        await asyncio.sleep(self.slow_s)
+        fault = self.faults.pop(0) if self.faults else None
+        if fault is not None:
+            raise fault
+        return self.answer(call)
+
+    async def score(self, transcript: Transcript) -> Score | None:
+        fault = self.score_faults.pop(0) if self.score_faults else None
+        if fault is not None:
+            raise fault
+        self.transcripts.append(transcript)
+        return Score(value=float(transcript.last_text == "7"), components={}, turns=self.turns)
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+
+CONFIG = ClassEnvironmentConfig(kind="class", max_turns=4, max_result_tokens=16)
+
+
+@dataclass
+class Table:
+    """All that one test plays with."""
+
+    tokenizer: Tokenizer
+    sums: Sums
+    sampler: ScriptedSampler
+    retried: list[str] = field(default_factory=list)
+
+    def play(self, config: ClassEnvironmentConfig = CONFIG, *, max_tokens: int = 400) -> Rollout:
+        dialogue = Dialogue(self.tokenizer, max_result_tokens=config.max_result_tokens)
+        player = Player(
+            Tools(self.sums, dialogue, config),
+            config,
+            max_open=2,
+            decode=self.tokenizer.decode_response,
+            retried=self.retried.append,
+        )
+        return asyncio.run(player.rollout(self.prompt, self.sampler, max_tokens=max_tokens))
+
+    @property
+    def prompt(self) -> Prompt:
+        messages = ({"role": "user", "content": "3+4="},)
+        (token_ids,) = self.tokenizer.encode([self.tokenizer.render_chat(messages)])
+        return Prompt(
+            uid="row-0",
+            position=0,
+            epoch=0,
+            token_ids=token_ids,
+            data_source="",
+            ground_truth="7",
+            extra_info={},
+            messages=messages,
+        )
+
+
+def table(folder: Path, *texts: str, family: str = "qwen2.5", versions: Sequence[int] = (), **sums: object) -> Table:
+    tokenizer = family_tokenizer(folder, family)
+    return Table(tokenizer, Sums(**sums), ScriptedSampler(tokenizer, *texts, versions=versions))  # type: ignore[arg-type]
+
+
+def test_sampled_tokens_are_kept_as_they_came_and_results_are_not_trained_on(tmp_path: Path) -> None:
+    here = table(tmp_path, call_of(3, 4), "7", versions=[2, 5])
+    rollout = here.play()
+    assert rollout.episode.ending is Ending.ANSWERED
+    assert [turn.kind for turn in rollout.episode.turns] == [TurnKind.SAMPLED, TurnKind.GIVEN, TurnKind.SAMPLED]
+    first, given, last = rollout.episode.turns
+    whole = np.concatenate([here.prompt.token_ids, rollout.token_ids])
+    # The engine saw, at each turn, exactly what the row has before it.
+    num_prompt = len(here.prompt.token_ids)
+    assert here.sampler.histories[0].tolist() == whole[:num_prompt].tolist()
+    assert here.sampler.histories[1].tolist() == whole[: num_prompt + given.end].tolist()
+    assert rollout.loss_mask.tolist() == [True] * first.end + [False] * (given.end - first.end) + [True] * (
+        last.end - last.start
+    )
+    assert (rollout.versions[first.start : first.end] == 2).all()
+    assert (rollout.versions[given.start : given.end] == DEMONSTRATION).all()
+    assert (first.versions, given.versions, last.versions) == ((2, 2), None, (5, 5))
+    assert not rollout.logprobs[~rollout.loss_mask].any()
+    assert (rollout.text, rollout.finish_reason, rollout.score and rollout.score.value) == ("7", FinishReason.STOP, 1.0)
+    assert "<tool_response>\n7\n</tool_response>" in here.tokenizer.decode(rollout.token_ids)
+    assert here.sums.num_closed == here.sums.num_opened == 1
+
+
+def test_a_template_that_drops_thoughts_begins_a_row_that_repeats_nothing_in_the_loss(tmp_path: Path) -> None:
+    here = table(tmp_path, f"<think>\nhm\n</think>\n\n{call_of(3, 4)}", "7", family="forgetful")
+    rollout = here.play()
+    (row,) = rollout.episode.rows
+    kinds = [turn.kind for turn in rollout.episode.turns]
+    assert kinds == [TurnKind.SAMPLED, TurnKind.CONTEXT, TurnKind.SAMPLED]
+    context = rollout.episode.turns[1]
+    assert context.start == row
+    assert here.sampler.histories[1].tolist() == rollout.token_ids[context.start : context.end].tolist()
+    assert "hm" not in here.tokenizer.decode(here.sampler.histories[1])
+    assert not rollout.loss_mask[context.start : context.end].any()
+    assert here.sampler.rows == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("texts", "changes", "max_tokens", "ending"),
+    [
+        (["7"], {}, 400, Ending.ANSWERED),
+        ([call_of(1, 2)], {}, 2000, Ending.MAX_TURNS),
+        ([call_of(1, 2)], {}, 20, Ending.LENGTH),
+        ([call_of(1, 2)], {"max_calls": 2}, 2000, Ending.TOOL_LIMIT),
+        (["<tool_call>\nadd three\n</tool_call>"], {"malformed_call": "end"}, 400, Ending.MALFORMED_CALL),
+    ],
+)
+def test_endings_of_the_policy(
+    tmp_path: Path, texts: list[str], changes: dict[str, object], max_tokens: int, ending: Ending
+) -> None:
+    here = table(tmp_path, *texts)
+    rollout = here.play(CONFIG.model_copy(update=changes), max_tokens=max_tokens)
+    assert rollout.episode.ending is ending
+    assert here.sums.transcripts[0].ending == ending.value
+    assert rollout.loss_mask[-1]
+    assert rollout.num_tokens <= max_tokens
+    assert (rollout.finish_reason is FinishReason.LENGTH) == (ending is Ending.LENGTH)
+
+
+def test_a_malformed_call_is_an_observation_and_the_model_may_try_again(tmp_path: Path) -> None:
+    here = table(tmp_path, "<tool_call>\nadd three\n</tool_call>", call_of(3, 4), "7")
+    rollout = here.play()
+    assert rollout.episode.ending is Ending.ANSWERED
+    assert "could not be read" in here.tokenizer.decode(rollout.token_ids)
+
+
+def test_an_environment_may_end_the_episode_with_its_observation(tmp_path: Path) -> None:
+    here = table(tmp_path, call_of(3, 4), answer=lambda call: Observation(text="over", ended=True, reward=2.5))
+    rollout = here.play()
+    assert rollout.episode.ending is Ending.ANSWERED
+    assert [turn.reward for turn in rollout.episode.turns] == [2.5]
+    assert here.sums.transcripts[0].messages[-1]["content"] == "over"
+
+
+def test_rewards_of_turns_are_those_of_observations_and_of_the_score(tmp_path: Path) -> None:
+    here = table(tmp_path, call_of(3, 4), "7", turns=(0.25, 1.0), answer=lambda call: Observation(text="7", reward=0.5))
+    rewards = [turn.reward for turn in here.play().episode.turns]
+    assert rewards == [0.75, 0.0, 1.0]
+    with pytest.raises(RewardError, match="3 rewards in `turns` for an episode of 2"):
+        table(tmp_path, call_of(3, 4), "7", turns=(1.0, 1.0, 1.0)).play()
+
+
+def test_the_opening_of_an_environment_is_part_of_the_history(tmp_path: Path) -> None:
+    here = table(tmp_path, "7", opening="Look at the board.")
+    rollout = here.play()
+    assert "Look at the board." in here.tokenizer.decode(here.sampler.histories[0])
+    assert rollout.loss_mask.sum() == rollout.episode.turns[-1].end - rollout.episode.turns[-1].start
+
+
+@pytest.mark.fault(
+    "an environment is lost in the middle of an episode", "played again in a fresh one, nothing of it trained"
+)
+def test_a_lost_environment_is_played_again_and_what_it_left_is_forgotten(tmp_path: Path) -> None:
+    here = table(tmp_path, call_of(3, 4), "7", faults=[EnvironmentLostError("killed")])
+    here.sampler._texts = [call_of(3, 4), call_of(3, 4), "7"]
+    rollout = here.play()
+    assert rollout.episode.ending is Ending.ANSWERED
+    assert rollout.episode.num_retries == 1
+    assert (here.retried, here.sums.num_opened, here.sums.num_closed) == (["env_lost"], 2, 2)
+    assert len(rollout.episode.turns) == 3
+    assert here.sampler.histories[1].tolist() == here.prompt.token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("sums", "changes", "cause"),
+    [
+        ({"faults": [EnvironmentLostError("gone")] * 3}, {}, "env_lost"),
+        ({"score_faults": [ScoreLostError("gone")] * 3}, {}, "score_lost"),
+        ({"slow_s": 5.0}, {"wall_s": 0.05}, "wall"),
+    ],
+)
+def test_after_too_many_losses_the_group_is_given_up(
+    tmp_path: Path, sums: dict[str, object], changes: dict[str, object], cause: str
+) -> None:
+    here = table(tmp_path, call_of(3, 4), **sums)
+    with pytest.raises(QuarantineError, match=f"row-0: 3 episodes were lost: {cause}"):
+        here.play(CONFIG.model_copy(update=changes))
+    assert here.retried == [cause] * 2
+    assert here.sums.num_closed == here.sums.num_opened == 3
+
+
+def test_on_error_masks_an_episode_or_ends_the_run(tmp_path: Path) -> None:
+    here = table(tmp_path, call_of(3, 4), faults=[EnvironmentLostError("gone")])
+    rollout = here.play(CONFIG.model_copy(update={"on_error": "mask"}))
+    assert rollout.score is not None
+    assert rollout.score.is_masked
+    assert rollout.episode.ending is Ending.ENV_LOST
+    here = table(tmp_path, call_of(3, 4), faults=[EnvironmentLostError("gone")])
+    with pytest.raises(EnvironmentLostError, match=r"environment\.on_error"):
+        here.play(CONFIG.model_copy(update={"on_error": "fail"}))

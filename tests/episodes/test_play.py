@@ -198,7 +198,7 @@ def test_a_malformed_call_is_an_observation_and_the_model_may_try_again(tmp_path
     here = table(tmp_path, "<tool_call>\nadd three\n</tool_call>", call_of(3, 4), "7")
     rollout = here.play()
     assert rollout.episode.ending is Ending.ANSWERED
-    assert "could not be read" in here.tokenizer.decode(rollout.token_ids)
+    assert "error: the call" in here.tokenizer.decode(rollout.token_ids)
 
 
 def test_an_environment_may_end_the_episode_with_its_observation(tmp_path: Path) -> None:

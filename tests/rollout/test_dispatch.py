@@ -44,7 +44,7 @@ def test_the_choice_is_that_of_looking_at_every_engine(seed: int) -> None:
         else:
             avoid = set(rng.sample(range(len(engines)), rng.randrange(len(engines) + 1))) if action == 2 else set()
             expected = obvious_choice(engines, avoid, 3)
-            got = dispatcher.take(avoid, None)
+            got = dispatcher.take(avoid, ())
             assert got is expected
             taken += [] if got is None else [got]
 
@@ -53,9 +53,9 @@ def test_a_waiting_request_that_avoids_the_free_engine_lets_others_pass() -> Non
     async def scenario() -> None:
         engines = [FakeEngine(0), FakeEngine(1)]
         dispatcher = Dispatcher(engines, max_outstanding=1)
-        assert [dispatcher.take(set(), None), dispatcher.take(set(), None)] == engines
-        picky = asyncio.create_task(dispatcher.wait({0}, None))
-        easy = asyncio.create_task(dispatcher.wait(set(), None))
+        assert [dispatcher.take(set(), ()), dispatcher.take(set(), ())] == engines
+        picky = asyncio.create_task(dispatcher.wait({0}, ()))
+        easy = asyncio.create_task(dispatcher.wait(set(), ()))
         await asyncio.sleep(0)
         dispatcher.release(engines[0])
         assert (await easy) is engines[0]
@@ -70,8 +70,8 @@ def test_a_request_that_is_cancelled_with_its_turn_gives_it_back() -> None:
     async def scenario() -> None:
         engine = FakeEngine(0)
         dispatcher = Dispatcher([engine], max_outstanding=1)
-        dispatcher.take(set(), None)
-        waiting = [asyncio.create_task(dispatcher.wait(set(), None)) for _ in range(2)]
+        dispatcher.take(set(), ())
+        waiting = [asyncio.create_task(dispatcher.wait(set(), ())) for _ in range(2)]
         await asyncio.sleep(0)
         dispatcher.release(engine)
         waiting[0].cancel()
@@ -85,7 +85,7 @@ def test_a_request_that_is_cancelled_with_its_turn_gives_it_back() -> None:
 def test_waiting_requests_can_be_refused() -> None:
     async def scenario() -> None:
         dispatcher = Dispatcher([FakeEngine(0, is_live=False)], max_outstanding=1)
-        waiting = [asyncio.create_task(dispatcher.wait(set(), None)) for _ in range(3)]
+        waiting = [asyncio.create_task(dispatcher.wait(set(), ())) for _ in range(3)]
         await asyncio.sleep(0)
         dispatcher.refuse(lambda: FleetError("none"))
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
@@ -101,7 +101,7 @@ def seconds_per_turn(*, num_engines: int, num_waiting: int) -> float:
     async def scenario() -> float:
         engines = [FakeEngine(index) for index in range(num_engines)]
         dispatcher = Dispatcher(engines, max_outstanding=4)
-        while dispatcher.take(set(), None) is not None:
+        while dispatcher.take(set(), ()) is not None:
             pass
         waiting = [asyncio.create_task(dispatcher.wait(set(), f"prompt {i // 16}")) for i in range(num_waiting)]
         await asyncio.sleep(0)
@@ -120,3 +120,19 @@ def test_a_turn_costs_the_same_with_a_thousand_engines_and_many_waiting() -> Non
     many = seconds_per_turn(num_engines=1000, num_waiting=40_000)
     # Looking at each engine would cost a hundred times as much.
     assert many < 10 * few
+
+
+def test_an_episode_stays_at_its_engine_and_its_siblings_share_their_prompt() -> None:
+    async def scenario() -> None:
+        engines = [FakeEngine(index) for index in range(4)]
+        dispatcher = Dispatcher(engines, max_outstanding=64)
+        first = dispatcher.take(set(), ["prompt#0", "prompt"])
+        sibling = dispatcher.take(set(), ["prompt#1", "prompt"])
+        assert first is sibling
+        assert first is not None
+        dispatcher.release(first)
+        other = dispatcher.take({first.index}, ["prompt#1", "prompt"])
+        assert other is not first  # it is avoided, and remembered from now on
+        assert dispatcher.take(set(), ["prompt#1", "prompt"]) is other
+
+    asyncio.run(scenario())

@@ -150,7 +150,7 @@ def test_rollouts_of_one_prompt_share_an_engine_within_bounds() -> None:
         fleet = scripted_fleet(silent, silent, max_outstanding=16)
 
         async def lease(prefix: str) -> int:
-            return (await stack.enter_async_context(fleet.lease(prefix=prefix))).index
+            return (await stack.enter_async_context(fleet.lease(prefixes=[prefix]))).index
 
         async with AsyncExitStack() as stack:
             assert [await lease("first") for _ in range(3)] == [0, 0, 0]

@@ -290,3 +290,14 @@ def test_a_response_is_joined_from_its_parts() -> None:
     assert whole.token_ids.tolist() == [5, 6, 5, 6, 2]
     assert len(whole.logprobs) == len(whole.versions) == 5
     assert whole.finish_reason is FinishReason.STOP
+
+
+def test_a_response_to_other_tokens_than_those_sent_is_refused() -> None:
+    expected = replace(EXPECTED, echo=(7, 8, 9))
+    assert read({**GOOD, "prompt_token_ids": [7, 8, 9]}, expected).token_ids.tolist() == [5, 6, 2]
+    with pytest.raises(BadReplyError, match="saw 3 prompt tokens, 3 were sent; they differ from 1"):
+        read({**GOOD, "prompt_token_ids": [7, 1, 9]}, expected)
+    with pytest.raises(BadReplyError, match="saw 2 prompt tokens, 3 were sent"):
+        read({**GOOD, "prompt_token_ids": [7, 8]}, expected)
+    with pytest.raises(BadReplyError, match="prompt_token_ids is missing"):
+        read(GOOD, expected)

@@ -68,7 +68,13 @@ class Episode:
     """Attempts that were lost before this one."""
 
     @property
+    def num_rows(self) -> int:
+        """Sequences of the trainer."""
+        return len(self.rows) + (0 not in self.rows)
+
+    @property
     def num_calls(self) -> int:
+        """Turns whose calls were answered, or that were told of a mistake."""
         return sum(turn.kind is TurnKind.GIVEN for turn in self.turns)
 
 

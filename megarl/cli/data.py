@@ -83,6 +83,22 @@ def arithmetic(
         print(f"wrote {path}")
 
 
+@make_app.command()
+def calculator(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write.", show_default=False)],
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the problems and of the model's weights.")] = 1,
+) -> None:
+    """Write sums that a tool adds, lessons of calling it, and a tiny random model whose chat template has tools."""
+    from megarl.tools.quickstart.calculator import make_calculator
+
+    try:
+        files = make_calculator(out, seed=seed)
+    except OSError as error:
+        raise MachineError(f"--out {out}: cannot be written: {error.strerror}") from error
+    for path in (files.train, files.sft, files.eval, files.model):
+        print(f"wrote {path}")
+
+
 def _random_shape(name: str) -> TinyShape:
     from megarl.tools.quickstart.tiny_model import TinyShape
 

@@ -21,11 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.cli.display import make_console, make_display, progress_lines
-from megarl.data.rollout_files import Generation, list_generations, read_generations
+from megarl.data.rollout_files import Generation, SpokenTurn, list_generations, read_generations
 from megarl.errors import DataError, MachineError
 from megarl.observe.events import EVENTS_FILE, EventTail, RunFinished, read_events
 from megarl.observe.history import Progress, advance
 from megarl.tools.page.timeline import fold_spans, to_trace
+from megarl.turns import TurnKind
 from megarl.types import JsonValue
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)]
@@ -184,16 +185,27 @@ def show_generations(generations: Iterable[Generation], console: Console, *, max
 
 def _lines(generation: Generation, max_chars: int) -> Iterator[Text]:
     yield Text(_printable(_cut_start(generation.prompt, max_chars)), style="dim")
-    yield Text(_printable(_cut_middle(generation.response, max_chars)), style="bold")
+    for turn in generation.turns:
+        yield _spoken(turn, max_chars)
+    if not generation.turns:
+        yield Text(_printable(_cut_middle(generation.response, max_chars)), style="bold")
     way = "greedy" if generation.is_greedy else f"sampled {generation.index}"
     outcome = "right" if generation.is_right else "wrong"
-    length = f"{generation.num_tokens} tokens, {generation.finish_reason}"
+    length = f"{generation.num_tokens} tokens, {generation.ending or generation.finish_reason}"
     facts = [f"{outcome}: score {generation.score:g}", way, length]
     facts += [f"{name} {value:g}" for name, value in generation.components.items()]
     facts += [f"truth {_cut_start(generation.ground_truth, max_chars)}"]
     if generation.prediction is not None:
         facts.append(f"prediction {_cut_start(generation.prediction, max_chars)}")
     yield Text(_printable("  ".join(facts)), style="green" if generation.is_right else "red")
+
+
+def _spoken(turn: SpokenTurn, max_chars: int) -> Text:
+    """Return a turn of an episode: what the model wrote, or what it was given."""
+    is_sampled = turn.kind is TurnKind.SAMPLED
+    facts = f"{turn.seconds:.2f} s" + (f", reward {turn.reward:+g}" if turn.reward else "")
+    line = Text(f"{'model' if is_sampled else 'tool '} ({facts}) ", style="yellow" if is_sampled else "cyan")
+    return line.append(_printable(_cut_middle(turn.text, max_chars)), style="bold" if is_sampled else "dim")
 
 
 def _cut_start(text: str, max_chars: int) -> str:

@@ -10,17 +10,28 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
 from megarl.errors import DataError, MachineError
-from megarl.types import FinishReason, FloatArray, Score, ScoredGroup, TokenArray, TrainSample
+from megarl.turns import Episode, TurnKind
+from megarl.types import (
+    DEMONSTRATION,
+    FinishReason,
+    FloatArray,
+    Rollout,
+    Score,
+    ScoredGroup,
+    TokenArray,
+    TrainSample,
+)
 
 ROLLOUTS_FOLDER = "rollouts"
 
@@ -110,8 +121,11 @@ def _table(
             "ground_truth": [prompt.ground_truth for prompt in prompts],
             "num_tokens": [sample.rollout.num_tokens for sample in samples],
             "largest_gap": [rollout.largest_gap for rollout in rollouts],
-            "first_version": [int(sample.rollout.versions.min()) for sample in samples],
-            "last_version": [int(sample.rollout.versions.max()) for sample in samples],
+            "first_version": [int(_chosen(sample.rollout).min()) for sample in samples],
+            "last_version": [int(_chosen(sample.rollout).max()) for sample in samples],
+            "ending": pa.array([sample.rollout.episode.ending for sample in samples], pa.string()),
+            "row_starts": pa.array([sample.rollout.episode.rows for sample in samples], pa.list_(pa.int32())),
+            "turns": pa.array([_turns(sample.rollout.episode) for sample in samples], pa.list_(_TURN)),
             "line": [_line(sample.rollout.text) for sample in samples],
             "prompt": [decode(sample.prompt_ids) for sample in samples],
             "pieces": [_pieces(sample.rollout.token_ids, decode, singles) for sample in samples],
@@ -119,6 +133,28 @@ def _table(
             **_columns(samples),
         },
     )
+
+
+_TURN = pa.struct(
+    {
+        "start": pa.int32(),
+        "end": pa.int32(),
+        "kind": pa.string(),
+        "reward": pa.float64(),
+        "seconds": pa.float64(),
+        "versions": pa.list_(pa.int32()),
+    }
+)
+
+
+def _turns(episode: Episode) -> list[dict[str, Any]]:
+    return [asdict(turn) for turn in episode.turns]
+
+
+def _chosen(rollout: Rollout) -> npt.NDArray[np.int32]:
+    """Return the versions of the tokens that a policy chose, or of all where it chose none."""
+    chosen = rollout.versions[rollout.versions != DEMONSTRATION]
+    return chosen if len(chosen) else rollout.versions
 
 
 def write_samples(path: Path, samples: Sequence[TrainSample]) -> None:
@@ -149,6 +185,7 @@ _LISTED = (
     "largest_gap",
     "first_version",
     "last_version",
+    "ending",
     "line",
 )
 
@@ -237,6 +274,16 @@ EVALUATIONS_FOLDER = "evaluations"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpokenTurn:
+    """One turn of an episode as text, special tokens included."""
+
+    kind: TurnKind
+    text: str
+    reward: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """One rollout of an evaluation and its score."""
 
@@ -256,6 +303,9 @@ class Generation:
     prompt: str
     """The prompt with the chat template applied."""
     response: str
+    ending: str | None = None
+    """Why the episode ended; None for a single response, which has no turns."""
+    turns: tuple[SpokenTurn, ...] = ()
 
 
 def generations_file(run_folder: Path, step: int) -> Path:

@@ -33,6 +33,7 @@ _LABEL_VALUES = {
     "number": 32,
     "source": 8,
     "sink": 8,
+    "ending": 8,
 }
 """Exported values of each label; a label that is not here has one value in a run."""
 _UNITS = ("per_second", "seconds", "bytes", "ratio", "tokens", "steps", "groups", "nats")
@@ -237,6 +238,15 @@ DROPPED_GROUPS = _counter(
     "cause",
     source="step.rollouts.dropped_groups.*",
     known=("equal", "masked"),
+)
+EPISODE_ENDINGS = _counter(
+    "rollout", "episodes", "Trained episodes by ending", "ending", source="step.rollouts.episodes.endings.*"
+)
+EPISODE_TURNS = _rollouts("rollout", "episode_turns_mean", "Responses per episode", field="episodes.turns_mean")
+EPISODE_CALLS = _rollouts("rollout", "episode_calls_mean", "Answered turns per episode", field="episodes.calls_mean")
+EPISODE_ROWS = _rollouts("rollout", "episode_rows_mean", "Trained sequences per episode", field="episodes.rows_mean")
+EPISODE_TOOLS = _rollouts(
+    "rollout", "episode_tool_seconds", "Mean time of an episode's calls", field="episodes.tool_seconds_mean"
 )
 QUEUE = _gauge("rollout", "queue_groups", "Scored groups waiting to be trained on")
 QUEUE_CAPACITY = _gauge("rollout", "queue_capacity_groups", "Limit on groups that wait or are in progress")

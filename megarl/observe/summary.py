@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.results import CriticStats, RankUsage, TrainingWork, UpdateResult, UpdateStats
-from megarl.tokens import counted, is_repeated
+from megarl.tokens import counted, is_repeated, num_true
+from megarl.turns import TurnKind
 from megarl.types import DEMONSTRATION, FinishReason, PolicyVersion, Rollout, ScoredGroup, TokenArray, TrainSample
 
 Phase = Literal["start", "generate", "assign", "update", "publish", "evaluate", "save"]
@@ -35,6 +36,25 @@ _NO_ADVANTAGE = 1e-6
 class RewardOutlier:
     prompt_uid: str
     reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeSummary:
+    """The episodes of one step, where the recipe has an environment."""
+
+    endings: Mapping[str, int]
+    turns_mean: float
+    """Responses of the model per episode."""
+    calls_mean: float
+    """Turns whose calls were answered, per episode."""
+    rows_mean: float
+    """Sequences that the trainer makes of an episode: 1 where its history only grew."""
+    given_tokens_ratio: float
+    """Share of tokens that the policy did not choose."""
+    tool_seconds_mean: float
+    """Time of all calls of an episode."""
+    num_retries: int
+    """Episodes that were lost and played again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +92,7 @@ class RolloutSummary:
     """Share of rollouts of at most one token, the end token included."""
     repetition_ratio: float
     """Share of 4-token windows that occurred before in the same response; mean of up to 64 responses."""
+    episodes: EpisodeSummary | None = None
 
     @property
     def has_signal(self) -> bool:
@@ -217,6 +238,26 @@ def _summarize_rollouts(
         truncated_ratio=float(np.mean([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts])),
         empty_ratio=float(np.mean(lengths <= 1)),
         repetition_ratio=_repetition(rollouts),
+        episodes=_summarize_episodes(rollouts),
+    )
+
+
+def _summarize_episodes(rollouts: Sequence[Rollout]) -> EpisodeSummary | None:
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode.ending is not None]
+    if not episodes:
+        return None
+    sampled = [sum(turn.kind is TurnKind.SAMPLED for turn in episode.turns) for episode in episodes]
+    num_tokens = sum(rollout.num_tokens for rollout in rollouts)
+    return EpisodeSummary(
+        endings=dict(sorted(Counter(str(episode.ending) for episode in episodes).items())),
+        turns_mean=fmean(sampled),
+        calls_mean=fmean(episode.num_calls for episode in episodes),
+        rows_mean=fmean(episode.num_rows for episode in episodes),
+        given_tokens_ratio=1 - sum(num_true(rollout.loss_mask) for rollout in rollouts) / max(num_tokens, 1),
+        tool_seconds_mean=fmean(
+            sum(turn.seconds for turn in episode.turns if turn.kind is not TurnKind.SAMPLED) for episode in episodes
+        ),
+        num_retries=sum(episode.num_retries for episode in episodes),
     )
 
 

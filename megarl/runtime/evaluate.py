@@ -11,7 +11,7 @@ from typing import Protocol
 
 from megarl.algo.grade import grade, is_right
 from megarl.config.recipe import EvaluationConfig
-from megarl.data.rollout_files import Generation, generations_file, write_generations
+from megarl.data.rollout_files import Generation, SpokenTurn, generations_file, write_generations
 from megarl.errors import MachineError
 from megarl.observe.observer import Observer
 from megarl.results import EvalResult
@@ -19,7 +19,8 @@ from megarl.runtime.saver import Saver
 from megarl.runtime.tasks import task_group
 from megarl.stages import GroupSource, Phases
 from megarl.tokens import counted
-from megarl.types import PolicyVersion, Prompt, ScoredGroup, TokenArray
+from megarl.turns import TurnKind
+from megarl.types import DEMONSTRATION, PolicyVersion, Prompt, Rollout, ScoredGroup, TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +195,15 @@ class HeldOutEvaluator:
                 num_tokens=rollout.num_tokens,
                 prompt=text,
                 response=rollout.text,
+                ending=None if rollout.episode.ending is None else rollout.episode.ending.value,
+                turns=tuple(self._spoken(rollout)),
             )
+
+    def _spoken(self, rollout: Rollout) -> Iterator[SpokenTurn]:
+        for turn in rollout.episode.turns:
+            if turn.kind is not TurnKind.CONTEXT:
+                text = self._decode(rollout.token_ids[turn.start : turn.end])
+                yield SpokenTurn(kind=turn.kind, text=text, reward=turn.reward, seconds=round(turn.seconds, 3))
 
 
 def _versions(groups: Sequence[ScoredGroup]) -> set[PolicyVersion]:
@@ -204,4 +213,4 @@ def _versions(groups: Sequence[ScoredGroup]) -> set[PolicyVersion]:
         for scored in groups
         for rollout in scored.group.rollouts
         for version, _ in counted(rollout.versions)
-    }
+    } - {DEMONSTRATION}

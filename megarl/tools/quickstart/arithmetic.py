@@ -69,7 +69,7 @@ def make_arithmetic(
     if num_sft < 1:
         raise DataError(f"num_sft is {num_sft}; it must be at least 1")
     generator = np.random.default_rng(seed)
-    trained, held_out = _split(generator)
+    trained, held_out = split_problems(generator)
     # A problem may occur twice with different answers, since the teacher is careless at random.
     lessons = [trained[place] for place in generator.integers(len(trained), size=num_sft)]
     responses = [_teach(problem, generator) for problem in lessons]
@@ -101,7 +101,7 @@ def careless_sum(a: int, b: int) -> str:
     return f"{tens}{ones}"
 
 
-def _split(generator: np.random.Generator) -> tuple[list[Addends], list[Addends]]:
+def split_problems(generator: np.random.Generator) -> tuple[list[Addends], list[Addends]]:
     """Return the shuffled problems to train on and those held out; a+b and b+a are on the same side."""
     pairs = [(a, b) for a in OPERANDS for b in OPERANDS if a <= b]
     is_held_out = dict(zip(pairs, generator.random(len(pairs)) < HELD_OUT_FRACTION, strict=True))

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from megarl.config.model import ModelShape
 from megarl.types import FloatArray
 
-PAD, END, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"
+PAD, END, USER, ASSISTANT, TOOL = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>"
 _SPECIAL = (PAD, END, USER, ASSISTANT)
 
 # Loaders rebuild the tokenizer of a Qwen2 model as byte-level BPE whatever its files say. Without merges that is one
@@ -31,6 +31,21 @@ _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}" + ASSISTANT + "{{ message['content'] }}" + END + "{% else %}"
+    "" + USER + "{{ message['content'] }}"
+    "{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}" + ASSISTANT + "{% endif %}"
+)
+
+# The names of tools come first; a call is its JSON, a result follows the tool's token.
+_TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool['function']['name'] }}({{ tool['function']['parameters']['properties']"
+    " | join(',') }}) {% endfor %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}" + ASSISTANT + "{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    """{"name": "{{ call['function']['name'] }}", "parameters": {{ call['function']['arguments'] | tojson }}}"""
+    "{% endfor %}" + END + "{% elif message['role'] == 'tool' %}" + TOOL + "{{ message['content'] }}{% else %}"
     "" + USER + "{{ message['content'] }}"
     "{% endif %}"
     "{% endfor %}"
@@ -53,6 +68,8 @@ class TinyShape:
     """Rows of the embedding; the tokenizer never uses more than these."""
     rope_theta: float = 10_000.0
     dtype: Literal["float32", "bfloat16"] = "float32"
+    has_tools: bool = False
+    """The chat template renders tools; it has a token more."""
 
     @classmethod
     def like(cls, shape: ModelShape) -> TinyShape:
@@ -93,7 +110,7 @@ def write_tiny_model(folder: Path, shape: TinyShape, *, seed: int) -> None:
 def write_config(folder: Path, shape: TinyShape) -> None:
     """Write config.json, generation_config.json and the tokenizer's files."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(folder)
+    _write_tokenizer(folder, has_tools=shape.has_tools)
     _write_json(folder / "config.json", _config(shape))
     end, pad = _SPECIAL.index(END), _SPECIAL.index(PAD)
     _write_json(folder / "generation_config.json", {"eos_token_id": [end], "pad_token_id": pad})
@@ -107,16 +124,17 @@ def _raw(values: FloatArray, shape: TinyShape) -> npt.NDArray[np.generic]:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _write_tokenizer(folder: Path) -> None:
-    vocab = {token: index for index, token in enumerate((*_SPECIAL, *_BYTES))}
+def _write_tokenizer(folder: Path, *, has_tools: bool) -> None:
+    special = (*_SPECIAL, TOOL) if has_tools else _SPECIAL
+    vocab = {token: index for index, token in enumerate((*_SPECIAL, *_BYTES, *special[len(_SPECIAL) :]))}
     tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "Qwen2Tokenizer",
-        "chat_template": _CHAT_TEMPLATE,
+        "chat_template": _TOOL_TEMPLATE if has_tools else _CHAT_TEMPLATE,
         "eos_token": END,
         "pad_token": PAD,
         "unk_token": None,

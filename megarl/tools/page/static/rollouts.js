@@ -171,7 +171,8 @@ megarl.rollouts = (() => {
       ...Object.entries(one.components).map(([name, value]) => [name, number(value)]),
       ["read as", one.prediction === null ? "–" : one.prediction],
       ["truth", one.ground_truth],
-      ["tokens", `${one.num_tokens}, ${one.finish_reason}`],
+      ["tokens", `${one.num_tokens}, ${one.ending || one.finish_reason}`],
+      ...(one.row_starts && one.row_starts.length ? [["new rows at token", one.row_starts.join(", ")]] : []),
       ["versions", one.first_version === one.last_version ? `${one.first_version}` : `${one.first_version} to ${one.last_version}`],
       ["largest gap", number(one.largest_gap)],
     ];
@@ -181,10 +182,36 @@ megarl.rollouts = (() => {
       element("dl", {}, ...facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
       element("h3", {}, "Prompt"),
       element("pre", { class: "prompt" }, one.prompt),
-      element("div", { class: "toolbar" }, element("h3", {}, "Response"), select, scale()),
-      element("pre", { class: "response" }, ...one.pieces.map((piece, i) => token(one, piece, i))),
+      element("div", { class: "toolbar" }, element("h3", {}, turns(one).length > 1 ? "Episode" : "Response"), select, scale()),
+      ...(turns(one).length > 1 ? [lane(one)] : []),
+      ...turns(one).flatMap((turn) => [
+        ...(turns(one).length > 1 ? [element("p", { class: `meta turn-${turn.kind}` }, headline(turn))] : []),
+        element("pre", { class: "response" }, ...one.pieces.slice(turn.start, turn.end).map((piece, i) => token(one, piece, turn.start + i))),
+      ]),
     );
     parts.detail.scrollTop = 0;
+  }
+
+  // A single response is one sampled turn; runs of earlier versions have no turns.
+  function turns(one) {
+    return one.turns && one.turns.length ? one.turns : [{ start: 0, end: one.pieces.length, kind: "sampled", reward: 0, seconds: 0, versions: null }];
+  }
+
+  const SPEAKERS = { sampled: "model", given: "environment (not trained on)", context: "history, rendered again in a new row (not trained on)" };
+
+  function headline(turn) {
+    const versions = turn.versions ? `version ${[...new Set(turn.versions)].join(" to ")}` : "";
+    const reward = turn.reward ? `reward ${number(turn.reward)}` : "";
+    return [SPEAKERS[turn.kind], `${turn.end - turn.start} tokens`, `${turn.seconds.toFixed(2)} s`, versions, reward].filter(Boolean).join(" · ");
+  }
+
+  // The time of each turn, side by side.
+  function lane(one) {
+    const total = turns(one).reduce((sum, turn) => sum + turn.seconds, 0) || 1;
+    const spans = turns(one).map((turn) =>
+      element("span", { class: `lane-${turn.kind}`, style: `width: ${(100 * turn.seconds) / total}%`, title: headline(turn) }),
+    );
+    return element("div", { class: "lane", role: "img", "aria-label": `turns over ${total.toFixed(2)} s` }, ...spans);
   }
 
   const GAPS = [0.01, 0.05, 0.2, 0.5];

@@ -1,0 +1,92 @@
+"""The task of the quickstart with a tool: sums that a calculator adds, imitated from a teacher who mostly guesses.
+
+The teacher of the warm start calls the calculator for a fifth of the problems and writes a wrong sum for the others, so
+imitation alone answers most problems wrong; the environment's score pays for the right answer, so reinforcement learns
+to call. Held-out problems share no pair of numbers with those that are trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megarl.tools.quickstart.arithmetic import Addends, ArithmeticFiles, split_problems
+from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
+
+CALL_PROBABILITY = 0.2
+SHAPE = replace(TinyShape(has_tools=True), vocab=TinyShape().vocab + 1)
+
+_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+_SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", pa.list_(_MESSAGE)),
+        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+    ]
+)
+
+
+def make_calculator(
+    folder: Path, *, num_train: int = 4096, num_sft: int = 16_000, num_eval: int = 256, seed: int = 1
+) -> ArithmeticFiles:
+    """Write the problems and the model that learns them. The same seed writes the same bytes."""
+    files = ArithmeticFiles(
+        train=folder / "train.parquet",
+        sft=folder / "sft.parquet",
+        eval=folder / "eval.parquet",
+        model=folder / "model",
+    )
+    generator = np.random.default_rng(seed)
+    trained, held_out = split_problems(generator)
+    lessons = [trained[place] for place in generator.integers(len(trained), size=num_sft)]
+    tables = {
+        files.train: _table([(problem, _asked(problem)) for problem in trained[:num_train]]),
+        files.sft: _table([(problem, _asked(problem) + _taught(problem, generator)) for problem in lessons]),
+        files.eval: _table([(problem, _asked(problem)) for problem in held_out[:num_eval]]),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, table in tables.items():
+        pq.write_table(table, path)
+    write_tiny_model(files.model, SHAPE, seed=seed)
+    return files
+
+
+def _asked(problem: Addends) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{problem[0]}+{problem[1]}="}]
+
+
+def _taught(problem: Addends, generator: np.random.Generator) -> list[dict[str, str]]:
+    """Return the rest of a lesson: a call, its result and the answer, or a wrong answer at once."""
+    right = str(sum(problem))
+    if generator.random() >= CALL_PROBABILITY:
+        return [{"role": "assistant", "content": str(sum(problem) + int(generator.integers(1, 10)))}]
+    return [
+        {"role": "assistant", "content": call_text(problem)},
+        {"role": "tool", "content": right},
+        {"role": "assistant", "content": right},
+    ]
+
+
+def call_text(problem: Addends) -> str:
+    """Return the call of the calculator, as the model has to write it."""
+    return json.dumps({"name": "add", "parameters": {"a": problem[0], "b": problem[1]}})
+
+
+def _table(rows: Sequence[tuple[Addends, list[dict[str, str]]]]) -> pa.Table:
+    return pa.Table.from_pylist(
+        [
+            {
+                "data_source": "calculator",
+                "prompt": messages,
+                "reward_model": {"style": "rule", "ground_truth": str(sum(problem))},
+            }
+            for problem, messages in rows
+        ],
+        schema=_SCHEMA,
+    )

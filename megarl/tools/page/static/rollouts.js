@@ -208,9 +208,11 @@ megarl.rollouts = (() => {
   // The time of each turn, side by side.
   function lane(one) {
     const total = turns(one).reduce((sum, turn) => sum + turn.seconds, 0) || 1;
-    const spans = turns(one).map((turn) =>
-      element("span", { class: `lane-${turn.kind}`, style: `width: ${(100 * turn.seconds) / total}%`, title: headline(turn) }),
-    );
+    const spans = turns(one).map((turn) => {
+      const span = element("span", { class: `lane-${turn.kind}`, title: headline(turn) });
+      span.style.width = `${(100 * turn.seconds) / total}%`;
+      return span;
+    });
     return element("div", { class: "lane", role: "img", "aria-label": `turns over ${total.toFixed(2)} s` }, ...spans);
   }
 

@@ -206,7 +206,7 @@ def _leasing(load: Load) -> PlaneFigure:
                 await stack.enter_async_context(fleet.lease())
             began = time.process_time()
             for place in range(num_leases):
-                async with fleet.lease(prefix=str(place // 16)):
+                async with fleet.lease(prefixes=[str(place // 16)]):
                     pass
             seconds = time.process_time() - began
         await fleet.close()

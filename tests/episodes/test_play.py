@@ -241,15 +241,16 @@ def test_a_lost_environment_is_played_again_and_what_it_left_is_forgotten(tmp_pa
 @pytest.mark.parametrize(
     ("sums", "changes", "cause"),
     [
-        ({"faults": [EnvironmentLostError("gone")] * 3}, {}, "env_lost"),
-        ({"score_faults": [ScoreLostError("gone")] * 3}, {}, "score_lost"),
-        ({"slow_s": 5.0}, {"wall_s": 0.05}, "wall"),
+        (Sums(faults=[EnvironmentLostError("gone")] * 3), {}, "env_lost"),
+        (Sums(score_faults=[ScoreLostError("gone")] * 3), {}, "score_lost"),
+        (Sums(slow_s=5.0), {"wall_s": 0.05}, "wall"),
     ],
 )
 def test_after_too_many_losses_the_group_is_given_up(
-    tmp_path: Path, sums: dict[str, object], changes: dict[str, object], cause: str
+    tmp_path: Path, sums: Sums, changes: dict[str, object], cause: str
 ) -> None:
-    here = table(tmp_path, call_of(3, 4), **sums)
+    here = table(tmp_path, call_of(3, 4))
+    here.sums = sums
     with pytest.raises(QuarantineError, match=f"row-0: 3 episodes were lost: {cause}"):
         here.play(CONFIG.model_copy(update=changes))
     assert here.retried == [cause] * 2

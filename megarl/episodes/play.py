@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -40,8 +40,9 @@ from megarl.episodes.protocol import (
 )
 from megarl.episodes.session import Sampler, Session
 from megarl.errors import ConfigError, EnvironmentLostError, Problem, QuarantineError, ScoreLostError
+from megarl.stages import Scorer
 from megarl.turns import Ending
-from megarl.types import Prompt, Rollout, Score, TokenArray
+from megarl.types import Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -313,6 +314,20 @@ class Agency:
 
     async def close(self) -> None:
         await self._agents.close()
+
+
+class EpisodeScorer:
+    """A `stages.Scorer` that keeps the scores that environments gave, and leaves the other episodes to the reward."""
+
+    def __init__(self, reward: Scorer) -> None:
+        self._reward = reward
+
+    async def score(self, group: RolloutGroup) -> ScoredGroup:
+        unscored = tuple(rollout for rollout in group.rollouts if rollout.score is None)
+        scored = (await self._reward.score(replace(group, rollouts=unscored))).scores if unscored else ()
+        remaining = iter(scored)
+        scores = (next(remaining) if rollout.score is None else rollout.score for rollout in group.rollouts)
+        return ScoredGroup(group=group, scores=tuple(scores))
 
 
 def _described(lost: list[_LostError]) -> str:

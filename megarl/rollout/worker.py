@@ -16,7 +16,7 @@ from typing import Protocol, cast
 
 from megarl.algo.greedy import WithGreedyRollout, WithGreedyScore
 from megarl.config.roles import InFlight
-from megarl.episodes.play import Player
+from megarl.episodes.play import EpisodeScorer, Player
 from megarl.errors import EngineError
 from megarl.observe.observer import Observer
 from megarl.rollout.client import EngineClient, EngineEndpoint
@@ -25,7 +25,7 @@ from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.rollout.lifecycle import Answered, EngineState, FellBehind, Life, RestartPolicy
 from megarl.stages import Generator, Scorer
 from megarl.system.user_code import load_code
-from megarl.types import PolicyVersion, Prompt, RolloutGroup, ScoredGroup
+from megarl.types import PolicyVersion, Prompt, ScoredGroup
 
 _NUM_LENT = 2
 
@@ -120,20 +120,6 @@ class RolloutWorker:
             in_flight=task.in_flight,
             player=self._player,
         )
-
-
-class EpisodeScorer:
-    """A `stages.Scorer` that keeps the scores that environments gave, and leaves the other episodes to the reward."""
-
-    def __init__(self, reward: Scorer) -> None:
-        self._reward = reward
-
-    async def score(self, group: RolloutGroup) -> ScoredGroup:
-        unscored = tuple(rollout for rollout in group.rollouts if rollout.score is None)
-        scored = (await self._reward.score(replace(group, rollouts=unscored))).scores if unscored else ()
-        remaining = iter(scored)
-        scores = (next(remaining) if rollout.score is None else rollout.score for rollout in group.rollouts)
-        return ScoredGroup(group=group, scores=tuple(scores))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

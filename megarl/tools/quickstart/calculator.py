@@ -1,8 +1,8 @@
-"""The task of the quickstart with a tool: sums that a calculator adds, imitated from a teacher who mostly guesses.
+"""The task of the quickstart with a tool: sums that a calculator adds, imitated from a teacher who mostly gives up.
 
-The teacher of the warm start calls the calculator for a fifth of the problems and writes a wrong sum for the others, so
-imitation alone answers most problems wrong; the environment's score pays for the right answer, so reinforcement learns
-to call. Held-out problems share no pair of numbers with those that are trained on.
+The teacher of the warm start calls the calculator for a third of the problems and answers the others with a question
+mark, so imitation alone leaves most problems unsolved; the environment's score pays for the right answer, so
+reinforcement learns to call. Held-out problems share no pair of numbers with those that are trained on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 from megarl.tools.quickstart.arithmetic import Addends, ArithmeticFiles, split_problems
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 
-CALL_PROBABILITY = 0.2
+CALL_PROBABILITY = 0.35
+_UNKNOWN = "?"
 SHAPE = replace(TinyShape(has_tools=True), vocab=TinyShape().vocab + 1)
 
 _MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
@@ -33,7 +34,7 @@ _SCHEMA = pa.schema(
 
 
 def make_calculator(
-    folder: Path, *, num_train: int = 4096, num_sft: int = 16_000, num_eval: int = 256, seed: int = 1
+    folder: Path, *, num_train: int = 4096, num_sft: int = 24_000, num_eval: int = 256, seed: int = 1
 ) -> ArithmeticFiles:
     """Write the problems and the model that learns them. The same seed writes the same bytes."""
     files = ArithmeticFiles(
@@ -62,10 +63,10 @@ def _asked(problem: Addends) -> list[dict[str, str]]:
 
 
 def _taught(problem: Addends, generator: np.random.Generator) -> list[dict[str, str]]:
-    """Return the rest of a lesson: a call, its result and the answer, or a wrong answer at once."""
+    """Return the rest of a lesson: a call, its result and the answer, or a question mark at once."""
     right = str(sum(problem))
     if generator.random() >= CALL_PROBABILITY:
-        return [{"role": "assistant", "content": str(sum(problem) + int(generator.integers(1, 10)))}]
+        return [{"role": "assistant", "content": _UNKNOWN}]
     return [
         {"role": "assistant", "content": call_text(problem)},
         {"role": "tool", "content": right},

@@ -73,11 +73,9 @@ class RolloutWorker:
         open_player: Callable[[], Awaitable[Player]] | None = None,
     ) -> None:
         """`open_player` is given where the recipe has an environment; it is called at the first prompt."""
-        self._fleet = fleet
-        self._vocabulary = vocabulary
+        self._fleet, self._vocabulary = fleet, vocabulary
         self._scorer = scorer if open_player is None else EpisodeScorer(scorer)
-        self._open_player = open_player
-        self._opening = asyncio.Lock()
+        self._open_player, self._opening = open_player, asyncio.Lock()
         self._player: Player | None = None
         self._max_attempts = max_attempts
         self._generators: dict[RolloutTask, Generator] = {}
@@ -254,8 +252,7 @@ class FollowingFleet:
     async def follow(self, views: Sequence[EngineView]) -> None:
         """Take over what the driver records."""
         replaced = [client for view in views if (client := self._take(view)) is not None]
-        for client in replaced:
-            await client.close()
+        await asyncio.gather(*(client.close() for client in replaced))
 
     def _take(self, view: EngineView) -> EngineClient | None:
         index = view.endpoint.index

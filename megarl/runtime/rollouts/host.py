@@ -23,6 +23,7 @@ import ray
 from megarl.config.model import ModelShape
 from megarl.config.reward import RewardConfig
 from megarl.data.tokenizer import load_tokenizer
+from megarl.episodes.play import EpisodeSetup
 from megarl.errors import MegarlError, WorkerError
 from megarl.reward.build import build_scorer
 from megarl.reward.pool import ScoringTask, WorkerPool
@@ -231,6 +232,7 @@ class WorkerSetup:
     num_on_node: int
     """Workers of the node: they divide its reward processes."""
     log_path: Path
+    episodes: EpisodeSetup | None
     max_outstanding: int
     max_attempts: int
     publish_timeout_s: float
@@ -249,7 +251,13 @@ class RolloutHost:
         self._probing: asyncio.Task[None] | None = None
         self._open: dict[int, asyncio.Task[AnsweredPrompt]] = {}
         self._ended: deque[tuple[int, asyncio.Task[AnsweredPrompt]]] = deque()
-        tokenizer = load_tokenizer(setup.model_folder, vocab=setup.shape.vocab)
+        episodes = setup.episodes
+        tokenizer = load_tokenizer(
+            setup.model_folder,
+            vocab=setup.shape.vocab,
+            template="chat" if episodes is None else episodes.template,
+            tools=() if episodes is None else episodes.tools,
+        )
         self._following = FollowingFleet(
             endpoints,
             connect=partial(EngineClient, request_timeout_s=setup.request_timeout_s),
@@ -268,6 +276,14 @@ class RolloutHost:
                 frozen=self._frozen.models if self._frozen else {},
             ),
             max_attempts=setup.max_attempts,
+            open_player=None
+            if episodes is None
+            else episodes.opener(
+                tokenizer,
+                num_engines=len(setup.own),
+                retried=lambda cause: self._following.fleet.requests.request_retried(cause),
+                log_path=setup.log_path.with_name(f"environment_{setup.index}.log"),
+            ),
         )
         gc.freeze()  # objects from the start stay for good: they are no garbage to look for
 

@@ -17,6 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.config.reward import RewardConfig
+from megarl.episodes.play import EpisodeSetup
 from megarl.errors import FleetError, QuarantineError
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
@@ -43,6 +44,7 @@ from megarl.runtime.rollouts.host import REPORT_EVERY_S, Delivery, RolloutHost, 
 from megarl.runtime.rollouts.link import WorkerLink, WorkerLostError
 from megarl.runtime.trainers.remote_process import RemoteProcess, end
 from megarl.runtime.trainers.worker_group import exit_detail
+from megarl.stages import Scorer
 from megarl.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -293,6 +295,7 @@ async def open_workers(
     stack: AsyncExitStack,
     *,
     frozen: Mapping[str, FrozenRole],
+    episodes: EpisodeSetup | None,
     rollouts_per_prompt: int,
     run_folder: Path,
     observer: Observer,
@@ -307,8 +310,9 @@ async def open_workers(
         open_pool = partial(WorkerPool, log_path=run_folder / "reward.log")
         scorer = build_scorer(reward, observer=observer, open_pool=open_pool, frozen=models_of(frozen))
         stack.callback(scorer.close)
-        vocabulary = Vocabulary.of(inputs.shape, inputs.tokenizer)
-        return RolloutWorker(fleet, vocabulary=vocabulary, scorer=scorer, max_attempts=config.max_attempts)
+        worker = _local_worker(fleet, inputs, scorer, config.max_attempts, episodes, run_folder / "environment.log")
+        stack.push_async_callback(worker.close)
+        return worker
     shares, access = divide_engines(nodes, per_node=per_node), open_access(frozen, stack)
     setups = [
         WorkerSetup(
@@ -321,6 +325,7 @@ async def open_workers(
             frozen=access,
             num_on_node=sum(other == node for other, _ in shares),
             log_path=run_folder.absolute() / f"reward_{index}.log",
+            episodes=episodes,
             max_outstanding=config.max_running_requests,
             max_attempts=config.max_attempts,
             publish_timeout_s=fleet.publish_timeout_s,
@@ -332,3 +337,21 @@ async def open_workers(
     workers = RolloutWorkers(fleet, setups, observer=observer, rollouts_per_prompt=rollouts_per_prompt)
     await stack.enter_async_context(workers.running())
     return workers
+
+
+def _local_worker(
+    fleet: Fleet, inputs: Inputs, scorer: Scorer, max_attempts: int, episodes: EpisodeSetup | None, log_path: Path
+) -> RolloutWorker:
+    """Return a worker in this process, which uses the fleet of the run."""
+    open_player = None
+    if episodes is not None:
+        open_player = episodes.opener(
+            inputs.tokenizer,
+            num_engines=len(fleet.engines),
+            retried=lambda cause: fleet.requests.request_retried(cause),
+            log_path=log_path,
+        )
+    vocabulary = Vocabulary.of(inputs.shape, inputs.tokenizer)
+    return RolloutWorker(
+        fleet, vocabulary=vocabulary, scorer=scorer, max_attempts=max_attempts, open_player=open_player
+    )

@@ -40,10 +40,8 @@ class Loop:
     ) -> None:
         self._stages, self._buffer = stages, buffer
         self._evaluation = evaluation
-        self._saver = saver
-        self._observer = observer
-        self._start = start
-        self._num_steps = num_steps
+        self._saver, self._observer = saver, observer
+        self._start, self._num_steps = start, num_steps
         self._published: PolicyVersion | None = None
         self._quarantine = Quarantine(observer)
 

@@ -38,8 +38,7 @@ class Loop:
         start: Start,
         num_steps: int,
     ) -> None:
-        self._stages, self._buffer = stages, buffer
-        self._evaluation = evaluation
+        self._stages, self._buffer, self._evaluation = stages, buffer, evaluation
         self._saver, self._observer = saver, observer
         self._start, self._num_steps = start, num_steps
         self._published: PolicyVersion | None = None

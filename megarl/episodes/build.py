@@ -26,6 +26,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.episodes.agents import ChatAgents, FunctionAgents, agent_task, load_function
 from megarl.episodes.built_in.search import ensure_index, index_path
 from megarl.episodes.class_environments import ClassEnvironments, EnvironmentWorker, EnvironmentWorkers
+from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.mcp_environments import open_mcp
 from megarl.episodes.openenv_environments import open_openenv
 from megarl.episodes.protocol import Agents, Environments, ToolSchema
@@ -84,20 +85,59 @@ async def _reported(task: EnvironmentTask, log_path: Path | None) -> tuple[ToolS
     return worker.tools
 
 
-async def check_environment(config: EnvironmentConfig) -> list[Problem]:
-    """Return every problem of the section: files, imports, tools, servers that do not answer."""
+def check_environment(config: EnvironmentConfig | None) -> list[Problem]:
+    """Return every problem of the section: files, imports, tools, servers that do not answer.
+
+    Starts its own event loop.
+    """
+    if config is None:
+        return []
     try:
-        match config:
-            case ChatEnvironmentConfig():
-                await _check_agent(config)
-            case FunctionEnvironmentConfig():
-                load_function(config)
-            case _:
-                environments = await open_environments(config)
-                await environments.close()
+        asyncio.run(_try_environment(config))
     except ConfigError as error:
         return list(error.problems)
     return []
+
+
+async def _try_environment(config: EnvironmentConfig) -> None:
+    match config:
+        case ChatEnvironmentConfig():
+            await _check_agent(config)
+        case FunctionEnvironmentConfig():
+            load_function(config)
+        case _:
+            environments = await open_environments(config)
+            await environments.close()
+
+
+def build_dialogue(config: ToolEnvironmentConfig, tokenizer: Tokenizer) -> Dialogue:
+    """Return the dialogue of episodes whose tools are those of the tokenizer."""
+    return Dialogue(
+        tokenizer,
+        max_result_tokens=config.max_result_tokens,
+        call_format=config.call_format,
+        text_field=config.text_field if isinstance(config, OpenEnvEnvironmentConfig) else None,
+    )
+
+
+def rehearse(config: EnvironmentConfig, tokenizer: Tokenizer, *, max_response_tokens: int) -> str | None:
+    """Rehearse turns with the model's template; return a line on its history, None for agents, which bring their tools.
+
+    Raise a ConfigError for a template that cannot be used, and for turns that do not fit.
+    """
+    if isinstance(config, ChatEnvironmentConfig | FunctionEnvironmentConfig):
+        return None
+    dialogue = build_dialogue(config, tokenizer)
+    problems = [Problem(key="data.template", message=refusal) for refusal in dialogue.refusals()]
+    if not problems and (least := dialogue.least_tokens(config.max_turns)) > max_response_tokens:
+        message = (
+            f"{config.max_turns} turns have at least {least} tokens, and sampling.max_response_tokens of a whole "
+            f"episode is {max_response_tokens}; raise that or lower this"
+        )
+        problems.append(Problem(key="environment.max_turns", message=message))
+    if problems:
+        raise ConfigError("recipe", tuple(problems))
+    return f"{tokenizer.folder}: {dialogue.rehearsal()}"
 
 
 async def _open_class(config: ClassEnvironmentConfig, log_path: Path | None) -> ClassEnvironments:

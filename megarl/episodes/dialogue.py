@@ -166,6 +166,15 @@ class Dialogue:
             )
         return f"{_NUM_REHEARSED} synthetic turns: the template rewrites its history, a new row begins after each turn"
 
+    def least_tokens(self, num_turns: int) -> int:
+        """Return how many tokens an episode of so many turns has at least: responses and results of one token."""
+        observed = self.observation(Call(name="count", arguments={}, id="call_0"), Observation(text="3"))
+        between = self._short_difference([observed])
+        if between is None:
+            return num_turns
+        (token_ids,) = self._tokenizer.encode([between])
+        return num_turns + (num_turns - 1) * len(token_ids)
+
     @cached_property
     def _special(self) -> re.Pattern[str]:
         texts = sorted({*self._tokenizer.special_texts, *self._tokenizer.eos_texts}, key=len, reverse=True)

@@ -196,8 +196,8 @@ def test_agents_run_at_the_same_time_with_keys_of_their_own(tokenizer: Tokenizer
         ("import nowhere_at_all\n", "ModuleNotFoundError"),
     ],
 )
-def test_an_agent_that_cannot_be_run_is_refused(text: str, told: str, run: Run, tmp_path: Path) -> None:
-    (problem,) = run(check_environment(_agent(tmp_path, text)))
+def test_an_agent_that_cannot_be_run_is_refused(text: str, told: str, tmp_path: Path) -> None:
+    (problem,) = check_environment(_agent(tmp_path, text))
     assert told in problem.message
     assert problem.key in ("environment.path", "environment.name")
 

@@ -31,6 +31,7 @@ from megarl.config.document import Document, override_value, read_document
 from megarl.config.hub import with_local_models
 from megarl.config.load import validated
 from megarl.config.recipe import Recipe, RunConfig
+from megarl.episodes.build import check_environment
 from megarl.errors import ConfigError, FinishedError, PreemptedError, Problem
 from megarl.observe.events import Record, Sink, StepFinished
 from megarl.observe.summary import StepSummary
@@ -85,7 +86,7 @@ def train(
     read = load(recipe, set=set)
     read = load(read, set=code_keys({part: code for part, code in own.items() if code is not None}, read.run))
     checked, problems = with_local_models(read, downloads=True)
-    problems += [*check_recipe(checked), *check_reward(checked.reward)]
+    problems += [*check_recipe(checked), *check_reward(checked.reward), *check_environment(checked.environment)]
     if problems:
         raise ConfigError(checked.run.name, tuple(problems))
     display = _Watching(_display() if is_shown else None, on_step)

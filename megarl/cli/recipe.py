@@ -11,10 +11,12 @@ import typer
 
 from megarl.config.advice import advise
 from megarl.config.checks.recipe import check_recipe
+from megarl.config.environment import EnvironmentConfig
 from megarl.config.load import explain, load_recipe, read_recipe
 from megarl.config.model import read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.config.schema import json_schema, reference
+from megarl.errors import Problem
 from megarl.reward.build import check_reward
 
 RecipePath = Annotated[
@@ -31,7 +33,11 @@ def load_checked(path: Path, overrides: list[str] | None, *, downloads: bool = F
 
     With `downloads`, models that are named as on the Hugging Face hub are fetched.
     """
-    checks = (check_recipe, lambda recipe: check_reward(recipe.reward))
+    checks = (
+        check_recipe,
+        lambda recipe: check_reward(recipe.reward),
+        lambda recipe: _environment_problems(recipe.environment),
+    )
     recipe = load_recipe(path, overrides or (), checks=checks, downloads=downloads)
 
     from megarl.data.rows import advise_template
@@ -41,6 +47,14 @@ def load_checked(path: Path, overrides: list[str] | None, *, downloads: bool = F
     for warning in (*advise(recipe, read_model_shape(recipe.model.path)), *advise_template(recipe.data)):
         print(f"warning: {warning}", file=sys.stderr)
     return recipe
+
+
+def _environment_problems(config: EnvironmentConfig | None) -> list[Problem]:
+    if config is None:
+        return []
+    from megarl.episodes.build import check_environment
+
+    return check_environment(config)
 
 
 def validate(
@@ -68,6 +82,12 @@ def validate(
         inputs = check_start(checked, address="elsewhere" if is_wide else ray_address_of(checked.run))
         held_out = f", {len(inputs.eval)} held out" if inputs.eval else ""
         summary = f", {len(inputs.train.prompts)} prompts{held_out}"
+        if checked.environment is not None:
+            from megarl.episodes.build import rehearse
+
+            limit = checked.sampling.max_response_tokens
+            if line := rehearse(checked.environment, inputs.tokenizer, max_response_tokens=limit):
+                print(line)
     steps, epochs = checked.run.steps, checked.run.epochs
     length = " or ".join([f"{epochs} epoch(s)"] * bool(epochs) + [f"{steps} steps"] * bool(steps))
     print(f"{recipe}: ok: {checked.algorithm.kind}, {length}{summary}, runs in {checked.run_folder}")

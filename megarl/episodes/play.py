@@ -19,12 +19,11 @@ from megarl.config.environment import (
     ChatEnvironmentConfig,
     EnvironmentConfig,
     FunctionEnvironmentConfig,
-    OpenEnvEnvironmentConfig,
     ToolEnvironmentConfig,
 )
 from megarl.config.roles import RolloutRoleConfig
 from megarl.data.tokenizer import Template, Tokenizer, ToolFunction
-from megarl.episodes.build import open_environments
+from megarl.episodes.build import build_dialogue, open_agents, open_environments
 from megarl.episodes.dialogue import Dialogue
 from megarl.episodes.protocol import (
     Agents,
@@ -39,7 +38,7 @@ from megarl.episodes.protocol import (
     row_of,
 )
 from megarl.episodes.session import Sampler, Session
-from megarl.errors import ConfigError, EnvironmentLostError, Problem, QuarantineError, ScoreLostError
+from megarl.errors import EnvironmentLostError, QuarantineError, ScoreLostError
 from megarl.stages import Scorer
 from megarl.turns import Ending
 from megarl.types import Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenArray
@@ -179,15 +178,10 @@ async def open_player(
 ) -> Player:
     """Return the player of a rollout worker. The tools of the tokenizer are those of the environment."""
     if isinstance(config, ChatEnvironmentConfig | FunctionEnvironmentConfig):
-        message = f"{config.kind} is not available yet; use class"
-        raise ConfigError("recipe", (Problem(key="environment.kind", message=message),))
-    dialogue = Dialogue(
-        tokenizer,
-        max_result_tokens=config.max_result_tokens,
-        call_format=config.call_format,
-        text_field=config.text_field if isinstance(config, OpenEnvEnvironmentConfig) else None,
-    )
-    surroundings = Tools(await open_environments(config, log_path=log_path), dialogue, config)
+        surroundings: Tools | Agency = Agency(await open_agents(config, tokenizer, log_path=log_path), config)
+    else:
+        environments = await open_environments(config, log_path=log_path)
+        surroundings = Tools(environments, build_dialogue(config, tokenizer), config)
     return Player(surroundings, config, max_open=max_open, decode=tokenizer.decode_response, retried=retried)
 
 

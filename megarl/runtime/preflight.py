@@ -23,6 +23,7 @@ from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recip
 from megarl.config.reward import FrozenRewardConfig, RewardConfig, single_rewards
 from megarl.config.section import Device
 from megarl.data.rows import check_files, check_pairs
+from megarl.episodes.build import rehearse
 from megarl.errors import DataError, MachineError
 from megarl.observe.prometheus import MetricsEndpoint
 from megarl.reward.build import build_scorer
@@ -48,6 +49,9 @@ def check_start(recipe: Recipe, *, address: str | None) -> Inputs:
     for key, code in _codes(recipe.algorithm, recipe.sampling):
         load_code(code, key=key)
     inputs = read_inputs(recipe)
+    if recipe.environment is not None:
+        limit = recipe.sampling.max_response_tokens
+        rehearse(recipe.environment, inputs.tokenizer, max_response_tokens=limit)
     if not isinstance(recipe.algorithm, OfflineConfig):
         asyncio.run(_try_reward(recipe.reward, recipe.algorithm, (*inputs.train.prompts, *inputs.eval)))
     return inputs

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megarl.config.document import Tree
 from megarl.tools.import_verl.algorithm import put_estimator, put_filters, put_kl, put_loss, put_reward
+from megarl.tools.import_verl.episodes import put_environment
 from megarl.tools.import_verl.imitation import put_demonstrations
 from megarl.tools.import_verl.lora import put_lora
 from megarl.tools.import_verl.rules import KeyVerdict, Treatment, engine_options, rule_for
@@ -82,6 +83,7 @@ def translate_file(path: Path, arguments: Sequence[str] = ()) -> Imported:
         put_loss(keys)
         put_filters(keys)
         put_reward(keys)
+        put_environment(keys)
         _native(keys)
     return keys.imported()
 

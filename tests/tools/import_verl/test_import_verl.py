@@ -25,6 +25,8 @@ from megarl.tools.import_verl.translate import DECAYS, LOGGERS, translate_file
 from megarl.tools.import_verl.translation import Entry, Imported
 
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
+MULTI = "actor_rollout_ref.rollout.multi_turn."
+TURNS = f"{MULTI}enable=True"
 HERE = Path(__file__).parent / "configs"
 SOURCES: dict[str, Tree] = {
     "openai/gsm8k": {"kind": "gsm8k"},
@@ -205,6 +207,20 @@ def test_there_is_one_entry_per_key_of_the_file() -> None:
             5,
         ),
         ("actor_rollout_ref.actor.ppo_epochs=3", "train.epochs", 3),
+        (
+            f"{TURNS} {MULTI}function_tool_path=t.py {MULTI}max_assistant_turns=5 {MULTI}max_user_turns=4",
+            "environment",
+            {
+                "kind": "class",
+                "path": "t.py",
+                "max_turns": 5,
+                "max_calls": 4,
+                "max_result_tokens": 256,
+                "call_format": "hermes",
+            },
+        ),
+        (f"{TURNS} {MULTI}max_tool_response_length=900", "environment.max_result_tokens", 900),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "environment.path", "environment.py"),
         ("actor_rollout_ref.model.lora_rank=8", "model.lora", {"rank": 8, "alpha": 16}),
         ("actor_rollout_ref.actor.lora_rank=8", "model.lora.rank", 8),
         ("actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora_alpha=4", "model.lora.alpha", 4),
@@ -265,7 +281,14 @@ def test_a_key_arrives_in_the_recipe(tmp_path: Path, word: str, key: str, value:
         ("ray_kwargs.timeline_json_file=t.json", KeyVerdict.NO_EFFECT, "--timeline"),
         ("actor_rollout_ref.rollout.n=$ROLLOUTS", KeyVerdict.NOT_SUPPORTED, "write ROLLOUTS=VALUE after the file"),
         ("actor_rollout_ref.rollout.dtype=fp8", KeyVerdict.NOT_SUPPORTED, "bfloat16"),
-        ("actor_rollout_ref.rollout.multi_turn.max_turns=3", KeyVerdict.NOT_SUPPORTED, "one turn"),
+        ("actor_rollout_ref.rollout.multi_turn.max_turns=3", KeyVerdict.NOT_SUPPORTED, "no counterpart"),
+        (f"{MULTI}max_assistant_turns=5 {TURNS}", KeyVerdict.MAPPED, "environment.max_turns"),
+        (f"{MULTI}tool_config_path=t.yaml {TURNS}", KeyVerdict.NOT_SUPPORTED, "environment.path"),
+        (f"{MULTI}format=gpt-oss {TURNS}", KeyVerdict.NOT_SUPPORTED, "environment.call_format"),
+        (f"{MULTI}tokenization_sanity_check_mode=strict {TURNS}", KeyVerdict.NO_EFFECT, "never rendered again"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=mine", KeyVerdict.NOT_SUPPORTED, "function or chat"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent", KeyVerdict.NO_EFFECT, "one response"),
+        ("actor_rollout_ref.rollout.agent.num_workers=8", KeyVerdict.NO_EFFECT, "roles.rollout.workers"),
         ("trainer.save_freq=20", KeyVerdict.MAPPED, "checkpoint.save_every_steps"),
         ("trainer.max_actor_ckpt_to_keep=3", KeyVerdict.MAPPED, "checkpoint.keep_last"),
         ("trainer.resume_mode=disable", KeyVerdict.NO_EFFECT, "--resume"),

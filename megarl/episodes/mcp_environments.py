@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
 import anyio
@@ -25,12 +23,6 @@ _CLOSE_TIMEOUT_S = 5.0
 _GRACE_S = 5.0
 """The deadline of a call is kept here; the library's own comes later and ends a session that hangs."""
 _LOST = (OSError, httpx2.HTTPError, anyio.ClosedResourceError, anyio.BrokenResourceError, ValidationError)
-
-
-def tools_digest(tools: Sequence[ToolSchema]) -> str:
-    """Return the digest of names, descriptions and arguments: they are part of every prompt."""
-    functions = [tool.as_function for tool in tools]
-    return hashlib.sha256(json.dumps(functions, sort_keys=True).encode()).hexdigest()
 
 
 class _Session:

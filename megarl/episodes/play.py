@@ -38,7 +38,7 @@ from megarl.episodes.protocol import (
     row_of,
 )
 from megarl.episodes.session import Sampler, Session
-from megarl.errors import EnvironmentLostError, QuarantineError, ScoreLostError
+from megarl.errors import DataError, EnvironmentLostError, QuarantineError, ScoreLostError
 from megarl.stages import Scorer
 from megarl.turns import Ending
 from megarl.types import Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenArray
@@ -181,6 +181,9 @@ async def open_player(
         surroundings: Tools | Agency = Agency(await open_agents(config, tokenizer, log_path=log_path), config)
     else:
         environments = await open_environments(config, log_path=log_path)
+        if tuple(tool.as_function for tool in environments.tools) != tuple(tokenizer.tools):
+            await environments.close()
+            raise DataError("environment: its tools are not those that the prompts name; start the run again")
         surroundings = Tools(environments, build_dialogue(config, tokenizer), config)
     return Player(surroundings, config, max_open=max_open, decode=tokenizer.decode_response, retried=retried)
 

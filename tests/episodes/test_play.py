@@ -10,16 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
-from megarl.config.environment import ClassEnvironmentConfig
+from megarl.config.environment import ClassEnvironmentConfig, EnvironmentConfig
 from megarl.data.tokenizer import Tokenizer
 from megarl.episodes.dialogue import Dialogue
-from megarl.episodes.play import Player, Tools
+from megarl.episodes.play import Player, Tools, open_player
 from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
 from megarl.episodes.session import SampledTokens
-from megarl.errors import EnvironmentLostError, QuarantineError, RewardError, ScoreLostError
+from megarl.errors import DataError, EnvironmentLostError, QuarantineError, RewardError, ScoreLostError
 from megarl.turns import Ending, TurnKind
 from megarl.types import DEMONSTRATION, FinishReason, Prompt, Rollout, Score, TokenArray
+from tests.episodes.conftest import CALCULATOR
 from tests.episodes.templates import ADD, family_tokenizer
 
 
@@ -266,3 +268,69 @@ def test_on_error_masks_an_episode_or_ends_the_run(tmp_path: Path) -> None:
     here = table(tmp_path, call_of(3, 4), faults=[EnvironmentLostError("gone")])
     with pytest.raises(EnvironmentLostError, match=r"environment\.on_error"):
         here.play(CONFIG.model_copy(update={"on_error": "fail"}))
+
+
+_AGENTS = """
+import httpx
+
+def run(task, base_url, api_key):
+    headers = {"Authorization": f"Bearer {api_key}"}
+    messages = [{"role": "user", "content": task["prompt"]}]
+    for said in ("Are you sure?", None):
+        body = {"messages": messages}
+        reply = httpx.post(f"{base_url}/chat/completions", json=body, headers=headers, timeout=60).json()
+        messages += [reply["choices"][0]["message"], {"role": "user", "content": said}]
+    return float(messages[-2]["content"] == task["ground_truth"])
+
+async def turns(row, session, tokenizer):
+    first = await session.sample()
+    session.append(tokenizer.encode(["Are you sure?"])[0])
+    second = await session.sample()
+    return float(second.text == row["ground_truth"])
+"""
+
+
+@pytest.mark.parametrize("kind", ["chat", "function"])
+def test_agents_play_through_the_same_player(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "agents.py"
+    path.write_text(_AGENTS)
+    keys = {"path": str(path)} if kind == "chat" else {"code": f"{path}:turns"}
+    config: EnvironmentConfig = TypeAdapter(EnvironmentConfig).validate_python({"kind": kind, "max_turns": 4, **keys})
+    tokenizer = family_tokenizer(tmp_path / "model", "qwen2.5", tools=())
+    messages = ({"role": "user", "content": "3+4?"},)
+    (prompt_ids,) = tokenizer.encode([tokenizer.render_chat(messages)])
+    prompt = Prompt(
+        uid="1",
+        position=0,
+        epoch=0,
+        token_ids=prompt_ids,
+        data_source="sums",
+        ground_truth="7",
+        extra_info={},
+        messages=messages,
+    )
+    sampler = ScriptedSampler(tokenizer, "8", "7")
+
+    async def play() -> Rollout:
+        player = await open_player(config, tokenizer, max_open=2, retried=lambda _: None)
+        try:
+            return await player.rollout(prompt, sampler, max_tokens=400)
+        finally:
+            await player.close()
+
+    rollout = asyncio.run(play())
+    assert rollout.score is not None
+    assert rollout.score.value == 1
+    kinds = [turn.kind for turn in rollout.episode.turns]
+    assert kinds == [TurnKind.SAMPLED, TurnKind.GIVEN, TurnKind.SAMPLED]
+    assert np.array_equal(sampler.histories[0], prompt_ids)
+    assert rollout.loss_mask.sum() == len(tokenizer.encode(["8"])[0]) + len(tokenizer.encode(["7"])[0]) + 2
+
+
+def test_tools_that_prompts_do_not_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "environment.py"
+    path.write_text(CALCULATOR)
+    tokenizer = family_tokenizer(tmp_path / "model", "qwen2.5")
+    config = ClassEnvironmentConfig(kind="class", path=path)
+    with pytest.raises(DataError, match="not those that the prompts name"):
+        asyncio.run(open_player(config, tokenizer, max_open=2, retried=lambda _: None))

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megarl.tools.quickstart.arithmetic import Addends, ArithmeticFiles, split_problems
+from megarl.tools.quickstart.arithmetic import Addends, split_problems
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 
 CALL_PROBABILITY = 0.35
@@ -33,11 +33,19 @@ _SCHEMA = pa.schema(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalculatorFiles:
+    train: Path
+    sft: Path
+    eval: Path
+    model: Path
+
+
 def make_calculator(
     folder: Path, *, num_train: int = 4096, num_sft: int = 24_000, num_eval: int = 256, seed: int = 1
-) -> ArithmeticFiles:
+) -> CalculatorFiles:
     """Write the problems and the model that learns them. The same seed writes the same bytes."""
-    files = ArithmeticFiles(
+    files = CalculatorFiles(
         train=folder / "train.parquet",
         sft=folder / "sft.parquet",
         eval=folder / "eval.parquet",

@@ -67,6 +67,15 @@ def test_the_rehearsal_has_the_recipes_own_layouts(name: str) -> None:
     assert (tiny.num_heads, tiny.num_kv_heads) == (shape.num_heads, shape.num_kv_heads)
 
 
+def test_an_adapter_is_merged_before_models_are_compared() -> None:
+    recipe, _ = read("grpo_70b_lora")
+    reason = "model.lora: whole models are compared here; `megarl export --merge`"
+    with pytest.raises(ConfigError, match=reason):
+        small("grpo_70b_lora")
+    with pytest.raises(ConfigError, match=reason):
+        single_copy(recipe, name="compared", num_devices=8)
+
+
 def test_every_kind_of_split_is_kept() -> None:
     told = describe_layout(small("grpo_235b").recipe)
     assert told == "trainer TP2 PP2 EP2 ETP1 DP2 (8 ranks) -> 2 engine(s) of TP2, separate pools"

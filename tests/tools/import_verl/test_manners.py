@@ -1,0 +1,98 @@
+"""Forty ways in which scripts of verl's users write a value, and scripts that end anywhere: none crashes the import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.recipe import Recipe
+from megarl.errors import ConfigError
+from megarl.tools.import_verl.translate import translate_file
+
+SCRIPTS = Path(__file__).parent / "scripts"
+RUN = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=train.parquet"
+MODEL = "actor_rollout_ref.model.path=model"
+MANNERS = {
+    "plain": f"{RUN} {MODEL} data.max_response_length=1024",
+    "quoted": f'{RUN} {MODEL} "data.max_response_length=1024"',
+    "single quotes": f"{RUN} {MODEL} 'data.max_response_length=1024'",
+    "quoted value": f'{RUN} {MODEL} data.max_response_length="1024"',
+    "plus": f"{RUN} {MODEL} +data.max_response_length=1024",
+    "two pluses": f"{RUN} {MODEL} ++data.max_response_length=1024",
+    "variable": f"n=1024\n{RUN} {MODEL} data.max_response_length=$n",
+    "braces": f"n=1024\n{RUN} {MODEL} data.max_response_length=${{n}}",
+    "exported": f"export N=1024\n{RUN} {MODEL} data.max_response_length=$N",
+    "two exported": f"export M=1 N=1024\n{RUN} {MODEL} data.max_response_length=$N",
+    "readonly": f"readonly N=1024\n{RUN} {MODEL} data.max_response_length=$N",
+    "declared": f"declare -i N=1024\n{RUN} {MODEL} data.max_response_length=$N",
+    "default": f"{RUN} {MODEL} data.max_response_length=${{N:-1024}}",
+    "default of a default": f"{RUN} {MODEL} data.max_response_length=${{N:-${{M:-1024}}}}",
+    "assigned default": f": ${{N:=1024}}\n{RUN} {MODEL} data.max_response_length=$N",
+    "sum": f"{RUN} {MODEL} data.max_response_length=$((1000 + 24))",
+    "power": f"{RUN} {MODEL} data.max_response_length=$((2 ** 10))",
+    "product of names": f"k=1024\n{RUN} {MODEL} data.max_response_length=$((k * 1))",
+    "product with dollars": f"k=1024\n{RUN} {MODEL} data.max_response_length=$(($k * 1))",
+    "shift": f"{RUN} {MODEL} data.max_response_length=$((1 << 10))",
+    "brackets": f"{RUN} {MODEL} data.max_response_length=$(( (512 + 512) / 1 ))",
+    "array": f'A=(data.max_response_length=1024 {MODEL})\n{RUN} "${{A[@]}}"',
+    "array of lines": f"A=(\n  data.max_response_length=1024\n  # a comment\n  {MODEL}\n)\n{RUN} ${{A[@]}}",
+    "grown array": f"A=({MODEL})\nA+=(data.max_response_length=1024)\n{RUN} ${{A[@]}}",
+    "element": f"A=(512 1024)\n{RUN} {MODEL} data.max_response_length=${{A[1]}}",
+    "words in a string": f'A="data.max_response_length=1024 {MODEL}"\n{RUN} $A',
+    "grown string": f'A="{MODEL}"\nA+=" data.max_response_length=1024"\n{RUN} $A',
+    "lines in a string": f'A="\n  data.max_response_length=1024\n  {MODEL}"\n{RUN} $A',
+    "continued": f"{RUN} \\\n    {MODEL} \\\n    data.max_response_length=1024 \\\n",
+    "blanks after the backslash": f"{RUN} \\  \n    {MODEL} \\\t\n    data.max_response_length=1024",
+    "line ends of Windows": f"{RUN} \\\r\n    {MODEL} \\\r\n    data.max_response_length=1024\r\n",
+    "if": f"if [ 8 -gt 4 ]; then N=1024; else N=2; fi\n{RUN} {MODEL} data.max_response_length=$N",
+    "double brackets": f'M=big\nif [[ "$M" == b* ]]; then\n N=1024\nfi\n{RUN} {MODEL} data.max_response_length=$N',
+    "and": f"[ -z $X ] && N=1024\n{RUN} {MODEL} data.max_response_length=$N",
+    "or": f'[ -n "$X" ] || N=1024\n{RUN} {MODEL} data.max_response_length=$N',
+    "loop": f"for N in 1024 2048; do\n{RUN} {MODEL} data.max_response_length=$N\ndone",
+    "function": f"run() {{\n {RUN} {MODEL} data.max_response_length=1024\n}}\nrun",
+    "here-document": f"cat > x.yaml <<'END'\na: ${{b}} 'c\nEND\n{RUN} {MODEL} data.max_response_length=1024",
+    "here-string": f"cat <<< 'x y'\n{RUN} {MODEL} data.max_response_length=1024",
+    "pipe": f"{RUN} {MODEL} data.max_response_length=1024 2>&1 | tee $LOG/run.log",
+    "background": f"nohup {RUN} {MODEL} data.max_response_length=1024 > log 2>&1 &",
+    "variables before": f"A=1 B='x y' {RUN} {MODEL} data.max_response_length=1024",
+    "config groups": f"{RUN} --config-path=./config --config-name='ppo' model_engine=megatron {MODEL} "
+    "data.max_response_length=1024",
+    "torchrun": f"torchrun --nproc_per_node=8 -m {RUN.removeprefix('python3 -m ')} {MODEL} "
+    "data.max_response_length=1024",
+    "submitted job": f"ray job submit --runtime-env=x.yaml -- {RUN} {MODEL} data.max_response_length=1024",
+    "suffix removed": f"M=model.bak\nN=1024k\n{RUN} actor_rollout_ref.model.path=${{M%.bak}} "
+    "data.max_response_length=${N%k}",
+    "replaced": f"N=10x24\n{RUN} {MODEL} data.max_response_length=${{N//x/}}",
+    "argument": f"N=$1\n{RUN} {MODEL} data.max_response_length=$N",
+    "default argument": f"N=${{2:-1024}}\n{RUN} {MODEL} data.max_response_length=$N",
+    "other arguments": f"shift 1\n{RUN} {MODEL} $@ data.max_response_length=1024",
+}
+
+
+@pytest.mark.parametrize("text", MANNERS.values(), ids=MANNERS.keys())
+def test_each_manner_gives_the_same_recipe(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_bytes(f"#!/usr/bin/env bash\nset -xeuo pipefail\n{text}\n".encode())
+    recipe = Recipe.model_validate(translate_file(path, ["1024"]).tree)
+    assert (recipe.sampling.max_response_tokens, recipe.model.path) == (1024, Path("model"))
+    assert recipe.data.train == (Path("train.parquet"),)
+
+
+def test_there_are_forty_of_them() -> None:
+    assert len(MANNERS) >= 40
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sh")), ids=lambda script: script.stem)
+def test_a_script_that_is_cut_off_is_imported_or_refused(script: Path, tmp_path: Path) -> None:
+    text = script.read_text()
+    path = tmp_path / "run.sh"
+    reasons: list[str] = []
+    for end in range(0, len(text), 29):
+        path.write_text(text[:end])
+        try:
+            translate_file(path)
+        except ConfigError as error:
+            reasons += [problem.message for problem in error.problems]
+    assert reasons
+    assert not any("\n" in reason for reason in reasons)

@@ -25,6 +25,7 @@ _SECTIONS = {
     "tests/faults/test_trainers": "trainer ranks",
     "tests/faults": "the run",
     "tests/reward": "rewards",
+    "tests/episodes": "episodes",
     "tests/checkpoint": "saves",
     "tests/runtime": "the run",
     "tests/observe": "the run",

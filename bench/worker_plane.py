@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -31,6 +32,9 @@ from megarl.runtime.buffer import Buffer
 from megarl.runtime.launch import private_ray
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import Estimates
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 _NUM_WORKERS = 2
 _SILENCE_S = 60.0
@@ -116,33 +120,38 @@ def _many_requests(load: Load, folder: Path) -> list[PlaneFigure]:
 async def _cost(load: Load, folder: Path, ports: Sequence[int], *, num_open: int) -> Cost:
     task = RolloutTask(sampling=sampling_of(num_rollouts=load.num_rollouts, num_tokens=load.num_tokens), seed=1)
     async with _workers(folder, ports, num_open=num_open, num_rollouts=load.num_rollouts) as (workers, processes):
-        await asyncio.gather(*(workers.answer(prompt_at(-place), task) for place in range(1, 2 * _NUM_WORKERS + 1)))
+        await _take_step(replace(load, num_prompts=2 * _NUM_WORKERS), workers, task)
         gc.collect()
+        gc.freeze()  # as a run does before its first step
         bytes_before = resident_bytes()
         others_before = sum(_cpu_s(process) for process in processes)
         cpu_began, began = time.process_time(), time.monotonic()
-        buffer = Buffer(prompts_per_step=load.num_prompts, max_staleness=0)
-        await asyncio.gather(*(_produce(buffer, workers, task, place) for place in range(load.num_prompts)))
-        groups = await buffer.take_step()
-        samples = build_algorithm(GrpoConfig(kind="grpo"), max_response_tokens=load.num_tokens).assign(
-            groups, Estimates()
-        )
-        packing = Packing(
-            data_parallel=_DATA_PARALLEL,
-            tokens_per_micro_batch=4 * load.num_tokens + 1024,
-            samples_per_update=None,
-            pad_multiple=1,
-            micro_batch_multiple=1,
-        )
-        import ray
-
-        shares = [ray.put(share) for share in make_shares(samples, packing, temperature=1.0)]
+        shares = await _take_step(load, workers, task)
         wall_s, driver_s = time.monotonic() - began, time.process_time() - cpu_began
         workers_s = sum(_cpu_s(process) for process in processes) - others_before
         gc.collect()
         num_bytes = resident_bytes() - bytes_before
         assert len(shares) == _DATA_PARALLEL, "they are alive until here"
         return Cost(driver_s=driver_s, workers_s=workers_s, wall_s=wall_s, num_bytes=num_bytes)
+
+
+async def _take_step(load: Load, workers: Answering, task: RolloutTask) -> list[ObjectRef]:
+    """Return the stored shares of a step, one per data-parallel rank."""
+    import ray
+
+    buffer = Buffer(prompts_per_step=load.num_prompts, max_staleness=0)
+    await asyncio.gather(*(_produce(buffer, workers, task, place) for place in range(load.num_prompts)))
+    groups = await buffer.take_step()
+    algorithm = build_algorithm(GrpoConfig(kind="grpo"), max_response_tokens=load.num_tokens)
+    packing = Packing(
+        data_parallel=_DATA_PARALLEL,
+        tokens_per_micro_batch=4 * load.num_tokens + 1024,
+        samples_per_update=None,
+        pad_multiple=1,
+        micro_batch_multiple=1,
+    )
+    samples = algorithm.assign(groups, Estimates())
+    return [ray.put(share) for share in make_shares(samples, packing, temperature=1.0)]
 
 
 async def _produce(buffer: Buffer, workers: Answering, task: RolloutTask, place: int) -> None:

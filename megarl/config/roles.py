@@ -233,7 +233,7 @@ class RolloutRoleConfig(EngineRoleConfig):
     """Publishes from one comparison of an engine's log-probabilities with the trainer's to the next; null: none."""
     workers: NonNegativeInt | None = None
     """Rollout workers on each node with engines: processes that ask engines, check and score the answers, and keep them
-    until ranks train on them. 0: the driver does it. null: 0 if all engines are on one node, else 2."""
+    until ranks train on them. 0: the driver does it. null: 0 if all engines are on one node, else 1."""
 
 
 class RolesConfig(Section):

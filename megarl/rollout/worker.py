@@ -61,6 +61,10 @@ class Answering(Protocol):
         """Return when every worker knows what the driver's fleet records."""
         ...
 
+    async def lost(self, groups: Sequence[ScoredGroup]) -> list[int]:
+        """Return the places of groups whose tokens are lost."""
+        ...
+
 
 class RolloutWorker:
     def __init__(
@@ -99,6 +103,10 @@ class RolloutWorker:
         """End the processes of environments."""
         if self._player is not None:
             await self._player.close()
+
+    async def lost(self, groups: Sequence[ScoredGroup]) -> list[int]:
+        """Nothing can be lost but the driver."""
+        return []
 
     def _build(self, task: RolloutTask) -> Generator:
         generator = self._generator(task, task.sampling)

@@ -16,7 +16,7 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,10 +63,15 @@ class Buffer:
         oversampling: float = 1.0,
         versions: Sequence[PolicyVersion] = (PolicyVersion(0),),
         carried: Sequence[ScoredGroup] = (),
+        restore: Callable[[Sequence[ScoredGroup]], Awaitable[list[ScoredGroup]]] | None = None,
     ) -> None:
-        """Continue an earlier buffer with its `carried` groups and its `versions`; the last version is served now."""
+        """Continue an earlier buffer with its `carried` groups and its `versions`; the last version is served now.
+
+        `restore` returns the groups of a step with those that were lost meanwhile made again.
+        """
         self._prompts_per_step = prompts_per_step
         self._max_staleness = max_staleness
+        self._restore = restore
         self._num_at_once = math.ceil(oversampling * prompts_per_step)
         self._check_carried(carried, versions)
         self._versions = deque(versions, maxlen=1 + self.max_age)
@@ -179,7 +184,11 @@ class Buffer:
             self._step_is_ready.clear()
             await self._step_is_ready.wait()
         taken = sorted(self._scored)[: self._prompts_per_step]
-        groups = [self._scored.pop(ticket) for ticket in taken]
+        groups = [self._scored[ticket] for ticket in taken]
+        if self._restore is not None:
+            groups = await self._restore(groups)
+        for ticket in taken:
+            del self._scored[ticket]
         self._num_scored.subtract(ticket.admitted_in_step for ticket in taken)
         self._num_taken += len(groups)
         ages, num_tokens = self._checked_ages(groups)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,7 +59,8 @@ class LoopBuilder:
     def loop(self) -> Loop:
         recipe, start = self.recipe, self._start
         prompts, algorithm = self._prompts(), self._algorithm()
-        buffer = self._buffer(prompts)
+        groups = self._groups()
+        buffer = self._buffer(prompts, groups)
         models = build_trainer(
             recipe, self.inputs.shape, self.roles.trainers, num_steps=start.step, version=start.version
         )
@@ -66,7 +68,7 @@ class LoopBuilder:
         evaluation = self._evaluation(saver, models, is_synchronous=buffer.is_synchronous)
         stages = Stages(
             prompts=prompts,
-            groups=self._groups(),
+            groups=groups,
             algorithm=algorithm,
             trainer=self._sampled(models),
             publisher=self._publisher(models),
@@ -113,7 +115,7 @@ class LoopBuilder:
             kl_coef=None if self.resume is None else self.resume.state.kl_coef,
         )
 
-    def _buffer(self, prompts: PromptStream) -> Buffer:
+    def _buffer(self, prompts: PromptStream, groups: TaskGroups | GivenGroups) -> Buffer:
         resume, algorithm, train = self.resume, self.recipe.algorithm, self.recipe.train
         filtering = algorithm.filter if isinstance(algorithm, PolicyGradientConfig) else None
         buffer = Buffer(
@@ -122,6 +124,7 @@ class LoopBuilder:
             oversampling=1.0 if filtering is None else filtering.oversampling,
             versions=(*(() if resume is None else map(PolicyVersion, resume.state.versions)), self._start.version),
             carried=() if resume is None else read_carried(resume.folder, resume.state.ledger.num_carried, prompts.at),
+            restore=groups.restore if isinstance(groups, TaskGroups) else None,
         )
         self.observer.watch_queue(
             num_waiting=lambda: buffer.num_ready,
@@ -130,7 +133,7 @@ class LoopBuilder:
         )
         return buffer
 
-    def _groups(self) -> GroupSource:
+    def _groups(self) -> TaskGroups | GivenGroups:
         recipe = self.recipe
         if isinstance(recipe.algorithm, OfflineConfig) or self.workers is None:
             # The first answer of a pair is the better one.
@@ -290,6 +293,17 @@ class TaskGroups:
                 num_tokens=sum(rollout.num_tokens for rollout in rollouts),
             )
         return answered.scored
+
+    async def restore(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """Return the groups, with those whose tokens are lost answered again: the same seeds give the same tokens."""
+        restored = list(groups)
+        lost = await self._workers.lost(groups)
+        if lost and self._observer is not None:
+            self._observer.warned(f"a node was lost with {len(lost)} groups of the step; their prompts are asked again")
+        answers = await asyncio.gather(*(self.scored_group(groups[place].group.prompt) for place in lost))
+        for place, scored in zip(lost, answers, strict=True):
+            restored[place] = scored
+        return restored
 
 
 class GivenGroups:

@@ -81,6 +81,8 @@ class StoredResponses:
     """A reference to the arrays of one delivery; all its responses share it."""
 
     reference: ray.ObjectRef
+    node: str
+    """Ray's id of the node that holds them."""
     arrays: ResponseArrays | None = field(default=None, repr=False)
     """Set where `fetch` brought them."""
 
@@ -107,6 +109,12 @@ def fetch(sources: Sequence[ContentSource]) -> None:
     missing = [source for source in sources if isinstance(source, StoredResponses) and source.arrays is None]
     for stored, arrays in zip(missing, _get([stored.reference for stored in missing]), strict=True):
         stored.arrays = arrays
+
+
+def nodes_of(group: RolloutGroup) -> set[str]:
+    """Return the nodes that hold the group's arrays; none where they are in the driver's process."""
+    contents = (rollout.content for rollout in _rollouts(group))
+    return {content.stored.node for content in contents if isinstance(content, StoredContent)}
 
 
 def _get(references: Sequence[ray.ObjectRef]) -> list[ResponseArrays]:
@@ -215,6 +223,8 @@ class Delivery:
     report: WorkerReport
     answers: tuple[tuple[int, GroupNumbers | FailedAnswer], ...]
     """By the number of the prompt."""
+    node: str
+    """Ray's id of the worker's node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +258,7 @@ class RolloutHost:
     def __init__(self, setup: WorkerSetup, endpoints: Sequence[EngineEndpoint]) -> None:
         """`endpoints` are those of all engines that it may use."""
         self._silence_timeout_s = setup.silence_timeout_s
+        self._node = str(ray.get_runtime_context().get_node_id())
         self._probing: asyncio.Task[None] | None = None
         self._open: dict[int, asyncio.Task[AnsweredPrompt]] = {}
         self._ended: deque[tuple[int, asyncio.Task[AnsweredPrompt]]] = deque()
@@ -314,7 +325,7 @@ class RolloutHost:
         report = await self._following.report(within_s=every_s)
         answers, groups = self._take()
         arrays = ResponseArrays.of(groups) if groups else None
-        return Delivery(report=report, answers=tuple(answers)), arrays
+        return Delivery(report=report, answers=tuple(answers), node=self._node), arrays
 
     def _take(self) -> tuple[list[tuple[int, GroupNumbers | FailedAnswer]], list[RolloutGroup]]:
         """Return the answers of one delivery, and the groups among them."""

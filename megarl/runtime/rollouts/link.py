@@ -105,7 +105,7 @@ class WorkerLink:
 
     def take(self, delivery: Delivery, arrays: ray.ObjectRef) -> None:
         """Hand the answers of a delivery to those who wait for them."""
-        stored, first = StoredResponses(arrays), 0
+        stored, first = StoredResponses(arrays, delivery.node), 0
         for number, answer in delivery.answers:
             question = self._questions.pop(number, None)
             is_awaited = question is not None and not question.answer.done()

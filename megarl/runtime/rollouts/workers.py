@@ -40,12 +40,12 @@ from megarl.rollout.worker import (
 from megarl.runtime.engines.frozen import FrozenRole, models_of, open_access
 from megarl.runtime.engines.serving import ExternalServing, ManagedServing
 from megarl.runtime.inputs import Inputs
-from megarl.runtime.rollouts.host import REPORT_EVERY_S, Delivery, RolloutHost, WorkerSetup
+from megarl.runtime.rollouts.host import REPORT_EVERY_S, Delivery, RolloutHost, WorkerSetup, nodes_of
 from megarl.runtime.rollouts.link import WorkerLink, WorkerLostError
 from megarl.runtime.trainers.remote_process import RemoteProcess, end
 from megarl.runtime.trainers.worker_group import exit_detail
 from megarl.stages import Scorer
-from megarl.types import Prompt
+from megarl.types import Prompt, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,15 @@ class RolloutWorkers:
                     raise
             finally:
                 self._dispatcher.release(worker)
+
+    async def lost(self, groups: Sequence[ScoredGroup]) -> list[int]:
+        """Return the places of groups whose arrays were on a node that is gone."""
+        holding = [nodes_of(scored.group) for scored in groups]
+        if not set().union(*holding):
+            return []
+        nodes = await asyncio.to_thread(ray.nodes)
+        alive = {str(node["NodeID"]) for node in nodes if node["Alive"]}
+        return [place for place, of_group in enumerate(holding) if not of_group <= alive]
 
     async def announce(self) -> None:
         """Tell every worker what changed in the fleet; return when all know. One that does not answer is replaced."""

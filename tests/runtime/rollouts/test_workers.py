@@ -31,8 +31,9 @@ with private_ray():
     # Ray reads its environment when it is imported, here as in a run.
     import ray
 
+    from megarl.runtime.build import TaskGroups
     from megarl.runtime.local_ray import LocalRay, local_ray
-    from megarl.runtime.rollouts.host import StoredContent, WorkerSetup
+    from megarl.runtime.rollouts.host import StoredContent, WorkerSetup, nodes_of
     from megarl.runtime.rollouts.workers import RolloutWorkers
 
 NUM_ROLLOUTS = 4
@@ -302,7 +303,10 @@ def test_a_cancelled_prompt_ends_its_requests(nodes: LocalRay, engines: SeededEn
     asyncio.run(run())
 
 
-@pytest.mark.fault("loss of a node with rollout workers", "their prompts are asked again on other nodes")
+@pytest.mark.fault(
+    "loss of a node with rollout workers",
+    "their prompts, and those of finished groups that were stored there, are asked again on other nodes",
+)
 def test_a_lost_node_loses_no_prompt(nodes: LocalRay, engines: SeededEngines, model: Path) -> None:
     """Last: the node does not come back."""
 
@@ -314,6 +318,10 @@ def test_a_lost_node_loses_no_prompt(nodes: LocalRay, engines: SeededEngines, mo
             await answer(workers, 2)
             while not all(worker.is_live for worker in workers._workers):
                 await asyncio.sleep(0.1)
+            finished = await answer(workers)
+            stored_there = [place for place, each in enumerate(finished) if nodes_of(each.group) == {second}]
+            assert 0 < len(stored_there) < len(finished)
+            assert await workers.lost(finished) == []
             engines.is_held = True
             asked = asyncio.ensure_future(answer(workers))
             await _when_busy(engines)
@@ -321,6 +329,7 @@ def test_a_lost_node_loses_no_prompt(nodes: LocalRay, engines: SeededEngines, mo
             await _when_lost(fleet)
             engines.is_held = False
             assert_same(await asked, expected)
-            assert_same(await answer(workers), expected)
+            assert await workers.lost(finished) == stored_there
+            assert_same(await TaskGroups(workers, TASK).restore(finished), expected)
 
     asyncio.run(run())

@@ -27,7 +27,8 @@ from megarl.config.reward import ExactRewardConfig
 from megarl.data.packing import Packing
 from megarl.data.shares import make_shares
 from megarl.observe.observer import Observer
-from megarl.rollout.worker import Answering, RolloutTask, divide_engines
+from megarl.rollout.dispatch import divide_engines
+from megarl.rollout.worker import Answering, RolloutTask
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.launch import private_ray
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model

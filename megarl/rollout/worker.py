@@ -27,8 +27,6 @@ from megarl.stages import Generator, Scorer
 from megarl.system.user_code import load_code
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
 
-_NUM_LENT = 2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutTask:
@@ -387,22 +385,3 @@ def _record_probe(probe: EngineProbe, engine: Engine, fleet: Fleet) -> None:
     if is_certain and engine.is_live and probe.served != str(engine.weights_version):
         reason = f"serves version {probe.served}, not {engine.weights_version}"
         fleet.report(engine, FellBehind(reason=reason))
-
-
-def divide_engines(nodes: Sequence[str], *, per_node: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the node and the engines of every worker. `nodes` has that of each engine.
-
-    A node has at most as many workers as engines.
-    """
-    shares = []
-    for node in dict.fromkeys(nodes):
-        there = [index for index, of_engine in enumerate(nodes) if of_engine == node]
-        num_workers = min(per_node, len(there))
-        shares += [(node, tuple(there[worker::num_workers])) for worker in range(num_workers)]
-    return shares
-
-
-def lent_engines(own: Sequence[int], num_engines: int) -> frozenset[int]:
-    """Return engines of other workers, for requests that those of the worker itself cannot take: the next ones."""
-    others = [index % num_engines for index in range(own[-1] + 1, own[-1] + num_engines)]
-    return frozenset([index for index in others if index not in own][:_NUM_LENT])

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.observe.observer import Observer
 from megarl.rollout.client import EngineClient, EngineEndpoint
+from megarl.rollout.dispatch import divide_engines, lent_engines
 from megarl.rollout.fleet import EngineLostError, Fleet
 from megarl.rollout.lifecycle import Doubted, EngineState, Life
 from megarl.rollout.worker import (
@@ -18,8 +19,6 @@ from megarl.rollout.worker import (
     EngineView,
     FollowingFleet,
     apply_report,
-    divide_engines,
-    lent_engines,
 )
 from megarl.types import PolicyVersion
 from tests.rollout.engines import scripted_client

@@ -22,7 +22,7 @@ from megarl.errors import FleetError, QuarantineError
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
 from megarl.reward.pool import WorkerPool
-from megarl.rollout.dispatch import Dispatcher
+from megarl.rollout.dispatch import Dispatcher, divide_engines, lent_engines
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.generator import Vocabulary
 from megarl.rollout.lifecycle import Life
@@ -34,8 +34,6 @@ from megarl.rollout.worker import (
     RolloutWorker,
     WorkerReport,
     apply_report,
-    divide_engines,
-    lent_engines,
 )
 from megarl.runtime.engines.frozen import FrozenRole, models_of, open_access
 from megarl.runtime.engines.serving import ExternalServing, ManagedServing

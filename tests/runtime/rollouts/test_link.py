@@ -33,6 +33,7 @@ SETUP = WorkerSetup(
     model_folder=Path(),
     shape=cast("object", None),  # type: ignore[arg-type]
     reward=ExactRewardConfig(kind="exact"),
+    episodes=None,
     num_on_node=1,
     log_path=Path(),
     max_outstanding=2,

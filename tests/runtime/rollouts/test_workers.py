@@ -18,10 +18,11 @@ from megarl.config.reward import ExactRewardConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
+from megarl.rollout.dispatch import divide_engines
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import Sampling, Vocabulary
 from megarl.rollout.lifecycle import EngineState
-from megarl.rollout.worker import Answering, RolloutTask, RolloutWorker, divide_engines
+from megarl.rollout.worker import Answering, RolloutTask, RolloutWorker
 from megarl.runtime.launch import private_ray
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import PolicyVersion, Prompt, ScoredGroup

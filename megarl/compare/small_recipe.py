@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 
-from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, PolicyGradientConfig
+from megarl.config.algorithm import AlgorithmConfig, DpoConfig, GrpoConfig, PolicyGradientConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import Experts, ModelShape
 from megarl.config.recipe import (
@@ -64,7 +64,7 @@ def single_copy(recipe: Recipe, *, name: str, num_devices: int) -> SmallRecipe:
     _refuse_adapters(recipe.model)
     actor, rollout = recipe.roles.actor, recipe.roles.rollout
     if rollout is None:
-        raise _missing_engine("missing: there is no engine to compare the trainer with")
+        raise _refused("roles.rollout", "missing: there is no engine to compare the trainer with")
     notes = [f"context {actor.context} of the trainer: compared with 1"] if actor.context > 1 else []
     actor = actor.model_copy(update={"context": 1})
     if actor.model_parallel + rollout.tensor > num_devices:
@@ -102,10 +102,9 @@ def small_layouts(recipe: Recipe, *, folder: Path, model_folder: Path, max_engin
     """
     actor, rollout = recipe.roles.actor, recipe.roles.rollout
     if rollout is None:
-        raise _missing_engine("missing: there is no engine to publish to")
+        raise _refused("roles.rollout", "missing: there is no engine to publish to")
     if rollout.pool is None:
-        message = "engines that run already are published to by files; there are no layouts to check"
-        raise ConfigError("recipe", (Problem(key="roles.rollout.endpoints", message=message),))
+        raise _refused("roles.rollout.endpoints", "engines that run already are published to by files; no layouts")
     _refuse_adapters(recipe.model)
     small_actor = _small_actor(actor)
     is_shared = actor.pool == rollout.pool
@@ -148,8 +147,9 @@ def small_topology(recipe: Recipe, *, folder: Path, files: RehearsalFiles, max_n
     """
     roles = recipe.roles
     if roles.rollout is not None and roles.rollout.pool is None:
-        message = "engines that run already cannot be rehearsed; name a pool for engines instead"
-        raise ConfigError("recipe", (Problem(key="roles.rollout.endpoints", message=message),))
+        raise _refused("roles.rollout.endpoints", "engines that run already cannot be rehearsed; name a pool")
+    if isinstance(recipe.algorithm, DpoConfig):
+        raise _refused("algorithm.kind", "dpo trains on pairs, which a rehearsal does not have")
     small_roles = _small_roles(roles)
     pools = {name: _small_pool(name, pool, roles, small_roles, max_nodes) for name, pool in recipe.pools.items()}
     small = Recipe(
@@ -187,7 +187,7 @@ def _small_lora(lora: LoraConfig) -> LoraConfig:
 def _refuse_adapters(model: ModelConfig) -> None:
     if model.lora is not None:
         message = "whole models are compared here; `megarl export --merge`, then --set model.path=OUT model.lora=null"
-        raise ConfigError("recipe", (Problem(key="model.lora", message=message),))
+        raise _refused("model.lora", message)
 
 
 def _small_roles(roles: RolesConfig) -> RolesConfig:
@@ -332,8 +332,8 @@ def tiny_for_layouts(roles: RolesConfig, shape: ModelShape) -> tuple[RolesConfig
     return roles.model_copy(update={"actor": actor}), tiny
 
 
-def _missing_engine(message: str) -> ConfigError:
-    return ConfigError("recipe", (Problem(key="roles.rollout", message=message),))
+def _refused(key: str, message: str) -> ConfigError:
+    return ConfigError("recipe", (Problem(key=key, message=message),))
 
 
 def _sections(run: RunConfig, pools: Mapping[str, PoolConfig], roles: RolesConfig) -> dict[str, object]:

@@ -80,6 +80,7 @@ def test_a_list_shows_the_small_columns_of_every_rollout(tmp_path: Path) -> None
         "largest_gap": pytest.approx(0.25),
         "first_version": 0,
         "last_version": 10,
+        "ending": None,
         "line": "three lines",
     }
 

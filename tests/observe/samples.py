@@ -28,7 +28,7 @@ from megarl.observe.events import (
     StepFinished,
     Warned,
 )
-from megarl.observe.summary import Flow, RewardOutlier, RolloutSummary, StepSummary
+from megarl.observe.summary import EpisodeSummary, Flow, RewardOutlier, RolloutSummary, StepSummary
 from megarl.results import EvalResult, Grade, Grades, PublishResult, RankUsage, TrainingWork, UpdateStats
 from megarl.tokens import Content
 from megarl.types import (
@@ -146,6 +146,15 @@ def step_summary(
         truncated_ratio=0.0625,
         empty_ratio=0.125,
         repetition_ratio=0.25,
+        episodes=EpisodeSummary(
+            endings={"answered": 30, "length": 2},
+            turns_mean=1.5,
+            calls_mean=0.5,
+            rows_mean=1.25,
+            given_tokens_ratio=0.25,
+            tool_seconds_mean=0.125,
+            num_retries=1,
+        ),
     )
     return StepSummary(
         step=step,

@@ -164,5 +164,5 @@ def test_a_turn_costs_little_time_of_the_processor() -> None:
         session.finish(Ending.ANSWERED, None)
         return (time.process_time() - began) / 200
 
-    # 0.2 ms here; the bound holds on a machine five times slower.
+    # The bound holds on a machine five times slower.
     assert asyncio.run(scenario()) < 2e-3

@@ -33,8 +33,12 @@ def _answered(text: str) -> Transcript:
     return Transcript(prompt=(), messages=({"role": "assistant", "content": text},), ending="answered")
 
 
+WORKER = "megarl.episodes.worker"
+
+
 def _workers_alive() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != "zombie"}
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if child.status() != "zombie" and WORKER in " ".join(child.cmdline())}
 
 
 def test_methods_are_tools_and_the_instance_keeps_its_state(write_class: Callable[[str], Path], run: Run) -> None:

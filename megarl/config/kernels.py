@@ -60,7 +60,7 @@ def check_kernels(
         if split.precision == "fp8" and split.kernels == "local":
             message = "local has no FP8; use auto or te with precision fp8"
             yield Problem(key=f"{prefix}kernels", message=message)
-        if split.precision != "fp8" and "fp8_scaling" in split.model_fields_set:
+        if split.precision != "fp8" and split.fp8_scaling != type(split).model_fields["fp8_scaling"].default:
             message = f"{split.fp8_scaling} has no effect with precision {split.precision}; remove it"
             yield Problem(key=f"{prefix}fp8_scaling", message=message)
         if split.dispatcher == "deepep" and device == "cpu":

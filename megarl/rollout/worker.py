@@ -172,8 +172,8 @@ class EngineProbe:
     """The answers of an engine to the worker's probes."""
 
     endpoint: EngineEndpoint
-    expected: PolicyVersion
-    """The version that the worker knew when it asked."""
+    expected: PolicyVersion | None
+    """The version that the worker knew when it asked; None if the engine had none then: weights may have come since."""
     served: str | None
     """The version that the scheduler reported; None if only the server answered, as while weights arrive."""
 
@@ -335,16 +335,20 @@ class FollowingFleet:
             await asyncio.sleep(every_s)
 
     async def _ask_scheduler(self, engine: Engine, timeout_s: float) -> None:
-        endpoint, expected = engine.client.endpoint, engine.version
+        endpoint, expected = engine.client.endpoint, self._expected(engine)
         with suppress(EngineError):
             served = await engine.client.probe(timeout_s=timeout_s)
             self._probes[engine.index] = EngineProbe(endpoint=endpoint, expected=expected, served=served)
 
     async def _ask_server(self, engine: Engine, timeout_s: float) -> None:
-        endpoint, expected = engine.client.endpoint, engine.version
+        endpoint, expected = engine.client.endpoint, self._expected(engine)
         if await engine.client.is_healthy(timeout_s=timeout_s):
             probe = EngineProbe(endpoint=endpoint, expected=expected, served=None)
             self._probes.setdefault(engine.index, probe)
+
+    def _expected(self, engine: Engine) -> PolicyVersion | None:
+        """A new engine counts as one of version 0, and has no weights until the driver says that it is live."""
+        return engine.version if engine.is_live and engine.index in self._numbers else None
 
     def _newly_heard(self) -> Iterable[int]:
         for index, engine in self._engines.items():

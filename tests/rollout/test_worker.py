@@ -156,7 +156,9 @@ def test_a_complaint_about_an_engine_that_was_restarted_or_filled_since_is_ignor
     asyncio.run(run())
 
 
-def probed(version: int, served: str | None, *, is_syncing: bool = False) -> list[EngineState]:
+def probed(
+    version: int, served: str | None, *, expected: int | None = 1, is_syncing: bool = False
+) -> list[EngineState]:
     """The states of an engine of `version` after a worker's probe of version 1 was answered."""
 
     async def run() -> list[EngineState]:
@@ -166,7 +168,9 @@ def probed(version: int, served: str | None, *, is_syncing: bool = False) -> lis
         fleet.report(engine, Doubted(reason="status 500"))
         engine.is_syncing = is_syncing
         worker = following()
-        probe = EngineProbe(endpoint=ENDPOINTS[0], expected=PolicyVersion(1), served=served)
+        probe = EngineProbe(
+            endpoint=ENDPOINTS[0], expected=None if expected is None else PolicyVersion(expected), served=served
+        )
         report = replace(await worker.report(within_s=0.01), probes=(probe,))
         states: list[EngineState] = []
         fleet.listen(lambda engine, _: states.append(engine.state))
@@ -181,6 +185,8 @@ def test_a_worker_probes_for_the_driver() -> None:
     assert probed(1, "0") == [EngineState.HEALTHY, EngineState.STALE]
     # Published since the worker asked.
     assert probed(2, "1") == [EngineState.HEALTHY]
+    # It had no weights when the worker asked, and has some since.
+    assert probed(0, "none", expected=None) == [EngineState.HEALTHY]
     # The server alone answers: that counts only while weights arrive.
     assert probed(1, None) == []
     assert probed(1, None, is_syncing=True) == [EngineState.HEALTHY]

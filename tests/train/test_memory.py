@@ -95,6 +95,7 @@ def test_an_optimizer_that_offloads_nothing_gives_back_what_torch_keeps(monkeypa
     monkeypatch.setattr(optimizer_module, "free_cache", freed.append)
     optimizer = object.__new__(ModelOptimizer)
     optimizer._offloads, optimizer._device, optimizer._offload = "nothing", CPU, Offload(CPU)
+    optimizer.chunks = []
     optimizer.release()
     assert (freed, optimizer.is_released, optimizer.has_weights) == ([CPU], False, True)
 

@@ -57,7 +57,7 @@ _MIXTURE = TrainWorkload(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
     seconds: float
-    """Of one micro-batch."""
+    """The time of one micro-batch."""
     peak_bytes: int
     kept_bytes: int
     """Weights and gradient buffers."""

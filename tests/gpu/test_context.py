@@ -48,7 +48,7 @@ ATTENTION_LENGTHS = (4096, 64, 1600, 800, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What a rank saw."""
+    """The numbers of one rank."""
 
     numbers: SampleNumbers | None
     losses: tuple[float, ...]

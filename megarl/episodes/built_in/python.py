@@ -34,7 +34,7 @@ os.dup2(nowhere, 0)
 os.dup2(nowhere, 1)
 sys.stdin = open(os.devnull)
 
-class Output(io.TextIOBase):
+class Printed(io.TextIOBase):
     def __init__(self):
         self.parts, self.size = [], 0
     def writable(self):
@@ -71,7 +71,7 @@ replies.flush()
 while header := requests.read(4):
     code = requests.read(struct.unpack("!I", header)[0]).decode()
     number += 1
-    sys.stdout = sys.stderr = output = Output()
+    sys.stdout = sys.stderr = output = Printed()
     is_done = run(code, number)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     reply = json.dumps({{"text": "".join(output.parts), "size": output.size, "is_done": is_done}}).encode()

@@ -146,8 +146,7 @@ class RolloutWorkers:
         holding = [nodes_of(scored.group) for scored in groups]
         if not set().union(*holding):
             return []
-        nodes = await asyncio.to_thread(ray.nodes)
-        alive = {str(node["NodeID"]) for node in nodes if node["Alive"]}
+        alive = await asyncio.to_thread(_live_nodes)
         return [place for place, of_group in enumerate(holding) if not of_group <= alive]
 
     async def announce(self) -> None:
@@ -228,8 +227,9 @@ class RolloutWorkers:
     async def _serve(self, worker: WorkerLink) -> None:
         """Start the worker and take its reports; raise WorkerLostError when there are none."""
         setup = worker.setup
-        # Soft: where the node is gone, another one takes the worker.
-        strategy = NodeAffinitySchedulingStrategy(setup.node, soft=True)
+        # Soft only where the node is gone, and another one takes the worker: Ray may move a soft one at any time.
+        is_gone = setup.node not in await asyncio.to_thread(_live_nodes)
+        strategy = NodeAffinitySchedulingStrategy(setup.node, soft=is_gone)
         remote = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=_MAX_CALLS)(RolloutHost)
         endpoints = [engine.client.endpoint for engine in worker.engines]
         worker.forget()
@@ -272,6 +272,10 @@ class RolloutWorkers:
     def _none_left(self) -> FleetError:
         reasons = "; ".join(f"worker {index}: {reason}" for index, reason in sorted(self._reasons.items()))
         return FleetError(f"no rollout worker is left after {_MAX_FAILURES} starts each: {reasons}")
+
+
+def _live_nodes() -> set[str]:
+    return {str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
 
 
 async def _answer_of(reference: ray.ObjectRef, *, timeout_s: float) -> object:

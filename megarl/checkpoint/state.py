@@ -72,6 +72,8 @@ class RunState:
     seed: int
     data_digest: str
     """Digest of all prompts, in the order of the files."""
+    tools_digest: str | None = None
+    """Digest of the tools that prompts name; None without any."""
 
 
 _STATE: TypeAdapter[RunState] = TypeAdapter(RunState)

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from megarl.config.environment import (
@@ -38,12 +37,15 @@ from megarl.episodes.protocol import (
     row_of,
 )
 from megarl.episodes.session import Sampler, Session
-from megarl.errors import DataError, EnvironmentLostError, QuarantineError, ScoreLostError
+from megarl.errors import DataError, EnvironmentLostError, QuarantineError, RewardError, ScoreLostError
 from megarl.stages import Scorer
 from megarl.turns import Ending
 from megarl.types import Prompt, Rollout, RolloutGroup, Score, ScoredGroup, TokenArray
 
 logger = logging.getLogger(__name__)
+
+MAX_LOST_IN_A_ROW = 256
+"""Above it the environment or its score is broken: the run stops, whatever `on_error` says about single episodes."""
 
 
 class _LostError(Exception):
@@ -80,12 +82,18 @@ class Player:
         """
         self._surroundings = surroundings
         self._config = config
+        self.max_open = max_open
         self._places = asyncio.Semaphore(max_open)
         self._decode = decode
         self._retried = retried
+        self._num_lost = 0
+        """Attempts of any episode since the last one that was not lost."""
 
     async def rollout(self, prompt: Prompt, sampler: Sampler, *, max_tokens: int) -> Rollout:
-        """Return one episode; raise QuarantineError where all attempts are lost, or what `on_error` demands."""
+        """Return one episode; raise QuarantineError where all attempts are lost, or what `on_error` demands.
+
+        A RewardError or an EnvironmentLostError ends the run where no episode is played to its end any more.
+        """
         config, lost = self._config, list[_LostError]()
         while True:
             session = Session(
@@ -98,10 +106,12 @@ class Player:
             try:
                 async with self._places:
                     played = await self._attempt(prompt, session)
+                self._num_lost = 0
                 return session.finish(played.ending, played.score, num_retries=len(lost))
             except _LostError as error:
                 lost.append(error)
                 logger.info("episode lost prompt=%s ending=%s reason=%s", prompt.uid, error.ending, error.reason)
+                self._count(error)
             if config.on_error == "fail":
                 raise EnvironmentLostError(f"prompt {prompt.uid}: {_described(lost)} (environment.on_error)")
             if config.on_error == "mask":
@@ -110,6 +120,12 @@ class Player:
             if len(lost) == config.max_attempts:
                 raise QuarantineError(f"prompt {prompt.uid}: {len(lost)} episodes were lost: {_described(lost)}")
             self._retried(lost[-1].ending.value)
+
+    def _count(self, error: _LostError) -> None:
+        self._num_lost += 1
+        if self._config.on_error != "fail" and self._num_lost > MAX_LOST_IN_A_ROW:
+            message = f"environment: {self._num_lost} episodes in a row were lost; the last: {_described([error])}"
+            raise RewardError(message) if error.ending is Ending.SCORE_LOST else EnvironmentLostError(message)
 
     async def close(self) -> None:
         """End the processes of all environments."""
@@ -139,9 +155,9 @@ class EpisodeSetup:
     template: Template
     tools: tuple[ToolFunction, ...]
     """The tools that the prompts name."""
-    open_per_engine: int
-    """Episodes under way at once: more than an engine computes at once, or than fit into its cache, would push each
-    other's histories out of it."""
+    max_running: int
+    """Requests that an engine computes at once."""
+    max_context_tokens: int
 
     @classmethod
     def of(
@@ -152,20 +168,43 @@ class EpisodeSetup:
         *,
         max_context_tokens: int,
     ) -> EpisodeSetup:
-        """An episode is taken to have half of the longest context: the mean over the turns of one that reaches it."""
-        num_open, cached = rollout.max_running_requests, rollout.max_cached_tokens
-        if cached is not None:
-            num_open = max(1, min(num_open, 2 * cached // max_context_tokens))
         return cls(
-            environment=environment, template=tokenizer.template, tools=tokenizer.tools, open_per_engine=num_open
+            environment=environment,
+            template=tokenizer.template,
+            tools=tokenizer.tools,
+            max_running=rollout.max_running_requests,
+            max_context_tokens=max_context_tokens,
         )
 
+    def num_open(self, cached_tokens: int | None) -> int:
+        """Return how many episodes are under way at an engine whose cache holds so many tokens; None is not known.
+
+        With more than it computes at once, or than fit into its cache, they would push each other's histories out of
+        it. An episode is taken to have half of the longest context: the mean over the turns of one that reaches it.
+        """
+        if cached_tokens is None:
+            return self.max_running
+        return max(1, min(self.max_running, 2 * cached_tokens // self.max_context_tokens))
+
     def opener(
-        self, tokenizer: Tokenizer, *, num_engines: int, retried: Callable[[str], None], log_path: Path
+        self,
+        tokenizer: Tokenizer,
+        *,
+        cache_sizes: Callable[[], Awaitable[Sequence[int | None]]],
+        retried: Callable[[str], None],
+        log_path: Path,
     ) -> Callable[[], Awaitable[Player]]:
-        """Return a function that opens the player of one worker."""
-        max_open = num_engines * self.open_per_engine
-        return partial(open_player, self.environment, tokenizer, max_open=max_open, retried=retried, log_path=log_path)
+        """Return a function that opens the player of one worker; `cache_sizes` are those of its engines, in tokens."""
+
+        async def open_one() -> Player:
+            sizes = await cache_sizes()
+            # An engine that does not answer now is one of the same kind.
+            smallest = min((size for size in sizes if size is not None), default=None)
+            max_open = sum(self.num_open(smallest if size is None else size) for size in sizes)
+            logger.info("episodes under way at most=%d cached tokens by engine=%s", max_open, list(sizes))
+            return await open_player(self.environment, tokenizer, max_open=max_open, retried=retried, log_path=log_path)
+
+        return open_one
 
 
 async def open_player(

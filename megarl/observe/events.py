@@ -51,6 +51,8 @@ class RunStarted:
     """The step of the checkpoint that the run resumes from; 0 in a new run."""
     recipe: Mapping[str, JsonValue]
     """With overrides and defaults applied."""
+    tools_digest: str | None = None
+    """Digest of the tools that prompts name; None without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

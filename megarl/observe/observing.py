@@ -47,7 +47,12 @@ _DRIVER = "driver"
 
 @contextmanager
 def observing(
-    recipe: Recipe, *, display: Sink, resumed_step: int = 0, is_continued: bool = False
+    recipe: Recipe,
+    *,
+    display: Sink,
+    resumed_step: int = 0,
+    is_continued: bool = False,
+    tools_digest: str | None = None,
 ) -> Iterator[Observer]:
     """Yield the observer of one run, with its port open and its folder created.
 
@@ -72,6 +77,7 @@ def observing(
             metrics_url=endpoint.url if endpoint else None,
             resumed_step=resumed_step,
             recipe=recipe.model_dump(mode="json"),
+            tools_digest=tools_digest,
         )
         events = folder / EVENTS_FILE
         earlier = EventTail(events)

@@ -107,6 +107,8 @@ class GenerateRequest:
     sampling_seed: int | None = None
     cache_key: str | None = None
     """Only requests with the same key share cached prefixes."""
+    session_id: str | None = None
+    """Names the episode; an engine with `enable_session_radix_cache` keeps the cache of one that goes on."""
     adapter: str | None = None
     """Name of the loaded adapter to compute with; None is the base."""
     returns_prompt: bool = False
@@ -135,6 +137,8 @@ class GenerateRequest:
             request["return_prompt_token_ids"] = True
         if self.cache_key is not None:
             request["extra_key"] = self.cache_key
+        if self.session_id is not None:
+            request["session_id"] = self.session_id
         if self.adapter is not None:
             request["lora_path"] = self.adapter
         return request
@@ -276,6 +280,14 @@ class EngineClient:
         await self._ask("probe", "/server_info", timeout_s=timeout_s)
         info = await self._get("probe", "/model_info", timeout_s=timeout_s)
         return str(info.get("weight_version"))
+
+    async def num_cached_tokens(self) -> int | None:
+        """Return how many tokens the KV cache holds; None where the engine does not answer that."""
+        with suppress(EngineError):
+            info = await self._get("server info", "/server_info", timeout_s=_CONTROL_TIMEOUT_S)
+            size = info.get("max_total_num_tokens")
+            return size if isinstance(size, int) else None
+        return None
 
     async def model_info(self) -> Mapping[str, JsonValue]:
         return await self._get("model info", "/model_info", timeout_s=_CONTROL_TIMEOUT_S)

@@ -23,7 +23,7 @@ from megarl.config.roles import InFlight
 from megarl.data.tokenizer import Tokenizer
 from megarl.episodes.play import Player
 from megarl.episodes.session import SampledTokens
-from megarl.errors import DataError, EngineError, FleetError, QuarantineError
+from megarl.errors import DataError, EngineError, MegarlError, QuarantineError
 from megarl.rollout.client import GenerateRequest
 from megarl.rollout.fleet import Engine, EngineLostError, Fleet
 from megarl.rollout.lifecycle import EngineState
@@ -152,7 +152,7 @@ class FleetGenerator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 rollouts = [tasks.create_task(self._rollout(prompt, i)) for i in range(self._sampling.num_rollouts)]
-        except* FleetError as group:
+        except* MegarlError as group:
             # A group needs all its rollouts; the other requests are cancelled.
             raise group.exceptions[0] from None
         return RolloutGroup(prompt=prompt, rollouts=tuple(task.result() for task in rollouts))
@@ -276,6 +276,7 @@ class FleetGenerator:
             sampling_seed=asked.seed,
             # Where the cache is kept during a publish, prefixes must not be shared between versions.
             adapter=engine.adapter,
+            session_id=asked.prefixes[0] if asked.is_echoed else None,
             cache_key=str(version) if in_flight == "in_place" else None,
             returns_prompt=asked.is_echoed,
         )

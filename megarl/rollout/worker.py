@@ -64,6 +64,11 @@ class Answering(Protocol):
         ...
 
 
+async def cache_sizes(engines: Sequence[Engine]) -> list[int | None]:
+    """Return how many tokens the KV cache of each engine holds; None for one that does not answer."""
+    return await asyncio.gather(*(engine.client.num_cached_tokens() for engine in engines))
+
+
 class RolloutWorker:
     def __init__(
         self,

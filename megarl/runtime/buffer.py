@@ -31,6 +31,8 @@ from megarl.types import DEMONSTRATION, PolicyVersion, Prompt, ScoredGroup
 
 MAX_QUARANTINED_IN_A_ROW = 16
 """With more, not the prompts are at fault but the engines."""
+_MAX_SKIPPED = 4
+"""Times that each prompt of the quarantine may be drawn again before any other is answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -293,11 +295,15 @@ class Quarantine:
         self._uids: set[str] = set()
         self._num_dropped = 0
         self._num_in_a_row = 0
+        self._num_skipped = 0
 
     async def scored_group(self, prompt: Prompt, groups: GroupSource) -> ScoredGroup | None:
         """Return the answers to a prompt; None if it is in quarantine, now or since an earlier epoch."""
         if prompt.uid in self._uids:
             self._num_dropped += 1
+            self._num_skipped += 1
+            if self._num_skipped > MAX_QUARANTINED_IN_A_ROW + _MAX_SKIPPED * len(self._uids):
+                raise FleetError(f"all prompts that are left are in quarantine ({len(self._uids)}); see the warnings")
             return None
         try:
             scored = await groups.scored_group(prompt)
@@ -309,7 +315,7 @@ class Quarantine:
             self._uids.add(prompt.uid)
             self._observer.warned(f"quarantined, its group is dropped: {error}")
             return None
-        self._num_in_a_row = 0
+        self._num_in_a_row = self._num_skipped = 0
         return scored
 
     def add_to(self, dropped: Mapping[str, int]) -> dict[str, int]:

@@ -212,6 +212,7 @@ class LoopBuilder:
             prompts=prompts,
             buffer=buffer,
             data_digest=inputs.train.digest,
+            tools_digest=inputs.tools_digest,
             preemption=self.preemption,
             observer=self.observer,
             resumed=None if self.resume is None else self.resume.state,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,6 +23,12 @@ class Inputs:
     train: PromptSet
     eval: tuple[Prompt, ...]
     eval_demonstrations: tuple[Prompt, ...] = ()
+
+    @property
+    def tools_digest(self) -> str | None:
+        """Digest of the tools that prompts name, in their order; None without any."""
+        tools = self.tokenizer.tools
+        return hashlib.blake2b(json.dumps(tools).encode(), digest_size=16).hexdigest() if tools else None
 
 
 def read_inputs(recipe: Recipe) -> Inputs:

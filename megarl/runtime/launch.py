@@ -56,20 +56,15 @@ def train(
     inputs = check_start(recipe, address=address)
     recipe = recipe.with_steps(len(inputs.train.prompts))
     with run_lock(recipe.run_folder):
-        decision = choose(recipe, resume)
-        check = partial(
-            checked_resume_point,
-            model_folder=recipe.model.path,
-            shape=inputs.shape,
-            lora=recipe.model.lora,
-            data_digest=inputs.train.digest,
-            allows_data_change=allows_data_change,
-        )
+        decision, tools = choose(recipe, resume), inputs.tools_digest
+        check = partial(checked_resume_point, model=recipe.model, inputs=inputs, allows_data_change=allows_data_change)
         notes = [*decision.notes]
         point = None if decision.point is None else check(decision.point, warn=notes.append)
         is_continued = point is not None and is_of_run(point, recipe.run_folder)
         resumed_step = 0 if point is None else point.step
-        started = observing(recipe, display=display, resumed_step=resumed_step, is_continued=is_continued)
+        started = observing(
+            recipe, display=display, resumed_step=resumed_step, is_continued=is_continued, tools_digest=tools
+        )
         with exit_notice(recipe.run_folder), started as observer, environment:
             for note in notes:
                 observer.warned(note)

@@ -13,8 +13,9 @@ from megarl.checkpoint.resume import Decision, ResumePoint, decide, open_complet
 from megarl.checkpoint.state import Ledger
 from megarl.config.lora import ADAPTER_CONFIG_FILE, LoraConfig, adapter_problem
 from megarl.config.model import ModelShape, read_model_shape
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import ModelConfig, Recipe
 from megarl.errors import CheckpointError, WorkerError
+from megarl.runtime.inputs import Inputs
 
 ResumeChoice: TypeAlias = Path | Literal["auto", "never"]
 """`auto` resumes from the run's own newest checkpoint, if it has one."""
@@ -72,10 +73,8 @@ def last_good(
 def checked_resume_point(
     point: ResumePoint,
     *,
-    model_folder: Path,
-    shape: ModelShape,
-    lora: LoraConfig | None,
-    data_digest: str,
+    model: ModelConfig,
+    inputs: Inputs,
     allows_data_change: bool,
     warn: Callable[[str], None],
 ) -> ResumePoint:
@@ -84,14 +83,19 @@ def checked_resume_point(
     Other prompts start with their first epoch, since a position in the stream means nothing among them.
     """
     remedy = "go back to it, or start anew with --resume never"
-    if not _is_of_model(point.folder / MODEL_FOLDER, shape, lora):
-        raise CheckpointError(f"model.path {model_folder}: not the model {point.folder} was made with; {remedy}")
+    if not _is_of_model(point.folder / MODEL_FOLDER, inputs.shape, model.lora):
+        raise CheckpointError(f"model.path {model.path}: not the model {point.folder} was made with; {remedy}")
     saved = point.manifest.files.get(f"{MODEL_FOLDER}/{_TOKENIZER}")
-    path = model_folder / _TOKENIZER
+    path = model.path / _TOKENIZER
     current = digest_file(path) if path.exists() else None
     if current != saved:
         raise CheckpointError(f"{path}: not the tokenizer {point.folder} was made with; {remedy}")
-    if point.state.data_digest != data_digest:
+    if point.state.tools_digest not in (None, inputs.tools_digest) and not allows_data_change:
+        raise CheckpointError(
+            f"environment: not the tools {point.folder} was made with, and prompts name them; go back to these, "
+            "go on with --allow-data-change, or start anew with --resume never"
+        )
+    if point.state.data_digest != inputs.train.digest:
         if not allows_data_change:
             raise CheckpointError(
                 f"data.train: not the prompts {point.folder} was made with; go back to them, "

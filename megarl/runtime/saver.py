@@ -128,6 +128,7 @@ class RunSaver:
         prompts: PromptStream,
         buffer: Buffer,
         data_digest: str,
+        tools_digest: str | None = None,
         preemption: Preemption,
         observer: Observer,
         resumed: RunState | None = None,
@@ -147,11 +148,9 @@ class RunSaver:
         self._prompts = prompts
         self._buffer = buffer
         self._ledger_before = Ledger() if resumed is None else resumed.ledger
-        self._data_digest = data_digest
-        self._preemption = preemption
-        self._observer = observer
-        self._is_lost = is_lost
-        self._saved = saved
+        self._data_digest, self._tools_digest = data_digest, tools_digest
+        self._preemption, self._observer = preemption, observer
+        self._is_lost, self._saved = is_lost, saved
         self._mark: _Mark | None = None
         self._pending: asyncio.Task[None] | None = None
         self._saved_steps: set[int] = set()
@@ -304,6 +303,7 @@ class RunSaver:
             best=self._best,
             seed=self._recipe.run.seed,
             data_digest=self._data_digest,
+            tools_digest=self._tools_digest,
         )
 
     async def _finish(self, save: _Save) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import pytest
 from pydantic import TypeAdapter
 
 from megarl.config.environment import ClassEnvironmentConfig, EnvironmentConfig
+from megarl.config.roles import RolloutRoleConfig
 from megarl.data.tokenizer import Tokenizer
 from megarl.episodes.dialogue import Dialogue
-from megarl.episodes.play import Player, Tools, open_player
+from megarl.episodes.play import MAX_LOST_IN_A_ROW, EpisodeSetup, Player, Tools, open_player, tools_of
 from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
 from megarl.episodes.session import SampledTokens
 from megarl.errors import DataError, EnvironmentLostError, QuarantineError, RewardError, ScoreLostError
@@ -105,16 +107,18 @@ class Table:
     sampler: ScriptedSampler
     retried: list[str] = field(default_factory=list)
 
-    def play(self, config: ClassEnvironmentConfig = CONFIG, *, max_tokens: int = 400) -> Rollout:
+    def player(self, config: ClassEnvironmentConfig) -> Player:
         dialogue = Dialogue(self.tokenizer, max_result_tokens=config.max_result_tokens)
-        player = Player(
+        return Player(
             Tools(self.sums, dialogue, config),
             config,
             max_open=2,
             decode=self.tokenizer.decode_response,
             retried=self.retried.append,
         )
-        return asyncio.run(player.rollout(self.prompt, self.sampler, max_tokens=max_tokens))
+
+    def play(self, config: ClassEnvironmentConfig = CONFIG, *, max_tokens: int = 400) -> Rollout:
+        return asyncio.run(self.player(config).rollout(self.prompt, self.sampler, max_tokens=max_tokens))
 
     @property
     def prompt(self) -> Prompt:
@@ -257,6 +261,71 @@ def test_after_too_many_losses_the_group_is_given_up(
         here.play(CONFIG.model_copy(update=changes))
     assert here.retried == [cause] * 2
     assert here.sums.num_closed == here.sums.num_opened == 3
+
+
+@pytest.mark.fault("a score that always fails", "the run ends with the reason instead of replacing groups for ever")
+@pytest.mark.parametrize(
+    ("sums", "error"),
+    [
+        (Sums(score_faults=[ScoreLostError("KeyError: 'answer'")] * 1000), RewardError),
+        (Sums(faults=[EnvironmentLostError("KeyError: 'answer'")] * 1000), EnvironmentLostError),
+    ],
+)
+@pytest.mark.parametrize("on_error", ["mask", "retry"])
+def test_an_environment_in_which_every_episode_is_lost_ends_the_run(
+    tmp_path: Path, sums: Sums, error: type[Exception], on_error: str
+) -> None:
+    here = table(tmp_path, call_of(3, 4))
+    here.sums = Sums(faults=list(sums.faults), score_faults=list(sums.score_faults))
+    config = CONFIG.model_copy(update={"on_error": on_error, "max_turns": 2, "max_attempts": 4})
+    player = here.player(config)
+
+    async def play() -> None:
+        for _ in range(MAX_LOST_IN_A_ROW + 1):
+            with suppress(QuarantineError):
+                await player.rollout(here.prompt, here.sampler, max_tokens=400)
+
+    with pytest.raises(error, match=rf"^environment: {MAX_LOST_IN_A_ROW + 1} episodes in a row .*KeyError: 'answer'$"):
+        asyncio.run(play())
+    assert here.sums.num_closed == here.sums.num_opened == MAX_LOST_IN_A_ROW + 1
+
+
+def test_an_episode_that_is_played_forgets_the_losses_before_it(tmp_path: Path) -> None:
+    here = table(tmp_path, "7", score_faults=([ScoreLostError("gone")] * MAX_LOST_IN_A_ROW + [None]) * 2)
+    player = here.player(CONFIG.model_copy(update={"on_error": "mask"}))
+
+    async def play() -> int:
+        rollouts = [await player.rollout(here.prompt, here.sampler, max_tokens=400) for _ in range(514)]
+        return sum(rollout.score is not None and rollout.score.is_masked for rollout in rollouts)
+
+    assert asyncio.run(play()) == 2 * MAX_LOST_IN_A_ROW
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_open"),
+    [([None], 64), ([100_000], 64), ([4_000], 8), ([100], 1), ([4_000, None], 16), ([4_000, 100_000], 72)],
+)
+def test_episodes_are_admitted_by_what_the_caches_of_engines_hold(
+    tmp_path: Path, sizes: list[int | None], num_open: int
+) -> None:
+    path = tmp_path / "environment.py"
+    path.write_text(CALCULATOR)
+    config = ClassEnvironmentConfig(kind="class", path=path)
+    tools = tools_of(config)
+    tokenizer = family_tokenizer(tmp_path / "model", "qwen2.5", tools=tools)
+    rollout = RolloutRoleConfig(pool="rollout", max_running_requests=64)
+    setup = EpisodeSetup.of(config, tokenizer, rollout, max_context_tokens=1000)
+
+    async def free_places() -> int:
+        async def cache_sizes() -> list[int | None]:
+            return sizes
+
+        opener = setup.opener(tokenizer, cache_sizes=cache_sizes, retried=lambda _: None, log_path=tmp_path / "log")
+        player = await opener()
+        await player.close()
+        return player.max_open
+
+    assert asyncio.run(free_places()) == num_open
 
 
 def test_on_error_masks_an_episode_or_ends_the_run(tmp_path: Path) -> None:

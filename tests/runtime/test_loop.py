@@ -387,6 +387,20 @@ def test_a_quarantined_prompt_is_not_asked_again_in_the_next_epoch() -> None:
     assert asyncio.run(ask_twice()) == [0]
 
 
+def test_a_run_whose_few_prompts_are_all_in_quarantine_ends() -> None:
+    async def ask(num_prompts: int, num_times: int) -> None:
+        cluster = FakeCluster(poison=lambda position: True)
+        cluster.served = PolicyVersion(0)
+        quarantine, prompts = Quarantine(Observer(())), [cluster.next() for _ in range(num_prompts)]
+        for _ in range(num_times):
+            for prompt in prompts:
+                assert await quarantine.scored_group(prompt, GivenGroups(cluster, cluster)) is None
+
+    asyncio.run(ask(3, 5))
+    with pytest.raises(FleetError, match=r"all prompts that are left are in quarantine \(3\)"):
+        asyncio.run(ask(3, 20))
+
+
 def test_a_run_whose_prompts_all_fail_ends() -> None:
     with pytest.raises(FleetError, match=r"17 prompts in a row have no answer; the last: prompt \d+, rollout 0"):
         run(FakeCluster(poison=lambda position: position > 3), num_steps=2)

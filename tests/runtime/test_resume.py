@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from types import SimpleNamespace
+from typing import TypeAlias, cast
 
 import pytest
 
@@ -12,8 +13,9 @@ from megarl.checkpoint.resume import Decision, ResumePoint, open_complete
 from megarl.checkpoint.state import Ledger, read_state
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape, read_model_shape
-from megarl.config.recipe import Recipe
+from megarl.config.recipe import ModelConfig, Recipe
 from megarl.errors import CheckpointError
+from megarl.runtime.inputs import Inputs
 from megarl.runtime.resume import checked_resume_point, choose, is_of_run, last_good
 from tests.checkpoint.samples import DATA_DIGEST, make_recipe, write_checkpoint
 from tests.tiny_models import write_random_adapter, write_tiny_model
@@ -72,16 +74,15 @@ def fit(
     model: tuple[Path, ModelShape],
     *,
     data: str = DATA_DIGEST,
+    tools: str | None = None,
     allows: bool = False,
     lora: LoraConfig | None = None,
 ) -> Fit:
     warnings: list[str] = []
     point = checked_resume_point(
         point,
-        model_folder=model[0],
-        shape=model[1],
-        lora=lora,
-        data_digest=data,
+        model=ModelConfig(path=model[0], lora=lora),
+        inputs=cast("Inputs", SimpleNamespace(shape=model[1], train=SimpleNamespace(digest=data), tools_digest=tools)),
         allows_data_change=allows,
         warn=warnings.append,
     )
@@ -91,6 +92,13 @@ def fit(
 @pytest.mark.parametrize("allows", [False, True])
 def test_the_same_model_and_data_fit(point: ResumePoint, model: tuple[Path, ModelShape], *, allows: bool) -> None:
     assert fit(point, model, allows=allows) == (point, [])
+
+
+def test_tools_that_changed_between_two_starts_are_refused(point: ResumePoint, model: tuple[Path, ModelShape]) -> None:
+    point = replace(point, state=replace(point.state, tools_digest="of the tools"))
+    assert fit(point, model, tools="of the tools") == (point, [])
+    with pytest.raises(CheckpointError, match=r"environment: not the tools .* start anew with --resume never"):
+        fit(point, model, tools="of others")
 
 
 def test_another_model_is_refused(point: ResumePoint, tmp_path: Path) -> None:

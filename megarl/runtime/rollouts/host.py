@@ -36,6 +36,7 @@ from megarl.rollout.worker import (
     RolloutTask,
     RolloutWorker,
     WorkerReport,
+    cache_sizes,
 )
 from megarl.runtime.engines.frozen_access import FrozenAccess
 from megarl.runtime.trainers.remote_process import RemoteProcess, this_process
@@ -277,6 +278,7 @@ class RolloutHost:
             publish_timeout_s=setup.publish_timeout_s,
         )
         self._frozen = setup.frozen.open() if setup.frozen else None
+        own = [engine for engine in self._following.fleet.engines if engine.index in setup.own]
         self._worker = RolloutWorker(
             self._following.fleet,
             vocabulary=Vocabulary.of(setup.shape, tokenizer),
@@ -291,7 +293,7 @@ class RolloutHost:
             if episodes is None
             else episodes.opener(
                 tokenizer,
-                num_engines=len(setup.own),
+                cache_sizes=partial(cache_sizes, own),
                 retried=lambda cause: self._following.fleet.requests.request_retried(cause),
                 log_path=setup.log_path.with_name(f"environment_{setup.index}.log"),
             ),

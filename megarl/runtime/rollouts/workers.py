@@ -34,6 +34,7 @@ from megarl.rollout.worker import (
     RolloutWorker,
     WorkerReport,
     apply_report,
+    cache_sizes,
 )
 from megarl.runtime.engines.frozen import FrozenRole, models_of, open_access
 from megarl.runtime.engines.serving import ExternalServing, ManagedServing
@@ -358,7 +359,7 @@ def _local_worker(
     if episodes is not None:
         open_player = episodes.opener(
             inputs.tokenizer,
-            num_engines=len(fleet.engines),
+            cache_sizes=partial(cache_sizes, fleet.engines),
             retried=lambda cause: fleet.requests.request_retried(cause),
             log_path=log_path,
         )

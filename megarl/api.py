@@ -16,6 +16,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -56,6 +57,7 @@ _KEYS = {
     "generator": "sampling.generator",
     "scorer": "reward",
     "reward": "reward",
+    "environment": "environment",
 }
 
 
@@ -64,6 +66,7 @@ def train(
     *,
     set: Mapping[str, object] | None = None,
     reward: OwnCode | None = None,
+    environment: OwnCode | None = None,
     scorer: OwnCode | None = None,
     estimator: OwnCode | None = None,
     loss: OwnCode | None = None,
@@ -77,13 +80,14 @@ def train(
 ) -> Result:
     """Run a recipe to its end and return what it left; a finished run is returned as it is.
 
-    `set` has keys as in `{"run.steps": 20}`. `reward` scores one response, `scorer` is a `stages.Scorer` of whole
-    groups; `estimator`, `loss`, `keeps` and `generator` replace parts of the step (docs/extending.md). `on_step` gets
-    the summary of each step in the loop's thread; what it raises ends the run. Ctrl-C, also in a notebook, saves first.
+    `set` has keys as in `{"run.steps": 20}`. `reward` scores one response, `environment` is a class whose methods are
+    tools (docs/episodes.md), `scorer` a `stages.Scorer` of whole groups; `estimator`, `loss`, `keeps` and `generator`
+    replace parts of the step (docs/extending.md). `on_step` gets the summary of each step in the loop's thread; what it
+    raises ends the run. Ctrl-C, also in a notebook, saves first.
     """
-    own = {"reward": reward, "scorer": scorer, "estimator": estimator}
+    own = {"reward": reward, "environment": environment, "scorer": scorer, "estimator": estimator}
     own |= {"loss": loss, "keeps": keeps, "generator": generator}
-    read = load(recipe, set=set)
+    read = load(recipe, set={**({"environment.kind": "class"} if environment is not None else {}), **(set or {})})
     read = load(read, set=code_keys({part: code for part, code in own.items() if code is not None}, read.run))
     checked, problems = with_local_models(read, downloads=True)
     problems += [*check_recipe(checked), *check_reward(checked.reward), *check_environment(checked.environment)]
@@ -223,6 +227,8 @@ def code_keys(own: Mapping[str, OwnCode], run: RunConfig) -> dict[str, JsonValue
                 changes[_KEYS[part]] = {"kind": "function", "path": place, "name": name}
             case "scorer":
                 changes[_KEYS[part]] = {"kind": "scorer", "code": reference}
+            case "environment":
+                changes |= {"environment.kind": "class", "environment.path": place, "environment.name": name}
             case "loss":
                 changes[_KEYS[part]] = {"kind": "function", "code": reference}
             case _:
@@ -240,6 +246,7 @@ def _reference(code: Callable[..., object], part: str, run: RunConfig) -> str:
         return f"{file}:{name}"
     path = run.folder.absolute() / _CODE_FOLDER / f"{run.name}_{part}.py"
     path.parent.mkdir(parents=True, exist_ok=True)
+    _resolve_types(code)
     # A script is not imported again: that would start the run a second time.
     held = base64.b64encode(dill.dumps(code, recurse=True)).decode()
     path.write_text(
@@ -247,6 +254,14 @@ def _reference(code: Callable[..., object], part: str, run: RunConfig) -> str:
         f'import base64\n\nimport dill\n\n{part} = dill.loads(base64.b64decode("{held}"))\n'
     )
     return f"{path}:{part}"
+
+
+def _resolve_types(code: Callable[..., object]) -> None:
+    """Replace types of a class's methods that are written as strings: the names in them do not travel with it."""
+    for function in vars(code).values() if inspect.isclass(code) else ():
+        if inspect.isfunction(function):
+            with suppress(NameError):  # a name for type checkers only; the environment's check tells of it
+                function.__annotations__ = inspect.get_annotations(function, eval_str=True)
 
 
 __all__: Sequence[str] = ("PlanAnswer", "Recipe", "Result", "StepSummary", "load", "load_run", "plan", "train")

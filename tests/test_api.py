@@ -18,11 +18,14 @@ from megarl import api
 from megarl.algo.advantage import Outcomes, estimate
 from megarl.cli.notebook import NotebookDisplay
 from megarl.config.algorithm import FunctionLossConfig, GrpoConfig
+from megarl.config.environment import ClassEnvironmentConfig
 from megarl.config.recipe import Recipe
+from megarl.episodes.build import check_environment
 from megarl.errors import ConfigError, DataError
 from megarl.observe.events import Event, Record, RunStarted
 from megarl.system.user_code import load_code
 from megarl.tools.quickstart.arithmetic import make_arithmetic
+from megarl.tools.quickstart.calculator import make_calculator
 from tests.observe.samples import evaluated, make_recipe, step_finished
 from tests.repository import ROOT
 
@@ -70,6 +73,63 @@ def test_own_code_goes_to_its_keys(tmp_path: Path) -> None:
     assert changed.reward.kind == "scorer"
     with pytest.raises(ConfigError, match="give a reward or a scorer, not both"):
         api.code_keys({"reward": "a.py:f", "scorer": "a.py:g"}, recipe.run)
+
+
+SCRIPT_WITH_AN_ENVIRONMENT = """
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+from megarl import api
+from megarl.config.recipe import RunConfig
+
+GREETING = "hello"
+
+
+class Greeter:
+    def __init__(self, ground_truth):
+        self.truth = ground_truth
+
+    def greet(self, name: Literal["ann", "bob"]) -> str:
+        \"\"\"Greet somebody.\"\"\"
+        return f"{GREETING} {name}"
+
+    def score(self, transcript):
+        return 1.0
+
+
+keys = api.code_keys({"environment": Greeter}, RunConfig(name="greeted", steps=1, folder=sys.argv[1]))
+print(keys["environment.path"], keys["environment.name"])
+"""
+
+
+def test_an_environment_of_a_script_travels_with_its_types(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT_WITH_AN_ENVIRONMENT)
+    words = [sys.executable, str(script), str(tmp_path)]
+    path, name = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True).stdout.split()
+    good = ROOT / "tests" / "config" / "good.yaml"
+    keys = {"environment.kind": "class", "environment.path": path, "environment.name": name}
+    config = megarl.load(good, set={**keys, "environment.max_turns": 2}).environment
+    assert isinstance(config, ClassEnvironmentConfig)
+    assert (config.max_turns, check_environment(config)) == (2, [])
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import sys; from pathlib import Path; from megarl.system.user_code import load_code;"
+        "from megarl.episodes.tool_methods import tool_methods;"
+        f"cls = load_code({f'{path}:{name}'!r}, key='environment');"
+        "print(cls('42').greet('ann'), tool_methods(cls)['greet'].schema.parameters['properties']['name']['enum'])"
+    )
+    done = subprocess.run([sys.executable, str(worker)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout == "hello ann ['ann', 'bob']\n", done.stderr
+
+
+def test_an_environment_keeps_the_other_keys_of_its_section(tmp_path: Path) -> None:
+    recipe = megarl.load(ROOT / "recipes" / "quickstart_tools.yaml", set={"run.folder": tmp_path})
+    changed = megarl.load(recipe, set=api.code_keys({"environment": "mine.py:Own"}, recipe.run)).environment
+    assert isinstance(changed, ClassEnvironmentConfig)
+    assert (changed.path, changed.name, changed.max_turns) == (Path("mine.py"), "Own", 3)
 
 
 OUTCOMES = Outcomes(
@@ -152,6 +212,7 @@ def test_a_notebook_shows_one_output_that_changes() -> None:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("examples")
     make_arithmetic(folder / "data" / "arithmetic", num_train=64, num_sft=16, num_eval=16)
+    make_calculator(folder / "data" / "calculator", num_train=64, num_sft=16, num_eval=16)
     return folder
 
 
@@ -175,6 +236,7 @@ def test_the_examples_run_as_they_are_printed(project: Path) -> None:
     assert "rollouts were kept" in run_example(project, "read_run.py")
     assert json.loads(run_example(project, "own_algorithm.py").splitlines()[-1].replace("'", '"'))[0]["step"] == 1
     assert "mean share of the majority" in run_example(project, "own_stages.py")
+    assert "mean reward: (" in run_example(project, "own_environment.py")
     words = [str(Path(sys.executable).with_name("megarl")), "evaluate", "runs/own_reward", "-n", "2"]
     done = subprocess.run(
         [*words, "--max-prompts", "4"], cwd=project, capture_output=True, text=True, timeout=1500, check=False

@@ -6,6 +6,7 @@ What the schema refuses is reported in the words of a recipe: the key, the value
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,20 +53,67 @@ def load_recipe(
 
     Names of the Hugging Face hub become folders of its local cache; with `downloads` they are fetched first.
     """
-    recipe, missing = with_local_models(read_recipe(path, overrides).recipe, downloads=downloads)
-    found = [problem for check in checks for problem in check(recipe)]
-    problems = [*missing, *(problem for problem in found if problem.key not in {each.key for each in missing})]
+    document = _overridden(path, overrides)
+    try:
+        read = validated(document, source=str(path)).recipe
+    except ConfigError as error:
+        further = _further_problems(document, error.problems, checks)
+        raise ConfigError(str(path), (*error.problems, *further)) from None
+    recipe, problems = _checked(read, checks, downloads=downloads)
     if problems:
         raise ConfigError(str(path), tuple(problems))
     return recipe
 
 
+def _checked(
+    read: Recipe, checks: Sequence[Callable[[Recipe], list[Problem]]], *, downloads: bool
+) -> tuple[Recipe, list[Problem]]:
+    recipe, missing = with_local_models(read, downloads=downloads)
+    found = [problem for check in checks for problem in check(recipe)]
+    return recipe, [*missing, *(problem for problem in found if problem.key not in {each.key for each in missing})]
+
+
+def _further_problems(
+    document: Document, refused: Sequence[Problem], checks: Sequence[Callable[[Recipe], list[Problem]]]
+) -> list[Problem]:
+    """Return what the checks say of the recipe without the values that the schema refuses.
+
+    Left out are problems that name a section of those values, or of the keys that were meant: they may be no problems.
+    """
+    tree, in_doubt = document.tree, set[str]()
+    for problem in refused:
+        tree = _without(tree, problem.key.split("."))
+        meant = re.search(r"did you mean ([\w.<>]+)\?", problem.message)
+        in_doubt |= {problem.key.rpartition(".")[0] or problem.key}
+        in_doubt |= {meant[1].rpartition(".")[0] or meant[1]} if meant else set()
+    try:
+        recipe = Recipe.model_validate(tree)
+    except ValidationError:
+        return []
+    found = _checked(recipe, checks, downloads=False)[1]
+    doubted = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, in_doubt))})(?=\.|: )")
+    return [problem for problem in found if not doubted.search(str(problem))]
+
+
+def _without(tree: dict[str, Tree], key: Sequence[str]) -> dict[str, Tree]:
+    """Return the tree without one value; a list goes as a whole."""
+    first, *rest = key
+    inner = tree.get(first)
+    if rest and isinstance(inner, dict):
+        return {**tree, first: _without(inner, rest)}
+    return {name: value for name, value in tree.items() if name != first}
+
+
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> ReadRecipe:
     """Read, override and validate; needs neither the model's folder nor the data."""
+    return validated(_overridden(path, overrides), source=str(path))
+
+
+def _overridden(path: Path, overrides: Sequence[str]) -> Document:
     document = read_document(path)
     for assignment in overrides:
         document = override(document, assignment)
-    return validated(document, source=str(path))
+    return document
 
 
 def validated(document: Document, *, source: str) -> ReadRecipe:

@@ -72,7 +72,7 @@ def _cell(text: str) -> str:
 def api_page() -> str:
     """Return the reference of `import megarl`, from signatures and docstrings."""
     lines = ["# Python", "", inspect.cleandoc(inspect.getmodule(megarl.train).__doc__ or ""), ""]
-    lines += ["`examples/` has five scripts; a test runs them. Own parts of a step: [extending](extending.md).", ""]
+    lines += ["`examples/` has six scripts; a test runs them. Own parts of a step: [extending](extending.md).", ""]
     for name in ("train", "plan", "load", "load_run"):
         lines += [*_entry(f"megarl.{name}", getattr(megarl, name)), ""]
     lines += ["## megarl.Result", "", inspect.cleandoc(Result.__doc__ or ""), ""]

@@ -57,8 +57,14 @@ def check_kernels(
                 yield Problem(key=key, message=message)
         if split.precision == "fp8" and gpu in _WITHOUT_FP8:
             yield Problem(key=f"{prefix}precision", message=f"cluster.gpu {gpu} has no FP8; use bf16")
-        if split.precision == "fp8" and split.kernels == "local":
-            message = "local has no FP8; use auto or te with precision fp8"
+        if split.precision == "fp32" and (role != "critic" or is_adapted):
+            message = (
+                "fp32 is for a critic without model.lora: the policy is published in bf16, and its master weights are "
+                "float32 in any case; remove it"
+            )
+            yield Problem(key=f"{prefix}precision", message=message)
+        if split.precision == "fp8" and split.kernels in ("local", "torch"):
+            message = f"{split.kernels} has no FP8; use auto or te with precision fp8"
             yield Problem(key=f"{prefix}kernels", message=message)
         if split.precision != "fp8" and split.fp8_scaling != type(split).model_fields["fp8_scaling"].default:
             message = f"{split.fp8_scaling} has no effect with precision {split.precision}; remove it"

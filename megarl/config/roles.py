@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.section import PAD_MULTIPLE, Device, Section
+from megarl.config.section import PAD_MULTIPLE, Device, DtypeName, Section, dtype_on
 
 
 class PoolConfig(Section):
@@ -75,18 +75,29 @@ class ModelParallelConfig(Section):
     dispatcher: Literal["alltoall", "deepep"] = "alltoall"
     """Sends tokens to their experts on other ranks: collectives of NCCL, or the kernels of DeepEP where it is
     installed."""
-    kernels: Literal["auto", "local", "te"] = "auto"
+    kernels: Literal["auto", "local", "torch", "te"] = "auto"
     """The linear layers: Megatron's own, or those of Transformer Engine, which compute in FP8 and run the experts of a
-    rank together. `auto` takes Transformer Engine for `precision: fp8`, and for experts where it is installed."""
-    precision: Literal["bf16", "fp8"] = "bf16"
+    rank together. `auto` takes Transformer Engine for `precision: fp8`, and for experts where it is installed. `torch`
+    is local without the fused kernels of Triton: slower, for comparisons and for GPUs that Triton does not know."""
+    precision: Literal["bf16", "fp8", "fp32"] = "bf16"
     """The products of linear layers: bfloat16 (float32 on CPUs), or FP8. With fp8 weights, gradients, checkpoints and
-    what is published stay as they are with bf16; head, embedding, attention, first and last layer compute in bf16."""
+    what is published stay as they are with bf16; head, embedding, attention, first and last layer compute in bf16. A
+    critic can have fp32: weights, activations and products in float32, attention in bfloat16; many times slower."""
     fp8_scaling: Scaling = "tensorwise"
     """One scale for a tensor, from its present values; one for each block of 128, as FP8 engines have it; or `delayed`:
     one for a tensor, from its past values. Delayed includes the first and last layer; the first update after a
     start or a resume has no past values, so that a resumed run is not equal bit for bit."""
     megatron: dict[str, object] = Field(default={})
     """Further fields of megatron-core's TransformerConfig, such as `recompute_granularity: full`."""
+
+    def dtype_on(self, device: Device) -> DtypeName:
+        """Return the dtype of weights and activations."""
+        return "float32" if self.precision == "fp32" else dtype_on(device)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether megarl's kernels of Triton are used, where there is a GPU."""
+        return self.kernels != "torch"
 
     @property
     def model_parallel(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
-from megarl.config.section import LOGIT_CHUNK_BYTES, Device, dtype_on
+from megarl.config.section import LOGIT_CHUNK_BYTES, Device
 from megarl.weights.algebra.slices import ITEM_BYTES
 from megarl.weights.layouts.megatron import MegatronParallel, padded_vocab
 
@@ -32,7 +32,7 @@ class ModelWork:
 
     @property
     def item_bytes(self) -> int:
-        return ITEM_BYTES[dtype_on(self.device)]
+        return ITEM_BYTES[self.split.dtype_on(self.device)]
 
     @property
     def product_bytes(self) -> int:

@@ -17,7 +17,7 @@ from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.public_models import PUBLIC_MODELS, public_model_name
 from megarl.config.recipe import ModelConfig, Recipe
 from megarl.config.roles import CriticConfig, ModelParallelConfig, PoolConfig, RolesConfig
-from megarl.config.section import Device, dtype_on
+from megarl.config.section import Device
 from megarl.errors import ConfigError, Problem
 from megarl.planner.activations import ModelWork
 from megarl.planner.hardware import GpuModel
@@ -150,13 +150,13 @@ class PlannedModel:
     @property
     def stages(self) -> tuple[StageMemory, ...]:
         """Memory of a trained model, per pipeline stage."""
-        dtype = dtype_on(self.work.device)
+        dtype = self.work.split.dtype_on(self.work.device)
         return stage_memory(self.work.shape, self.placement.parallel, dtype=dtype, lora=self.lora)
 
     @property
     def bare_weights(self) -> tuple[BareWeights, ...]:
         """Weights without Megatron's buffers, per pipeline stage."""
-        return bare_weights(self.work.shape, self.placement.parallel, dtype=dtype_on(self.work.device))
+        return bare_weights(self.work.shape, self.placement.parallel, dtype=self.work.split.dtype_on(self.work.device))
 
 
 class PublishWay(StrEnum):

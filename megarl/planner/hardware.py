@@ -76,6 +76,8 @@ EXPERT_EFFICIENCY = 0.08
 ATTENTION_EFFICIENCY = 0.3
 FP8_SPEEDUP: Mapping[Scaling, float] = {"tensorwise": 1.6, "blockwise": 1.37, "delayed": 1.66}
 """Rate of the products of linear layers in FP8, relative to bfloat16; from steps of a 7B shape on an H200."""
+FLOAT32_SLOWDOWN = 15.0
+"""Time of products in float32 without TF32, relative to bfloat16: the ratio of an H100's rates, 989 to 67 TFLOP/s."""
 PREFILL_EFFICIENCY = 0.5
 DECODE_EFFICIENCY = 0.8
 """Share of the memory bandwidth in a decoding step; the rest of the step is in the times below."""

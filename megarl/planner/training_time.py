@@ -13,6 +13,7 @@ from megarl.planner.hardware import (
     ATTENTION_EFFICIENCY,
     DENSE_EFFICIENCY,
     EXPERT_EFFICIENCY,
+    FLOAT32_SLOWDOWN,
     FP8_SPEEDUP,
     HOST_GB_PER_S,
     LINK_EFFICIENCY,
@@ -107,6 +108,8 @@ class TrainingTime:
         )
         if self._work.split.precision == "fp8":
             work = _in_fp8(work, model.work.shape, FP8_SPEEDUP[self._work.split.fp8_scaling], num_tokens=num_tokens)
+        if self._work.split.precision == "fp32":
+            work = replace(work, dense=FLOAT32_SLOWDOWN * work.dense, expert=FLOAT32_SLOWDOWN * work.expert)
         self._compute_s = (
             work.dense / DENSE_EFFICIENCY + work.expert / EXPERT_EFFICIENCY + work.attention / ATTENTION_EFFICIENCY
         ) / (len(model.placement.ranks) * gpu.flops * gpu.reached)

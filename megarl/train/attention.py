@@ -140,6 +140,13 @@ class PackedAttention(torch.nn.Module):
         rotation = packed_seq_params.rotation
         if rotation is not None:
             query, key = rotated(query, rotation), rotated(key, rotation)
+        if query.is_cuda and query.dtype == torch.float32:
+            # Flash kernels have no float32.
+            query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()
+            return self._attend(query, key, value, packed_seq_params).float()
+        return self._attend(query, key, value, packed_seq_params)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSequences) -> Tensor:
         if packed_seq_params.part is not None:
             return _attend_to_all(query, key, value, packed_seq_params.part, self.scale)
         if query.device.type == "cpu":

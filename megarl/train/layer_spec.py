@@ -29,7 +29,7 @@ _EXPERTS = "local_experts"
 _FUSED_NORMS = ("input_layernorm", "pre_mlp_layernorm")
 
 
-def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool) -> ModuleSpec:
+def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool, is_fused: bool = True) -> ModuleSpec:
     """Return the spec of every layer. With `is_adapted` its linear layers outside of experts can have adapters."""
     num_experts = shape.experts.num if shape.experts else None
     if is_te:
@@ -47,7 +47,7 @@ def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool) -> ModuleSpe
     if num_experts is not None:
         feed_forward.router = EngineRouter
         feed_forward = feed_forward.experts.submodules
-    feed_forward.activation_func = GatedActivation
+    feed_forward.activation_func = ModuleSpec(module=GatedActivation, params={"is_fused": is_fused})
     if num_experts is not None or not is_te:
         # Elsewhere the norms are inside Transformer Engine's linear layers.
         spec.submodules.pre_mlp_layernorm = RMSNorm

@@ -49,12 +49,13 @@ class EngineRouter(TopKRouter):
 class GatedActivation(torch.nn.Module):
     """The activation between the two matrices of Megatron's MLP."""
 
-    def __init__(self, *, config: TransformerConfig) -> None:
+    def __init__(self, *, config: TransformerConfig, is_fused: bool = True) -> None:
         super().__init__()
         del config
+        self._is_fused = is_fused
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        return gated(gate_up)
+        return gated(gate_up, is_fused=self._is_fused)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +64,13 @@ class Rotation:
 
     cosines: Tensor  # [N, head_dim / 2], float32
     sines: Tensor  # [N, head_dim / 2], float32
+    is_fused: bool = True
+    """Whether a kernel of Triton rotates, where there is a GPU."""
 
     @classmethod
-    def by(cls, angles: Tensor, magnitude: float = 1.0) -> Rotation:
+    def by(cls, angles: Tensor, magnitude: float = 1.0, *, is_fused: bool = True) -> Rotation:
         """Return the rotation by these angles, which also multiplies by `magnitude`."""
-        return cls(cosines=angles.cos() * magnitude, sines=angles.sin() * magnitude)
+        return cls(cosines=angles.cos() * magnitude, sines=angles.sin() * magnitude, is_fused=is_fused)
 
 
 def rotary_frequencies(shape: ModelShape) -> Tensor:
@@ -116,9 +119,9 @@ def _interpolated(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Te
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
-def gated(gate_up: Tensor) -> Tensor:
+def gated(gate_up: Tensor, *, is_fused: bool = True) -> Tensor:
     """silu(gate) * up. [..., 2 F] -> [..., F]"""
-    if gate_up.is_cuda:
+    if gate_up.is_cuda and is_fused:
         return _Gated.apply(gate_up)  # type: ignore[no-any-return, no-untyped-call]
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
@@ -126,7 +129,7 @@ def gated(gate_up: Tensor) -> Tensor:
 
 def rotated(values: Tensor, rotation: Rotation) -> Tensor:
     """Rotary position embedding, the two halves of the channels as pairs. [N, heads, head_dim]"""
-    if values.is_cuda:
+    if values.is_cuda and rotation.is_fused:
         return _Rotated.apply(values, rotation.cosines, rotation.sines)  # type: ignore[no-any-return, no-untyped-call]
     cosines, sines = (torch.cat((half, half), dim=-1)[:, None].to(values.dtype) for half in _halves(rotation))
     first, second = values.chunk(2, dim=-1)

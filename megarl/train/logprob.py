@@ -49,11 +49,13 @@ def token_scores(
     shard: VocabShard,
     temperature: float,
     has_float32_logits: bool = False,
+    is_fused: bool = True,
     max_chunk_bytes: int = LOGIT_CHUNK_BYTES,
 ) -> TokenScores:
     """Score softmax(hidden @ weight.T / temperature). The gradient of `hidden` is to be summed over the ranks.
 
-    Logits have the dtype of `weight`, unless `has_float32_logits`; their gradients have it in any case.
+    Logits have the dtype of `weight`, unless `has_float32_logits`; their gradients have it in any case. With `is_fused`
+    kernels of Triton pass over the logits once, where there is a GPU.
     """
     logit_dtype = torch.float32 if has_float32_logits else weight.dtype
     # Counted in rows with padding: all ranks need the same chunks, because they reduce chunk by chunk.
@@ -61,7 +63,7 @@ def token_scores(
     if chunk_tokens > _CHUNK_MULTIPLE:
         chunk_tokens -= chunk_tokens % _CHUNK_MULTIPLE
     logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, shard, temperature, chunk_tokens, logit_dtype
+        hidden, weight, targets, shard, temperature, chunk_tokens, logit_dtype, is_fused
     )
     return TokenScores(logprobs, entropy)
 
@@ -73,6 +75,7 @@ class _LogprobContext(FunctionCtx):
     temperature: float
     chunk_tokens: int
     logit_dtype: torch.dtype
+    is_fused: bool
 
 
 class _TokenScores(torch.autograd.Function):
@@ -86,26 +89,28 @@ class _TokenScores(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         logit_dtype: torch.dtype,
+        is_fused: bool,
     ) -> tuple[Tensor, Tensor]:
         num_tokens = hidden.shape[0]
         log_norms = torch.empty(num_tokens, dtype=torch.float32, device=hidden.device)
         logprobs, entropy = torch.empty_like(log_norms), torch.empty_like(log_norms)
         for chunk in _chunks(num_tokens, chunk_tokens):
             logits = _logits(hidden[chunk], weight[: shard.size], logit_dtype)
-            parts = _over_ranks(_summed(logits, _columns(targets[chunk], shard), temperature), shard)
+            columns = _columns(targets[chunk], shard)
+            parts = _over_ranks(_summed(logits, columns, temperature, is_fused=is_fused), shard)
             log_norms[chunk] = parts.maximum + parts.total.log()
             logprobs[chunk] = parts.target - log_norms[chunk]
             entropy[chunk] = parts.total.log() - parts.weighted / parts.total
         ctx.save_for_backward(hidden, weight, targets, log_norms, entropy)
         ctx.shard, ctx.temperature, ctx.chunk_tokens = shard, temperature, chunk_tokens
-        ctx.logit_dtype = logit_dtype
+        ctx.logit_dtype, ctx.is_fused = logit_dtype, is_fused
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: _LogprobContext, grad_logprobs: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None, None]:
         hidden, weight, targets, log_norms, entropy = ctx.saved_tensors
         shard = ctx.shard
         grad_hidden = torch.empty_like(hidden)
@@ -121,12 +126,13 @@ class _TokenScores(torch.autograd.Function):
                 entropies=grad_entropy[chunk].contiguous(),
             )
             logits = _logits(hidden[chunk], weight[: shard.size], ctx.logit_dtype)
-            grad_logits = _grad_logits(logits, _columns(targets[chunk], shard), rows, ctx.temperature).to(weight.dtype)
+            columns = _columns(targets[chunk], shard)
+            grad_logits = _grad_logits(logits, columns, rows, ctx.temperature, is_fused=ctx.is_fused).to(weight.dtype)
             grad_hidden[chunk] = grad_logits @ weight[: shard.size]
             if grad_weight is not None:
                 _add_product(grad_weight[: shard.size], grad_logits.t(), hidden[chunk])
         given = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, given, None, None, None, None, None
+        return grad_hidden, given, None, None, None, None, None, None
 
 
 class _Sums(NamedTuple):
@@ -157,9 +163,9 @@ def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return hidden.to(dtype) @ weight.to(dtype).t()
 
 
-def _summed(logits: Tensor, columns: Tensor, temperature: float) -> _Sums:
-    """Return the sums over the columns of each row; on a GPU in one pass over the logits."""
-    if logits.is_cuda and logits.shape[1]:
+def _summed(logits: Tensor, columns: Tensor, temperature: float, *, is_fused: bool = True) -> _Sums:
+    """Return the sums over the columns of each row; fused, on a GPU, in one pass over the logits."""
+    if is_fused and logits.is_cuda and logits.shape[1]:
         from megarl.train.kernels import sum_rows  # noqa: PLC0415 - triton is only on GPU machines
 
         return _Sums(*sum_rows(logits, columns, temperature))
@@ -188,10 +194,12 @@ def _over_ranks(sums: _Sums, shard: VocabShard) -> _Sums:
     return _Sums(maximum, *parts)
 
 
-def _grad_logits(logits: Tensor, columns: Tensor, rows: _RowGradients, temperature: float) -> Tensor:
+def _grad_logits(
+    logits: Tensor, columns: Tensor, rows: _RowGradients, temperature: float, *, is_fused: bool = True
+) -> Tensor:
     """Return the gradient of the logits before temperature, in their dtype; may overwrite them."""
     # d logprob / d logit_j = [j is the target] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
-    if logits.is_cuda and logits.shape[1]:
+    if is_fused and logits.is_cuda and logits.shape[1]:
         from megarl.train.kernels import grad_rows  # noqa: PLC0415 - triton is only on GPU machines
 
         return grad_rows(logits, columns, rows, temperature)

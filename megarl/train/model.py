@@ -27,7 +27,7 @@ from megarl.algo.loss import Segments
 from megarl.config.kernels import uses_te
 from megarl.config.model import Experts, ModelShape
 from megarl.config.roles import ModelParallelConfig
-from megarl.config.section import Device, dtype_on
+from megarl.config.section import Device
 from megarl.data.packing import zigzag
 from megarl.errors import ConfigError, Problem
 from megarl.train.attention import PackedSequences, packed_sequences
@@ -118,6 +118,9 @@ def whole_column(column: Tensor, micro_batch: MicroBatch, topology: Topology) ->
 class Model(GPTModel):
     """One chunk; the first has the embedding, and in the last a subclass turns hidden states into its output."""
 
+    is_fused = True
+    """Whether kernels of Triton are used, where there is a GPU."""
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -156,7 +159,7 @@ class Model(GPTModel):
 
     def _rotation(self, positions: Tensor) -> Rotation:
         self._frequencies = self._frequencies.to(positions.device)
-        return Rotation.by(positions[0, :, None] * self._frequencies, self._magnitude)
+        return Rotation.by(positions[0, :, None] * self._frequencies, self._magnitude, is_fused=self.is_fused)
 
 
 class PolicyModel(Model):
@@ -192,6 +195,7 @@ class PolicyModel(Model):
             shard=shard,
             temperature=temperature,
             has_float32_logits=self.has_float32_head,
+            is_fused=self.is_fused,
         )
 
 
@@ -251,9 +255,10 @@ def build_chunks(
     chunks: list[Model] = []
     for chunk in range(split.virtual_pipeline):
         layers = parallel.chunk_layers(shape.num_layers, stage=topology.pipeline_rank, chunk=chunk)
-        spec = layer_spec(shape, is_te=is_te, is_adapted=is_adapted)
+        spec = layer_spec(shape, is_te=is_te, is_adapted=is_adapted, is_fused=split.is_fused)
         block = TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=RMSNorm)
         model = kind(config, block, shape, topology, chunk)
+        model.is_fused = split.is_fused
         if isinstance(model, PolicyModel):
             model.has_float32_head = has_float32_head
         # Megatron makes routers on the host, and its gradient buffers move them only where there are some.
@@ -275,7 +280,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron's options; the recipe's check refuses those in `split.megatron` that are set here."""
     is_cuda = device == "cuda"
-    dtype = torch_dtype(dtype_on(device))
+    dtype = torch_dtype(split.dtype_on(device))
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
@@ -303,7 +308,7 @@ def transformer_config(
         # two ranks (pipeline 2) would confuse them; one by one, both sides post them in the same order.
         batch_p2p_comm=split.virtual_pipeline == 1,
         overlap_p2p_comm=split.virtual_pipeline > 1,
-        bf16=is_cuda,
+        bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         # Gradients are summed over micro-batches and ranks, not averaged: the loss carries its global denominator.

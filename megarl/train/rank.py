@@ -19,7 +19,7 @@ from torch import Tensor
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
-from megarl.config.section import Device, dtype_on
+from megarl.config.section import Device
 from megarl.data.shares import unpack
 from megarl.system.faults import Spoil, StepPoint, reach
 from megarl.tokens import SampleNumbers
@@ -89,7 +89,7 @@ class ModelRank:
                 has_float32_head=spec.has_float32_head,
             )
         parallel = MegatronParallel.of(spec.split, data=self._topology.data)
-        self._layout = megatron_layout(spec.shape, parallel, dtype=dtype_on(spec.device))
+        self._layout = megatron_layout(spec.shape, parallel, dtype=spec.split.dtype_on(spec.device))
         self._holding = self._layout.by_rank[spec.rank]
         check_holding(self._holding, specs_of(self.tensors().items()), holder=f"trainer rank {spec.rank}")
 

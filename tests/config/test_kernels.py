@@ -7,7 +7,7 @@ import pytest
 from megarl.config import kernels
 from megarl.config.kernels import check_kernels, check_packages, check_widths, uses_te
 from megarl.config.public_models import PUBLIC_MODELS
-from megarl.config.roles import ActorConfig, ReferenceConfig, RolesConfig
+from megarl.config.roles import ActorConfig, CriticConfig, ReferenceConfig, RolesConfig
 from megarl.errors import Problem
 
 DENSE = PUBLIC_MODELS["qwen2.5-7b"]
@@ -127,3 +127,18 @@ def test_widths_that_fp8_cannot_multiply_are_refused() -> None:
 )
 def test_packs_have_lengths_that_fp8_takes_on_every_rank(keys: dict[str, object], multiple: int) -> None:
     assert actor(**keys).actor.pack_multiple == multiple
+
+
+def test_float32_is_for_a_critic() -> None:
+    critic = CriticConfig(pool="gpu", precision="fp32")
+    roles = RolesConfig(actor=ActorConfig(pool="gpu"), critic=critic)
+    assert list(check_kernels(roles, is_adapted=False, device="cuda")) == []
+    assert (critic.dtype_on("cuda"), roles.actor.dtype_on("cuda")) == ("float32", "bfloat16")
+    (problem,) = check_kernels(actor(precision="fp32"), is_adapted=False, device="cuda")
+    assert str(problem).startswith("roles.actor.precision: fp32 is for a critic without model.lora")
+
+
+def test_torch_has_no_fp8() -> None:
+    (problem,) = check_kernels(actor(precision="fp8", kernels="torch"), is_adapted=False, device="cuda")
+    assert str(problem) == "roles.actor.kernels: torch has no FP8; use auto or te with precision fp8"
+    assert not actor(kernels="torch").actor.is_fused

@@ -144,6 +144,12 @@ def test_inputs_of_fp8_products_are_kept_in_one_byte_and_weights_twice() -> None
     )
 
 
+def test_float32_has_twice_the_bytes_of_bfloat16() -> None:
+    plain, precise = work_of(), work_of("roles.actor.precision=fp32")
+    assert (plain.item_bytes, precise.item_bytes) == (2, 4)
+    assert layer_bytes(precise).total > 1.8 * layer_bytes(plain).total
+
+
 def test_each_rank_has_copies_of_its_own_experts() -> None:
     shape = PUBLIC_MODELS["qwen3-30b-a3b"]
     split = ActorConfig(pool="train", expert=8, precision="fp8")

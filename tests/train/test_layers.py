@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.train.layers import EngineRouter, RMSNorm, Rotation, gated, rotated
+from megarl.train.logprob import _summed
 
 TOLERANCES = {"activation": 1e-5, "rotation": 1e-6, "scores": 1e-5, "digests": 0.0, "digests_in_one_launch": 0.0}
 
@@ -78,3 +79,27 @@ def test_a_router_rounds_its_logits_like_an_engine_and_weighs_in_float32() -> No
     assert torch.equal(logits, F.linear(tokens, weight).float())
     chosen, exact = (values.topk(8).indices.sort().values for values in (logits, tokens.float() @ weight.float().t()))
     assert 0 < (chosen != exact).any(dim=1).float().mean() < 0.5
+
+
+class OnGpu(torch.Tensor):
+    """Values of a CPU that say they are on a GPU, where Triton would be used."""
+
+    is_cuda = True
+
+
+def test_without_fused_kernels_a_gpu_computes_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megarl.train.kernels", None)
+    gate_up, values = torch.randn(4, 1, 16), torch.randn(4, 2, 8)
+    logits, columns, angles = torch.randn(4, 32), torch.zeros(4, dtype=torch.int64), torch.rand(4, 4)
+    pairs = (
+        (gated(gate_up.as_subclass(OnGpu), is_fused=False), gated(gate_up)),
+        (rotated(values.as_subclass(OnGpu), Rotation.by(angles, is_fused=False)), rotated(values, Rotation.by(angles))),
+        (
+            _summed(logits.as_subclass(OnGpu), columns, 1.0, is_fused=False).weighted,
+            _summed(logits, columns, 1.0).weighted,
+        ),
+    )
+    for found, expected in pairs:
+        assert torch.equal(found, expected)
+    with pytest.raises(ModuleNotFoundError):
+        rotated(values.as_subclass(OnGpu), Rotation.by(angles))

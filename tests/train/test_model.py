@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megarl.config.model import read_model_shape
 from megarl.config.native.owned import owned
 from megarl.config.public_models import PUBLIC_MODELS
-from megarl.config.roles import ActorConfig
+from megarl.config.roles import ActorConfig, CriticConfig
 from megarl.train import model as model_module
 from megarl.train.layers import rotary_frequencies, rotary_magnitude
 from megarl.train.model import transformer_config
@@ -32,6 +32,13 @@ MAGNIFIED_YARN = {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False
 def config_with(name: str = "qwen3-8b", **native: object) -> TransformerConfig:
     shape = PUBLIC_MODELS[name]
     return transformer_config(shape, ActorConfig(pool="gpu", megatron=native), device="cpu")
+
+
+def test_a_critic_can_have_float32_on_a_gpu() -> None:
+    critic = CriticConfig(pool="gpu", precision="fp32")
+    config = transformer_config(PUBLIC_MODELS["qwen3-8b"], critic, device="cuda")
+    assert (config.bf16, config.params_dtype, config.pipeline_dtype) == (False, torch.float32, torch.float32)
+    assert transformer_config(PUBLIC_MODELS["qwen3-8b"], ActorConfig(pool="gpu"), device="cuda").bf16
 
 
 def test_fields_of_the_recipe_reach_megatron() -> None:

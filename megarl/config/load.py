@@ -55,7 +55,7 @@ def load_recipe(
     """
     document = _overridden(path, overrides)
     try:
-        read = validated(document, source=str(path)).recipe
+        read = validated(document, source=str(path))
     except ConfigError as error:
         further = _further_problems(document, error.problems, checks)
         raise ConfigError(str(path), (*error.problems, *further)) from None
@@ -66,9 +66,9 @@ def load_recipe(
 
 
 def _checked(
-    read: Recipe, checks: Sequence[Callable[[Recipe], list[Problem]]], *, downloads: bool
+    read: ReadRecipe, checks: Sequence[Callable[[Recipe], list[Problem]]], *, downloads: bool
 ) -> tuple[Recipe, list[Problem]]:
-    recipe, missing = with_local_models(read, downloads=downloads)
+    recipe, missing = with_local_models(read.recipe, downloads=downloads)
     found = [problem for check in checks for problem in check(recipe)]
     return recipe, [*missing, *(problem for problem in found if problem.key not in {each.key for each in missing})]
 
@@ -87,10 +87,10 @@ def _further_problems(
         in_doubt |= {problem.key.rpartition(".")[0] or problem.key}
         in_doubt |= {meant[1].rpartition(".")[0] or meant[1]} if meant else set()
     try:
-        recipe = Recipe.model_validate(tree)
+        read = ReadRecipe(recipe=Recipe.model_validate(tree), document=document)
     except ValidationError:
         return []
-    found = _checked(recipe, checks, downloads=False)[1]
+    found = _checked(read, checks, downloads=False)[1]
     doubted = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, in_doubt))})(?=\.|: )")
     return [problem for problem in found if not doubted.search(str(problem))]
 

@@ -97,11 +97,11 @@ class RolloutGroup:
 class Score:
     value: float
     components: Mapping[str, float]
-    prediction: str | None = None
-    """The final answer the scorer read out of the response, where it says so."""
+    prediction: str | None = None  # the final answer the scorer read out of the response, where it says so
     is_masked: bool = False
     """The rollout could not be scored: it is left out of its group's statistics and of the loss."""
     turns: tuple[float, ...] | None = None  # the reward of each turn, where an environment gives them
+    tokens: tuple[float, ...] | None = None  # that of each token the policy chose, beside `value`, where one is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from megarl.config.algorithm import (
 )
 from megarl.data.packing import Packing
 from megarl.data.shares import make_shares, unpack
-from megarl.errors import DataError
+from megarl.errors import DataError, RewardError
 from megarl.tokens import Content, SampleNumbers, by_sample
 from megarl.turns import Ending, Episode, Turn, TurnKind
 from megarl.types import (
@@ -108,6 +108,12 @@ def draw_attempt(random: np.random.Generator) -> tuple[Attempt, tuple[int, ...]]
     return Attempt(rollout, tuple(range(place))), starts
 
 
+def draw_tokens(random: np.random.Generator, rollout: Rollout) -> tuple[float, ...] | None:
+    """Return rewards of the tokens that the policy chose, for some rollouts, and most of them 0."""
+    size = int(rollout.loss_mask.sum())
+    return tuple(np.where(random.random(size) < 0.3, random.normal(size=size), 0)) if random.random() < 0.3 else None
+
+
 def split(attempt: Attempt, cuts: Sequence[int], prompt_ids: np.ndarray) -> Attempt:
     """Return the episode with a new row, which repeats the history as its context, at each of the cuts."""
     whole = attempt.rollout
@@ -165,7 +171,10 @@ def draw_step(seed: int) -> tuple[list[ScoredGroup], list[ScoredGroup], list[Att
             split(attempt, [start for start in starts if random.random() < 0.6], prompt.token_ids)
             for attempt, starts in drawn
         ]
-        scores = tuple(Score(value=float(random.integers(0, 3)), components={}) for _ in range(GROUP))
+        scores = tuple(
+            Score(value=float(random.integers(0, 3)), components={}, tokens=draw_tokens(random, attempt.rollout))
+            for attempt in wholes
+        )
         for side, members in enumerate((wholes, parts)):
             rollouts = tuple(attempt.rollout for attempt in members)
             groups[side].append(ScoredGroup(group=RolloutGroup(prompt=prompt, rollouts=rollouts), scores=scores))
@@ -364,3 +373,40 @@ def test_a_reward_of_a_turn_counts_for_its_tokens_and_those_before_only() -> Non
     # Rewards of the episodes: 1 + 2 and 2, their mean is 2.5. After the first turn 2 are to come in both.
     assert first.advantages.tolist() == [0.5, 0.5, 0.0, -0.5, -0.5]
     assert second.advantages.tolist() == [-0.5, -0.5, 0.0, -0.5, -0.5]
+
+
+@pytest.mark.parametrize("config", ALGORITHMS, ids=lambda config: config.kind)
+def test_rewards_of_last_tokens_are_rewards_of_their_turns(config: EstimatorConfig) -> None:
+    by_turns, _, attempts, _ = draw_step(5)
+    by_turns = [
+        replace(scored, scores=tuple(replace(each, tokens=None) for each in scored.scores)) for scored in by_turns
+    ]
+    by_tokens = [given_by_tokens(scored, is_of_all=number % 2 == 0) for number, scored in enumerate(by_turns)]
+    pairs = zip(samples_of(config, by_turns, attempts), samples_of(config, by_tokens, attempts), strict=True)
+    num_rewarded = 0
+    for one, other in pairs:
+        np.testing.assert_allclose(one.advantages, other.advantages, atol=1e-6)
+        num_rewarded += any(turn.reward for turn in one.rollout.episode.turns)
+    assert num_rewarded > 10
+
+
+def given_by_tokens(scored: ScoredGroup, *, is_of_all: bool) -> ScoredGroup:
+    """Return the group with the rewards of turns as rewards of tokens: of the chosen ones, or of all."""
+    rollouts, scores = [], []
+    for rollout, score in zip(scored.group.rollouts, scored.scores, strict=True):
+        tokens = np.zeros(rollout.num_tokens)
+        for turn in rollout.episode.turns:
+            tokens[turn.end - 1] += turn.reward
+        plain = tuple(replace(turn, reward=0.0) for turn in rollout.episode.turns)
+        rollouts.append(replace(rollout, episode=replace(rollout.episode, turns=plain)))
+        scores.append(replace(score, tokens=tuple(tokens if is_of_all else tokens[rollout.loss_mask])))
+    return replace(scored, group=replace(scored.group, rollouts=tuple(rollouts)), scores=tuple(scores))
+
+
+def test_rewards_for_another_number_of_tokens_are_refused() -> None:
+    groups, _, attempts, _ = draw_step(0)
+    scores = tuple(replace(score, tokens=(0.5,) * 99) for score in groups[0].scores)
+    with pytest.raises(
+        RewardError, match=r"prompt p:0: the score has 99 rewards in `tokens`, and the policy chose \d+"
+    ):
+        samples_of(ALGORITHMS[0], [replace(groups[0], scores=scores), *groups[1:]], attempts)

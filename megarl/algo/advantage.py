@@ -62,7 +62,7 @@ class Outcomes:
     baselines: Wide | None = None  # [B], reward of a greedy rollout of the same prompt, for `remax`
     penalties: tuple[FloatArray, ...] | None = None  # B of [T_i], subtracted from the reward per token
     values: tuple[FloatArray, ...] | None = None  # B of [T_i], the critic's estimates, for `gae`
-    turn_rewards: tuple[Mapping[int, float], ...] | None = None
+    earlier_rewards: tuple[Mapping[int, float], ...] | None = None
     """Per rollout the parts of its reward that came earlier than at its end, by the token that they are credited to."""
 
     def __post_init__(self) -> None:
@@ -146,19 +146,19 @@ def _of_user(code: str, outcomes: Outcomes) -> Credit:
 
 
 def _to_go(credit: Credit, scales: Wide, outcomes: Outcomes) -> Credit:
-    """Take from each token's advantage the rewards of earlier turns, which it did not cause.
+    """Take from each token's advantage the rewards of earlier turns and tokens, which it did not cause.
 
     With the scale s of an estimator that is s * (R - baseline of the group), a token has s * (R to go - baseline): the
-    baseline does not depend on the turn, so the gradient stays unbiased.
+    baseline does not depend on the place, so the gradient stays unbiased.
     """
-    if outcomes.turn_rewards is None:
+    if outcomes.earlier_rewards is None:
         return credit
     advantages = []
-    each = zip(credit.advantages, scales, outcomes.turn_rewards, outcomes.loss_masks, strict=True)
+    each = zip(credit.advantages, scales, outcomes.earlier_rewards, outcomes.loss_masks, strict=True)
     for whole, scale, by_token, mask in each:
         earlier = np.zeros(len(mask) + 1)
-        for token, reward in by_token.items():
-            earlier[token + 1] += reward
+        places, rewards = _places(by_token)
+        earlier[places + 1] = rewards
         received = earlier[:-1].cumsum()
         advantages.append((whole - scale * received * mask).astype(np.float32) if received.any() else whole)
     return Credit(advantages=tuple(advantages))
@@ -197,8 +197,8 @@ def preference_push(scaled_margin: float, *, beta: float, config: PreferenceConf
 
 def _gdpo(outcomes: Outcomes, weights: Mapping[str, float]) -> Wide:
     """Whitened weighted sum of each component's GRPO advantage, so that the components' scales do not matter."""
-    if outcomes.turn_rewards is not None and any(outcomes.turn_rewards):
-        raise DataError("gdpo weighs components of a score, and rewards per turn are none: use another estimator")
+    if outcomes.earlier_rewards is not None and any(outcomes.earlier_rewards):
+        raise DataError("gdpo weighs components of a score; rewards per turn or token are none: use another estimator")
     total = np.zeros_like(outcomes.rewards)
     for name, weight in weights.items():
         total += weight * grpo(outcomes.components[name], outcomes.groups, normalize_std=True)
@@ -214,7 +214,7 @@ def _remax(outcomes: Outcomes, *, gamma: float) -> list[Wide]:
 
 def _rewards_to_go(outcomes: Outcomes, *, gamma: float) -> list[Wide]:
     """The reward, less later penalties, each discounted once per later token that the policy chose."""
-    if outcomes.penalties is not None or outcomes.turn_rewards is not None:
+    if outcomes.penalties is not None or outcomes.earlier_rewards is not None:
         return [_discounted_sum(tokens, gamma) for tokens in _token_rewards(outcomes)]
     lengths = outcomes.lengths
     discounts = gamma ** np.arange(lengths.max(initial=0), dtype=np.float64)
@@ -222,17 +222,23 @@ def _rewards_to_go(outcomes: Outcomes, *, gamma: float) -> list[Wide]:
 
 
 def _token_rewards(outcomes: Outcomes) -> Iterator[Wide]:
-    """Yield per rollout the rewards of the tokens the policy chose: penalties on all, those of turns at their ends, the
-    rest of the reward on the last.
+    """Yield per rollout the rewards of the tokens the policy chose: penalties on all, earlier rewards at their places,
+    the rest of the reward on the last.
     """
     for index, (reward, mask) in enumerate(zip(outcomes.rewards, outcomes.loss_masks, strict=True)):
         penalties = None if outcomes.penalties is None else outcomes.penalties[index][mask]
         tokens = np.zeros(np.count_nonzero(mask)) if penalties is None else -penalties.astype(np.float64)
-        by_token = {} if outcomes.turn_rewards is None else outcomes.turn_rewards[index]
-        for token, part in by_token.items():
-            tokens[np.count_nonzero(mask[:token])] += part
-        tokens[-1:] += reward - sum(by_token.values())
+        places, earlier = _places({} if outcomes.earlier_rewards is None else outcomes.earlier_rewards[index])
+        if len(places):
+            tokens[np.cumsum(mask)[places] - 1] += earlier
+        tokens[-1:] += reward - earlier.sum()
         yield tokens
+
+
+def _places(by_token: Mapping[int, float]) -> tuple[npt.NDArray[np.int64], Wide]:
+    """Return the tokens that have rewards of their own, and these rewards."""
+    size = len(by_token)
+    return np.fromiter(by_token, np.int64, size), np.fromiter(by_token.values(), np.float64, size)
 
 
 def _gae(outcomes: Outcomes, *, gamma: float, lam: float) -> Credit:

@@ -16,6 +16,7 @@ from megarl.algo.selection import (
     component,
     estimates_of,
     is_lost,
+    parts_of,
     scored_only,
     with_unscored,
     without_cut,
@@ -30,6 +31,7 @@ from megarl.config.algorithm import (
     RemaxConfig,
     SftConfig,
 )
+from megarl.errors import RewardError
 from megarl.stages import Algorithm
 from megarl.tokens import num_true
 from megarl.types import BoolArray, Estimates, FloatArray, Rollout, Score, ScoredGroup, TrainSample
@@ -135,7 +137,7 @@ class PolicyGradient:
             baselines=self._baselines(groups) if isinstance(config, RemaxConfig) else None,
             penalties=self._penalties(estimates, loss_masks),
             values=estimates.values,
-            turn_rewards=_turn_rewards(groups),
+            earlier_rewards=_earlier_rewards(groups),
         )
 
     def _penalties(self, estimates: Estimates, loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...] | None:
@@ -167,11 +169,11 @@ class PolicyGradient:
         )
 
     def _rewards(self, scored: Sequence[tuple[Rollout, Score]]) -> npt.NDArray[np.float64]:
-        """[B], the scores with the rewards of turns and the penalty of overlong responses."""
+        """[B], the scores with the rewards of turns and tokens and the penalty of overlong responses."""
         rewards = np.array([score.value for _, score in scored], dtype=np.float64)
         if self._config.reward_clip is not None:
             rewards = rewards.clip(*self._config.reward_clip)
-        rewards += [sum(turn.reward for turn in rollout.episode.turns) for rollout, _ in scored]
+        rewards += [parts_of(rollout, score) for rollout, score in scored]
         overlong = self._config.overlong
         if overlong is None or overlong.buffer_tokens is None:
             return rewards
@@ -188,14 +190,32 @@ def _num_counted(rollout: Rollout) -> int:
     return num_true(rollout.loss_mask) if rollout.episode.turns else rollout.num_tokens
 
 
-def _turn_rewards(groups: Sequence[ScoredGroup]) -> tuple[dict[int, float], ...] | None:
-    """Return the rewards of turns by the last token of each; None where no episode has any."""
+def _earlier_rewards(groups: Sequence[ScoredGroup]) -> tuple[dict[int, float], ...] | None:
+    """Return the rewards of turns, by the last token of each, and of tokens; None where no rollout has any."""
     rewards = tuple(
-        {turn.end - 1: turn.reward for turn in rollout.episode.turns if turn.reward}
+        _rewards_by_token(rollout, score, scored.group.prompt.uid)
         for scored in groups
-        for rollout in scored.group.rollouts
+        for rollout, score in zip(scored.group.rollouts, scored.scores, strict=True)
     )
     return rewards if any(rewards) else None
+
+
+def _rewards_by_token(rollout: Rollout, score: Score, uid: str) -> dict[int, float]:
+    by_token = {turn.end - 1: turn.reward for turn in rollout.episode.turns if turn.reward}
+    if score.tokens is None:
+        return by_token
+    chosen, rewards = np.flatnonzero(rollout.loss_mask), np.array(score.tokens)
+    if len(rewards) == rollout.num_tokens and not rewards[~rollout.loss_mask].any():
+        rewards = rewards[chosen]  # of all tokens of an episode
+    if len(rewards) != len(chosen):
+        raise RewardError(
+            f"prompt {uid}: the score has {len(rewards)} rewards in `tokens`, and the policy chose {len(chosen)} "
+            "tokens: return one for each"
+        )
+    for place in np.flatnonzero(rewards).tolist():
+        token = int(chosen[place])
+        by_token[token] = by_token.get(token, 0.0) + float(rewards[place])
+    return by_token
 
 
 def _baseline(scored: ScoredGroup) -> tuple[Rollout, Score]:

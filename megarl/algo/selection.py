@@ -16,7 +16,7 @@ from megarl.config.algorithm import FilterConfig
 from megarl.errors import DataError
 from megarl.system.user_code import load_code
 from megarl.tokens import repeated
-from megarl.types import Estimates, FinishReason, FloatArray, Score, ScoredGroup, TrainSample
+from megarl.types import Estimates, FinishReason, FloatArray, Rollout, Score, ScoredGroup, TrainSample
 
 
 class Selection:
@@ -29,7 +29,8 @@ class Selection:
         self._causes: Counter[str] = Counter()
 
     def keeps(self, group: ScoredGroup) -> bool:
-        values = [self._value(score, group) for score in group.scores]
+        pairs = zip(group.group.rollouts, group.scores, strict=True)
+        values = [self._value(rollout, score, group) for rollout, score in pairs]
         complaint = self._complaint(values) or self._complaint_of_user(group)
         if complaint is None:
             self._num_dropped = 0
@@ -50,9 +51,9 @@ class Selection:
         causes, self._causes = self._causes, Counter()
         return dict(sorted(causes.items()))
 
-    def _value(self, score: Score, group: ScoredGroup) -> float:
+    def _value(self, rollout: Rollout, score: Score, group: ScoredGroup) -> float:
         name = self._config.component
-        return score.value if name is None else component(score, name, group)
+        return score.value + parts_of(rollout, score) if name is None else component(score, name, group)
 
     def _complaint(self, values: list[float]) -> tuple[str, str] | None:
         """Return why a group with these values is dropped, as a cause and a clause; None if it is kept."""
@@ -72,6 +73,11 @@ class Selection:
         if code is None or load_code(code, key="algorithm.filter.code")(group):
             return None
         return "own", f"{code} did not keep it"
+
+
+def parts_of(rollout: Rollout, score: Score) -> float:
+    """Return the sum of the rewards of turns and tokens, which come beside the score's value."""
+    return sum(turn.reward for turn in rollout.episode.turns) + sum(score.tokens or ())
 
 
 def component(score: Score, name: str, group: ScoredGroup) -> float:

@@ -14,7 +14,7 @@ from typing import cast
 from megarl.episodes.protocol import Call, Observation, Row, ToolSchema, Transcript
 from megarl.episodes.worker import EnvironmentTask
 from megarl.errors import EnvironmentLostError, Problem, RewardError, ScoreLostError
-from megarl.reward.pool import START_TIMEOUT_S
+from megarl.reward.pool import START_TIMEOUT_S, score_of
 from megarl.reward.protocol import Answer, is_answer
 from megarl.system.user_process import SourceWatch, UserProcess
 from megarl.types import JsonValue, Score
@@ -230,14 +230,8 @@ def read_score(answer: Mapping[str, JsonValue]) -> Score:
         raise ScoreLostError("environment: its process sent something that is no score")
     if "error" in answer:
         raise ScoreLostError(f"environment: score {answer['error']}")
-    read = cast("Answer", answer)
     turns = cast("list[float] | None", answer.get("turns"))
-    return Score(
-        value=read["score"],
-        components=read["components"],
-        prediction=read.get("prediction"),
-        turns=None if turns is None else tuple(turns),
-    )
+    return replace(score_of(cast("Answer", answer)), turns=None if turns is None else tuple(turns))
 
 
 def _observation(answer: Mapping[str, JsonValue]) -> Observation:

@@ -260,7 +260,10 @@ class Tools:
             num_given = len(messages)
             ending = await self._turns(environment, session, messages)
             transcript = Transcript(
-                prompt=tuple(messages[:num_given]), messages=tuple(messages[num_given:]), ending=ending.value
+                prompt=tuple(messages[:num_given]),
+                messages=tuple(messages[num_given:]),
+                ending=ending.value,
+                token_ids=session.sampled_ids,
             )
             return Played(ending=ending, score=await environment.score(transcript))
         finally:

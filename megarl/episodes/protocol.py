@@ -74,6 +74,8 @@ class Transcript:
     messages: tuple[ChatMessage, ...]
     """Responses and observations after the prompt, in their order."""
     ending: str
+    token_ids: tuple[tuple[int, ...], ...] = ()
+    """The tokens of each response of the model."""
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -84,6 +84,12 @@ class Session:
     def num_sampled(self) -> int:
         return sum(part.turn.kind is TurnKind.SAMPLED for part in self._parts)
 
+    @property
+    def sampled_ids(self) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each sampled turn."""
+        parts = (part for part in self._parts if part.turn.kind is TurnKind.SAMPLED)
+        return tuple(tuple(part.token_ids.tolist()) for part in parts)
+
     async def sample(self, *, max_tokens: int | None = None) -> SampledTurn:
         limit = self.num_left if max_tokens is None else min(max_tokens, self.num_left)
         if limit == 0 or self.num_sampled >= self._max_turns:

@@ -14,13 +14,12 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import NotRequired, TypedDict, cast
 
 from megarl.episodes.protocol import Observation, Transcript
 from megarl.episodes.tool_methods import BadArgumentsError, ToolMethod, tool_methods
-from megarl.reward.protocol import check_result, type_name
+from megarl.reward.protocol import check_result, finite_list, type_name
 from megarl.system.proc import limited_time
 from megarl.system.user_worker import UserError, WorkerChannel, describe, grant_cpu, import_file, limit_memory, sources
 from megarl.types import JsonValue
@@ -118,11 +117,9 @@ def score_answer(value: object) -> dict[str, object]:
     answer = cast("dict[str, object]", check_result(value, None))
     if turns is None or "error" in answer:
         return answer
-    if not isinstance(turns, list | tuple) or not all(isinstance(each, Real) for each in turns):
-        return {"error": f"returned a {type_name(turns)} for turns; it must be a list of one number per turn"}
-    rewards = [float(each) for each in turns]
-    if not all(map(math.isfinite, rewards)):
-        return {"error": "returned a reward of a turn that is not finite"}
+    rewards = finite_list(turns)
+    if rewards is None:
+        return {"error": f"returned a {type_name(turns)} for turns; it must be a list of one finite number per turn"}
     return {**answer, "turns": rewards}
 
 
@@ -278,7 +275,10 @@ def _told(error: BaseException, path: Path) -> str:
 def _transcript(values: Mapping[str, JsonValue]) -> Transcript:
     messages = cast("dict[str, list[dict[str, JsonValue]]]", values)
     return Transcript(
-        prompt=tuple(messages["prompt"]), messages=tuple(messages["messages"]), ending=str(values["ending"])
+        prompt=tuple(messages["prompt"]),
+        messages=tuple(messages["messages"]),
+        ending=str(values["ending"]),
+        token_ids=tuple(map(tuple, cast("dict[str, list[list[int]]]", values)["token_ids"])),
     )
 
 

@@ -193,4 +193,9 @@ def score_of(answer: Answer) -> Score:
     """Return the score of an answer; an `error` in it is a ScoreError."""
     if "error" in answer:
         raise (MachineFaultError if answer.get("is_machine_fault") else ScoreError)(answer["error"])
-    return Score(value=answer["score"], components=answer["components"], prediction=answer.get("prediction"))
+    return Score(
+        value=answer["score"],
+        components=answer["components"],
+        prediction=answer.get("prediction"),
+        tokens=tuple(answer["tokens"]) if "tokens" in answer else None,
+    )

@@ -13,6 +13,7 @@ from numbers import Real
 from typing import NotRequired, TypedDict
 
 _PREDICTION = "prediction"
+_TOKENS = "tokens"
 
 
 class WorkerTask(TypedDict):
@@ -79,6 +80,8 @@ class Answer(TypedDict, total=False):
     components: dict[str, float]
     prediction: str
     """The answer that the function read from the response."""
+    tokens: list[float]
+    """The reward of each token, beside the score."""
     error: str
     is_machine_fault: bool
     """The error is not the sample's: the sandbox could not be started."""
@@ -114,16 +117,19 @@ def is_answer(value: object) -> bool:
     components = value.get("components")
     if not isinstance(components, dict) or not isinstance(value.get("prediction", ""), str):
         return False
-    return all(
-        isinstance(number, float) and math.isfinite(number) for number in (value.get("score"), *components.values())
-    )
+    tokens = value.get("tokens", [])
+    if not isinstance(tokens, list):
+        return False
+    numbers = (value.get("score"), *components.values(), *tokens)
+    return all(isinstance(number, float) and math.isfinite(number) for number in numbers)
 
 
 def check_result(value: object, weights: Mapping[str, float] | None) -> Answer:
     """Return what a reward function returned, a finite number or a dict, as an `Answer`; an `error` if it is neither.
 
     In a dict, `score` is the score, other numbers are components, the rest is ignored. With weights the score is the
-    weighted sum of the numbers that they name. `prediction` is the answer read from the response, as text or None.
+    weighted sum of the numbers that they name. `prediction` is the answer read from the response, as text or None,
+    `tokens` a list of one number per token.
     """
     if weights is not None and not isinstance(value, Mapping):
         return {"error": f"returned a {type_name(value)}; reward.weights needs a dict with {', '.join(weights)}"}
@@ -140,6 +146,12 @@ def check_result(value: object, weights: Mapping[str, float] | None) -> Answer:
     else:
         total = sum(weight * numbers[name] for name, weight in weights.items())
         answer = {"score": total, "components": numbers}
+    tokens = results.get(_TOKENS)
+    if tokens is not None and not isinstance(tokens, Real):
+        rewards = finite_list(tokens)
+        if rewards is None:
+            return {"error": f"returned a {type_name(tokens)} for {_TOKENS}; it must be a list of finite numbers"}
+        answer["tokens"] = rewards
     match results.get(_PREDICTION):
         case None:
             return answer
@@ -147,6 +159,15 @@ def check_result(value: object, weights: Mapping[str, float] | None) -> Answer:
             return {**answer, "prediction": str(prediction).strip()}
         case other:
             return {"error": f"returned a {type_name(other)} for {_PREDICTION}; it must be text, or None"}
+
+
+def finite_list(value: object) -> list[float] | None:
+    """Return a list, tuple or array of finite numbers as floats; None if it is something else."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, list | tuple) or not all(isinstance(each, Real) for each in value):
+        return None
+    numbers = [float(each) for each in value]
+    return numbers if all(map(math.isfinite, numbers)) else None
 
 
 def _named_and_numbers(results: Mapping[object, object], names: tuple[str, ...]) -> dict[str, object]:

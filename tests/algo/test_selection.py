@@ -48,6 +48,14 @@ def test_a_group_is_kept_when_its_rewards_say_something(
     assert Selection(config).keeps(scored_group(0, rewards)) is is_kept
 
 
+def test_a_group_is_kept_for_rewards_of_tokens_alone() -> None:
+    group = scored_group(0, [1, 1])
+    assert not Selection(FilterConfig()).keeps(group)
+    tokens = (0.5, *(0.0,) * (group.group.rollouts[0].num_tokens - 1))
+    scores = (replace(group.scores[0], tokens=tokens), group.scores[1])
+    assert Selection(FilterConfig()).keeps(replace(group, scores=scores))
+
+
 def test_a_component_can_decide_instead_of_the_score() -> None:
     group = scored_group(0, [1, 0], components=[{"right": 1.0}, {"right": 1.0}])
     assert Selection(FilterConfig()).keeps(group)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ GROUPS = [
     scored_group(3, [1, 0], lengths=[2, 5], cut=[1]),
     with_baseline(scored_group(7, [0.5], components=[{"right": 0.25}]), score=1.0, length=4),
 ]
+GROUPS[0] = replace(GROUPS[0], scores=(replace(GROUPS[0].scores[0], tokens=(0.5, -1.0)), GROUPS[0].scores[1]))
 PROMPTS = {group.group.prompt.position: group.group.prompt for group in GROUPS}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,9 @@ class Mischief:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
         time.sleep(600)
         return ""
-    def score(self, transcript): return {"score": 1, "turns": [0.5, 1], "length": 3}
+    def score(self, transcript):
+        tokens = [0.5 for ids in transcript.token_ids for _ in ids]
+        return {"score": 1, "turns": [0.5, 1], "length": 3, "tokens": tokens}
 '''
 
 
@@ -153,8 +156,9 @@ def test_a_tool_that_misbehaves_is_an_observation(write_class: Callable[[str], P
     assert flood.endswith("characters more]")
     ended = run(environment.call(_call("ends")))
     assert (ended.text, ended.ended, ended.reward) == ("over", True, 0.5)
-    score = run(environment.score(_answered("")))
-    assert (score.value, score.turns, score.components) == (1.0, (0.5, 1.0), {"length": 3.0})
+    score = run(environment.score(replace(_answered(""), token_ids=((4, 5), (6,)))))
+    assert (score.value, score.turns, score.tokens) == (1.0, (0.5, 1.0), (0.5,) * 3)
+    assert score.components == {"length": 3.0}
     run(environments.close())
 
 

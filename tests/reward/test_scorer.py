@@ -158,6 +158,21 @@ def test_numbers_of_a_dict_become_components(make_group: MakeGroup, make_reward:
     assert score == Score(value=0.5, components={"format": 1.0, "is_right": 1.0})
 
 
+def test_rewards_of_tokens_come_beside_the_score(make_group: MakeGroup, make_reward: MakeReward) -> None:
+    reward = make_reward(
+        """
+        def compute_score(data_source, solution_str, ground_truth, extra_info, token_ids):
+            return {"score": 1.0, "tokens": [0.5 * place for place in range(len(token_ids))]}
+        """
+    )
+    group = make_group("one", "three")
+    scores = scores_of(reward, group)
+    for rollout, found in zip(group.rollouts, scores, strict=True):
+        assert found == Score(
+            value=1.0, components={}, tokens=tuple(0.5 * place for place in range(rollout.num_tokens))
+        )
+
+
 @pytest.mark.parametrize(
     ("prediction", "expected"), [("' 42 '", "42"), ("42", "42"), ("np.float32(0.5)", "0.5"), ("None", None)]
 )
@@ -187,6 +202,8 @@ def test_a_prediction_is_text_and_no_component(
         ("{'acc': 1}", "returned a dict without score; it has acc"),
         ("{'score': None}", "returned a NoneType for score"),
         ("[1.0]", "returned a list for score"),
+        ("{'score': 1, 'tokens': 'all'}", "returned a str for tokens; it must be a list of finite numbers"),
+        ("{'score': 1, 'tokens': [0.5, float('nan')]}", "returned a list for tokens; it must be a list of finite"),
         ("{'score': 1, 'prediction': [1]}", "returned a list for prediction; it must be text, or None"),
     ],
 )

@@ -126,7 +126,7 @@ def _get(references: Sequence[ray.ObjectRef]) -> list[ResponseArrays]:
     return arrays
 
 
-_ScoreNumbers: TypeAlias = tuple[float, Mapping[str, float], str | None, bool]
+_ScoreNumbers: TypeAlias = tuple[float, Mapping[str, float], str | None, bool, tuple[float, ...] | None]
 """A score as pickle reads it quickest."""
 
 
@@ -196,12 +196,12 @@ class GroupNumbers:
 
 
 def _score_numbers(score: Score) -> _ScoreNumbers:
-    return score.value, score.components, score.prediction, score.is_masked
+    return score.value, score.components, score.prediction, score.is_masked, score.tokens
 
 
 def _score(numbers: _ScoreNumbers) -> Score:
-    value, components, prediction, is_masked = numbers
-    return Score(value=value, components=components, prediction=prediction, is_masked=is_masked)
+    value, components, prediction, is_masked, tokens = numbers
+    return Score(value=value, components=components, prediction=prediction, is_masked=is_masked, tokens=tokens)
 
 
 def _rollouts(group: RolloutGroup) -> tuple[Rollout, ...]:

@@ -72,6 +72,8 @@ def fleet() -> Fleet:
 
 def test_prompts_of_one_moment_are_one_call_and_answers_find_those_who_wait() -> None:
     groups = [scored_group([0.0, 1.0], lengths=[2, 4], number=number) for number in range(3)]
+    with_tokens = tuple(replace(score, tokens=(0.5, 0.25)) for score in groups[0].scores)
+    groups[0] = replace(groups[0], scores=with_tokens)
     arrays = ResponseArrays.of([groups[2].group, groups[0].group])
 
     async def run() -> None:

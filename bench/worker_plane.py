@@ -185,6 +185,7 @@ async def _workers(
             shape=replace(read_model_shape(folder), max_context_tokens=1 << 20),
             reward=ExactRewardConfig(kind="exact"),
             num_on_node=_NUM_WORKERS,
+            num_workers=_NUM_WORKERS,
             log_path=folder / "reward.log",
             episodes=None,
             max_outstanding=num_open,

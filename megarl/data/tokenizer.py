@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from jinja2 import TemplateError
 
 from megarl.config.checks.files import NO_TEMPLATE
@@ -131,16 +132,23 @@ class _ByteDecoder:
         """`byte_of` is the byte that each character of a token stands for."""
         self._inner = inner
         self._byte_of = byte_of
-        self._known: dict[int, bytes] = {}
+        self._known: npt.NDArray[np.object_] = np.empty(0, dtype=object)
+        """The bytes of each token; None until it is met."""
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: TokenArray) -> str:
         try:
-            joined = b"".join(map(self._known.__getitem__, token_ids))
-        except KeyError:
-            for token_id in set(token_ids) - self._known.keys():
-                self._known[token_id] = self._bytes_of(self._inner.convert_ids_to_tokens(token_id))
-            joined = b"".join(map(self._known.__getitem__, token_ids))
+            joined = b"".join(self._known[token_ids].tolist())
+        except (IndexError, TypeError):
+            self._learn(np.unique(token_ids).tolist())
+            joined = b"".join(self._known[token_ids].tolist())
         return joined.decode("utf-8", errors="replace")
+
+    def _learn(self, token_ids: list[int]) -> None:
+        num_missing = max(token_ids) + 1 - len(self._known)
+        self._known = np.append(self._known, np.full(max(num_missing, 0), None, dtype=object))
+        for token_id in token_ids:
+            if self._known[token_id] is None:
+                self._known[token_id] = self._bytes_of(self._inner.convert_ids_to_tokens(token_id))
 
     def _bytes_of(self, token: str | None) -> bytes:
         if token is None:
@@ -163,12 +171,12 @@ def _byte_decoder(inner: _HuggingFaceTokenizer) -> _ByteDecoder | None:
     others = [byte for byte in range(256) if byte not in printable]
     byte_of = {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
     decoder = _ByteDecoder(inner, byte_of)
-    sample = np.random.default_rng(0).integers(0, max(inner.get_vocab().values()) + 1, _NUM_COMPARED).tolist()
+    sample = np.random.default_rng(0).integers(0, max(inner.get_vocab().values()) + 1, _NUM_COMPARED, np.int32)
     return decoder if decoder.decode(sample) == _decode(inner, sample) else None
 
 
-def _decode(inner: _HuggingFaceTokenizer, token_ids: list[int]) -> str:
-    return inner.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+def _decode(inner: _HuggingFaceTokenizer, token_ids: TokenArray) -> str:
+    return inner.decode(token_ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 class Tokenizer:
@@ -313,8 +321,8 @@ class Tokenizer:
     def decode(self, token_ids: TokenArray) -> str:
         """Return the text, special tokens included."""
         if self._decoder is not None:
-            return self._decoder.decode(token_ids.tolist())
-        return _decode(self._inner, token_ids.tolist())
+            return self._decoder.decode(token_ids)
+        return _decode(self._inner, token_ids)
 
     def decode_response(self, token_ids: TokenArray) -> str:
         """Return the text of a response without its end token.

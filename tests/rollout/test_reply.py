@@ -87,7 +87,7 @@ def test_an_end_token_that_only_the_model_config_names_is_a_stop() -> None:
         (with_tokens(5, 5, 5, 5), "4 tokens, asked for 1 to 3"),
         (with_tokens(5, 50, 2), "token id 50 is not in the vocabulary of 50"),
         (with_tokens(5, -1, 2), "token id -1 is not in the vocabulary"),
-        (GOOD | {"output_ids": [5, "6", 2]}, r"Expected `int`, got `str` - at `\$.output_ids"),
+        (GOOD | {"output_ids": [5, "6", 2]}, r"output_ids: Expected `int`, got `str` - at `\$\[1\]"),
         (with_logprobs([-0.5, 5], [-0.5, 6]), "2 log-probabilities of 2 for 3 tokens"),
         (with_logprobs([-0.5, 5], [-0.5, 7], [-0.5, 2]), "is not of token 6"),
         (with_logprobs([-0.5, 5], [float("nan"), 6], [-0.5, 2]), "JSON is malformed"),

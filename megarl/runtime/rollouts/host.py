@@ -47,8 +47,10 @@ from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, Sco
 REPORT_EVERY_S = 2.0
 """Time between reports while nothing happens; a failed engine and answers are reported at once."""
 _PROBE_EVERY_S = 1.0
-_GATHER_S = 0.2
-"""Time that an answer waits for others, while prompts are under way."""
+_GATHER_S = 0.5
+"""Least time that an answer waits for others, while prompts are under way."""
+_DRIVER_CALL_S = 0.02
+"""Time between calls of all workers together: a call costs the driver a millisecond."""
 _MAX_TOKENS = 1 << 24
 """Tokens of one delivery: 128 MiB of arrays."""
 
@@ -218,6 +220,14 @@ class FailedAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """Prompts that a worker has to answer, by task and number, and numbers that nobody waits for any more."""
+
+    asked: tuple[tuple[RolloutTask, Mapping[int, Prompt]], ...]
+    dropped: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     """A worker's report, and the answers since the last one. The responses of the groups are stored in their order."""
 
@@ -242,6 +252,8 @@ class WorkerSetup:
     reward: RewardConfig
     num_on_node: int
     """Workers of the node: they divide its reward processes."""
+    num_workers: int
+    """Workers of the run: they divide the driver's time."""
     log_path: Path
     episodes: EpisodeSetup | None
     max_outstanding: int
@@ -259,6 +271,7 @@ class RolloutHost:
     def __init__(self, setup: WorkerSetup, endpoints: Sequence[EngineEndpoint]) -> None:
         """`endpoints` are those of all engines that it may use."""
         self._silence_timeout_s = setup.silence_timeout_s
+        self._gather_s = max(_GATHER_S, setup.num_workers * _DRIVER_CALL_S)
         self._node = str(ray.get_runtime_context().get_node_id())
         self._probing: asyncio.Task[None] | None = None
         self._open: dict[int, asyncio.Task[AnsweredPrompt]] = {}
@@ -300,24 +313,23 @@ class RolloutHost:
         )
         gc.freeze()  # objects from the start stay for good: they are no garbage to look for
 
-    async def ask(self, task: RolloutTask, prompts: Mapping[int, Prompt]) -> None:
+    async def take(self, orders: Orders) -> None:
         """Begin to answer prompts; the answers are in the next reports, by the same numbers."""
-        for number, prompt in prompts.items():
-            self._open[number] = answering = asyncio.create_task(self._worker.answer(prompt, task))
-            answering.add_done_callback(partial(self._end, number))
-
-    async def drop(self, numbers: Sequence[int]) -> None:
-        """Give prompts up that nobody waits for."""
-        for number in numbers:
+        for task, prompts in orders.asked:
+            for number, prompt in prompts.items():
+                self._open[number] = answering = asyncio.create_task(self._worker.answer(prompt, task))
+                answering.add_done_callback(partial(self._end, number))
+        for number in orders.dropped:
             if number in self._open:
                 self._open[number].cancel()
 
     async def follow(self, views: Sequence[EngineView]) -> None:
         await self._following.follow(views)
 
-    async def report(self, views: Sequence[EngineView]) -> tuple[Delivery, ResponseArrays | None]:
+    async def report(self, orders: Orders, views: Sequence[EngineView]) -> tuple[Delivery, ResponseArrays | None]:
         """Return what happened since the last report: one heartbeat for all engines of the worker."""
         await self._following.follow(views)
+        await self.take(orders)
         if self._probing is None:
             probe = self._following.probe(every_s=_PROBE_EVERY_S, timeout_s=self._silence_timeout_s)
             self._probing = asyncio.create_task(probe)
@@ -325,11 +337,11 @@ class RolloutHost:
                 self._frozen.follow()
         every_s = min(REPORT_EVERY_S, self._silence_timeout_s / 8)
         report = await self._following.report(within_s=every_s)
-        answers, groups = self._take()
+        answers, groups = self._answers()
         arrays = ResponseArrays.of(groups) if groups else None
         return Delivery(report=report, answers=tuple(answers), node=self._node), arrays
 
-    def _take(self) -> tuple[list[tuple[int, GroupNumbers | FailedAnswer]], list[RolloutGroup]]:
+    def _answers(self) -> tuple[list[tuple[int, GroupNumbers | FailedAnswer]], list[RolloutGroup]]:
         """Return the answers of one delivery, and the groups among them."""
         answers: list[tuple[int, GroupNumbers | FailedAnswer]] = []
         groups: list[RolloutGroup] = []
@@ -356,7 +368,7 @@ class RolloutHost:
         if not self._open:
             self._following.report_now()
         elif len(self._ended) == 1:
-            asyncio.get_running_loop().call_later(_GATHER_S, self._following.report_now)
+            asyncio.get_running_loop().call_later(self._gather_s, self._following.report_now)
 
     async def process(self) -> RemoteProcess:
         return this_process()

@@ -14,11 +14,11 @@ from ray.actor import ActorHandle
 
 from megarl.rollout.fleet import Engine
 from megarl.rollout.worker import AnsweredPrompt, EngineView, RolloutTask, WorkerReport
-from megarl.runtime.rollouts.host import Delivery, FailedAnswer, StoredResponses, WorkerSetup
+from megarl.runtime.rollouts.host import Delivery, FailedAnswer, Orders, StoredResponses, WorkerSetup
 from megarl.runtime.trainers.remote_process import RemoteProcess
 from megarl.types import Prompt
 
-_GATHER_S = 0.01
+GATHER_S = 0.01
 """Time that a prompt waits for others before it is sent."""
 
 
@@ -85,23 +85,25 @@ class WorkerLink:
 
     def _send_soon(self) -> None:
         if self._sending is None:
-            self._sending = asyncio.get_running_loop().call_later(_GATHER_S, self._send)
+            self._sending = asyncio.get_running_loop().call_later(GATHER_S, self._send)
 
     def _send(self) -> None:
-        """Send what waits for the worker, in one call for all prompts of a task."""
-        self._sending = None
+        orders = self.orders()
+        if self.host is not None and (orders.asked or orders.dropped):
+            self.host.take.remote(orders)
+
+    def orders(self) -> Orders:
+        """Return all that waits to be told to the worker."""
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
         unsent, self._unsent = self._unsent, []
         dropped, self._dropped = self._dropped, []
-        if self.host is None:
-            return  # the questions ended with it
         prompts: dict[RolloutTask, dict[int, Prompt]] = defaultdict(dict)
         for number in unsent:
             if (question := self._questions.get(number)) is not None:
                 prompts[question.task][number] = question.prompt
-        for task, asked in prompts.items():
-            self.host.ask.remote(task, asked)
-        if dropped:
-            self.host.drop.remote(dropped)
+        return Orders(asked=tuple(prompts.items()), dropped=tuple(dropped))
 
     def take(self, delivery: Delivery, arrays: ray.ObjectRef) -> None:
         """Hand the answers of a delivery to those who wait for them."""

@@ -40,7 +40,7 @@ from megarl.runtime.engines.frozen import FrozenRole, models_of, open_access
 from megarl.runtime.engines.serving import ExternalServing, ManagedServing
 from megarl.runtime.inputs import Inputs
 from megarl.runtime.rollouts.host import REPORT_EVERY_S, Delivery, RolloutHost, WorkerSetup, nodes_of
-from megarl.runtime.rollouts.link import WorkerLink, WorkerLostError
+from megarl.runtime.rollouts.link import GATHER_S, WorkerLink, WorkerLostError
 from megarl.runtime.trainers.remote_process import RemoteProcess, end
 from megarl.runtime.trainers.worker_group import exit_detail
 from megarl.stages import Scorer
@@ -239,7 +239,7 @@ class RolloutWorkers:
         assert isinstance(process, RemoteProcess), process
         worker.process = process
         while True:
-            asked, arrays = host.report.options(num_returns=2).remote(self._views(worker))
+            asked, arrays = host.report.options(num_returns=2).remote(worker.orders(), self._views(worker))
             delivery = await _answer_of(asked, timeout_s=REPORT_EVERY_S + self._silence_timeout_s)
             assert isinstance(delivery, Delivery), delivery
             worker.take(delivery, arrays)
@@ -248,6 +248,7 @@ class RolloutWorkers:
                 worker.has_answered = True
                 self._judge(worker)
                 self._dispatcher.serve()
+            await asyncio.sleep(GATHER_S)  # answers make room for prompts, which go with the next call
 
     async def _record(self, worker: WorkerLink, report: WorkerReport) -> None:
         await apply_report(report, self._fleet, self._observer)
@@ -336,6 +337,7 @@ async def open_workers(
             reward=reward,
             frozen=access,
             num_on_node=sum(other == node for other, _ in shares),
+            num_workers=len(shares),
             log_path=run_folder.absolute() / f"reward_{index}.log",
             episodes=episodes,
             max_outstanding=config.max_running_requests,

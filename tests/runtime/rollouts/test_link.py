@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +23,8 @@ from tests.observe.samples import scored_group
 from tests.rollout.test_worker import ENDPOINTS, connect
 
 with private_ray():
-    from megarl.runtime.rollouts.host import Delivery, FailedAnswer, GroupNumbers, ResponseArrays, WorkerSetup
-    from megarl.runtime.rollouts.link import WorkerLink, WorkerLostError
+    from megarl.runtime.rollouts.host import Delivery, FailedAnswer, GroupNumbers, Orders, ResponseArrays, WorkerSetup
+    from megarl.runtime.rollouts.link import GATHER_S, WorkerLink, WorkerLostError
 
 TASK = RolloutTask(sampling=Sampling.greedy(max_response_tokens=8), seed=1)
 SETUP = WorkerSetup(
@@ -35,6 +36,7 @@ SETUP = WorkerSetup(
     reward=ExactRewardConfig(kind="exact"),
     episodes=None,
     num_on_node=1,
+    num_workers=1,
     log_path=Path(),
     max_outstanding=2,
     max_attempts=3,
@@ -56,10 +58,13 @@ REPORT = WorkerReport(
 
 class Host:
     def __init__(self) -> None:
-        self.asked: list[dict[int, Prompt]] = []
-        self.dropped: list[list[int]] = []
-        self.ask = SimpleNamespace(remote=lambda _task, prompts: self.asked.append(prompts))
-        self.drop = SimpleNamespace(remote=self.dropped.append)
+        self.asked: list[Mapping[int, Prompt]] = []
+        self.dropped: list[tuple[int, ...]] = []
+        self.take = SimpleNamespace(remote=self._take)
+
+    def _take(self, orders: Orders) -> None:
+        self.asked += [prompts for _, prompts in orders.asked]
+        self.dropped += [orders.dropped] if orders.dropped else []
 
 
 def link(fleet: Fleet, host: Host) -> WorkerLink:
@@ -110,6 +115,25 @@ def test_prompts_of_one_moment_are_one_call_and_answers_find_those_who_wait() ->
     asyncio.run(run())
 
 
+def test_prompts_that_wait_go_with_the_next_call_and_only_with_it() -> None:
+    prompt = scored_group([0.0], lengths=[2]).group.prompt
+
+    async def run() -> None:
+        host = Host()
+        worker = link(fleet(), host)
+        asked = asyncio.ensure_future(worker.ask(prompt, TASK))
+        await asyncio.sleep(0)
+        ((task, prompts),) = worker.orders().asked
+        assert (task, list(prompts.values())) == (TASK, [prompt])
+        await asyncio.sleep(5 * GATHER_S)
+        assert host.asked == []
+        worker.lose("killed")
+        with pytest.raises(WorkerLostError):
+            await asked
+
+    asyncio.run(run())
+
+
 def test_a_lost_worker_ends_its_prompts_and_a_cancelled_prompt_is_told() -> None:
     prompt = scored_group([0.0], lengths=[2]).group.prompt
 
@@ -122,7 +146,7 @@ def test_a_lost_worker_ends_its_prompts_and_a_cancelled_prompt_is_told() -> None
         dropped.cancel()
         while not host.dropped:
             await asyncio.sleep(0.01)
-        assert host.dropped == [[list(host.asked[0])[1]]]
+        assert host.dropped == [(list(host.asked[0])[1],)]
         worker.lose("killed")
         with pytest.raises(WorkerLostError, match="killed"):
             await kept

@@ -122,6 +122,7 @@ async def running(
             shape=read_model_shape(model),
             reward=ExactRewardConfig(kind="exact"),
             num_on_node=per_node,
+            num_workers=len(shares),
             log_path=model / f"reward_{index}.log",
             episodes=None,
             max_outstanding=8,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.types import PolicyVersion
@@ -71,6 +71,28 @@ class CriticStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceStats:
+    """Means over pairs of answers, with the rewards that the model before the step gives them implicitly."""
+
+    num_pairs: int
+    loss: float
+    accuracy: float
+    """Share of pairs whose better answer has the higher reward."""
+    margin: float
+    """The reward of the better answer, less that of the worse one."""
+    chosen_reward: float
+    rejected_reward: float
+
+    @classmethod
+    def merge(cls, parts: Sequence[PreferenceStats]) -> PreferenceStats:
+        """Return the means over the pairs of all parts."""
+        total = sum(part.num_pairs for part in parts)
+        names = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
+        means = {name: sum(part.num_pairs * getattr(part, name) for part in parts) / total for name in names}
+        return cls(num_pairs=total, **means)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankUsage:
     """Memory of the machines of one model's ranks: each number is that of the worst rank."""
 
@@ -108,6 +130,8 @@ class UpdateResult:
     stats: UpdateStats | None
     """None if no update of the actor was applied, as while only the critic learns."""
     critic: CriticStats | None = None
+    preference: PreferenceStats | None = None
+    """The step's pairs; None if the algorithm compares none."""
     num_skipped_updates: int = 0
     """Updates of actor and critic that were not applied, because loss or gradient was not finite."""
     work: TrainingWork | None = None

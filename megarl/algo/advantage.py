@@ -22,18 +22,17 @@ from megarl.algo.comparison import (
     grpo,
     grpo_scales,
     has_others,
-    members_of,
     sppo,
     whiten_rollouts,
 )
+from megarl.algo.preference import find_pairs, pair_advantages
 from megarl.config.algorithm import (
     EstimatorConfig,
     GaeConfig,
     GdpoConfig,
     GroupConfig,
     GrpoConfig,
-    KlRewardConfig,
-    PreferenceConfig,
+    PairConfig,
     ReinforcePpConfig,
     RemaxConfig,
     SppoConfig,
@@ -62,6 +61,7 @@ class Outcomes:
     baselines: Wide | None = None  # [B], reward of a greedy rollout of the same prompt, for `remax`
     penalties: tuple[FloatArray, ...] | None = None  # B of [T_i], subtracted from the reward per token
     values: tuple[FloatArray, ...] | None = None  # B of [T_i], the critic's estimates, for `gae`
+    implicit: Wide | None = None  # [B], the rewards by which a preference algorithm compares pairs
     earlier_rewards: tuple[Mapping[int, float], ...] | None = None
     """Per rollout the parts of its reward that came earlier than at its end, by the token that they are credited to."""
 
@@ -117,8 +117,10 @@ def estimate(config: EstimatorConfig, outcomes: Outcomes) -> Credit:
             return Credit(advantages=_placed(_remax(outcomes, gamma=config.gamma), masks))
         case GdpoConfig():
             return _over_tokens(_gdpo(outcomes, config.weights), masks)
-        case PreferenceConfig():
-            return _over_tokens(_preference(outcomes, config), masks)
+        case PairConfig():
+            assert outcomes.implicit is not None, "pairs without implicit rewards"
+            pairs = find_pairs(outcomes.rewards, outcomes.groups)
+            return _over_tokens(pair_advantages(config, pairs, outcomes.implicit, outcomes.lengths), masks)
         case SppoConfig():
             return _over_tokens(sppo(outcomes.totals, outcomes.groups, eta=config.eta), masks)
         case _:
@@ -162,37 +164,6 @@ def _to_go(credit: Credit, scales: Wide, outcomes: Outcomes) -> Credit:
         received = earlier[:-1].cumsum()
         advantages.append((whole - scale * received * mask).astype(np.float32) if received.any() else whole)
     return Credit(advantages=tuple(advantages))
-
-
-def _preference(outcomes: Outcomes, config: PreferenceConfig) -> Wide:
-    """Return the negative gradient of DPO's loss by each rollout's log-probability, 0 outside the pairs.
-
-    The margin is that of the policy before the step, so one update of `-A * logp` is one update of the loss. The
-    trainer divides by all rollouts; the factor makes it the mean over pairs.
-    """
-    assert isinstance(config.kl, KlRewardConfig), "a preference without a reference"
-    assert outcomes.penalties is not None, "a preference without a reference"
-    # The penalties are beta * (logp - logp_reference) per token.
-    implicit = outcomes.rewards - outcomes.totals
-    advantages = np.zeros_like(outcomes.rewards)
-    num_pairs = 0
-    for members in members_of(outcomes.groups):
-        best, worst = (members[find(outcomes.rewards[members])] for find in (np.argmax, np.argmin))
-        if outcomes.rewards[best] <= outcomes.rewards[worst]:
-            continue
-        num_pairs += 1
-        push = preference_push(float(implicit[best] - implicit[worst]), beta=config.kl.coef, config=config)
-        advantages[best], advantages[worst] = push, -push
-    return advantages * len(advantages) / max(num_pairs, 1)
-
-
-def preference_push(scaled_margin: float, *, beta: float, config: PreferenceConfig) -> float:
-    """Return the negative derivative of a pair's loss by its margin, at the margin scaled_margin / beta."""
-    if config.preference == "ipo":
-        return (1 - 2 * scaled_margin) / beta
-    # sigmoid(-h) without overflow
-    wrong = float(np.exp(-np.logaddexp(0.0, scaled_margin)))
-    return beta * (wrong - config.label_smoothing)
 
 
 def _gdpo(outcomes: Outcomes, weights: Mapping[str, float]) -> Wide:

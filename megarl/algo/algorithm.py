@@ -10,6 +10,7 @@ import torch
 
 from megarl.algo.advantage import Outcomes, estimate
 from megarl.algo.loss import kl
+from megarl.algo.preference import find_pairs, implicit_rewards, measure_pairs
 from megarl.algo.selection import (
     Selection,
     are_scored,
@@ -28,18 +29,21 @@ from megarl.config.algorithm import (
     GdpoConfig,
     KlLossConfig,
     KlRewardConfig,
+    PairConfig,
     RemaxConfig,
     SftConfig,
 )
 from megarl.errors import RewardError
-from megarl.stages import Algorithm
+from megarl.results import PreferenceStats
 from megarl.tokens import num_true
 from megarl.types import BoolArray, Estimates, FloatArray, Rollout, Score, ScoredGroup, TrainSample
 
 _MAX_KL_ERROR = 0.2
 
 
-def build_algorithm(config: AlgorithmConfig, *, max_response_tokens: int, kl_coef: float | None = None) -> Algorithm:
+def build_algorithm(
+    config: AlgorithmConfig, *, max_response_tokens: int, kl_coef: float | None = None
+) -> Sft | PolicyGradient:
     """`kl_coef` is the adaptive coefficient to resume from."""
     match config:
         case SftConfig():
@@ -58,6 +62,7 @@ class Sft:
         return {}
 
     kl_coef: float | None = None
+    pairs: PreferenceStats | None = None
 
     def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
         return [
@@ -79,6 +84,8 @@ class PolicyGradient:
         self._max_response_tokens = max_response_tokens
         self._selection = None if config.filter is None else Selection(config.filter)
         self._num_lost = 0
+        self.pairs: PreferenceStats | None = None
+        """The pairs of the last step; None without any."""
         self.kl_coef = config.kl.coef if config.kl is not None and kl_coef is None else kl_coef
 
     def keeps(self, group: ScoredGroup) -> bool:
@@ -99,9 +106,19 @@ class PolicyGradient:
         samples = self._assign([scored_only(scored) for scored in groups], estimates_of(estimates, is_scored))
         return with_unscored(samples, groups, is_scored)
 
+    def measure(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> PreferenceStats | None:
+        """Return the statistics of the groups' pairs; None without any."""
+        return self._measure(self._outcomes(groups, estimates))
+
+    def _measure(self, outcomes: Outcomes) -> PreferenceStats | None:
+        if not isinstance(self._config, PairConfig) or outcomes.implicit is None:
+            return None
+        return measure_pairs(self._config, find_pairs(outcomes.rewards, outcomes.groups), outcomes.implicit)
+
     def _assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
         config = self._config
-        credit = estimate(config, self._outcomes(groups, estimates))
+        outcomes = self._outcomes(groups, estimates)
+        credit, self.pairs = estimate(config, outcomes), self._measure(outcomes)
         references = estimates.reference_logprobs if isinstance(config.kl, KlLossConfig) else None
         rollouts = [(scored.group.prompt, rollout) for scored in groups for rollout in scored.group.rollouts]
         samples = [
@@ -136,6 +153,7 @@ class PolicyGradient:
             },
             baselines=self._baselines(groups) if isinstance(config, RemaxConfig) else None,
             penalties=self._penalties(estimates, loss_masks),
+            implicit=implicit_rewards(config, estimates, loss_masks) if isinstance(config, PairConfig) else None,
             values=estimates.values,
             earlier_rewards=_earlier_rewards(groups),
         )
@@ -143,7 +161,7 @@ class PolicyGradient:
     def _penalties(self, estimates: Estimates, loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...] | None:
         """Return the KL penalty of each token, B of [T_i]; adapt the coefficient for the next step."""
         config = self._config.kl
-        if not isinstance(config, KlRewardConfig):
+        if not isinstance(config, KlRewardConfig) or isinstance(self._config, PairConfig):
             return None
         assert estimates.logprobs is not None, "a penalty without log-probabilities"
         assert estimates.reference_logprobs is not None, "a penalty without a reference"

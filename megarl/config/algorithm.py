@@ -232,6 +232,11 @@ class PolicyGradientConfig(Section):
     overlong: OverlongConfig | None = None
 
     @property
+    def needs_logprobs(self) -> bool:
+        """Whether credit needs the log-probabilities of the policy before the step."""
+        return isinstance(self.kl, KlRewardConfig)
+
+    @property
     def sums_over_episodes(self) -> bool:
         """Whether the loss of a token depends on the others of its episode."""
         is_of_sequences = isinstance(self.loss, (GspoLossConfig, GmpoLossConfig, SppoLossConfig, FunctionLossConfig))
@@ -284,15 +289,35 @@ class GdpoConfig(PolicyGradientConfig):
     """Weight of each component to use; the score itself is not used."""
 
 
-class PreferenceConfig(PolicyGradientConfig):
-    """Raises one answer over another, relative to the reference; `kl.coef` is DPO's beta."""
+class PairConfig(PolicyGradientConfig):
+    """The kinds that learn from pairs of answers, one better than the other; each has its own loss of a pair."""
 
-    preference: Literal["sigmoid", "ipo"] = "sigmoid"
-    """`sigmoid`: -log sigmoid(beta * margin). `ipo`: (margin - 1 / (2 beta))^2, which does not push without end."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of pairs that are assumed to be ordered wrongly; only for `sigmoid`."""
     loss: LossConfig = GpgLossConfig(kind="gpg")
     aggregation: Aggregation = "seq_mean_token_sum"
+
+    @property
+    def needs_logprobs(self) -> bool:
+        return True
+
+
+class SimpoConfig(Section):
+    """The loss -log sigmoid(beta * (difference of the mean log-probabilities of a token) - gamma)."""
+
+    beta: PositiveFloat = 2.0
+    gamma: NonNegativeFloat = 1.0
+    """The margin that a pair aims at."""
+
+
+class PreferenceConfig(PairConfig):
+    """Raises one answer over another, relative to the reference; `kl.coef` is DPO's beta."""
+
+    preference: Literal["sigmoid", "ipo", "simpo"] = "sigmoid"
+    """`sigmoid`: -log sigmoid(beta * margin). `ipo`: (margin - 1 / (2 beta))^2, which does not push without end.
+    `simpo`: compares mean log-probabilities of tokens, without a reference (`kl: null`)."""
+    simpo: SimpoConfig = SimpoConfig()
+    """Only for `preference: simpo`."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs that are assumed to be ordered wrongly; only for `sigmoid`."""
     kl: KlConfig | None = KlRewardConfig(kind="reward", coef=0.1)
 
 

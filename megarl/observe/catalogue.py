@@ -15,7 +15,18 @@ RUN_LABEL = "run"
 
 Kind = Literal["gauge", "counter", "histogram"]
 Section = Literal[
-    "run", "data", "reward", "rollout", "fleet", "publish", "trainer", "critic", "eval", "checkpoint", "machine"
+    "run",
+    "data",
+    "reward",
+    "rollout",
+    "fleet",
+    "publish",
+    "trainer",
+    "critic",
+    "preference",
+    "eval",
+    "checkpoint",
+    "machine",
 ]
 
 MAX_SERIES = 2000
@@ -110,6 +121,10 @@ def _update(name: str, text: str, *, field: str) -> Metric:
 
 def _critic(name: str, text: str, *, field: str) -> Metric:
     return _gauge("critic", name, text, source=f"step.critic.{field}")
+
+
+def _pairs(name: str, text: str, *, field: str) -> Metric:
+    return _gauge("preference", name, text, source=f"step.preference.{field}")
 
 
 def _usage(name: str, text: str, *, field: str) -> Metric:
@@ -338,6 +353,15 @@ RETURN_MEAN = _critic("return_mean", "Mean return of the last step's tokens", fi
 EXPLAINED_VARIANCE = _critic(
     "explained_variance_ratio", "Share of the returns' variance that the critic predicted", field="explained_variance"
 )
+
+PAIRS = _pairs("preference_pairs", "Pairs of answers in the last step", field="num_pairs")
+PAIR_LOSS = _pairs("preference_loss", "Mean loss of the last step's pairs before its update", field="loss")
+PAIR_ACCURACY = _pairs(
+    "preference_accuracy_ratio", "Share of pairs whose better answer has the higher implicit reward", field="accuracy"
+)
+PAIR_MARGIN = _pairs("preference_margin", "Mean difference of the implicit rewards of a pair", field="margin")
+CHOSEN_REWARD = _pairs("chosen_reward", "Mean implicit reward of the better answers", field="chosen_reward")
+REJECTED_REWARD = _pairs("rejected_reward", "Mean implicit reward of the worse answers", field="rejected_reward")
 
 EVAL = _gauge(
     "eval",

@@ -26,7 +26,7 @@ from megarl.observe.meter import Meter
 logger = logging.getLogger(__name__)
 
 _STEP_SECTIONS: tuple[Section, ...] = (
-    "run", "data", "reward", "rollout", "fleet", "publish", "trainer", "critic", "checkpoint", "machine",
+    "run", "data", "reward", "rollout", "fleet", "publish", "trainer", "critic", "preference", "checkpoint", "machine",
 )  # fmt: skip
 _EVALUATION_SECTIONS: tuple[Section, ...] = ("eval",)
 _CLOSE_TIMEOUT_S = 60.0

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from megarl.results import CriticStats, RankUsage, TrainingWork, UpdateResult, UpdateStats
+from megarl.results import CriticStats, PreferenceStats, RankUsage, TrainingWork, UpdateResult, UpdateStats
 from megarl.tokens import counted, is_repeated, num_true
 from megarl.turns import TurnKind
 from megarl.types import DEMONSTRATION, FinishReason, PolicyVersion, Rollout, ScoredGroup, TokenArray, TrainSample
@@ -137,6 +137,8 @@ class StepSummary:
     update: UpdateStats | None
     """None if no update of the actor was applied."""
     critic: CriticStats | None
+    preference: PreferenceStats | None = None
+    """None if the algorithm compares no pairs, and in events of earlier versions."""
     num_skipped_updates: int
     kl_coef: float | None
     """Weight of the KL to the reference from now on; None without that term."""
@@ -181,6 +183,7 @@ def summarize_step(
         version=update.version,
         update=update.stats,
         critic=update.critic,
+        preference=update.preference,
         num_skipped_updates=update.num_skipped_updates,
         kl_coef=kl_coef,
         rollouts=_summarize_rollouts(groups, samples, dropped_groups) if are_rollouts else None,

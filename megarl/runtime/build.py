@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megarl.algo.algorithm import build_algorithm
+from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
 from megarl.checkpoint.carried import read_carried
 from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.resume import ResumePoint
@@ -62,7 +62,12 @@ class LoopBuilder:
         groups = self._groups()
         buffer = self._buffer(prompts, groups)
         models = build_trainer(
-            recipe, self.inputs.shape, self.roles.trainers, num_steps=start.step, version=start.version
+            recipe,
+            self.inputs.shape,
+            self.roles.trainers,
+            num_steps=start.step,
+            version=start.version,
+            pairs=lambda: algorithm.pairs,
         )
         saver = self._saver(algorithm, prompts, buffer)
         evaluation = self._evaluation(saver, models, is_synchronous=buffer.is_synchronous)
@@ -108,7 +113,7 @@ class LoopBuilder:
             pending=() if state is None else state.ledger.pending,
         )
 
-    def _algorithm(self) -> Algorithm:
+    def _algorithm(self) -> Sft | PolicyGradient:
         return build_algorithm(
             self.recipe.algorithm,
             max_response_tokens=self.recipe.sampling.max_response_tokens,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from megarl.algo.algorithm import build_algorithm
 from megarl.config.algorithm import (
     AlgorithmConfig,
     CispoLossConfig,
+    DpoConfig,
     GmpoLossConfig,
     GpgLossConfig,
     GroupConfig,
@@ -18,15 +22,17 @@ from megarl.config.algorithm import (
     GspoLossConfig,
     IcepopConfig,
     KlLossConfig,
+    KlRewardConfig,
     MaskConfig,
     MismatchConfig,
     SapoLossConfig,
     SppoConfig,
     TisConfig,
 )
-from megarl.types import TrainSample
+from megarl.types import Estimates, FloatArray, ScoredGroup, TrainSample
+from tests.algo.groups import scored_group
 from tests.train import jobs
-from tests.train.cluster import Cluster
+from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
 from tests.train.samples import make_samples
 from tests.train.test_rank import SPLITS, assert_close, packed, setup_of, whole_weights
@@ -91,6 +97,53 @@ def test_an_update_does_not_depend_on_ranks_or_micro_batches(name: str, cluster:
         assert stats.mismatch_chi2 == pytest.approx(expected.mismatch_chi2, rel=1e-4)
         assert_close(of_split, weights, tolerance=SUMMED.get(name, INVARIANCE))
     assert not any(torch.isnan(tensor).any() for tensor in weights.values())
+
+
+PREFERENCES: dict[str, AlgorithmConfig] = {
+    "dpo": DpoConfig(kind="dpo"),
+    "ipo": DpoConfig(kind="dpo", preference="ipo", kl=KlRewardConfig(kind="reward", coef=1.0)),
+    "simpo": DpoConfig(kind="dpo", preference="simpo", kl=None),
+}
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_pairs_do_not_depend_on_ranks_or_micro_batches(name: str, cluster: Cluster, models: Models) -> None:
+    """The whole way: log-probabilities of the ranks, margins of the pairs, and the update that follows from them."""
+    model, config = models.get("qwen2", tied=False), PREFERENCES[name]
+    samples = [_with_reference(sample) for sample in make_samples(6, vocab=model.shape.vocab, seed=5)]
+    found = []
+    for split, budget in (("TP1", 400), ("DP2", 20), ("TP2-SP", 30), ("PP2", 24), ("CP2", 20)):
+        world, actor = SPLITS[split]
+        setup, pack = setup_of(model, actor, config), partial(packed, world=world, actor=actor, budget=budget)
+        asked = cluster.run(world, jobs.train, setup, [pack(samples)], pack(samples))
+        logprobs = assembled([outcome.logprobs[0] for outcome in asked], data_parallel=world // actor.model_parallel)
+        algorithm = build_algorithm(config, max_response_tokens=12)
+        credited = algorithm.assign(_pairs(samples), _estimates(samples, logprobs))
+        outcomes = cluster.run(world, jobs.train, setup, [], pack(credited))
+        found.append((algorithm.pairs, outcomes[0].stats, whole_weights(outcomes, model, actor)))
+    (pairs, expected, weights), *others = found
+    assert pairs is not None
+    assert expected.grad_norm > 0
+    for of_pairs, stats, of_split in others:
+        assert of_pairs is not None
+        assert asdict(of_pairs) == pytest.approx(asdict(pairs), rel=1e-5, abs=1e-5)
+        assert stats.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-5)
+        assert stats.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+        assert_close(of_split, weights, tolerance=1e-5)
+
+
+def _pairs(samples: Sequence[TrainSample]) -> list[ScoredGroup]:
+    """Return groups of two samples each, of which the first is the better."""
+    pair = scored_group(0, [1.0, 0.0])
+    return [
+        replace(pair, group=replace(pair.group, rollouts=(better.rollout, worse.rollout)))
+        for better, worse in zip(samples[::2], samples[1::2], strict=True)
+    ]
+
+
+def _estimates(samples: Sequence[TrainSample], logprobs: Sequence[FloatArray]) -> Estimates:
+    references = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
+    return Estimates(logprobs=tuple(logprobs), reference_logprobs=tuple(references))
 
 
 def _with_reference(sample: TrainSample) -> TrainSample:

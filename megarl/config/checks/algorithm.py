@@ -23,6 +23,7 @@ from megarl.config.algorithm import (
     MismatchBaselineConfig,
     MismatchConfig,
     OfflineConfig,
+    PairConfig,
     PolicyGradientConfig,
     PreferenceConfig,
     ReinforcePpConfig,
@@ -82,7 +83,7 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
         *_reward_clip(algorithm),
         *_overlong(algorithm, sampling),
         *_components(algorithm, recipe.reward),
-        *(_preference(algorithm) if isinstance(algorithm, PreferenceConfig) else ()),
+        *(_pair_loss(algorithm) if isinstance(algorithm, PairConfig) else ()),
     ]
 
 
@@ -219,24 +220,37 @@ def _loss(algorithm: EstimatorConfig, train: TrainConfig, sampling: SamplingConf
         yield Problem(key=key, message=message)
 
 
-def _preference(algorithm: PreferenceConfig) -> Iterator[Problem]:
+def _pair_loss(algorithm: PairConfig) -> Iterator[Problem]:
     """Yield the keys that would make something else of the loss of a pair."""
-    kind = "dpo" if isinstance(algorithm, DpoConfig) else "online_dpo"
+    kind = algorithm.kind  # type: ignore[attr-defined]
     if algorithm.loss.kind != "gpg" or algorithm.aggregation != "seq_mean_token_sum":
         yield Problem(key="algorithm.loss", message=f"{kind} has its own loss; remove loss and aggregation")
-    match algorithm.kl:
-        case KlRewardConfig(estimate="k1", adaptive=None):
-            pass
-        case _:
-            message = kind + " needs {kind: reward, coef: ...}, coef being its beta, without other keys"
-            yield Problem(key="algorithm.kl", message=message)
-    if algorithm.filter is None and kind == "online_dpo":
-        yield Problem(key="algorithm.filter", message="null would keep groups without a best and a worst; remove it")
+    if isinstance(algorithm, PreferenceConfig):
+        yield from _preference(algorithm, kind)
     if algorithm.overlong is not None and algorithm.overlong.is_filtered:
         message = "would take a side of a pair out of the loss; use buffer_tokens, which lowers its reward"
         yield Problem(key="algorithm.overlong.is_filtered", message=message)
-    if algorithm.preference == "ipo" and algorithm.label_smoothing:
-        yield Problem(key="algorithm.label_smoothing", message="has no effect with preference ipo; remove it")
+
+
+def _preference(algorithm: PreferenceConfig, kind: str) -> Iterator[Problem]:
+    is_simpo = algorithm.preference == "simpo"
+    match algorithm.kl:
+        case KlRewardConfig(estimate="k1", adaptive=None) if not is_simpo:
+            pass
+        case None if is_simpo:
+            pass
+        case _:
+            needed = "{kind: reward, coef: ...}, coef being its beta, without other keys"
+            message = "simpo has no reference; set kl: null" if is_simpo else f"{kind} needs {needed}"
+            yield Problem(key="algorithm.kl", message=message)
+    if algorithm.filter is None and kind == "online_dpo":
+        yield Problem(key="algorithm.filter", message="null would keep groups without a best and a worst; remove it")
+    unused = {"label_smoothing": algorithm.preference != "sigmoid", "simpo": not is_simpo}
+    for name in (
+        name for name, has_no_effect in unused.items() if has_no_effect and name in algorithm.model_fields_set
+    ):
+        message = f"has no effect with preference {algorithm.preference}; remove it"
+        yield Problem(key=f"algorithm.{name}", message=message)
 
 
 def _correction(algorithm: EstimatorConfig) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +16,7 @@ from megarl.data.packing import Packing, SequenceCost
 from megarl.data.shares import QUESTION, make_shares
 from megarl.planner.hardware import gpu_named
 from megarl.planner.training_time import forward_flops
-from megarl.results import RankUsage, TrainingWork
+from megarl.results import PreferenceStats, RankUsage, TrainingWork
 from megarl.runtime.trainers.start import Trainers, critic_shape
 from megarl.runtime.trainers.trainer import (
     ModelQuestion,
@@ -40,7 +40,13 @@ _PASSES = 3
 
 
 def build_trainer(
-    recipe: Recipe, shape: ModelShape, trainers: Trainers, *, num_steps: int, version: PolicyVersion
+    recipe: Recipe,
+    shape: ModelShape,
+    trainers: Trainers,
+    *,
+    num_steps: int,
+    version: PolicyVersion,
+    pairs: Callable[[], PreferenceStats | None] = lambda: None,
 ) -> ModelsTrainer:
     """Return the Trainer of models that have taken `num_steps` steps and are at `version`."""
     builder = _Builder(recipe=recipe, shape=shape, trainers=trainers)
@@ -51,6 +57,7 @@ def build_trainer(
         num_steps=num_steps,
         version=version,
         skipped_folder=recipe.run_folder / SKIPPED_FOLDER,
+        pairs=pairs,
     )
 
 
@@ -85,7 +92,9 @@ class _Builder:
         algorithm = self.recipe.algorithm
         kl = algorithm.kl if isinstance(algorithm, PolicyGradientConfig) else None
         return ModelQuestions(
-            logprobs=self._actor_logprobs() if isinstance(kl, KlRewardConfig) else None,
+            logprobs=self._actor_logprobs()
+            if isinstance(algorithm, PolicyGradientConfig) and algorithm.needs_logprobs
+            else None,
             reference_logprobs=None
             if kl is None
             else self._reference_logprobs(is_for_credit=isinstance(kl, KlRewardConfig)),

@@ -13,7 +13,7 @@ import numpy as np
 from megarl.data.rollout_files import write_samples
 from megarl.data.shares import Share, row_lengths
 from megarl.errors import NumericsError
-from megarl.results import CriticResult, RankUsage, TrainingWork, UpdateResult
+from megarl.results import CriticResult, PreferenceStats, RankUsage, TrainingWork, UpdateResult
 from megarl.runtime.trainers.ranks import HeldNumbers
 from megarl.types import Estimates, FloatArray, PolicyVersion, ScoredGroup, TrainSample
 
@@ -72,8 +72,13 @@ class ModelsTrainer:
         num_steps: int,
         version: PolicyVersion,
         skipped_folder: Path,
+        pairs: Callable[[], PreferenceStats | None] = lambda: None,
     ) -> None:
-        """The models have taken `num_steps` steps and are at `version`. Samples of skipped updates are written."""
+        """The models have taken `num_steps` steps and are at `version`. Samples of skipped updates are written.
+
+        `pairs` returns the statistics of the pairs of the samples.
+        """
+        self._pairs = pairs
         self._actor = actor
         self._critic = critic
         self._questions = questions
@@ -107,7 +112,7 @@ class ModelsTrainer:
     async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
         step = self._num_steps + 1
         try:
-            result = await self._update(samples)
+            result = replace(await self._update(samples), preference=self._pairs())
         except NumericsError as error:
             raise NumericsError(f"{error}; its rollouts are in {self._write_skipped(step, samples)}") from error
         finally:

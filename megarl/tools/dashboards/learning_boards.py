@@ -141,7 +141,7 @@ TRAINER = Dashboard(
     uid="megarl-trainer",
     title="megarl / Trainer",
     text="Loss, gradients, the policy's distance from others, the critic, and how well the hardware is used.",
-    sections=("trainer", "critic"),
+    sections=("trainer", "critic", "preference"),
     rows=(
         PanelRow(
             title="Update",
@@ -226,6 +226,34 @@ TRAINER = Dashboard(
                         value(names.VALUE_CLIP, "clipped share").needing("critic"),
                     ),
                     text="Explained variance near 1: the critic knows. At 0 or below it is no use.",
+                ),
+            ),
+        ),
+        PanelRow(
+            title="Pairs of answers",
+            panels=(
+                Panel(
+                    title="Pairs in the right order",
+                    unit="percentunit",
+                    max=1,
+                    queries=(value(names.PAIR_ACCURACY).needing("pairs"),),
+                    text="Before a policy differs from its reference, none is; half of them is chance.",
+                ),
+                Panel(
+                    title="Implicit rewards",
+                    queries=(
+                        value(names.CHOSEN_REWARD, "chosen").needing("pairs"),
+                        value(names.REJECTED_REWARD, "rejected").needing("pairs"),
+                        value(names.PAIR_MARGIN, "margin").needing("pairs"),
+                    ),
+                    text="Both fall where a policy learns only to avoid the rejected answers.",
+                ),
+                Panel(
+                    title="Loss and number of pairs",
+                    queries=(
+                        value(names.PAIR_LOSS, "loss").needing("pairs"),
+                        value(names.PAIRS, "pairs").needing("pairs"),
+                    ),
                 ),
             ),
         ),

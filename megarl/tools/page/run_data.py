@@ -14,7 +14,7 @@ from megarl.errors import DataError
 from megarl.observe.events import EVENTS_FILE, EventTail, Record, RunFinished, RunStarted, Warned
 from megarl.observe.history import History, Series, fold_history
 from megarl.observe.summary import RolloutSummary, StepSummary
-from megarl.results import CriticStats, UpdateStats
+from megarl.results import CriticStats, PreferenceStats, UpdateStats
 from megarl.tools.page.timeline import ROLES, fold_spans
 from megarl.types import JsonValue
 
@@ -268,6 +268,16 @@ def _all_charts(history: History) -> list[tuple[str, str, Mapping[str, Series]]]
             "Value and return",
             {"value": critic(lambda c: c.value_mean), "return": critic(lambda c: c.return_mean)},
         ),
+        ("Preferences", "Pairs in the right order", {"share": _pairs(history, lambda p: p.accuracy)}),
+        (
+            "Preferences",
+            "Implicit rewards",
+            {
+                "chosen": _pairs(history, lambda p: p.chosen_reward),
+                "rejected": _pairs(history, lambda p: p.rejected_reward),
+            },
+        ),
+        ("Preferences", "Loss of a pair", {"loss": _pairs(history, lambda p: p.loss)}),
         ("Speed", "Tokens per second", {"tokens/s": steps(lambda s: s.tokens_per_second)}),
         ("Speed", "Seconds per step", {"seconds": steps(lambda s: s.seconds)}),
     ]
@@ -285,6 +295,10 @@ def _makers(
         return Series.of((s.step, number(s.critic)) for s in history.summaries if s.critic is not None)
 
     return history.of_updates, history.of_rollouts, history.of_steps, of_critic
+
+
+def _pairs(history: History, number: Callable[[PreferenceStats], float]) -> Series:
+    return Series.of((s.step, number(s.preference)) for s in history.summaries if s.preference is not None)
 
 
 def _known(history: History, number: Callable[[UpdateStats], float | None]) -> Series:

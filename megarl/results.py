@@ -187,6 +187,8 @@ class EvalResult:
     """Newest version that chose a token, if versions were published during the evaluation."""
     held_out_loss: float | None = None
     """Mean loss of the imitated tokens of held-out demonstrations, where an sft run has some."""
+    held_out_pairs: PreferenceStats | None = None
+    """How the model orders held-out pairs, where a run on pairs has some."""
 
     @property
     def main(self) -> Grades | None:
@@ -200,8 +202,11 @@ class EvalResult:
     @property
     def numbers(self) -> dict[str, float]:
         """All numbers over all prompts by name: `accuracy` and `score` of answers, then `mean@8`, `pass@4` and so on;
-        `held_out_loss` and `perplexity` of demonstrations."""
+        `held_out_loss` and `perplexity` of demonstrations; `pair_accuracy`, `pair_loss` and `pair_margin` of pairs."""
         numbers = {} if self.main is None else self.numbers_of(None)
+        if self.held_out_pairs is not None:
+            pairs = self.held_out_pairs
+            numbers |= {"pair_accuracy": pairs.accuracy, "pair_loss": pairs.loss, "pair_margin": pairs.margin}
         if self.held_out_loss is not None:
             # Above this loss the perplexity is no float any more.
             numbers |= {"held_out_loss": self.held_out_loss, "perplexity": math.exp(min(self.held_out_loss, 700.0))}

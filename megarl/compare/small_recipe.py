@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 
-from megarl.config.algorithm import AlgorithmConfig, DpoConfig, GrpoConfig, PolicyGradientConfig
+from megarl.config.algorithm import AlgorithmConfig, GivenPairsConfig, GrpoConfig, PolicyGradientConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import Experts, ModelShape
 from megarl.config.recipe import (
@@ -148,8 +148,8 @@ def small_topology(recipe: Recipe, *, folder: Path, files: RehearsalFiles, max_n
     roles = recipe.roles
     if roles.rollout is not None and roles.rollout.pool is None:
         raise _refused("roles.rollout.endpoints", "engines that run already cannot be rehearsed; name a pool")
-    if isinstance(recipe.algorithm, DpoConfig):
-        raise _refused("algorithm.kind", "dpo trains on pairs, which a rehearsal does not have")
+    if isinstance(recipe.algorithm, GivenPairsConfig):
+        raise _refused("algorithm.kind", f"{recipe.algorithm.kind} trains on pairs, which a rehearsal does not have")
     small_roles = _small_roles(roles)
     pools = {name: _small_pool(name, pool, roles, small_roles, max_nodes) for name, pool in recipe.pools.items()}
     small = Recipe(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.algorithm import AlgorithmConfig, DpoConfig, OfflineConfig, PolicyGradientConfig, SftConfig
+from megarl.config.algorithm import AlgorithmConfig, GivenPairsConfig, OfflineConfig, PolicyGradientConfig, SftConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import CheckpointConfig, DataConfig, EvaluationConfig, Recipe, SamplingConfig, TrainConfig
 from megarl.config.roles import RolesConfig
@@ -100,8 +100,8 @@ def _unused_data(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Probl
         if not isinstance(algorithm, SftConfig):
             yield Problem(key=f"data.{key}", message="only sft reads it")
     for key in sorted(data.model_fields_set & {"chosen_key", "rejected_key"}):
-        if not isinstance(algorithm, DpoConfig):
-            yield Problem(key=f"data.{key}", message="only dpo reads it")
+        if not isinstance(algorithm, GivenPairsConfig):
+            yield Problem(key=f"data.{key}", message="only dpo and reward_model read it")
 
 
 def _unused_saves(checkpoint: CheckpointConfig, steps: int) -> Iterator[Problem]:

@@ -334,6 +334,13 @@ class DpoConfig(PreferenceConfig):
     kind: Literal["dpo"]
 
 
+class RewardModelConfig(PairConfig):
+    """Trains a reward model, with a value head in place of the language head: -log sigmoid(score of the chosen answer -
+    score of the rejected one). `model` of a checkpoint is a sequence classifier."""
+
+    kind: Literal["reward_model"]
+
+
 class SppoConfig(PolicyGradientConfig):
     """Self-play preference: each answer's log-ratio to the policy before the step follows how often it wins."""
 
@@ -353,10 +360,14 @@ EstimatorConfig: TypeAlias = (
     | GdpoConfig
     | OnlineDpoConfig
     | DpoConfig
+    | RewardModelConfig
     | SppoConfig
 )
 
-OfflineConfig: TypeAlias = SftConfig | DpoConfig
+GivenPairsConfig: TypeAlias = DpoConfig | RewardModelConfig
+"""The kinds that train on pairs of answers of the data."""
+
+OfflineConfig: TypeAlias = SftConfig | GivenPairsConfig
 """The kinds that train on answers of the data and need no engine."""
 
 AlgorithmConfig: TypeAlias = Annotated[SftConfig | EstimatorConfig, Field(discriminator="kind")]

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.algorithm import AlgorithmConfig, DpoConfig, SftConfig
+from megarl.config.algorithm import AlgorithmConfig, GivenPairsConfig, SftConfig
 from megarl.config.environment import EnvironmentConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.reward import ExactRewardConfig, RewardConfig
@@ -80,6 +80,8 @@ class DataConfig(Section):
     """Parquet files of held-out prompts, for `evaluation`."""
     eval_demonstrations: tuple[Path, ...] = ()
     """Parquet files of held-out demonstrations: `evaluation` of an sft run computes their loss and perplexity."""
+    eval_pairs: tuple[Path, ...] = ()
+    """Parquet files of held-out pairs: `evaluation` of `dpo` and `reward_model` computes how many are in order."""
     template: Literal["chat", "raw"] | JinjaTemplateConfig = "chat"
     """Turns a prompt into text: the model's chat template, or another one. `raw` takes strings as they are, for prompts
     that are rendered already and for base models; the tokenizer's first token is added where it is missing."""
@@ -92,7 +94,7 @@ class DataConfig(Section):
     """The assistant messages that `sft` imitates where there is no response column. A message with `weight: 0` is never
     imitated."""
     chosen_key: Annotated[str, Field(min_length=1)] = "chosen"
-    """Column with the better answer of a pair, a string; `dpo` reads it."""
+    """Column with the better answer of a pair, a string; `dpo` and `reward_model` read it."""
     rejected_key: Annotated[str, Field(min_length=1)] = "rejected"
     """Column with the worse answer."""
     ground_truth_key: Annotated[str, Field(min_length=1)] | None = "reward_model.ground_truth"
@@ -173,15 +175,15 @@ class SampledEvaluationConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Answers to the prompts of `data.eval`, scored like rollouts and kept in `<run>/evaluations`; and the loss of
-    `data.eval_demonstrations`."""
+    """Answers to the prompts of `data.eval`, scored like rollouts and kept in `<run>/evaluations`; the loss of
+    `data.eval_demonstrations`; and the order of `data.eval_pairs`."""
 
     every_steps: PositiveInt | None = None
     """Steps between two evaluations; null evaluates only before the first and after the last step."""
     runs_before_training: bool = True
     """false skips the evaluation before the first step."""
     max_prompts: PositiveInt | None = None
-    """How many prompts of `data.eval`, and how many demonstrations, to use from the beginning; null uses all."""
+    """How many prompts of `data.eval`, demonstrations and pairs to use from the beginning; null uses all."""
     max_response_tokens: PositiveInt | None = None
     """null takes `sampling.max_response_tokens`."""
     is_greedy: bool = True
@@ -333,7 +335,7 @@ class Recipe(Section):
         match self.algorithm:
             case SftConfig():
                 return 1
-            case DpoConfig():
+            case pairs if isinstance(pairs, GivenPairsConfig):
                 return 2
             case _:
                 return self.sampling.rollouts_per_prompt

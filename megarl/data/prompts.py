@@ -89,15 +89,22 @@ def load_demonstrations(
 
 
 def load_pairs(
-    files: Sequence[Path], config: DataConfig, tokenizer: Tokenizer, *, max_response_tokens: int
+    files: Sequence[Path], config: DataConfig, tokenizer: Tokenizer, *, max_response_tokens: int, as_chats: bool = False
 ) -> PromptSet:
-    """Return the prompts with two answers each, the better one as the demonstration."""
+    """Return the prompts with two answers each, the better one as the demonstration.
+
+    With `as_chats` an answer goes on to where the template ends the chat, as a reward model reads it on engines.
+    """
     check_pairs(files, config)
     chosen, rejected = (
-        _tokenise(read_rows(files, config.model_copy(update={"response_key": key}), as_demonstrations=True), tokenizer)
+        _tokenise(
+            read_rows(files, config.model_copy(update={"response_key": key}), as_demonstrations=True),
+            tokenizer,
+            as_chats=as_chats,
+        )
         for key in (config.chosen_key, config.rejected_key)
     )
-    pairs = [replace(better, rejected=worse.demonstration) for better, worse in zip(chosen, rejected, strict=True)]
+    pairs = list(map(_pair_of_chats if as_chats else _pair, chosen, rejected))
     limit = _Limit(
         key="sampling.max_response_tokens",
         max_tokens=max_response_tokens,
@@ -106,18 +113,40 @@ def load_pairs(
     return _without_overlong(pairs, [_prompt_limit(config), limit], config)
 
 
+def _pair(better: Prompt, worse: Prompt) -> Prompt:
+    return replace(better, rejected=worse.demonstration)
+
+
+def _pair_of_chats(better: Prompt, worse: Prompt) -> Prompt:
+    """Return the pair of two whole chats: the prompt is the part of it that both begin with."""
+    whole, other = better.demonstration, worse.demonstration
+    assert whole is not None, f"row {better.uid} has no chosen answer"
+    assert other is not None, f"row {better.uid} has no rejected answer"
+    longest = min(len(better.token_ids), len(whole), len(other))
+    heads = (better.token_ids[:longest], whole[:longest], other[:longest])
+    differs = (heads[0] != heads[1]) | (heads[0] != heads[2])
+    shared = int(differs.argmax()) if differs.any() else longest
+    return replace(
+        better,
+        token_ids=whole[:shared],
+        demonstration=whole[shared:],
+        demonstration_mask=None,
+        rejected=other[shared:],
+    )
+
+
 def _answers(prompt: Prompt) -> list[TokenArray]:
     return [answer for answer in (prompt.demonstration, prompt.rejected) if answer is not None]
 
 
-def _tokenise(rows: Sequence[DataRow], tokenizer: Tokenizer) -> list[Prompt]:
+def _tokenise(rows: Sequence[DataRow], tokenizer: Tokenizer, *, as_chats: bool = False) -> list[Prompt]:
     """Tokenise all rows, many of them in worker processes."""
     chunks = [rows[start : start + _ROWS_PER_CHUNK] for start in range(0, len(rows), _ROWS_PER_CHUNK)]
     num_workers = min(_num_cores(), _MAX_WORKERS, len(rows) // _ROWS_PER_WORKER)
     if num_workers > 1:
-        encodings = _encode_all(chunks, tokenizer, num_workers)
+        encodings = _encode_all(chunks, tokenizer, num_workers, as_chats=as_chats)
     else:
-        encodings = map(partial(_encode, tokenizer), chunks)
+        encodings = map(partial(_encode, tokenizer, as_chats=as_chats), chunks)
     prompts: list[Prompt] = []
     for chunk, (questions, answers) in zip(chunks, encodings, strict=True):
         remaining = iter(answers)
@@ -141,13 +170,18 @@ def _tokenise(rows: Sequence[DataRow], tokenizer: Tokenizer) -> list[Prompt]:
     return prompts
 
 
-def _encode(tokenizer: Tokenizer, rows: Sequence[DataRow]) -> _Encoded:
+def _encode(tokenizer: Tokenizer, rows: Sequence[DataRow], *, as_chats: bool) -> _Encoded:
     questions = tokenizer.encode([_named(row, tokenizer.render_chat, row.chat) for row in rows])
+    if as_chats:
+        wholes = [_named(row, tokenizer.render_answered, (*row.chat, *row.continuation)) for row in rows]
+        return questions, [(token_ids, np.ones(len(token_ids), np.bool_)) for token_ids in tokenizer.encode(wholes)]
     answered = [_named(row, tokenizer.spans, row.chat, row.continuation) for row in rows if row.continuation]
     return questions, tokenizer.encode_spans(answered)
 
 
-def _encode_all(chunks: Sequence[Sequence[DataRow]], tokenizer: Tokenizer, num_workers: int) -> Iterator[_Encoded]:
+def _encode_all(
+    chunks: Sequence[Sequence[DataRow]], tokenizer: Tokenizer, num_workers: int, *, as_chats: bool
+) -> Iterator[_Encoded]:
     """Yield the encoded chunks in their order, so that the first row that is refused is the first of the data."""
     # Spawned, not forked: this process has threads. Workers that outlive a killed driver would wait for ever.
     pool = ProcessPoolExecutor(
@@ -157,7 +191,7 @@ def _encode_all(chunks: Sequence[Sequence[DataRow]], tokenizer: Tokenizer, num_w
         initargs=(tokenizer.folder, tokenizer.vocab, tokenizer.template, tokenizer.tools, os.getpid()),
     )
     try:
-        yield from pool.map(_encode_in_worker, chunks)
+        yield from pool.map(partial(_encode_in_worker, as_chats=as_chats), chunks)
     except BrokenProcessPool as error:
         raise MachineError(
             "a process that tokenises the data was killed; is there enough memory? (data.train, data.eval)"
@@ -175,9 +209,9 @@ def _start_worker(folder: Path, vocab: int, template: Template, tools: Sequence[
     _tokenizer_of_worker = load_tokenizer(folder, vocab=vocab, template=template, tools=tools)
 
 
-def _encode_in_worker(rows: Sequence[DataRow]) -> _Encoded:
+def _encode_in_worker(rows: Sequence[DataRow], *, as_chats: bool) -> _Encoded:
     assert _tokenizer_of_worker is not None, "_start_worker comes first"
-    return _encode(_tokenizer_of_worker, rows)
+    return _encode(_tokenizer_of_worker, rows, as_chats=as_chats)
 
 
 def _num_cores() -> int:
@@ -239,8 +273,10 @@ def _complaint(prompts: Sequence[Prompt], limit: _Limit) -> str:
 class Demonstrations:
     """A `stages.Generator` that answers each prompt with the response of the data set, or with both of a pair."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, is_scored_at_end: bool = False) -> None:
+        """`is_scored_at_end`: the loss counts one number of each answer, that after its last token."""
         self._tokenizer = tokenizer
+        self._is_scored_at_end = is_scored_at_end
 
     async def generate(self, prompt: Prompt) -> RolloutGroup:
         assert prompt.demonstration is not None, f"prompt {prompt.uid} has no demonstration; it was not loaded as one"
@@ -249,6 +285,10 @@ class Demonstrations:
         return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
 
     def _rollout(self, token_ids: TokenArray, mask: BoolArray | None) -> Rollout:
+        if self._is_scored_at_end:
+            # A position's number stands at its target: one more target has the number of the whole answer.
+            token_ids = np.append(token_ids, np.int32(0))
+            mask = np.arange(len(token_ids)) == len(token_ids) - 1
         return Rollout(
             content=Content(
                 token_ids=token_ids,

@@ -6,6 +6,7 @@ the label `run`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -15,19 +16,9 @@ RUN_LABEL = "run"
 
 Kind = Literal["gauge", "counter", "histogram"]
 Section = Literal[
-    "run",
-    "data",
-    "reward",
-    "rollout",
-    "fleet",
-    "publish",
-    "trainer",
-    "critic",
-    "preference",
-    "eval",
-    "checkpoint",
+    "run", "data", "reward", "rollout", "fleet", "publish", "trainer", "critic", "preference", "eval", "checkpoint",
     "machine",
-]
+]  # fmt: skip
 
 MAX_SERIES = 2000
 """Bound on the series of one process."""
@@ -35,17 +26,9 @@ MAX_SERIES = 2000
 _SHORT_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)
 _LONG_S = (0.05, 0.2, 1.0, 5.0, 20.0, 60.0, 300.0, 1800.0)
 _LABEL_VALUES = {
-    "phase": 12,
-    "component": 64,
-    "cause": 16,
-    "state": 12,
-    "engine": 256,
-    "role": 8,
-    "number": 32,
-    "source": 8,
-    "sink": 8,
-    "ending": 8,
-}
+    "phase": 12, "component": 64, "cause": 16, "state": 12, "engine": 256, "role": 8, "number": 32, "source": 8,
+    "sink": 8, "ending": 8,
+}  # fmt: skip
 """Exported values of each label; a label that is not here has one value in a run."""
 _UNITS = ("per_second", "seconds", "bytes", "ratio", "tokens", "steps", "groups", "nats")
 
@@ -119,12 +102,9 @@ def _update(name: str, text: str, *, field: str) -> Metric:
     return _gauge("trainer", name, text, source=f"step.update.{field}")
 
 
-def _critic(name: str, text: str, *, field: str) -> Metric:
-    return _gauge("critic", name, text, source=f"step.critic.{field}")
-
-
-def _pairs(name: str, text: str, *, field: str) -> Metric:
-    return _gauge("preference", name, text, source=f"step.preference.{field}")
+def _numbers(section: Section, *rows: tuple[str, str, str]) -> Iterator[Metric]:
+    """Yield the metrics of a step's statistics: name, text and field of each."""
+    return (_gauge(section, name, text, source=f"step.{section}.{field}") for name, text, field in rows)
 
 
 def _usage(name: str, text: str, *, field: str) -> Metric:
@@ -344,24 +324,25 @@ MICRO_BATCHES = _update(
 TRAIN_FLOPS = _gauge("trainer", "train_flops_per_second", "Model FLOPs of the last step's updates over their time")
 MFU = _gauge("trainer", "mfu_ratio", "train_flops_per_second over the peak of the actor's GPUs")
 
-VALUE_LOSS = _critic("value_loss", "Loss of the critic's last updates", field="loss")
-VALUE_GRAD_NORM = _critic("value_grad_norm", "Gradient norm of the critic before clipping", field="grad_norm")
-VALUE_LEARNING_RATE = _critic("value_learning_rate", "Learning rate of the critic's last update", field="learning_rate")
-VALUE_CLIP = _critic("value_clip_ratio", "Share of values whose change was clipped", field="clip_fraction")
-VALUE_MEAN = _critic("value_mean", "Mean value of the last step's tokens before its updates", field="value_mean")
-RETURN_MEAN = _critic("return_mean", "Mean return of the last step's tokens", field="return_mean")
-EXPLAINED_VARIANCE = _critic(
-    "explained_variance_ratio", "Share of the returns' variance that the critic predicted", field="explained_variance"
+VALUE_LOSS, VALUE_GRAD_NORM, VALUE_LEARNING_RATE, VALUE_CLIP, VALUE_MEAN, RETURN_MEAN, EXPLAINED_VARIANCE = _numbers(
+    "critic",
+    ("value_loss", "Loss of the critic's last updates", "loss"),
+    ("value_grad_norm", "Gradient norm of the critic before clipping", "grad_norm"),
+    ("value_learning_rate", "Learning rate of the critic's last update", "learning_rate"),
+    ("value_clip_ratio", "Share of values whose change was clipped", "clip_fraction"),
+    ("value_mean", "Mean value of the last step's tokens before its updates", "value_mean"),
+    ("return_mean", "Mean return of the last step's tokens", "return_mean"),
+    ("explained_variance_ratio", "Share of the returns' variance that the critic predicted", "explained_variance"),
 )
-
-PAIRS = _pairs("preference_pairs", "Pairs of answers in the last step", field="num_pairs")
-PAIR_LOSS = _pairs("preference_loss", "Mean loss of the last step's pairs before its update", field="loss")
-PAIR_ACCURACY = _pairs(
-    "preference_accuracy_ratio", "Share of pairs whose better answer has the higher implicit reward", field="accuracy"
+PAIRS, PAIR_LOSS, PAIR_ACCURACY, PAIR_MARGIN, CHOSEN_REWARD, REJECTED_REWARD = _numbers(
+    "preference",
+    ("preference_pairs", "Pairs of answers in the last step", "num_pairs"),
+    ("preference_loss", "Mean loss of the last step's pairs before its update", "loss"),
+    ("preference_accuracy_ratio", "Share of pairs whose better answer has the higher implicit reward", "accuracy"),
+    ("preference_margin", "Mean difference of the implicit rewards of a pair", "margin"),
+    ("chosen_reward", "Mean implicit reward of the better answers", "chosen_reward"),
+    ("rejected_reward", "Mean implicit reward of the worse answers", "rejected_reward"),
 )
-PAIR_MARGIN = _pairs("preference_margin", "Mean difference of the implicit rewards of a pair", field="margin")
-CHOSEN_REWARD = _pairs("chosen_reward", "Mean implicit reward of the better answers", field="chosen_reward")
-REJECTED_REWARD = _pairs("rejected_reward", "Mean implicit reward of the worse answers", field="rejected_reward")
 
 EVAL = _gauge(
     "eval",

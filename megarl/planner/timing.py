@@ -79,8 +79,8 @@ def estimate(
     """Return the time of a step: generating and training alternate, or with `max_staleness` above 0 run concurrently
     except for the publish. `snapshots` are the bytes per rank of each stage that a checkpoint copies, by role."""
     is_offline = isinstance(algorithm, OfflineConfig)
-    # A row of dpo has two answers.
-    per_prompt = {"sft": 1, "dpo": 2}.get(algorithm.kind, sampling.rollouts_per_prompt)
+    # A row of pairs has two answers.
+    per_prompt = {"sft": 1, "dpo": 2, "reward_model": 2}.get(algorithm.kind, sampling.rollouts_per_prompt)
     sequences = train.prompts_per_step * per_prompt
     models = {
         role: TrainingTime(

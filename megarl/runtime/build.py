@@ -12,7 +12,13 @@ from megarl.algo.algorithm import PolicyGradient, Sft, build_algorithm
 from megarl.checkpoint.carried import read_carried
 from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.resume import ResumePoint
-from megarl.config.algorithm import DpoConfig, OfflineConfig, PolicyGradientConfig, RemaxConfig
+from megarl.config.algorithm import (
+    GivenPairsConfig,
+    OfflineConfig,
+    PolicyGradientConfig,
+    RemaxConfig,
+    RewardModelConfig,
+)
 from megarl.config.model import ModelShape
 from megarl.config.recipe import EvaluationConfig, Recipe
 from megarl.data.prompts import Demonstrations, DemonstrationScorer
@@ -26,7 +32,7 @@ from megarl.runtime.engines.adapter_publisher import AdapterPublisher
 from megarl.runtime.engines.canary import Canary, CanaryPublisher, CanaryQuestion
 from megarl.runtime.engines.serving import ExternalServing, NoServing, Roles
 from megarl.runtime.evaluate import Evaluation, Evaluator, HeldOutEvaluator, NoEvaluation, ScheduledEvaluation
-from megarl.runtime.held_out_loss import DemonstrationEvaluator
+from megarl.runtime.held_out_loss import DemonstrationEvaluator, PairEvaluator
 from megarl.runtime.inputs import Inputs
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.preemption import Preemption
@@ -70,7 +76,7 @@ class LoopBuilder:
             pairs=lambda: algorithm.pairs,
         )
         saver = self._saver(algorithm, prompts, buffer)
-        evaluation = self._evaluation(saver, models, is_synchronous=buffer.is_synchronous)
+        evaluation = self._evaluation(saver, models, algorithm, groups, is_synchronous=buffer.is_synchronous)
         stages = Stages(
             prompts=prompts,
             groups=groups,
@@ -142,8 +148,10 @@ class LoopBuilder:
         recipe = self.recipe
         if isinstance(recipe.algorithm, OfflineConfig) or self.workers is None:
             # The first answer of a pair is the better one.
-            values = (1.0, 0.0) if isinstance(recipe.algorithm, DpoConfig) else (1.0,)
-            return GivenGroups(Demonstrations(self.inputs.tokenizer), DemonstrationScorer(values))
+            values = (1.0, 0.0) if isinstance(recipe.algorithm, GivenPairsConfig) else (1.0,)
+            is_scorer = isinstance(recipe.algorithm, RewardModelConfig)
+            answers = Demonstrations(self.inputs.tokenizer, is_scored_at_end=is_scorer)
+            return GivenGroups(answers, DemonstrationScorer(values))
         max_tokens = recipe.sampling.max_response_tokens
         nearly_greedy = Sampling.nearly_greedy(max_response_tokens=max_tokens)
         task = RolloutTask(
@@ -225,7 +233,15 @@ class LoopBuilder:
             saved=self.saved,
         )
 
-    def _evaluation(self, saver: RunSaver, models: ModelsTrainer, *, is_synchronous: bool) -> Evaluation:
+    def _evaluation(
+        self,
+        saver: RunSaver,
+        models: ModelsTrainer,
+        algorithm: Sft | PolicyGradient,
+        groups: GroupSource,
+        *,
+        is_synchronous: bool,
+    ) -> Evaluation:
         recipe, config, inputs = self.recipe, self.recipe.evaluation, self.inputs
         if config is None:
             return NoEvaluation()
@@ -239,6 +255,17 @@ class LoopBuilder:
                 logprobs=models.logprobs,
                 phases=self.roles.phases,
                 samples_per_call=recipe.train.prompts_per_step,
+            )
+        if inputs.eval_pairs and isinstance(algorithm, PolicyGradient):
+            evaluator = PairEvaluator(
+                config,
+                pairs=inputs.eval_pairs,
+                answers=evaluator,
+                groups=groups,
+                estimate=models.estimate,
+                measure=algorithm.measure,
+                phases=self.roles.phases,
+                pairs_per_call=recipe.train.prompts_per_step,
             )
         if evaluator is None:
             return NoEvaluation()

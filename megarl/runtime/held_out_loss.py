@@ -1,4 +1,4 @@
-"""The loss of held-out demonstrations, which an sft run computes with its trainers in each evaluation."""
+"""Held-out answers of the data in each evaluation, by the trainers: the loss of demonstrations, the order of pairs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from megarl.config.recipe import EvaluationConfig
-from megarl.results import EvalResult
+from megarl.results import EvalResult, PreferenceStats
 from megarl.runtime.evaluate import Evaluator
-from megarl.stages import Generator, Phases
-from megarl.types import FloatArray, PolicyVersion, Prompt, TrainSample
+from megarl.stages import Generator, GroupSource, Phases
+from megarl.types import Estimates, FloatArray, PolicyVersion, Prompt, ScoredGroup, TrainSample
 
 
 class DemonstrationEvaluator:
@@ -64,3 +64,46 @@ class DemonstrationEvaluator:
         (rollout,) = (await self._generator.generate(prompt)).rollouts
         nothing = np.zeros(0, np.float32)
         return TrainSample(prompt_ids=prompt.token_ids, rollout=rollout, advantages=nothing)
+
+
+class PairEvaluator:
+    """An `Evaluator` that adds how the model orders held-out pairs to the grades of answers, if there are any."""
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        *,
+        pairs: Sequence[Prompt],
+        answers: Evaluator | None,
+        groups: GroupSource,
+        estimate: Callable[[Sequence[ScoredGroup]], Awaitable[Estimates]],
+        measure: Callable[[Sequence[ScoredGroup], Estimates], PreferenceStats | None],
+        phases: Phases,
+        pairs_per_call: int,
+    ) -> None:
+        """`groups` turns a pair into a group of two; `estimate` and `measure` are those of a step of training."""
+        self._config = config
+        self._pairs = pairs
+        self._answers = answers
+        self._groups = groups
+        self._estimate = estimate
+        self._measure = measure
+        self._phases = phases
+        self._pairs_per_call = pairs_per_call
+
+    def is_due(self, step: int, *, is_last: bool) -> bool:
+        return self._config.is_due(step, is_last=is_last)
+
+    async def evaluate(self, step: int, version: PolicyVersion) -> EvalResult:
+        result = EvalResult(version=version, greedy=None, sampled=None)
+        if self._answers is not None:
+            result = await self._answers.evaluate(step, version)
+        parts: list[PreferenceStats] = []
+        async with self._phases.comparing():
+            for start in range(0, len(self._pairs), self._pairs_per_call):
+                chosen = self._pairs[start : start + self._pairs_per_call]
+                groups = [await self._groups.scored_group(pair) for pair in chosen]
+                part = self._measure(groups, await self._estimate(groups))
+                assert part is not None, "held-out answers without a pair"
+                parts.append(part)
+        return replace(result, held_out_pairs=PreferenceStats.merge(parts))

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megarl.config.algorithm import DpoConfig, PolicyGradientConfig, SftConfig
+from megarl.config.algorithm import DpoConfig, PolicyGradientConfig, RewardModelConfig, SftConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.prompts import PromptSet, load_demonstrations, load_pairs, load_prompts
@@ -23,6 +23,7 @@ class Inputs:
     train: PromptSet
     eval: tuple[Prompt, ...]
     eval_demonstrations: tuple[Prompt, ...] = ()
+    eval_pairs: tuple[Prompt, ...] = ()
 
     @property
     def tools_digest(self) -> str | None:
@@ -34,6 +35,9 @@ class Inputs:
 def read_inputs(recipe: Recipe) -> Inputs:
     """Read and check everything; raise a DataError or ConfigError that names the file."""
     shape = read_model_shape(recipe.model.path)
+    is_scorer = isinstance(recipe.algorithm, RewardModelConfig)
+    if is_scorer:
+        shape = shape.as_critic()
     tools = () if recipe.environment is None else tools_of(recipe.environment)
     tokenizer = load_tokenizer(
         recipe.model.path,
@@ -48,11 +52,18 @@ def read_inputs(recipe: Recipe) -> Inputs:
         tokenizer=tokenizer,
         max_response_tokens=recipe.sampling.max_response_tokens,
     )
+    pairs = partial(
+        load_pairs,
+        config=data,
+        tokenizer=tokenizer,
+        max_response_tokens=recipe.sampling.max_response_tokens,
+        as_chats=is_scorer,
+    )
     match recipe.algorithm:
         case SftConfig():
             train = demonstrations(data.train)
-        case DpoConfig():
-            train = load_pairs(data.train, data, tokenizer, max_response_tokens=recipe.sampling.max_response_tokens)
+        case DpoConfig() | RewardModelConfig():
+            train = pairs(data.train)
         case PolicyGradientConfig():
             train = load_prompts(data.train, data, tokenizer)
     inputs = Inputs(shape=shape, tokenizer=tokenizer, train=train, eval=())
@@ -64,4 +75,5 @@ def read_inputs(recipe: Recipe) -> Inputs:
         eval_demonstrations=demonstrations(data.eval_demonstrations).prompts[: evaluation.max_prompts]
         if data.eval_demonstrations
         else (),
+        eval_pairs=pairs(data.eval_pairs).prompts[: evaluation.max_prompts] if data.eval_pairs else (),
     )

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry
 
 from megarl.config.algorithm import (
     AlgorithmConfig,
-    DpoConfig,
     FunctionLossConfig,
     GdpoConfig,
+    GivenPairsConfig,
     OfflineConfig,
     PolicyGradientConfig,
     SftConfig,
@@ -60,10 +60,10 @@ def check_start(recipe: Recipe, *, address: str | None) -> Inputs:
 def check_columns(data: DataConfig, algorithm: AlgorithmConfig) -> None:
     """Raise a DataError for a file without the columns that a run needs; reads no rows."""
     check_files(data.train, data, as_demonstrations=isinstance(algorithm, OfflineConfig))
-    if isinstance(algorithm, DpoConfig):
-        check_pairs(data.train, data)
+    if isinstance(algorithm, GivenPairsConfig):
+        check_pairs((*data.train, *data.eval_pairs), data)
     check_files(data.eval, data, as_demonstrations=False)
-    check_files(data.eval_demonstrations, data, as_demonstrations=True)
+    check_files((*data.eval_demonstrations, *data.eval_pairs), data, as_demonstrations=True)
 
 
 def refuse_missing_gpu(device: Device, address: str | None) -> None:

@@ -167,8 +167,8 @@ class ActorRank(TrainedRank):
         algorithm = self._monitor.algorithm
         micro_batches = self._share(batch, mini_batch)
 
-        def loss(index: int, scores: TokenScores) -> tuple[Tensor, Report]:
-            micro_batch = micro_batches[index]
+        def loss(index: int, output: TokenScores | Tensor) -> tuple[Tensor, Report]:
+            micro_batch, scores = micro_batches[index], _scores_of(output)
             old_logprobs = micro_batch.old_logprobs if recomputed is None else recomputed[index]
             if is_single or old_logprobs is None:
                 old_logprobs = scores.logprobs.detach()
@@ -200,8 +200,13 @@ class ActorRank(TrainedRank):
 
     def _score(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[Tensor]:
         self._reach("asked", step=self._num_steps + 1)
-        scores: list[TokenScores] = forward(self._optimizer.chunks, self._share(batch, mini_batch))
-        return [item.logprobs for item in scores]
+        outputs: list[TokenScores | Tensor] = forward(self._optimizer.chunks, self._share(batch, mini_batch))
+        return [_scores_of(output).logprobs for output in outputs]
+
+
+def _scores_of(output: TokenScores | Tensor) -> TokenScores:
+    """Return the scores of tokens; the numbers of a value head take the place of log-probabilities."""
+    return output if isinstance(output, TokenScores) else TokenScores(output, torch.zeros_like(output))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from megarl.observe.meter import Meter
 from megarl.observe.metrics import Metrics
 from megarl.observe.observer import Observer
 from megarl.observe.observing import set_constants
-from megarl.results import CriticStats
+from megarl.results import CriticStats, PreferenceStats
 from megarl.types import PolicyVersion
 from tests.observe.samples import evaluated, grades, make_recipe, published, run_started, step_summary
 
@@ -22,6 +22,7 @@ CRITIC = CriticStats(
     return_mean=0.5,
     explained_variance=0.25,
 )
+PAIRS = PreferenceStats(num_pairs=4, loss=0.5, accuracy=0.75, margin=0.5, chosen_reward=0.25, rejected_reward=-0.25)
 
 
 class ScriptedRun:
@@ -54,6 +55,6 @@ class ScriptedRun:
         with observer.phase("evaluate"):
             pass
         observer.published(published(step).result)
-        observer.step_summarized(replace(step_summary(step), critic=CRITIC, kl_coef=0.1))
+        observer.step_summarized(replace(step_summary(step), critic=CRITIC, preference=PAIRS, kl_coef=0.1))
         observer.evaluated(step, evaluated(step, 0.5, sampled=grades(0.5, rollouts_per_prompt=4)).result)
         observer.checkpoint_saved(step, Path("x"), num_bytes=4096, blocking_seconds=0.1, seconds=0.5)

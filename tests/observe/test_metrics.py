@@ -14,7 +14,7 @@ from megarl.observe.meter import Meter
 from megarl.observe.metrics import Metrics
 from megarl.observe.prometheus import MetricsEndpoint
 from megarl.observe.summary import RewardOutlier
-from megarl.results import CriticStats, RankUsage, UpdateStats
+from megarl.results import CriticStats, PreferenceStats, RankUsage, UpdateStats
 from tests.observe.samples import (
     checkpoint_saved,
     engine_changed,
@@ -143,8 +143,9 @@ def test_every_float_of_an_update_is_a_metric(metrics: Metrics, endpoint: Metric
     }
 
 
-def test_every_number_of_a_critic_and_of_a_rank_is_a_metric() -> None:
+def test_every_number_of_a_critic_of_pairs_and_of_a_rank_is_a_metric() -> None:
     assert set(fields_with_a_metric("step.critic.")) == {field.name for field in fields(CriticStats)}
+    assert set(fields_with_a_metric("step.preference.")) == {field.name for field in fields(PreferenceStats)}
     assert set(fields_with_a_metric("step.usage.*.")) == {field.name for field in fields(RankUsage)} - {"gpu_name"}
 
 

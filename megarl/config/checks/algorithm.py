@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from urllib.parse import parse_qsl, urlsplit
 
 from megarl.config.algorithm import (
-    DpoConfig,
     EstimatorConfig,
     GaeConfig,
     GdpoConfig,
+    GivenPairsConfig,
     GmpoLossConfig,
     GpgLossConfig,
     GspoLossConfig,
@@ -25,15 +25,21 @@ from megarl.config.algorithm import (
     OfflineConfig,
     PairConfig,
     PolicyGradientConfig,
-    PreferenceConfig,
     ReinforcePpConfig,
     RemaxConfig,
+    RewardModelConfig,
     SapoLossConfig,
     SftConfig,
     SppoConfig,
     SppoLossConfig,
 )
-from megarl.config.recipe import DataConfig, Recipe, SamplingConfig, TrainConfig
+from megarl.config.checks.preference import (
+    check_given_answers,
+    check_given_pairs,
+    check_pair_loss,
+    check_scorer,
+)
+from megarl.config.recipe import Recipe, SamplingConfig, TrainConfig
 from megarl.config.reward import (
     BySourceRewardConfig,
     ComposedRewardConfig,
@@ -67,12 +73,14 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
     """Return every problem of the algorithm, in the order of its keys."""
     algorithm, sampling = recipe.algorithm, recipe.sampling
     if isinstance(algorithm, SftConfig):
-        return list(_imitation(recipe.train, recipe.roles, is_evaluated=bool(recipe.data.eval)))
+        problems = _imitation(recipe.train, recipe.roles, is_evaluated=bool(recipe.data.eval))
+        return [*problems, *check_given_answers(recipe.data, algorithm)]
     return [
-        *_demonstrations(recipe.data),
+        *check_given_answers(recipe.data, algorithm),
+        *(check_scorer(recipe) if isinstance(algorithm, RewardModelConfig) else ()),
         *(
-            _pairs(algorithm, recipe.roles, is_evaluated=bool(recipe.data.eval))
-            if isinstance(algorithm, DpoConfig)
+            check_given_pairs(algorithm, recipe.roles, is_evaluated=bool(recipe.data.eval))
+            if isinstance(algorithm, GivenPairsConfig)
             else _rollouts(algorithm, recipe.roles, sampling)
         ),
         *_models(algorithm, recipe.roles),
@@ -83,7 +91,7 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
         *_reward_clip(algorithm),
         *_overlong(algorithm, sampling),
         *_components(algorithm, recipe.reward),
-        *(_pair_loss(algorithm) if isinstance(algorithm, PairConfig) else ()),
+        *(check_pair_loss(algorithm) if isinstance(algorithm, PairConfig) else ()),
     ]
 
 
@@ -131,11 +139,6 @@ def check_staleness(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _demonstrations(data: DataConfig) -> Iterator[Problem]:
-    if data.eval_demonstrations:
-        yield Problem(key="data.eval_demonstrations", message="only sft measures the loss of answers; remove it")
-
-
 def _imitation(train: TrainConfig, roles: RolesConfig, *, is_evaluated: bool) -> Iterator[Problem]:
     if train.prompts_per_update is not None:
         yield Problem(key="train.prompts_per_update", message="has no effect in sft; remove it")
@@ -144,14 +147,6 @@ def _imitation(train: TrainConfig, roles: RolesConfig, *, is_evaluated: bool) ->
             yield Problem(key=f"roles.{name}", message="has no effect in sft; remove it")
     if roles.rollout is not None and not is_evaluated:
         yield Problem(key="roles.rollout", message="sft generates only for an evaluation; remove it or add evaluation")
-
-
-def _pairs(algorithm: DpoConfig, roles: RolesConfig, *, is_evaluated: bool) -> Iterator[Problem]:
-    if roles.rollout is not None and not is_evaluated:
-        yield Problem(key="roles.rollout", message="dpo generates only for an evaluation; remove it or add evaluation")
-    for name in ("filter", "overlong", "reward_clip", "correction"):
-        if getattr(algorithm, name) is not None:
-            yield Problem(key=f"algorithm.{name}", message="has no effect on pairs of the data; remove it")
 
 
 def _rollouts(algorithm: EstimatorConfig, roles: RolesConfig, sampling: SamplingConfig) -> Iterator[Problem]:
@@ -218,39 +213,6 @@ def _loss(algorithm: EstimatorConfig, train: TrainConfig, sampling: SamplingConf
     if aggregation != "seq_mean_token_sum_norm" and horizon is not None:
         message = f"{horizon} has no effect with {aggregation}; remove it or set seq_mean_token_sum_norm"
         yield Problem(key=key, message=message)
-
-
-def _pair_loss(algorithm: PairConfig) -> Iterator[Problem]:
-    """Yield the keys that would make something else of the loss of a pair."""
-    kind = algorithm.kind  # type: ignore[attr-defined]
-    if algorithm.loss.kind != "gpg" or algorithm.aggregation != "seq_mean_token_sum":
-        yield Problem(key="algorithm.loss", message=f"{kind} has its own loss; remove loss and aggregation")
-    if isinstance(algorithm, PreferenceConfig):
-        yield from _preference(algorithm, kind)
-    if algorithm.overlong is not None and algorithm.overlong.is_filtered:
-        message = "would take a side of a pair out of the loss; use buffer_tokens, which lowers its reward"
-        yield Problem(key="algorithm.overlong.is_filtered", message=message)
-
-
-def _preference(algorithm: PreferenceConfig, kind: str) -> Iterator[Problem]:
-    is_simpo = algorithm.preference == "simpo"
-    match algorithm.kl:
-        case KlRewardConfig(estimate="k1", adaptive=None) if not is_simpo:
-            pass
-        case None if is_simpo:
-            pass
-        case _:
-            needed = "{kind: reward, coef: ...}, coef being its beta, without other keys"
-            message = "simpo has no reference; set kl: null" if is_simpo else f"{kind} needs {needed}"
-            yield Problem(key="algorithm.kl", message=message)
-    if algorithm.filter is None and kind == "online_dpo":
-        yield Problem(key="algorithm.filter", message="null would keep groups without a best and a worst; remove it")
-    unused = {"label_smoothing": algorithm.preference != "sigmoid", "simpo": not is_simpo}
-    for name in (
-        name for name, has_no_effect in unused.items() if has_no_effect and name in algorithm.model_fields_set
-    ):
-        message = f"has no effect with preference {algorithm.preference}; remove it"
-        yield Problem(key=f"algorithm.{name}", message=message)
 
 
 def _correction(algorithm: EstimatorConfig) -> Iterator[Problem]:

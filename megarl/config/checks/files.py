@@ -22,7 +22,12 @@ _LOGGER_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "
 
 
 def check_data_files(data: DataConfig) -> Iterator[Problem]:
-    files = {"train": data.train, "eval": data.eval, "eval_demonstrations": data.eval_demonstrations}
+    files = {
+        "train": data.train,
+        "eval": data.eval,
+        "eval_demonstrations": data.eval_demonstrations,
+        "eval_pairs": data.eval_pairs,
+    }
     template = data.template
     if not isinstance(template, str) and template.jinja.endswith(".jinja") and not Path(template.jinja).is_file():
         yield Problem(key="data.template.jinja", message=f"{template.jinja} does not exist")

@@ -9,6 +9,7 @@ import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.config.algorithm import RewardModelConfig
 from megarl.config.checks.algorithm import check_algorithm, check_rewards, check_staleness
 from megarl.config.checks.files import (
     check_data_files,
@@ -51,7 +52,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         shape = read_model_shape(recipe.model.path)
     except ConfigError as error:
         return [*problems, *error.problems]
-    if shape.has_value_head:
+    if shape.has_value_head and not isinstance(recipe.algorithm, RewardModelConfig):
         message = f"{recipe.model.path} is a critic and has no language head; name it in roles.critic.path"
         return [*problems, Problem(key="model.path", message=message)]
     return [
@@ -153,16 +154,21 @@ def _keep_best(checkpoint: CheckpointConfig, evaluation: EvaluationConfig | None
 def _evaluation(
     evaluation: EvaluationConfig | None, data: DataConfig, rollout: RolloutRoleConfig | None
 ) -> Iterator[Problem]:
-    files = {"data.eval": data.eval, "data.eval_demonstrations": data.eval_demonstrations}
+    files = {
+        "data.eval": data.eval,
+        "data.eval_demonstrations": data.eval_demonstrations,
+        "data.eval_pairs": data.eval_pairs,
+    }
+    has_given = bool(data.eval_demonstrations or data.eval_pairs)
     if evaluation is None:
         for key in (key for key, paths in files.items() if paths):
             yield Problem(key=key, message="is not used; add `evaluation: {}` or remove it")
         return
-    if rollout is None and (data.eval or not data.eval_demonstrations):
+    if rollout is None and (data.eval or not has_given):
         yield Problem(key="evaluation", message="needs engines; add roles.rollout or remove the section")
     if not any(files.values()):
         yield Problem(key="evaluation", message="nothing to evaluate on; set data.eval or remove the section")
-    if not data.eval and data.eval_demonstrations:
+    if not data.eval and has_given:
         for name in sorted(evaluation.model_fields_set & {"is_greedy", "sampled", "right_from"}):
             yield Problem(key=f"evaluation.{name}", message="needs answers to prompts; set data.eval or remove it")
         return

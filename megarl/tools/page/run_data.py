@@ -268,16 +268,7 @@ def _all_charts(history: History) -> list[tuple[str, str, Mapping[str, Series]]]
             "Value and return",
             {"value": critic(lambda c: c.value_mean), "return": critic(lambda c: c.return_mean)},
         ),
-        ("Preferences", "Pairs in the right order", {"share": _pairs(history, lambda p: p.accuracy)}),
-        (
-            "Preferences",
-            "Implicit rewards",
-            {
-                "chosen": _pairs(history, lambda p: p.chosen_reward),
-                "rejected": _pairs(history, lambda p: p.rejected_reward),
-            },
-        ),
-        ("Preferences", "Loss of a pair", {"loss": _pairs(history, lambda p: p.loss)}),
+        *_pair_charts(history),
         ("Speed", "Tokens per second", {"tokens/s": steps(lambda s: s.tokens_per_second)}),
         ("Speed", "Seconds per step", {"seconds": steps(lambda s: s.seconds)}),
     ]
@@ -297,8 +288,16 @@ def _makers(
     return history.of_updates, history.of_rollouts, history.of_steps, of_critic
 
 
-def _pairs(history: History, number: Callable[[PreferenceStats], float]) -> Series:
-    return Series.of((s.step, number(s.preference)) for s in history.summaries if s.preference is not None)
+def _pair_charts(history: History) -> list[tuple[str, str, Mapping[str, Series]]]:
+    def pairs(number: Callable[[PreferenceStats], float]) -> Series:
+        return Series.of((s.step, number(s.preference)) for s in history.summaries if s.preference is not None)
+
+    rewards = {"chosen": pairs(lambda p: p.chosen_reward), "rejected": pairs(lambda p: p.rejected_reward)}
+    return [
+        ("Preferences", "Pairs in the right order", {"share": pairs(lambda p: p.accuracy)}),
+        ("Preferences", "Implicit rewards", rewards),
+        ("Preferences", "Loss of a pair", {"loss": pairs(lambda p: p.loss)}),
+    ]
 
 
 def _known(history: History, number: Callable[[UpdateStats], float | None]) -> Series:

@@ -45,6 +45,8 @@ class ArithmeticFiles:
     sft: Path
     pairs: Path
     """Problems with a carry: the sum is chosen, the careless one rejected."""
+    eval_pairs: Path
+    """The same of held-out problems."""
     eval: Path
     model: Path
 
@@ -63,6 +65,7 @@ def make_arithmetic(
         train=folder / "train.parquet",
         sft=folder / "sft.parquet",
         pairs=folder / "pairs.parquet",
+        eval_pairs=folder / "eval_pairs.parquet",
         eval=folder / "eval.parquet",
         model=folder / "model",
     )
@@ -78,16 +81,25 @@ def make_arithmetic(
         files.sft: _table(lessons, "sft").append_column("response", pa.array(responses, pa.string())),
         files.eval: _table(_first(held_out, num_eval, "num_eval"), "eval"),
     }
-    carried = [problem for problem in trained if careless_sum(*problem) != str(sum(problem))][:num_train]
-    sides = {"chosen": [str(sum(problem)) for problem in carried], "rejected": [careless_sum(*p) for p in carried]}
-    tables[files.pairs] = _table(carried, "pairs")
-    for name, answers in sides.items():
-        tables[files.pairs] = tables[files.pairs].append_column(name, pa.array(answers, pa.string()))
+    tables[files.pairs] = _pairs_table(trained, num_train, "pairs")
+    tables[files.eval_pairs] = _pairs_table(held_out, num_eval, "eval_pairs")
     folder.mkdir(parents=True, exist_ok=True)
     for path, table in tables.items():
         pq.write_table(table, path)
     write_tiny_model(files.model, shape, seed=seed)
     return files
+
+
+def _pairs_table(problems: Sequence[Addends], count: int, split: str) -> pa.Table:
+    """Return the problems with a carry, with the sum as the chosen and the careless sum as the rejected answer."""
+    carried = [problem for problem in problems if careless_sum(*problem) != str(sum(problem))][:count]
+    table = _table(carried, split)
+    for name, answers in (
+        ("chosen", [str(a + b) for a, b in carried]),
+        ("rejected", [careless_sum(*p) for p in carried]),
+    ):
+        table = table.append_column(name, pa.array(answers, pa.string()))
+    return table
 
 
 def _teach(problem: Addends, generator: np.random.Generator) -> str:

@@ -1,6 +1,7 @@
 """A stranger's path: a fresh clone, an environment of its own, and the tutorial's commands as they are printed.
 
-The clone is build/stranger, made anew for each commit and kept: `-k "section and 4"` repeats one section.
+The clone is build/stranger and is kept, at the present commit: `-k Use_the_result` repeats one section. Remove it for a
+fresh one.
 """
 
 from __future__ import annotations
@@ -19,15 +20,10 @@ from tests.repository import ROOT
 
 CLONE = ROOT / "build" / "stranger"
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
-SECTIONS = [part for part in re.split(r"^## \d+\. ", TUTORIAL, flags=re.MULTILINE)[1:]]
+SECTIONS = re.split(r"^## \d+\. ", TUTORIAL, flags=re.MULTILINE)[1:]
 _BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 
 pytestmark = pytest.mark.slow
-
-
-def head(folder: Path) -> str:
-    words = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def in_clone(words: list[str], *, timeout: float = 3000) -> str:
@@ -42,9 +38,10 @@ def in_clone(words: list[str], *, timeout: float = 3000) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def clone() -> None:
-    if not head(CLONE) or head(CLONE) != head(ROOT):
-        shutil.rmtree(CLONE, ignore_errors=True)
+    if not (CLONE / ".git").is_dir():
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(CLONE)], check=True, timeout=600)
+    for words in (["fetch", "--quiet", str(ROOT), "HEAD"], ["checkout", "--quiet", "--detach", "FETCH_HEAD"]):
+        subprocess.run(["git", "-C", str(CLONE), *words], check=True, timeout=600)
     in_clone(["make", "setup"])
 
 

@@ -161,7 +161,10 @@ def put_filters(keys: Translation) -> None:
         if keys.take(f"{prefix}enable", "algorithm.overlong"):
             length = keys.take(f"{prefix}len", "algorithm.overlong.buffer_tokens")
             factor = keys.take(f"{prefix}penalty_factor", "algorithm.overlong.factor", default=1.0)
-            keys.put("algorithm.overlong", {"buffer_tokens": length, "factor": factor})
+            if isinstance(length, int) and length <= 0:
+                keys.report(f"{prefix}len", KeyVerdict.NO_EFFECT, "a buffer of no tokens has no penalty")
+            else:
+                keys.put("algorithm.overlong", {"buffer_tokens": length, "factor": factor})
     level = keys.take("algorithm.rollout_correction.rollout_is", "algorithm.correction")
     if level is not None:
         bound = keys.take("algorithm.rollout_correction.rollout_is_threshold", "algorithm.correction.max_weight")

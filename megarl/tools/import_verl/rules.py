@@ -50,6 +50,7 @@ _INNER: Mapping[str, Library] = {
 }
 _PREFIXES: Mapping[str, tuple[Library, str]] = {
     "actor_rollout_ref.rollout.engine_kwargs.sglang.": ("sglang", "roles.rollout.sglang"),
+    "engine.override_transformer_config.": ("megatron", "roles.actor.megatron"),
     **{
         f"{prefix}{inner}.": (library, f"roles.{role}.{library}")
         for prefix, role in (("actor_rollout_ref.actor.", "actor"), ("critic.", "critic"))

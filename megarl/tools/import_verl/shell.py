@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 import operator
+import posixpath
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from megarl.tools.import_verl.shell_words import Lexeme, ShellToken, after_part, lexemes
+from megarl.tools.import_verl.shell_words import Lexeme, ShellToken, lexemes, word_parts
 
 KEY_WORD = re.compile(r"^(?:\+{1,2})?([A-Za-z_]\w*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
 """An argument of the trainer, such as `data.seed=1`."""
@@ -137,15 +138,22 @@ class Script:
         return True
 
     def _holds(self, condition: list[list[Lexeme]]) -> bool:
-        """Return whether tests that are joined by && and || hold; one that cannot be told does not."""
+        """Return whether tests that are joined and grouped hold; one that cannot be told does not."""
+        return self._holds_group(iter([part for command in condition for part in _ungrouped(command)]))
+
+    def _holds_group(self, parts: Iterator[list[Lexeme]]) -> bool:
+        """Return whether the tests up to the end of a group hold."""
         holds, joined = True, "&&"
-        for command in condition:
-            texts = [part.text for part in command]
-            if texts and command[0].kind is ShellToken.OPERATOR:
-                joined = texts[0]
-            elif texts:
-                test = self._test([word for part in command for word in self.expand(part.text)])
-                holds = holds and test if joined != "||" else holds or test
+        for part in parts:
+            text = part[0].text
+            if text in ("}", ")"):
+                break
+            if part[0].kind is ShellToken.OPERATOR and text != "(":
+                joined = text
+                continue
+            is_group = text in ("{", "(")
+            test = self._holds_group(parts) if is_group else self._test([w for p in part for w in self.expand(p.text)])
+            holds = holds and test if joined == "&&" else (holds or test if joined == "||" else test)
         return holds
 
     def _test(self, words: list[str]) -> bool:
@@ -217,7 +225,7 @@ class Script:
         """Return the words that a word becomes: quotes removed, expansions made and, outside quotes, split."""
         done: list[str] = []
         current, has_text = "", False
-        for part in _parts(word):
+        for part in word_parts(word):
             if not part.is_expanded:
                 current, has_text = current + part.text, True
                 continue
@@ -236,9 +244,34 @@ class Script:
             value = self._arithmetic(part[3:-2])
             return [part if value is None else str(value)]
         if part.startswith(("$(", "`")):
-            command = part.strip("$()` ")
-            return ["."] if command == "pwd" else [""] if command.startswith("date") else [part]
+            output = self._output(part.removeprefix("$(").removesuffix(")").strip("` "))
+            return [part if output is None else output]
         return self._parameter(part[2:-1] if part.startswith("${") else part[1:], part)
+
+    def _output(self, text: str) -> str | None:
+        """Return the output of a command that only names a folder or the time; None for others."""
+        folder, words = ".", list[str]()
+        for token in [*lexemes(text), Lexeme(kind=ShellToken.OPERATOR, text="&&")]:
+            if token.kind is ShellToken.WORD:
+                words += [word for word in self.expand(token.text) if word != "--"]
+                continue
+            match words:
+                case ["cd", place]:
+                    folder = posixpath.normpath(posixpath.join(folder, place))
+                case ["pwd", *_]:
+                    return folder
+                case ["dirname", place]:
+                    return posixpath.dirname(place) or "."
+                case ["basename", place, *_]:
+                    return posixpath.basename(place)
+                case ["realpath" | "readlink", *_, place]:
+                    return posixpath.normpath(place)
+                case ["date", *_]:
+                    return ""
+                case _:
+                    return None
+            words = []
+        return None
 
     def _parameter(self, text: str, written: str) -> list[str]:
         """Return the value of `NAME`, `NAME[@]`, `NAME:-default` and the like; unset ones stay as written."""
@@ -278,6 +311,8 @@ class Script:
             return list(given)
         if name == "#":
             return [str(len(given))]
+        if name == "0":
+            return self.variables.get("BASH_SOURCE")
         if name.isdigit():
             return [given[int(name) - 1]] if 0 < int(name) <= len(given) else None
         return self.variables.get(name)
@@ -309,6 +344,15 @@ class Script:
             return None
 
 
+def _ungrouped(command: list[Lexeme]) -> Iterator[list[Lexeme]]:
+    """Yield the brackets that a command begins with, each by itself, and the rest."""
+    while command and command[0].text in ("{", "}", "(", ")"):
+        yield command[:1]
+        command = command[1:]
+    if command:
+        yield command
+
+
 def _evaluate(node: ast.expr) -> int:
     match node:
         case ast.Constant(value=int() as value):
@@ -329,51 +373,3 @@ def _is_open(command: Sequence[Lexeme]) -> bool:
         if part.kind is ShellToken.OPERATOR and part.text == ")":
             return False
     return False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    text: str
-    is_quoted: bool = False
-    is_expanded: bool = False
-
-
-def _parts(word: str) -> Iterator[_Part]:
-    """Yield the plain texts and the expansions of a word; its quotes are removed."""
-    place = 0
-    while place < len(word):
-        end = after_part(word, place)
-        part = word[place:end]
-        if part.startswith("'"):
-            yield _Part(text=part[1:-1], is_quoted=True)
-        elif part.startswith('"'):
-            yield _Part(text="", is_quoted=True)
-            yield from _quoted_parts(part[1:-1])
-        elif part[0] in "$`":
-            end = place + len(_expansion_at(word, place))
-            yield _Part(text=word[place:end], is_expanded=end > place + 1)
-        else:
-            yield _Part(text=part.removeprefix("\\"))
-        place = end
-
-
-def _quoted_parts(text: str) -> Iterator[_Part]:
-    place = 0
-    while place < len(text):
-        if text[place] == "\\":
-            escaped = text[place + 1 : place + 2]
-            yield _Part(text=escaped if escaped in '"\\$`' else text[place : place + 2], is_quoted=True)
-            place += 2
-        elif text[place] in "$`":
-            part = _expansion_at(text, place)
-            yield _Part(text=part, is_quoted=True, is_expanded=len(part) > 1)
-            place += len(part)
-        else:
-            yield _Part(text=text[place], is_quoted=True)
-            place += 1
-
-
-def _expansion_at(text: str, place: int) -> str:
-    """Return the expansion that begins here; a `$` alone is none."""
-    name = re.match(r"\$([A-Za-z_]\w*|\d|[@*#?$!])", text[place:])
-    return name[0] if name else text[place : after_part(text, place)]

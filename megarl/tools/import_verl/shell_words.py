@@ -129,3 +129,53 @@ def _closing(text: str, end: int, start: int) -> int:
         line = text.count("\n", 0, start) + 1
         raise ShellSyntaxError(f"line {line}: {text[start]} is not closed: {text[start : start + 40].splitlines()[0]}")
     return end + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WordPart:
+    """A piece of a word: plain text, or an expansion that is still to be made."""
+
+    text: str
+    is_quoted: bool = False
+    is_expanded: bool = False
+
+
+def word_parts(word: str) -> Iterator[WordPart]:
+    """Yield the plain texts and the expansions of a word; its quotes are removed."""
+    place = 0
+    while place < len(word):
+        end = after_part(word, place)
+        part = word[place:end]
+        if part.startswith("'"):
+            yield WordPart(text=part[1:-1], is_quoted=True)
+        elif part.startswith('"'):
+            yield WordPart(text="", is_quoted=True)
+            yield from _quoted_parts(part[1:-1])
+        elif part[0] in "$`":
+            end = place + len(_expansion_at(word, place))
+            yield WordPart(text=word[place:end], is_expanded=end > place + 1)
+        else:
+            yield WordPart(text=part.removeprefix("\\"))
+        place = end
+
+
+def _quoted_parts(text: str) -> Iterator[WordPart]:
+    place = 0
+    while place < len(text):
+        if text[place] == "\\":
+            escaped = text[place + 1 : place + 2]
+            yield WordPart(text=escaped if escaped in '"\\$`' else text[place : place + 2], is_quoted=True)
+            place += 2
+        elif text[place] in "$`":
+            part = _expansion_at(text, place)
+            yield WordPart(text=part, is_quoted=True, is_expanded=len(part) > 1)
+            place += len(part)
+        else:
+            yield WordPart(text=text[place], is_quoted=True)
+            place += 1
+
+
+def _expansion_at(text: str, place: int) -> str:
+    """Return the expansion that begins here; a `$` alone is none."""
+    name = re.match(r"\$([A-Za-z_]\w*|\d|[@*#?$!])", text[place:])
+    return name[0] if name else text[place : after_part(text, place)]

@@ -70,6 +70,7 @@ def translate_file(path: Path, arguments: Sequence[str] = ()) -> Imported:
         keys.put("algorithm.kind", "sft")
         put_demonstrations(keys)
         _optimizer(keys, "optim.", "train.optimizer")
+        _native(keys)
     else:
         _data(keys)
         _optimizer(keys, f"{ACTOR}optim.", "train.optimizer")
@@ -108,7 +109,7 @@ def _model(keys: Translation) -> None:
 
 def _recomputation(keys: Translation, model: str, prefix: str, role: str) -> None:
     """Put the recomputation of all layers, unless options of Megatron say which."""
-    own = f"{prefix}megatron.override_transformer_config.recompute_granularity"
+    own = f"{'engine.' if keys.is_sft else f'{prefix}megatron.'}override_transformer_config.recompute_granularity"
     is_asked = keys.take(f"{model}enable_gradient_checkpointing", f"{role}.megatron.recompute_granularity")
     if is_asked and keys.given.get(own) is None:
         keys.put(f"{role}.megatron.recompute_granularity", "full")

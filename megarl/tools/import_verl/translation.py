@@ -17,7 +17,11 @@ ACTOR = "actor_rollout_ref.actor."
 
 _NAMED = re.compile(r"^[A-Za-z_]\w*=")
 _GROUP = re.compile(r"^\+{0,2}([A-Za-z_][\w@./]*)=(\S+)$")
-_RANKS = re.compile(r"^--nproc[-_]per[-_]node(?:=(.*))?$")
+_OPTION = re.compile(r"^--(nproc[-_]per[-_]node|nnodes|config-name|config-path)(?:=(.*))?$")
+_OPTION_KEYS = {"nproc": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}
+"""The keys that options of torchrun stand for, by how they begin."""
+_OWN_CONFIGS = re.compile(r"^(?:ppo|sft|dapo)(?:_megatron)?_trainer(?:_engine)?(?:\.yaml)?$")
+"""Configurations of verl itself: its defaults."""
 _INTERPOLATION = re.compile(r"^\$\{(?:oc\.(?:select|env):)?([\w.]+)(?:,(.*))?\}$")
 _MAX_INTERPOLATIONS = 5
 _OUTSIDE = re.compile(r"\$(?P<name>\w+)|\$\{(?P<braced>\w+)[^}]*\}|\$\{[^}]*\}|\$\([^)]*\)|`[^`]*`")
@@ -187,13 +191,18 @@ def read_verl(path: Path, arguments: Sequence[str] = ()) -> VerlKeys:
     named = dict(argument.split("=", 1) for argument in arguments if _NAMED.match(argument))
     script = Script(
         arguments=[argument for argument in arguments if not _NAMED.match(argument)],
-        variables={"HOME": ["~"], "PWD": ["."], **{name: [value] for name, value in named.items()}},
+        variables={
+            "HOME": ["~"],
+            "PWD": ["."],
+            "BASH_SOURCE": [str(path)],
+            **{name: [value] for name, value in named.items()},
+        },
     )
     try:
         words = script.read(text)
     except ShellSyntaxError as error:
         raise ConfigError(str(path), (Problem(key="", message=f"not a shell script: {error}"),)) from None
-    found = _from_words(words)
+    found = _from_words(words, path)
     if not found.values:
         message = "no key=value words as verl takes them; name a YAML file or a shell script"
         raise ConfigError(str(path), (Problem(key="", message=message),))
@@ -203,26 +212,51 @@ def read_verl(path: Path, arguments: Sequence[str] = ()) -> VerlKeys:
     return found
 
 
-def _from_words(words: Sequence[str]) -> VerlKeys:
+def _from_words(words: Sequence[str], path: Path) -> VerlKeys:
     """Return the keys among the words of a command, the groups of defaults that it chooses, and torchrun's ranks."""
+    options: dict[str, str] = {}
     values: dict[str, Tree] = {}
     groups: dict[str, str] = {}
     for word, following in zip(words, [*words[1:], ""], strict=False):
-        key, group, option = KEY_WORD.match(word), _GROUP.match(word), _RANKS.match(word)
+        key, group, option = KEY_WORD.match(word), _GROUP.match(word), _OPTION.match(word)
         if key is not None:
             values |= _flat({key[1]: _parsed(key[2])}, "")
         elif option is not None:
-            values.setdefault("trainer.n_gpus_per_node", _parsed(option[1] or following))
+            options[option[1]] = option[2] or following
         elif group is not None:
             groups[group[1]] = group[2]
     notes = [f"{name}={value}: a group of verl's defaults; only keys are taken over" for name, value in groups.items()]
-    return VerlKeys(values=_resolved(values), notes=tuple(notes))
+    named = _named_configuration(options, path)
+    ranks = {
+        key: _parsed(options[name])
+        for name in options
+        for begin, key in _OPTION_KEYS.items()
+        if begin == name[: len(begin)]
+    }
+    return VerlKeys(values=_resolved({**named.values, **ranks, **values}), notes=(*named.notes, *notes))
+
+
+def _named_configuration(options: Mapping[str, str], path: Path) -> VerlKeys:
+    """Return the keys of the configuration that a command names, if it is none of verl's own and its file is here."""
+    name = options.get("config-name", "")
+    if not name or _OWN_CONFIGS.match(name):
+        return VerlKeys(values={})
+    folder = Path(options.get("config-path", "config")).expanduser()
+    file = name if name.endswith(".yaml") else f"{name}.yaml"
+    for place in (folder / file, path.parent / folder / file):
+        if place.is_file():
+            return read_verl(place)
+    note = f"--config-name {name}: {folder / file} is not here, and its keys are missing: import it where it is"
+    return VerlKeys(values={}, notes=(note,))
 
 
 def _parsed(text: str) -> Tree:
     """Return the value of a word, as YAML where it is YAML."""
     if "$" in text:
         return text
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" and text[1] in "[{":
+        # Quotes within a string that the shell split.
+        text = text[1:-1]
     try:
         return override(Document(tree={}, origins={}), f"value={text}").tree["value"]
     except ConfigError:

@@ -16,6 +16,7 @@ from megarl.config.document import Tree
 from megarl.config.native.options import check_native
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import ObserveConfig, Recipe
+from megarl.config.reward import FunctionRewardConfig
 from megarl.config.roles import OptimizerConfig, ReferenceConfig
 from megarl.config.schema import reference
 from megarl.errors import ConfigError
@@ -454,3 +455,56 @@ def test_what_megarl_has_is_not_said_to_be_missing() -> None:
     assert {"gae", "grpo", "reinforce_pp", "remax"} <= set(ESTIMATORS.values())
     assert set(LOGGERS) == {name for name in ObserveConfig.model_fields if name not in ("metrics_port", "rollouts")}
     assert set(DECAYS) == set(get_args(OptimizerConfig.model_fields["decay"].annotation))
+
+
+def script_recipe(folder: Path, text: str) -> tuple[Recipe, list[str]]:
+    path = folder / "run.sh"
+    path.write_text(text)
+    imported = translate_file(path)
+    return Recipe.model_validate(imported.tree), list(imported.notes)
+
+
+def test_folders_of_a_script_are_those_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "examples" / "grpo").mkdir(parents=True)
+    recipe, _ = script_recipe(
+        tmp_path / "examples" / "grpo",
+        'ROOT=$(cd -- "$(dirname "${BASH_SOURCE[0]}")/../.." >/dev/null 2>&1 && pwd)\n'
+        'HERE="$(dirname "$(realpath "$0")")"\n'
+        'python3 -m verl.trainer.main_ppo data.train_files="$HERE/train.parquet" '
+        'custom_reward_function.path="$ROOT/rewards/mine.py" custom_reward_function.name=f algorithm.adv_estimator=grpo',
+    )
+    assert isinstance(recipe.reward, FunctionRewardConfig)
+    assert recipe.reward.path == tmp_path / "rewards" / "mine.py"
+    assert recipe.data.train == (tmp_path / "examples" / "grpo" / "train.parquet",)
+
+
+def test_torchrun_says_how_many_nodes_and_ranks_there_are(tmp_path: Path) -> None:
+    recipe, _ = script_recipe(
+        tmp_path,
+        "E=\"optim.betas='[0.9,0.95]' +engine.override_transformer_config.recompute_granularity=full\"\n"
+        "torchrun --nnodes=4 --nproc_per_node 8 -m verl.trainer.sft_trainer data.train_files=a.parquet $E",
+    )
+    assert (recipe.pools["shared"].nodes, recipe.pools["shared"].gpus_per_node) == (4, 8)
+    assert recipe.train.optimizer.beta2 == 0.95
+    assert recipe.roles.actor.megatron == {"recompute_granularity": "full"}
+
+
+def test_an_overlong_buffer_of_no_tokens_is_none(tmp_path: Path) -> None:
+    prefix = "+reward_model.reward_kwargs.overlong_buffer_cfg."
+    words = f"{prefix}enable=True {prefix}len=$((1024 * 0)) algorithm.adv_estimator=grpo"
+    recipe, _ = script_recipe(tmp_path, f"python3 -m verl.trainer.main_ppo {words}")
+    assert isinstance(recipe.algorithm, GrpoConfig)
+    assert recipe.algorithm.overlong is None
+
+
+def test_a_named_configuration_is_read_where_it_is_and_missed_where_it_is_not(tmp_path: Path) -> None:
+    words = "python3 -m verl.trainer.main_ppo --config-path=config --config-name=mine data.train_batch_size=32"
+    _, notes = script_recipe(tmp_path, words)
+    assert notes[0].startswith("--config-name mine: config/mine.yaml is not here, and its keys are missing")
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "mine.yaml").write_text(
+        "defaults: [ppo_trainer]\ndata: {train_batch_size: 8, max_response_length: 99}\n"
+    )
+    recipe, notes = script_recipe(tmp_path, words)
+    assert (recipe.train.prompts_per_step, recipe.sampling.max_response_tokens) == (32, 99)
+    assert not any("config-name" in note for note in notes)

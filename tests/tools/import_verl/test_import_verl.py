@@ -470,8 +470,8 @@ def test_folders_of_a_script_are_those_of_its_file(tmp_path: Path) -> None:
         tmp_path / "examples" / "grpo",
         'ROOT=$(cd -- "$(dirname "${BASH_SOURCE[0]}")/../.." >/dev/null 2>&1 && pwd)\n'
         'HERE="$(dirname "$(realpath "$0")")"\n'
-        'python3 -m verl.trainer.main_ppo data.train_files="$HERE/train.parquet" '
-        'custom_reward_function.path="$ROOT/rewards/mine.py" custom_reward_function.name=f algorithm.adv_estimator=grpo',
+        'python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files="$HERE/train.parquet" '
+        'custom_reward_function.path="$ROOT/rewards/mine.py" custom_reward_function.name=f',
     )
     assert isinstance(recipe.reward, FunctionRewardConfig)
     assert recipe.reward.path == tmp_path / "rewards" / "mine.py"

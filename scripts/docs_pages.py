@@ -106,16 +106,14 @@ def llms_text() -> str:
     lines = ["# megarl", "", f"> {(megarl.__doc__ or '').splitlines()[0]}", ""]
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     for entry in site["nav"]:
-        if isinstance(entry, str):
-            lines += [_described(entry)]
-            continue
         for title, pages in entry.items():
-            lines += ["", f"## {title}", "", *(_described(page) for page in pages)]
+            lines += [_described(pages)] if isinstance(pages, str) else ["", f"## {title}", "", *map(_described, pages)]
     return "\n".join([*lines, ""])
 
 
-def _described(page: str) -> str:
-    """Return a link with the title and the first sentence of a page."""
+def _described(entry: str | dict[str, str]) -> str:
+    """Return a link with the title and the first sentence of a page, which the navigation may call by another name."""
+    page = entry if isinstance(entry, str) else next(iter(entry.values()))
     text = re.sub(r"```.*?```", "", (DOCS / page).read_text(), flags=re.DOTALL)
     title = re.search(r"^# (.+)$", text, flags=re.MULTILINE)
     paragraphs = [part for part in text.split("\n\n") if part[:1].isalpha() or part[:1] == "`"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import JsonValue
 from rich.table import Table
 
 from megarl.cli.display import make_console
@@ -28,15 +30,37 @@ def compare(
         raise ConfigError("megarl compare", (Problem(key="", message="name at least two folders of runs"),))
     results = [Result(run) for run in runs]
     names = run_names(results)
+    tables = [table for table in (_results(results, names), _recipes(results, names)) if table.rows]
     console = make_console()
-    console.print(_results(results, names))
-    console.print(_recipes(results, names))
+    for table in tables:
+        console.print(table.to_terminal())
+    if len(tables) == 1:
+        console.print("the recipes are the same")
     if out is not None:
         from megarl.tools.page.run_data import RunFolder
         from megarl.tools.page.web_page import comparison_page
 
-        write_text(out, comparison_page({name: RunFolder(run) for name, run in zip(names, runs, strict=True)}))
+        folders = {name: RunFolder(run) for name, run in zip(names, runs, strict=True)}
+        write_text(out, comparison_page(folders, [table.to_page() for table in tables]))
         print(f"wrote {out}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedTable:
+    """A table for the terminal and for the page: a name and a cell for each run."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def to_terminal(self) -> Table:
+        table = Table(*self.header, title=self.title, title_justify="left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def to_page(self) -> JsonValue:
+        return {"title": self.title, "header": list(self.header), "rows": [list(row) for row in self.rows]}
 
 
 def run_names(results: Sequence[Result]) -> list[str]:
@@ -45,12 +69,11 @@ def run_names(results: Sequence[Result]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(result.path) for result in results]
 
 
-def _results(results: Sequence[Result], names: Sequence[str]) -> Table:
+def _results(results: Sequence[Result], names: Sequence[str]) -> ComparedTable:
     from megarl.observe.report import tabulate
 
-    table = Table("", *names, title="last (best at step)", title_justify="left")
-    table.add_row("status", *(result.status for result in results))
-    table.add_row("steps", *(str(len(result.history.summaries)) for result in results))
+    table = [("status", *(result.status for result in results))]
+    table.append(("steps", *(str(len(result.history.summaries)) for result in results)))
     rows = [{row.name: row for row in tabulate(result.history)} for result in results]
     for name in dict.fromkeys(name for each in rows for name in each):
         cells = []
@@ -58,17 +81,14 @@ def _results(results: Sequence[Result], names: Sequence[str]) -> Table:
             row = each.get(name)
             best = "" if row is None or row.best is None else f" ({format_number(row.best)} at {row.best_step})"
             cells.append("" if row is None else f"{format_number(row.last)}{best}")
-        table.add_row(name, *cells)
-    return table
+        table.append((name, *cells))
+    return ComparedTable(title="last (best at step)", header=("", *names), rows=table)
 
 
-def _recipes(results: Sequence[Result], names: Sequence[str]) -> Table | str:
+def _recipes(results: Sequence[Result], names: Sequence[str]) -> ComparedTable:
+    """Return every key in which the recipes differ; no row where they are the same."""
     values = [{".".join(key): value for key, value in leaves(result.recipe_values)} for result in results]
     keys = list(dict.fromkeys(key for each in values for key in each))
     different = [key for key in keys if len({str(each.get(key)) for each in values}) > 1 and key != "run.name"]
-    if not different:
-        return "the recipes are the same"
-    table = Table("key", *names, title="recipes differ in", title_justify="left")
-    for key in different:
-        table.add_row(key, *("not set" if each.get(key) is None else str(each[key]) for each in values))
-    return table
+    rows = [(key, *("not set" if each.get(key) is None else str(each[key]) for each in values)) for key in different]
+    return ComparedTable(title="recipes differ in", header=("key", *names), rows=rows)

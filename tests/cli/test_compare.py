@@ -63,6 +63,12 @@ def test_the_page_has_a_curve_of_each_run(runs: list[str], tmp_path: Path) -> No
             text = await page.evaluate("document.querySelector('.card').textContent")
             assert "plain" in text
             assert "hot" in text
+            tables = await page.evaluate("[...document.querySelectorAll('.compared')].map((t) => t.textContent).join()")
+            assert "sampling.temperature1.00.7" in tables
+            # A colour is a run, however many curves it has in a card.
+            lines = "[...document.querySelectorAll('.card .line')].map((line) => line.getAttribute('class'))"
+            colours = await page.evaluate(f"{lines}.flatMap((name) => name.match(/line-\\d/)).join()")
+            assert set(colours.split(",")) == {"line-0", "line-1"}
             assert not page.complaints
 
     asyncio.run(main())

@@ -141,16 +141,24 @@ class RunFolder:
 
 
 def compare_overviews(runs: Mapping[str, RunFolder]) -> dict[str, JsonValue]:
-    """Return the overview of the first run with the curves of all: in each chart one series per run and name."""
+    """Return the overview of the first run with the curves of all: in each chart one series per run and name.
+
+    A series has the number of its run, which gives it its colour, and its own among those of the run.
+    """
     overviews: dict[str, dict[str, Any]] = {name: dict(run.overview()) for name, run in runs.items()}
     charts: dict[tuple[str, str], list[Any]] = {}
-    for name, overview in overviews.items():
+    for number, (name, overview) in enumerate(overviews.items()):
         for chart in overview["charts"]:
             several = len(chart["series"]) > 1
             series = charts.setdefault((chart["section"], chart["title"]), [])
-            series += [{**one, "name": f"{name}: {one['name']}" if several else name} for one in chart["series"]]
+            series += [
+                {**one, "name": f"{name}: {one['name']}" if several else name, "run": number, "part": part}
+                for part, one in enumerate(chart["series"])
+            ]
     merged = [{"section": section, "title": title, "series": series} for (section, title), series in charts.items()]
-    return {**next(iter(overviews.values())), "name": " · ".join(runs), "charts": merged}
+    first = next(iter(overviews.values()))
+    facts = [f"{name}: {one['algorithm']}, step {one['step']} of {one['steps']}" for name, one in overviews.items()]
+    return {**first, "name": " · ".join(runs), "facts": facts, "charts": merged}
 
 
 def _matches(row: Mapping[str, Any], query: RolloutQuery) -> bool:

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from importlib.resources import files
 from pathlib import Path
@@ -56,10 +56,13 @@ def report_page(run: RunFolder) -> str:
     return _document({"run": run.overview(), **_chosen_rollouts(run)})
 
 
-def comparison_page(runs: Mapping[str, RunFolder]) -> str:
-    """Return the same document with the curves of several runs in each chart, and the rollouts of the first."""
+def comparison_page(runs: Mapping[str, RunFolder], tables: Sequence[JsonValue] = ()) -> str:
+    """Return the same document with the curves of several runs in each chart, and the rollouts of the first.
+
+    A table is `{title, header, rows}` and stands above the curves.
+    """
     first = next(iter(runs.values()))
-    return _document({"run": compare_overviews(runs), **_chosen_rollouts(first)})
+    return _document({"run": {**compare_overviews(runs), "tables": list(tables)}, **_chosen_rollouts(first)})
 
 
 def _document(content: Mapping[str, JsonValue]) -> str:

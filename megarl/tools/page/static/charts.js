@@ -33,7 +33,7 @@ megarl.charts = (() => {
     const show = (step) => {
       readout.replaceChildren(
         ...chart.series.map((series, i) =>
-          element("span", { class: `key key-${i % 6}` }, chart.series.length > 1 ? `${series.name} ` : "", number(value(points[i], step))),
+          element("span", { class: `key key-${colour(series, i)} ${dash(series)}` }, chart.series.length > 1 ? `${series.name} ` : "", number(value(points[i], step))),
         ),
         element("span", { class: "at" }, `step ${step}`),
       );
@@ -46,6 +46,10 @@ megarl.charts = (() => {
     picture.cursor(null);
     return element("article", { class: "card" }, element("h3", {}, chart.title), readout, picture.image);
   }
+
+  /** Where runs are compared, a run has a colour and a number of it a dash. */
+  const colour = (series, i) => (series.run ?? i) % 6;
+  const dash = (series) => (series.part ? `dash-${Math.min(series.part, 2)}` : "");
 
   /** The value at the step, or the last one before it. */
   function value(points, step) {
@@ -75,11 +79,11 @@ megarl.charts = (() => {
     const line = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
     image.append(line);
     chart.series.forEach((series, i) => {
-      image.append(svg("path", { class: `line line-${i % 6}`, d: path(series, x, y) }));
+      image.append(svg("path", { class: `line line-${colour(series, i)} ${dash(series)}`, d: path(series, x, y) }));
       if (series.steps.length > MAX_DOTS) return;
       series.steps.forEach((step, j) => {
         if (series.values[j] === null) return;
-        image.append(svg("circle", { class: `dot dot-${i % 6}`, cx: x(step), cy: y(series.values[j]), r: 2.2 }));
+        image.append(svg("circle", { class: `dot dot-${colour(series, i)}`, cx: x(step), cy: y(series.values[j]), r: 2.2 }));
       });
     });
     return {
@@ -122,5 +126,16 @@ megarl.charts = (() => {
     return ticks;
   }
 
-  return { draw };
+  /** Return a table with its title; the first column has the names. */
+  function table({ title, header, rows }) {
+    const cells = (kind, texts) => element("tr", {}, ...texts.map((text) => element(kind, {}, text)));
+    return element(
+      "div",
+      { class: "chart-section" },
+      element("h2", {}, title),
+      element("div", { class: "table-box" }, element("table", { class: "compared" }, cells("th", header), ...rows.map((row) => cells("td", row)))),
+    );
+  }
+
+  return { draw, table };
 })();

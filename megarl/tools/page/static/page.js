@@ -44,7 +44,7 @@
     at("name").textContent = run.name;
     at("status").textContent = run.status;
     at("status").className = `badge status-${run.status}`;
-    const facts = [
+    const facts = run.facts ?? [
       run.algorithm,
       `step ${run.step} of ${run.steps}`,
       seconds(run.updated - run.began),
@@ -68,6 +68,7 @@
         showHead(run);
         megarl.rightFrom = run.recipe.evaluation?.right_from ?? 1;
         megarl.charts.draw(at("curves"), run.charts);
+        if (run.tables) at("curves").prepend(element("div", { class: "tables" }, ...run.tables.map(megarl.charts.table)));
         megarl.timeline.draw(at("timeline"), run.spans);
       }
     } catch (error) {

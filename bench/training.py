@@ -153,7 +153,8 @@ def measure_scores(*, num_tokens: int = 16_384, vocab: int = 151_936, hidden: in
         (logprobs.mean() + 0.01 * entropy.mean()).backward()  # type: ignore[no-untyped-call]
 
     def ours() -> None:
-        backward(*token_scores(hidden_states, weight, targets, shard=shard, temperature=0.9))
+        scores = token_scores(hidden_states, weight, targets, shard=shard, temperature=0.9)
+        backward(scores.logprobs, scores.entropy)
 
     def naive() -> None:
         log_probs = ((hidden_states @ weight.t()).float() / 0.9).log_softmax(dim=-1)

@@ -51,6 +51,9 @@ class UpdateStats:
     """`mismatch_mean` over the tokens that earlier policies chose: it includes how far the policy has moved since."""
     behind_fraction: float = 0.0
     """Share of loss tokens that earlier policies chose."""
+    teacher_kl: float | None = None
+    """Distance from the teacher that `algorithm.distillation` lowers: KL(policy || teacher) by estimate k1, or
+    KL(teacher || policy) over the teacher's likeliest tokens. None without a teacher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

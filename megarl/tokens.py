@@ -87,11 +87,11 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleNumbers:
-    """One number per response token of some rows of a step's samples, such as the values that one rank computed."""
+    """Numbers of the response tokens of some rows of a step's samples, such as the values that one rank computed."""
 
     sample_ids: npt.NDArray[np.int32]  # [S], indices into the step's samples
     starts: npt.NDArray[np.int64]  # [S + 1], where the numbers of each row begin
-    numbers: npt.NDArray[np.float32]  # [sum of T]
+    numbers: npt.NDArray[np.float32]  # [sum of T], or [sum of T, K] where each token has several
     firsts: npt.NDArray[np.int32] | None = None  # [S], as in `PackedRows`; None where every row is a whole sample
 
 
@@ -109,7 +109,8 @@ def by_sample(parts: Iterable[SampleNumbers]) -> dict[int, npt.NDArray[np.float3
 def _joined(rows: Sequence[tuple[int, npt.NDArray[np.float32]]]) -> npt.NDArray[np.float32]:
     if len(rows) == 1 and rows[0][0] == 0:
         return rows[0][1]
-    joined = np.zeros(max(first + len(array) for first, array in rows), np.float32)
+    num_tokens = max(first + len(array) for first, array in rows)
+    joined = np.zeros((num_tokens, *rows[0][1].shape[1:]), np.float32)
     for first, array in rows:
         joined[first : first + len(array)] = array
     return joined

@@ -120,8 +120,7 @@ class Estimates:
 
     logprobs: tuple[FloatArray, ...] | None = None  # of the policy before the step
     reference_logprobs: tuple[FloatArray, ...] | None = None
-    values: tuple[FloatArray, ...] | None = None
-    """The return that the critic expects before each token."""
+    values: tuple[FloatArray, ...] | None = None  # the returns that the critic expects before each token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +159,7 @@ class MicroBatch:
     response_ends: npt.NDArray[np.int32]  # [S], after the position that predicts the last response token; padding: N
     versions: npt.NDArray[np.int32] | None = None  # [N], which policy chose `targets[n]`; None where all are of one
     rows: PackedRows | None = None  # None where every sequence is a whole sample
+    teacher: FloatArray | None = None  # [N, 1 + 2K], see `train.likeliest.top_scores`; None without a teacher
 
     # What follows from the columns is not kept beside them: a step's tokens are a large part of the driver's memory.
 

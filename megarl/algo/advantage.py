@@ -27,6 +27,7 @@ from megarl.algo.comparison import (
 )
 from megarl.algo.preference import find_pairs, pair_advantages
 from megarl.config.algorithm import (
+    DistillConfig,
     EstimatorConfig,
     GaeConfig,
     GdpoConfig,
@@ -115,14 +116,23 @@ def estimate(config: EstimatorConfig, outcomes: Outcomes) -> Credit:
             return Credit(advantages=_placed(_whiten(_rewards_to_go(outcomes, gamma=config.gamma)), masks))
         case RemaxConfig():
             return Credit(advantages=_placed(_remax(outcomes, gamma=config.gamma), masks))
+        case _:
+            return _over_tokens(_per_rollout(config, outcomes), masks)
+
+
+def _per_rollout(config: DistillConfig | GdpoConfig | PairConfig | SppoConfig, outcomes: Outcomes) -> Wide:
+    """Return the advantage that all tokens of a rollout have. [B]"""
+    match config:
+        case DistillConfig():
+            return np.zeros(len(outcomes.rewards))
         case GdpoConfig():
-            return _over_tokens(_gdpo(outcomes, config.weights), masks)
+            return _gdpo(outcomes, config.weights)
         case PairConfig():
             assert outcomes.implicit is not None, "pairs without implicit rewards"
             pairs = find_pairs(outcomes.rewards, outcomes.groups)
-            return _over_tokens(pair_advantages(config, pairs, outcomes.implicit, outcomes.lengths), masks)
+            return pair_advantages(config, pairs, outcomes.implicit, outcomes.lengths)
         case SppoConfig():
-            return _over_tokens(sppo(outcomes.totals, outcomes.groups, eta=config.eta), masks)
+            return sppo(outcomes.totals, outcomes.groups, eta=config.eta)
         case _:
             assert_never(config)
 

@@ -47,6 +47,8 @@ class PolicyTokens:
     advantages: Tensor  # [N]
     segments: Segments
     reference_logprobs: Tensor | None = None  # [N], if the loss has a KL term
+    teacher: Tensor | None = None  # [N, 1 + 2K], see `train.likeliest.top_scores`
+    candidates: Tensor | None = None  # [N, K], of the policy being updated for the teacher's tokens, with gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

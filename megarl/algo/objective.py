@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.correction import weights
+from megarl.algo.distillation import distil
 from megarl.algo.loss import PolicyTokens, Segments, aggregate, kl, policy_loss, value_loss
 from megarl.config.algorithm import AlgorithmConfig, KlLossConfig, PolicyGradientConfig, SftConfig
 
@@ -21,6 +22,7 @@ class ActorLoss:
     is_clipped: Tensor  # [N]
     is_rejected: Tensor  # [N], True where the correction removed the token from the loss
     reference_kl: Tensor | None  # [N], detached; None if the loss has no such term
+    teacher_kl: Tensor | None = None  # [N], detached; None without a teacher
 
 
 def actor_loss(config: AlgorithmConfig, tokens: PolicyTokens, *, num_loss_tokens: int, num_sequences: int) -> ActorLoss:
@@ -45,7 +47,8 @@ def actor_loss(config: AlgorithmConfig, tokens: PolicyTokens, *, num_loss_tokens
 def _policy_gradient(
     config: PolicyGradientConfig, tokens: PolicyTokens, *, num_loss_tokens: int, num_sequences: int
 ) -> ActorLoss:
-    loss = policy_loss(config.loss, tokens)
+    distillation = distil(config.distillation, tokens)
+    loss = policy_loss(config.loss, distillation.tokens)
     values = loss.values
     is_rejected = torch.zeros_like(loss.is_clipped)
     if config.correction is not None:
@@ -67,6 +70,8 @@ def _policy_gradient(
         distances = kl(config.kl.estimate, tokens.logprobs, tokens.reference_logprobs)
         values = values + config.kl.coef * distances
         reference_kl = distances.detach()
+    if distillation.added is not None:
+        values = values + distillation.added
     value = aggregate(
         config.aggregation,
         values,
@@ -75,7 +80,13 @@ def _policy_gradient(
         num_sequences=num_sequences,
         horizon_tokens=config.horizon_tokens,
     )
-    return ActorLoss(value=value, is_clipped=loss.is_clipped, is_rejected=is_rejected, reference_kl=reference_kl)
+    return ActorLoss(
+        value=value,
+        is_clipped=loss.is_clipped,
+        is_rejected=is_rejected,
+        reference_kl=reference_kl,
+        teacher_kl=distillation.distances,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ def check_sync(
     from megarl.runtime.launch import private_ray
 
     read = read_recipe(recipe, overrides or []).recipe
-    shapes = find_shapes(read.model, read.roles.critic, name=shape)
+    shapes = find_shapes(read.model, read.roles, name=shape)
     problems = check_without_files(read, shapes.policy, critic=shapes.critic)
     if problems:
         raise ConfigError(str(recipe), tuple(problems))

@@ -318,6 +318,8 @@ def _lever(phase: PhaseTime, timing: Timing) -> str:
             return "more GPUs for the critic"
         case PhaseName.REFERENCE:
             return "a pool for the reference, or more GPUs in it"
+        case PhaseName.TEACHER:
+            return "more GPUs for the teacher"
         case PhaseName.PUBLISH:
             return "engines nearer to the trainer"
         case PhaseName.SWITCH:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -12,12 +12,10 @@ Aggregation: TypeAlias = Literal[
     "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
 ]
 
-_ClipLow = Annotated[float, Field(gt=0, le=1)]
-
 
 class PpoLossConfig(Section):
     kind: Literal["ppo"]
-    clip_low: _ClipLow = 0.2
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     clip_high: PositiveFloat = 0.2
     """Above `clip_low`, unlikely tokens can grow; DAPO uses 0.28."""
     clip_dual: Annotated[float, Field(gt=1)] = 3.0
@@ -28,7 +26,7 @@ class GspoLossConfig(Section):
     """One ratio per sequence, the geometric mean of its tokens': far narrower clips than PPO's."""
 
     kind: Literal["gspo"]
-    clip_low: _ClipLow = 3e-4
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 3e-4
     clip_high: PositiveFloat = 4e-4
 
 
@@ -36,7 +34,7 @@ class CispoLossConfig(Section):
     """Clips the weight of a token, never its gradient."""
 
     kind: Literal["cispo"]
-    clip_low: _ClipLow = 0.2
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     clip_high: PositiveFloat = 0.2
 
 
@@ -205,6 +203,25 @@ class KlRewardConfig(Section):
 KlConfig: TypeAlias = Annotated[KlLossConfig | KlRewardConfig, Field(discriminator="kind")]
 
 
+class ReverseKlConfig(Section):
+    """Each token that the policy chose costs `coef` * (log p_policy - log p_teacher), as a part of its advantage."""
+
+    kind: Literal["reverse_kl"]
+    coef: PositiveFloat = 1.0
+    top_k: ClassVar[int] = 0
+
+
+class ForwardTopkConfig(Section):
+    """A term of the loss: KL(teacher || policy) over the teacher's `top_k` likeliest tokens and the rest as one."""
+
+    kind: Literal["forward_topk"]
+    coef: PositiveFloat = 1.0
+    top_k: PositiveInt = 32
+
+
+DistillationConfig: TypeAlias = Annotated[ReverseKlConfig | ForwardTopkConfig, Field(discriminator="kind")]
+
+
 class SftConfig(Section):
     kind: Literal["sft"]
 
@@ -225,6 +242,8 @@ class PolicyGradientConfig(Section):
     entropy_coef: NonNegativeFloat = 0.0
     kl: KlConfig | None = None
     """Keeps the policy near `roles.reference`."""
+    distillation: DistillationConfig | None = None
+    """Draws the policy towards `roles.teacher`, beside the reward."""
     correction: CorrectionConfig | None = None
     """Corrects for tokens whose probability differs between trainer and engine."""
     mismatch: MismatchConfig = MismatchConfig()
@@ -279,6 +298,13 @@ class RemaxConfig(PolicyGradientConfig):
     kind: Literal["remax"]
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount per token the policy chose."""
+
+
+class DistillConfig(PolicyGradientConfig):
+    """Learns from `roles.teacher` alone: rewards are measured and not trained on. Needs no group."""
+
+    kind: Literal["distill"]
+    distillation: DistillationConfig = ReverseKlConfig(kind="reverse_kl")
 
 
 class GdpoConfig(PolicyGradientConfig):
@@ -357,6 +383,7 @@ EstimatorConfig: TypeAlias = (
     | GroupConfig
     | ReinforcePpConfig
     | RemaxConfig
+    | DistillConfig
     | GdpoConfig
     | OnlineDpoConfig
     | DpoConfig

@@ -87,9 +87,9 @@ def with_local_models(recipe: Recipe, *, downloads: bool) -> tuple[Recipe, list[
     frozen = {
         kind: {
             name: role.model_copy(update={"model": local(role.model, f"roles.{kind}.{name}.model")})
-            for name, role in named.items()
+            for name, role in getattr(roles, kind).items()
         }
-        for kind, named in (("reward_model", roles.reward_model), ("judge", roles.judge))
+        for kind in ("reward_model", "judge", "teacher")
     }
     changed = {
         **frozen,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from megarl.config.model import ModelShape
-from megarl.config.roles import ModelParallelConfig, RolesConfig
+from megarl.config.roles import ModelParallelConfig, RolesConfig, TrainedModelConfig
 from megarl.config.section import Device, GpuName
 from megarl.errors import Problem
 
@@ -52,7 +52,7 @@ def check_kernels(
             if device == "cpu":
                 message = f"{value} needs Transformer Engine, which runs on GPUs only, and run.device is cpu; remove it"
                 yield Problem(key=key, message=message)
-            elif is_adapted and role != "reference":
+            elif is_adapted and isinstance(split, TrainedModelConfig):
                 message = f"{value} means layers of Transformer Engine, which take no adapter of model.lora; remove it"
                 yield Problem(key=key, message=message)
         if split.precision == "fp8" and gpu in _WITHOUT_FP8:

@@ -226,6 +226,18 @@ class FrozenRoleConfig(EngineRoleConfig):
     """A folder like `model.path`, with its own tokenizer and chat template; also for `endpoints`, which serve it."""
 
 
+class TeacherRanksConfig(ModelParallelConfig):
+    """A teacher as Megatron ranks, computed as the policy is: the same weights have the same log-probabilities."""
+
+    kind: Literal["ranks"]
+    pool: str
+    """Its own, or that of another role: models of one pool compute one after the other."""
+    model: Path
+    """A folder like `model.path`, of a model of any shape with the same tokenizer."""
+    sources: tuple[str, ...] = ()
+    """Values of `data.source_key` whose prompts it teaches; empty: all that no other teacher names."""
+
+
 class RolloutRoleConfig(EngineRoleConfig):
     publish_folder: Path | None = None
     """Holds the newest version for `endpoints`, which see it under the same path; null is `<run>/published`."""
@@ -259,12 +271,19 @@ class RolesConfig(Section):
     """Sequence classifiers by name, for `reward: {kind: reward_model}`."""
     judge: dict[str, FrozenRoleConfig] = Field(default={})
     """Language models by name, for `reward: {kind: engine_judge}`."""
+    teacher: dict[str, TeacherRanksConfig] = Field(default={})
+    """Models by name that `algorithm.distillation` draws the policy to."""
 
     @property
     def frozen(self) -> dict[str, FrozenRoleConfig]:
         """The models on engines that are never trained, by their key below `roles`."""
         kinds = {"reward_model": self.reward_model, "judge": self.judge}
         return {f"{kind}.{name}": role for kind, named in kinds.items() for name, role in named.items()}
+
+    @property
+    def teachers(self) -> dict[str, TeacherRanksConfig]:
+        """The teachers by their key below `roles`."""
+        return {f"teacher.{name}": role for name, role in self.teacher.items()}
 
     @property
     def on_engines(self) -> dict[str, EngineRoleConfig]:
@@ -274,14 +293,8 @@ class RolesConfig(Section):
     @property
     def used_pools(self) -> dict[str, str]:
         """The pool of each role that has one."""
-        named = {
-            "actor": self.actor,
-            "critic": self.critic,
-            "reference": self.reference,
-            "rollout": self.rollout,
-            **self.frozen,
-        }
-        return {name: role.pool for name, role in named.items() if role is not None and role.pool is not None}
+        pools = {name: role.pool for name, role in (*self.megatron_roles.items(), *self.on_engines.items())}
+        return {name: pool for name, pool in pools.items() if pool is not None}
 
     @property
     def beside_engines(self) -> tuple[str, ...]:
@@ -290,7 +303,7 @@ class RolesConfig(Section):
         return tuple(role for role, pool in pools.items() if role != "rollout" and pool == pools.get("rollout"))
 
     @property
-    def megatron_roles(self) -> dict[str, ModelParallelConfig]:
+    def megatron_roles(self) -> dict[str, ActorConfig | CriticConfig | ReferenceConfig | TeacherRanksConfig]:
         """The roles with Megatron ranks of their own; a reference in the actor's ranks is not one."""
-        named = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        named = {"actor": self.actor, "critic": self.critic, "reference": self.reference, **self.teachers}
         return {name: role for name, role in named.items() if role is not None and role.pool is not None}

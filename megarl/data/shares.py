@@ -136,12 +136,15 @@ def make_shares(
     temperature: float,
     has_versions: bool = False,
     without: Collection[str] = (),
+    among: Sequence[int] | None = None,
 ) -> Iterator[Share]:
     """Yield the share of each data-parallel rank; no response is loaded.
 
-    `has_versions` adds the policy that chose each token. Columns named in `without` are left out.
+    `has_versions` adds the policy that chose each token. Columns named in `without` are left out, and so are samples
+    that are not `among` those given.
     """
-    rows = [row for sample_id, sample in enumerate(samples) for row in _rows_of(sample_id, sample)]
+    chosen = range(len(samples)) if among is None else among
+    rows = [row for sample_id in chosen for row in _rows_of(sample_id, samples[sample_id])]
     ends = [i + 1 for i, row in enumerate(rows) if i + 1 == len(rows) or rows[i + 1].sample_id != row.sample_id]
     plans = plan_rows([row.num_positions for row in rows], packing, ends=ends)
     num_chosen = [num_true(sample.rollout.loss_mask) for sample in samples]
@@ -272,13 +275,8 @@ def with_numbers(batch: TrainBatch, numbers: Mapping[str, Sequence[SampleNumbers
     found = {name: by_sample(parts) for name, parts in numbers.items()}
 
     def complete(micro_batch: MicroBatch) -> MicroBatch:
-        columns = {name: _column(micro_batch, arrays) for name, arrays in found.items()}
-        return replace(
-            micro_batch,
-            old_logprobs=columns.get("old_logprobs", micro_batch.old_logprobs),
-            reference_logprobs=columns.get("reference_logprobs", micro_batch.reference_logprobs),
-            values=columns.get("values", micro_batch.values),
-        )
+        columns: dict[str, Any] = {name: _column(micro_batch, arrays) for name, arrays in found.items()}
+        return replace(micro_batch, **columns)
 
     mini_batches = (
         replace(each, micro_batches=tuple(map(complete, each.micro_batches))) for each in batch.mini_batches
@@ -287,7 +285,8 @@ def with_numbers(batch: TrainBatch, numbers: Mapping[str, Sequence[SampleNumbers
 
 
 def _column(micro_batch: MicroBatch, arrays: Mapping[int, FloatArray]) -> FloatArray:
-    column = np.zeros(len(micro_batch.token_ids), np.float32)
+    width = next(iter(arrays.values())).shape[1:] if arrays else ()
+    column = np.zeros((len(micro_batch.token_ids), *width), np.float32)
     for sample_id, first, start, end in _responses(micro_batch):
         column[start:end] = arrays[sample_id][first : first + end - start]
     return column

@@ -313,6 +313,7 @@ REJECTED = _update(
     "rejected_ratio", "Share of loss tokens that the rollout correction removed", field="rejected_fraction"
 )
 REFERENCE_KL = _update("reference_kl_nats", "KL(policy || reference) over loss tokens", field="reference_kl")
+TEACHER_KL = _update("teacher_kl_nats", "Distance from the teacher over loss tokens", field="teacher_kl")
 KL_COEFFICIENT = _gauge("trainer", "kl_coefficient", "Weight of the KL to the reference", source="step.kl_coef")
 SKIPPED_UPDATES = _counter(
     "trainer", "skipped_updates", "Updates whose loss or gradient was not finite", source="step.num_skipped_updates"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.public_models import PUBLIC_MODELS, public_model_name
 from megarl.config.recipe import ModelConfig, Recipe
-from megarl.config.roles import CriticConfig, ModelParallelConfig, PoolConfig, RolesConfig
+from megarl.config.roles import ModelParallelConfig, PoolConfig, RolesConfig, TrainedModelConfig
 from megarl.config.section import Device
 from megarl.errors import ConfigError, Problem
 from megarl.planner.activations import ModelWork
@@ -41,9 +41,11 @@ class RoleShapes:
     """Shape with a value head; set even for a run without a critic."""
     source: str
     """Folder or public model that the policy's shape comes from."""
+    teachers: Mapping[str, ModelShape] = field(default_factory=dict)
+    """By their key below `roles`."""
 
     def of(self, role: str) -> ModelShape:
-        return self.critic if role == "critic" else self.policy
+        return self.critic if role == "critic" else self.teachers.get(role, self.policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ class ModelPlacement:
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     models: Mapping[str, ModelPlacement]
-    """By role: the actor, and critic and reference if they have a pool."""
+    """By role: the actor, critic and teachers, and the reference if it has a pool."""
     engine_ranks: tuple[EnginePlace, ...]
 
     @property
@@ -146,6 +148,10 @@ class PlannedModel:
     placement: ModelPlacement
     lora: LoraConfig | None = None
     """The adapter that is trained; None trains the model itself."""
+
+    @property
+    def is_trained(self) -> bool:
+        return isinstance(self.work.split, TrainedModelConfig)
 
     @property
     def stages(self) -> tuple[StageMemory, ...]:
@@ -237,7 +243,7 @@ def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:
                     device=device,
                 ),
                 placement=placement.models[role],
-                lora=None if role == "reference" else recipe.model.lora,
+                lora=recipe.model.lora if isinstance(split, TrainedModelConfig) else None,
             )
             for role, split in recipe.roles.megatron_roles.items()
         },
@@ -321,7 +327,7 @@ def _gpus(pools: Mapping[str, PoolConfig], *, is_cluster: bool) -> dict[str, lis
     return places
 
 
-def find_shapes(model: ModelConfig, critic: CriticConfig | None, *, name: str | None = None) -> RoleShapes:
+def find_shapes(model: ModelConfig, roles: RolesConfig, *, name: str | None = None) -> RoleShapes:
     """Return the shapes of the models' folders, or of the public models where a folder does not exist.
 
     `name` selects a public model for the policy instead of `model.path`. A critic has the policy's shape unless it
@@ -330,8 +336,10 @@ def find_shapes(model: ModelConfig, critic: CriticConfig | None, *, name: str | 
     if name is not None and name not in PUBLIC_MODELS:
         raise _error("--shape", f"unknown {name!r}; one of {', '.join(PUBLIC_MODELS)}")
     policy, source = (PUBLIC_MODELS[name], _entry(name)) if name else _find_shape(model.path, "model.path")
-    body = policy if critic is None or critic.path is None else _find_shape(critic.path, "roles.critic.path")[0]
-    return RoleShapes(policy=policy, critic=body.as_critic(), source=source)
+    own = None if roles.critic is None else roles.critic.path
+    body = policy if own is None else _find_shape(own, "roles.critic.path")[0]
+    teachers = {role: _find_shape(each.model, f"roles.{role}.model")[0] for role, each in roles.teachers.items()}
+    return RoleShapes(policy=policy, critic=body.as_critic(), source=source, teachers=teachers)
 
 
 def _find_shape(path: Path, key: str) -> tuple[ModelShape, str]:

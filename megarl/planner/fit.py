@@ -90,7 +90,7 @@ def size(
             snapshots={
                 role: snapshot_bytes(model, recipe.checkpoint)
                 for role, model in deployment.models.items()
-                if role != "reference"
+                if model.is_trained
             },
             publish_s=publish_s,
         )
@@ -164,7 +164,7 @@ def _model_changes(role: str, split: ModelParallelConfig) -> Iterator[_Change]:
     if isinstance(split, TrainedModelConfig):
         levels = ("nothing", "optimizer", "everything")
         yield from ((f"{key}.offload={level}",) for level in levels[levels.index(split.offload) + 1 :])
-    if role != "reference" and "recompute_granularity" not in split.megatron:
+    if isinstance(split, TrainedModelConfig) and "recompute_granularity" not in split.megatron:
         yield tuple(f"{key}.megatron.{option}" for option in _RECOMPUTE)
     for factor in _FACTORS:
         yield (f"{key}.tensor={split.tensor * factor}",)

@@ -202,7 +202,7 @@ class _ModelMemory:
         self._deployment = deployment
         self._offload = offload_of(model)
         self._held: list[tuple[LedgerItem, ...]]
-        if model.role == "reference":
+        if not model.is_trained:
             self._held = [(self._item("weights", stage.num_bytes),) for stage in model.bare_weights]
         else:
             self._held = [tuple(self._trained(stage)) for stage in model.stages]
@@ -215,7 +215,7 @@ class _ModelMemory:
     @property
     def built(self) -> tuple[LedgerItem, ...]:
         """Memory while the model is built: without an optimizer yet, weights are copied to Megatron's buffer."""
-        trained = [] if self._model.role == "reference" else self._model.stages
+        trained = self._model.stages if self._model.is_trained else []
         # Gradients are float32.
         size = 4 if self._work.device == "cpu" else 2
         copied = [
@@ -244,7 +244,7 @@ class _ModelMemory:
             unused = ("gradients",) if self._offload != "nothing" else ()
             held = [self._without(items, *unused) for items in self._held]
             return max(((*held[stage], *self._scoring(stage)) for stage in stages), key=_total)
-        if phase is MemoryPhase.TRAINING and self._model.role != "reference":
+        if phase is MemoryPhase.TRAINING and self._model.is_trained:
             return max(((*self._held[stage], *self._updating(stage)) for stage in stages), key=_total)
         return ()
 
@@ -377,7 +377,7 @@ def _host_items(model: PlannedModel, checkpoint: CheckpointConfig, *, keeps_refe
             if offload_of(model) == "everything":
                 kept[f"{role}'s weights"] = memory.weight_bytes
             stages[stage] += [LedgerItem(name=name, num_bytes=size, is_exact=True) for name, size in kept.items()]
-    if role != "reference" and saves(checkpoint):
+    if model.is_trained and saves(checkpoint):
         for stage, num_bytes in enumerate(snapshot_bytes(model, checkpoint)):
             name = f"{role}'s snapshot, while saving"
             stages[stage].append(LedgerItem(name=name, num_bytes=num_bytes, is_exact=False))

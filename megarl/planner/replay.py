@@ -163,6 +163,7 @@ def part_seconds(timing: Timing, algorithm: AlgorithmConfig) -> dict[str, float]
         PhaseName.ROLLOUT: GENERATE,
         PhaseName.OLD: ASSIGN if is_in_reward else UPDATE,
         PhaseName.REFERENCE: ASSIGN,
+        PhaseName.TEACHER: ASSIGN,
         PhaseName.VALUES: ASSIGN,
         PhaseName.UPDATE: UPDATE,
         PhaseName.CRITIC_UPDATE: UPDATE,

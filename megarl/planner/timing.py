@@ -24,6 +24,7 @@ class PhaseName(StrEnum):
     ROLLOUT = "rollout"
     OLD = "old log-probabilities"
     REFERENCE = "reference log-probabilities"
+    TEACHER = "teacher log-probabilities"
     VALUES = "values"
     UPDATE = "update"
     CRITIC_UPDATE = "critic update"
@@ -168,6 +169,11 @@ def _work(
         scoring[PhaseName.REFERENCE] = ("reference", models["reference"].forward_s)
     elif deployment.keeps_reference:
         scoring[PhaseName.REFERENCE] = ("actor", actor.forward_s + actor.exchange_s)
+    teachers = [role for role in deployment.roles.teachers if role in models]
+    if teachers:
+        # Pools of several teachers work side by side; how prompts divide among them is not known here.
+        slowest = max(teachers, key=lambda role: models[role].forward_s)
+        scoring[PhaseName.TEACHER] = (slowest, models[slowest].forward_s)
     learning[PhaseName.UPDATE] = ("actor", train.epochs * actor.update_s)
     if critic is not None:
         scoring[PhaseName.VALUES] = ("critic", models["critic"].forward_s)

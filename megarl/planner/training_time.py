@@ -183,7 +183,7 @@ class TrainingTime:
     def _reduction_s(self) -> float:
         """Return the time of summing float32 gradients and gathering weights between replicas, once per update."""
         parallel = self._model.placement.parallel
-        if parallel.replicas == 1 or self._model.role == "reference":
+        if parallel.replicas == 1 or not self._model.is_trained:
             return 0.0
         num_elements = max(stage.gradient_bytes for stage in self._model.stages) / _GRADIENT_BYTES
         share = (parallel.replicas - 1) / parallel.replicas

@@ -1,4 +1,4 @@
-"""Builds the scorer of the recipe's `reward` section and checks the section. Knows the kinds of rewards."""
+"""Builds the scorer of the recipe's `reward` section, also one of several parts, and checks the section."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from megarl.reward.pool import START_TIMEOUT_S, RewardWorker, ScoringTask, Worke
 from megarl.reward.protocol import WorkerTask
 from megarl.reward.sandbox import Limits, Sandbox, SandboxError
 from megarl.reward.scorer import (
-    BySourceScorer,
     ClosableScorer,
-    ComposedScorer,
     ExactScorer,
     RemoteScorer,
     ScoringBackend,
-    UserScorer,
 )
+from megarl.stages import Scorer
+from megarl.system.user_code import describe_error, load_code
+from megarl.types import RolloutGroup, Score, ScoredGroup
 
 _SCORERS = Path(__file__).parent / "scorers"
 _FUNCTION = "compute_score"
@@ -222,3 +222,88 @@ def _limits(config: CodeTestsRewardConfig) -> Limits:
 
 def _python(config: CodeTestsRewardConfig) -> str | None:
     return None if config.python is None else str(config.python.absolute())
+
+
+class BySourceScorer:
+    """Scores each group with the scorer of its data source."""
+
+    def __init__(self, scorers: Mapping[str, ClosableScorer]) -> None:
+        self._scorers = scorers
+
+    async def score(self, group: RolloutGroup) -> ScoredGroup:
+        source = group.prompt.data_source
+        if source not in self._scorers:
+            known = ", ".join(self._scorers)
+            raise RewardError(
+                f"reward.sources has no scorer for data_source {source}, prompt {group.prompt.uid}; it has {known}"
+            )
+        return await self._scorers[source].score(group)
+
+    def close(self) -> None:
+        for scorer in self._scorers.values():
+            scorer.close()
+
+
+class UserScorer:
+    """A user's own `stages.Scorer`."""
+
+    def __init__(self, code: str) -> None:
+        self._code = code
+        inner = load_code(code, key="reward.code")()
+        if not hasattr(inner, "score"):
+            message = f"{code} gives a {type(inner).__name__} without a method score"
+            raise ConfigError("recipe", (Problem(key="reward.code", message=message),))
+        self._inner: Scorer = inner
+
+    async def score(self, group: RolloutGroup) -> ScoredGroup:
+        try:
+            scored = await self._inner.score(group)
+        except Exception as error:
+            raise RewardError(f"reward {self._code}: prompt {group.prompt.uid}: {describe_error(error)}") from error
+        if not isinstance(scored, ScoredGroup):
+            raise RewardError(f"reward {self._code}: returned a {type(scored).__name__}, not a ScoredGroup")
+        return scored
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class ComposedScorer:
+    """Adds up the scores of several scorers. A rollout that one of them cannot score has no score."""
+
+    def __init__(self, config: ComposedRewardConfig, scorers: Mapping[str, ClosableScorer]) -> None:
+        self._config = config
+        self._scorers = scorers
+
+    async def score(self, group: RolloutGroup) -> ScoredGroup:
+        tasks = [asyncio.create_task(_scores(scorer, group)) for scorer in self._scorers.values()]
+        try:
+            by_part = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        per_rollout = (dict(zip(self._scorers, scores, strict=True)) for scores in zip(*by_part, strict=True))
+        return ScoredGroup(group=group, scores=tuple(map(self._compose, per_rollout)))
+
+    def _compose(self, scores: Mapping[str, Score]) -> Score:
+        """Return the score of one rollout; its components are the parts' scores and, as `part.name`, their own."""
+        total, is_open = 0.0, True
+        components: dict[str, float] = {}
+        for name, score in scores.items():
+            part = self._config.parts[name]
+            total += part.weight * part.scaled(score.value)
+            is_open &= part.gate_from is None or score.value >= part.gate_from
+            components |= {name: score.value, **{f"{name}.{key}": item for key, item in score.components.items()}}
+        if any(score.is_masked for score in scores.values()):
+            return Score(value=0.0, components={}, is_masked=True)
+        predictions = (score.prediction for score in scores.values() if score.prediction is not None)
+        value = total if is_open else self._config.closed_score
+        return Score(value=value, components=components, prediction=next(predictions, None))
+
+    def close(self) -> None:
+        for scorer in self._scorers.values():
+            scorer.close()
+
+
+async def _scores(scorer: Scorer, group: RolloutGroup) -> tuple[Score, ...]:
+    return (await scorer.score(group)).scores

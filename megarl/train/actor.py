@@ -152,6 +152,8 @@ class ActorRank(TrainedRank):
         }
         if not (isinstance(self._algorithm, PolicyGradientConfig) and isinstance(self._algorithm.kl, KlLossConfig)):
             known["reference_kl"] = None
+        if not (isinstance(self._algorithm, PolicyGradientConfig) and self._algorithm.distillation):
+            known["teacher_kl"] = None
         return ACTOR.summarise([(stats, grad_norm) for _, stats, grad_norm in applied], rate, known)
 
     def _accumulate(
@@ -180,6 +182,8 @@ class ActorRank(TrainedRank):
                 advantages=micro_batch.advantages,
                 segments=micro_batch.segments(self._topology),
                 reference_logprobs=micro_batch.reference_logprobs,
+                teacher=micro_batch.teacher,
+                candidates=scores.candidates,
             )
             actor = actor_loss(
                 algorithm,

@@ -23,6 +23,7 @@ _CHUNK_MULTIPLE = 256
 class TokenScores(NamedTuple):
     logprobs: Tensor  # [N], float32
     entropy: Tensor  # [N], float32
+    candidates: Tensor | None = None  # [N, K], float32: `likeliest.candidate_logprobs`, where a teacher named some
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +59,7 @@ def token_scores(
     kernels of Triton pass over the logits once, where there is a GPU.
     """
     logit_dtype = torch.float32 if has_float32_logits else weight.dtype
-    # Counted in rows with padding: all ranks need the same chunks, because they reduce chunk by chunk.
-    chunk_tokens = max(1, max_chunk_bytes // (logit_dtype.itemsize * len(weight)))
-    if chunk_tokens > _CHUNK_MULTIPLE:
-        chunk_tokens -= chunk_tokens % _CHUNK_MULTIPLE
+    chunk_tokens = _chunk_tokens(weight, logit_dtype, max_chunk_bytes)
     logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, shard, temperature, chunk_tokens, logit_dtype, is_fused
     )
@@ -224,6 +222,12 @@ def _columns(targets: Tensor, shard: VocabShard) -> Tensor:
     """Return the targets' columns on this rank; -1 for targets of other ranks."""
     columns = targets - shard.first
     return torch.where((columns >= 0) & (columns < shard.size), columns, -1)
+
+
+def _chunk_tokens(weight: Tensor, logit_dtype: torch.dtype, max_chunk_bytes: int = LOGIT_CHUNK_BYTES) -> int:
+    # Counted in rows with padding: all ranks need the same chunks, because they reduce chunk by chunk.
+    chunk_tokens = max(1, max_chunk_bytes // (logit_dtype.itemsize * len(weight)))
+    return chunk_tokens - chunk_tokens % _CHUNK_MULTIPLE if chunk_tokens > _CHUNK_MULTIPLE else chunk_tokens
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:

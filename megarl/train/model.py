@@ -6,7 +6,7 @@ The layers are those of `layer_spec`. Weights are zero until they are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,6 +33,7 @@ from megarl.errors import ConfigError, Problem
 from megarl.train.attention import PackedSequences, packed_sequences
 from megarl.train.layer_spec import layer_spec, precision_fields
 from megarl.train.layers import RMSNorm, Rotation, rotary_frequencies, rotary_magnitude
+from megarl.train.likeliest import Head, candidate_logprobs
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
 from megarl.train.topology import Topology
 from megarl.types import FloatArray, MicroBatch
@@ -58,9 +59,16 @@ class DeviceMicroBatch:
     values: Tensor | None  # [N]
     returns: Tensor | None  # [N]
     versions: Tensor | None  # [N], int32
+    teacher: Tensor | None  # [N, 1 + 2K], see `likeliest.top_scores`
     temperature: float
     num_pack_tokens: int
     """Tokens of the whole micro-batch, over all ranks that share it."""
+
+    @property
+    def candidates(self) -> Tensor | None:
+        """[N, K], int64: the teacher's likeliest tokens; None where it has named none."""
+        num_top = 0 if self.teacher is None else self.teacher.shape[1] // 2
+        return self.teacher[:, 1 + num_top :].long() if self.teacher is not None and num_top else None
 
     def segments(self, topology: Topology) -> Segments:
         over_parts = topology.sum_over_context if topology.context > 1 else None
@@ -99,18 +107,23 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
         values=column(micro_batch.values),
         returns=column(micro_batch.returns),
         versions=None if micro_batch.versions is None else tensor(micro_batch.versions, torch.int32),
+        teacher=column(micro_batch.teacher),
         temperature=temperature,
         num_pack_tokens=num_tokens,
     )
 
 
 def whole_column(column: Tensor, micro_batch: MicroBatch, topology: Topology) -> FloatArray:
-    """Return a column of this rank's tokens for all tokens of the micro-batch; the ranks that share it call it. [N]"""
+    """Return a column of this rank's tokens for all tokens of the micro-batch; the ranks that share it call it.
+
+    [N], or [N, K] where each token has several numbers.
+    """
     if topology.context == 1:
         return column.float().cpu().numpy()
-    gathered = torch.empty(len(micro_batch.token_ids), dtype=torch.float32, device=column.device)
+    shape = (len(micro_batch.token_ids), *column.shape[1:])
+    gathered = torch.empty(shape, dtype=torch.float32, device=column.device)
     dist.all_gather_into_tensor(gathered, column.float(), group=topology.context_group)
-    whole = np.empty(len(gathered), np.float32)
+    whole = np.empty(shape, np.float32)
     whole[zigzag(micro_batch.sequence_starts, topology.context).ravel()] = gathered.cpu().numpy()
     return whole
 
@@ -163,15 +176,16 @@ class Model(GPTModel):
 
 
 class PolicyModel(Model):
-    """The last chunk returns the scores of the targets."""
+    """The last chunk returns the scores of the targets; that of a teacher also its likeliest tokens."""
 
     has_float32_head = False
+    teaching: Callable[[Tensor, Tensor, Head], Tensor] | None = None
 
     def forward(self, micro_batch: DeviceMicroBatch) -> Tensor | TokenScores:
         hidden = self.decode(micro_batch)
-        return self._scores(hidden, micro_batch.targets, micro_batch.temperature) if self.post_process else hidden
+        return self._scores(hidden, micro_batch) if self.post_process else hidden
 
-    def _scores(self, hidden: Tensor, targets: Tensor, temperature: float) -> TokenScores:
+    def _scores(self, hidden: Tensor, micro_batch: DeviceMicroBatch) -> Tensor | TokenScores:
         group = self._topology.tensor_group
         # Every tensor-parallel rank computes some columns of every token's logits; the backward pass sums their
         # gradients and, with sequence parallelism, splits the sum.
@@ -188,15 +202,22 @@ class PolicyModel(Model):
             size=self._topology.tensor,
             group=group,
         )
-        return token_scores(
+        temperature, is_float32, is_fused = micro_batch.temperature, self.has_float32_head, self.is_fused
+        head = Head(weight, shard, temperature=temperature, has_float32_logits=is_float32, is_fused=is_fused)
+        if self.teaching is not None:
+            return self.teaching(hidden[:, 0], micro_batch.targets, head)
+        scores = token_scores(
             hidden[:, 0],
             weight,
-            targets,
+            micro_batch.targets,
             shard=shard,
             temperature=temperature,
-            has_float32_logits=self.has_float32_head,
-            is_fused=self.is_fused,
+            has_float32_logits=is_float32,
+            is_fused=is_fused,
         )
+        candidates = micro_batch.candidates
+        asked = None if candidates is None else candidate_logprobs(hidden[:, 0], candidates, head)
+        return scores._replace(candidates=asked)
 
 
 class ValueModel(Model):

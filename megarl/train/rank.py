@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,9 +26,18 @@ from megarl.system.faults import Spoil, StepPoint, reach
 from megarl.tokens import SampleNumbers
 from megarl.train import cpu
 from megarl.train.layer_spec import forget_scales
+from megarl.train.likeliest import top_scores
 from megarl.train.logprob import TokenScores
 from megarl.train.memory import free_cache
-from megarl.train.model import DeviceMicroBatch, Model, build_chunks, named_weights, to_device, whole_column
+from megarl.train.model import (
+    DeviceMicroBatch,
+    Model,
+    PolicyModel,
+    build_chunks,
+    named_weights,
+    to_device,
+    whole_column,
+)
 from megarl.train.passes import forward
 from megarl.train.topology import initialize, shut_down
 from megarl.types import MiniBatch, TrainBatch
@@ -169,3 +179,25 @@ class ReferenceRank(ModelRank):
     def _score(self, batch: TrainBatch, mini_batch: MiniBatch) -> list[TokenScores]:
         self._reach("asked")
         return forward(self._models, self._share(batch, mini_batch))
+
+
+class TeacherRank(ModelRank):
+    """A rank of a teacher: weights without an optimizer, of any shape with the policy's vocabulary."""
+
+    ROLE = "teacher"
+
+    def __init__(self, spec: RankSpec, *, num_top: int, vocab: int) -> None:
+        """`vocab` is the size of the policy's vocabulary, from which the likeliest tokens are."""
+        super().__init__(spec)
+        for model in self._models:
+            assert isinstance(model, PolicyModel), "a teacher without a language head"
+            model.teaching = partial(top_scores, num_top=num_top, vocab=vocab)
+
+    def scores(self, batch: TrainBatch) -> SampleNumbers | None:
+        """Return `top_scores` of the response tokens."""
+        self._reach("asked")
+        with self._on_device():
+            scores: list[list[Tensor]] = [
+                forward(self._models, self._share(batch, item)) for item in batch.mini_batches
+            ]
+            return self._unpack(batch, scores)

@@ -143,6 +143,9 @@ ACTOR: Statistics[ActorTokens, UpdateStats] = Statistics(
         "reference_kl": lambda seen: (
             torch.zeros_like(seen.tokens.logprobs) if seen.loss.reference_kl is None else seen.loss.reference_kl
         ),
+        "teacher_kl": lambda seen: (
+            torch.zeros_like(seen.tokens.logprobs) if seen.loss.teacher_kl is None else seen.loss.teacher_kl
+        ),
         "behind_fraction": lambda seen: seen.is_behind,
         "_behind_distance": lambda seen: torch.where(seen.is_behind, seen.mismatch.distance, 0.0),
     },

@@ -63,6 +63,8 @@ def pack(
         advantages=table[4],
         segments=Segments.of(torch.cat(masks), starts),
         reference_logprobs=table[5],
+        teacher=torch.stack([table[5], table[5] - 6, table[3] - 6, *torch.zeros_like(table[:2])], dim=1),
+        candidates=torch.stack([torch.cat(logprobs) - 8, torch.cat(logprobs) - 9], dim=1),
     )
 
 

@@ -21,6 +21,8 @@ from megarl.config.algorithm import (
     AlgorithmConfig,
     CispoLossConfig,
     CorrectionConfig,
+    DistillationConfig,
+    ForwardTopkConfig,
     GaeConfig,
     GmpoLossConfig,
     GpgLossConfig,
@@ -32,6 +34,7 @@ from megarl.config.algorithm import (
     LossConfig,
     MaskConfig,
     PpoLossConfig,
+    ReverseKlConfig,
     SapoLossConfig,
     SftConfig,
     SppoLossConfig,
@@ -57,6 +60,11 @@ CORRECTIONS: tuple[CorrectionConfig | None, ...] = (
     IcepopConfig(kind="icepop", level="sequence"),
     MaskConfig(kind="mask", highest=0.5),
     MaskConfig(kind="mask", level="sequence", measure="k1", lowest=-0.3, highest=0.3),
+)
+DISTILLATIONS: tuple[DistillationConfig | None, ...] = (
+    None,
+    ReverseKlConfig(kind="reverse_kl", coef=0.5),
+    ForwardTopkConfig(kind="forward_topk", coef=0.5, top_k=2),
 )
 
 
@@ -115,6 +123,7 @@ def configs() -> st.SearchStrategy[GrpoConfig]:
         entropy_coef=st.sampled_from([0.0, 0.1]),
         correction=st.sampled_from(CORRECTIONS),
         kl=st.none() | penalties,
+        distillation=st.sampled_from(DISTILLATIONS),
     )
 
 

@@ -33,7 +33,7 @@ LARGE = ("grpo_7b", "grpo_70b", "ppo_70b", "grpo_235b", "dapo_32b")
 
 def read(name: str, *overrides: str) -> tuple[Recipe, ModelShape]:
     recipe = read_recipe(RECIPES / f"{name}.yaml", overrides).recipe
-    return recipe, find_shapes(recipe.model, recipe.roles.critic).policy
+    return recipe, find_shapes(recipe.model, recipe.roles).policy
 
 
 def small(name: str, *overrides: str, max_engines: int = 2) -> SmallRecipe:
@@ -169,7 +169,7 @@ def topology(recipe: Recipe, *, max_nodes: int = 2) -> SmallRecipe:
 @pytest.mark.parametrize("name", [path.stem for path in sorted(RECIPES.glob("*.yaml")) if "_dpo" not in path.stem])
 def test_a_rehearsal_has_the_pools_and_roles_of_the_recipe_in_a_size_that_can_run(name: str, tmp_path: Path) -> None:
     recipe = read_recipe(RECIPES / f"{name}.yaml").recipe
-    shape = find_shapes(recipe.model, None).policy if name in LARGE else PUBLIC_MODELS["qwen2.5-0.5b"]
+    shape = find_shapes(recipe.model, recipe.roles).policy if name in LARGE else PUBLIC_MODELS["qwen2.5-0.5b"]
     rehearsed = topology(recipe).recipe
     path = tmp_path / "rehearsed.yaml"
     path.write_text(yaml.safe_dump(rehearsed.model_dump(mode="json", exclude_defaults=True)))

@@ -57,6 +57,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "model")
     write_model(folder / "classifier", architectures=["Qwen2ForSequenceClassification"], id2label={"0": "score"})
     write_model(folder / "two_labels", architectures=["Qwen2ForSequenceClassification"])
+    write_model(folder / "other_tokens", vocab_size=120)
+    (folder / "other_tokens" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     write_model(folder / "other_family", architectures=["MambaForCausalLM"])
     write_model(folder / "sliding_window", use_sliding_window=True)
     write_model(folder / "no_layers", num_hidden_layers=None)

@@ -26,7 +26,7 @@ from megarl.train import rank as rank_module
 from megarl.train.actor import ActorRank, TrainerRecord
 from megarl.train.critic import CriticRank
 from megarl.train.logprob import token_scores, vocab_shard
-from megarl.train.rank import RankSpec, ReferenceRank
+from megarl.train.rank import RankSpec, ReferenceRank, TeacherRank
 from megarl.train.topology import Topology, initialize, shut_down
 from megarl.types import FloatArray, TrainBatch
 
@@ -116,6 +116,15 @@ def train(rank: int, world: int, port: int, setup: Setup, scored: Sequence[Train
     return Outcome(logprobs=logprobs, result=result, tensors=tensors)
 
 
+def teach(rank: int, world: int, port: int, setup: Setup, num_top: int, question: TrainBatch) -> SampleNumbers | None:
+    """Return the answer of a teacher with the setup's model and split."""
+    teacher = TeacherRank(spec_of(rank, world, port, setup), num_top=num_top, vocab=setup.shape.vocab)
+    teacher.load(setup.folder)
+    scores = teacher.scores(question)
+    teacher.close()
+    return scores
+
+
 def save(rank: int, world: int, port: int, setup: Setup, folder: Path) -> None:
     trainer = build(rank, world, port, setup)
     trainer.snapshot("weights")
@@ -172,7 +181,7 @@ def score_vocab_shards(rank: int, world: int, port: int, inputs: ScoreInputs) ->
         temperature=inputs.temperature,
         max_chunk_bytes=4 * rows * 4,
     )
-    (torch.stack(scores) * torch.tensor(inputs.importance)).sum().backward()  # type: ignore[no-untyped-call]
+    (torch.stack(scores[:2]) * torch.tensor(inputs.importance)).sum().backward()  # type: ignore[no-untyped-call]
     shut_down()
     assert hidden.grad is not None
     assert weight.grad is not None

@@ -64,7 +64,7 @@ def test_equals_the_naive_computation_forward_and_backward(chunk_tokens: int) ->
         temperature=inputs.temperature,
         max_chunk_bytes=4 * len(weight) * chunk_tokens,
     )
-    (torch.stack(scores) * torch.tensor(inputs.importance)).sum().backward()  # type: ignore[no-untyped-call]
+    (torch.stack(scores[:2]) * torch.tensor(inputs.importance)).sum().backward()  # type: ignore[no-untyped-call]
 
     expected = naive(inputs)
     assert hidden.grad is not None

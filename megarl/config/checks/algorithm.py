@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from urllib.parse import parse_qsl, urlsplit
 
 from megarl.config.algorithm import (
+    DistillConfig,
     EstimatorConfig,
     GaeConfig,
     GdpoConfig,
@@ -84,6 +85,7 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
             else _rollouts(algorithm, recipe.roles, sampling)
         ),
         *_models(algorithm, recipe.roles),
+        *_distillation(algorithm, recipe.roles),
         *_loss(algorithm, recipe.train, sampling),
         *_correction(algorithm),
         *_mismatch(algorithm, recipe.run.max_steps),
@@ -142,7 +144,7 @@ def check_staleness(recipe: Recipe) -> Iterator[Problem]:
 def _imitation(train: TrainConfig, roles: RolesConfig, *, is_evaluated: bool) -> Iterator[Problem]:
     if train.prompts_per_update is not None:
         yield Problem(key="train.prompts_per_update", message="has no effect in sft; remove it")
-    for name, role in (("critic", roles.critic), ("reference", roles.reference)):
+    for name, role in (("critic", roles.critic), ("reference", roles.reference), ("teacher", roles.teacher or None)):
         if role is not None:
             yield Problem(key=f"roles.{name}", message="has no effect in sft; remove it")
     if roles.rollout is not None and not is_evaluated:
@@ -152,7 +154,7 @@ def _imitation(train: TrainConfig, roles: RolesConfig, *, is_evaluated: bool) ->
 def _rollouts(algorithm: EstimatorConfig, roles: RolesConfig, sampling: SamplingConfig) -> Iterator[Problem]:
     if roles.rollout is None:
         yield Problem(key="roles.rollout", message=f"missing; {algorithm.kind} needs engines that generate")
-    needs_no_group = isinstance(algorithm, GaeConfig | ReinforcePpConfig | RemaxConfig)
+    needs_no_group = isinstance(algorithm, GaeConfig | ReinforcePpConfig | RemaxConfig | DistillConfig)
     if sampling.rollouts_per_prompt == 1 and not needs_no_group:
         yield Problem(
             key="sampling.rollouts_per_prompt",
@@ -186,6 +188,29 @@ def _models(algorithm: EstimatorConfig, roles: RolesConfig) -> Iterator[Problem]
             key="algorithm.kl.kind",
             message="reward changes the score, which gdpo does not use; set it to loss",
         )
+
+
+def _distillation(algorithm: EstimatorConfig, roles: RolesConfig) -> Iterator[Problem]:
+    """Yield a teacher that is missing or unused, and losses that have no place for its part."""
+    key = "algorithm.distillation"
+    if algorithm.distillation is None:
+        for role in roles.teachers:
+            yield Problem(key=f"roles.{role}", message=f"only {key} uses it; remove it, or add {key}")
+        return
+    if not roles.teacher:
+        yield Problem(key="roles.teacher", message=f"missing; {key} needs a teacher")
+    if isinstance(algorithm, PairConfig):
+        yield Problem(key=key, message=f"the loss of pairs has no place for a teacher; remove it from {algorithm.kind}")
+    elif algorithm.distillation.kind == "reverse_kl" and isinstance(algorithm.loss, SppoLossConfig | GmpoLossConfig):
+        message = f"reverse_kl is an advantage of each token, and {algorithm.loss.kind} has one of a sequence; "
+        yield Problem(key=f"{key}.kind", message=f"{message}use forward_topk or another loss")
+    named = [source for role in roles.teacher.values() for source in role.sources]
+    for source in sorted({source for source in named if named.count(source) > 1}):
+        yield Problem(key="roles.teacher", message=f"source {source} has two teachers; name it once")
+    others = [role for role, config in roles.teachers.items() if not config.sources]
+    if len(others) > 1:
+        message = f"{' and '.join(others)} teach every source; give all but one the sources of their prompts"
+        yield Problem(key="roles.teacher", message=message)
 
 
 def _loss(algorithm: EstimatorConfig, train: TrainConfig, sampling: SamplingConfig) -> Iterator[Problem]:

@@ -1,13 +1,14 @@
-"""Whether frozen models have pools of their own, are of the right kind, and are used by the reward."""
+"""Whether frozen models have pools of their own, are of the right kind and are used, and teachers know the tokens."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megarl.config.checks.files import check_model_folder
+from megarl.config.checks.roles import check_role_split
 from megarl.config.checks.splits import check_engine_split
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.reward import (
@@ -23,6 +24,7 @@ from megarl.errors import ConfigError, Problem
 
 _DEFAULT_LABELS = 2
 """Outputs of a classifier whose config.json names none, in transformers."""
+_TOKENIZER = "tokenizer.json"
 
 
 def check_frozen(roles: RolesConfig, reward: RewardConfig) -> Iterator[Problem]:
@@ -93,3 +95,65 @@ def _num_labels(folder: Path) -> int:
     raw = json.loads((folder / "config.json").read_text())
     labels = raw.get("id2label")
     return len(labels) if labels else int(raw.get("num_labels", _DEFAULT_LABELS))
+
+
+def check_teachers(
+    roles: RolesConfig, policy_folder: Path, policy: ModelShape, *, num_top: int, max_context_tokens: int
+) -> Iterator[Problem]:
+    """Yield what keeps the model of a teacher from scoring the tokens of the policy, and `num_top` at each place."""
+    if num_top > policy.vocab:
+        message = f"{num_top} is more than the {policy.vocab} tokens of the vocabulary"
+        yield Problem(key="algorithm.distillation.top_k", message=message)
+    for role, config in roles.teachers.items():
+        key = f"roles.{role}.model"
+        try:
+            shape = read_model_shape(config.model)
+        except ConfigError as error:
+            yield Problem(key=key, message=error.problems[0].message.replace("model.path", key))
+            continue
+        for problem in check_model_folder(config.model, needs_template=False):
+            yield Problem(key=key, message=problem.message)
+        if shape.has_value_head:
+            yield Problem(key=key, message=f"{config.model} is a sequence classifier; name a language model")
+            continue
+        yield from check_role_split(shape, config, role=role)
+        if max_context_tokens > shape.max_context_tokens:
+            message = (
+                f"its context of {shape.max_context_tokens} tokens is below prompt + response {max_context_tokens}"
+            )
+            yield Problem(key=key, message=f"{message}; lower sampling.max_response_tokens, or name another model")
+        difference = _difference(config.model, policy_folder, shape, policy)
+        if difference is not None:
+            message = f"{difference}; a teacher scores the policy's tokens: name a model with the same tokenizer"
+            yield Problem(key=key, message=message)
+
+
+def _difference(teacher: Path, policy: Path, shape: ModelShape, policy_shape: ModelShape) -> str | None:
+    """Return how two vocabularies differ; None if the tokens are the same, whatever the padding of their heads."""
+    files = [folder / _TOKENIZER for folder in (teacher, policy)]
+    if not all(file.is_file() for file in files):
+        sizes = f"its vocabulary has {shape.vocab} tokens, that of model.path {policy_shape.vocab}"
+        return None if shape.vocab == policy_shape.vocab else sizes
+    contents = [file.read_bytes() for file in files]
+    if contents[0] != contents[1]:
+        own, expected = (_tokens(json.loads(content)) for content in contents)
+        for token_id in sorted(own.keys() | expected.keys()):
+            pair = own.get(token_id), expected.get(token_id)
+            if pair[0] != pair[1]:
+                return f"its token {token_id} is {_shown(pair[0])}, that of model.path {_shown(pair[1])}"
+    return None
+
+
+def _tokens(tokenizer: Mapping[str, object]) -> dict[int, str]:
+    """Return the tokens of a tokenizer.json by their ids."""
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # of a unigram model: pairs of a token and its score
+        tokens = {index: str(pair[0]) for index, pair in enumerate(vocabulary)}
+    else:
+        tokens = {int(index): token for token, index in (vocabulary or {}).items()}
+    return tokens | {int(each["id"]): str(each["content"]) for each in (added if isinstance(added, list) else ())}
+
+
+def _shown(token: str | None) -> str:
+    return "missing" if token is None else repr(token)

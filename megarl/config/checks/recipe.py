@@ -9,7 +9,7 @@ import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.algorithm import RewardModelConfig
+from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, RewardModelConfig
 from megarl.config.checks.algorithm import check_algorithm, check_rewards, check_staleness
 from megarl.config.checks.files import (
     check_data_files,
@@ -18,7 +18,7 @@ from megarl.config.checks.files import (
     check_model_folder,
     check_run_folder,
 )
-from megarl.config.checks.frozen import check_frozen, check_frozen_models
+from megarl.config.checks.frozen import check_frozen, check_frozen_models, check_teachers
 from megarl.config.checks.roles import (
     check_endpoints,
     check_lora_roles,
@@ -60,8 +60,20 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         *check_split(recipe, shape),
         *_other_models(recipe.roles, shape),
         *check_frozen_models(recipe.roles, device=recipe.run.device),
+        *check_teachers(
+            recipe.roles,
+            recipe.model.path,
+            shape,
+            num_top=_num_top(recipe.algorithm),
+            max_context_tokens=recipe.max_context_tokens,
+        ),
         *check_adapter_file(recipe.model.lora, shape),
     ]
+
+
+def _num_top(algorithm: AlgorithmConfig) -> int:
+    distillation = algorithm.distillation if isinstance(algorithm, PolicyGradientConfig) else None
+    return 0 if distillation is None else distillation.top_k
 
 
 def _network(bind: str | None) -> Iterator[Problem]:

@@ -23,6 +23,7 @@ from megarl.config.roles import (
     PoolConfig,
     RolesConfig,
     RolloutRoleConfig,
+    TeacherRanksConfig,
 )
 from megarl.config.section import Device
 from megarl.errors import Problem
@@ -57,10 +58,11 @@ def check_step(recipe: Recipe) -> Iterator[Problem]:
 def check_split(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
     """Yield what keeps the model from being split as the recipe says, or from holding the recipe's sequences.
 
-    A critic that starts from a folder of its own is checked with its own shape.
+    Teachers, and a critic that starts from a folder of its own, are checked with their own shapes.
     """
     for role, split in recipe.roles.megatron_roles.items():
-        if not (isinstance(split, CriticConfig) and split.path is not None):
+        has_own_shape = isinstance(split, TeacherRanksConfig) or (isinstance(split, CriticConfig) and split.path)
+        if not has_own_shape:
             yield from check_role_split(shape, split, role=role)
     if recipe.model.lora is not None:
         yield from check_lora(recipe.model.lora, shape)

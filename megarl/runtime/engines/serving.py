@@ -316,8 +316,7 @@ def _sending_publisher(
 
 def offloaders(roles: RolesConfig, trainers: Trainers) -> list[Offloader]:
     """Return all models beside the engines: one that offloads nothing still gives back what torch keeps for later."""
-    models = {"actor": trainers.actor, "critic": trainers.critic, "reference": trainers.reference}
-    beside = [model for role in roles.beside_engines if (model := models[role]) is not None]
+    beside = [model for role in roles.beside_engines if (model := trainers.by_role.get(role)) is not None]
     return [
         Offloader(
             trim=ranks.computing(ModelRank.trim),

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from megarl.config.algorithm import KlRewardConfig, OfflineConfig, PolicyGradientConfig
-from megarl.config.model import ModelShape
+from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
-from megarl.config.roles import ModelParallelConfig
+from megarl.config.roles import ModelParallelConfig, TeacherRanksConfig
 from megarl.data.packing import Packing, SequenceCost
-from megarl.data.shares import QUESTION, make_shares
+from megarl.data.shares import QUESTION, Share, make_shares
 from megarl.planner.hardware import gpu_named
 from megarl.planner.training_time import forward_flops
 from megarl.results import PreferenceStats, RankUsage, TrainingWork
 from megarl.runtime.trainers.start import Trainers, critic_shape
+from megarl.runtime.trainers.teachers import Teacher, Teachers
 from megarl.runtime.trainers.trainer import (
     ModelQuestion,
     ModelQuestions,
@@ -28,7 +29,7 @@ from megarl.runtime.trainers.trainer import (
 )
 from megarl.train.actor import ActorRank
 from megarl.train.critic import CriticRank
-from megarl.train.rank import ReferenceRank
+from megarl.train.rank import ReferenceRank, TeacherRank
 from megarl.types import PolicyVersion
 
 SKIPPED_FOLDER = "skipped"
@@ -89,7 +90,7 @@ class _Builder:
         )
 
     def questions(self) -> ModelQuestions:
-        algorithm = self.recipe.algorithm
+        algorithm, teachers = self.recipe.algorithm, self.recipe.roles.teachers
         kl = algorithm.kl if isinstance(algorithm, PolicyGradientConfig) else None
         return ModelQuestions(
             logprobs=self._actor_logprobs()
@@ -99,6 +100,20 @@ class _Builder:
             if kl is None
             else self._reference_logprobs(is_for_credit=isinstance(kl, KlRewardConfig)),
             values=self._values(),
+            teachers=Teachers({role: self._teacher(role, each) for role, each in teachers.items()})
+            if teachers
+            else None,
+        )
+
+    def _teacher(self, role: str, config: TeacherRanksConfig) -> Teacher:
+        # Packed as the update is: a teacher that is split like the actor then computes the same sums.
+        per_update = self.recipe.train.prompts_per_update
+        shape = read_model_shape(config.model)
+        pack = self._pack(config, config.pool, shape, prompts_per_update=per_update, is_question=True)
+        return Teacher(
+            ask=partial(self.trainers.teachers[role].ask, TeacherRank.scores),
+            pack=lambda samples, among: pack(samples, among=among),
+            sources=config.sources,
         )
 
     def _actor_logprobs(self) -> ModelQuestion:
@@ -142,7 +157,7 @@ class _Builder:
         *,
         prompts_per_update: int | None = None,
         is_question: bool = False,
-    ) -> Pack:
+    ) -> partial[Iterator[Share]]:
         """Without `prompts_per_update` the whole step is one mini-batch. A question has only tokens."""
         recipe = self.recipe
         is_offline, num_rollouts = isinstance(recipe.algorithm, OfflineConfig), recipe.samples_per_prompt

@@ -1,4 +1,4 @@
-"""All trainer ranks of a run: actor, critic and reference start together, run together and end together.
+"""All trainer ranks of a run: actor, critic, reference and teachers start, run and end together.
 
 They cannot lose a member: a rank that died or hangs ends them all, and the next set starts from a checkpoint.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -21,14 +21,15 @@ from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe, TrainConfig
-from megarl.config.roles import CriticConfig, ModelParallelConfig
+from megarl.config.roles import CriticConfig, ModelParallelConfig, TeacherRanksConfig
 from megarl.env import trainer_environment
 from megarl.runtime.cluster import Pool
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.actor import PublishingActor
 from megarl.runtime.trainers.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
+from megarl.runtime.trainers.teachers import teacher_builder
 from megarl.train.critic import CriticRank
-from megarl.train.rank import ModelRank, RankSpec, ReferenceRank
+from megarl.train.rank import ModelRank, RankSpec, ReferenceRank, TeacherRank
 from megarl.train.trained import TrainedRank
 
 Rank = TypeVar("Rank", bound=ModelRank)
@@ -43,6 +44,8 @@ class Trainers:
     critic: RankGroup[CriticRank] | None
     reference: RankGroup[ReferenceRank] | None
     """None without a reference, and where the actor's ranks hold it."""
+    teachers: Mapping[str, RankGroup[TeacherRank]] = field(default_factory=dict)
+    """By their key below `roles`."""
 
     @property
     def is_lost(self) -> bool:
@@ -50,9 +53,15 @@ class Trainers:
         return any(ranks.is_lost for ranks in self.all)
 
     @property
+    def by_role(self) -> dict[str, RankGroup[ModelRank]]:
+        """The models with ranks of their own, by their key below `roles`."""
+        named: dict[str, RankGroup[ModelRank] | None] = {"actor": self.actor, "critic": self.critic}
+        named |= {"reference": self.reference, **self.teachers}
+        return {role: ranks for role, ranks in named.items() if ranks is not None}
+
+    @property
     def all(self) -> tuple[RankGroup[ModelRank], ...]:
-        models: tuple[RankGroup[ModelRank] | None, ...] = (self.actor, self.critic, self.reference)
-        return tuple(ranks for ranks in models if ranks is not None)
+        return tuple(self.by_role.values())
 
 
 @asynccontextmanager
@@ -83,7 +92,15 @@ async def start_trainers(
         actor = tasks.create_task(starter.actor())
         critic = tasks.create_task(starter.critic())
         reference = tasks.create_task(starter.reference())
-    return Trainers(actor=actor.result(), critic=critic.result(), reference=reference.result())
+        teachers = {
+            role: tasks.create_task(starter.teacher(role, each)) for role, each in recipe.roles.teachers.items()
+        }
+    return Trainers(
+        actor=actor.result(),
+        critic=critic.result(),
+        reference=reference.result(),
+        teachers={role: starting.result() for role, starting in teachers.items()},
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +177,10 @@ class _Starter:
         build = partial(_build_reference, folder=(config.path or self.recipe.model.path).absolute())
         return await self._start("reference", build, config, self.shape, pool=config.pool)
 
+    async def teacher(self, role: str, config: TeacherRanksConfig) -> RankGroup[TeacherRank]:
+        build = teacher_builder(self.recipe.algorithm, config.model.absolute(), vocab=self.shape.vocab)
+        return await self._start(role, build, config, read_model_shape(config.model), pool=config.pool)
+
     async def _start(
         self,
         role: str,
@@ -182,7 +203,7 @@ class _Starter:
             timeout_s=recipe.train.operation_timeout_s + _HANG_REPORT_S,
         )
         # Of the threads that always answer, one stays in `watch`. The class is named for people who read `ps`.
-        named = type(f"{role.capitalize()}Rank", (RankHost,), {})
+        named = type(f"{role.capitalize().replace('.', '_')}Rank", (RankHost,), {})
         remote = ray.remote(concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(named)
         environment = trainer_environment(recipe.run.device)
         group: RankGroup[Rank] = RankGroup(
@@ -203,7 +224,7 @@ class _Starter:
 
 def _adapter(role: str, lora: LoraConfig | None, critic: CriticConfig | None) -> LoraConfig | None:
     """Return the adapter of a role; that of a critic with a base of its own does not start from the policy's."""
-    if lora is None or role == "reference":
+    if lora is None or role not in ("actor", "critic"):
         return None
     has_own_base = role == "critic" and critic is not None and critic.path is not None
     return lora.model_copy(update={"path": None}) if has_own_base else lora

@@ -1,4 +1,4 @@
-"""The loop's Trainer: the actor and, where the recipe has them, critic and reference, each with its own packing."""
+"""The loop's Trainer: the actor and, where the recipe has them, critic, reference and teachers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megarl.data.shares import Share, row_lengths
 from megarl.errors import NumericsError
 from megarl.results import CriticResult, PreferenceStats, RankUsage, TrainingWork, UpdateResult
 from megarl.runtime.trainers.ranks import HeldNumbers
+from megarl.runtime.trainers.teachers import Teachers
 from megarl.types import Estimates, FloatArray, PolicyVersion, ScoredGroup, TrainSample
 
 Pack: TypeAlias = Callable[[Sequence[TrainSample]], Iterator[Share]]
@@ -43,6 +44,7 @@ class ModelQuestions:
     logprobs: ModelQuestion | None = None
     reference_logprobs: ModelQuestion | None = None
     values: ModelQuestion | None = None
+    teachers: Teachers | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +101,11 @@ class ModelsTrainer:
         ]
         names = ("logprobs", "reference_logprobs", "values")
         questions = {name: question for name in names if (question := getattr(asked, name)) is not None}
-        answers = await asyncio.gather(*(question.hold(samples) for question in questions.values()))
-        self._held = dict(zip(questions, answers, strict=True))
+        asking = {name: question.hold(samples) for name, question in questions.items()}
+        if asked.teachers is not None:
+            sources = [scored.group.prompt.data_source for scored in groups for _ in scored.group.rollouts]
+            asking["teacher"] = asked.teachers.hold(samples, sources)
+        self._held = dict(zip(asking, await asyncio.gather(*asking.values()), strict=True))
         needed = [name for name, question in questions.items() if question.is_for_credit]
         fetched = await asyncio.gather(*(self._held[name].fetch() for name in needed))
         return Estimates(**dict(zip(needed, fetched, strict=True)))
@@ -138,7 +143,7 @@ class ModelsTrainer:
 
     async def _update_actor(self, samples: Sequence[TrainSample]) -> UpdateResult:
         reference = self._questions.reference_logprobs
-        columns = {"old_logprobs": "logprobs"}
+        columns = {"old_logprobs": "logprobs", "teacher": "teacher"}
         if reference is not None and not reference.is_for_credit:
             columns["reference_logprobs"] = "reference_logprobs"
         update = await self._actor.update(self._actor.pack(samples), self._held_as(columns))

@@ -51,6 +51,11 @@ class MachineFaultError(ScoreError):
 class LateError(ScoreError):
     """The sample exceeded its deadline or its CPU time."""
 
+    def __init__(self, message: str, *, is_own_work: bool = True) -> None:
+        """`is_own_work`: the worker computed for most of the time, rather than wait for the machine."""
+        super().__init__(message)
+        self.is_own_work = is_own_work
+
 
 class WorkerPool:
     """A `ScoringBackend` of at most `task.workers` processes, started on demand."""
@@ -80,6 +85,10 @@ class WorkerPool:
             except LateError as error:
                 if self._task.late_score is None:
                     raise
+                if not error.is_own_work:
+                    raise MachineFaultError(
+                        f"{error}; it was hardly given a CPU, so the machine is at fault"
+                    ) from error
                 logger.warning("a sample got the score %g: it %s", self._task.late_score, error)
                 return [{"score": self._task.late_score, "components": {}} for _ in requests]
 
@@ -154,7 +163,7 @@ class RewardWorker:
         return None
 
     async def ask(self, requests: Sequence[Request]) -> list[Answer]:
-        deadline_s = self._task.deadline_s
+        deadline_s, before_s = self._task.deadline_s, self._process.cpu_s
         self.num_asked += 1
         samples = [{name: item for name, item in request.items() if name in self._names} for request in requests]
         asked: ScoringCall = {"id": self.num_asked, "samples": samples}
@@ -168,7 +177,8 @@ class RewardWorker:
             ) from None
         except TimeoutError:
             raise LateError(
-                f"gave no score within {deadline_s:g} s (reward.deadline_s); its worker is killed"
+                f"gave no score within {deadline_s:g} s (reward.deadline_s); its worker is killed",
+                is_own_work=self._process.cpu_s - before_s >= deadline_s / 2,
             ) from None
         except (EOFError, ConnectionError):
             reason = self._process.exit_reason()

@@ -36,6 +36,8 @@ class ProcessStat:
     session: int
     started: int
     """Clock ticks since the machine booted: with `pid`, a name that is never given again."""
+    cpu_s: float
+    """CPU time that it has used, without that of its children."""
 
 
 def read_stat(pid: int) -> ProcessStat:
@@ -51,6 +53,7 @@ def read_stat(pid: int) -> ProcessStat:
         group=int(fields[2]),
         session=int(fields[3]),
         started=int(fields[19]),
+        cpu_s=(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
     )
 
 
@@ -150,6 +153,19 @@ def limited_time(seconds: float) -> Iterator[None]:
             # An alarm that was set before goes off at its time.
             left_s = max(remaining_s - (time.monotonic() - began), 1e-3)
             signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
+
+
+@contextmanager
+def limited_cpu(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError if the body uses more CPU time, in the main thread: waiting for the machine does not count."""
+    handler = signal.signal(signal.SIGPROF, _too_long)
+    # Again every second: code that catches everything may catch the first one.
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, handler)
 
 
 def _too_long(_number: int, _frame: FrameType | None) -> None:

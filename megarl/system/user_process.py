@@ -26,7 +26,7 @@ from typing import IO
 from uuid import uuid4
 
 from megarl.env import USER_WORKER, current_environment
-from megarl.system.proc import kill_marked
+from megarl.system.proc import kill_marked, read_stat
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,13 @@ class UserProcess:
         """The signal that ended the process; None if it runs or exited."""
         code = self._process.returncode
         return -code if code is not None and code < 0 else None
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time that the process has used; 0 for one that is gone."""
+        with suppress(OSError):
+            return read_stat(self._process.pid).cpu_s
+        return 0.0
 
     @property
     def is_running(self) -> bool:

@@ -16,9 +16,10 @@ import pytest
 from megarl.config.reward import FunctionRewardConfig, MathRewardConfig
 from megarl.errors import RewardError, ScoreError
 from megarl.reward.build import scoring_task
-from megarl.reward.pool import WorkerPool
+from megarl.reward.pool import MachineFaultError, WorkerPool
 from megarl.reward.protocol import Request
 from megarl.system.proc import ZOMBIE, read_stat
+from megarl.system.user_process import UserProcess
 
 MakeReward = Callable[..., FunctionRewardConfig]
 
@@ -81,6 +82,24 @@ def test_a_late_worker_is_killed_with_its_children_and_replaced(tmp_path: Path, 
     wait_for_end(pids)
     pool.close()
     wait_for_end([int(second)])
+
+
+@pytest.mark.parametrize("cpu_s", [0.0, 100.0])
+def test_a_late_sample_gets_the_late_score_only_if_its_worker_has_computed(
+    cpu_s: float, tmp_path: Path, make_reward: MakeReward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = iter([0.0, cpu_s])
+    monkeypatch.setattr(UserProcess, "cpu_s", property(lambda _process: next(used)))
+    task = replace(scoring_task(make_reward(HANGS_ON_REQUEST, deadline_s=1)), late_score=0.0)
+    pool = WorkerPool(task)
+    try:
+        if cpu_s:
+            assert asyncio.run(pool.score(request("hang", tmp_path / "pids"))).value == 0.0
+        else:
+            with pytest.raises(MachineFaultError, match="the machine is at fault"):
+                asyncio.run(pool.score(request("hang", tmp_path / "pids")))
+    finally:
+        pool.close()
 
 
 def test_workers_are_reused_and_no_more_than_asked_for(make_reward: MakeReward) -> None:
@@ -159,7 +178,7 @@ def test_workers_die_with_a_parent_that_was_killed(tmp_path: Path, make_reward: 
         dedent(f"""
         import asyncio
         from megarl.config.reward import FunctionRewardConfig
-        from megarl.reward.pool import WorkerPool
+        from megarl.reward.pool import MachineFaultError, WorkerPool
         from megarl.reward.protocol import Request
         from megarl.reward.build import scoring_task
 
@@ -283,8 +302,7 @@ def test_a_file_that_changes_during_the_run_is_an_error(name: str, tmp_path: Pat
 
 
 def test_what_math_cannot_judge_in_time_is_wrong() -> None:
-    config = MathRewardConfig(kind="math", workers=1, deadline_s=60)
-    pool = WorkerPool(replace(scoring_task(config), deadline_s=5))
+    pool = WorkerPool(scoring_task(MathRewardConfig(kind="math", workers=1, deadline_s=300)))
 
     async def scenario() -> list[float]:
         texts = (r"\boxed{\frac12}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{0.5}")

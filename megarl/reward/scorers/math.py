@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from math_verify import LatexExtractionConfig, parse, verify
 
 from megarl.reward.scorers import last_answer_line, last_boxed
+from megarl.system.proc import limited_cpu
 
 Result = dict[str, float | str | None]
 
 _MAX_CHARACTERS = 2000
 """A longer answer does not count: parsing it takes seconds."""
-_TIMEOUT_S = 5
+_MAX_CPU_S = 5.0
 _LATEX = (LatexExtractionConfig(),)
 # Minus sign, en dash, no-break space, full-width equals sign.
 _TIDY = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\uff1d": "="})
@@ -50,7 +51,12 @@ def is_equal(prediction: str, truth: str) -> bool:
         return False
     if prediction == truth:
         return True
-    return bool(verify(_parsed(truth), _parsed(prediction), timeout_seconds=_TIMEOUT_S))
+    # CPU time, not time on the clock: on a busy machine a right answer must not become a wrong one.
+    try:
+        with limited_cpu(_MAX_CPU_S):
+            return bool(verify(_parsed(truth), _parsed(prediction), timeout_seconds=None))
+    except TimeoutError:
+        return False
 
 
 def _tidy(answer: str) -> str:
@@ -62,5 +68,5 @@ def _tidy(answer: str) -> str:
 
 
 def _parsed(answer: str) -> list[object]:
-    expressions: list[object] = parse(f"\\boxed{{{answer}}}", extraction_config=_LATEX, parsing_timeout=_TIMEOUT_S)
+    expressions: list[object] = parse(f"\\boxed{{{answer}}}", extraction_config=_LATEX, parsing_timeout=None)
     return expressions

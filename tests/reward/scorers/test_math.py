@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+from math_verify import verify
 
 from megarl.reward.scorers import math
 
@@ -47,9 +48,31 @@ def test_answers_are_compared_as_mathematics(response: str, truth: str, score: f
 
 
 def test_what_takes_too_long_to_compute_is_wrong() -> None:
-    began = time.monotonic()
+    began = time.process_time()
     assert math.compute_score("", r"\boxed{9^{9^{9^{9}}}}", "1")["score"] == 0
-    assert time.monotonic() - began < 15
+    assert time.process_time() - began < 15
+
+
+def test_a_right_answer_is_right_however_long_the_machine_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison sleeps past the limit, as if the machine gave the time to others, and then goes on."""
+
+    def stalled(*arguments: object, **options: object) -> object:
+        time.sleep(1.5)
+        return verify(*arguments, **options)
+
+    monkeypatch.setattr(math, "_MAX_CPU_S", 1.0)
+    monkeypatch.setattr(math, "verify", stalled)
+    assert math.compute_score("", r"\boxed{\frac{1}{2}}", "0.5")["score"] == 1
+
+
+def test_a_comparison_that_computes_too_long_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(*_arguments: object, **_options: object) -> object:
+        while True:
+            pass
+
+    monkeypatch.setattr(math, "_MAX_CPU_S", 0.2)
+    monkeypatch.setattr(math, "verify", endless)
+    assert math.compute_score("", r"\boxed{\frac{1}{2}}", "0.5")["score"] == 0
 
 
 @pytest.mark.parametrize("answer", ["{}", "({})", "1+{}", r"\text{{{}}}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from megarl.config.document import Tree
@@ -77,6 +78,43 @@ def put_estimator(keys: Translation) -> None:
         keys.put("algorithm.gamma", keys.take("algorithm.gamma", "algorithm.gamma"))
     if keys.has_critic:
         keys.put("algorithm.lam", keys.take("algorithm.lam", "algorithm.lam", default=1.0))
+
+
+def put_distillation(keys: Translation) -> None:
+    """Put the teachers with their pool, and what is learnt from them."""
+    if not keys.take("distillation.enabled", "algorithm.distillation"):
+        return
+    prefix, loss = "distillation.", "distillation.distillation_loss."
+    for name, ours, default in (("nnodes", "nodes", 1), ("n_gpus_per_node", "gpus_per_node", 8)):
+        keys.put(f"pools.teacher.{ours}", keys.take(f"{prefix}{name}", f"pools.teacher.{ours}", default=default))
+    if keys.take(f"{prefix}teacher_key", "data.source_key", default="data_source") != "data_source":
+        keys.put("data.source_key", keys.given[f"{prefix}teacher_key"])
+    found = (re.match(r"distillation\.teacher_models\.(\w+)\.", key) for key in keys.written)
+    names = list(dict.fromkeys(match[1] for match in found if match)) or ["teacher_model"]
+    for name in names:
+        theirs, role = f"{prefix}teacher_models.{name}.", f"roles.teacher.{name}"
+        tensor = keys.take(f"{theirs}inference.tensor_model_parallel_size", f"{role}.tensor", default=1)
+        model = keys.path(f"{theirs}model_path", f"{role}.model", default="TEACHER_MODEL")
+        keys.put(role, {"kind": "ranks", "pool": "teacher", "tensor": tensor, "model": model})
+        source = keys.take(f"{theirs}key", f"{role}.sources")
+        if source is not None and len(names) > 1:
+            keys.put(f"{role}.sources", [source])
+    mode = str(keys.take(f"{loss}loss_mode", "algorithm.distillation.kind", default="k3"))
+    is_forward = mode == "forward_kl_topk"
+    coef = keys.take(f"{loss}distillation_loss_coef", "algorithm.distillation.coef", default=1.0)
+    learnt: dict[str, Tree] = {"kind": "forward_topk" if is_forward else "reverse_kl", "coef": coef}
+    if is_forward:
+        learnt["top_k"] = keys.take(f"{loss}topk", "algorithm.distillation.top_k", default=32)
+    is_gradient = keys.take(f"{loss}use_policy_gradient", "algorithm.distillation.kind")
+    if not is_forward and not (mode == "k1" and is_gradient):
+        keys.notes.append(
+            f"{loss}loss_mode {mode}: reverse_kl is estimate k1 as an advantage, whose gradient is unbiased"
+        )
+    if keys.take(f"{loss}use_task_rewards", "algorithm.kind", default=True):
+        keys.put("algorithm.distillation", learnt)
+    else:
+        keys.put("algorithm", {"kind": "distill", "distillation": learnt})
+        keys.has_critic = False
 
 
 def put_kl(keys: Translation) -> bool:

@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.config.document import Tree
-from megarl.tools.import_verl.algorithm import put_estimator, put_filters, put_kl, put_loss, put_reward
+from megarl.tools.import_verl.algorithm import (
+    put_distillation,
+    put_estimator,
+    put_filters,
+    put_kl,
+    put_loss,
+    put_reward,
+)
 from megarl.tools.import_verl.episodes import put_environment
 from megarl.tools.import_verl.imitation import put_demonstrations
 from megarl.tools.import_verl.lora import put_lora
@@ -77,6 +84,7 @@ def translate_file(path: Path, arguments: Sequence[str] = ()) -> Imported:
         _batch(keys)
         _engines(keys)
         put_estimator(keys)
+        put_distillation(keys)
         if keys.has_critic:
             _critic(keys)
         if put_kl(keys):

@@ -249,6 +249,29 @@ def test_there_is_one_entry_per_key_of_the_file() -> None:
             },
         ),
         (f"data.val_files=v.parquet {VALIDATION}do_sample=True {VALIDATION}n=4", "evaluation", {}),
+        (
+            "distillation.enabled=True distillation.distillation_loss.loss_mode=forward_kl_topk "
+            "distillation.distillation_loss.topk=16",
+            "algorithm.distillation",
+            {"kind": "forward_topk", "coef": 1.0, "top_k": 16},
+        ),
+        (
+            "distillation.enabled=True distillation.distillation_loss.loss_mode=k1 "
+            "distillation.distillation_loss.use_task_rewards=False",
+            "algorithm.kind",
+            "distill",
+        ),
+        (
+            "distillation.enabled=True distillation.n_gpus_per_node=4 distillation.teacher_models.a.model_path=x "
+            "distillation.teacher_models.a.key=gsm8k distillation.teacher_models.b.model_path=y "
+            "distillation.teacher_models.b.inference.tensor_model_parallel_size=2",
+            "roles.teacher",
+            {
+                "a": {"kind": "ranks", "pool": "teacher", "tensor": 1, "model": "x", "sources": ["gsm8k"]},
+                "b": {"kind": "ranks", "pool": "teacher", "tensor": 2, "model": "y"},
+            },
+        ),
+        ("distillation.enabled=True distillation.n_gpus_per_node=4", "pools.teacher.gpus_per_node", 4),
     ],
 )
 def test_a_key_arrives_in_the_recipe(tmp_path: Path, word: str, key: str, value: Tree) -> None:

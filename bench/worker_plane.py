@@ -30,7 +30,7 @@ from megarl.observe.observer import Observer
 from megarl.rollout.dispatch import divide_engines
 from megarl.rollout.worker import Answering, RolloutTask
 from megarl.runtime.buffer import Buffer
-from megarl.runtime.launch import private_ray
+from megarl.runtime.local_ray import private_ray
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import Estimates
 

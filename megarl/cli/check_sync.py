@@ -48,7 +48,7 @@ def check_sync(
     from megarl.config.checks.recipe import check_without_files
     from megarl.config.load import read_recipe
     from megarl.planner.deployment import find_shapes
-    from megarl.runtime.launch import private_ray
+    from megarl.runtime.local_ray import private_ray
 
     read = read_recipe(recipe, overrides or []).recipe
     shapes = find_shapes(read.model, read.roles, name=shape)

@@ -7,6 +7,7 @@ An exception here would end the whole engine, so every outcome, good or bad, is 
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import assert_never
@@ -49,9 +50,11 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         logger.exception("command failed op=%s", message.command.op)
         reply = Reply(error=_one_line(error))
     try:
+        # Refused at once where the driver is gone; the store itself would try for its whole timeout.
+        socket.create_connection((message.mailbox.host, message.mailbox.port), timeout=_MAILBOX_TIMEOUT_S).close()
         mailbox = TCPStore(message.mailbox.host, message.mailbox.port, timeout=timedelta(seconds=_MAILBOX_TIMEOUT_S))
         mailbox.set(message.reply_key, to_bytes(reply))  # type: ignore[arg-type]  # takes bytes as well
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         # The driver reports the missing reply.
         logger.error("mailbox %s is out of reach: %s", message.mailbox, _one_line(error))
 

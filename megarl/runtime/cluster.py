@@ -7,13 +7,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 from ray.util.placement_group import (
     PlacementGroup,
+    get_placement_group,
     placement_group,
     placement_group_table,
     remove_placement_group,
@@ -25,7 +26,9 @@ from megarl.config.roles import PoolConfig
 from megarl.config.section import CPU_SLOT
 from megarl.env import visible_gpus
 from megarl.errors import MachineError
-from megarl.runtime.local_ray import LocalRay, local_ray
+from megarl.runtime.engines.adoption import KeptActors
+from megarl.runtime.local_ray import LocalRay, adopted_ray, local_ray
+from megarl.system.lease import Lease
 from megarl.system.network import address_in
 from megarl.weights.algebra.locality import Gpu
 
@@ -33,6 +36,7 @@ PLACEMENT_TIMEOUT_S = 120.0
 _LOCATE_TIMEOUT_S = 120.0
 _POLL_S = 1.0
 GROUP_PREFIX = "megarl-"
+_NAMESPACE = "megarl"
 
 
 class NodeBundle:
@@ -91,8 +95,9 @@ class Place:
 class Pool:
     """The places of a pool, divided equally between the roles that use it."""
 
-    def __init__(self, places: Sequence[Place], num_roles: int) -> None:
+    def __init__(self, places: Sequence[Place], num_roles: int, actors: KeptActors | None = None) -> None:
         self.places = places
+        self.actors = actors or KeptActors(keeps=False)
         self.is_shared = num_roles > 1
         # Ray counts in ten-thousandths of a device.
         self.share = math.floor(10_000 / num_roles) / 10_000
@@ -102,9 +107,16 @@ class Pool:
 class Cluster:
     """The Ray a run uses and the pools it holds there."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, lease: Lease | None = None) -> None:
         self._resource = "GPU" if device == "cuda" else CPU_SLOT
         self._groups: list[PlacementGroup] = []
+        self._lease = lease if lease is not None and lease.keeps else None
+        self.actors = KeptActors(keeps=self._lease is not None)
+
+    def outlive_driver(self) -> None:
+        """Leave everything to the next driver if this one dies from now on."""
+        if self._lease is not None:
+            self._lease.take()
 
     def reserve(self, pools: Mapping[str, PoolConfig]) -> dict[str, list[Place]]:
         """Reserve the devices of every pool, one bundle per node; the places of a node are neighbours in the list.
@@ -116,15 +128,26 @@ class Cluster:
         # The largest bundles first: small ones fit into what is left.
         for name, pool in sorted(pools.items(), key=lambda item: -item[1].gpus_per_node):
             bundles = [{self._resource: float(pool.gpus_per_node)}] * pool.nodes
-            groups[name] = placement_group(bundles, strategy="STRICT_SPREAD", name=f"{GROUP_PREFIX}{name}")
+            groups[name] = self._group(f"{GROUP_PREFIX}{name}", bundles)
             self._groups.append(groups[name])
         deadline = time.monotonic() + PLACEMENT_TIMEOUT_S
-        return {
+        located = {
             name: self._located(name, pool, groups[name], timeout_s=max(0.0, deadline - time.monotonic()))
             for name, pool in pools.items()
         }
+        if self._lease is not None:
+            self._lease.placed({name: [bundle.gpus for bundle in bundles] for name, bundles in located.items()})
+        return {name: self._in_order(bundles) for name, bundles in located.items()}
 
-    def _located(self, name: str, pool: PoolConfig, group: PlacementGroup, *, timeout_s: float) -> list[Place]:
+    def _group(self, name: str, bundles: list[dict[str, float]]) -> PlacementGroup:
+        """Return a new placement group, or the one that an earlier driver left."""
+        if self._lease is not None and self._lease.adopted is not None:
+            with suppress(ValueError):
+                return get_placement_group(name)
+        lifetime = None if self._lease is None else "detached"
+        return placement_group(bundles, strategy="STRICT_SPREAD", name=name, lifetime=lifetime)
+
+    def _located(self, name: str, pool: PoolConfig, group: PlacementGroup, *, timeout_s: float) -> list[NodeBundle]:
         size = pool.gpus_per_node
         if not group.wait(timeout_s):
             free = ray.available_resources().get(self._resource, 0.0)
@@ -134,13 +157,20 @@ class Cluster:
             )
         bundles = [NodeBundle(group, index, resource=self._resource, size=size) for index in range(pool.nodes)]
         places = placement_group_table(group)["bundles_to_node_id"]
-        addresses = {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in _live_nodes()}
         for bundle in bundles:
             bundle.node = places[bundle.index]
-        if self._resource == "GPU":
+        adopted = None if self._lease is None else self._lease.adopted
+        if self._resource == "GPU" and adopted is not None:
+            for bundle, gpus in zip(bundles, adopted.gpus[name], strict=True):
+                bundle.gpus = tuple(gpus)
+        elif self._resource == "GPU":
             _find_gpus(bundles)
-        bundles.sort(key=lambda bundle: (_order(addresses.get(bundle.node, "")), bundle.node))
-        return [Place(bundle=bundle, slot=slot) for bundle in bundles for slot in range(size)]
+        return bundles
+
+    def _in_order(self, bundles: list[NodeBundle]) -> list[Place]:
+        addresses = {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in _live_nodes()}
+        ordered = sorted(bundles, key=lambda bundle: (_order(addresses.get(bundle.node, "")), bundle.node))
+        return [Place(bundle=bundle, slot=slot) for bundle in ordered for slot in range(bundle.size)]
 
     def release(self) -> None:
         for group in self._groups:
@@ -292,9 +322,9 @@ def own_address(bind: str | None) -> str:
 
 
 @contextmanager
-def joined(address: str, *, log_hint: str = "") -> Iterator[None]:
+def joined(address: str, *, log_hint: str = "", namespace: str | None = None) -> Iterator[None]:
     try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise MachineError(f"cannot join Ray at {address}: {reason}{log_hint}") from None
@@ -306,20 +336,30 @@ def joined(address: str, *, log_hint: str = "") -> Iterator[None]:
 
 @contextmanager
 def open_cluster(
-    run: RunConfig, pools: Mapping[str, PoolConfig], *, address: str | None, tasks_file: Path | None = None
+    run: RunConfig,
+    pools: Mapping[str, PoolConfig],
+    *,
+    address: str | None,
+    lease: Lease | None = None,
+    tasks_file: Path | None = None,
 ) -> Iterator[Cluster]:
     """Yield the Ray of one run, joined at `address` or started here; everything placed on it ends with the block.
 
-    A trace of Ray's tasks is then written to `tasks_file`, in Chrome's format.
+    With a `lease`, a private Ray outlives a driver that is killed, and one that was left so is adopted. At the end a
+    trace of Ray's tasks is written to `tasks_file`, in Chrome's format.
     """
     with ExitStack() as stack:
-        if address is None:
-            nodes = LocalRay(device=run.device, log_folder=run.folder / run.name)
+        if address is None and lease is not None and lease.adopted is not None:
+            stack.enter_context(adopted_ray(lease, lease.adopted))
+            stack.enter_context(joined(lease.adopted.address, namespace=_NAMESPACE))
+        elif address is None:
+            nodes = LocalRay(device=run.device, log_folder=run.folder / run.name, lease=lease)
             stack.enter_context(local_ray(nodes, num_slots=sum(pool.gpus for pool in pools.values())))
-            stack.enter_context(joined(nodes.address, log_hint=f"; log: {nodes.log_of(0)}"))
+            log_hint = f"; log: {nodes.log_of(0)}"
+            stack.enter_context(joined(nodes.address, log_hint=log_hint, namespace=_NAMESPACE))
         else:
             stack.enter_context(joined(address))
-        cluster = Cluster(run.device)
+        cluster = Cluster(run.device, lease if address is None else None)
         stack.callback(cluster.release)
         if tasks_file is not None:
             stack.callback(ray.timeline, str(tasks_file))

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megarl.system.lease import find_kept
+
 _PRINTED = b"."
 _WAIT_S = 5.0
 
@@ -41,9 +43,11 @@ def sentence(run_folder: Path) -> str:
     log = run_folder / "ray.log"
     # The log of a cluster that was joined is not in the run's folder.
     ray_log = f" (its log is {log})" if log.exists() else ""
+    is_left = find_kept(run_folder) is not None
+    left = "what it started waits for the next driver (cluster.lease_s)" if is_left else "nothing it started is left"
     return (
         f"megarl: the driver was killed, or a process of Ray{ray_log} was, which ends the driver; "
-        f"nothing it started is left; run the same command to {remedy}"
+        f"{left}; run the same command to {remedy}"
     )
 
 

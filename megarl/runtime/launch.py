@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
-import shutil
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.recipe import ClusterConfig, Recipe, RunConfig
 from megarl.config.roles import PoolConfig
 from megarl.env import (
-    LOCAL_RAY_ENVIRONMENT,
     NO_TOKEN_ENVIRONMENT,
     RAY_ADDRESS,
     RAY_AUTH_TOKEN,
@@ -28,8 +24,10 @@ from megarl.observe.observing import observing
 from megarl.planner.hardware import gpu_of
 from megarl.planner.run_plan import check_fit
 from megarl.runtime.exit_notice import exit_notice
+from megarl.runtime.local_ray import private_ray, run_lease
 from megarl.runtime.preflight import check_start
 from megarl.runtime.resume import ResumeChoice, checked_resume_point, choose, is_of_run
+from megarl.system.lease import Lease
 from megarl.system.run_lock import run_lock
 
 
@@ -51,7 +49,7 @@ def train(
         check_fit(recipe, gpu_of(recipe.cluster))
     address = ray_address_of(recipe.run)
     refuse_nodes_without_cluster(recipe.pools, address)
-    environment = ray_environment(address, recipe.cluster)
+    ray_environment(address, recipe.cluster)  # a missing token is refused first
     # Everything that can be wrong with model, data and reward is found before an earlier run is moved.
     inputs = check_start(recipe, address=address)
     recipe = recipe.with_steps(len(inputs.train.prompts))
@@ -59,8 +57,10 @@ def train(
         decision, tools = choose(recipe, resume), inputs.tools_digest
         check = partial(checked_resume_point, model=recipe.model, inputs=inputs, allows_data_change=allows_data_change)
         notes = [*decision.notes]
-        point = None if decision.point is None else check(decision.point, warn=notes.append)
+        point = decision.point and check(decision.point, warn=notes.append)
         is_continued = point is not None and is_of_run(point, recipe.run_folder)
+        lease = run_lease(recipe.run_folder, recipe.model_dump_json(), recipe.cluster, is_continued=is_continued)
+        environment = ray_environment(address, recipe.cluster, lease)
         resumed_step = 0 if point is None else point.step
         started = observing(
             recipe, display=display, resumed_step=resumed_step, is_continued=is_continued, tools_digest=tools
@@ -71,19 +71,19 @@ def train(
 
             def choose_earlier(damaged: Collection[Path]) -> ResumePoint | None:
                 earlier = choose(recipe, resume, damaged=damaged).point
-                return None if earlier is None else check(earlier, warn=observer.warned)
+                return earlier and check(earlier, warn=observer.warned)
 
             from megarl.runtime.run import run_recipe  # noqa: PLC0415 - imports Ray, which reads the environment then
 
-            asks_ray = recipe.run.device != "cpu" and recipe.cluster.gpu is None and not overrides_fit
             run_recipe(
                 recipe,
                 inputs,
                 observer,
                 ray_address=address,
+                lease=lease,
                 resume=point,
                 choose_earlier=choose_earlier,
-                asks_ray_for_gpu=asks_ray,
+                asks_ray_for_gpu=recipe.run.device != "cpu" and recipe.cluster.gpu is None and not overrides_fit,
                 tasks_file=tasks_file,
             )
 
@@ -104,13 +104,15 @@ def refuse_nodes_without_cluster(pools: Mapping[str, PoolConfig], address: str |
         raise ConfigError("recipe", tuple(Problem(key=f"{key}.nodes", message=message) for key in wide))
 
 
-def ray_environment(address: str | None, cluster: ClusterConfig) -> AbstractContextManager[None]:
+def ray_environment(
+    address: str | None, cluster: ClusterConfig, lease: Lease | None = None
+) -> AbstractContextManager[None]:
     """Return the settings for the Ray at `address`, or for a private one; a missing token is refused here.
 
     Ray reads them when it is first imported.
     """
     if address is None:
-        return private_ray()
+        return private_ray(lease)
     return joined_ray(has_token=find_token(allows_none=cluster.allows_no_token))
 
 
@@ -143,23 +145,3 @@ def joined_ray(*, has_token: bool = True) -> Iterator[None]:
     """Set the environment for a running Ray cluster."""
     update_environment({**RAY_ENVIRONMENT, **({} if has_token else NO_TOKEN_ENVIRONMENT)})
     yield
-
-
-@contextmanager
-def private_ray() -> Iterator[None]:
-    """Set the environment for a private Ray, with a new token in a file that only this user can read."""
-    folder = Path(tempfile.mkdtemp(prefix="megarl-ray-"))
-    token = folder / "token"
-    token.touch(mode=0o600)
-    token.write_text(_token())
-    update_environment({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT, RAY_AUTH_TOKEN_PATH.name: str(token)})
-    try:
-        yield
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@cache
-def _token() -> str:
-    """Return the token of this process: Ray reads it once, and a second Ray with another token would refuse us."""
-    return secrets.token_hex(32)

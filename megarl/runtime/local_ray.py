@@ -6,8 +6,10 @@ It starts nodes and joins none.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -16,13 +18,22 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from megarl.config.recipe import ClusterConfig
 from megarl.config.section import CPU_SLOT
-from megarl.env import SEVERAL_NODES_ENVIRONMENT, current_environment
+from megarl.env import (
+    LOCAL_RAY_ENVIRONMENT,
+    RAY_AUTH_TOKEN_PATH,
+    RAY_ENVIRONMENT,
+    SEVERAL_NODES_ENVIRONMENT,
+    current_environment,
+    update_environment,
+)
 from megarl.errors import MachineError
-from megarl.system.guard import start_guarded, stop_guarded
+from megarl.system.guard import GuardLease, start_guarded, stop_guarded
+from megarl.system.lease import TOKEN_FILE, KeptRay, Lease, find_kept
 from megarl.system.network import LOOPBACK
 
 _STOP_GRACE_S = 20.0
@@ -32,12 +43,13 @@ _MAX_STARTS = 8
 _POLL_S = 0.1
 _CLONE_NEWNET = 0x40000000
 _BRIDGE = "nodes"
+_FOLDER = "/tmp/megarl-ray-"  # noqa: S108 - the beginning of a name that nobody foresees
 _STARTED = b"Ray runtime started"
 """In the output of `ray start`."""
 
 
 class LocalRay:
-    """The nodes of a Ray on this machine. All of them end with this process.
+    """The nodes of a Ray on this machine. All of them end with this process, or when the lease of it expires.
 
     Nodes are children in sessions of their own, not `ray.init()`: a signal to our process group must not end Ray before
     everything that runs on it is down. A single node listens on 127.0.0.1. Ray starts further nodes only beside a head
@@ -52,7 +64,9 @@ class LocalRay:
         log_folder: Path,
         has_several_nodes: bool = False,
         network: NodeNetwork | None = None,
+        lease: Lease | None = None,
     ) -> None:
+        self._lease = lease
         self._device = device
         self._network = network
         self._log_folder = log_folder
@@ -60,8 +74,7 @@ class LocalRay:
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._last_words: list[str] = []
         # Only this user enters it: Ray makes its own folder in it, with sockets, writable for all.
-        # In /tmp: the path of a socket must be short.
-        self._folder = tempfile.mkdtemp(prefix="megarl-ray-", dir="/tmp")
+        self._folder = private_folder() if lease is None else lease.of_guard.folder
         (self._port,) = _free_ports(1)
         self.address = f"{self._address_of(0)}:{self._port}"
         """The head's, for processes that join."""
@@ -100,8 +113,9 @@ class LocalRay:
         environment = {**current_environment(), **(SEVERAL_NODES_ENVIRONMENT if self._has_several_nodes else {})}
         inside = [] if self._network is None else self._network.entering(number)
         command = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *self._last_words]
+        lease = GuardLease(folder=self._folder, seconds=0) if self._lease is None else self._lease.of_guard
         with self.log_of(number).open("wb") as log:
-            self._nodes[node] = start_guarded(command, environment=environment, output=log)
+            self._nodes[node] = start_guarded(command, environment=environment, output=log, lease=lease)
 
     def log_of(self, number: int) -> Path:
         return self._log_folder / ("ray.log" if number == 0 else f"ray_node_{number}.log")
@@ -112,6 +126,8 @@ class LocalRay:
 
     def stop(self) -> None:
         """Stop all nodes, the head last; it alone ends in order, since nothing runs on the others any more."""
+        if self._lease is not None and not self._lease.give_back():
+            return
         for node, guard in reversed(self._nodes.items()):
             stop_guarded(guard, grace_s=_STOP_GRACE_S if node == self._address_of(0) else 0.0)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -136,6 +152,24 @@ class LocalRay:
                 stop_guarded(self._nodes[node], grace_s=0.0)
                 self._start(node, number)
             time.sleep(_POLL_S)
+        if self._lease is not None:
+            self._lease.started(self.address, self._nodes[node].pid)
+
+
+def private_folder() -> Path:
+    """Make a folder that only this user enters. In /tmp: the path of a socket must be short."""
+    return Path(tempfile.mkdtemp(prefix=Path(_FOLDER).name, dir=Path(_FOLDER).parent))
+
+
+@contextmanager
+def adopted_ray(lease: Lease, kept: KeptRay) -> Iterator[None]:
+    """Renew the lease of a Ray that an earlier driver started, and end it after the block."""
+    lease.take()
+    try:
+        yield
+    finally:
+        if lease.give_back():
+            kept.end(grace_s=_STOP_GRACE_S)
 
 
 def _free_ports(number: int) -> list[str]:
@@ -234,3 +268,63 @@ def _ip(*words: str, inside: list[str] | None = None) -> None:
     done = subprocess.run([*(inside or []), "ip", *words], capture_output=True, text=True, check=False)  # noqa: S603 - our own words
     if done.returncode:
         raise MachineError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+def run_lease(run_folder: Path, recipe: str, cluster: ClusterConfig, *, is_continued: bool) -> Lease:
+    """Return the lease of a run's private Ray, with the one that an earlier driver left if it can be adopted.
+
+    One that cannot is ended. `recipe` is its text. The caller holds the run's lock: no other driver uses it.
+    """
+    seconds, recipe = cluster.lease_s, hashlib.sha256(recipe.encode()).hexdigest()
+    kept = find_kept(run_folder)
+    if kept is not None:
+        if is_continued and seconds and kept.recipe == recipe and _may_use_token(Path(kept.folder)):
+            lease = Lease(run_folder, folder=Path(kept.folder), recipe=recipe, seconds=seconds, adopted=kept)
+            with suppress(OSError):
+                lease.of_guard.file.touch()  # until Ray is joined
+            return lease
+        kept.end(grace_s=_STOP_GRACE_S)
+    # Made when it is used; the guard of Ray removes it.
+    folder = Path(f"{_FOLDER}{secrets.token_hex(4)}")
+    return Lease(run_folder, folder=folder, recipe=recipe, seconds=seconds)
+
+
+@contextmanager
+def private_ray(lease: Lease | None = None) -> Iterator[None]:
+    """Set the environment for a private Ray, with its token in a file that only this user can read.
+
+    The folder of the file is removed at the end. That of an adopted Ray has a token already.
+    """
+    own = private_folder() if lease is None else lease.of_guard.folder
+    if lease is not None and lease.adopted is None:
+        own.mkdir(mode=0o700)
+    token = own / TOKEN_FILE
+    if not token.exists():
+        token.touch(mode=0o600)
+        token.write_text(_token())
+    update_environment({**RAY_ENVIRONMENT, **LOCAL_RAY_ENVIRONMENT, RAY_AUTH_TOKEN_PATH.name: str(token)})
+    try:
+        yield
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+_tokens: list[str] = []
+"""The token of this process: Ray reads it once, and a second Ray with another token would refuse us."""
+
+
+def _token() -> str:
+    if not _tokens:
+        _tokens.append(secrets.token_hex(32))
+    return _tokens[0]
+
+
+def _may_use_token(folder: Path) -> bool:
+    """Whether this process can use the token of a Ray; it then uses no other one."""
+    try:
+        token = (folder / TOKEN_FILE).read_text()
+    except OSError:
+        return False
+    if not _tokens:
+        _tokens.append(token)
+    return _tokens == [token]

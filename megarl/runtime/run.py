@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from megarl.planner.hardware import other_gpu, reported_gpu
 from megarl.planner.run_plan import check_fit
 from megarl.rollout.worker import Answering
 from megarl.runtime.build import LoopBuilder
-from megarl.runtime.cluster import Pool, accelerators, open_cluster, settle
+from megarl.runtime.cluster import Cluster, Pool, accelerators, open_cluster, settle
 from megarl.runtime.engines.frozen import FrozenRole, start_frozen
 from megarl.runtime.engines.serving import NoServing, Serving, connect, make_room, reserve_pools, start_serving
 from megarl.runtime.inputs import Inputs
@@ -32,6 +32,7 @@ from megarl.runtime.resume import Restarts, last_good
 from megarl.runtime.rollouts.workers import open_workers
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.start import running_trainers
+from megarl.system.lease import Lease
 
 
 def run_recipe(
@@ -40,6 +41,7 @@ def run_recipe(
     observer: Observer,
     *,
     ray_address: str | None,
+    lease: Lease | None,
     resume: ResumePoint | None,
     choose_earlier: Callable[[Collection[Path]], ResumePoint | None],
     asks_ray_for_gpu: bool,
@@ -47,16 +49,16 @@ def run_recipe(
 ) -> None:
     """Take every step of a run that is left. Ctrl-C and SIGTERM end it in order, with nothing left running.
 
-    `choose_earlier` returns another checkpoint where ranks find some damaged. With `asks_ray_for_gpu` a run that does
-    not fit the GPUs that Ray reports is refused before a role starts. `tasks_file` gets a trace of Ray's tasks.
+    With a `lease` a private Ray outlives this process if it is killed. `choose_earlier` returns another checkpoint
+    where ranks find some damaged. With `asks_ray_for_gpu` a run that does not fit the GPUs that Ray reports is refused
+    before a role starts. `tasks_file` gets a trace of Ray's tasks.
     """
     observer.data_read(num_prompts=len(inputs.train.prompts), num_dropped=inputs.train.num_dropped)
     if inputs.train.num_dropped:
         observer.warned(f"{inputs.train.num_dropped} prompts are too long and were dropped (data.overlong_prompts)")
     run = _Run(recipe, inputs, observer, choose_earlier)
-    asyncio.run(
-        run.take_steps(resume, ray_address=ray_address, asks_ray_for_gpu=asks_ray_for_gpu, tasks_file=tasks_file)
-    )
+    opened = partial(open_cluster, recipe.run, recipe.pools, address=ray_address, lease=lease, tasks_file=tasks_file)
+    asyncio.run(run.take_steps(resume, opened, asks_ray_for_gpu=asks_ray_for_gpu))
 
 
 class _Run:
@@ -74,17 +76,20 @@ class _Run:
         self._observer = observer
         self._choose_earlier = choose_earlier
         self._saved_steps: list[int] = []
+        self._outlive_driver: Callable[[], None] = lambda: None
         self._damaged: set[Path] = set()
         """Checkpoints that ranks found damaged."""
 
     async def take_steps(
-        self, resume: ResumePoint | None, *, ray_address: str | None, asks_ray_for_gpu: bool, tasks_file: Path | None
+        self,
+        resume: ResumePoint | None,
+        opened: Callable[[], AbstractContextManager[Cluster]],
+        *,
+        asks_ray_for_gpu: bool,
     ) -> None:
         recipe, observer = self._recipe, self._observer
-        with (
-            open_cluster(recipe.run, recipe.pools, address=ray_address, tasks_file=tasks_file) as cluster,
-            preemptible(grace_s=recipe.checkpoint.grace_s) as preemption,
-        ):
+        with opened() as cluster, preemptible(grace_s=recipe.checkpoint.grace_s) as preemption:
+            self._outlive_driver = cluster.outlive_driver
             kinds = accelerators()
             warning = check_fit(recipe, reported_gpu(kinds)) if asks_ray_for_gpu else other_gpu(recipe.cluster, kinds)
             if warning is not None:
@@ -205,14 +210,21 @@ class _Run:
                 observer=self._observer,
                 preemption=preemption,
                 resume=point,
-                saved=self._saved_steps.append,
+                saved=self._note_saved,
             )
             loop = builder.loop()
+            if point is not None:
+                self._outlive_driver()
             self._observer.noted("everything is started; the first step begins")
             preemption.begin_steps()
             # Objects from the start stay for good: looking for garbage among them costs more than a step's own work.
             gc.freeze()
             await loop.run()
+
+    def _note_saved(self, step: int) -> None:
+        self._saved_steps.append(step)
+        if self._recipe.checkpoint.contents == "everything":
+            self._outlive_driver()
 
 
 def _roles_of(roles: RolesConfig) -> str:

@@ -6,6 +6,9 @@ the workers of SGLang or Ray behind; it is set as well, for a guard that is kill
 scheduler's SIGTERM go to whole process groups: in a session of its own the child does not get them, and the parent ends
 its children in order.
 
+With a lease (`system.lease`) the command outlives its parent for a while: the guard ends it, and removes the folder of
+the lease, when nobody has renewed the lease for its duration.
+
 Shared memory has a name in /dev/shm that outlives a killed process. Ending a session here also removes the names that
 its processes have open.
 """
@@ -14,12 +17,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -34,14 +40,51 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
+_LEASE = "--lease"
+_LEASE_POLL_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuardLease:
+    """How long a command outlives its parent."""
+
+    folder: Path
+    """Removed at the end. Drivers renew the lease by touching `file` in it."""
+    seconds: float
+
+    @property
+    def file(self) -> Path:
+        """Its absence means that the lease was never taken, or was given back."""
+        return self.folder / "lease"
+
+    def wait_expired(self) -> None:
+        """Return when nobody has renewed the lease for its duration, by this process's own clock."""
+        renewed, deadline = self._renewed(), time.monotonic() + self.seconds
+        while renewed is not None and time.monotonic() < deadline:
+            time.sleep(_LEASE_POLL_S)
+            if (now := self._renewed()) != renewed:
+                renewed, deadline = now, time.monotonic() + self.seconds
+
+    def _renewed(self) -> int | None:
+        try:
+            return self.file.stat().st_mtime_ns
+        except OSError:
+            return None
+
+
 def start_guarded(
-    command: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes] | int
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    output: IO[bytes] | int,
+    lease: GuardLease | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start `command` under a guard, with its output going to `output`; return the guard's process."""
+    words = [] if lease is None else [_LEASE, str(lease.folder), str(lease.seconds)]
     return subprocess.Popen(  # noqa: S603 - callers build their own command lines
-        [sys.executable, "-m", "megarl.system.guard", *command],
+        [sys.executable, "-m", "megarl.system.guard", *words, *command],
         env=dict(environment),
-        # Nothing is ever written: the guard ends everything when this end is closed, by a call or by our death.
+        # Nothing is ever written: the guard notices when this end is closed, by a call or by our death.
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=subprocess.STDOUT,
@@ -93,13 +136,19 @@ def remove(segments: Iterable[Path]) -> None:
 
 def main(command: list[str]) -> int:
     """Run the command; return its exit code, or 128 + n if signal n ended it."""
+    lease = None
+    if command[0] == _LEASE:
+        lease, command = GuardLease(folder=Path(command[1]), seconds=float(command[2])), command[3:]
     child = subprocess.Popen(  # noqa: S603 - the command is our own
         command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_guard
     )
     signal.signal(signal.SIGTERM, lambda _number, _frame: child.terminate())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    orphaned = threading.Event()
+    threading.Thread(target=_end_with_parent, args=(lease, orphaned), daemon=True).start()
     code = child.wait()
     _end_others()
+    if lease is not None and orphaned.is_set():
+        shutil.rmtree(lease.folder, ignore_errors=True)
     return code if code >= 0 else SIGNAL_EXIT - code
 
 
@@ -124,9 +173,15 @@ def _end_others() -> None:
     remove(segments)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(lease: GuardLease | None, orphaned: threading.Event) -> None:
     # Not sys.stdin.read(): a thread that waits there holds a lock that the interpreter needs to exit.
     os.read(sys.stdin.fileno(), 1)
+    orphaned.set()
+    if lease is not None:
+        lease.wait_expired()
+        # The command first: `main` then removes the folder, into which nothing writes any more.
+        _end_others()
+        time.sleep(_KILL_TIMEOUT_S)
     # First, since the next line ends this process as well; open segments live on until their processes end.
     remove(segments_of(os.getpid()))
     os.killpg(os.getpgrp(), signal.SIGKILL)

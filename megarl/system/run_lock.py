@@ -108,7 +108,7 @@ class _RunLock:
             raise
 
     def _acquire(self, still_s: float) -> Holder:
-        boot_id = _boot_id()
+        this_boot = boot_id()
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             decides_here = True
@@ -119,10 +119,13 @@ class _RunLock:
                 raise MachineError(f"{self.path}: the run cannot be locked: {error.strerror}") from error
             decides_here = False
         before = _read(self.path)
-        if before is not None and not before.has_released and not (decides_here and before.boot_id == boot_id):
+        if before is not None and not before.has_released and not (decides_here and before.boot_id == this_boot):
             self._wait_until_still(before, still_s)
         holder = Holder(
-            host=socket.gethostname(), pid=os.getpid(), boot_id=boot_id, token=1 if before is None else before.token + 1
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            boot_id=this_boot,
+            token=1 if before is None else before.token + 1,
         )
         try:
             self._write(holder)
@@ -203,7 +206,8 @@ def _read(path: Path) -> Holder | None:
         return None
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """Return the kernel's name of this boot of the machine; empty where there is none."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

@@ -69,6 +69,8 @@ def _overrides(num_steps: int, *, num_engines: int, num_prompts: int, num_tokens
         "roles.rollout.max_restarts=1000",
         "roles.rollout.silence_timeout_s=10",
         "checkpoint.save_every_steps=1",
+        # The next driver adopts what a killed one leaves.
+        "cluster.lease_s=60",
         "evaluation=null",
         "data.eval=[]",
     )

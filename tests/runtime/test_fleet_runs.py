@@ -14,8 +14,7 @@ import pytest
 from megarl.checkpoint.manifest import verify
 from megarl.env import RAY_ADDRESS
 from megarl.observe.events import EVENTS_FILE, EngineChanged, PhaseStarted, Restarted, StepFinished, read_events
-from megarl.runtime.launch import private_ray
-from megarl.runtime.local_ray import LocalRay, local_ray
+from megarl.runtime.local_ray import LocalRay, local_ray, private_ray
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.runtime.runs import Driver, Run, descendants, finished, run, started, survivors, write_recipe
 

@@ -16,7 +16,7 @@ import pytest
 from megarl.config.roles import PoolConfig
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 from megarl.errors import MachineError
-from megarl.runtime.launch import private_ray
+from megarl.runtime.local_ray import private_ray
 
 with private_ray():
     # Ray reads its environment when it is imported, here as in a run.

@@ -4,13 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from megarl.system.guard import segments_of, start_guarded, stop_guarded
+from megarl.system.guard import GuardLease, segments_of, start_guarded, stop_guarded
 from tests.rollout.test_process import group_members, wait_until_gone
 
 FAMILY = "import subprocess, time; subprocess.Popen(['sleep', '600']); print('ready', flush=True); time.sleep(600)"
@@ -37,6 +38,45 @@ def test_the_whole_group_ends_when_the_parents_end_of_the_pipe_is_closed() -> No
         assert len(group_members(process.pid)) == 3
         process.stdin.close()
         assert not wait_until_gone(process.pid, 60)
+
+
+@contextmanager
+def leased(folder: Path, seconds: float, *, is_taken: bool) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A guard whose parent has just died."""
+    lease = GuardLease(folder=folder / "ray", seconds=seconds)
+    lease.folder.mkdir()
+    if is_taken:
+        lease.file.touch()
+    guard = start_guarded([sys.executable, "-c", FAMILY], environment=os.environ, output=subprocess.PIPE, lease=lease)
+    assert guard.stdin is not None
+    assert guard.stdout is not None
+    with guard:
+        guard.stdout.readline()
+        guard.stdin.close()
+        yield guard, lease.file
+
+
+def test_a_lease_that_was_not_taken_ends_with_the_parent_and_its_folder_goes(tmp_path: Path) -> None:
+    with leased(tmp_path, 600, is_taken=False) as (guard, file):
+        assert not wait_until_gone(guard.pid, 60)
+        assert not file.parent.exists()
+
+
+def test_a_leased_command_outlives_its_parent_while_the_lease_is_renewed(tmp_path: Path) -> None:
+    with leased(tmp_path, 6, is_taken=True) as (guard, file):
+        for _ in range(16):  # twice as long as the lease
+            time.sleep(0.75)
+            file.touch()
+        assert len(group_members(guard.pid)) == 3
+        assert not wait_until_gone(guard.pid, 60)
+        assert not file.parent.exists()
+
+
+def test_a_lease_that_is_given_back_ends_the_command(tmp_path: Path) -> None:
+    with leased(tmp_path, 600, is_taken=True) as (guard, file):
+        file.unlink()
+        assert not wait_until_gone(guard.pid, 60)
+        assert not file.parent.exists()
 
 
 def test_a_request_to_end_is_passed_on() -> None:

@@ -2,6 +2,9 @@
 
 An engine of several nodes has an actor and a process on each. It is one engine: it answers at its first node, and when
 one of its processes ends, all are ended and started again.
+
+The actors may outlive a driver that dies (`KeptActors`). The next driver adopts the engines: it brings each into a
+known state and publishes to it; one that does not answer is started again.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from megarl.errors import EngineError, MegarlError
 from megarl.rollout.client import EngineEndpoint
 from megarl.rollout.process import EngineProcess, EngineSpec, PortTakenError
 from megarl.runtime.cluster import Place, own_address
+from megarl.runtime.engines.adoption import Adoption, KeptActors
 from megarl.runtime.stored_adapter import StoredAdapter, place_adapter
 
 Arguments = TypeVarTuple("Arguments")
@@ -67,6 +71,12 @@ class EngineHost:
         await engine.wait_ready()
         return engine.endpoint
 
+    async def serving(self) -> EngineEndpoint:
+        """Return where the engine is that was started for an earlier driver."""
+        if self._engine is None or not self._engine.is_ready:
+            raise EngineError("was not running")
+        return self._engine.endpoint
+
     async def place_adapter(self, stored: StoredAdapter, index: int) -> Path:
         """Write an adapter to a folder of this node, compared with its digests."""
         content = await stored.content
@@ -100,8 +110,11 @@ class EngineHost:
 class Engines:
     """The processes of all engines, by index. The fleet knows what they serve."""
 
-    def __init__(self, specs: Sequence[EngineSpec], places: Sequence[Sequence[Place]], *, share: float) -> None:
+    def __init__(
+        self, specs: Sequence[EngineSpec], places: Sequence[Sequence[Place]], *, share: float, actors: KeptActors
+    ) -> None:
         """`places` has those of each engine, node by node."""
+        self._actors = actors
         self._specs = tuple(specs)
         self._places = tuple(on_nodes(of_engine) for of_engine in places)
         self._share = share
@@ -113,6 +126,7 @@ class Engines:
         for node, places in enumerate(self._places[index]):
             if (index, node) not in self._hosts:
                 options = places[0].options(_environment(places), share=self._share)
+                options |= self._actors.options(f"engine-{index}-{node}")
                 self._hosts[index, node] = ray.remote(EngineHost).options(**options).remote()
         return await with_free_ports(lambda: self._start_nodes(index))
 
@@ -132,8 +146,24 @@ class Engines:
             # The processes of the other nodes would wait for the one that failed.
             await self.end(index)
             raise
-        hosts = tuple(endpoint.host for endpoint in endpoints)
-        return endpoints[0] if num_nodes == 1 else replace(endpoints[0], node_hosts=hosts)
+        return _one_endpoint(endpoints)
+
+    async def adopt(self, index: int, adoption: Adoption) -> EngineEndpoint | None:
+        """Take over an engine that an earlier driver left; return None if there is none, or none that can be used."""
+        nodes = range(len(self._places[index]))
+        left = {(index, node): adoption.actors.take(f"engine-{index}-{node}") for node in nodes}
+        self._hosts |= {key: host for key, host in left.items() if host is not None}
+        if not any(left.values()):
+            return None
+
+        async def ask() -> EngineEndpoint:
+            asked = [self._call(index, node, EngineHost.serving, timeout_s=adoption.timeout_s) for node in nodes]
+            return _one_endpoint(await asyncio.gather(*asked))
+
+        endpoint = await adoption.take_over(index, ask)
+        if endpoint is None:
+            await self.end(index)
+        return endpoint
 
     @asynccontextmanager
     async def placed_adapter(self, index: int, stored: StoredAdapter, *, timeout_s: float) -> AsyncIterator[Path]:
@@ -192,6 +222,8 @@ class Engines:
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, EngineError):
                 raise outcome
+        for host in self._hosts.values():
+            ray.kill(host)
 
     async def _call(
         self,
@@ -241,12 +273,26 @@ def on_nodes(places: Sequence[Place]) -> list[list[Place]]:
 
 
 async def start_engines(
-    specs: Sequence[EngineSpec], places: Sequence[Place], *, share: float
+    specs: Sequence[EngineSpec], places: Sequence[Place], *, share: float, adoption: Adoption | None = None
 ) -> tuple[Engines, list[EngineEndpoint]]:
-    """Start one engine per spec, each on the next `tensor` places; returns when all of them generate."""
+    """Adopt or start one engine per spec, each on the next `tensor` places; returns when all of them generate."""
     tensor = len(places) // len(specs)
-    engines = Engines(specs, [places[index * tensor :][:tensor] for index in range(len(specs))], share=share)
-    return engines, await asyncio.gather(*(engines.start(index) for index in range(len(specs))))
+    actors = KeptActors(keeps=False) if adoption is None else adoption.actors
+    of_engines = [places[index * tensor :][:tensor] for index in range(len(specs))]
+    engines = Engines(specs, of_engines, share=share, actors=actors)
+
+    async def started(index: int) -> EngineEndpoint:
+        adopted = None if adoption is None else await engines.adopt(index, adoption)
+        return adopted or await engines.start(index)
+
+    endpoints = await asyncio.gather(*(started(index) for index in range(len(specs))))
+    return engines, endpoints
+
+
+def _one_endpoint(endpoints: Sequence[EngineEndpoint]) -> EngineEndpoint:
+    """Return the endpoint of an engine from those of its nodes: it answers at the first."""
+    first, hosts = endpoints[0], tuple(endpoint.host for endpoint in endpoints)
+    return first if len(endpoints) == 1 else replace(first, node_hosts=hosts)
 
 
 def _environment(places: Sequence[Place]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from megarl.rollout.lifecycle import FellBehind, RestartPolicy
 from megarl.rollout.process import EngineAdapters, EngineSpec
 from megarl.runtime.cluster import Cluster, Place, Pool, accelerators, gpu_numbers, open_cluster, own_address
 from megarl.runtime.engines.adapter_publisher import AdapterPublisher
+from megarl.runtime.engines.adoption import Adoption
 from megarl.runtime.engines.file_publisher import PUBLISH_FOLDER, FilePublisher, endpoints_of
 from megarl.runtime.engines.operator import open_to_operator
 from megarl.runtime.engines.processes import Engines, start_engines
@@ -111,7 +112,10 @@ class NoPublisher:
 
 def reserve_pools(cluster: Cluster, pools: Mapping[str, PoolConfig], users: Mapping[str, str]) -> dict[str, Pool]:
     """Reserve the places of every pool. `users` maps roles to pools: roles of one pool share its devices."""
-    return {name: Pool(places, list(users.values()).count(name)) for name, places in cluster.reserve(pools).items()}
+    return {
+        name: Pool(places, list(users.values()).count(name), cluster.actors)
+        for name, places in cluster.reserve(pools).items()
+    }
 
 
 async def start_serving(
@@ -153,7 +157,8 @@ async def start_serving(
         bind=recipe.network.bind,
     )
     specs = [replace(first, index=index) for index in range(num_engines)]
-    engines, endpoints = await start_engines(specs, places, share=pool.share)
+    adoption = Adoption(pool.actors, config, num_engines, is_possible=gpu is None, noted=observer.noted)
+    engines, endpoints = await start_engines(specs, places, share=pool.share, adoption=adoption)
     stack.push_async_callback(engines.stop)
     # The longest time without news of an engine that is being restarted.
     patience_s, policy = publish_timeout_s + deadlines.start_s, restart_policy(config, deadlines.start_s)

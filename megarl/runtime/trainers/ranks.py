@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 from megarl.config.roles import ModelParallelConfig
 from megarl.data.shares import Share, assemble, with_numbers
 from megarl.env import GLOO_INTERFACE
-from megarl.errors import WorkerError
+from megarl.errors import WeightSyncError, WorkerError
 from megarl.runtime.cluster import own_address
 from megarl.runtime.rollouts.host import fetch
 from megarl.runtime.trainers.hang import Answer, RankStacks, Silence, capture, explain_hang, write_report
@@ -93,6 +93,8 @@ class RankHost:
 
     def __init__(self, bind: str | None) -> None:
         self._rank: ModelRank | None = None
+        self._has_failed = False
+        self._is_replaced = threading.Event()
         self._host = own_address(bind)
         # Gloo would listen on the interface the host's name resolves to.
         if (interface := interface_of(self._host)) is not None:
@@ -111,7 +113,26 @@ class RankHost:
     def run(self, method: str, *arguments: object, **named: object) -> object:
         """Call a method of the rank."""
         assert self._rank is not None, "start comes first"
-        return getattr(self._rank, method)(*arguments, **named)
+        try:
+            return getattr(self._rank, method)(*arguments, **named)
+        except WeightSyncError:
+            raise  # a publish changes nothing here
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def adopt(self, fill: Callable[[ModelRank], bool]) -> bool:
+        """Let `fill` bring the rank of an earlier driver to this one's state, and return its answer.
+
+        Comes after every call that the earlier driver began.
+        """
+        if self._rank is None or self._has_failed:
+            raise WorkerError("it was left without a model, or inside a call that failed")
+        return fill(self._rank)
+
+    @ray.method(concurrency_group=BESIDE_TRAINING)  # type: ignore[untyped-decorator]
+    def finish_beside(self) -> None:
+        """Return when the calls of the second thread are over that were made before."""
 
     def run_share(self, method: str, share: Share, numbers: Mapping[str, Sequence[ray.ObjectRef]]) -> object:
         """Call a method of the rank with its share of a step, and with columns that ranks computed before.
@@ -131,8 +152,10 @@ class RankHost:
 
     @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
     def watch(self) -> None:
-        """Never return: the driver waits for this call and learns at once when the process ends."""
-        threading.Event().wait()
+        """Wait until another driver watches: this one learns at once when the process ends."""
+        self._is_replaced.set()
+        self._is_replaced = replaced = threading.Event()
+        replaced.wait()
 
     @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
     def stacks(self) -> RankStacks:
@@ -246,6 +269,18 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         ]
         starting = [worker.start.remote(build, spec) for worker, spec in zip(self.workers, specs, strict=True)]
         await self._gather("start", starting, timeout_s=max(self._timeout_s, START_TIMEOUT_S))
+
+    async def adopt(self, fill: Callable[[ModelRank], bool], *, timeout_s: float) -> bool:
+        """Take over the ranks of an earlier driver; return whether all of them were in this driver's state already.
+
+        Raise WorkerError if a rank cannot be used.
+        """
+        for method in ("process", "finish_beside"):
+            started = [getattr(worker, method).remote() for worker in self.workers]
+            answers: list[RemoteProcess] = await self._gather(method, started, timeout_s=timeout_s)
+            self._processes = self._processes or answers
+        filling = [worker.adopt.remote(fill) for worker in self.workers]
+        return all(await self._gather("adopt", filling, timeout_s=max(timeout_s, self._timeout_s)))
 
     async def watch(self) -> None:
         """Wait until a rank dies, and raise its error."""

@@ -24,6 +24,7 @@ from megarl.config.recipe import Recipe, TrainConfig
 from megarl.config.roles import CriticConfig, ModelParallelConfig, TeacherRanksConfig
 from megarl.env import trainer_environment
 from megarl.runtime.cluster import Pool
+from megarl.runtime.engines.adoption import adopt_ranks
 from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.actor import PublishingActor
 from megarl.runtime.trainers.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
@@ -125,6 +126,17 @@ class WeightOrigin:
             model.verify(self.folder, self.inner)
             model.resume(self.folder / self.inner, self.resumed)
 
+    def refill(self, model: ModelRank) -> bool:
+        """Bring the model of an earlier driver of this run to its origin; return whether it was there already.
+
+        Its weights and its optimizer are then those that the checkpoint was written from.
+        """
+        assert isinstance(model, TrainedRank), f"{type(model).__name__} is not trained"
+        if self.resumed is not None and model.state == self.resumed:
+            return True
+        self.fill(model)
+        return False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Starter:
@@ -151,7 +163,7 @@ class _Starter:
             reference_folder=held,
             bind=recipe.network.bind,
         )
-        return await self._start("actor", build, config, self.shape, pool=config.pool)
+        return await self._start("actor", build, config, self.shape, pool=config.pool, refill=origin.refill)
 
     async def critic(self) -> RankGroup[CriticRank] | None:
         recipe, config = self.recipe, self.recipe.roles.critic
@@ -168,14 +180,15 @@ class _Starter:
         build = partial(
             _build_critic, origin=origin, algorithm=algorithm, critic=config, total_steps=recipe.run.total_steps
         )
-        return await self._start("critic", build, config, critic_shape(config, self.shape), pool=config.pool)
+        shape = critic_shape(config, self.shape)
+        return await self._start("critic", build, config, shape, pool=config.pool, refill=origin.refill)
 
     async def reference(self) -> RankGroup[ReferenceRank] | None:
         config = self.recipe.roles.reference
         if config is None or config.pool is None:
             return None
         build = partial(_build_reference, folder=(config.path or self.recipe.model.path).absolute())
-        return await self._start("reference", build, config, self.shape, pool=config.pool)
+        return await self._start("reference", build, config, self.shape, pool=config.pool, refill=_never_changes)
 
     async def teacher(self, role: str, config: TeacherRanksConfig) -> RankGroup[TeacherRank]:
         build = teacher_builder(self.recipe.algorithm, config.model.absolute(), vocab=self.shape.vocab)
@@ -189,9 +202,26 @@ class _Starter:
         shape: ModelShape,
         *,
         pool: str,
+        refill: Callable[[ModelRank], bool],
     ) -> RankGroup[Rank]:
-        """Start one process per place of the pool and build a rank in each."""
+        """Adopt the ranks of an earlier driver, or start one process per place of the pool and build a rank in each."""
         recipe, places = self.recipe, self.pools[pool]
+        grouped = partial(
+            RankGroup[Rank],
+            role,
+            split=split,
+            timeout_s=recipe.train.operation_timeout_s,
+            report_folder=recipe.run_folder.absolute(),
+            turn=places.turn,
+        )
+        left = [places.actors.take(f"{role}-{rank}") for rank in range(len(places.places))]
+        workers = [worker for worker in left if worker is not None]
+        if workers:
+            adopted = grouped(workers)
+            if len(workers) == len(left) and await adopt_ranks(adopted, refill, is_shared=places.is_shared):
+                self.stack.push_async_callback(adopted.end)
+                return adopted
+            await adopted.end()
         spec_of = partial(
             RankSpec,
             device=recipe.run.device,
@@ -206,20 +236,18 @@ class _Starter:
         named = type(f"{role.capitalize().replace('.', '_')}Rank", (RankHost,), {})
         remote = ray.remote(concurrency_groups={BESIDE_TRAINING: 1, ALWAYS: 2})(named)
         environment = trainer_environment(recipe.run.device)
-        group: RankGroup[Rank] = RankGroup(
-            role,
-            [
-                remote.options(**place.options(environment, share=places.share)).remote(recipe.network.bind)
-                for place in places.places
-            ],
-            split=split,
-            timeout_s=recipe.train.operation_timeout_s,
-            report_folder=recipe.run_folder.absolute(),
-            turn=places.turn,
-        )
+        options = [
+            place.options(environment, share=places.share) | places.actors.options(f"{role}-{rank}")
+            for rank, place in enumerate(places.places)
+        ]
+        group = grouped([remote.options(**each).remote(recipe.network.bind) for each in options])
         self.stack.push_async_callback(group.end)
         await group.start(build, spec_of)
         return group
+
+
+def _never_changes(_model: ModelRank) -> bool:
+    return True
 
 
 def _adapter(role: str, lora: LoraConfig | None, critic: CriticConfig | None) -> LoraConfig | None:

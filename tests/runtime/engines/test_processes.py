@@ -25,7 +25,7 @@ from megarl.rollout.reply import Expectation, read_response
 from megarl.runtime.cluster import Place, open_cluster
 from megarl.runtime.engines import processes as engines
 from megarl.runtime.engines.processes import EngineHost, Engines, on_nodes, start_engines, with_free_ports
-from megarl.runtime.launch import private_ray
+from megarl.runtime.local_ray import private_ray
 from megarl.runtime.stored_adapter import store_adapter
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import PolicyVersion

@@ -23,7 +23,7 @@ from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import Sampling, Vocabulary
 from megarl.rollout.lifecycle import EngineState
 from megarl.rollout.worker import Answering, RolloutTask, RolloutWorker
-from megarl.runtime.launch import private_ray
+from megarl.runtime.local_ray import private_ray
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
 from tests.runtime.seeded_engine import SeededEngines, seeded_engines

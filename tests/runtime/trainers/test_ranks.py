@@ -14,7 +14,7 @@ from megarl.config.roles import ModelParallelConfig
 from megarl.data.packing import Packing
 from megarl.data.shares import make_shares, unpack
 from megarl.errors import WorkerError
-from megarl.runtime.launch import private_ray
+from megarl.runtime.local_ray import private_ray
 from megarl.tokens import SampleNumbers
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.types import TrainBatch

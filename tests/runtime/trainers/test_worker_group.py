@@ -15,7 +15,7 @@ import pytest
 from megarl.config.load import load_recipe
 from megarl.env import RAY_AUTH_TOKEN_PATH
 from megarl.errors import MachineError, NumericsError, WorkerError
-from megarl.runtime.launch import private_ray
+from megarl.runtime.local_ray import private_ray
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.runtime.runs import write_recipe
 from tests.runtime.trainers.ray_worker import Worker

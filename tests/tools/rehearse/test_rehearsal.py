@@ -73,7 +73,7 @@ def published(num_engines: int) -> Published:
 
 
 def test_what_a_run_did_not_do_is_not_shown() -> None:
-    from megarl.runtime.launch import private_ray
+    from megarl.runtime.local_ray import private_ray
 
     with private_ray():
         from megarl.tools.rehearse.rehearsal import read_off

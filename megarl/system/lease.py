@@ -1,0 +1,179 @@
+"""The lease of a private Ray: it and all that runs on it outlive a driver that dies, for the next driver of the run.
+
+A driver that ends in order ends everything itself. One that is killed leaves its Ray to the guard (`system.guard`),
+which ends it when nobody has renewed the lease for `cluster.lease_s`. The next driver of the same run takes the run's
+lock, reads the record beside it, renews the lease and goes on with what runs there. A record of another recipe, of
+another boot of the machine or of a Ray that is gone is not used.
+
+The lease is taken when a driver that dies could be followed by another: once the run has a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from megarl.errors import MachineError
+from megarl.system.guard import GuardLease, remove, segments_of
+from megarl.system.proc import ZOMBIE, read_stat
+from megarl.system.run_lock import LOCKS_FOLDER, boot_id, check_held
+
+logger = logging.getLogger(__name__)
+
+TOKEN_FILE = "token"  # noqa: S105 - the name of the file
+_RENEWALS = 10
+"""Times that a lease is renewed within its duration."""
+_POLL_S = 0.05
+_KILL_TIMEOUT_S = 10.0
+
+PoolGpus: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
+"""The GPUs of each node that a pool holds, by pool; in the order of its bundles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRay:
+    """A private Ray that may outlive its driver."""
+
+    folder: str
+    """Ray's files and its token, for this user alone; its guard removes it."""
+    address: str
+    guard: int
+    guard_started: int
+    """Clock ticks since the machine booted: the guard's pid may be given again."""
+    boot_id: str
+    recipe: str
+    """Digest of the recipe that everything was started for."""
+    gpus: PoolGpus
+
+    @property
+    def is_running(self) -> bool:
+        return self.boot_id == boot_id() and _is_running(self.guard, self.guard_started)
+
+    def end(self, *, grace_s: float) -> None:
+        """End Ray and all that runs on it, and remove its folder."""
+        if self.is_running:
+            segments = segments_of(self.guard)
+            with suppress(ProcessLookupError):
+                os.kill(self.guard, signal.SIGTERM)
+            self._wait_end(grace_s)
+            with suppress(ProcessLookupError):
+                os.killpg(self.guard, signal.SIGKILL)
+            self._wait_end(_KILL_TIMEOUT_S)
+            remove(segments)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _wait_end(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.is_running and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+
+def find_kept(run_folder: Path) -> KeptRay | None:
+    """Return the Ray that a driver of this run left behind, if it still runs. The caller holds the run's lock."""
+    path = record_path(run_folder)
+    try:
+        kept = KeptRay(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+    if kept.is_running:
+        return kept
+    path.unlink(missing_ok=True)
+    return None
+
+
+def record_path(run_folder: Path) -> Path:
+    folder = run_folder.absolute()
+    return folder.parent / LOCKS_FOLDER / f"{folder.name}.lease.json"
+
+
+class Lease:
+    """A driver's lease of the private Ray that it started or adopted."""
+
+    def __init__(
+        self, run_folder: Path, *, folder: Path, recipe: str, seconds: float, adopted: KeptRay | None = None
+    ) -> None:
+        """`folder` is the Ray's, `recipe` a digest. With 0 `seconds` nothing outlives the driver."""
+        self.adopted = adopted
+        self._run_folder = run_folder
+        self._recipe = recipe
+        self._of_guard = GuardLease(folder=folder, seconds=seconds)
+        self._kept = adopted
+        self._stop = threading.Event()
+        self._renewing = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    @property
+    def of_guard(self) -> GuardLease:
+        return self._of_guard
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything may outlive the driver."""
+        return self._of_guard.seconds > 0
+
+    def started(self, address: str, guard: int) -> None:
+        """Note the Ray that this driver started."""
+        self._kept = KeptRay(
+            folder=str(self._of_guard.folder),
+            address=address,
+            guard=guard,
+            guard_started=read_stat(guard).started,
+            boot_id=boot_id(),
+            recipe=self._recipe,
+            gpus={},
+        )
+
+    def placed(self, gpus: PoolGpus) -> None:
+        """Note the GPUs of the pools: while actors hold them, Ray tells nobody else their numbers."""
+        assert self._kept is not None, "started comes first"
+        self._kept = replace(self._kept, gpus=gpus)
+
+    def take(self) -> None:
+        """Let everything outlive this driver from now on."""
+        if not self.keeps or self._renewing.is_alive():
+            return
+        assert self._kept is not None, "started comes first"
+        path = record_path(self._run_folder)
+        try:
+            path.with_suffix(".tmp").write_text(json.dumps(asdict(self._kept)))
+            path.with_suffix(".tmp").replace(path)
+        except OSError as error:
+            logger.warning("%s: cannot be written: %s; if this driver dies, all is started again", path, error)
+            return
+        self._renewing.start()
+
+    def _renew(self) -> None:
+        while True:
+            with suppress(OSError):  # a full disk: the next time may succeed
+                self._of_guard.file.touch(mode=0o600)
+            if self._stop.wait(self._of_guard.seconds / _RENEWALS):
+                return
+
+    def give_back(self) -> bool:
+        """Stop renewing; return whether the Ray is this driver's to end: another one may have taken over the run."""
+        self._stop.set()
+        if self._renewing.is_alive():
+            self._renewing.join()
+        try:
+            check_held(self._run_folder)
+        except MachineError:
+            return False
+        record_path(self._run_folder).unlink(missing_ok=True)
+        return True
+
+
+def _is_running(pid: int, started: int) -> bool:
+    try:
+        process = read_stat(pid)
+    except OSError:
+        return False
+    return process.started == started and process.state != ZOMBIE

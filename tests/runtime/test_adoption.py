@@ -1,0 +1,163 @@
+"""Whole runs whose driver is killed: the next driver adopts engines and ranks, and ends with the same bits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.observe.events import EVENTS_FILE, CheckpointSaved, read_events
+from megarl.system.lease import find_kept
+from megarl.tools.quickstart.arithmetic import make_arithmetic
+from tests.faults.leftovers import Footprint, nothing_left
+from tests.runtime.runs import Driver, Run, run, started
+
+RECIPE = (
+    "run.steps=5",
+    "pools.train.gpus_per_node=1",
+    "roles.actor={pool: train, tensor: 1}",
+    "checkpoint.save_every_steps=1",
+    "train.optimizer={learning_rate: 1e-3, decay: cosine}",
+    "evaluation=null",
+    "data.eval=[]",
+)
+LEASE = ("cluster.lease_s=300",)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    make_arithmetic(path / "arithmetic", num_train=12, num_sft=16, num_eval=16)
+    return path
+
+
+@pytest.fixture(scope="module")
+def at_once(folder: Path) -> Run:
+    done = run(folder, "at_once", *RECIPE)
+    assert done.exit_code == 0, done.output
+    return done
+
+
+@pytest.mark.fault(
+    "kill -9 of the driver, with a lease",
+    "the next driver adopts engines and ranks; the same bits; nothing is left",
+)
+def test_the_next_driver_adopts_engines_and_ranks_and_ends_with_the_same_bits(folder: Path, at_once: Run) -> None:
+    with nothing_left(within_s=60) as footprint:
+        with started(folder, "killed", *RECIPE, *LEASE, footprint=footprint) as first:
+            _await(lambda: 2 in _saved_steps(folder / "runs" / "killed"), first)
+            second = run(folder, "killed", *RECIPE, *LEASE, options=["--resume", "never"])
+            assert second.exit_code == 5, second.output
+            assert "is running this run now" in second.output
+            before = _serving(footprint)
+            first.kill()
+            first.wait(timeout=60)
+        assert _serving(footprint) == before
+        resumed = run(folder, "killed", *RECIPE, *LEASE, footprint=footprint)
+    assert resumed.exit_code == 0, resumed.output
+    assert "adopted 1 engines of 1" in resumed.output
+    log = (resumed.folder / "engines" / "engine_0.log").read_text()
+    assert log.count("server_args=") == 1, "the engine was started again"
+    assert _tensors(resumed) == _tensors(at_once)
+    assert find_kept(resumed.folder) is None
+
+
+@pytest.mark.fault("kill -9 of the driver inside a publish, with a lease", "the open update is closed; the same bits")
+@pytest.mark.slow
+def test_an_update_that_was_left_open_is_closed_and_sent_again(folder: Path, at_once: Run) -> None:
+    reached = folder / "receiving"
+    fault = {"point": "bucket_received", "of": "publish", "step": 3, "kind": "wait", "seconds": 5, "once": str(reached)}
+    with nothing_left(within_s=60) as footprint:
+        _kill_when(folder, "publishing", reached, fault, footprint=footprint)
+        resumed = run(folder, "publishing", *RECIPE, *LEASE, footprint=footprint)
+    assert resumed.exit_code == 0, resumed.output
+    assert "adopted 1 engines of 1" in resumed.output
+    assert _tensors(resumed) == _tensors(at_once)
+
+
+@pytest.mark.fault("kill -9 of the driver inside an update, with a lease", "ranks load the checkpoint; the same bits")
+@pytest.mark.slow
+def test_ranks_that_went_on_load_the_checkpoint(folder: Path, at_once: Run) -> None:
+    reached = folder / "updating"
+    fault = {"point": "optimizer", "of": "actor", "step": 4, "kind": "wait", "seconds": 5, "once": str(reached)}
+    with nothing_left(within_s=60) as footprint:
+        _kill_when(folder, "updating_run", reached, fault, footprint=footprint)
+        ranks = _pids(footprint, "ray::ActorRank")
+        with started(folder, "updating_run", *RECIPE, *LEASE, footprint=footprint) as second:
+            _await(lambda: 4 in _saved_steps(folder / "runs" / "updating_run"), second)
+            assert _pids(footprint, "ray::ActorRank") == ranks
+            second.wait(timeout=1200)
+    assert second.returncode == 0
+    assert _tensors(Run(folder=folder / "runs" / "updating_run", exit_code=0, output="")) == _tensors(at_once)
+
+
+@pytest.mark.fault("a lease that nobody renews", "engines, ranks and Ray end, and so do their files")
+@pytest.mark.slow
+def test_nothing_is_left_of_a_run_that_nobody_adopts(folder: Path) -> None:
+    with nothing_left(within_s=120) as footprint:
+        with started(folder, "left", *RECIPE, "cluster.lease_s=20", footprint=footprint) as process:
+            _await(lambda: 1 in _saved_steps(folder / "runs" / "left"), process)
+            process.kill()
+            process.wait(timeout=60)
+        kept = find_kept(folder / "runs" / "left")
+        assert kept is not None
+    assert not Path(kept.folder).exists()
+
+
+@pytest.mark.slow
+def test_another_recipe_ends_what_was_left_and_starts_its_own(folder: Path) -> None:
+    with nothing_left(within_s=60) as footprint:
+        with started(folder, "changed", *RECIPE, *LEASE, footprint=footprint) as process:
+            _await(lambda: 1 in _saved_steps(folder / "runs" / "changed"), process)
+            process.kill()
+            process.wait(timeout=60)
+        before = _serving(footprint)
+        resumed = run(folder, "changed", *RECIPE, *LEASE, "train.prompts_per_step=4", footprint=footprint)
+        assert not before & _serving(footprint)
+    assert resumed.exit_code == 0, resumed.output
+    assert "adopted" not in resumed.output
+
+
+def _kill_when(folder: Path, name: str, reached: Path, fault: Mapping[str, object], *, footprint: Footprint) -> None:
+    with started(folder, name, *RECIPE, *LEASE, faults=[fault], footprint=footprint) as process:
+        _await(reached.exists, process)
+        process.kill()
+        process.wait(timeout=60)
+
+
+def _await(happened: Callable[[], bool], process: Driver, timeout_s: float = 1200) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert process.poll() is None, "the run ended before"
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _saved_steps(run_folder: Path) -> Sequence[int]:
+    path = run_folder / EVENTS_FILE
+    if not path.exists():
+        return ()
+    return [record.event.step for record in read_events(path) if isinstance(record.event, CheckpointSaved)]
+
+
+def _serving(footprint: Footprint) -> set[int]:
+    """The processes of engines and trainer ranks."""
+    return _pids(footprint, "megarl.rollout.cpu") | _pids(footprint, "ray::ActorRank")
+
+
+def _pids(footprint: Footprint, word: str) -> set[int]:
+    found = set()
+    for process in footprint.processes():
+        try:
+            if word in " ".join(process.cmdline()):
+                found.add(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _tensors(done: Run) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(done.model.glob("*.safetensors"))}

@@ -1,0 +1,121 @@
+"""A private Ray that outlives its driver: here any command under a guard stands for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.system.guard import start_guarded
+from megarl.system.lease import Lease, find_kept, record_path
+from megarl.system.run_lock import run_lock
+from tests.rollout.test_process import group_members, wait_until_gone
+
+PROGRAM = "import time; print('ready', flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "one"
+
+
+@pytest.fixture
+def lease(run_folder: Path, tmp_path: Path) -> Lease:
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    return Lease(run_folder, folder=folder, recipe="digest", seconds=600)
+
+
+@pytest.fixture
+def guard(lease: Lease) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", PROGRAM]
+    guard = start_guarded(command, environment=os.environ, output=subprocess.PIPE, lease=lease.of_guard)
+    assert guard.stdin is not None
+    assert guard.stdout is not None
+    with guard:
+        guard.stdout.readline()
+        lease.started("127.0.0.1:1", guard.pid)
+        yield guard
+        lease.of_guard.file.unlink(missing_ok=True)
+
+
+def test_the_next_driver_finds_what_a_killed_one_left_and_can_end_it(
+    run_folder: Path, lease: Lease, guard: subprocess.Popen[bytes]
+) -> None:
+    with run_lock(run_folder):
+        assert find_kept(run_folder) is None
+        lease.placed({"train": [[0, 1]]})
+        lease.take()
+        kept = find_kept(run_folder)
+        assert kept is not None
+        assert (kept.recipe, kept.gpus, kept.address) == ("digest", {"train": [[0, 1]]}, "127.0.0.1:1")
+        assert guard.stdin is not None
+        guard.stdin.close()  # as by the death of the driver
+        time.sleep(1.0)
+        assert len(group_members(guard.pid)) == 2
+        kept.end(grace_s=10)
+        assert not wait_until_gone(guard.pid, 60)
+        assert not lease.of_guard.folder.exists()
+        assert find_kept(run_folder) is None
+        assert not record_path(run_folder).exists()
+
+
+def test_a_lease_is_renewed_until_it_is_given_back(run_folder: Path, tmp_path: Path) -> None:
+    lease = Lease(run_folder, folder=tmp_path, recipe="digest", seconds=1)
+    with run_lock(run_folder):
+        lease.started("127.0.0.1:1", os.getpid())
+        lease.take()
+        seen = set()
+        for _ in range(40):
+            time.sleep(0.05)
+            if lease.of_guard.file.exists():
+                seen.add(lease.of_guard.file.stat().st_mtime_ns)
+        assert len(seen) > 2
+        assert lease.give_back()
+        assert not record_path(run_folder).exists()
+
+
+def test_a_driver_that_lost_the_run_leaves_everything_to_its_successor(run_folder: Path, tmp_path: Path) -> None:
+    lease = Lease(run_folder, folder=tmp_path, recipe="digest", seconds=600)
+    with run_lock(run_folder, beat_s=600) as holder:
+        lease.started("127.0.0.1:1", os.getpid())
+        lease.take()
+        path = record_path(run_folder).with_name(f"{run_folder.name}.json")
+        after = json.loads(path.read_bytes()) | {"token": holder.token + 1}
+        path.write_text(json.dumps(after))
+        assert not lease.give_back()
+        assert record_path(run_folder).exists()
+
+
+@pytest.mark.parametrize("change", [{"boot_id": "another"}, {"guard_started": 1}])
+def test_a_ray_of_another_boot_or_with_a_pid_that_was_given_again_is_gone(
+    run_folder: Path, lease: Lease, guard: subprocess.Popen[bytes], change: dict[str, object]
+) -> None:
+    with run_lock(run_folder):
+        lease.take()
+        path = record_path(run_folder)
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        assert find_kept(run_folder) is None
+        assert guard.poll() is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"folder": "/tmp"}'])
+def test_a_damaged_record_is_none(run_folder: Path, text: str) -> None:
+    path = record_path(run_folder)
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert find_kept(run_folder) is None
+
+
+def test_without_a_duration_nothing_is_kept(run_folder: Path, tmp_path: Path) -> None:
+    lease = Lease(run_folder, folder=tmp_path, recipe="digest", seconds=0)
+    lease.started("127.0.0.1:1", os.getpid())
+    lease.take()
+    assert not lease.of_guard.file.exists()
+    assert not record_path(run_folder).exists()

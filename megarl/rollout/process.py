@@ -211,11 +211,6 @@ class EngineProcess:
         return None if self._process is None else self._process.poll()
 
     @property
-    def is_ready(self) -> bool:
-        """Whether it has generated and still runs."""
-        return bool(self._workers) and self.exit_code is None
-
-    @property
     def pid(self) -> int:
         """The id of the guard and of the process group."""
         assert self._process is not None, "start() comes first"

@@ -56,6 +56,7 @@ class EngineHost:
         self._engine: EngineProcess | None = None
         self._read: deque[Path] = deque()
         """Folders of adapters that the engine has read, or is still reading."""
+        self._is_ready = False
 
     async def find_address(self, bind: str | None) -> str:
         """Return this node's address with a port that is free now, where the processes of an engine meet."""
@@ -69,11 +70,12 @@ class EngineHost:
         self._engine = engine = EngineProcess(replace(spec, host=own_address(spec.bind)))
         engine.start()
         await engine.wait_ready()
+        self._is_ready = True
         return engine.endpoint
 
     async def serving(self) -> EngineEndpoint:
         """Return where the engine is that was started for an earlier driver."""
-        if self._engine is None or not self._engine.is_ready:
+        if self._engine is None or not self._is_ready or self._engine.exit_code is not None:
             raise EngineError("was not running")
         return self._engine.endpoint
 
@@ -102,7 +104,7 @@ class EngineHost:
         """Stop the engine."""
         while self._read:
             _remove(self._read.popleft())
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._is_ready = self._engine, None, False
         if engine is not None:
             await asyncio.to_thread(engine.stop)
 

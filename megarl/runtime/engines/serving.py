@@ -168,7 +168,6 @@ async def start_serving(
     await stack.enter_async_context(open_to_operator(recipe.run_folder, fleet, supervisor))
     shared = SharedPhases(fleet, releases_weights=config.release == "everything")
     host, phases = own_address(recipe.network.bind), shared if pool.is_shared else SeparatePhases()
-    nodes = tuple(place.node for place in places[:: config.tensor])
     return ManagedServing(
         config=config,
         fleet=fleet,
@@ -176,7 +175,7 @@ async def start_serving(
         transfer=transfer,
         host=host,
         phases=phases,
-        nodes=nodes,
+        nodes=tuple(place.node for place in places[:: config.tensor]),
         adapters=_served_adapters(recipe.model, shape, first, engines),
     )
 

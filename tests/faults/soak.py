@@ -53,7 +53,9 @@ class Soaked:
     """From a fault to the next step that is done, by kind; medians."""
 
 
-def _overrides(num_steps: int, *, num_engines: int, num_prompts: int, num_tokens: int) -> tuple[str, ...]:
+def _overrides(
+    num_steps: int, *, num_engines: int, num_prompts: int, num_tokens: int, lease_s: float
+) -> tuple[str, ...]:
     return (
         f"run.steps={num_steps}",
         "pools.train.gpus_per_node=1",
@@ -69,8 +71,7 @@ def _overrides(num_steps: int, *, num_engines: int, num_prompts: int, num_tokens
         "roles.rollout.max_restarts=1000",
         "roles.rollout.silence_timeout_s=10",
         "checkpoint.save_every_steps=1",
-        # The next driver adopts what a killed one leaves.
-        "cluster.lease_s=60",
+        f"cluster.lease_s={lease_s}",
         "evaluation=null",
         "data.eval=[]",
     )
@@ -192,15 +193,18 @@ def soak(
     num_engines: int = 2,
     num_prompts: int = 16,
     num_tokens: int = 32,
+    lease_s: float = 0,
     kinds: tuple[str, ...] = (),
     tell: Callable[[str], None],
 ) -> Soaked:
-    """Raises AssertionError where a promise is broken."""
+    """Raises AssertionError where a promise is broken. With a lease the next driver adopts what a killed one leaves."""
     tell(f"seed {seed}: {num_steps} steps, a fault about every {every} of them; in {folder}")
     make_arithmetic(folder / "arithmetic", num_train=num_prompts * num_steps // 4, num_sft=16, num_eval=16)
     watch = _Watch(path=folder / "runs" / "soak" / EVENTS_FILE)
     accidents = _Accidents(every=every, last_step=num_steps - 2, kinds=kinds or tuple(_FAULTS), chance=Random(seed))
-    overrides = _overrides(num_steps, num_engines=num_engines, num_prompts=num_prompts, num_tokens=num_tokens)
+    overrides = _overrides(
+        num_steps, num_engines=num_engines, num_prompts=num_prompts, num_tokens=num_tokens, lease_s=lease_s
+    )
     memory: list[tuple[int, int]] = []
     began, num_starts = time.monotonic(), 0
     with nothing_left() as footprint:
@@ -295,6 +299,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=128, help="of a step")
     parser.add_argument("--tokens", type=int, default=128, help="of a response, at most")
+    parser.add_argument("--lease", type=float, default=60, help="cluster.lease_s: drivers adopt; 0: they do not")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
@@ -306,6 +311,7 @@ def main() -> int:
         seed=options.seed,
         num_prompts=options.prompts,
         num_tokens=options.tokens,
+        lease_s=options.lease,
         tell=_tell,
     )
     lines = (

@@ -44,7 +44,6 @@ train:
   prompts_per_step: 8
   tokens_per_micro_batch: 128
   optimizer: {learning_rate: 1e-3}
-cluster: {lease_s: 0}
 evaluation: {max_prompts: 4, sampled: {rollouts_per_prompt: 4, pass_at: [1, 4]}}
 """
 

@@ -45,6 +45,7 @@ def at_once(folder: Path) -> Run:
     "kill -9 of the driver, with a lease",
     "the next driver adopts engines and ranks; the same bits; nothing is left",
 )
+@pytest.mark.slow
 def test_the_next_driver_adopts_engines_and_ranks_and_ends_with_the_same_bits(folder: Path, at_once: Run) -> None:
     with nothing_left(within_s=60) as footprint:
         with started(folder, "killed", *RECIPE, *LEASE, footprint=footprint) as first:

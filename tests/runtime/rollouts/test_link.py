@@ -17,7 +17,7 @@ from megarl.errors import QuarantineError
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import Sampling
 from megarl.rollout.worker import AnsweredPrompt, FollowingFleet, RolloutTask, WorkerReport
-from megarl.runtime.launch import private_ray
+from megarl.runtime.local_ray import private_ray
 from megarl.types import PolicyVersion, Prompt
 from tests.observe.samples import scored_group
 from tests.rollout.test_worker import ENDPOINTS, connect

@@ -59,6 +59,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -167,7 +168,8 @@ def _happen(fault: Fault) -> Spoil | None:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # To this thread: a signal to the process goes to the main thread, and this one goes on until it is handled.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         case "wait":
             time.sleep(fault.seconds)
         case "nan" | "corrupt":

@@ -87,6 +87,30 @@ def test_a_process_is_killed_or_frozen(kind: str, number: signal.Signals) -> Non
             process.wait()
 
 
+def test_a_frozen_thread_does_not_pass_the_point() -> None:
+    program = (
+        "import os, threading, time\n"
+        "from megarl.system.faults import reach\n"
+        "def pass_it(): reach('updated'); os.write(1, b'passed')\n"
+        "threading.Thread(target=pass_it).start()\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, FAULTS.name: json.dumps([{"point": "updated", "kind": "stop"}])}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE) for _ in range(8)
+    ]
+    try:
+        for process in processes:
+            os.waitpid(process.pid, os.WUNTRACED)
+            assert process.stdout is not None
+            os.set_blocking(process.stdout.fileno(), False)
+            assert process.stdout.read() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
 @pytest.mark.parametrize(
     ("path", "step"),
     [("checkpoints/step_000004.tmp/model", 4), ("checkpoints/step_000040", 40), ("checkpoints/latest", None)],

@@ -27,6 +27,11 @@ def current_environment() -> Mapping[str, str]:
     return os.environ
 
 
+def program_environment() -> dict[str, str]:
+    """Return the variables that change what a process of a run does, as far as their names tell."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_OF_PROGRAMS) and name != FAULTS.name}
+
+
 def update_environment(variables: Mapping[str, str]) -> None:
     """Set variables for the libraries of this process and for its children."""
     os.environ.update(variables)
@@ -49,6 +54,22 @@ SLURM_JOB_ID = EnvVar(name="SLURM_JOB_ID", default="", reason="Set inside a Slur
 SLURM_CPUS_ON_NODE = EnvVar(
     name="SLURM_CPUS_ON_NODE", default="", reason="The job's cores on this node; Ray would count every core."
 )
+
+_OF_PROGRAMS = (
+    "CUDA_",
+    "GLOO_",
+    "LD_",
+    "MEGARL_",
+    "MKL_",
+    "NCCL_",
+    "NVTE_",
+    "OMP_",
+    "PYTHON",
+    "SGLANG_",
+    "TORCH",
+    "TRITON_",
+)
+"""Beginnings of the names of such variables."""
 
 ENGINE_HOST_ENVIRONMENT: Mapping[str, str] = {
     # Ray would kill an actor's children one by one as the actor ends, the engine's guard before the engine.

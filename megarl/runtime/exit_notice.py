@@ -43,8 +43,10 @@ def sentence(run_folder: Path) -> str:
     log = run_folder / "ray.log"
     # The log of a cluster that was joined is not in the run's folder.
     ray_log = f" (its log is {log})" if log.exists() else ""
-    is_left = find_kept(run_folder) is not None
-    left = "what it started waits for the next driver (cluster.lease_s)" if is_left else "nothing it started is left"
+    kept = find_kept(run_folder)
+    left = "nothing it started is left"
+    if kept is not None:
+        left = f"what it started waits {kept.seconds:g} s for the next driver (cluster.lease_s)"
     return (
         f"megarl: the driver was killed, or a process of Ray{ray_log} was, which ends the driver; "
         f"{left}; run the same command to {remedy}"

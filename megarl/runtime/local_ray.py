@@ -6,7 +6,6 @@ It starts nodes and joins none.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import os
 import secrets
@@ -33,7 +32,7 @@ from megarl.env import (
 )
 from megarl.errors import MachineError
 from megarl.system.guard import GuardLease, start_guarded, stop_guarded
-from megarl.system.lease import TOKEN_FILE, KeptRay, Lease, find_kept
+from megarl.system.lease import TOKEN_FILE, KeptRay, Lease, digest_program, find_kept
 from megarl.system.network import LOOPBACK
 
 _STOP_GRACE_S = 20.0
@@ -275,18 +274,18 @@ def run_lease(run_folder: Path, recipe: str, cluster: ClusterConfig, *, is_conti
 
     One that cannot is ended. `recipe` is its text. The caller holds the run's lock: no other driver uses it.
     """
-    seconds, recipe = cluster.lease_s, hashlib.sha256(recipe.encode()).hexdigest()
+    seconds, program = cluster.lease_s, digest_program(recipe)
     kept = find_kept(run_folder)
     if kept is not None:
-        if is_continued and seconds and kept.recipe == recipe and _may_use_token(Path(kept.folder)):
-            lease = Lease(run_folder, folder=Path(kept.folder), recipe=recipe, seconds=seconds, adopted=kept)
+        if is_continued and seconds and kept.program == program and _may_use_token(Path(kept.folder)):
+            lease = Lease(run_folder, folder=Path(kept.folder), program=program, seconds=seconds, adopted=kept)
             with suppress(OSError):
                 lease.of_guard.file.touch()  # until Ray is joined
             return lease
         kept.end(grace_s=_STOP_GRACE_S)
     # Made when it is used; the guard of Ray removes it.
     folder = Path(f"{_FOLDER}{secrets.token_hex(4)}")
-    return Lease(run_folder, folder=folder, recipe=recipe, seconds=seconds)
+    return Lease(run_folder, folder=folder, program=program, seconds=seconds)
 
 
 @contextmanager

@@ -2,27 +2,31 @@
 
 A driver that ends in order ends everything itself. One that is killed leaves its Ray to the guard (`system.guard`),
 which ends it when nobody has renewed the lease for `cluster.lease_s`. The next driver of the same run takes the run's
-lock, reads the record beside it, renews the lease and goes on with what runs there. A record of another recipe, of
-another boot of the machine or of a Ray that is gone is not used.
+lock, reads the record beside it, renews the lease and goes on with what runs there. A record of another program
+(recipe, code, packages, environment), of another boot of the machine or of a Ray that is gone is not used.
 
 The lease is taken when a driver that dies could be followed by another: once the run has a checkpoint.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeAlias
 
+from megarl.env import program_environment
 from megarl.errors import MachineError
 from megarl.system.guard import GuardLease, remove, segments_of
 from megarl.system.proc import ZOMBIE, read_stat
@@ -31,6 +35,8 @@ from megarl.system.run_lock import LOCKS_FOLDER, boot_id, check_held
 logger = logging.getLogger(__name__)
 
 TOKEN_FILE = "token"  # noqa: S105 - the name of the file
+_CODE = Path(__file__).parent.parent
+_PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "ray", "transformers")
 _RENEWALS = 10
 """Times that a lease is renewed within its duration."""
 _POLL_S = 0.05
@@ -51,8 +57,10 @@ class KeptRay:
     guard_started: int
     """Clock ticks since the machine booted: the guard's pid may be given again."""
     boot_id: str
-    recipe: str
-    """Digest of the recipe that everything was started for."""
+    seconds: float
+    """How long it outlives its driver."""
+    program: str
+    """`digest_program` of what everything was started for."""
     gpus: PoolGpus
 
     @property
@@ -91,6 +99,17 @@ def find_kept(run_folder: Path) -> KeptRay | None:
     return None
 
 
+def digest_program(recipe: str) -> str:
+    """Return a digest of all that the processes of a run are made of: a process that runs keeps what it has loaded."""
+    code = [(str(path), path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(_CODE.rglob("*.py"))]
+    packages = []
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages.append((name, version(name)))
+    parts = (recipe, sys.version, code, packages, sorted(program_environment().items()))
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
 def record_path(run_folder: Path) -> Path:
     folder = run_folder.absolute()
     return folder.parent / LOCKS_FOLDER / f"{folder.name}.lease.json"
@@ -100,12 +119,12 @@ class Lease:
     """A driver's lease of the private Ray that it started or adopted."""
 
     def __init__(
-        self, run_folder: Path, *, folder: Path, recipe: str, seconds: float, adopted: KeptRay | None = None
+        self, run_folder: Path, *, folder: Path, program: str, seconds: float, adopted: KeptRay | None = None
     ) -> None:
-        """`folder` is the Ray's, `recipe` a digest. With 0 `seconds` nothing outlives the driver."""
+        """`folder` is the Ray's, `program` a digest. With 0 `seconds` nothing outlives the driver."""
         self.adopted = adopted
         self._run_folder = run_folder
-        self._recipe = recipe
+        self._program = program
         self._of_guard = GuardLease(folder=folder, seconds=seconds)
         self._kept = adopted
         self._stop = threading.Event()
@@ -128,7 +147,8 @@ class Lease:
             guard=guard,
             guard_started=read_stat(guard).started,
             boot_id=boot_id(),
-            recipe=self._recipe,
+            seconds=self._of_guard.seconds,
+            program=self._program,
             gpus={},
         )
 
@@ -146,17 +166,16 @@ class Lease:
         try:
             path.with_suffix(".tmp").write_text(json.dumps(asdict(self._kept)))
             path.with_suffix(".tmp").replace(path)
+            self._of_guard.file.touch(mode=0o600)
         except OSError as error:
             logger.warning("%s: cannot be written: %s; if this driver dies, all is started again", path, error)
             return
         self._renewing.start()
 
     def _renew(self) -> None:
-        while True:
+        while not self._stop.wait(self._of_guard.seconds / _RENEWALS):
             with suppress(OSError):  # a full disk: the next time may succeed
                 self._of_guard.file.touch(mode=0o600)
-            if self._stop.wait(self._of_guard.seconds / _RENEWALS):
-                return
 
     def give_back(self) -> bool:
         """Stop renewing; return whether the Ray is this driver's to end: another one may have taken over the run."""

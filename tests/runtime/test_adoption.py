@@ -47,14 +47,18 @@ def at_once(folder: Path) -> Run:
 )
 @pytest.mark.slow
 def test_the_next_driver_adopts_engines_and_ranks_and_ends_with_the_same_bits(folder: Path, at_once: Run) -> None:
+    recipe = (*RECIPE, *LEASE, "roles.rollout.workers=1")
     with nothing_left(within_s=60) as footprint:
-        with started(folder, "killed", *RECIPE, *LEASE, footprint=footprint) as first:
+        with started(folder, "killed", *recipe, footprint=footprint) as first:
             _await(lambda: 2 in _saved_steps(folder / "runs" / "killed"), first)
-            before = _serving(footprint)
+            before, workers = _serving(footprint), _pids(footprint, "ray::RolloutHost")
             first.kill()
             first.wait(timeout=60)
+        assert workers
+        _await(lambda: not workers & _pids(footprint, "ray::RolloutHost"), None, 60)
         assert _serving(footprint) == before
-        resumed = run(folder, "killed", *RECIPE, *LEASE, footprint=footprint)
+        assert "waits 300 s for the next driver" in (folder / "killed.out").read_text()
+        resumed = run(folder, "killed", *recipe, footprint=footprint)
     assert resumed.exit_code == 0, resumed.output
     assert "adopted 1 engines of 1" in resumed.output
     log = (resumed.folder / "engines" / "engine_0.log").read_text()
@@ -113,7 +117,7 @@ def test_another_recipe_ends_what_was_left_and_starts_its_own(folder: Path) -> N
             process.kill()
             process.wait(timeout=60)
         before = _serving(footprint)
-        resumed = run(folder, "changed", *RECIPE, *LEASE, "train.prompts_per_step=4", footprint=footprint)
+        resumed = run(folder, "changed", *RECIPE, *LEASE, "roles.rollout.max_attempts=4", footprint=footprint)
         assert not before & _serving(footprint)
     assert resumed.exit_code == 0, resumed.output
     assert "adopted" not in resumed.output
@@ -126,10 +130,10 @@ def _kill_when(folder: Path, name: str, reached: Path, fault: Mapping[str, objec
         process.wait(timeout=60)
 
 
-def _await(happened: Callable[[], bool], process: Driver, timeout_s: float = 1200) -> None:
+def _await(happened: Callable[[], bool], process: Driver | None, timeout_s: float = 1200) -> None:
     deadline = time.monotonic() + timeout_s
     while not happened():
-        assert process.poll() is None, "the run ended before"
+        assert process is None or process.poll() is None, "the run ended before"
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

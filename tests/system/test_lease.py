@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.system import lease as lease_module
 from megarl.system.guard import start_guarded
-from megarl.system.lease import Lease, find_kept, record_path
+from megarl.system.lease import Lease, digest_program, find_kept, record_path
 from megarl.system.run_lock import run_lock
 from tests.rollout.test_process import group_members, wait_until_gone
 
@@ -29,7 +30,7 @@ def run_folder(tmp_path: Path) -> Path:
 def lease(run_folder: Path, tmp_path: Path) -> Lease:
     folder = tmp_path / "ray"
     folder.mkdir()
-    return Lease(run_folder, folder=folder, recipe="digest", seconds=600)
+    return Lease(run_folder, folder=folder, program="digest", seconds=600)
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_the_next_driver_finds_what_a_killed_one_left_and_can_end_it(
         lease.take()
         kept = find_kept(run_folder)
         assert kept is not None
-        assert (kept.recipe, kept.gpus, kept.address) == ("digest", {"train": [[0, 1]]}, "127.0.0.1:1")
+        assert (kept.program, kept.gpus, kept.address) == ("digest", {"train": [[0, 1]]}, "127.0.0.1:1")
         assert guard.stdin is not None
         guard.stdin.close()  # as by the death of the driver
         time.sleep(1.0)
@@ -67,7 +68,7 @@ def test_the_next_driver_finds_what_a_killed_one_left_and_can_end_it(
 
 
 def test_a_lease_is_renewed_until_it_is_given_back(run_folder: Path, tmp_path: Path) -> None:
-    lease = Lease(run_folder, folder=tmp_path, recipe="digest", seconds=1)
+    lease = Lease(run_folder, folder=tmp_path, program="digest", seconds=1)
     with run_lock(run_folder):
         lease.started("127.0.0.1:1", os.getpid())
         lease.take()
@@ -82,7 +83,7 @@ def test_a_lease_is_renewed_until_it_is_given_back(run_folder: Path, tmp_path: P
 
 
 def test_a_driver_that_lost_the_run_leaves_everything_to_its_successor(run_folder: Path, tmp_path: Path) -> None:
-    lease = Lease(run_folder, folder=tmp_path, recipe="digest", seconds=600)
+    lease = Lease(run_folder, folder=tmp_path, program="digest", seconds=600)
     with run_lock(run_folder, beat_s=600) as holder:
         lease.started("127.0.0.1:1", os.getpid())
         lease.take()
@@ -105,6 +106,19 @@ def test_a_ray_of_another_boot_or_with_a_pid_that_was_given_again_is_gone(
         assert guard.poll() is None
 
 
+def test_a_process_keeps_its_code_and_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("x = 1")
+    monkeypatch.setattr(lease_module, "_CODE", tmp_path)
+    digests = [digest_program("recipe"), digest_program("other recipe")]
+    monkeypatch.setenv("SGLANG_ANYTHING", "1")
+    digests.append(digest_program("recipe"))
+    (tmp_path / "module.py").write_text("x = 12")
+    digests.append(digest_program("recipe"))
+    assert len(set(digests)) == 4
+    monkeypatch.setenv("SHLVL", "7")
+    assert digest_program("recipe") == digests[-1]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"folder": "/tmp"}'])
 def test_a_damaged_record_is_none(run_folder: Path, text: str) -> None:
     path = record_path(run_folder)
@@ -114,7 +128,7 @@ def test_a_damaged_record_is_none(run_folder: Path, text: str) -> None:
 
 
 def test_without_a_duration_nothing_is_kept(run_folder: Path, tmp_path: Path) -> None:
-    lease = Lease(run_folder, folder=tmp_path, recipe="digest", seconds=0)
+    lease = Lease(run_folder, folder=tmp_path, program="digest", seconds=0)
     lease.started("127.0.0.1:1", os.getpid())
     lease.take()
     assert not lease.of_guard.file.exists()

@@ -331,12 +331,6 @@ class EngineClient:
         """Forget an adapter. SGLang waits for its requests, and holds back all loads meanwhile."""
         await self._control("unload adapter", "/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s)
 
-    async def adapters(self) -> list[str]:
-        """Return the names of the adapters that are loaded."""
-        models = (await self._get("list adapters", "/v1/models", timeout_s=_CONTROL_TIMEOUT_S)).get("data")
-        cards = [card for card in models if isinstance(card, dict)] if isinstance(models, list) else []
-        return [str(card["id"]) for card in cards if card.get("parent")]
-
     @asynccontextmanager
     async def _weight_session(self) -> AsyncIterator[None]:
         """Enclose an update in begin and end, which SGLang needs from 0.5.21; earlier releases answer 404 to both."""
@@ -355,11 +349,6 @@ class EngineClient:
                 await self._end_weight_session()
             raise
         await self._end_weight_session()
-
-    async def close_left_session(self) -> None:
-        """End an update that another caller left open. Without one SGLang refuses, and nothing changes."""
-        with suppress(EngineError):
-            await self._control("end weight update", "/end_weight_update", {})
 
     async def _end_weight_session(self) -> None:
         if self._has_sessions:

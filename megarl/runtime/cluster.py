@@ -110,6 +110,8 @@ class Cluster:
     def __init__(self, device: str, lease: Lease | None = None) -> None:
         self._resource = "GPU" if device == "cuda" else CPU_SLOT
         self._groups: list[PlacementGroup] = []
+        self._gpus: dict[str, list[tuple[int, ...]]] = {}
+        """Of each pool, by bundle."""
         self._lease = lease if lease is not None and lease.keeps else None
         self.actors = KeptActors(keeps=self._lease is not None)
 
@@ -136,8 +138,8 @@ class Cluster:
             for name, pool in pools.items()
         }
         if self._lease is not None:
-            self._lease.placed({name: [bundle.gpus for bundle in bundles] for name, bundles in located.items()})
-        return {name: self._in_order(bundles) for name, bundles in located.items()}
+            self._lease.placed(self._gpus)
+        return located
 
     def _group(self, name: str, bundles: list[dict[str, float]]) -> PlacementGroup:
         """Return a new placement group, or the one that an earlier driver left."""
@@ -147,7 +149,7 @@ class Cluster:
         lifetime = None if self._lease is None else "detached"
         return placement_group(bundles, strategy="STRICT_SPREAD", name=name, lifetime=lifetime)
 
-    def _located(self, name: str, pool: PoolConfig, group: PlacementGroup, *, timeout_s: float) -> list[NodeBundle]:
+    def _located(self, name: str, pool: PoolConfig, group: PlacementGroup, *, timeout_s: float) -> list[Place]:
         size = pool.gpus_per_node
         if not group.wait(timeout_s):
             free = ray.available_resources().get(self._resource, 0.0)
@@ -165,12 +167,10 @@ class Cluster:
                 bundle.gpus = tuple(gpus)
         elif self._resource == "GPU":
             _find_gpus(bundles)
-        return bundles
-
-    def _in_order(self, bundles: list[NodeBundle]) -> list[Place]:
+        self._gpus[name] = [bundle.gpus for bundle in bundles]
         addresses = {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in _live_nodes()}
-        ordered = sorted(bundles, key=lambda bundle: (_order(addresses.get(bundle.node, "")), bundle.node))
-        return [Place(bundle=bundle, slot=slot) for bundle in ordered for slot in range(bundle.size)]
+        bundles.sort(key=lambda bundle: (_order(addresses.get(bundle.node, "")), bundle.node))
+        return [Place(bundle=bundle, slot=slot) for bundle in bundles for slot in range(size)]
 
     def release(self) -> None:
         for group in self._groups:

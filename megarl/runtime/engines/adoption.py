@@ -96,20 +96,35 @@ class Adoption:
         return endpoint
 
 
+class LeftEngine(EngineClient):
+    """The client of an engine that another driver left."""
+
+    async def close_update(self) -> None:
+        """End an update that was left open. Without one SGLang refuses, and nothing changes."""
+        with suppress(EngineError):
+            await self._control("end weight update", "/end_weight_update", {})
+
+    async def forget_adapters(self, *, timeout_s: float) -> None:
+        models = (await self._get("list adapters", "/v1/models", timeout_s=timeout_s)).get("data")
+        cards = [card for card in models if isinstance(card, dict)] if isinstance(models, list) else []
+        for card in cards:
+            if card.get("parent"):
+                await self.unload_adapter(str(card["id"]), timeout_s=timeout_s)
+
+
 async def take_over(endpoint: EngineEndpoint, *, timeout_s: float) -> str:
     """Bring an engine that another driver left into a known state; return the version that it reports.
 
     Its requests are aborted, an update that was left open is closed, a pause is ended, and its adapters are forgotten.
     Its weights may be of two versions: it gets no request before a publish.
     """
-    client = EngineClient(endpoint, request_timeout_s=timeout_s)
+    client = LeftEngine(endpoint, request_timeout_s=timeout_s)
     try:
         version = await client.probe(timeout_s=timeout_s)
         await client.abort_all()
-        await client.close_left_session()
+        await client.close_update()
         await client.resume()
-        for name in await client.adapters():
-            await client.unload_adapter(name, timeout_s=timeout_s)
+        await client.forget_adapters(timeout_s=timeout_s)
         return version
     finally:
         await client.close()

@@ -130,10 +130,6 @@ class RankHost:
             raise WorkerError("it was left without a model, or inside a call that failed")
         return fill(self._rank)
 
-    @ray.method(concurrency_group=BESIDE_TRAINING)  # type: ignore[untyped-decorator]
-    def finish_beside(self) -> None:
-        """Return when the calls of the second thread are over that were made before."""
-
     def run_share(self, method: str, share: Share, numbers: Mapping[str, Sequence[ray.ObjectRef]]) -> object:
         """Call a method of the rank with its share of a step, and with columns that ranks computed before.
 
@@ -275,10 +271,9 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
 
         Raise WorkerError if a rank cannot be used.
         """
-        for method in ("process", "finish_beside"):
-            started = [getattr(worker, method).remote() for worker in self.workers]
-            answers: list[RemoteProcess] = await self._gather(method, started, timeout_s=timeout_s)
-            self._processes = self._processes or answers
+        for group in (ALWAYS, BESIDE_TRAINING):  # in the latter after the calls that the earlier driver began
+            started = [worker.process.options(concurrency_group=group).remote() for worker in self.workers]
+            self._processes = await self._gather("process", started, timeout_s=timeout_s)
         filling = [worker.adopt.remote(fill) for worker in self.workers]
         return all(await self._gather("adopt", filling, timeout_s=max(timeout_s, self._timeout_s)))
 

@@ -188,7 +188,7 @@ class _Starter:
         if config is None or config.pool is None:
             return None
         build = partial(_build_reference, folder=(config.path or self.recipe.model.path).absolute())
-        return await self._start("reference", build, config, self.shape, pool=config.pool, refill=_never_changes)
+        return await self._start("reference", build, config, self.shape, pool=config.pool, refill=lambda _: True)
 
     async def teacher(self, role: str, config: TeacherRanksConfig) -> RankGroup[TeacherRank]:
         build = teacher_builder(self.recipe.algorithm, config.model.absolute(), vocab=self.shape.vocab)
@@ -244,10 +244,6 @@ class _Starter:
         self.stack.push_async_callback(group.end)
         await group.start(build, spec_of)
         return group
-
-
-def _never_changes(_model: ModelRank) -> bool:
-    return True
 
 
 def _adapter(role: str, lora: LoraConfig | None, critic: CriticConfig | None) -> LoraConfig | None:

@@ -32,7 +32,7 @@ def test_an_engine_that_was_left_inside_an_update_serves_again(qwen2_tp1: Served
             assert version == str((await client.model_info())["weight_version"])
             await left
             await client._control("begin", "/begin_weight_update", {})
-            await client.close_left_session()
+            await client._control("end", "/end_weight_update", {})
             await take_over(endpoint, timeout_s=REQUEST_TIMEOUT_S)  # nothing is left: nothing changes
             await client.generate(request)
         finally:

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +111,7 @@ class Cluster:
         self._resource = "GPU" if device == "cuda" else CPU_SLOT
         self._groups: list[PlacementGroup] = []
         self._gpus: dict[str, list[tuple[int, ...]]] = {}
-        """Of each pool, by bundle."""
+        """The numbers of the GPUs by pool and bundle."""
         self._lease = lease if lease is not None and lease.keeps else None
         self.actors = KeptActors(keeps=self._lease is not None)
 
@@ -125,7 +125,7 @@ class Cluster:
 
         Raise MachineError where the cluster has no such nodes.
         """
-        refuse_missing(pools, [_devices(node, self._resource) for node in _live_nodes()], resource=self._resource)
+        refuse_missing(pools, [devices_of(node, self._resource) for node in live_nodes()], resource=self._resource)
         groups = {}
         # The largest bundles first: small ones fit into what is left.
         for name, pool in sorted(pools.items(), key=lambda item: -item[1].gpus_per_node):
@@ -154,7 +154,7 @@ class Cluster:
         if not group.wait(timeout_s):
             free = ray.available_resources().get(self._resource, 0.0)
             raise MachineError(
-                f"pools.{name}: {_nodes(pool.nodes, size)} not free within {PLACEMENT_TIMEOUT_S:.0f} s; {free:g} "
+                f"pools.{name}: {name_nodes(pool.nodes, size)} not free within {PLACEMENT_TIMEOUT_S:.0f} s; {free:g} "
                 "device(s) of the Ray cluster are free, the others are in use; end other jobs or add nodes"
             )
         bundles = [NodeBundle(group, index, resource=self._resource, size=size) for index in range(pool.nodes)]
@@ -168,7 +168,7 @@ class Cluster:
         elif self._resource == "GPU":
             _find_gpus(bundles)
         self._gpus[name] = [bundle.gpus for bundle in bundles]
-        addresses = {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in _live_nodes()}
+        addresses = {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in live_nodes()}
         bundles.sort(key=lambda bundle: (_order(addresses.get(bundle.node, "")), bundle.node))
         return [Place(bundle=bundle, slot=slot) for bundle in bundles for slot in range(size)]
 
@@ -198,57 +198,13 @@ def gpu_numbers(*pools: Sequence[Place]) -> list[tuple[Gpu, ...]]:
     return [tuple(number(place) for place in places) for places in pools]
 
 
-async def settle(pools: Mapping[str, Pool], *, timeout_s: float, waiting: Callable[[str], None]) -> None:
-    """Wait until every pool has all its nodes again; `waiting` is told once per pool that lost one.
-
-    Raise MachineError where no other node takes the place of a lost one in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    for name, pool in pools.items():
-        bundles = list({id(place.bundle): place.bundle for place in pool.places}.values())
-        is_told = False
-        while lost := await asyncio.to_thread(_lost, bundles):
-            sizes = _nodes(len(lost), lost[0].size)
-            if time.monotonic() > deadline:
-                raise MachineError(
-                    f"pools.{name}: {sizes} lost, and no other within {timeout_s:.0f} s (cluster.node_timeout_s); "
-                    "add a node and run the same command: the run resumes from its newest checkpoint"
-                )
-            if not is_told:
-                is_told = True
-                waiting(
-                    f"pools.{name}: {sizes} lost; waiting up to {timeout_s:.0f} s for another (cluster.node_timeout_s)"
-                )
-            await asyncio.sleep(_POLL_S)
-
-
-def _lost(bundles: Sequence[NodeBundle]) -> list[NodeBundle]:
-    """Return the bundles without a living node, after noting the new node of those that were moved."""
-    places = placement_group_table(bundles[0].group)["bundles_to_node_id"]
-    alive = {str(node["NodeID"]): node for node in _live_nodes()}
-    lost = []
-    for bundle in bundles:
-        node = places.get(bundle.index) or bundle.node
-        if node not in alive:
-            lost.append(bundle)
-        elif node != bundle.node:
-            if bundle.gpus and _devices(alive[node], bundle.resource) != bundle.size:
-                # Ray tells the numbers only to a task that holds the GPUs, and an engine may already hold some.
-                raise MachineError(
-                    f"a lost node was replaced by {alive[node]['NodeManagerAddress']}, which has more GPUs than the "
-                    "pool takes of a node, and which of them are free is not known; run the same command to resume"
-                )
-            bundle.node = node
-    return lost
-
-
 def refuse_missing(pools: Mapping[str, PoolConfig], devices: Sequence[int], *, resource: str) -> None:
     """Raise MachineError for pools that no set of nodes with these numbers of devices can hold."""
     kind = "GPU" if resource == "GPU" else "slot"
     there = _described(devices, kind)
     for name, pool in pools.items():
         if sum(count >= pool.gpus_per_node for count in devices) < pool.nodes:
-            wanted = _nodes(pool.nodes, pool.gpus_per_node, kind)
+            wanted = name_nodes(pool.nodes, pool.gpus_per_node, kind)
             raise MachineError(
                 f"pools.{name}: needs {wanted}, and the Ray cluster has {there}; add such nodes, or set "
                 f"pools.{name}.nodes and gpus_per_node to what a node has"
@@ -267,18 +223,18 @@ def _described(devices: Sequence[int], kind: str) -> str:
         return f"no node with a {kind}" + (
             f" (ray start --resources '{{\"{CPU_SLOT}\": N}}')" if kind == "slot" else ""
         )
-    return ", ".join(_nodes(number, count, kind) for count, number in sorted(counts.items(), reverse=True))
+    return ", ".join(name_nodes(number, count, kind) for count, number in sorted(counts.items(), reverse=True))
 
 
-def _nodes(number: int, size: int, kind: str = "device") -> str:
+def name_nodes(number: int, size: int, kind: str = "device") -> str:
     return f"{number} node{'s' * (number > 1)} with {size} {kind}{'s' * (size > 1)}"
 
 
-def _live_nodes() -> list[Mapping[str, object]]:
+def live_nodes() -> list[Mapping[str, object]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _devices(node: Mapping[str, object], resource: str) -> int:
+def devices_of(node: Mapping[str, object], resource: str) -> int:
     resources = node["Resources"]
     assert isinstance(resources, Mapping), resources
     return int(resources.get(resource, 0))

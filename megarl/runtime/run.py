@@ -23,10 +23,11 @@ from megarl.planner.hardware import other_gpu, reported_gpu
 from megarl.planner.run_plan import check_fit
 from megarl.rollout.worker import Answering
 from megarl.runtime.build import LoopBuilder
-from megarl.runtime.cluster import Cluster, Pool, accelerators, open_cluster, settle
+from megarl.runtime.cluster import Cluster, Pool, accelerators, open_cluster
 from megarl.runtime.engines.frozen import FrozenRole, start_frozen
 from megarl.runtime.engines.serving import NoServing, Serving, connect, make_room, reserve_pools, start_serving
 from megarl.runtime.inputs import Inputs
+from megarl.runtime.lost_nodes import settle
 from megarl.runtime.preemption import Preemption, preemptible
 from megarl.runtime.resume import Restarts, last_good
 from megarl.runtime.rollouts.workers import open_workers

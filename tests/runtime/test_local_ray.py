@@ -23,8 +23,9 @@ with private_ray():
     import ray
 
     from megarl.runtime import cluster as cluster_module
-    from megarl.runtime.cluster import Cluster, Place, Pool, settle
+    from megarl.runtime.cluster import Cluster, Place, Pool
     from megarl.runtime.local_ray import LocalRay, local_ray
+    from megarl.runtime.lost_nodes import settle
 
 GPUS = (4, 4, 2, 4)
 """Declared by each node beside the head, which has none; the third is smaller."""

@@ -7,6 +7,7 @@ pure; `write_report` writes the file that a person reads.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import traceback
@@ -17,8 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
 
+import ray
 import torch.distributed as dist
+from ray.actor import ActorHandle
 
+from megarl.runtime.trainers.remote_process import RemoteProcess, describe
+
+_STACKS_S = 2.0
 _COLLECTIVES = "torch.distributed.distributed_c10d"
 _WAITS = (
     "megatron.core.pipeline_parallel.p2p_communication",
@@ -162,6 +168,20 @@ class Silence:
 Answer: TypeAlias = RankStacks | Silence
 
 
+async def ask_stacks(worker: ActorHandle, process: RemoteProcess | None) -> Answer:
+    """Ask a rank for its stacks; `process` is None before its process has started."""
+    try:
+        async with asyncio.timeout(_STACKS_S):
+            stacks: RankStacks = await worker.stacks.remote()
+            return stacks
+    except TimeoutError:
+        if process is None:
+            return Silence(reason="its process has not started")
+        return Silence(reason=f"it does not answer; {await describe(process)} (pid {process.pid})")
+    except ray.exceptions.RayActorError:
+        return Silence(reason="it is dead")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangReport:
     missing: Mapping[int, str]
@@ -195,7 +215,7 @@ def explain_hang(answers: Sequence[Answer], *, method: str, late: Sequence[int])
     return HangReport(missing=missing, waiting=waiting)
 
 
-def write_report(folder: Path, *, role: str, method: str, headline: str, answers: Sequence[Answer]) -> str:
+def write_report(folder: Path, role: str, method: str, headline: str, answers: Sequence[Answer]) -> str:
     """Write the stacks of all ranks; return where they are, or why they could not be written."""
     now = datetime.now(UTC)
     path = folder / f"hang_{now:%Y%m%dT%H%M%S}_{role}_{method}.txt"

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
@@ -22,8 +21,8 @@ from megarl.env import GLOO_INTERFACE
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.runtime.cluster import own_address
 from megarl.runtime.rollouts.host import fetch
-from megarl.runtime.trainers.hang import Answer, RankStacks, Silence, capture, explain_hang, write_report
-from megarl.runtime.trainers.remote_process import RemoteProcess, describe, end, this_process
+from megarl.runtime.trainers.hang import RankStacks, ask_stacks, capture, explain_hang, write_report
+from megarl.runtime.trainers.remote_process import RemoteProcess, end, this_process
 from megarl.runtime.trainers.worker_group import WorkerDiedError, WorkerGroup, WorkerLateError
 from megarl.system.network import interface_of
 from megarl.tokens import SampleNumbers
@@ -43,7 +42,6 @@ ALWAYS = "always"
 
 START_TIMEOUT_S = 300.0
 """Deadline for a process to start, and for its weights where `train.operation_timeout_s` is shorter: disks are slow."""
-_STACKS_S = 2.0
 _END_GRACE_S = 1.0
 _KILL_S = 30.0
 """For the system to take a process apart: one with much memory on a device needs a while."""
@@ -122,10 +120,7 @@ class RankHost:
             raise
 
     def adopt(self, fill: Callable[[ModelRank], bool]) -> bool:
-        """Let `fill` bring the rank of an earlier driver to this one's state, and return its answer.
-
-        Comes after every call that the earlier driver began.
-        """
+        """Let `fill` bring the rank to this driver's state, after every call that an earlier driver began."""
         if self._rank is None or self._has_failed:
             raise WorkerError("it was left without a model, or inside a call that failed")
         return fill(self._rank)
@@ -267,10 +262,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         await self._gather("start", starting, timeout_s=max(self._timeout_s, START_TIMEOUT_S))
 
     async def adopt(self, fill: Callable[[ModelRank], bool], *, timeout_s: float) -> bool:
-        """Take over the ranks of an earlier driver; return whether all of them were in this driver's state already.
-
-        Raise WorkerError if a rank cannot be used.
-        """
+        """Take over the ranks of an earlier driver; return whether all were in this driver's state already."""
         for group in (ALWAYS, BESIDE_TRAINING):  # in the latter after the calls that the earlier driver began
             started = [worker.process.options(concurrency_group=group).remote() for worker in self.workers]
             self._processes = await self._gather("process", started, timeout_s=timeout_s)
@@ -310,24 +302,13 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         return worker.run.options(name=f"{self.role.capitalize()}Rank.{method}").remote(method, *arguments, **named)
 
     async def _explain(self, method: str, late: Sequence[int], timeout_s: float) -> str:
-        answers = await asyncio.gather(*(self._stacks_of(rank) for rank in range(len(self))))
+        processes: Sequence[RemoteProcess | None] = self._processes or [None] * len(self)
+        asked = (ask_stacks(worker, process) for worker, process in zip(self.workers, processes, strict=True))
+        answers = await asyncio.gather(*asked)
         report = explain_hang(answers, method=method, late=late)
         headline = f"{self.role}: {method} did not finish within {timeout_s:g} s (train.operation_timeout_s): {report}"
-        write = partial(write_report, self._report_folder, role=self.role, method=method)
-        return f"{headline}; {await asyncio.to_thread(write, headline=headline, answers=answers)}"
-
-    async def _stacks_of(self, rank: int) -> Answer:
-        try:
-            async with asyncio.timeout(_STACKS_S):
-                stacks: RankStacks = await self.workers[rank].stacks.remote()
-                return stacks
-        except TimeoutError:
-            if not self._processes:
-                return Silence(reason="its process has not started")
-            process = self._processes[rank]
-            return Silence(reason=f"it does not answer; {await describe(process)} (pid {process.pid})")
-        except ray.exceptions.RayActorError:
-            return Silence(reason="it is dead")
+        where = await asyncio.to_thread(write_report, self._report_folder, self.role, method, headline, answers)
+        return f"{headline}; {where}"
 
 
 def _store(share: Share, numbers: Mapping[str, HeldNumbers]) -> tuple[ray.ObjectRef, dict[str, list[ray.ObjectRef]]]:

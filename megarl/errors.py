@@ -19,6 +19,7 @@
     │   └── WeightSyncError      a publish was not committed
     ├── NumericsError       77   loss, gradient or log-probability is not finite
     └── WorkerError         70   a rank failed; names role, rank and operation
+        └── NodeMemoryError  5   Ray ended a rank because its node ran short of memory
 
 Errors cross process borders, so each is picklable from its message alone.
 """
@@ -127,3 +128,7 @@ class NumericsError(MegarlError):
 
 class WorkerError(MegarlError):
     pass
+
+
+class NodeMemoryError(WorkerError):
+    exit_code = MachineError.exit_code

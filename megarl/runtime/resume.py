@@ -134,7 +134,7 @@ class Restarts:
         if type(error) is WorkerError and before == str(error):
             raise WorkerError(f"{error}; it failed the same way when the ranks were started again") from error
         if self._num_restarts == self._max_restarts:
-            raise WorkerError(
+            raise type(error)(
                 f"{error}; the ranks were started again {self._num_restarts} times since step {saved_step} was saved "
                 "(train.max_restarts)"
             ) from error

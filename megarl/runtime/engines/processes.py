@@ -30,6 +30,7 @@ from megarl.rollout.process import EngineProcess, EngineSpec, PortTakenError
 from megarl.runtime.cluster import Place, own_address
 from megarl.runtime.engines.adoption import Adoption, KeptActors
 from megarl.runtime.stored_adapter import StoredAdapter, place_adapter
+from megarl.runtime.trainers.worker_group import exit_detail
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -250,9 +251,9 @@ class Engines:
             if isinstance(error.cause, MegarlError):
                 raise error.cause from None
             raise EngineError(f"engine {index}: {name} failed: {error.cause}") from error
-        except ray.exceptions.RayActorError as error:
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             self._hosts.pop((index, node), None)
-            raise EngineError(f"engine {index}: its host process died during {name}") from error
+            raise EngineError(f"engine {index}: its host process died during {name}: {exit_detail(error)}") from error
 
 
 async def with_free_ports(start: Callable[[], Awaitable[Result]]) -> Result:

@@ -42,7 +42,6 @@ ALWAYS = "always"
 
 START_TIMEOUT_S = 300.0
 """Deadline for a process to start, and for its weights where `train.operation_timeout_s` is shorter: disks are slow."""
-_END_GRACE_S = 1.0
 _KILL_S = 30.0
 """For the system to take a process apart: one with much memory on a device needs a while."""
 
@@ -173,7 +172,6 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         super().__init__(role, workers, timeout_s=timeout_s)
         self._split = split
         self.is_lost = False
-        """Whether a rank is known to be dead."""
         self.turn = turn
         """Held while a rank computes: models of one pool compute one after the other."""
         self._report_folder = report_folder
@@ -289,7 +287,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         for worker in self.workers:
             ray.kill(worker, no_restart=True)
         endings = await asyncio.gather(
-            *(end(process, grace_s=_END_GRACE_S, timeout_s=_KILL_S) for process in self._processes),
+            *(end(process, grace_s=1.0, timeout_s=_KILL_S) for process in self._processes),
             return_exceptions=True,
         )
         for rank, outcome in enumerate(endings):
@@ -303,8 +301,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
 
     async def _explain(self, method: str, late: Sequence[int], timeout_s: float) -> str:
         processes: Sequence[RemoteProcess | None] = self._processes or [None] * len(self)
-        asked = (ask_stacks(worker, process) for worker, process in zip(self.workers, processes, strict=True))
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*map(ask_stacks, self.workers, processes))
         report = explain_hang(answers, method=method, late=late)
         headline = f"{self.role}: {method} did not finish within {timeout_s:g} s (train.operation_timeout_s): {report}"
         where = await asyncio.to_thread(write_report, self._report_folder, self.role, method, headline, answers)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 
-from megarl.errors import CheckpointError, MegarlError, WeightSyncError, WorkerError
+from megarl.errors import CheckpointError, MegarlError, NodeMemoryError, WeightSyncError, WorkerError
 
 Worker = TypeVar("Worker", covariant=True)
 Parameters = ParamSpec("Parameters")
@@ -109,6 +110,8 @@ class WorkerGroup(Generic[Worker]):
             if isinstance(cause, MegarlError):
                 raise cause from None
             raise WorkerError(f"{self.role} rank {rank}: {method} failed: {_last_line(error)}") from error
+        except ray.exceptions.OutOfMemoryError as error:
+            raise NodeMemoryError(f"{self.role} rank {rank}: ended during {method}: {exit_detail(error)}") from error
         except ray.exceptions.RayActorError as error:
             raise WorkerDiedError(f"{self.role} rank {rank}: died during {method}: {exit_detail(error)}") from error
         return result
@@ -131,13 +134,18 @@ _REPORTED, _DIED, _AFFECTED = range(3)
 
 def _weight(error: BaseException) -> int:
     """Order failures by how close they are to the cause: a rank whose peer died only reports a broken connection."""
-    if isinstance(error, WorkerDiedError):
+    if isinstance(error, WorkerDiedError | NodeMemoryError):
         return _DIED
     return _AFFECTED if isinstance(error, WorkerError | WeightSyncError | CheckpointError) else _REPORTED
 
 
 def exit_detail(error: BaseException) -> str:
     """Return Ray's reason for the death of this process, without its list of common causes."""
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        used = re.search(r"was running was (.+?), which exceeds", str(error))
+        return (
+            f"Ray ended it, its node ran short of memory ({used[1] if used else 'no figures'}); run less on that node"
+        )
     line = _last_line(error)
     if line.startswith("actor_id: "):
         return "Ray gives no reason, as after the loss of its node"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
@@ -138,3 +139,41 @@ def test_who_has_not_the_token_of_our_ray_is_refused(cluster: Cluster, tmp_path:
         assert stranger.returncode != 0
         assert "megarl_slot" not in output
         assert "auth" in errors.lower()
+
+
+SHORT = """
+import asyncio, sys
+from pathlib import Path
+
+from megarl.runtime.local_ray import LocalRay, local_ray, private_ray
+
+with private_ray():
+    import ray
+
+    from megarl.runtime.cluster import joined
+    from megarl.errors import NodeMemoryError
+    from megarl.runtime.trainers.worker_group import WorkerGroup
+    from tests.runtime.trainers.ray_worker import Worker
+
+    with local_ray(LocalRay(device="cpu", log_folder=Path(sys.argv[1])), num_slots=1) as nodes, joined(nodes.address):
+        group = WorkerGroup("actor", [ray.remote(num_cpus=0)(Worker).remote(0)], timeout_s=300)
+        try:
+            asyncio.run(group.call(Worker.sleep_on, 0))
+        except NodeMemoryError as error:
+            print(f"{error.exit_code} {error}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.fault("Ray ends a rank because its node is short of memory", "named with the figures; exit code 5")
+def test_a_rank_that_ray_ends_for_memory_is_named_with_the_figures(tmp_path: Path) -> None:
+    # More memory than that is in use on every machine.
+    threshold = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "250"}
+    words = [sys.executable, "-c", SHORT, str(tmp_path)]
+    done = subprocess.run(
+        words, env={**os.environ, **threshold}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert re.match(
+        r"5 actor rank 0: ended during \w+: Ray ended it, its node ran short of memory \(\S+ / \S+ \(\S+\)\); ",
+        done.stdout,
+    ), done.stdout + done.stderr

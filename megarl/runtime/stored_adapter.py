@@ -2,13 +2,20 @@
 
 Ray moves an object once to each node that reads it. An engine loads the folder, so that a damaged adapter is an answer
 of the engine and not its end.
+
+A process holds a lock on every folder that it has placed. The system takes the locks of a killed process away: the next
+engine that starts on the node removes the folders that nobody holds.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import EEXIST, ENOTEMPTY
 from pathlib import Path
@@ -33,6 +40,11 @@ Content: TypeAlias = Mapping[str, npt.NDArray[np.uint8]]
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a folder with a random name is made in it
 _SPARE = 2
+_PREFIX = "megarl_adapter_"
+_LEFT_S = 5.0
+"""For a process to lock a folder that it has just made."""
+_locks: dict[Path, int] = {}
+"""Descriptors of the folders that this process has placed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +90,13 @@ def place_adapter(stored: StoredAdapter, content: Content, *, engine: int) -> Pa
     If the bytes are not those of the trainer, a WeightSyncError says so and no folder is left.
     """
     scratch = _scratch_folder(stored.num_bytes)
-    folder = scratch / f"megarl_adapter_{stored.token}_{engine}"
+    folder = scratch / f"{_PREFIX}{stored.token}_{engine}"
     headers = {name: (header_dtype(spec.dtype), spec.shape) for name, spec in stored.tensors.items()}
     try:
-        with TemporaryDirectory(prefix="megarl_adapter_", dir=scratch, ignore_cleanup_errors=True) as partial:
+        with (
+            TemporaryDirectory(prefix=_PREFIX, dir=scratch, ignore_cleanup_errors=True) as partial,
+            _locked(Path(partial), fcntl.LOCK_SH),
+        ):
             whole = Path(partial) / "whole"
             whole.mkdir(mode=0o700)
             written = write_tensor_file(whole / ADAPTER_FILE, headers, lambda entry: [content[entry.name].data])
@@ -93,9 +108,47 @@ def place_adapter(stored: StoredAdapter, content: Content, *, engine: int) -> Pa
                 )
             (whole / ADAPTER_CONFIG_FILE).write_text(stored.config)
             _move(whole, folder)
+            _locks[folder] = _lock(folder, fcntl.LOCK_SH)
     except OSError as error:
         raise WeightSyncError(f"adapter of version {stored.version} was not written: {error}") from None
     return folder
+
+
+def remove_adapter(folder: Path) -> None:
+    """Remove a folder that this process placed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if (descriptor := _locks.pop(folder, None)) is not None:
+        os.close(descriptor)
+
+
+def remove_left_adapters(*, after_s: float = _LEFT_S) -> None:
+    """Remove the folders of killed processes: those that nobody has locked and nothing was written to for a while."""
+    for path in (path for place in (_MEMORY, Path(gettempdir())) for path in place.glob(f"{_PREFIX}*")):
+        with suppress(OSError):  # another user's, in use, or just removed
+            status = path.stat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime >= after_s:
+                with _locked(path, fcntl.LOCK_EX):
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path, kind: int) -> Iterator[None]:
+    descriptor = _lock(folder, kind)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(folder: Path, kind: int) -> int:
+    """Lock a folder and return the descriptor that holds the lock; raise BlockingIOError where it is held."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _move(whole: Path, folder: Path) -> None:

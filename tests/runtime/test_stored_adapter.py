@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,14 @@ from safetensors.torch import load_file
 
 from megarl.errors import WeightSyncError
 from megarl.runtime import stored_adapter
-from megarl.runtime.stored_adapter import Content, StoredAdapter, place_adapter, store_adapter
+from megarl.runtime.stored_adapter import (
+    Content,
+    StoredAdapter,
+    place_adapter,
+    remove_adapter,
+    remove_left_adapters,
+    store_adapter,
+)
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4, dtype=torch.bfloat16).view(4, 1)}
 
@@ -69,4 +78,23 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(WeightSyncError, match=r"adapter of version 3 was not written: .*No space left"):
         place_adapter(*stored, engine=0)
+    assert list(scratch.iterdir()) == []
+
+
+def test_the_folder_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(
+    stored: tuple[StoredAdapter, Content], scratch: Path
+) -> None:
+    folder = place_adapter(*stored, engine=0)
+    child = os.fork()
+    if child == 0:
+        stored_adapter._locks.clear()
+        place_adapter(*stored, engine=1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(list(scratch.iterdir())) == 2
+    remove_left_adapters(after_s=60)
+    assert len(list(scratch.iterdir())) == 2
+    remove_left_adapters(after_s=0)
+    assert list(scratch.iterdir()) == [folder]
+    remove_adapter(folder)
     assert list(scratch.iterdir()) == []

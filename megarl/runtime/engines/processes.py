@@ -10,7 +10,6 @@ known state and publishes to it; one that does not answer is started again.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -29,7 +28,7 @@ from megarl.rollout.client import EngineEndpoint
 from megarl.rollout.process import EngineProcess, EngineSpec, PortTakenError
 from megarl.runtime.cluster import Place, own_address
 from megarl.runtime.engines.adoption import Adoption, KeptActors
-from megarl.runtime.stored_adapter import StoredAdapter, place_adapter
+from megarl.runtime.stored_adapter import StoredAdapter, place_adapter, remove_adapter, remove_left_adapters
 from megarl.runtime.trainers.worker_group import exit_detail
 
 Arguments = TypeVarTuple("Arguments")
@@ -44,10 +43,6 @@ _READ_S = 60.0
 """Seconds after which every TP rank has read an adapter."""
 _MAX_READ = 2
 """Folders of adapters that are kept for so long; publishes in quick succession remove older ones earlier."""
-
-
-def _remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 class EngineHost:
@@ -68,6 +63,7 @@ class EngineHost:
     async def start(self, spec: EngineSpec) -> EngineEndpoint:
         """Start an engine; return when it generates."""
         await self.stop()
+        await asyncio.to_thread(remove_left_adapters)
         self._engine = engine = EngineProcess(replace(spec, host=own_address(spec.bind)))
         engine.start()
         await engine.wait_ready()
@@ -93,8 +89,8 @@ class EngineHost:
         """
         self._read.append(folder)
         if len(self._read) > _MAX_READ:
-            await asyncio.to_thread(_remove, self._read.popleft())
-        asyncio.get_running_loop().call_later(_READ_S, _remove, folder)
+            await asyncio.to_thread(remove_adapter, self._read.popleft())
+        asyncio.get_running_loop().call_later(_READ_S, remove_adapter, folder)
 
     async def wait_end(self) -> str:
         """Wait for the end of the engine; return the reason."""
@@ -104,7 +100,7 @@ class EngineHost:
     async def stop(self) -> None:
         """Stop the engine."""
         while self._read:
-            _remove(self._read.popleft())
+            remove_adapter(self._read.popleft())
         engine, self._engine, self._is_ready = self._engine, None, False
         if engine is not None:
             await asyncio.to_thread(engine.stop)

@@ -188,7 +188,7 @@ class _Starter:
         if config is None or config.pool is None:
             return None
         build = partial(_build_reference, folder=(config.path or self.recipe.model.path).absolute())
-        return await self._start("reference", build, config, self.shape, pool=config.pool, refill=lambda _: True)
+        return await self._start("reference", build, config, self.shape, pool=config.pool)
 
     async def teacher(self, role: str, config: TeacherRanksConfig) -> RankGroup[TeacherRank]:
         build = teacher_builder(self.recipe.algorithm, config.model.absolute(), vocab=self.shape.vocab)
@@ -202,7 +202,7 @@ class _Starter:
         shape: ModelShape,
         *,
         pool: str,
-        refill: Callable[[ModelRank], bool],
+        refill: Callable[[ModelRank], bool] = lambda _: True,  # frozen models stay as they are
     ) -> RankGroup[Rank]:
         """Adopt the ranks of an earlier driver, or start one process per place of the pool and build a rank in each."""
         recipe, places = self.recipe, self.pools[pool]

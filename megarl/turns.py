@@ -66,6 +66,8 @@ class Episode:
     """None for a single response, whose finish reason says it."""
     num_retries: int = 0
     """Attempts that were lost before this one."""
+    began: float | None = None
+    """When its first turn began, in seconds since the epoch; None for a single response."""
 
     @property
     def num_rows(self) -> int:

@@ -40,6 +40,7 @@ _MODELS = {
 }
 
 FAMILIES = tuple(_MODELS)
+QWEN2 = (Qwen2Config, Qwen2ForCausalLM)
 NUM_EXPERTS = 8
 
 

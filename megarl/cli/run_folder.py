@@ -21,11 +21,18 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.cli.display import make_console, make_display, progress_lines
-from megarl.data.rollout_files import Generation, SpokenTurn, list_generations, read_generations
+from megarl.data.rollout_files import (
+    Generation,
+    SpokenTurn,
+    list_generations,
+    list_rollouts,
+    read_episodes,
+    read_generations,
+)
 from megarl.errors import DataError, MachineError
 from megarl.observe.events import EVENTS_FILE, EventTail, RunFinished, read_events
 from megarl.observe.history import Progress, advance
-from megarl.tools.page.timeline import fold_spans, to_trace
+from megarl.tools.page.timeline import episode_events, fold_spans, to_trace
 from megarl.turns import TurnKind
 from megarl.types import JsonValue
 
@@ -94,7 +101,10 @@ def _write_trace(run: Path, path: Path, *, others: Sequence[Mapping[str, JsonVal
     spans = fold_spans(read_events(run / EVENTS_FILE))
     if not spans:
         raise DataError(f"{run / EVENTS_FILE}: no phase has begun")
-    write_text(path, json.dumps(to_trace(spans, run=run.name, others=others)))
+    episodes = (
+        event for step, file in list_rollouts(run).items() for event in episode_events(read_episodes(file), step=step)
+    )
+    write_text(path, json.dumps(to_trace(spans, run=run.name, others=[*others, *episodes])))
     return len(spans)
 
 

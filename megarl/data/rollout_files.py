@@ -124,6 +124,7 @@ def _table(
             "first_version": [int(_chosen(sample.rollout).min()) for sample in samples],
             "last_version": [int(_chosen(sample.rollout).max()) for sample in samples],
             "ending": pa.array([sample.rollout.episode.ending for sample in samples], pa.string()),
+            "began": pa.array([sample.rollout.episode.began for sample in samples], pa.float64()),
             "row_starts": pa.array([sample.rollout.episode.rows for sample in samples], pa.list_(pa.int32())),
             "turns": pa.array([_turns(sample.rollout.episode) for sample in samples], pa.list_(_TURN)),
             "line": [_line(sample.rollout.text) for sample in samples],
@@ -197,6 +198,19 @@ def read_list(path: Path) -> list[dict[str, Any]]:
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
     return rows
+
+
+_TIMED = ("prompt_uid", "index", "score", "ending", "began", "turns")
+
+
+def read_episodes(path: Path) -> list[dict[str, Any]]:
+    """Return the columns of `_TIMED` for every episode of a file, in the order in which they began."""
+    try:
+        has_times = "began" in pq.read_schema(path).names
+        rows: list[dict[str, Any]] = pq.read_table(path, columns=list(_TIMED)).to_pylist() if has_times else []
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+    return sorted((row for row in rows if row["began"] is not None), key=lambda row: float(row["began"]))
 
 
 def read_rollout(path: Path, row: int) -> Mapping[str, Any]:

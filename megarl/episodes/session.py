@@ -70,6 +70,7 @@ class Session:
         self._rows: list[int] = []
         self._num_tokens = 0
         self._last_text = ""
+        self._began: float | None = None
 
     @property
     def token_ids(self) -> TokenArray:
@@ -95,6 +96,7 @@ class Session:
         if limit == 0 or self.num_sampled >= self._max_turns:
             return SampledTurn(token_ids=np.empty(0, np.int32), text="", is_cut=True)
         began = time.monotonic()
+        self._began = time.time() if self._began is None else self._began
         sampled = await self._sampler.sample(self._history, max_tokens=limit, row=len(self._rows))
         versions = sampled.versions
         self._add(
@@ -160,6 +162,7 @@ class Session:
             turns=tuple(part.turn for part in parts),
             ending=ending,
             num_retries=num_retries,
+            began=self._began,
         )
         return Rollout(
             content=Content(

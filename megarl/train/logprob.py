@@ -49,21 +49,29 @@ def token_scores(
     *,
     shard: VocabShard,
     temperature: float,
+    scored: Tensor | None = None,  # [K], int64
     has_float32_logits: bool = False,
     is_fused: bool = True,
     max_chunk_bytes: int = LOGIT_CHUNK_BYTES,
 ) -> TokenScores:
     """Score softmax(hidden @ weight.T / temperature). The gradient of `hidden` is to be summed over the ranks.
 
+    Logits are computed at the `scored` positions only, at all of them with None; the scores of others are 0.
+
     Logits have the dtype of `weight`, unless `has_float32_logits`; their gradients have it in any case. With `is_fused`
     kernels of Triton pass over the logits once, where there is a GPU.
     """
     logit_dtype = torch.float32 if has_float32_logits else weight.dtype
     chunk_tokens = _chunk_tokens(weight, logit_dtype, max_chunk_bytes)
+    if scored is not None:
+        num_tokens, hidden, targets = len(hidden), hidden[scored], targets[scored]
     logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, shard, temperature, chunk_tokens, logit_dtype, is_fused
     )
-    return TokenScores(logprobs, entropy)
+    if scored is None:
+        return TokenScores(logprobs, entropy)
+    nothing = torch.zeros(num_tokens, dtype=logprobs.dtype, device=logprobs.device)
+    return TokenScores(nothing.index_copy(0, scored, logprobs), nothing.index_copy(0, scored, entropy))
 
 
 class _LogprobContext(FunctionCtx):

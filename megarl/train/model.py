@@ -36,7 +36,7 @@ from megarl.train.layers import RMSNorm, Rotation, rotary_frequencies, rotary_ma
 from megarl.train.likeliest import Head, candidate_logprobs
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
 from megarl.train.topology import Topology
-from megarl.types import FloatArray, MicroBatch
+from megarl.types import BoolArray, FloatArray, MicroBatch
 from megarl.weights.executors.tensors import torch_dtype
 from megarl.weights.layouts.megatron import MegatronParallel, layout_name, padded_vocab
 
@@ -51,6 +51,7 @@ class DeviceMicroBatch:
     episode_starts: Tensor  # [E + 1], int32
     episode_loss_tokens: Tensor | None  # [E], int64; None where every sequence is a whole episode
     targets: Tensor  # [N], int64
+    scored: Tensor | None  # [K], int64, the positions whose targets are scored; None: all
     loss_mask: Tensor  # [N], bool
     rollout_logprobs: Tensor  # [N]
     advantages: Tensor  # [N]
@@ -91,6 +92,7 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
         return tensor(array, dtype) if array.size else torch.zeros(num_tokens // context, device=device, dtype=dtype)
 
     num_tokens, rows = len(micro_batch.token_ids), micro_batch.rows
+    scored = np.flatnonzero(_scored(micro_batch)[mine])
     episode_starts = micro_batch.sequence_starts if rows is None else rows.episode_starts
     return DeviceMicroBatch(
         token_ids=tensor(micro_batch.token_ids, torch.int64)[None],
@@ -99,6 +101,9 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
         episode_starts=torch.from_numpy(episode_starts // context).to(device=device, non_blocking=True),
         episode_loss_tokens=None if rows is None else torch.from_numpy(rows.num_loss_tokens).to(device=device),
         targets=tensor(micro_batch.targets, torch.int64),
+        scored=None
+        if len(scored) == num_tokens // context
+        else torch.from_numpy(scored).to(device=device, non_blocking=True),
         loss_mask=padded(micro_batch.loss_mask, torch.bool),
         rollout_logprobs=padded(micro_batch.rollout_logprobs, torch.float32),
         advantages=padded(micro_batch.advantages, torch.float32),
@@ -111,6 +116,16 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
         temperature=temperature,
         num_pack_tokens=num_tokens,
     )
+
+
+def _scored(micro_batch: MicroBatch) -> BoolArray:
+    """Return where a score is needed: at loss positions, in a question those that predict a response. [N]"""
+    if micro_batch.loss_mask.size:
+        return micro_batch.loss_mask
+    steps = np.zeros(len(micro_batch.token_ids) + 1, np.int8)
+    np.add.at(steps, micro_batch.response_starts, 1)
+    np.add.at(steps, micro_batch.response_ends, -1)
+    return steps[:-1].cumsum() > 0
 
 
 def whole_column(column: Tensor, micro_batch: MicroBatch, topology: Topology) -> FloatArray:
@@ -212,6 +227,7 @@ class PolicyModel(Model):
             micro_batch.targets,
             shard=shard,
             temperature=temperature,
+            scored=micro_batch.scored,
             has_float32_logits=is_float32,
             is_fused=is_fused,
         )

@@ -163,8 +163,8 @@ _PLAIN_ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_respon
 """Added tokens that are not special, as Qwen has them."""
 
 
-def write_tokenizer(folder: Path, family: str, *, template: str | None = None) -> int:
-    """Write the tokenizer's files of a family; return the size of its vocabulary."""
+def write_tokenizer(folder: Path, family: str, *, template: str | None = None, added: Sequence[str] = ()) -> int:
+    """Write the tokenizer's files of a family; return the size of its vocabulary. `added` texts are single tokens."""
     own, special, ends = FAMILIES[family]
     raw = RawTokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -179,7 +179,7 @@ def write_tokenizer(folder: Path, family: str, *, template: str | None = None) -
     ]
     raw.train_from_iterator(words * 3, trainer)
     raw.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    raw.add_tokens([AddedToken(token, special=False, normalized=False) for token in _PLAIN_ADDED])
+    raw.add_tokens([AddedToken(token, special=False, normalized=False) for token in (*_PLAIN_ADDED, *added)])
     folder.mkdir(parents=True, exist_ok=True)
     raw.save(str(folder / "tokenizer.json"))
     settings = {

@@ -86,6 +86,33 @@ def test_a_vocabulary_split_over_ranks_gives_the_same(cluster: Cluster) -> None:
     assert_close(np.concatenate([outcome.grad_weight for outcome in outcomes]), expected.grad_weight)
 
 
+@pytest.mark.parametrize("places", [[1, 4, 5, 9], [], list(range(12))])
+def test_scores_of_some_positions_are_those_of_all_and_others_cost_no_logits(places: list[int]) -> None:
+    random = torch.Generator().manual_seed(3)
+    weight = torch.randn(VOCAB, 8, generator=random)
+    states, targets = torch.randn(12, 8, generator=random), torch.randint(VOCAB, (12,), generator=random)
+    shard = vocab_shard(vocab=VOCAB, rows=VOCAB, rank=0, size=1, group=None)
+    chosen = torch.tensor(places, dtype=torch.int64)
+    is_chosen = torch.zeros(12, dtype=torch.bool).index_fill(0, chosen, value=True)
+
+    def scored(at: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        hidden, head = states.clone().requires_grad_(), weight.clone().requires_grad_()
+        scores = token_scores(
+            hidden, head, targets, shard=shard, temperature=0.7, scored=at, max_chunk_bytes=4 * VOCAB * 3
+        )
+        loss = torch.where(is_chosen, scores.logprobs + 0.3 * scores.entropy, 0.0).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert hidden.grad is not None
+        assert head.grad is not None
+        return scores.logprobs.detach(), scores.entropy.detach(), hidden.grad, head.grad
+
+    for all_of_them, some in zip(scored(None), scored(chosen), strict=True):
+        if all_of_them.dim() == 1:
+            assert not some[~is_chosen].any()
+            all_of_them = torch.where(is_chosen, all_of_them, 0.0)
+        torch.testing.assert_close(some, all_of_them)
+
+
 def test_logits_far_apart_neither_overflow_nor_lose_the_target() -> None:
     hidden = torch.tensor([[300.0], [-300.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0], [0.0]], requires_grad=True)

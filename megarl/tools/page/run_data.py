@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from megarl.data.rollout_files import list_rollouts, read_list, read_rollout
+from megarl.data.rollout_files import list_rollouts, read_episodes, read_list, read_rollout
 from megarl.errors import DataError
 from megarl.observe.events import EVENTS_FILE, EventTail, Record, RunFinished, RunStarted, Warned
 from megarl.observe.history import History, Series, fold_history
@@ -20,6 +20,7 @@ from megarl.types import JsonValue
 
 _MAX_SPANS = 4000
 """Only the newest spans: more do not fit on a screen."""
+_MAX_LANES = 64
 _MAX_WARNINGS = 50
 _MAX_POINTS = 1500
 """Points of one series, more than a screen has columns; a longer series is thinned out."""
@@ -97,9 +98,30 @@ class RunFolder:
                 for chart in draw_charts(history)
             ],
             "spans": _spans(records),
+            "episodes": self._episodes(),
             "warnings": _warnings(records),
             "recipe": dict(event.recipe),
         }
+
+    def _episodes(self) -> JsonValue:
+        """Return when the turns of the newest saved step were; of many episodes those that ended last."""
+        files = list_rollouts(self.folder)
+        if not files:
+            return None
+        step = max(files)
+        episodes = read_episodes(files[step])
+        last = sorted(episodes, key=lambda one: one["began"] + sum(turn["seconds"] for turn in one["turns"]))
+        lanes: list[JsonValue] = [
+            {
+                "name": f"{one['prompt_uid']}, rollout {one['index']}",
+                "ending": one["ending"],
+                "score": _finite(one["score"]),
+                "began": one["began"],
+                "turns": [{"kind": turn["kind"], "seconds": turn["seconds"]} for turn in one["turns"]],
+            }
+            for one in sorted(last[-_MAX_LANES:], key=itemgetter("began"))
+        ]
+        return {"step": step, "total": len(episodes), "lanes": lanes}
 
     def rollouts(self, query: RolloutQuery) -> dict[str, JsonValue]:
         """Return one page of the list, the number of all matches, and the steps and sources to filter by."""

@@ -1,11 +1,11 @@
-"""The phases of a run as spans for the page and as a trace for Perfetto, from the run's events."""
+"""The phases of a run as spans for the page and as a trace for Perfetto, from its events, and the turns of episodes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from megarl.observe.events import PhaseEnded, PhaseStarted, Record, RunFinished, RunStarted, StepFinished
 from megarl.observe.summary import Phase
@@ -63,6 +63,36 @@ def fold_spans(records: Iterable[Record]) -> list[Span]:
             case StepFinished(summary=summary):
                 step = summary.step + 1
     return spans
+
+
+_SPEAKERS = {"sampled": "model", "given": "environment"}
+
+
+def episode_events(episodes: Iterable[Mapping[str, Any]], *, step: int) -> Iterator[dict[str, JsonValue]]:
+    """Yield the turns of a step's episodes as events of Chrome's trace format; episodes that overlap have own tracks.
+
+    The episodes are rows of `read_episodes`, in the order in which they began.
+    """
+    ends: list[float] = []
+    for episode in episodes:
+        time = float(episode["began"])
+        lane = next((number for number, end in enumerate(ends) if end <= time), len(ends))
+        ends += [0.0] * (lane == len(ends))
+        name = f"{episode['prompt_uid']}, rollout {episode['index']}"
+        for number, turn in enumerate(episode["turns"]):
+            if turn["seconds"] > 0:
+                yield {
+                    "ph": "X",
+                    "name": _SPEAKERS.get(turn["kind"], turn["kind"]),
+                    "cat": "episode",
+                    "pid": "episodes",
+                    "tid": lane,
+                    "ts": time * 1e6,
+                    "dur": turn["seconds"] * 1e6,
+                    "args": {"episode": name, "step": step, "turn": number, "ending": episode["ending"]},
+                }
+            time += turn["seconds"]
+        ends[lane] = time
 
 
 def to_trace(

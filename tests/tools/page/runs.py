@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from megarl.data.rollout_files import rollouts_file, write_rollouts
+import numpy as np
+
+from megarl.data.rollout_files import SampledRollout, rollouts_file, write_rollouts
 from megarl.observe.events import EVENTS_FILE, Event, EventLog, PhaseEnded, PhaseStarted, Record, RunFinished, RunStatus
 from megarl.observe.summary import Phase
+from megarl.turns import Ending, Episode, Turn, TurnKind
 from tests.data.test_rollout_files import decode, sampled
 from tests.observe.samples import BEGAN, evaluated, run_started, step_finished
 
@@ -51,4 +55,37 @@ def make_run(folder: Path, *, num_steps: int = 4, rollouts_per_step: int = 8, is
             for number in range(rollouts_per_step)
         ]
         write_rollouts(rollouts_file(folder, step), rows, decode=decode)
+    return folder
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 31, "b": 11}}\n</tool_call><|im_end|>'
+GIVEN = "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+ANSWER = "42<|im_end|>"
+
+
+def an_episode(number: int, *, began: float) -> SampledRollout:
+    """Return an episode of a call, its result and an answer, whose tool takes longer from one to the next."""
+    one = sampled(CALL + GIVEN + ANSWER, position=number, reward=float(number % 2))
+    ends = [len(CALL), len(CALL) + len(GIVEN), len(CALL) + len(GIVEN) + len(ANSWER)]
+    turns = (
+        Turn(start=0, end=ends[0], kind=TurnKind.SAMPLED, seconds=1.5, versions=(2, 2), reward=0.25),
+        Turn(start=ends[0], end=ends[1], kind=TurnKind.GIVEN, seconds=0.5 * (number % 4)),
+        Turn(start=ends[1], end=ends[2], kind=TurnKind.SAMPLED, seconds=1.0, versions=(2, 3)),
+    )
+    mask = np.ones(ends[-1], np.bool_)
+    mask[ends[0] : ends[1]] = False
+    versions = np.where(mask, 2, -1).astype(np.int32)
+    versions[ends[1] + 4 :] = 3
+    advantages = np.where(mask, 0.5 if number % 2 else -0.5, 0).astype(np.float32)
+    episode = Episode(turns=turns, ending=Ending.ANSWERED, began=began)
+    rollout = replace(one.sample.rollout, episode=episode, loss_mask=mask, versions=versions)
+    return replace(one, sample=replace(one.sample, rollout=rollout, advantages=advantages))
+
+
+def make_episodes(folder: Path, *, num_episodes: int = 12) -> Path:
+    """Return a run of one step with episodes that begin half a second after each other."""
+    make_run(folder, num_steps=1)
+    began = BEGAN.timestamp() + 4
+    rows = [an_episode(number, began=began + number / 2) for number in range(num_episodes)]
+    write_rollouts(rollouts_file(folder, 1), rows, decode=decode)
     return folder

@@ -13,7 +13,7 @@ import pytest
 from bench.browser import Page, open_browser
 from megarl.tools.page.run_data import RunFolder
 from megarl.tools.page.web_page import PageServer, report_page
-from tests.tools.page.runs import HOSTILE, make_run
+from tests.tools.page.runs import ANSWER, CALL, GIVEN, HOSTILE, make_episodes, make_run
 
 pytestmark = pytest.mark.needs("chromium")
 
@@ -108,6 +108,29 @@ def test_the_keyboard_chooses_and_what_a_model_wrote_is_only_text(tmp_path: Path
             assert (
                 await page.evaluate("document.querySelector('.response .token:last-child').className") == "token gap-2"
             )
+
+    asyncio.run(main())
+
+
+def test_an_episode_is_a_conversation_and_its_step_has_a_swimlane(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with shown(make_episodes(tmp_path / "run"), view="rollouts") as page:
+            await page.until("document.querySelectorAll('.item .line').length === 12")
+            await page.evaluate("document.querySelector('.item').click()")
+            texts = await page.until(
+                "[...document.querySelectorAll('.detail .response')].map((one) => one.textContent)"
+            )
+            assert texts == [CALL, GIVEN, ANSWER]
+            assert await page.evaluate("document.querySelectorAll('.response .not-chosen').length") == len(GIVEN)
+            heads = await page.evaluate("[...document.querySelectorAll('.detail .turn')].map((one) => one.textContent)")
+            assert [head.split(" · ")[0] for head in heads] == ["model", "environment (not trained on)", "model"]
+            assert "version 2 to 3" in heads[2]
+            assert "reward 0.25" in heads[0]
+            await page.evaluate("document.getElementById('tab-timeline').click()")
+            # Three turns each, without the results that took no time.
+            assert await page.until("document.querySelectorAll('rect.turn').length") == 3 * 12
+            titles = await page.evaluate("[...document.querySelectorAll('#timeline h2')].map((one) => one.textContent)")
+            assert "Episodes of step 1: 12" in titles
 
     asyncio.run(main())
 

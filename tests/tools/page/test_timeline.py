@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megarl.cli.run_folder import _write_trace
 from megarl.observe.events import Event, PhaseEnded, PhaseStarted, Record, read_events
 from megarl.tools.page.timeline import Span, fold_spans, to_trace
 from megarl.types import JsonValue
 from tests.observe.samples import BEGAN, run_started, step_finished
-from tests.tools.page.runs import make_run
+from tests.tools.page.runs import make_episodes, make_run
 
 
 def spans_of(events: list[Event]) -> list[Span]:
@@ -60,6 +62,19 @@ def test_what_a_run_died_in_ends_with_its_last_word() -> None:
     (update, start) = spans_of([*dead, run_started(resumed_step=1), PhaseStarted(phase="start")])
     assert (update.seconds, update.is_open) == (2.0, True)
     assert start.step == 2
+
+
+def test_turns_of_episodes_are_tracks_of_the_trace(tmp_path: Path) -> None:
+    run, path = make_episodes(tmp_path / "run"), tmp_path / "trace.json"
+    _write_trace(run, path)
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "episode"]
+    assert Counter(event["name"] for event in events) == {"model": 24, "environment": 9}
+    # An episode takes 2.5 to 4 seconds and one begins every half second.
+    assert 5 <= len({event["tid"] for event in events}) <= 8
+    for track in {event["tid"] for event in events}:
+        times = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event["tid"] == track)
+        assert all(end <= begin + 1 for (_, end), (begin, _) in pairwise(times))
+    assert {event["args"]["ending"] for event in events} == {"answered"}
 
 
 def test_a_trace_is_what_perfetto_reads(tmp_path: Path) -> None:

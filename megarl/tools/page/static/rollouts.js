@@ -128,7 +128,7 @@ megarl.rollouts = (() => {
       element(
         "span",
         { class: "meta" },
-        `step ${one.step} · ${one.prompt_uid} · ${one.num_tokens} tokens · ${one.finish_reason} · gap ${number(one.largest_gap)}`,
+        `step ${one.step} · ${one.prompt_uid} · ${one.num_tokens} tokens · ${one.ending || one.finish_reason} · gap ${number(one.largest_gap)}`,
       ),
     );
     return item;
@@ -185,7 +185,7 @@ megarl.rollouts = (() => {
       element("div", { class: "toolbar" }, element("h3", {}, turns(one).length > 1 ? "Episode" : "Response"), select, scale()),
       ...(turns(one).length > 1 ? [lane(one)] : []),
       ...turns(one).flatMap((turn) => [
-        ...(turns(one).length > 1 ? [element("p", { class: `meta turn-${turn.kind}` }, headline(turn))] : []),
+        ...(turns(one).length > 1 ? [element("p", { class: `meta turn key turn-${turn.kind}` }, headline(turn))] : []),
         element("pre", { class: "response" }, ...one.pieces.slice(turn.start, turn.end).map((piece, i) => token(one, piece, turn.start + i))),
       ]),
     );

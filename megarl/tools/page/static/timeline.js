@@ -1,4 +1,4 @@
-// The timeline: a row per role, a bar per phase.
+// The timeline: a row per role, a bar per phase; and a lane per episode, a bar per turn.
 "use strict";
 
 megarl.timeline = (() => {
@@ -10,7 +10,7 @@ megarl.timeline = (() => {
   const { element, svg, seconds } = megarl;
   let numShown = 16;
 
-  function draw(container, spans) {
+  function draw(container, spans, episodes) {
     if (!spans.length) {
       container.replaceChildren(element("p", { class: "empty" }, "No phase has begun yet."));
       return;
@@ -19,17 +19,54 @@ megarl.timeline = (() => {
     const shown = numShown ? spans.filter((span) => span.step > last - numShown) : spans;
     const readout = element("output", {}, "Point at a bar.");
     container.replaceChildren(
-      element("div", { class: "toolbar" }, choice(container, spans), legend(shown), readout),
+      element("div", { class: "toolbar" }, choice(container, spans, episodes), legend(shown), readout),
       bars(shown, readout),
       element("h2", {}, "Time by phase"),
       table(shown),
+      ...(episodes && episodes.lanes.length ? swimlane(episodes) : []),
     );
   }
 
-  function choice(container, spans) {
+  const LANE = 9;
+  const SPEAKERS = { sampled: "model", given: "environment" };
+
+  // The episodes of one step, each on a line of its own: who kept it waiting, and which ones ended late.
+  function swimlane({ step, total, lanes }) {
+    const lengths = lanes.map((one) => one.turns.reduce((sum, turn) => sum + turn.seconds, 0));
+    const began = Math.min(...lanes.map((one) => one.began));
+    const ended = Math.max(...lanes.map((one, i) => one.began + lengths[i]));
+    const x = (time) => ((WIDTH - 8) * (time - began)) / Math.max(1e-9, ended - began);
+    const height = lanes.length * LANE + AXIS;
+    const readout = element("output", {}, "Point at a turn.");
+    const image = svg("svg", { viewBox: `0 0 ${WIDTH} ${height}`, class: "bars", role: "img", "aria-label": "Turns of each episode" });
+    lanes.forEach((one, i) => {
+      let time = one.began;
+      one.turns.forEach((turn, number) => {
+        const start = x(time);
+        time += turn.seconds;
+        if (!SPEAKERS[turn.kind]) return;
+        const told = `${one.name}: turn ${number + 1}, ${SPEAKERS[turn.kind]}, ${seconds(turn.seconds)}; ${one.ending}, score ${megarl.number(one.score)}`;
+        const place = { x: start, y: i * LANE + 1, width: Math.max(0.8, x(time) - start), height: LANE - 2 };
+        image.append(svg("rect", { class: `bar turn turn-${turn.kind}`, ...place, onpointerenter: () => (readout.textContent = told) }));
+      });
+    });
+    for (let i = 0; i <= 4; i += 1) {
+      const anchor = i === 0 ? "start" : i === 4 ? "end" : "middle";
+      const time = began + ((ended - began) * i) / 4;
+      image.append(svg("text", { class: "tick", x: x(time), y: height - 6, "text-anchor": anchor }, seconds(time - began)));
+    }
+    const which = total > lanes.length ? `; the ${lanes.length} that ended last` : "";
+    return [
+      element("h2", {}, `Episodes of step ${step}: ${total}${which}`),
+      element("div", { class: "toolbar" }, element("span", { class: "legend" }, ...Object.entries(SPEAKERS).map(([kind, name]) => element("span", { class: `key turn-${kind}` }, name))), readout),
+      element("div", { class: "scroll" }, image),
+    ];
+  }
+
+  function choice(container, spans, episodes) {
     const select = element("select", {
       "aria-label": "Steps shown",
-      onchange: () => ((numShown = Number(select.value)), draw(container, spans)),
+      onchange: () => ((numShown = Number(select.value)), draw(container, spans, episodes)),
     });
     for (const number of CHOICES) {
       select.append(element("option", { value: number, selected: number === numShown }, number ? `last ${number} steps` : "all steps"));

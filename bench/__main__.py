@@ -154,6 +154,29 @@ def bench_dataplane(
         raise typer.Exit(1)
 
 
+@bench_app.command("episodes")
+def bench_episodes(
+    episodes: Annotated[int, typer.Option(min=8, help="Episodes, in groups of 8.")] = 512,
+    turns: Annotated[
+        int, typer.Option(min=2, max=4, help="Responses of each episode; all but the last call a tool.")
+    ] = 4,
+    is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
+) -> None:
+    """Measure the CPU of a turn: in the driver and in the processes of environments.
+
+    Engines are replaced by a server that answers at once. Exit code 1 if a goal is missed.
+    """
+    from bench.dataplane import as_json, print_figures
+    from bench.episodes import measure_episodes
+
+    figures = measure_episodes(num_episodes=episodes, num_turns=turns)
+    print_figures(figures)
+    if is_json:
+        print(as_json(figures))
+    if any(figure.is_missed for figure in figures):
+        raise typer.Exit(1)
+
+
 @bench_app.command("async")
 def bench_async(
     steps: Annotated[int, typer.Option(min=2, help="Measured steps of each run; the median counts.")] = 12,

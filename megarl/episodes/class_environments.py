@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _GRACE_S = 5.0
 """The worker keeps the deadline itself where it can; one that is this much later is killed."""
 _MODULE = "megarl.episodes.worker"
+_FIELDS = fields(Transcript)
 
 
 class EnvironmentWorker:
@@ -203,7 +204,7 @@ class ClassEnvironment:
             answer = await self._worker.ask(
                 "score",
                 timeout_s=self._deadline_s + _GRACE_S,
-                arguments=cast("dict[str, JsonValue]", asdict(transcript)),
+                arguments=cast("dict[str, JsonValue]", {each.name: getattr(transcript, each.name) for each in _FIELDS}),
             )
         except EnvironmentLostError as error:
             raise ScoreLostError(f"environment: {error}") from None

@@ -184,7 +184,7 @@ def _output(token_ids: list[int]) -> tuple[list[int], dict[str, object]]:
     entries = {name: b64encode(array.tobytes()).decode() for name, array in arrays.items()}
     spans = [{"version": "0", "start": 0, "end": len(token_ids)}]
     finish = {"type": "stop", "matched": token_ids[-1]}
-    meta = {
+    meta: dict[str, object] = {
         "finish_reason": finish,
         "weight_version": "0",
         "output_token_logprobs": entries,

@@ -35,8 +35,10 @@ def hub_folder(name: str, *, kind: RepoKind, downloads: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError  # noqa: PLC0415
 
     hint = f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
+    wanted = list(_FILES[kind])
     try:
-        folder = Path(snapshot_download(name, repo_type=kind, local_files_only=True))
+        # With the same patterns: without them a folder that lacks other files of the repository counts as incomplete.
+        folder = Path(snapshot_download(name, repo_type=kind, allow_patterns=wanted, local_files_only=True))
         if kind == "model" and not (missing := missing_shards(folder)):
             return folder
         if kind == "dataset" and not downloads:
@@ -49,7 +51,7 @@ def hub_folder(name: str, *, kind: RepoKind, downloads: bool) -> Path:
     if not downloads:
         raise HubError(f"{found}; `megarl train` downloads it, or `{hint}`")
     try:
-        return Path(snapshot_download(name, repo_type=kind, allow_patterns=list(_FILES[kind])))
+        return Path(snapshot_download(name, repo_type=kind, allow_patterns=wanted))
     except RepositoryNotFoundError:
         raise HubError(f"{found}, and the hub has no {kind} of this name that you may read") from None
     except (HfHubHTTPError, httpx.HTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -1,10 +1,18 @@
-"""Names of the hub become folders of its cache; nothing here reaches a network."""
+"""Names of the hub become folders of its cache; the hub is a server of this process."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
 
 import huggingface_hub.constants
 import pytest
@@ -85,3 +93,81 @@ def test_validate_names_the_command_that_fetches_a_model(
     lines = capsys.readouterr().err.splitlines()[1:]
     assert len([line for line in lines if "model.path" in line]) == 1
     assert "`megarl train` downloads it, or `hf download Org/Nothing`" in lines[0]
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """The requests by which the hub's package lists and fetches a model; other names are unknown."""
+
+    protocol_version = "HTTP/1.1"
+    files = MappingProxyType(
+        {"config.json": b"{}", "model.safetensors": b"weights" * 1000, "pytorch_model.bin": b"a pickle"}
+    )
+    fetched: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        name = self.path.rpartition("/")[2]
+        if self.path.startswith("/api/models/Org/Tiny/tree"):
+            listed = [
+                {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+                for name, body in self.files.items()
+            ]
+            self._send(json.dumps(listed).encode())
+        elif self.path.startswith("/api/models/Org/Tiny"):
+            siblings = [{"rfilename": name} for name in self.files]
+            self._send(json.dumps({"id": "Org/Tiny", "sha": "a" * 40, "siblings": siblings}).encode())
+        elif self.path.startswith("/Org/Tiny/resolve/") and name in self.files:
+            self.fetched.append(f"{self.command} {name}")
+            self._send(self.files[name])
+        else:
+            self._send(b"{}", status=404)
+
+    def _send(self, body: bytes, *, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        self.send_header("X-Repo-Commit", "a" * 40)
+        if status == 404:
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+def test_a_model_is_downloaded_with_progress_and_then_found(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    code = (
+        "import sys; from megarl.config.hub import *\n"
+        "try: print(hub_folder(sys.argv[1], kind='model', downloads=sys.argv[2] == 'downloads'))\n"
+        "except HubError as error: print(error)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+
+    def ask(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    try:
+        assert "`megarl train` downloads it" in ask("Org/Tiny", "looks").stdout
+        done = ask("Org/Tiny", "downloads")
+        folder = Path(done.stdout.strip())
+        assert (folder / "model.safetensors").read_bytes() == b"weights" * 1000
+        assert "Fetching 2 files" in done.stderr
+        assert "GET pytorch_model.bin" not in FakeHub.fetched
+        assert Path(ask("Org/Tiny", "looks").stdout.strip()) == folder
+        assert "the hub has no model of this name that you may read" in ask("Org/Nothing", "downloads").stdout
+    finally:
+        server.shutdown()
+    assert "the hub cannot be reached" in ask("Org/Other", "downloads").stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from prometheus_client import CollectorRegistry
 
+from megarl.checkpoint.tensor_header import TENSOR_SUFFIX, read_header
 from megarl.config.algorithm import (
     AlgorithmConfig,
     FunctionLossConfig,
@@ -19,12 +21,13 @@ from megarl.config.algorithm import (
     PolicyGradientConfig,
     SftConfig,
 )
+from megarl.config.model import ModelShape
 from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recipe, SamplingConfig
 from megarl.config.reward import FrozenRewardConfig, RewardConfig, single_rewards
 from megarl.config.section import Device
 from megarl.data.rows import check_files, check_pairs
 from megarl.episodes.build import rehearse
-from megarl.errors import DataError, MachineError
+from megarl.errors import CheckpointError, DataError, MachineError
 from megarl.observe.prometheus import MetricsEndpoint
 from megarl.reward.build import build_scorer
 from megarl.runtime.inputs import Inputs, read_inputs
@@ -32,6 +35,7 @@ from megarl.system.network import LOOPBACK, address_in
 from megarl.system.user_code import load_code
 from megarl.tokens import Content
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup
+from megarl.weights.layouts.canonical import VALUE_HEAD, canonical_tensors
 
 _GPU_DEVICES = (Path("/dev/nvidia0"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 """Present where an NVIDIA driver is loaded; the last one under WSL."""
@@ -49,12 +53,31 @@ def check_start(recipe: Recipe, *, address: str | None) -> Inputs:
     for key, code in _codes(recipe.algorithm, recipe.sampling):
         load_code(code, key=key)
     inputs = read_inputs(recipe)
+    check_weights(recipe.model.path, inputs.shape)
     if recipe.environment is not None:
         limit = recipe.sampling.max_response_tokens
         rehearse(recipe.environment, inputs.tokenizer, max_response_tokens=limit)
     if not isinstance(recipe.algorithm, OfflineConfig):
         asyncio.run(_try_reward(recipe.reward, recipe.algorithm, (*inputs.train.prompts, *inputs.eval)))
     return inputs
+
+
+def check_weights(folder: Path, shape: ModelShape) -> None:
+    """Raise a CheckpointError where the headers of the weights differ from `config.json`; reads no weights."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+    except FileNotFoundError:
+        named = set(folder.glob(f"*{TENSOR_SUFFIX}"))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not an index of safetensors files: {type(error).__name__}") from None
+    found = {entry.name: entry.shape for path in sorted(named) for entry in read_header(path).entries}
+    for name, spec in canonical_tensors(shape).items():
+        if name not in found and name != VALUE_HEAD:
+            raise CheckpointError(f"{folder}: tensor {name} is in none of its {len(named)} safetensors file(s)")
+        if name in found and found[name] != spec.shape:
+            shapes = f"{list(found[name])}, config.json says {list(spec.shape)}"
+            raise CheckpointError(f"{folder}: tensor {name} has shape {shapes}; do these files belong together?")
 
 
 def check_columns(data: DataConfig, algorithm: AlgorithmConfig) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megarl.config.recipe import Recipe
-from megarl.errors import DataError, MachineError
+from megarl.errors import CheckpointError, DataError, MachineError
 from megarl.runtime import preflight
 from megarl.runtime.preflight import check_start
 from megarl.tools.quickstart.arithmetic import ArithmeticFiles, make_arithmetic
@@ -44,6 +46,21 @@ def test_prompts_that_are_too_long_are_counted(files: ArithmeticFiles) -> None:
     recipe = recipe_of(files, data={"train": [files.train], "max_prompt_tokens": 2})
     with pytest.raises(DataError, match=r"12 of 12 rows are longer than data\.max_prompt_tokens 2"):
         check_start(recipe, address=None)
+
+
+def test_weights_of_another_configuration_are_found(files: ArithmeticFiles, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(files.model, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 4 * config["intermediate_size"]}))
+    with pytest.raises(CheckpointError, match=r"has shape \[.*\], config\.json says \[.*\]; do these files belong"):
+        check_start(recipe_of(files, model={"path": model}), address=None)
+    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 9}))
+    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.\d\.\S+ is in none of its 1 safetensors file"):
+        check_start(recipe_of(files, model={"path": model}), address=None)
+    (weights,) = model.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match="is it complete"):
+        check_start(recipe_of(files, model={"path": model}), address=None)
 
 
 def test_a_null_in_a_late_row_is_named(files: ArithmeticFiles, tmp_path: Path) -> None:

@@ -120,7 +120,8 @@ def _show(checks: Sequence[Check], diagnosis: RunDiagnosis | None, run: Path | N
         if diagnosis.findings:
             console.print(Group(*(_finding_table(finding, run) for finding in diagnosis.findings)))
         else:
-            console.print("no problem found")
+            ended = diagnosis.status == "failed"
+            console.print("no rule says more about it" if ended else "no problem found")
 
 
 def _checks_table(checks: Iterable[Check]) -> Table:

@@ -149,6 +149,15 @@ RULES: tuple[FindingRule, ...] = (
         advice="`megarl checkpoint prune RUN` makes room; `megarl doctor RECIPE` shows how much a save needs",
     ),
     FindingRule(
+        name="never rewarded",
+        severity=Severity.ERROR,
+        symptom=symptoms.never_rewarded,
+        cause="the model cannot do the task yet, or the reward does not recognise right answers",
+        remedy=remedies.none,
+        advice="`megarl samples RUN --wrong` shows both. Start from a model that gets some answers right: a larger one, or "
+        "one trained with `algorithm.kind: sft` on demonstrations; more rollouts and a filter do not help",
+    ),
+    FindingRule(
         name="all rewards equal",
         severity=Severity.ERROR,
         symptom=symptoms.equal_rewards,

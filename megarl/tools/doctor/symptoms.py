@@ -85,18 +85,32 @@ def loss_oscillating(run: RunHistory) -> str | None:
 
 
 def equal_rewards(run: RunHistory) -> str | None:
-    spread = run.history.of_rollouts(lambda rollouts: rollouts.reward_max - rollouts.reward_min)
-    steps = mostly_at_end(spread, lambda value: value == 0)
-    if steps is None:
+    steps = _steps_of_equal_rewards(run)
+    if steps is None or never_rewarded(run) is not None:
         return None
     last = run.history.reward.values[-1]
-    return f"all rewards of a step are equal in {steps[0]} of the last {steps[1]} steps, {last:g} in the last"
+    return (
+        f"all rewards of a step are equal in {steps[0]} of the last {steps[1]} steps; in the last one they are {last:g}"
+    )
+
+
+def never_rewarded(run: RunHistory) -> str | None:
+    """Whether rewards are equal and none was ever above 0, as those of a model that cannot do the task."""
+    best = run.history.of_rollouts(lambda rollouts: rollouts.reward_max)
+    if _steps_of_equal_rewards(run) is None or max(best.values) > 0:
+        return None
+    return f"no response of {len(best.values)} steps scored above 0; the best scored {max(best.values):g}"
+
+
+def _steps_of_equal_rewards(run: RunHistory) -> tuple[int, int] | None:
+    spread = run.history.of_rollouts(lambda rollouts: rollouts.reward_max - rollouts.reward_min)
+    return mostly_at_end(spread, lambda value: value == 0)
 
 
 def no_signal(run: RunHistory) -> str | None:
     share = run.history.of_rollouts(lambda rollouts: rollouts.num_zero_signal_groups / rollouts.num_groups)
     steps = mostly_at_end(share, lambda value: value >= 0.9)
-    if steps is None or equal_rewards(run) is not None:
+    if steps is None or (equal_rewards(run) or never_rewarded(run)) is not None:
         return None
     return f"90 % of the groups or more teach nothing in {steps[0]} of the last {steps[1]} steps"
 

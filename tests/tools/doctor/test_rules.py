@@ -125,8 +125,14 @@ CASES = (
     Case(
         rule="all rewards equal",
         steps=[*FINE[:4], *[Step(reward=0.0, reward_max=0.0, zero_signal=8)] * 6],
-        evidence="all rewards of a step are equal in 6 of the last 8 steps, 0 in the last",
+        evidence="all rewards of a step are equal in 6 of the last 8 steps; in the last one they are 0",
         changes=("sampling.rollouts_per_prompt: 16", "algorithm.filter: {}"),
+    ),
+    Case(
+        rule="never rewarded",
+        steps=[Step(reward=0.0, reward_max=0.0, zero_signal=8)] * 8,
+        evidence="no response of 8 steps scored above 0; the best scored 0",
+        changes=(),
     ),
     Case(
         rule="validation always 0",

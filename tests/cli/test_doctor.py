@@ -18,7 +18,7 @@ from tests.tools.doctor.test_rules import RECIPE
 def run(tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
-    equal = Step(reward=0.0, reward_max=0.0, zero_signal=8)
+    equal = Step(reward=1.0, reward_max=1.0, reward_min=1.0, zero_signal=8)
     write_run(tmp_path / "run", load_recipe(path, checks=()), [equal] * 8)
     return tmp_path / "run"
 
@@ -29,7 +29,7 @@ def test_a_run_is_diagnosed_without_looking_at_the_machine(run: Path, capsys: py
     assert lines[:6] == [
         "run sample: step 8 of 40, done",
         "error: all rewards equal",
-        "  evidence   all rewards of a step are equal in 8 of the last 8 steps, 0 in the last",
+        "  evidence   all rewards of a step are equal in 8 of the last 8 steps; in the last one they are 1",
         "  cause      the reward is broken or gives everything the same score, or the prompts are far too hard or too "
         "easy",
         "  change     sampling.rollouts_per_prompt: 16",

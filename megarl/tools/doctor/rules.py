@@ -154,7 +154,7 @@ RULES: tuple[FindingRule, ...] = (
         symptom=symptoms.never_rewarded,
         cause="the model cannot do the task yet, or the reward does not recognise right answers",
         remedy=remedies.none,
-        advice="`megarl samples RUN --wrong` shows both. Start from a model that gets some answers right: a larger one, or "
+        advice="`megarl samples RUN --wrong` shows both. Start from a model that gets some right: a larger one, or "
         "one trained with `algorithm.kind: sft` on demonstrations; more rollouts and a filter do not help",
     ),
     FindingRule(

@@ -150,7 +150,7 @@ def small_topology(recipe: Recipe, *, folder: Path, files: RehearsalFiles, max_n
         raise _refused("roles.rollout.endpoints", "engines that run already cannot be rehearsed; name a pool")
     if isinstance(recipe.algorithm, GivenPairsConfig):
         raise _refused("algorithm.kind", f"{recipe.algorithm.kind} trains on pairs, which a rehearsal does not have")
-    small_roles = _small_roles(roles)
+    small_roles = _small_roles(roles, files.model)
     pools = {name: _small_pool(name, pool, roles, small_roles, max_nodes) for name, pool in recipe.pools.items()}
     small = Recipe(
         run=RunConfig(name="run", folder=folder, steps=_REHEARSED_STEPS, device="cpu", seed=recipe.run.seed),
@@ -173,9 +173,8 @@ def small_topology(recipe: Recipe, *, folder: Path, files: RehearsalFiles, max_n
         engines, tensor = small.num_engines, small_roles.rollout.tensor
         notes.append(f"engines: {recipe.num_engines} of TP{roles.rollout.tensor} -> {engines} of TP{tensor}")
         rollouts, own = small.sampling.rollouts_per_prompt, recipe.sampling.rollouts_per_prompt
-        notes.append(
-            f"rollouts: {own} per prompt -> {rollouts}, of at most {small.sampling.max_response_tokens} tokens"
-        )
+        limit = small.sampling.max_response_tokens
+        notes.append(f"rollouts: {own} per prompt -> {rollouts}, of at most {limit} tokens")
     notes.append(f"a step: {recipe.train.prompts_per_step} prompts -> {small.train.prompts_per_step}")
     return SmallRecipe(recipe=small, notes=tuple(notes))
 
@@ -190,24 +189,25 @@ def _refuse_adapters(model: ModelConfig) -> None:
         raise _refused("model.lora", message)
 
 
-def _small_roles(roles: RolesConfig) -> RolesConfig:
+def _small_roles(roles: RolesConfig, model: Path) -> RolesConfig:
     critic, reference, rollout = roles.critic, roles.reference, roles.rollout
     trained: dict[str, object] = {"megatron_optimizer": {}, "megatron_ddp": {}}
     even: dict[str, object] = {"first_stage_layers": None, "last_stage_layers": None}
+    same = even | {"path": None}
     learning = {"path": None, "prompts_per_update": None, "warmup_steps": 0}
     return RolesConfig(
         actor=roles.actor.model_copy(update=_small_split(roles.actor) | trained | even),
         critic=critic and critic.model_copy(update=_small_split(critic) | trained | even | learning),
-        reference=reference and _small_reference(reference),
+        reference=reference
+        and (reference.model_copy(update=_small_split(reference) | same) if reference.pool else ReferenceConfig()),
         rollout=rollout and _small_rollout(rollout),
+        teacher={
+            name: each.model_copy(
+                update=_small_split(each) | even | {"model": model, "sources": (name,) * min(index, 1)}
+            )
+            for index, (name, each) in enumerate(roles.teacher.items())
+        },
     )
-
-
-def _small_reference(reference: ReferenceConfig) -> ReferenceConfig:
-    if reference.pool is None:
-        return ReferenceConfig()  # in the actor's ranks, split like the actor
-    uneven = {"first_stage_layers": None, "last_stage_layers": None, "path": None}
-    return reference.model_copy(update=_small_split(reference) | uneven)
 
 
 def _small_pool(name: str, pool: PoolConfig, roles: RolesConfig, small: RolesConfig, max_nodes: int) -> PoolConfig:

@@ -36,7 +36,7 @@ from megarl.train.layers import RMSNorm, Rotation, rotary_frequencies, rotary_ma
 from megarl.train.likeliest import Head, candidate_logprobs
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
 from megarl.train.topology import Topology
-from megarl.types import BoolArray, FloatArray, MicroBatch
+from megarl.types import FloatArray, MicroBatch
 from megarl.weights.executors.tensors import torch_dtype
 from megarl.weights.layouts.megatron import MegatronParallel, layout_name, padded_vocab
 
@@ -51,7 +51,7 @@ class DeviceMicroBatch:
     episode_starts: Tensor  # [E + 1], int32
     episode_loss_tokens: Tensor | None  # [E], int64; None where every sequence is a whole episode
     targets: Tensor  # [N], int64
-    scored: Tensor | None  # [K], int64, the positions whose targets are scored; None: all
+    loss_places: Tensor | None  # [K], int64, where `loss_mask` is True; None in a question
     loss_mask: Tensor  # [N], bool
     rollout_logprobs: Tensor  # [N]
     advantages: Tensor  # [N]
@@ -92,7 +92,7 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
         return tensor(array, dtype) if array.size else torch.zeros(num_tokens // context, device=device, dtype=dtype)
 
     num_tokens, rows = len(micro_batch.token_ids), micro_batch.rows
-    scored = np.flatnonzero(_scored(micro_batch)[mine])
+    has_loss = micro_batch.loss_mask.size > 0
     episode_starts = micro_batch.sequence_starts if rows is None else rows.episode_starts
     return DeviceMicroBatch(
         token_ids=tensor(micro_batch.token_ids, torch.int64)[None],
@@ -101,9 +101,8 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
         episode_starts=torch.from_numpy(episode_starts // context).to(device=device, non_blocking=True),
         episode_loss_tokens=None if rows is None else torch.from_numpy(rows.num_loss_tokens).to(device=device),
         targets=tensor(micro_batch.targets, torch.int64),
-        scored=None
-        if len(scored) == num_tokens // context
-        else torch.from_numpy(scored).to(device=device, non_blocking=True),
+        # Found on the host: on a GPU it would have to be waited for.
+        loss_places=torch.from_numpy(np.flatnonzero(micro_batch.loss_mask[mine])).to(device) if has_loss else None,
         loss_mask=padded(micro_batch.loss_mask, torch.bool),
         rollout_logprobs=padded(micro_batch.rollout_logprobs, torch.float32),
         advantages=padded(micro_batch.advantages, torch.float32),
@@ -116,16 +115,6 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
         temperature=temperature,
         num_pack_tokens=num_tokens,
     )
-
-
-def _scored(micro_batch: MicroBatch) -> BoolArray:
-    """Return where a score is needed: at loss positions, in a question those that predict a response. [N]"""
-    if micro_batch.loss_mask.size:
-        return micro_batch.loss_mask
-    steps = np.zeros(len(micro_batch.token_ids) + 1, np.int8)
-    np.add.at(steps, micro_batch.response_starts, 1)
-    np.add.at(steps, micro_batch.response_ends, -1)
-    return steps[:-1].cumsum() > 0
 
 
 def whole_column(column: Tensor, micro_batch: MicroBatch, topology: Topology) -> FloatArray:
@@ -227,7 +216,8 @@ class PolicyModel(Model):
             micro_batch.targets,
             shard=shard,
             temperature=temperature,
-            scored=micro_batch.scored,
+            # A pass without gradients is a question: it is about all tokens of the responses.
+            scored=micro_batch.loss_places if torch.is_grad_enabled() else None,
             has_float32_logits=is_float32,
             is_fused=is_fused,
         )

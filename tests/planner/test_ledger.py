@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.config.recipe import Recipe
-from megarl.planner.deployment import deploy
+from megarl.planner.deployment import deploy, find_shapes
 from megarl.planner.hardware import GPUS
 from megarl.planner.ledger import (
     ALLOCATOR_SHARE,
@@ -237,3 +237,20 @@ def test_the_engines_of_a_frozen_model_fill_their_own_pool() -> None:
     body = PUBLIC_MODELS["qwen2.5-7b"]
     assert items["KV cache"] == 1000 * 2 * body.num_layers * body.num_kv_heads // 2 * body.head_dim * 2
     assert 7e9 < items["engine weights"] < 8e9, "half of 7.6 billion parameters of two bytes"
+
+
+def test_a_teacher_is_counted_with_its_own_shape_in_its_pool() -> None:
+    """Weights of a larger model without gradients or optimizer, and activations while it scores."""
+    recipe = make_recipe(
+        "pools.teacher={gpus_per_node: 8}",
+        "roles.teacher.large={kind: ranks, pool: teacher, tensor: 8, model: qwen2.5-72b}",
+        "algorithm={kind: distill}",
+    )
+    deployment = deploy(recipe, find_shapes(recipe.model, recipe.roles), H100)
+    assert deployment.placement.num_gpus == 16 + 8 + 8
+    (scoring,) = (item for item in ledgers(deployment, recipe.algorithm) if item.where == "teacher.large")
+    assert scoring.phase is MemoryPhase.SCORING
+    (weights,) = (item.num_bytes for item in scoring.items if item.name == "weights")
+    assert weights == pytest.approx(2 * 72.7e9 / 8, rel=0.01)
+    assert not {"gradients", "optimizer"} & names(scoring)
+    assert not any("teacher" in ledger.where for ledger in host_ledgers(deployment, recipe.checkpoint))

@@ -42,7 +42,7 @@ def time_of(recipe: Recipe, *, response: int = 1000, shape: ModelShape = SHAPE) 
         snapshots={
             role: snapshot_bytes(model, recipe.checkpoint)
             for role, model in deployment.models.items()
-            if role != "reference"
+            if model.is_trained
         },
         publish_s=0.5,
     )
@@ -253,3 +253,13 @@ def test_an_optimizer_in_host_memory_passes_through_the_gpu_in_every_update() ->
     once, four_times = (update_s("optimizer", count) - update_s("nothing", count) for count in (128, 32))
     assert once > 0
     assert four_times == pytest.approx(4 * once)
+
+
+def test_a_teacher_scores_before_the_update() -> None:
+    teacher = "roles.teacher.same={kind: ranks, pool: train, tensor: 4, pipeline: 2, model: qwen2.5-7b}"
+    taught = time_of(make_recipe(teacher, "algorithm={kind: grpo, distillation: {kind: reverse_kl}}"))
+    plain = time_of(make_recipe())
+    (phase,) = (phase for phase in taught.phases if phase.name is PhaseName.TEACHER)
+    assert phase.is_waited_for
+    assert taught.step_s == pytest.approx(plain.step_s + phase.seconds)
+    assert phase.seconds > 0

@@ -91,7 +91,7 @@ def evaluation_document(
     rollouts_per_prompt: int | None,
     max_prompts: int | None,
 ) -> Document:
-    """Return the recipe of a run that only evaluates: no critic, no reference, plain GRPO that never takes a step."""
+    """Return the recipe of a run that only evaluates: no critic, reference or teacher, and no step is ever taken."""
     run, roles = _section(document, "run"), _section(document, "roles")
     name = f"evaluate_{run.get('name', 'model')}"
     prompts: list[JsonValue] = [str(path) for path in data] or _list(_section(document, "data").get("eval"))
@@ -119,7 +119,8 @@ def evaluation_document(
         "data.eval_demonstrations": [],
         "pools": pools,
         "roles": kept,
-        "algorithm": {"kind": "grpo"},
+        # It takes groups of any size.
+        "algorithm": {"kind": "reinforce_pp"},
         "evaluation": evaluation,
         "checkpoint": {"save_every_steps": None, "save_at_end": False},
         "train": {**_section(document, "train"), "prompts_per_step": 1, "prompts_per_update": None, "max_staleness": 0},

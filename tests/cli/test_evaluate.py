@@ -8,6 +8,7 @@ from rich.console import Console
 
 from megarl.cli.evaluate import evaluation_document, result_table
 from megarl.cli.main import run
+from megarl.config.checks.algorithm import check_algorithm
 from megarl.config.document import read_document
 from megarl.config.load import validated
 from megarl.results import EvalResult, Grade, Grades
@@ -15,7 +16,9 @@ from megarl.types import PolicyVersion
 from tests.repository import ROOT
 
 
-@pytest.mark.parametrize("name", ["quickstart", "quickstart_ppo", "quickstart_async", "quickstart_dapo"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "quickstart_ppo", "quickstart_async", "quickstart_dapo", "quickstart_distill"]
+)
 def test_any_recipe_becomes_one_that_only_evaluates(name: str) -> None:
     document = read_document(ROOT / "recipes" / f"{name}.yaml")
     changed = evaluation_document(
@@ -24,7 +27,8 @@ def test_any_recipe_becomes_one_that_only_evaluates(name: str) -> None:
     recipe = validated(changed, source=name).recipe
     assert recipe.model.path == Path("model")
     assert recipe.data.eval == (Path("other.parquet"),)
-    assert (recipe.roles.critic, recipe.roles.reference) == (None, None)
+    assert (recipe.roles.critic, recipe.roles.reference, recipe.roles.teacher) == (None, None, {})
+    assert check_algorithm(recipe) == []
     assert recipe.evaluation is not None
     assert (recipe.evaluation.max_prompts, recipe.evaluation.runs_before_training) == (10, True)
     assert set(recipe.pools) == {recipe.roles.actor.pool, recipe.roles.used_pools["rollout"]}

@@ -17,8 +17,9 @@ import megarl
 from megarl import api
 from megarl.algo.advantage import Outcomes, estimate
 from megarl.cli.notebook import NotebookDisplay
-from megarl.config.algorithm import FunctionLossConfig, GrpoConfig
+from megarl.config.algorithm import GrpoConfig
 from megarl.config.environment import ClassEnvironmentConfig
+from megarl.config.losses import FunctionLossConfig
 from megarl.config.recipe import Recipe
 from megarl.episodes.build import check_environment
 from megarl.errors import ConfigError, DataError

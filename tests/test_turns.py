@@ -14,19 +14,8 @@ from torch import Tensor
 from megarl.algo.algorithm import PolicyGradient
 from megarl.algo.loss import PolicyTokens, Segments
 from megarl.algo.objective import actor_loss
-from megarl.config.algorithm import (
-    CispoLossConfig,
-    EstimatorConfig,
-    GaeConfig,
-    GmpoLossConfig,
-    GroupConfig,
-    GrpoConfig,
-    GspoLossConfig,
-    PpoLossConfig,
-    ReinforcePpConfig,
-    SapoLossConfig,
-    TisConfig,
-)
+from megarl.config.algorithm import EstimatorConfig, GaeConfig, GroupConfig, GrpoConfig, ReinforcePpConfig, TisConfig
+from megarl.config.losses import CispoLossConfig, GmpoLossConfig, GspoLossConfig, PpoLossConfig, SapoLossConfig
 from megarl.data.packing import Packing
 from megarl.data.shares import make_shares, unpack
 from megarl.errors import DataError, RewardError

@@ -19,13 +19,15 @@ from megarl.algo.comparison import (
     Groups,
     Wide,
     compare,
+    find_pairs,
     grpo,
     grpo_scales,
     has_others,
+    pair_advantages,
+    rloo,
     sppo,
     whiten_rollouts,
 )
-from megarl.algo.preference import find_pairs, pair_advantages
 from megarl.config.algorithm import (
     DistillConfig,
     EstimatorConfig,
@@ -34,6 +36,7 @@ from megarl.config.algorithm import (
     GroupConfig,
     GrpoConfig,
     PairConfig,
+    PrimeConfig,
     ReinforcePpConfig,
     RemaxConfig,
     SppoConfig,
@@ -116,6 +119,8 @@ def estimate(config: EstimatorConfig, outcomes: Outcomes) -> Credit:
             return Credit(advantages=_placed(_whiten(_rewards_to_go(outcomes, gamma=config.gamma)), masks))
         case RemaxConfig():
             return Credit(advantages=_placed(_remax(outcomes, gamma=config.gamma), masks))
+        case PrimeConfig():
+            return _prime(config, outcomes)
         case _:
             return _over_tokens(_per_rollout(config, outcomes), masks)
 
@@ -129,7 +134,7 @@ def _per_rollout(config: DistillConfig | GdpoConfig | PairConfig | SppoConfig, o
             return _gdpo(outcomes, config.weights)
         case PairConfig():
             assert outcomes.implicit is not None, "pairs without implicit rewards"
-            pairs = find_pairs(outcomes.rewards, outcomes.groups)
+            pairs = find_pairs(config, outcomes.rewards, outcomes.groups)
             return pair_advantages(config, pairs, outcomes.implicit, outcomes.lengths)
         case SppoConfig():
             return sppo(outcomes.totals, outcomes.groups, eta=config.eta)
@@ -220,6 +225,28 @@ def _places(by_token: Mapping[int, float]) -> tuple[npt.NDArray[np.int64], Wide]
     """Return the tokens that have rewards of their own, and these rewards."""
     size = len(by_token)
     return np.fromiter(by_token, np.int64, size), np.fromiter(by_token.values(), np.float64, size)
+
+
+def _prime(config: PrimeConfig, outcomes: Outcomes) -> Credit:
+    """Return RLOO of the outcome plus the rewards to go of tokens, each less the mean of the other rollouts' tokens.
+
+    The returns are what the reward model learns from: label - probability that it gave the rollout to be right.
+    """
+    assert outcomes.values is not None, "prime without rewards of tokens"
+    masks, groups = outcomes.loss_masks, outcomes.groups
+    tokens = [values[mask].astype(np.float64) for values, mask in zip(outcomes.values, masks, strict=True)]
+    means = np.array([part.mean() if len(part) else 0.0 for part in tokens])
+    sizes = np.bincount(groups)
+    others = (np.bincount(groups, weights=means)[groups] - means) / np.maximum(sizes - 1, 1)[groups]
+    has_other = has_others(groups)
+    outcome = rloo(outcomes.rewards, groups) * has_other
+    advantages = [
+        whole + config.process_coef * is_compared * _discounted_sum(part - baseline, config.gamma)
+        for whole, is_compared, part, baseline in zip(outcome, has_other, tokens, others, strict=True)
+    ]
+    logits = np.array([part.sum() for part in tokens])
+    residuals = (outcomes.rewards >= config.right_from) - np.exp(-np.logaddexp(0.0, -logits))
+    return Credit(advantages=_placed(advantages, masks), returns=_over_tokens(residuals, masks).advantages)
 
 
 def _gae(outcomes: Outcomes, *, gamma: float, lam: float) -> Credit:

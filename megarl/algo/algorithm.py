@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 from megarl.algo.advantage import Outcomes, estimate
+from megarl.algo.comparison import find_pairs, implicit_rewards, measure_pairs
 from megarl.algo.loss import kl
-from megarl.algo.preference import find_pairs, implicit_rewards, measure_pairs
 from megarl.algo.selection import (
     Selection,
     are_scored,
@@ -113,7 +113,9 @@ class PolicyGradient:
     def _measure(self, outcomes: Outcomes) -> PreferenceStats | None:
         if not isinstance(self._config, PairConfig) or outcomes.implicit is None:
             return None
-        return measure_pairs(self._config, find_pairs(outcomes.rewards, outcomes.groups), outcomes.implicit)
+        return measure_pairs(
+            self._config, find_pairs(self._config, outcomes.rewards, outcomes.groups), outcomes.implicit
+        )
 
     def _assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
         config = self._config

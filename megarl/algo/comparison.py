@@ -1,13 +1,21 @@
-"""Compares the rewards of a group's rollouts: one number per rollout. Pure numpy over a whole step; knows no tokens."""
+"""Compares the rollouts of a group by their rewards, or in pairs: one number per rollout. Pure numpy over a whole step.
+
+The margins of pairs are those of the model before the step, so one update of `-A * logp` is one update of their loss.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
-from megarl.config.algorithm import GroupConfig
+from megarl.config.algorithm import GroupConfig, KlRewardConfig, PairConfig, PreferenceConfig, SpinConfig
+from megarl.results import PreferenceStats
+from megarl.tokens import num_true
+from megarl.types import BoolArray, Estimates, FloatArray
 
 _EPS = 1e-6
 WHITEN_EPS = 1e-8
@@ -21,7 +29,7 @@ def compare(config: GroupConfig, rewards: Wide, groups: Groups, lengths: npt.NDA
     """Return the advantage of each rollout, and by how much it grows with the rollout's reward."""
     match config.kind:
         case "rloo":
-            return _rloo(rewards, groups), 1.0
+            return rloo(rewards, groups), 1.0
         case "opo":
             return _opo(rewards, groups, lengths), 1.0
         case "gpg":
@@ -54,7 +62,7 @@ def has_others(groups: Groups) -> Wide:
     return (np.bincount(groups)[groups] > 1).astype(np.float64)
 
 
-def _rloo(rewards: Wide, groups: Groups) -> Wide:
+def rloo(rewards: Wide, groups: Groups) -> Wide:
     """R - mean of the other rollouts of its group."""
     sizes = np.bincount(groups)
     return (sizes / np.maximum(sizes - 1, 1))[groups] * _from_mean(rewards, groups)
@@ -126,3 +134,125 @@ def _whitening(per_rollout: Wide, lengths: npt.NDArray[np.int64]) -> tuple[float
     mean = float((lengths * per_rollout).sum() / max(num_tokens, 1))
     variance = (lengths * (per_rollout - mean) ** 2).sum() / max(num_tokens - 1, 1)
     return mean, float(np.sqrt(variance + WHITEN_EPS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """P pairs of a step's rollouts, by their indices."""
+
+    better: Groups  # [P]
+    worse: Groups  # [P]
+
+
+def find_pairs(config: PairConfig, rewards: Wide, groups: Groups) -> Pairs:
+    """Return the best and the worst rollout of each group that has both; for `spin` the demonstration, the last of its
+    group, with each of the others."""
+    better: list[int] = []
+    worse: list[int] = []
+    for members in members_of(groups):
+        if isinstance(config, SpinConfig):
+            better += [int(members[-1])] * (len(members) - 1)
+            worse += members[:-1].tolist()
+            continue
+        best, worst = (int(members[find(rewards[members])]) for find in (np.argmax, np.argmin))
+        if rewards[best] > rewards[worst]:
+            better.append(best)
+            worse.append(worst)
+    return Pairs(better=np.array(better, np.int64), worse=np.array(worse, np.int64))
+
+
+def implicit_rewards(config: PairConfig, estimates: Estimates, loss_masks: Sequence[BoolArray]) -> Wide:
+    """[B], the reward that the model gives each rollout, by which pairs are compared.
+
+    beta * log-ratio to the reference; for `simpo` beta * mean log-probability; for a reward model its score.
+    """
+    assert estimates.logprobs is not None, "a preference without log-probabilities"
+    totals = _masked_sums(estimates.logprobs, loss_masks)
+    if _has_reference(config):
+        assert estimates.reference_logprobs is not None, "a preference without a reference"
+        totals = totals - _masked_sums(estimates.reference_logprobs, loss_masks)
+    lengths = np.array([num_true(mask) for mask in loss_masks], np.int64)
+    return totals * _per_token(config, lengths)
+
+
+def pair_advantages(config: PairConfig, pairs: Pairs, implicit: Wide, lengths: npt.NDArray[np.int64]) -> Wide:
+    """[B], the negative gradient of the mean loss of the pairs by each token's log-probability; 0 outside the pairs.
+
+    The trainer divides by all rollouts; the factor makes it the mean over pairs.
+    """
+    pushes = _pushes(config, implicit[pairs.better] - implicit[pairs.worse])
+    advantages = np.zeros_like(implicit)
+    np.add.at(advantages, pairs.better, pushes)
+    np.subtract.at(advantages, pairs.worse, pushes)
+    return advantages * _per_token(config, lengths) * len(implicit) / max(len(pushes), 1)
+
+
+def measure_pairs(config: PairConfig, pairs: Pairs, implicit: Wide) -> PreferenceStats | None:
+    """Return the means over the pairs; None without any."""
+    if not len(pairs.better):
+        return None
+    better, worse = implicit[pairs.better], implicit[pairs.worse]
+    return PreferenceStats(
+        num_pairs=len(better),
+        loss=float(_losses(config, better - worse).mean()),
+        accuracy=float((better > worse).mean()),
+        margin=float((better - worse).mean()),
+        chosen_reward=float(better.mean()),
+        rejected_reward=float(worse.mean()),
+    )
+
+
+def _losses(config: PairConfig, margins: Wide) -> Wide:
+    """[P], of implicit rewards that differ by these margins."""
+    if not isinstance(config, PreferenceConfig):
+        return np.logaddexp(0.0, -margins)
+    match config.preference:
+        case "ipo":
+            return ((margins - 0.5) / _beta(config)) ** 2
+        case "simpo":
+            return np.logaddexp(0.0, config.simpo.gamma - margins)
+        case "sigmoid":
+            smoothing = config.label_smoothing
+            return (1 - smoothing) * np.logaddexp(0.0, -margins) + smoothing * np.logaddexp(0.0, margins)
+
+
+def _pushes(config: PairConfig, margins: Wide) -> Wide:
+    """[P], the negative derivative of `_losses` by the margin."""
+    if not isinstance(config, PreferenceConfig):
+        return _sigmoid(-margins)
+    match config.preference:
+        case "ipo":
+            return (1 - 2 * margins) / _beta(config) ** 2
+        case "simpo":
+            return _sigmoid(config.simpo.gamma - margins)
+        case "sigmoid":
+            return _sigmoid(-margins) - config.label_smoothing
+
+
+def _sigmoid(numbers: Wide) -> Wide:
+    # Without overflow at either end.
+    result: Wide = np.exp(-np.logaddexp(0.0, -numbers))
+    return result
+
+
+def _per_token(config: PairConfig, lengths: npt.NDArray[np.int64]) -> Wide:
+    """[B], the derivative of a rollout's implicit reward by the log-probability of one of its tokens."""
+    if not isinstance(config, PreferenceConfig):
+        return np.ones(len(lengths))
+    if config.preference == "simpo":
+        return config.simpo.beta / np.maximum(lengths, 1)
+    return np.full(len(lengths), _beta(config))
+
+
+def _has_reference(config: PairConfig) -> bool:
+    return isinstance(config, PreferenceConfig) and config.preference != "simpo"
+
+
+def _beta(config: PreferenceConfig) -> float:
+    assert isinstance(config.kl, KlRewardConfig), "a preference without a reference"
+    return config.kl.coef
+
+
+def _masked_sums(numbers: Sequence[FloatArray], loss_masks: Sequence[BoolArray]) -> Wide:
+    pairs = zip(numbers, loss_masks, strict=True)
+    return np.array([tokens[mask].sum(dtype=np.float64) for tokens, mask in pairs])

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.config.algorithm import AlgorithmConfig, GivenPairsConfig, OfflineConfig, PolicyGradientConfig, SftConfig
+from megarl.config.algorithm import (
+    AlgorithmConfig,
+    GivenPairsConfig,
+    OfflineConfig,
+    PolicyGradientConfig,
+    SftConfig,
+    SpinConfig,
+)
 from megarl.config.model import ModelShape
 from megarl.config.recipe import CheckpointConfig, DataConfig, EvaluationConfig, Recipe, SamplingConfig, TrainConfig
 from megarl.config.roles import RolesConfig
@@ -97,8 +104,8 @@ def _idle_ranks(
 
 def _unused_data(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
     for key in sorted(data.model_fields_set & {"response_key", "imitates"}):
-        if not isinstance(algorithm, SftConfig):
-            yield Problem(key=f"data.{key}", message="only sft reads it")
+        if not isinstance(algorithm, SftConfig | SpinConfig):
+            yield Problem(key=f"data.{key}", message="only sft and spin read it")
     for key in sorted(data.model_fields_set & {"chosen_key", "rejected_key"}):
         if not isinstance(algorithm, GivenPairsConfig):
             yield Problem(key=f"data.{key}", message="only dpo and reward_model read it")

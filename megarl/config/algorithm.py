@@ -6,86 +6,17 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from megarl.config.losses import (
+    Aggregation,
+    FunctionLossConfig,
+    GmpoLossConfig,
+    GpgLossConfig,
+    GspoLossConfig,
+    LossConfig,
+    PpoLossConfig,
+    SppoLossConfig,
+)
 from megarl.config.section import Section, UserCode
-
-Aggregation: TypeAlias = Literal[
-    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
-]
-
-
-class PpoLossConfig(Section):
-    kind: Literal["ppo"]
-    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    clip_high: PositiveFloat = 0.2
-    """Above `clip_low`, unlikely tokens can grow; DAPO uses 0.28."""
-    clip_dual: Annotated[float, Field(gt=1)] = 3.0
-    """Bounds the loss where the advantage is negative and the ratio large."""
-
-
-class GspoLossConfig(Section):
-    """One ratio per sequence, the geometric mean of its tokens': far narrower clips than PPO's."""
-
-    kind: Literal["gspo"]
-    clip_low: Annotated[float, Field(gt=0, le=1)] = 3e-4
-    clip_high: PositiveFloat = 4e-4
-
-
-class CispoLossConfig(Section):
-    """Clips the weight of a token, never its gradient."""
-
-    kind: Literal["cispo"]
-    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    clip_high: PositiveFloat = 0.2
-
-
-class GpgLossConfig(Section):
-    """The plain policy gradient: no ratio, no clip."""
-
-    kind: Literal["gpg"]
-
-
-class SapoLossConfig(Section):
-    """A soft gate instead of a clip; the higher the temperature, the sooner it closes."""
-
-    kind: Literal["sapo"]
-    tau_positive: PositiveFloat = 1.0
-    tau_negative: PositiveFloat = 1.05
-    """Used where the advantage is not positive."""
-
-
-class GmpoLossConfig(Section):
-    """The geometric mean of a sequence's ratios, each clipped in log space."""
-
-    kind: Literal["gmpo"]
-    clip_low: PositiveFloat = 0.4
-    clip_high: PositiveFloat = 0.4
-
-
-class SppoLossConfig(Section):
-    """The squared distance of a sequence's log-ratio from its advantage."""
-
-    kind: Literal["sppo"]
-
-
-class FunctionLossConfig(Section):
-    """Your own loss: `name(tokens)` gets a `PolicyTokens` of torch tensors and returns a loss per token, [N]."""
-
-    kind: Literal["function"]
-    code: UserCode
-    """`file.py:name` or `package.module:name`, on every node; a `TokenLoss` may be returned to count clipped tokens."""
-
-
-LossConfig: TypeAlias = Annotated[
-    PpoLossConfig
-    | GspoLossConfig
-    | CispoLossConfig
-    | GpgLossConfig
-    | SapoLossConfig
-    | GmpoLossConfig
-    | SppoLossConfig
-    | FunctionLossConfig,
-    Field(discriminator="kind"),
-]
 
 
 class TisConfig(Section):
@@ -360,6 +291,15 @@ class DpoConfig(PreferenceConfig):
     kind: Literal["dpo"]
 
 
+class SpinConfig(PreferenceConfig):
+    """Self-play: raises the demonstration of each row over the policy's own answers, relative to the reference: the
+    policy at the start of the iteration."""
+
+    kind: Literal["spin"]
+    iteration_steps: PositiveInt = 20
+    """After so many steps the reference takes the policy's weights."""
+
+
 class RewardModelConfig(PairConfig):
     """Trains a reward model, with a value head in place of the language head: -log sigmoid(score of the chosen answer -
     score of the rejected one). `model` of a checkpoint is a sequence classifier."""
@@ -377,6 +317,21 @@ class SppoConfig(PolicyGradientConfig):
     aggregation: Aggregation = "seq_mean_token_mean"
 
 
+class PrimeConfig(PolicyGradientConfig):
+    """Process rewards without labels of steps: `roles.critic` is a language model that learns from outcomes, and its
+    log-ratio to its start rewards every token."""
+
+    kind: Literal["prime"]
+    beta: PositiveFloat = 0.05
+    """Scale of the rewards of tokens."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount per token the policy chose, of the rewards of tokens."""
+    process_coef: PositiveFloat = 1.0
+    """Weight of the rewards of tokens beside the outcome's."""
+    right_from: float = 1.0
+    """A reward of at least this is labelled right."""
+
+
 EstimatorConfig: TypeAlias = (
     GaeConfig
     | GrpoConfig
@@ -387,8 +342,10 @@ EstimatorConfig: TypeAlias = (
     | GdpoConfig
     | OnlineDpoConfig
     | DpoConfig
+    | SpinConfig
     | RewardModelConfig
     | SppoConfig
+    | PrimeConfig
 )
 
 GivenPairsConfig: TypeAlias = DpoConfig | RewardModelConfig

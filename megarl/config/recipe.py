@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.algorithm import AlgorithmConfig, GivenPairsConfig, SftConfig
+from megarl.config.algorithm import AlgorithmConfig, GivenPairsConfig, SftConfig, SpinConfig
 from megarl.config.environment import EnvironmentConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.reward import ExactRewardConfig, RewardConfig
@@ -340,6 +340,8 @@ class Recipe(Section):
                 return 1
             case pairs if isinstance(pairs, GivenPairsConfig):
                 return 2
+            case SpinConfig():
+                return self.sampling.rollouts_per_prompt + 1
             case _:
                 return self.sampling.rollouts_per_prompt
 

@@ -262,7 +262,7 @@ class RolloutRoleConfig(EngineRoleConfig):
 class RolesConfig(Section):
     actor: ActorConfig
     critic: CriticConfig | None = None
-    """Needed by `gae`; only `gae` uses it."""
+    """Needed by `gae`, and by `prime` as its reward model; only they use it."""
     reference: ReferenceConfig | None = None
     """Needed by `algorithm.kl`; only `algorithm.kl` uses it."""
     rollout: RolloutRoleConfig | None = None

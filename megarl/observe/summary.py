@@ -200,18 +200,24 @@ def summarize_step(
 
 
 def _are_demonstrations(groups: Sequence[ScoredGroup]) -> bool:
-    return all(
-        [version for version, _ in counted(rollout.versions)] == [DEMONSTRATION]
-        for scored in groups
-        for rollout in scored.group.rollouts
-    )
+    return all(_is_demonstration(rollout) for scored in groups for rollout in scored.group.rollouts)
+
+
+def _is_demonstration(rollout: Rollout) -> bool:
+    return [version for version, _ in counted(rollout.versions)] == [DEMONSTRATION]
 
 
 def _summarize_rollouts(
     groups: Sequence[ScoredGroup], samples: Sequence[TrainSample], dropped_groups: Mapping[str, int]
 ) -> RolloutSummary:
-    rollouts = [rollout for scored in groups for rollout in scored.group.rollouts]
-    all_scores = [score for scored in groups for score in scored.scores]
+    # A demonstration beside the rollouts of a group is none of them.
+    played = [
+        (rollout, score)
+        for scored in groups
+        for rollout, score in zip(scored.group.rollouts, scored.scores, strict=True)
+        if not _is_demonstration(rollout)
+    ]
+    rollouts, all_scores = [rollout for rollout, _ in played], [score for _, score in played]
     scores = [score for score in all_scores if not score.is_masked]
     rewards = np.array([score.value for score in scores], dtype=np.float64)
     outliers = _outliers(rewards)
@@ -314,7 +320,12 @@ def _first_outlier(
 ) -> RewardOutlier | None:
     if not outliers:
         return None
-    uids = [scored.group.prompt.uid for scored in groups for score in scored.scores if not score.is_masked]
+    uids = [
+        scored.group.prompt.uid
+        for scored in groups
+        for rollout, score in zip(scored.group.rollouts, scored.scores, strict=True)
+        if not score.is_masked and not _is_demonstration(rollout)
+    ]
     return RewardOutlier(prompt_uid=uids[outliers[0]], reward=float(rewards[outliers[0]]))
 
 

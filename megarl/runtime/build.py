@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from megarl.config.algorithm import (
     PolicyGradientConfig,
     RemaxConfig,
     RewardModelConfig,
+    SpinConfig,
 )
 from megarl.config.model import ModelShape
 from megarl.config.recipe import EvaluationConfig, Recipe
@@ -44,7 +45,7 @@ from megarl.runtime.trainers.start import critic_folder, critic_shape
 from megarl.runtime.trainers.trainer import ModelsTrainer
 from megarl.stages import Algorithm, Generator, GroupSource, Publisher, Scorer, Stages, Trainer
 from megarl.train.trained import TrainedRank
-from megarl.types import PolicyVersion, Prompt, ScoredGroup
+from megarl.types import PolicyVersion, Prompt, Score, ScoredGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +162,8 @@ class LoopBuilder:
             generator=recipe.sampling.generator,
             baseline=nearly_greedy if isinstance(recipe.algorithm, RemaxConfig) else None,
         )
+        if isinstance(recipe.algorithm, SpinConfig):
+            return ContestedGroups(self.workers, task, self.observer, Demonstrations(self.inputs.tokenizer))
         return TaskGroups(self.workers, task, self.observer)
 
     def _sampled(self, models: ModelsTrainer) -> Trainer:
@@ -215,7 +218,7 @@ class LoopBuilder:
         recipe, trainers, inputs = self.recipe, self.roles.trainers, self.inputs
         critic = None
         if trainers.critic is not None and recipe.roles.critic is not None:
-            shape = critic_shape(recipe.roles.critic, inputs.shape)
+            shape = critic_shape(recipe.roles.critic, inputs.shape, recipe.algorithm)
             critic = _saved_model(trainers.critic, shape, critic_folder(recipe.roles.critic, recipe.model.path))
         return RunSaver(
             recipe,
@@ -337,6 +340,22 @@ class TaskGroups:
         for place, scored in zip(lost, answers, strict=True):
             restored[place] = scored
         return restored
+
+
+class ContestedGroups(TaskGroups):
+    """Groups that have the demonstration of their prompt as the last answer."""
+
+    def __init__(
+        self, workers: Answering, task: RolloutTask, observer: Observer, demonstrations: Demonstrations
+    ) -> None:
+        super().__init__(workers, task, observer)
+        self._demonstrations = demonstrations
+
+    async def scored_group(self, prompt: Prompt) -> ScoredGroup:
+        scored = await super().scored_group(prompt)
+        (given,) = (await self._demonstrations.generate(prompt)).rollouts
+        group = replace(scored.group, rollouts=(*scored.group.rollouts, given))
+        return replace(scored, group=group, scores=(*scored.scores, Score(value=1.0, components={})))
 
 
 class GivenGroups:

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megarl.config.algorithm import DpoConfig, PolicyGradientConfig, RewardModelConfig, SftConfig
+from megarl.config.algorithm import DpoConfig, PolicyGradientConfig, RewardModelConfig, SftConfig, SpinConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.data.prompts import PromptSet, load_demonstrations, load_pairs, load_prompts
@@ -60,7 +60,7 @@ def read_inputs(recipe: Recipe) -> Inputs:
         as_chats=is_scorer,
     )
     match recipe.algorithm:
-        case SftConfig():
+        case SftConfig() | SpinConfig():
             train = demonstrations(data.train)
         case DpoConfig() | RewardModelConfig():
             train = pairs(data.train)

@@ -14,13 +14,14 @@ from prometheus_client import CollectorRegistry
 from megarl.checkpoint.tensor_header import TENSOR_SUFFIX, read_header
 from megarl.config.algorithm import (
     AlgorithmConfig,
-    FunctionLossConfig,
     GdpoConfig,
     GivenPairsConfig,
     OfflineConfig,
     PolicyGradientConfig,
     SftConfig,
+    SpinConfig,
 )
+from megarl.config.losses import FunctionLossConfig
 from megarl.config.model import ModelShape
 from megarl.config.recipe import DataConfig, NetworkConfig, ObserveConfig, Recipe, SamplingConfig
 from megarl.config.reward import FrozenRewardConfig, RewardConfig, single_rewards
@@ -82,7 +83,7 @@ def check_weights(folder: Path, shape: ModelShape) -> None:
 
 def check_columns(data: DataConfig, algorithm: AlgorithmConfig) -> None:
     """Raise a DataError for a file without the columns that a run needs; reads no rows."""
-    check_files(data.train, data, as_demonstrations=isinstance(algorithm, OfflineConfig))
+    check_files(data.train, data, as_demonstrations=isinstance(algorithm, OfflineConfig | SpinConfig))
     if isinstance(algorithm, GivenPairsConfig):
         check_pairs((*data.train, *data.eval_pairs), data)
     check_files(data.eval, data, as_demonstrations=False)

@@ -28,7 +28,7 @@ from megarl.train.passes import forward
 from megarl.train.rank import RankSpec
 from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report
 from megarl.train.trained import TrainedRank
-from megarl.types import FloatArray, MiniBatch, PolicyVersion, TrainBatch
+from megarl.types import DEMONSTRATION, FloatArray, MiniBatch, PolicyVersion, TrainBatch
 
 RECORD_PREFIX = "trainer_"
 
@@ -136,6 +136,12 @@ class ActorRank(TrainedRank):
         }
         self._read(folder, self._reference)
 
+    def refresh_reference(self) -> None:
+        """Make the policy of now the reference."""
+        assert self._reference, "keep_reference comes first"
+        for name, tensor in self.tensors().items():
+            self._reference[name].copy_(tensor)
+
     def reference_logprobs(self, batch: TrainBatch) -> SampleNumbers | None:
         """Return what `logprobs` does, with the weights of the reference."""
         assert self._reference or self._spec.lora is not None, "keep_reference comes first"
@@ -171,14 +177,18 @@ class ActorRank(TrainedRank):
 
         def loss(index: int, output: TokenScores | Tensor) -> tuple[Tensor, Report]:
             micro_batch, scores = micro_batches[index], _scores_of(output)
+            versions, rollout_logprobs = micro_batch.versions, micro_batch.rollout_logprobs
             old_logprobs = micro_batch.old_logprobs if recomputed is None else recomputed[index]
             if is_single or old_logprobs is None:
                 old_logprobs = scores.logprobs.detach()
+            if versions is not None:
+                # No engine sampled a demonstration.
+                rollout_logprobs = torch.where(versions == DEMONSTRATION, old_logprobs, rollout_logprobs)
             tokens = PolicyTokens(
                 logprobs=scores.logprobs,
                 entropy=scores.entropy,
                 old_logprobs=old_logprobs,
-                rollout_logprobs=micro_batch.rollout_logprobs,
+                rollout_logprobs=rollout_logprobs,
                 advantages=micro_batch.advantages,
                 segments=micro_batch.segments(self._topology),
                 reference_logprobs=micro_batch.reference_logprobs,
@@ -191,12 +201,11 @@ class ActorRank(TrainedRank):
                 num_loss_tokens=mini_batch.num_loss_tokens,
                 num_sequences=mini_batch.num_sequences,
             )
-            versions = micro_batch.versions
             seen = ActorTokens.of(
                 tokens,
                 actor,
                 is_from_engine=not isinstance(algorithm, OfflineConfig),
-                is_behind=None if versions is None else versions < version,
+                is_behind=None if versions is None else (versions != DEMONSTRATION) & (versions < version),
             )
             return actor.value, ACTOR.report(seen, actor.value, micro_batch.loss_mask)
 

@@ -14,6 +14,7 @@ from megarl.config.algorithm import (
     GdpoConfig,
     GroupConfig,
     GrpoConfig,
+    PrimeConfig,
     ReinforcePpConfig,
     RemaxConfig,
 )
@@ -258,3 +259,30 @@ def test_long_rollouts_are_summed_without_overflow_or_loss(lam: float) -> None:
         rewards = np.zeros(len(mask), dtype=np.float32)
         rewards[np.flatnonzero(mask)[-1:]] = reward
         np.testing.assert_allclose(returns, slow_gae(rewards, value, mask, gamma=1.0, lam=lam)[1], rtol=1e-5, atol=1e-5)
+
+
+def test_prime_has_the_golden_numbers() -> None:
+    """Outcome: 1 and 0 of two rollouts. Mean rewards of tokens: 0.3 and -0.1, each the other's baseline."""
+    config = PrimeConfig(kind="prime", gamma=0.5, process_coef=2.0)
+    credit = estimate(
+        config,
+        Outcomes(
+            rewards=np.array([1.0, 0.0]),
+            groups=np.array([0, 0]),
+            loss_masks=(np.array([True, False, True]), np.array([True, True])),
+            values=(float32(0.2, 9.0, 0.4), float32(-0.3, 0.1)),
+        ),
+    )
+    # 1 + 2 * (0.3 + 0.5 * 0.5), 1 + 2 * 0.5; -1 + 2 * (-0.6 + 0.5 * -0.2), -1 + 2 * -0.2
+    np.testing.assert_allclose(credit.advantages[0], [2.1, 0, 2.0], atol=1e-6)
+    np.testing.assert_allclose(credit.advantages[1], [-2.4, -1.4], atol=1e-6)
+    assert credit.returns is not None
+    # 1 - sigmoid(0.6) and 0 - sigmoid(-0.2): the negative gradient of the cross-entropy by the sum of rewards
+    np.testing.assert_allclose(credit.returns[0], [0.354344, 0, 0.354344], atol=1e-6)
+    np.testing.assert_allclose(credit.returns[1], [-0.450166, -0.450166], atol=1e-6)
+
+
+def test_prime_credits_nothing_to_a_rollout_without_others() -> None:
+    mask = (np.array([True]),)
+    outcomes = Outcomes(rewards=np.ones(1), groups=np.zeros(1, np.int64), loss_masks=mask, values=(float32(0.3),))
+    assert not estimate(PrimeConfig(kind="prime"), outcomes).advantages[0].any()

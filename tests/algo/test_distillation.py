@@ -11,7 +11,8 @@ from torch import Tensor
 from megarl.algo.distillation import distil, forward_topk
 from megarl.algo.loss import PolicyTokens, Segments
 from megarl.algo.objective import actor_loss
-from megarl.config.algorithm import DistillConfig, GpgLossConfig, ReverseKlConfig
+from megarl.config.algorithm import DistillConfig, ReverseKlConfig
+from megarl.config.losses import GpgLossConfig
 
 VOCAB = 7
 

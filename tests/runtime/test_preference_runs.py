@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl.config.model import read_model_shape
 from megarl.data.tokenizer import load_tokenizer
@@ -15,6 +18,13 @@ from tests.runtime.runs import run
 from tests.tiny_models import answer_logprob
 
 KINDS = {
+    "spin": (
+        "roles.reference={}",
+        "algorithm={kind: spin, iteration_steps: 1}",
+        "data.train=[FOLDER/arithmetic/pairs.parquet]",
+        "data.response_key=chosen",
+    ),
+    "prime": ("roles.critic={pool: train, tensor: 2}", "algorithm={kind: prime}"),
     "online_dpo": ("roles.reference={}", "algorithm={kind: online_dpo}"),
     "ipo": ("roles.reference={}", "algorithm={kind: online_dpo, preference: ipo, kl: {kind: reward, coef: 1.0}}"),
     "sppo": ("algorithm={kind: sppo}", "train.prompts_per_update=4"),
@@ -25,7 +35,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_learns_from_preferences(kind: str, tmp_path: Path) -> None:
     make_arithmetic(tmp_path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
-    done = run(tmp_path, kind, *KINDS[kind])
+    done = run(tmp_path, kind, *(option.replace("FOLDER", str(tmp_path)) for option in KINDS[kind]))
     assert done.exit_code == 0, done.output
     updates = [event.summary.update for event in done.steps]
     assert len(updates) == 2
@@ -52,6 +62,50 @@ def test_a_run_learns_from_pairs_of_the_data(tmp_path: Path) -> None:
     assert all(event.summary.update is not None and event.summary.update.grad_norm > 0 for event in done.steps)
     before, after = (margin_of(folder, files.pairs) for folder in (files.model, done.model))
     assert after > before + 0.5, (before, after)
+
+
+@pytest.mark.slow
+def test_a_trained_reward_model_scores_in_transformers_as_in_training(tmp_path: Path) -> None:
+    files = make_arithmetic(tmp_path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
+    done = run(
+        tmp_path,
+        "scorer",
+        "run.steps=6",
+        "algorithm={kind: reward_model}",
+        f"data={{train: [{files.pairs}], eval_pairs: [{files.eval_pairs}], max_prompt_tokens: 16}}",
+        "pools={train: {gpus_per_node: 2}}",
+        "roles={actor: {pool: train, tensor: 2}}",
+        "train.prompts_per_step=32",
+        "reward={kind: exact}",
+        "evaluation={}",
+    )
+    assert done.exit_code == 0, done.output
+    before, after = done.evaluations[0].held_out_pairs, done.evaluations[6].held_out_pairs
+    assert before is not None
+    assert after is not None
+    assert (before.loss, before.margin) == pytest.approx((np.log(2), 0.0)), "a new value head finds no difference"
+    assert after.loss < before.loss
+    scores = np.array(scores_of(done.model, files.eval_pairs))
+    assert np.abs(scores).max() > 1e-2
+    found = (after.chosen_reward, after.rejected_reward)
+    assert found == pytest.approx(tuple(scores.mean(axis=0)), abs=1e-5)
+    assert after.accuracy == (scores[:, 0] > scores[:, 1]).mean()
+
+
+def scores_of(model: Path, pairs: Path) -> list[tuple[float, float]]:
+    """Return the scores of both answers of each pair, by transformers on the text of the whole chat."""
+    classifier = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def score(row: dict[str, Any], key: str) -> float:
+        chat = [*row["prompt"], {"role": "assistant", "content": row[key]}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+        with torch.no_grad():
+            hidden = classifier.model(ids).last_hidden_state
+            return float(classifier.score(hidden)[0, -1, 0])
+
+    return [(score(row, "chosen"), score(row, "rejected")) for row in pq.read_table(pairs).to_pylist()]
 
 
 def margin_of(model: Path, pairs: Path) -> float:

@@ -14,7 +14,7 @@ import torch
 
 from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.state import TrainerState
-from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
+from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PrimeConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
@@ -24,7 +24,7 @@ from megarl.tokens import SampleNumbers
 from megarl.train import cpu, model, shards
 from megarl.train import rank as rank_module
 from megarl.train.actor import ActorRank, TrainerRecord
-from megarl.train.critic import CriticRank
+from megarl.train.critic import CriticRank, ImplicitRewardRank
 from megarl.train.logprob import token_scores, vocab_shard
 from megarl.train.rank import RankSpec, ReferenceRank, TeacherRank
 from megarl.train.topology import Topology, initialize, shut_down
@@ -433,6 +433,49 @@ def train_critic(
     state = critic.state
     critic.close()
     return CriticOutcome(values=values, result=result, tensors=tensors, state=state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardsOutcome:
+    """Of one rank."""
+
+    before: SampleNumbers | None
+    after: SampleNumbers | None
+    result: CriticResult
+    tensors: dict[str, FloatArray]
+
+    @property
+    def stats(self) -> CriticStats:
+        assert self.result.stats is not None, "no update was applied"
+        return self.result.stats
+
+
+def learn_rewards(rank: int, world: int, port: int, setup: Setup, batch: TrainBatch) -> RewardsOutcome:
+    """Compute the rewards of tokens before and after an update of an implicit reward model."""
+    assert isinstance(setup.algorithm, PrimeConfig), setup.algorithm
+    spec = spec_of(rank, world, port, setup)
+    model = ImplicitRewardRank(spec, algorithm=setup.algorithm, optimizer=setup.optimizer, total_steps=4)
+    model.load(setup.folder)
+    model.keep_reference(setup.folder)
+    before, result, after = model.rewards(batch), model.learn(batch), model.rewards(batch)
+    tensors = {name: tensor.numpy().copy() for name, tensor in model.trained_tensors().items()}
+    model.close()
+    return RewardsOutcome(before=before, after=after, result=result, tensors=tensors)
+
+
+def refresh(
+    rank: int, world: int, port: int, setup: Setup, batch: TrainBatch
+) -> tuple[SampleNumbers | None, SampleNumbers | None, SampleNumbers | None]:
+    """Return the log-probabilities of a policy after an update, and those of its reference before and after it is
+    refreshed."""
+    trainer = build(rank, world, port, setup)
+    trainer.keep_reference(setup.folder)
+    trainer.update(batch)
+    policy, before = trainer.logprobs(batch), trainer.reference_logprobs(batch)
+    trainer.refresh_reference()
+    after = trainer.reference_logprobs(batch)
+    trainer.close()
+    return policy, before, after
 
 
 def resume_critic(

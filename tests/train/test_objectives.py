@@ -9,33 +9,34 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megarl.algo.algorithm import build_algorithm
+from megarl.algo.loss import PolicyTokens, Segments
+from megarl.algo.objective import actor_loss
 from megarl.config.algorithm import (
     AlgorithmConfig,
-    CispoLossConfig,
     DpoConfig,
-    GmpoLossConfig,
-    GpgLossConfig,
     GroupConfig,
     GrpoConfig,
-    GspoLossConfig,
     IcepopConfig,
     KlLossConfig,
     KlRewardConfig,
     MaskConfig,
     MismatchConfig,
-    SapoLossConfig,
+    RewardModelConfig,
     SppoConfig,
     TisConfig,
 )
+from megarl.config.losses import CispoLossConfig, GmpoLossConfig, GpgLossConfig, GspoLossConfig, SapoLossConfig
 from megarl.types import Estimates, FloatArray, ScoredGroup, TrainSample
 from tests.algo.groups import scored_group
 from tests.train import jobs
 from tests.train.cluster import Cluster, assembled
 from tests.train.conftest import Models
+from tests.train.reference import Model, checkpoint_weights
 from tests.train.samples import make_samples
-from tests.train.test_rank import SPLITS, assert_close, packed, setup_of, whole_weights
+from tests.train.test_rank import DESCENT, SPLITS, TEMPERATURE, assert_close, packed, setup_of, whole_weights
 
 INVARIANCE = 1e-6
 """Tolerance of losses and gradients; with the settings of `test_rank` a weight changes by its gradient."""
@@ -99,10 +100,81 @@ def test_an_update_does_not_depend_on_ranks_or_micro_batches(name: str, cluster:
     assert not any(torch.isnan(tensor).any() for tensor in weights.values())
 
 
+def test_splits_of_sppo_differ_from_double_precision_only_by_rounding(cluster: Cluster, models: Models) -> None:
+    """The tolerance of `SUMMED` is one of float32: one rank alone is as far from the exact update as any split is."""
+    model = models.get("qwen2", tied=False)
+    samples = make_samples(8, vocab=model.shape.vocab, seed=5)
+    loss, grad_norm, weights = _exact_updates(model, samples)
+    errors = {}
+    for split, budget in (("TP1", 400), ("DP2", 20), ("TP2-SP", 30), ("PP2", 24), ("CP2", 20)):
+        world, actor = SPLITS[split]
+        batch = packed(samples, world=world, actor=actor, budget=budget, per_update=4)
+        outcomes = cluster.run(world, jobs.train, setup_of(model, actor, ALGORITHMS["sppo"]), [], batch)
+        stats, found = outcomes[0].stats, whole_weights(outcomes, model, actor)
+        errors[split] = max(
+            abs(stats.loss / loss - 1),
+            abs(stats.grad_norm / grad_norm - 1),
+            *(float((found[name].double() - tensor).abs().max()) for name, tensor in weights.items()),
+        )
+    assert max(errors.values()) < SUMMED["sppo"], errors
+    assert max(errors.values()) < 10 * errors["TP1"], errors
+
+
+def _exact_updates(model: Model, samples: Sequence[TrainSample]) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Take the two updates of `sppo` in double precision, with the model of transformers; return the means of loss and
+    gradient norm, and the weights."""
+    exact = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float64, attn_implementation="eager")
+    exact.model.embed_tokens.padding_idx = None
+    parameters = list(exact.parameters())
+    adam = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DESCENT.weight_decay},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=DESCENT.learning_rate,
+        betas=(DESCENT.beta1, DESCENT.beta2),
+        eps=DESCENT.eps,
+    )
+
+    def logprobs(sample: TrainSample) -> torch.Tensor:
+        ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.rollout.token_ids.tolist()])
+        num_response = len(sample.rollout.token_ids)
+        scores = (exact(ids[None]).logits[0, -num_response - 1 : -1] / TEMPERATURE).log_softmax(dim=-1)
+        chosen: torch.Tensor = scores.gather(1, ids[-num_response:, None])[:, 0]
+        return chosen
+
+    old = [logprobs(sample).detach() for sample in samples]
+    losses, norms = [], []
+    for first in (0, 4):
+        members = samples[first : first + 4]
+        masks = torch.from_numpy(np.concatenate([sample.rollout.loss_mask for sample in members]))
+        lengths = [len(sample.advantages) for sample in members]
+        tokens = PolicyTokens(
+            logprobs=torch.cat([logprobs(sample) for sample in members]),
+            entropy=torch.zeros(sum(lengths), dtype=torch.float64),
+            old_logprobs=torch.cat(old[first : first + 4]),
+            rollout_logprobs=_joined([sample.rollout.logprobs for sample in members]),
+            advantages=_joined([sample.advantages for sample in members]),
+            segments=Segments.of(masks, torch.tensor([0, *np.cumsum(lengths).tolist()])),
+        )
+        loss = actor_loss(ALGORITHMS["sppo"], tokens, num_loss_tokens=int(masks.sum()), num_sequences=4).value
+        adam.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, DESCENT.clip_grad_norm)))
+        adam.step()
+        losses.append(loss.item())
+    return float(np.mean(losses)), float(np.mean(norms)), checkpoint_weights(exact)
+
+
+def _joined(arrays: Sequence[FloatArray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays)).double()
+
+
 PREFERENCES: dict[str, AlgorithmConfig] = {
     "dpo": DpoConfig(kind="dpo"),
     "ipo": DpoConfig(kind="dpo", preference="ipo", kl=KlRewardConfig(kind="reward", coef=1.0)),
     "simpo": DpoConfig(kind="dpo", preference="simpo", kl=None),
+    "reward_model": RewardModelConfig(kind="reward_model"),
 }
 
 
@@ -110,6 +182,8 @@ PREFERENCES: dict[str, AlgorithmConfig] = {
 def test_pairs_do_not_depend_on_ranks_or_micro_batches(name: str, cluster: Cluster, models: Models) -> None:
     """The whole way: log-probabilities of the ranks, margins of the pairs, and the update that follows from them."""
     model, config = models.get("qwen2", tied=False), PREFERENCES[name]
+    if isinstance(config, RewardModelConfig):
+        model = replace(model, shape=model.shape.as_critic())
     samples = [_with_reference(sample) for sample in make_samples(6, vocab=model.shape.vocab, seed=5)]
     found = []
     for split, budget in (("TP1", 400), ("DP2", 20), ("TP2-SP", 30), ("PP2", 24), ("CP2", 20)):
@@ -130,6 +204,17 @@ def test_pairs_do_not_depend_on_ranks_or_micro_batches(name: str, cluster: Clust
         assert stats.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-5)
         assert stats.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
         assert_close(of_split, weights, tolerance=1e-5)
+
+
+def test_a_refreshed_reference_is_the_policy(cluster: Cluster, models: Models) -> None:
+    model = models.get("qwen2", tied=False)
+    world, actor = SPLITS["TP2-SP"]
+    samples = make_samples(4, vocab=model.shape.vocab)
+    batch = packed(samples, world=world, actor=actor)
+    found = cluster.run(world, jobs.refresh, setup_of(model, actor), batch)
+    policy, before, after = (np.concatenate(assembled(parts)) for parts in zip(*found, strict=True))
+    assert np.abs(policy - before).max() > 1e-3
+    assert after.tolist() == policy.tolist()
 
 
 def _pairs(samples: Sequence[TrainSample]) -> list[ScoredGroup]:

@@ -99,7 +99,9 @@ def setup_of(model: Model, actor: ActorConfig, algorithm: AlgorithmConfig = GRPO
     return jobs.Setup(actor=actor, folder=model.folder, shape=model.shape, optimizer=DESCENT, algorithm=algorithm)
 
 
-def whole_weights(outcomes: Sequence[jobs.Outcome], model: Model, actor: ActorConfig) -> dict[str, Tensor]:
+def whole_weights(
+    outcomes: Sequence[jobs.Outcome | jobs.RewardsOutcome], model: Model, actor: ActorConfig
+) -> dict[str, Tensor]:
     """Assemble canonical tensors from every rank's parameters; replicas must be bit-equal."""
     parallel = MegatronParallel.of(actor, data=len(outcomes) // actor.model_parallel)
     layout = megatron_layout(model.shape, parallel, dtype="float32")

@@ -15,9 +15,6 @@ from megarl.config.algorithm import (
     GaeConfig,
     GdpoConfig,
     GivenPairsConfig,
-    GmpoLossConfig,
-    GpgLossConfig,
-    GspoLossConfig,
     IcepopConfig,
     KlRewardConfig,
     MaskConfig,
@@ -26,20 +23,23 @@ from megarl.config.algorithm import (
     OfflineConfig,
     PairConfig,
     PolicyGradientConfig,
+    PrimeConfig,
     ReinforcePpConfig,
     RemaxConfig,
     RewardModelConfig,
-    SapoLossConfig,
     SftConfig,
+    SpinConfig,
     SppoConfig,
-    SppoLossConfig,
 )
 from megarl.config.checks.preference import (
     check_given_answers,
     check_given_pairs,
     check_pair_loss,
+    check_process_rewards,
     check_scorer,
+    check_self_play,
 )
+from megarl.config.losses import GmpoLossConfig, GpgLossConfig, GspoLossConfig, SapoLossConfig, SppoLossConfig
 from megarl.config.recipe import Recipe, SamplingConfig, TrainConfig
 from megarl.config.reward import (
     BySourceRewardConfig,
@@ -93,6 +93,8 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
         *_reward_clip(algorithm),
         *_overlong(algorithm, sampling),
         *_components(algorithm, recipe.reward),
+        *(check_self_play(recipe, algorithm) if isinstance(algorithm, SpinConfig) else ()),
+        *(check_process_rewards(recipe, algorithm) if isinstance(algorithm, PrimeConfig) else ()),
         *(check_pair_loss(algorithm) if isinstance(algorithm, PairConfig) else ()),
     ]
 
@@ -154,7 +156,8 @@ def _imitation(train: TrainConfig, roles: RolesConfig, *, is_evaluated: bool) ->
 def _rollouts(algorithm: EstimatorConfig, roles: RolesConfig, sampling: SamplingConfig) -> Iterator[Problem]:
     if roles.rollout is None:
         yield Problem(key="roles.rollout", message=f"missing; {algorithm.kind} needs engines that generate")
-    needs_no_group = isinstance(algorithm, GaeConfig | ReinforcePpConfig | RemaxConfig | DistillConfig)
+    kinds = GaeConfig | ReinforcePpConfig | RemaxConfig | DistillConfig | SpinConfig
+    needs_no_group = isinstance(algorithm, kinds)
     if sampling.rollouts_per_prompt == 1 and not needs_no_group:
         yield Problem(
             key="sampling.rollouts_per_prompt",
@@ -172,10 +175,12 @@ def _rollouts(algorithm: EstimatorConfig, roles: RolesConfig, sampling: Sampling
 
 def _models(algorithm: EstimatorConfig, roles: RolesConfig) -> Iterator[Problem]:
     """Yield a critic or reference that is missing, or that nothing uses."""
-    if isinstance(algorithm, GaeConfig) and roles.critic is None:
-        yield Problem(key="roles.critic", message="missing; gae needs a critic: name a pool for it, or choose grpo")
-    if not isinstance(algorithm, GaeConfig) and roles.critic is not None:
-        yield Problem(key="roles.critic", message="only gae uses it; remove it or set algorithm.kind to gae")
+    uses_critic = isinstance(algorithm, GaeConfig | PrimeConfig)
+    if uses_critic and roles.critic is None:
+        message = f"missing; {algorithm.kind} needs a critic: name a pool for it, or choose grpo"
+        yield Problem(key="roles.critic", message=message)
+    if not uses_critic and roles.critic is not None:
+        yield Problem(key="roles.critic", message="only gae and prime use it; remove it or set algorithm.kind to gae")
     if algorithm.kl is not None and roles.reference is None:
         yield Problem(
             key="roles.reference",

@@ -11,7 +11,9 @@ from megarl.config.algorithm import (
     KlRewardConfig,
     PairConfig,
     PreferenceConfig,
+    PrimeConfig,
     SftConfig,
+    SpinConfig,
 )
 from megarl.config.recipe import DataConfig, Recipe
 from megarl.config.roles import RolesConfig
@@ -38,6 +40,43 @@ def check_scorer(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(key="data.template", message=message)
     if recipe.algorithm.kind == "reward_model" and recipe.algorithm.kl is not None:
         yield Problem(key="algorithm.kl", message="a reward model has no reference; remove it")
+
+
+def check_self_play(recipe: Recipe, algorithm: SpinConfig) -> Iterator[Problem]:
+    """Yield what `spin` cannot do: its reference is the policy of an earlier step, in the actor's own ranks."""
+    reference = recipe.roles.reference
+    if reference is not None and (reference.pool is not None or reference.path is not None):
+        message = "spin refreshes its reference from the actor: keep it in the actor's ranks, `reference: {}`"
+        yield Problem(key="roles.reference", message=message)
+    if algorithm.preference == "simpo":
+        yield Problem(key="algorithm.preference", message="simpo has no reference, which spin needs; choose sigmoid")
+    if recipe.model.lora is not None:
+        yield Problem(key="model.lora", message="spin trains whole models; remove it")
+    if recipe.environment is not None:
+        yield Problem(key="environment", message="spin compares single answers with demonstrations; remove it")
+    if recipe.train.max_staleness:
+        yield Problem(
+            key="train.max_staleness", message="spin needs answers of the policy before the step; set it to 0"
+        )
+    for name in ("filter", "overlong", "reward_clip", "correction"):
+        if getattr(algorithm, name) is not None:
+            yield Problem(key=f"algorithm.{name}", message="has no effect in spin, which uses no rewards; remove it")
+
+
+def check_process_rewards(recipe: Recipe, algorithm: PrimeConfig) -> Iterator[Problem]:
+    """Yield what `prime` cannot do: its reward model takes one update a step, of whole models."""
+    critic = recipe.roles.critic
+    if isinstance(algorithm.kl, KlRewardConfig):
+        yield Problem(
+            key="algorithm.kl.kind", message="reward is not part of prime's rewards of tokens; set it to loss"
+        )
+    if recipe.model.lora is not None:
+        yield Problem(key="model.lora", message="prime trains whole models; remove it")
+    if critic is None:
+        return
+    for name in sorted(critic.model_fields_set & {"clip", "epochs", "prompts_per_update"}):
+        message = "has no effect on prime's reward model, which takes one update a step; remove it"
+        yield Problem(key=f"roles.critic.{name}", message=message)
 
 
 def check_given_pairs(algorithm: GivenPairsConfig, roles: RolesConfig, *, is_evaluated: bool) -> Iterator[Problem]:

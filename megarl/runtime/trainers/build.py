@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import numpy as np
 
-from megarl.config.algorithm import KlRewardConfig, OfflineConfig, PolicyGradientConfig
+from megarl.config.algorithm import KlRewardConfig, OfflineConfig, PolicyGradientConfig, PrimeConfig, SpinConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig, TeacherRanksConfig
@@ -17,6 +18,7 @@ from megarl.data.shares import QUESTION, Share, make_shares
 from megarl.planner.hardware import gpu_named
 from megarl.planner.training_time import forward_flops
 from megarl.results import PreferenceStats, RankUsage, TrainingWork
+from megarl.runtime.trainers.ranks import RankGroup
 from megarl.runtime.trainers.start import Trainers, critic_shape
 from megarl.runtime.trainers.teachers import Teacher, Teachers
 from megarl.runtime.trainers.trainer import (
@@ -24,11 +26,12 @@ from megarl.runtime.trainers.trainer import (
     ModelQuestions,
     ModelsTrainer,
     Pack,
+    ReferenceRefresh,
     TrainedActor,
     TrainedCritic,
 )
 from megarl.train.actor import ActorRank
-from megarl.train.critic import CriticRank
+from megarl.train.critic import CriticRank, ImplicitRewardRank
 from megarl.train.rank import ReferenceRank, TeacherRank
 from megarl.types import PolicyVersion
 
@@ -59,6 +62,7 @@ def build_trainer(
         version=version,
         skipped_folder=recipe.run_folder / SKIPPED_FOLDER,
         pairs=pairs,
+        refresh=builder.refresh(),
     )
 
 
@@ -83,11 +87,22 @@ class _Builder:
         if config is None or ranks is None:
             return None
         per_update = config.prompts_per_update or self.recipe.train.prompts_per_update
+        update = partial(ranks.compute_shares, CriticRank.update)
+        if isinstance(self.recipe.algorithm, PrimeConfig):
+            models = cast("RankGroup[ImplicitRewardRank]", ranks)
+            per_update, update = None, partial(models.compute_shares, ImplicitRewardRank.learn)
         return TrainedCritic(
-            update=partial(ranks.compute_shares, CriticRank.update),
+            update=update,
             pack=self._pack(config, config.pool, self._critic_shape, prompts_per_update=per_update),
             warmup_steps=config.warmup_steps,
         )
+
+    def refresh(self) -> ReferenceRefresh | None:
+        algorithm = self.recipe.algorithm
+        if not isinstance(algorithm, SpinConfig):
+            return None
+        take = self.trainers.actor.computing(ActorRank.refresh_reference)
+        return ReferenceRefresh(take=take, every_steps=algorithm.iteration_steps)
 
     def questions(self) -> ModelQuestions:
         algorithm, teachers = self.recipe.algorithm, self.recipe.roles.teachers
@@ -133,6 +148,10 @@ class _Builder:
         config, ranks = self.recipe.roles.critic, self.trainers.critic
         if config is None or ranks is None:
             return None
+        if isinstance(self.recipe.algorithm, PrimeConfig):
+            models = cast("RankGroup[ImplicitRewardRank]", ranks)
+            pack = self._pack(config, config.pool, self._critic_shape, is_question=True)
+            return ModelQuestion(ask=partial(models.ask, ImplicitRewardRank.rewards), pack=pack)
         # As the update packs, so that a rank is asked about the samples that it learns from.
         per_update = config.prompts_per_update or self.recipe.train.prompts_per_update
         pack = self._pack(config, config.pool, self._critic_shape, prompts_per_update=per_update, is_question=True)
@@ -147,7 +166,7 @@ class _Builder:
     def _critic_shape(self) -> ModelShape:
         config = self.recipe.roles.critic
         assert config is not None, "a run without a critic"
-        return critic_shape(config, self.shape)
+        return critic_shape(config, self.shape, self.recipe.algorithm)
 
     def _pack(
         self,
@@ -178,7 +197,9 @@ class _Builder:
             make_shares,
             packing=packing,
             temperature=1.0 if is_offline else recipe.sampling.temperature,
-            has_versions=recipe.train.max_staleness > 0 and not is_question,
+            # Groups of `spin` have demonstrations among the rollouts.
+            has_versions=(recipe.train.max_staleness > 0 or isinstance(recipe.algorithm, SpinConfig))
+            and not is_question,
             without=QUESTION if is_question else _HELD,
         )
 

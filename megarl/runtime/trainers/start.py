@@ -10,14 +10,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import ray
 
 from megarl.checkpoint.manifest import CRITIC_FOLDER
 from megarl.checkpoint.resume import ResumePoint
 from megarl.checkpoint.state import TrainerState
-from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
+from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PrimeConfig, SpinConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe, TrainConfig
@@ -29,7 +29,7 @@ from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.actor import PublishingActor
 from megarl.runtime.trainers.ranks import ALWAYS, BESIDE_TRAINING, RankGroup, RankHost
 from megarl.runtime.trainers.teachers import teacher_builder
-from megarl.train.critic import CriticRank
+from megarl.train.critic import CriticRank, ImplicitRewardRank
 from megarl.train.rank import ModelRank, RankSpec, ReferenceRank, TeacherRank
 from megarl.train.trained import TrainedRank
 
@@ -43,6 +43,7 @@ _HANG_REPORT_S = 60.0
 class Trainers:
     actor: RankGroup[PublishingActor]
     critic: RankGroup[CriticRank] | None
+    """For `prime` a group of `ImplicitRewardRank`s."""
     reference: RankGroup[ReferenceRank] | None
     """None without a reference, and where the actor's ranks hold it."""
     teachers: Mapping[str, RankGroup[TeacherRank]] = field(default_factory=dict)
@@ -163,7 +164,9 @@ class _Starter:
             reference_folder=held,
             bind=recipe.network.bind,
         )
-        return await self._start("actor", build, config, self.shape, pool=config.pool, refill=origin.refill)
+        is_self_play = isinstance(recipe.algorithm, SpinConfig)
+        refill = partial(_refill_self_play, origin=origin) if is_self_play else origin.refill
+        return await self._start("actor", build, config, self.shape, pool=config.pool, refill=refill)
 
     async def critic(self) -> RankGroup[CriticRank] | None:
         recipe, config = self.recipe, self.recipe.roles.critic
@@ -177,10 +180,21 @@ class _Starter:
             origin = WeightOrigin(folder=self.resume.folder, resumed=state, inner=CRITIC_FOLDER, base=base)
         algorithm = recipe.algorithm
         assert isinstance(algorithm, PolicyGradientConfig), f"{algorithm.kind} has no critic"
+        shape = critic_shape(config, self.shape, algorithm)
+        if isinstance(algorithm, PrimeConfig):
+            start = partial(
+                _build_implicit_reward,
+                origin=origin,
+                algorithm=algorithm,
+                critic=config,
+                total_steps=recipe.run.total_steps,
+                folder=critic_folder(config, recipe.model.path).absolute(),
+            )
+            models = await self._start("critic", start, config, shape, pool=config.pool, refill=origin.refill)
+            return cast("RankGroup[CriticRank]", models)
         build = partial(
             _build_critic, origin=origin, algorithm=algorithm, critic=config, total_steps=recipe.run.total_steps
         )
-        shape = critic_shape(config, self.shape)
         return await self._start("critic", build, config, shape, pool=config.pool, refill=origin.refill)
 
     async def reference(self) -> RankGroup[ReferenceRank] | None:
@@ -268,7 +282,18 @@ def _build_actor(
     origin.fill(rank)
     if reference_folder is not None:
         rank.keep_reference(reference_folder)
+    if isinstance(algorithm, SpinConfig):
+        # A resumed run begins an iteration.
+        rank.refresh_reference()
     return rank
+
+
+def _refill_self_play(model: ModelRank, origin: WeightOrigin) -> bool:
+    """Refill an actor of `spin`: one that goes back to a checkpoint begins an iteration, like a resumed run."""
+    is_there = origin.refill(model)
+    if not is_there and isinstance(model, PublishingActor):
+        model.refresh_reference()
+    return is_there
 
 
 def _build_critic(
@@ -286,6 +311,22 @@ def _build_critic(
     return rank
 
 
+def _build_implicit_reward(
+    spec: RankSpec,
+    *,
+    origin: WeightOrigin,
+    algorithm: PrimeConfig,
+    critic: CriticConfig,
+    total_steps: int,
+    folder: Path,
+) -> ImplicitRewardRank:
+    """`folder` has the first weights, which its rewards are relative to."""
+    rank = ImplicitRewardRank(spec, algorithm=algorithm, optimizer=critic.optimizer, total_steps=total_steps)
+    origin.fill(rank)
+    rank.keep_reference(folder)
+    return rank
+
+
 def _build_reference(spec: RankSpec, *, folder: Path) -> ReferenceRank:
     rank = ReferenceRank(spec)
     rank.load(folder)
@@ -297,6 +338,6 @@ def critic_folder(critic: CriticConfig, model_folder: Path) -> Path:
     return critic.path or model_folder
 
 
-def critic_shape(critic: CriticConfig, policy: ModelShape) -> ModelShape:
+def critic_shape(critic: CriticConfig, policy: ModelShape, algorithm: AlgorithmConfig) -> ModelShape:
     body = policy if critic.path is None else read_model_shape(critic.path)
-    return body.as_critic()
+    return body if isinstance(algorithm, PrimeConfig) else body.as_critic()

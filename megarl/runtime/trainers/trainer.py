@@ -64,6 +64,14 @@ class TrainedCritic:
     """Steps in which the critic alone is updated."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceRefresh:
+    """The reference takes the weights of the actor after every so many steps."""
+
+    take: Callable[[], Awaitable[None]]
+    every_steps: int
+
+
 class ModelsTrainer:
     def __init__(
         self,
@@ -75,12 +83,14 @@ class ModelsTrainer:
         version: PolicyVersion,
         skipped_folder: Path,
         pairs: Callable[[], PreferenceStats | None] = lambda: None,
+        refresh: ReferenceRefresh | None = None,
     ) -> None:
         """The models have taken `num_steps` steps and are at `version`. Samples of skipped updates are written.
 
-        `pairs` returns the statistics of the pairs of the samples.
+        `pairs` returns the statistics of the pairs of the samples. Without `refresh` the reference stays as it is.
         """
         self._pairs = pairs
+        self._refresh = refresh
         self._actor = actor
         self._critic = critic
         self._questions = questions
@@ -123,6 +133,8 @@ class ModelsTrainer:
         finally:
             self._held = {}
         self._num_steps, self._version = step, result.version
+        if self._refresh is not None and step % self._refresh.every_steps == 0:
+            await self._refresh.take()
         if not result.num_skipped_updates:
             return result
         warning = (

@@ -57,6 +57,52 @@ _OVERLONG_PREFIXES = (
 )
 
 
+def put_preference(keys: Translation) -> str | None:
+    """Put SPPO or SPIN of verl's recipes, which have losses of their own; return the kind, None without one."""
+    eta = [keys.take(key, "algorithm.eta") for key in ("algorithm.sppo_eta", f"{ACTOR}sppo_eta")]
+    if any(value is not None for value in eta):
+        keys.put("algorithm", {"kind": "sppo", "eta": next(value for value in eta if value is not None)})
+        keys.mapped("algorithm.adv_estimator", "algorithm.kind sppo")
+        return "sppo"
+    beta = [keys.take(key, "algorithm.kl.coef") for key in ("algorithm.dpo_beta", f"{ACTOR}dpo_beta")]
+    if all(value is None for value in beta):
+        return None
+    coef = next(value for value in beta if value is not None)
+    keys.put("algorithm", {"kind": "online_dpo", "kl": {"kind": "reward", "coef": coef}})
+    keys.mapped("algorithm.adv_estimator", "algorithm.kind online_dpo")
+    for key in ("algorithm.dpo_label_smoothing", f"{ACTOR}dpo_label_smoothing"):
+        if smoothing := keys.take(key, "algorithm.label_smoothing"):
+            keys.put("algorithm.label_smoothing", smoothing)
+    if keys.given.get("trainer.ref_update_freq") not in (None, -1, 0):
+        text = "the reference of online_dpo stays; `kind: spin` refreshes its reference, and learns from demonstrations"
+        keys.report("trainer.ref_update_freq", KeyVerdict.NOT_SUPPORTED, text)
+        keys.notes.append(f"trainer.ref_update_freq: {text}")
+    return "online_dpo"
+
+
+def put_process_rewards(keys: Translation) -> bool:
+    """Put the algorithm of verl's PRIME; return whether the file is of that recipe."""
+    beta = keys.take("reward_model.model.beta_train", "algorithm.beta")
+    if beta is None:
+        return False
+    keys.put("algorithm", {"kind": "prime", "beta": beta})
+    keys.mapped("algorithm.adv_estimator", "algorithm.kind prime")
+    process = keys.take("algorithm.reward_dpo_coef", "algorithm.process_coef", default=5)
+    outcome = keys.take("algorithm.reward_gt_coef", "algorithm.process_coef", default=5)
+    if isinstance(process, int | float) and isinstance(outcome, int | float) and process > 0 and outcome > 0:
+        keys.put("algorithm.process_coef", process / outcome)
+    else:
+        keys.notes.append("algorithm.process_coef: prime has both rewards, of the outcome and of tokens; 1.0 is taken")
+    target = "roles.critic.optimizer.learning_rate"
+    keys.put(target, keys.take("reward_model.model.optim.lr", target, default=1e-6))
+    clip = "roles.critic.optimizer.clip_grad_norm"
+    keys.put(clip, keys.take("reward_model.model.optim.grad_clip", clip, default=10.0))
+    if keys.given.get("algorithm.use_kl_in_reward"):
+        text = "prime takes no KL in the reward; set algorithm.kl: {kind: loss} where the policy must stay near"
+        keys.report("algorithm.use_kl_in_reward", KeyVerdict.NOT_SUPPORTED, text)
+    return True
+
+
 def put_estimator(keys: Translation) -> None:
     key = "algorithm.adv_estimator"
     name = str(keys.given.get(key, "gae"))

@@ -16,6 +16,8 @@ from megarl.tools.import_verl.algorithm import (
     put_filters,
     put_kl,
     put_loss,
+    put_preference,
+    put_process_rewards,
     put_reward,
 )
 from megarl.tools.import_verl.episodes import put_environment
@@ -83,18 +85,38 @@ def translate_file(path: Path, arguments: Sequence[str] = ()) -> Imported:
         _optimizer(keys, f"{ACTOR}optim.", "train.optimizer")
         _batch(keys)
         _engines(keys)
-        put_estimator(keys)
-        put_distillation(keys)
-        if keys.has_critic:
-            _critic(keys)
-        if put_kl(keys):
-            _reference(keys)
-        put_loss(keys)
+        _algorithm(keys)
         put_filters(keys)
         put_reward(keys)
         put_environment(keys)
         _native(keys)
     return keys.imported()
+
+
+def _algorithm(keys: Translation) -> None:
+    kind = put_preference(keys)
+    if kind is not None:
+        if kind == "online_dpo":
+            _reference(keys)
+            keys.put("train.prompts_per_update", None)
+            keys.put("train.epochs", 1)
+            keys.notes.append("train: online_dpo takes one update a step, of all its prompts")
+        return
+    if put_process_rewards(keys):
+        path = keys.path("reward_model.model.path", "roles.critic.path")
+        if path is not None and path != keys.path("actor_rollout_ref.model.path", "model.path", default=_MODEL):
+            keys.put("roles.critic.path", path)
+        keys.put("roles.critic.pool", _POOL)
+        _split(keys, f"{ACTOR}megatron.", "roles.critic")
+        put_loss(keys)
+        return
+    put_estimator(keys)
+    put_distillation(keys)
+    if keys.has_critic:
+        _critic(keys)
+    if put_kl(keys):
+        _reference(keys)
+    put_loss(keys)
 
 
 def _renames(keys: Translation) -> None:

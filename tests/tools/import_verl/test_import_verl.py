@@ -531,3 +531,48 @@ def test_a_named_configuration_is_read_where_it_is_and_missed_where_it_is_not(tm
     recipe, notes = script_recipe(tmp_path, words)
     assert (recipe.train.prompts_per_step, recipe.sampling.max_response_tokens) == (32, 99)
     assert not any("config-name" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("algorithm.sppo_eta=0.5",), {"kind": "sppo", "eta": 0.5}),
+        (("actor_rollout_ref.actor.sppo_eta=2.0",), {"kind": "sppo", "eta": 2.0}),
+        (
+            ("actor_rollout_ref.actor.dpo_beta=0.2", "trainer.ref_update_freq=1"),
+            {"kind": "online_dpo", "kl": {"kind": "reward", "coef": 0.2}},
+        ),
+    ],
+)
+def test_algorithms_of_verls_recipes_that_compare_answers_arrive(
+    words: tuple[str, ...], expected: dict[str, Tree], tmp_path: Path
+) -> None:
+    result = imported(tmp_path, *words)
+    assert value_at(result.tree, "algorithm") == expected
+    recipe = Recipe.model_validate(result.tree)
+    shape = PUBLIC_MODELS["qwen2.5-7b"]
+    assert check_without_files(recipe, shape, critic=shape.as_critic()) == []
+    for word in words:
+        assert entry(result, word.partition("=")[0]).verdict is not KeyVerdict.UNKNOWN
+
+
+def test_prime_arrives_with_its_reward_model(tmp_path: Path) -> None:
+    result = imported(
+        tmp_path,
+        "algorithm.adv_estimator=rloo",
+        "reward_model.model.path=Qwen/Qwen2.5-7B-Instruct",
+        "reward_model.model.beta_train=0.1",
+        "reward_model.model.optim.lr=2e-6",
+        "reward_model.model.update=before",
+        "reward_model.mini_batch_size=64",
+        "algorithm.reward_dpo_coef=5",
+        "algorithm.reward_gt_coef=2",
+    )
+    algorithm = value_at(result.tree, "algorithm")
+    assert isinstance(algorithm, dict)
+    assert (algorithm["kind"], algorithm["beta"], algorithm["process_coef"]) == ("prime", 0.1, 2.5)
+    assert value_at(result.tree, "roles.critic.optimizer.learning_rate") == 2e-6
+    recipe = Recipe.model_validate(result.tree)
+    shape = PUBLIC_MODELS["qwen2.5-7b"]
+    assert check_without_files(recipe, shape, critic=shape.as_critic()) == []
+    assert not [item for item in result.entries if item.verdict is KeyVerdict.UNKNOWN]

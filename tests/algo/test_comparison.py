@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algo.preference import Pairs, find_pairs, implicit_rewards, measure_pairs, pair_advantages
-from megarl.config.algorithm import DpoConfig, OnlineDpoConfig, PairConfig
+from megarl.algo.comparison import Pairs, find_pairs, implicit_rewards, measure_pairs, pair_advantages
+from megarl.config.algorithm import DpoConfig, OnlineDpoConfig, PairConfig, SpinConfig
 from megarl.results import PreferenceStats
 from megarl.types import Estimates, FloatArray
 
@@ -90,11 +90,25 @@ def test_extreme_margins_neither_overflow_nor_vanish_from_the_wrong_side() -> No
 
 
 def test_a_group_gives_its_best_and_its_worst_and_a_tie_gives_nothing() -> None:
-    found = find_pairs(np.array([0.0, 2.0, 1.0, 1.0, 1.0]), np.array([0, 0, 0, 1, 1]))
+    found = find_pairs(config_of(), np.array([0.0, 2.0, 1.0, 1.0, 1.0]), np.array([0, 0, 0, 1, 1]))
     assert (found.better.tolist(), found.worse.tolist()) == ([1], [0])
-    nothing = find_pairs(np.array([1.0, 1.0]), np.array([0, 0]))
+    nothing = find_pairs(config_of(), np.array([1.0, 1.0]), np.array([0, 0]))
     assert measure_pairs(OnlineDpoConfig(kind="online_dpo"), nothing, np.zeros(2)) is None
     assert not pair_advantages(config_of(), nothing, np.zeros(2), LENGTHS).any()
+
+
+def test_spin_compares_the_demonstration_of_a_group_with_every_answer_of_the_policy() -> None:
+    config = SpinConfig(kind="spin")
+    found = find_pairs(config, np.array([1.0, 0.0, 1.0, 1.0, 1.0]), np.array([0, 0, 0, 1, 1]))
+    assert (found.better.tolist(), found.worse.tolist()) == ([2, 2, 4], [0, 1, 3])
+    # Log-ratios 2, 0, 1 and 0, 0 with beta 0.1: sigmoid(0.1), sigmoid(-0.1) and 1/2 push the demonstrations.
+    implicit = np.array([0.2, 0.0, 0.1, 0.0, 0.0])
+    advantages = pair_advantages(config, found, implicit, np.ones(5, np.int64)) * 3 / 5
+    pushes = np.array([0.524979, 0.475021, 0.5]) * 0.1
+    assert advantages == pytest.approx([-pushes[0], -pushes[1], pushes[0] + pushes[1], -pushes[2], pushes[2]], abs=1e-7)
+    stats = measure_pairs(config, found, implicit)
+    assert stats is not None
+    assert stats.loss == pytest.approx((0.744397 + 0.644397 + 0.693147) / 3, abs=1e-6)
 
 
 def test_statistics_of_parts_are_weighted_by_their_pairs() -> None:

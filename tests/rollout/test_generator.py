@@ -14,11 +14,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megarl.episodes.session import SampledTokens
 from megarl.errors import DataError, FleetError
 from megarl.rollout.client import EngineClient
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import evaluation_seed, sampling_seed
 from megarl.rollout.lifecycle import EngineState, Retired
+from megarl.rollout.worker import RequestCounts
 from megarl.types import FinishReason, Prompt, RolloutGroup
 from tests.rollout.engines import EOS, ServedModel, generator_of, prompt_of, scripted_client, scripted_fleet
 
@@ -85,6 +87,33 @@ def test_every_rollout_is_a_request_of_its_own_with_its_own_seed() -> None:
     assert seeds == {sampling_seed(7, "row-0", epoch=0, index=index) for index in range(4)}
     assert all("n" not in item for item in parameters)  # type: ignore[operator]
     assert all(item["stop_token_ids"] == [EOS] for item in parameters)  # type: ignore[index]
+
+
+def test_turns_of_an_episode_name_their_session_and_ask_for_the_tokens_that_were_seen() -> None:
+    def echo(reply: httpx.Response, *seen: int) -> httpx.Response:
+        return httpx.Response(200, json={**reply.json(), "prompt_token_ids": list(seen)})
+
+    engine = ScriptedEngine(echo(reply_of(7, EOS), 5, 6), echo(reply_of(8, EOS), 5, 6, 9), echo(reply_of(8, EOS), 5, 6))
+    fleet = scripted_fleet(engine)
+    fleet.requests = counts = RequestCounts()
+    generator, prompt = generator_of(fleet), prompt_of(5, 6)
+
+    async def play(index: int, *history: int) -> SampledTokens:
+        token_ids = np.array(history, np.int32)
+        return await generator.sampled_turn(prompt, index, token_ids, max_tokens=12, row=0)
+
+    async def scenario() -> None:
+        assert (await play(3, 5, 6)).token_ids.tolist() == [7, EOS]
+        # The second reply is to other tokens: it is asked for again.
+        assert (await play(3, 5, 6)).token_ids.tolist() == [8, EOS]
+        await play(4, 5, 6)
+
+    asyncio.run(scenario())
+    sessions = [request["session_id"] for request in engine.requests]
+    assert sessions == [sessions[0]] * 3 + [sessions[3]]
+    assert sessions[3] != sessions[0]
+    assert all(request["return_prompt_token_ids"] for request in engine.requests)
+    assert counts.causes == {"BadReplyError": 1}
 
 
 def test_seeds_depend_on_run_prompt_epoch_and_rollout_and_fit_an_engine() -> None:

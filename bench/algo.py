@@ -25,7 +25,7 @@ from rich.table import Table
 from megarl.algo.algorithm import build_algorithm
 from megarl.config.algorithm import AlgorithmConfig, GaeConfig, GrpoConfig
 from megarl.data.packing import Packing
-from megarl.data.shares import pack
+from megarl.data.shares import make_shares
 from megarl.env import NO_COLOR
 from megarl.errors import MachineError
 from megarl.stages import Algorithm
@@ -129,7 +129,7 @@ def measure_step(kind: Kind, *, num_rollouts: int, num_tokens: int) -> StepMeasu
         micro_batch_multiple=1,
     )
     # As a run does: one share after the other, each of which is stored and forgotten.
-    for _share in pack(samples, packing, temperature=1.0):
+    for _batch in (share.fill() for share in make_shares(samples, packing, temperature=1.0)):
         pass
     packed = time.perf_counter()
     return StepMeasurement(

@@ -15,7 +15,7 @@ import numpy as np
 from bench.dataplane import PlaneFigure
 from megarl.config.public_models import PUBLIC_MODELS
 from megarl.data.packing import MiniBatchPlan, Packing, SequenceCost, _fill_all, _share_out, plan_packs
-from megarl.data.shares import pack
+from megarl.data.shares import make_shares
 from megarl.planner.training_time import forward_flops
 from megarl.tokens import Content
 from megarl.types import FinishReason, Rollout, TrainBatch, TrainSample
@@ -96,7 +96,7 @@ def _by_tokens(lengths: Sequence[int], packing: Packing) -> list[MiniBatchPlan]:
 def _handed_over(lengths: Sequence[int], packing: Packing) -> PlaneFigure:
     """Count the bytes of all shares against those of the samples' own columns."""
     samples = [_sample(length) for length in lengths]
-    stored = sum(_num_bytes(share) for share in pack(samples, packing, temperature=1.0))
+    stored = sum(_num_bytes(share.fill()) for share in make_shares(samples, packing, temperature=1.0))
     # Per token: its id, whether it is trained on, the engine's log-probability, its advantage.
     own = sum(lengths) * (4 + 1 + 4 + 4)
     return PlaneFigure(

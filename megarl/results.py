@@ -54,6 +54,10 @@ class UpdateStats:
     teacher_kl: float | None = None
     """Distance from the teacher that `algorithm.distillation` lowers: KL(policy || teacher) by estimate k1, or
     KL(teacher || policy) over the teacher's likeliest tokens. None without a teacher."""
+    replayed_fraction: float | None = None
+    """Share of the trained positions, prompts included, with the experts of the engine; None in a dense model."""
+    routing_disagreement: Mapping[str, float] = field(default_factory=dict)
+    """Share of replayed tokens that the trainer's own router had sent to another expert, by layer from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from megarl.routes import RouteArray
+
 _Number = TypeVar("_Number", bound=np.generic)
 
 
@@ -19,6 +21,7 @@ class Content:
     token_ids: npt.NDArray[np.int32]  # [T]
     logprobs: npt.NDArray[np.float32]  # [T], of the engine, after temperature
     text: str
+    routes: RouteArray | None = None  # [P + T - 1], of the prompt's tokens too; None where no engine chose experts
 
     def load(self) -> Content:
         return self

@@ -15,6 +15,7 @@ from typing import NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from megarl.routes import PackedRoutes
 from megarl.tokens import ContentHandle, PackedRows
 from megarl.turns import SINGLE, Episode
 
@@ -160,8 +161,7 @@ class MicroBatch:
     versions: npt.NDArray[np.int32] | None = None  # [N], which policy chose `targets[n]`; None where all are of one
     rows: PackedRows | None = None  # None where every sequence is a whole sample
     teacher: FloatArray | None = None  # [N, 1 + 2K], see `train.likeliest.top_scores`; None without a teacher
-
-    # What follows from the columns is not kept beside them: a step's tokens are a large part of the driver's memory.
+    routes: PackedRoutes | None = None  # the experts of each position, where an engine's choice is to be followed
 
     @property
     def targets(self) -> TokenArray:

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from megarl.checkpoint.manifest import FileDigest, digest_file, sync
 from megarl.checkpoint.tensor_files import write_tensor_file
 from megarl.errors import CheckpointError
+from megarl.routes import RouteArray
 from megarl.tokens import Content
 from megarl.turns import SINGLE, Episode
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
@@ -25,13 +26,16 @@ from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, Sco
 TOKENS_FILE = "carried.safetensors"
 GROUPS_FILE = "carried.json"
 
-_COLUMNS: dict[str, tuple[str, type[np.generic]]] = {
-    "token_ids": ("I32", np.int32),
-    "logprobs": ("F32", np.float32),
-    "versions": ("I32", np.int32),
-    "loss_mask": ("BOOL", np.bool_),
+_COLUMNS: dict[str, type[np.generic]] = {
+    "token_ids": np.int32,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "loss_mask": np.bool_,
 }
 _OF_CONTENT = ("token_ids", "logprobs")
+_ROUTES = "routes"
+"""[rows, layers, experts of a token]; only where some rollout has routes."""
+_TYPES = {"int32": "I32", "float32": "F32", "bool": "BOOL", "uint8": "U8", "uint16": "U16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,8 @@ class _RolloutRecord:
     text: str
     score: Score
     episode: Episode = SINGLE
+    num_routes: int = 0
+    """Rows of the routes that are its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +71,12 @@ def write_carried(folder: Path, groups: Sequence[ScoredGroup]) -> dict[str, File
         name: np.concatenate([getattr(each, name) for each in (contents if name in _OF_CONTENT else rollouts)]).astype(
             dtype
         )
-        for name, (_, dtype) in _COLUMNS.items()
+        for name, dtype in _COLUMNS.items()
     }
-    specs = {name: (_COLUMNS[name][0], column.shape) for name, column in columns.items()}
+    routes = [content.routes for content in contents if content.routes is not None]
+    if routes:
+        columns[_ROUTES] = np.concatenate(routes)
+    specs = {name: (_TYPES[column.dtype.name], column.shape) for name, column in columns.items()}
     digest = write_tensor_file(folder / TOKENS_FILE, specs, lambda entry: [columns[entry.name].tobytes()])
     records = tuple(_record(scored, group_pairs) for scored, group_pairs in zip(groups, pairs, strict=True))
     (folder / GROUPS_FILE).write_bytes(_RECORDS.dump_json(records) + b"\n")
@@ -107,6 +116,7 @@ def _record(scored: ScoredGroup, pairs: Sequence[tuple[Rollout, Score]]) -> _Gro
             text=rollout.text,
             score=score,
             episode=rollout.episode,
+            num_routes=0 if (routes := rollout.content.load().routes) is None else len(routes),
         )
         for rollout, score in pairs
     ]
@@ -124,15 +134,19 @@ class _TokenReader:
     def __init__(self, columns: dict[str, npt.NDArray[np.generic]]) -> None:
         self._columns = columns
         self._position = 0
+        self._route = 0
 
     def next_rollout(self, record: _RolloutRecord) -> Rollout:
         part = slice(self._position, self._position + record.num_tokens)
         self._position += record.num_tokens
+        routes = self._columns[_ROUTES][self._route : self._route + record.num_routes] if record.num_routes else None
+        self._route += record.num_routes
         return Rollout(
             content=Content(
                 token_ids=cast("npt.NDArray[np.int32]", self._columns["token_ids"][part]),
                 logprobs=cast("npt.NDArray[np.float32]", self._columns["logprobs"][part]),
                 text=record.text,
+                routes=cast("RouteArray | None", routes),
             ),
             versions=cast("npt.NDArray[np.int32]", self._columns["versions"][part]),
             loss_mask=cast("npt.NDArray[np.bool_]", self._columns["loss_mask"][part]),

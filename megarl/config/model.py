@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from megarl.errors import ConfigError, Problem
+from megarl.routes import RouteShape
 
 
 class Family(StrEnum):
@@ -91,6 +92,14 @@ class ModelShape:
     """None in a dense model."""
     has_value_head: bool = False
     """True for a critic: one number per token in the place of logits."""
+
+    @property
+    def routes(self) -> RouteShape | None:
+        """None in a dense model."""
+        experts = self.experts
+        if experts is None:
+            return None
+        return RouteShape(num_layers=self.num_layers, per_token=experts.per_token, num_experts=experts.num)
 
     def as_critic(self) -> ModelShape:
         """Return the same shape with a value head in place of the language head."""

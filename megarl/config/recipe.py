@@ -11,9 +11,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.algorithm import AlgorithmConfig, GivenPairsConfig, SftConfig, SpinConfig
+from megarl.config.algorithm import AlgorithmConfig, GivenPairsConfig, OfflineConfig, SftConfig, SpinConfig
 from megarl.config.environment import EnvironmentConfig
 from megarl.config.lora import LoraConfig
+from megarl.config.model import ModelShape
 from megarl.config.reward import ExactRewardConfig, RewardConfig
 from megarl.config.roles import InFlight, OptimizerConfig, PoolConfig, RolesConfig
 from megarl.config.section import Device, DtypeName, GpuName, Section, UserCode, dtype_on
@@ -137,6 +138,9 @@ class TrainConfig(Section):
     max_staleness: NonNegativeInt = 0
     """Steps a trained token's policy may be behind the one that is trained; 0 generates and trains in turn, 1 generates
     the next step while this one is trained, more lets engines run further ahead."""
+    routing: Literal["replay", "live"] | None = None
+    """The experts of a mixture that the actor sends a token to: those that the engine chose (`replay`), or its own
+    choice (`live`), which differs by rounding. null is `replay` where megarl starts the engines of a mixture."""
     optimizer: OptimizerConfig = OptimizerConfig()
     operation_timeout_s: PositiveFloat = 1800
     """Deadline of every call to a trainer rank: past it the ranks count as hanging, and their stacks are written to
@@ -352,6 +356,13 @@ class Recipe(Section):
         if rollout is None or rollout.pool is None:
             return 0 if rollout is None else len(rollout.endpoints)
         return self.pools[rollout.pool].gpus // rollout.tensor
+
+    def replays_routing(self, shape: ModelShape) -> bool:
+        """Whether the actor follows the experts that engines chose."""
+        rollout, routing = self.roles.rollout, self.train.routing
+        if rollout is None or shape.experts is None or isinstance(self.algorithm, OfflineConfig):
+            return False
+        return routing == "replay" or (routing is None and rollout.pool is not None)
 
     @property
     def in_flight(self) -> InFlight | None:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.data.packing import MiniBatchPlan, Packing, plan_rows
+from megarl.routes import PackedRoutes, RouteArray
 from megarl.tokens import Content, ContentSource, PackedRows, SampleNumbers, by_sample, is_repeated, num_true
 from megarl.types import FloatArray, MicroBatch, MiniBatch, TokenArray, TrainBatch, TrainSample
 
@@ -89,7 +90,8 @@ class Share:
     places: tuple[tuple[int, int], ...]
     """The source of each row's content, and the index there."""
     has_rollout_logprobs: bool
-    """Whether the rank needs those of the engine."""
+    """Whether the rank needs those of the engine, and the next: the experts that it chose."""
+    has_routes: bool
     updates: tuple[ShareOfUpdate, ...]
     temperature: float
 
@@ -119,7 +121,7 @@ class Share:
             mini_batches.append(
                 MiniBatch(
                     micro_batches=tuple(
-                        _micro_batch(samples, members, row, sequence_multiple=update.sequence_multiple)
+                        _micro_batch(samples, members, row, update.sequence_multiple, has_routes=self.has_routes)
                         for members, row in zip(update.micro_batches, rows, strict=True)
                     ),
                     num_loss_tokens=update.num_loss_tokens,
@@ -135,13 +137,14 @@ def make_shares(
     *,
     temperature: float,
     has_versions: bool = False,
+    has_routes: bool = False,
     without: Collection[str] = (),
     among: Sequence[int] | None = None,
 ) -> Iterator[Share]:
     """Yield the share of each data-parallel rank; no response is loaded.
 
-    `has_versions` adds the policy that chose each token. Columns named in `without` are left out, and so are samples
-    that are not `among` those given.
+    `has_versions` adds the policy that chose each token, `has_routes` its experts. Columns named in `without` are left
+    out, and so are samples that are not `among` those given.
     """
     chosen = range(len(samples)) if among is None else among
     rows = [row for sample_id in chosen for row in _rows_of(sample_id, samples[sample_id])]
@@ -172,6 +175,7 @@ def make_shares(
             sources=tuple(sources.values()),
             places=tuple((order[id(source)], index) for source, index in located),
             has_rollout_logprobs="rollout_logprobs" not in without,
+            has_routes=has_routes,
             updates=tuple(
                 _share_of_update(
                     plan,
@@ -217,19 +221,6 @@ def _rows_of(sample_id: int, sample: TrainSample) -> list[_RowOf]:
     rows = [_RowOf(sample_id, 0, starts[0], num_first, continues_prompt=True)] if starts[0] else []
     bounds = zip(starts, (*starts[1:], num_tokens), strict=True)
     return [*rows, *(_RowOf(sample_id, start, end, end - start - 1, continues_prompt=False) for start, end in bounds)]
-
-
-def pack(
-    samples: Sequence[TrainSample],
-    packing: Packing,
-    *,
-    temperature: float,
-    has_versions: bool = False,
-    without: Collection[str] = (),
-) -> Iterator[TrainBatch]:
-    """Yield the filled shares of a step; the arguments are those of `make_shares`."""
-    shares = make_shares(samples, packing, temperature=temperature, has_versions=has_versions, without=without)
-    return (share.fill() for share in shares)
 
 
 def _share_of_update(plan: MiniBatchPlan, rank: int, chosen: Sequence[int], *, sequence_multiple: int) -> ShareOfUpdate:
@@ -328,10 +319,11 @@ def _rows(num_rows: int, num_tokens: int, names: Sequence[str]) -> Iterator[_Row
 
 
 def _micro_batch(
-    samples: Mapping[int, ShareSample], members: Sequence[int], row: _Row, *, sequence_multiple: int
+    samples: Mapping[int, ShareSample], members: Sequence[int], row: _Row, sequence_multiple: int, *, has_routes: bool
 ) -> MicroBatch:
     num_tokens = len(row.token_ids)
     starts, last_ids, response_starts, response_ends, sample_ids = [0], [], [], [], []
+    routed: list[tuple[int, RouteArray]] = []
     for index in members:
         sample = samples[index]
         content = sample.content
@@ -344,6 +336,9 @@ def _micro_batch(
         logprobs = content.logprobs[sample.first : sample.end]
         for name, column in row.columns.items():
             column[first:end] = logprobs if name == "rollout_logprobs" else sample.columns[name]
+        if has_routes and content.routes is not None:
+            before_last = len(content.routes) - len(content.token_ids) + sample.end
+            routed.append((start, content.routes[before_last - sample.num_positions : before_last]))
         num_padded = -sample.num_positions % sequence_multiple
         # The last token is what its predecessor predicts; as an input it is padding, like the zeros behind it.
         row.token_ids[end : end + min(num_padded, 1)] = token_ids[-1]
@@ -378,6 +373,7 @@ def _micro_batch(
         response_ends=_int32(response_ends),
         versions=get("versions"),
         rows=_packed_rows([samples[index] for index in members], _int32(starts)),
+        routes=PackedRoutes.of(routed, num_tokens),
     )
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from megarl.episodes.protocol import SampledTurn
 from megarl.errors import RewardError
+from megarl.routes import RouteArray, joined
 from megarl.tokens import Content, shared_if_equal
 from megarl.turns import Ending, Episode, Turn, TurnKind
 from megarl.types import DEMONSTRATION, BoolArray, FinishReason, FloatArray, Rollout, Score, TokenArray
@@ -26,13 +27,17 @@ class SampledTokens:
     logprobs: FloatArray  # [T]
     versions: npt.NDArray[np.int32]  # [T]
     is_cut: bool
+    routes: RouteArray | None = None  # of the tokens from the first without routes to the one before the last
 
 
 class Sampler(Protocol):
     """The engines, for one episode."""
 
-    async def sample(self, history: TokenArray, *, max_tokens: int, row: int) -> SampledTokens:
-        """Return the model's continuation of these tokens; `row` counts the histories of the episode."""
+    async def sample(self, history: TokenArray, *, max_tokens: int, row: int, num_routed: int) -> SampledTokens:
+        """Return the model's continuation of these tokens; `row` counts the histories of the episode.
+
+        The experts of the first `num_routed` tokens are known from turns before.
+        """
         ...
 
 
@@ -63,6 +68,9 @@ class Session:
     ) -> None:
         self._sampler = sampler
         self._history = prompt_ids
+        self._num_prompt_tokens = len(prompt_ids)
+        self._routes: list[tuple[int, RouteArray]] = []
+        self._num_routed = 0
         self._max_row_tokens = len(prompt_ids) + max_tokens
         self._max_turns = max_turns
         self._decode = decode
@@ -97,8 +105,14 @@ class Session:
             return SampledTurn(token_ids=np.empty(0, np.int32), text="", is_cut=True)
         began = time.monotonic()
         self._began = time.time() if self._began is None else self._began
-        sampled = await self._sampler.sample(self._history, max_tokens=limit, row=len(self._rows))
+        sampled = await self._sampler.sample(
+            self._history, max_tokens=limit, row=len(self._rows), num_routed=self._num_routed
+        )
         versions = sampled.versions
+        if sampled.routes is not None:
+            row_start = self._num_prompt_tokens + self._num_tokens - len(self._history)
+            self._routes.append((row_start + self._num_routed, sampled.routes))
+            self._num_routed += len(sampled.routes)
         self._add(
             Turn(
                 start=self._num_tokens,
@@ -124,7 +138,7 @@ class Session:
             self.append(token_ids[known:])
             return
         self._rows.append(self._num_tokens)
-        self._history = token_ids[:0]
+        self._history, self._num_routed = token_ids[:0], 0
         self._give(token_ids, TurnKind.CONTEXT, 0.0)
 
     def reward(self, value: float) -> None:
@@ -169,6 +183,7 @@ class Session:
                 token_ids=np.concatenate([part.token_ids for part in parts]),
                 logprobs=np.concatenate([part.logprobs for part in parts]),
                 text=self._last_text,
+                routes=joined(self._routes, self._num_prompt_tokens + num_tokens - 1),
             ),
             versions=shared_if_equal(np.concatenate([part.versions for part in parts])),
             loss_mask=_mask(parts),

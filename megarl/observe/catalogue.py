@@ -27,7 +27,7 @@ _SHORT_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)
 _LONG_S = (0.05, 0.2, 1.0, 5.0, 20.0, 60.0, 300.0, 1800.0)
 _LABEL_VALUES = {
     "phase": 12, "component": 64, "cause": 16, "state": 12, "engine": 256, "role": 8, "number": 32, "source": 8,
-    "sink": 8, "ending": 8,
+    "sink": 8, "ending": 8, "layer": 128,
 }  # fmt: skip
 """Exported values of each label; a label that is not here has one value in a run."""
 _UNITS = ("per_second", "seconds", "bytes", "ratio", "tokens", "steps", "groups", "nats")
@@ -98,8 +98,8 @@ def _rollouts(section: Section, name: str, text: str, *, field: str) -> Metric:
     return _gauge(section, name, text, source=f"step.rollouts.{field}")
 
 
-def _update(name: str, text: str, *, field: str) -> Metric:
-    return _gauge("trainer", name, text, source=f"step.update.{field}")
+def _update(name: str, text: str, *labels: str, field: str) -> Metric:
+    return _gauge("trainer", name, text, *labels, source=f"step.update.{field}")
 
 
 def _numbers(section: Section, *rows: tuple[str, str, str]) -> Iterator[Metric]:
@@ -300,6 +300,9 @@ POLICY_DRIFT = _update(
     "policy_drift_mean", "Mean |p_train - p_rollout| over tokens of earlier versions", field="policy_drift"
 )
 BEHIND = _update("behind_ratio", "Share of loss tokens of earlier versions", field="behind_fraction")
+REPLAYED = _update("replayed_ratio", "Share of trained positions with the engine's experts", field="replayed_fraction")
+_TEXT = "Share of replayed tokens that the trainer's own router had sent to another expert"
+ROUTING_DISAGREEMENT = _update("routing_disagreement_ratio", _TEXT, "layer", field="routing_disagreement.*")
 MISMATCH_BASELINE = _gauge("trainer", "mismatch_baseline", "Median of engine_mismatch_mean over the first 8 steps")
 MISMATCH_KL = _update("mismatch_kl_nats", "KL(rollout || train), estimator k1", field="mismatch_kl")
 MISMATCH_K3 = _update("mismatch_k3_nats", "KL(rollout || train), estimator k3", field="mismatch_k3")

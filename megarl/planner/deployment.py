@@ -30,6 +30,7 @@ from megarl.planner.memory import (
     engine_memory,
     stage_memory,
 )
+from megarl.routes import RouteShape
 from megarl.weights.layouts.megatron import MegatronParallel
 
 
@@ -189,6 +190,15 @@ class Deployment:
     frozen: Mapping[str, EngineMemory]
     """Engines of models that are never trained, by role."""
     placement: Placement
+    routes: RouteShape | None = None
+    """Set where engines record the experts of tokens."""
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Host memory in which each rank of an engine records the experts of all tokens of its cache, as int32."""
+        if self.engine is None or self.routes is None:
+            return 0
+        return 4 * self.engine.cached_tokens * self.routes.num_layers * self.routes.per_token
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -262,6 +272,7 @@ def deploy(recipe: Recipe, shapes: RoleShapes, gpu: GpuModel) -> Deployment:
             if config.pool is not None
         },
         placement=placement,
+        routes=shapes.policy.routes if recipe.replays_routing(shapes.policy) else None,
     )
 
 

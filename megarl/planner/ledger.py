@@ -333,6 +333,10 @@ def host_ledgers(deployment: Deployment, checkpoint: CheckpointConfig) -> tuple[
         ranks, engine_ranks = deployment.placement.ranks, deployment.placement.engine_ranks
         for place in (*(rank.place for rank in ranks), *(rank.place for rank in engine_ranks)):
             by_node[place.node].setdefault("actor", []).append(lanes)
+    if deployment.recorded_bytes:
+        recorded = LedgerItem(name="recorded experts", num_bytes=deployment.recorded_bytes, is_exact=True)
+        for engine_rank in deployment.placement.engine_ranks:
+            by_node[engine_rank.place.node].setdefault("engine", []).append(recorded)
     kinds: defaultdict[str, list[HostLedger]] = defaultdict(list)
     for by_role in by_node.values():
         where = " + ".join(by_role)

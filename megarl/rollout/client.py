@@ -22,6 +22,7 @@ import httpx
 from megarl.config.section import Device
 from megarl.errors import EngineError
 from megarl.rollout.engine_http import EngineHttp, HttpReply, failure_reason
+from megarl.routes import AskedRoutes
 from megarl.system.secret import Secret
 from megarl.types import JsonValue, PolicyVersion
 
@@ -111,8 +112,8 @@ class GenerateRequest:
     """Names the episode; an engine with `enable_session_radix_cache` keeps the cache of one that goes on."""
     adapter: str | None = None
     """Name of the loaded adapter to compute with; None is the base."""
-    returns_prompt: bool = False
-    """The reply has the prompt tokens that the engine saw."""
+    returns_prompt: bool = False  # the reply has the prompt tokens that the engine saw
+    routes: AskedRoutes | None = None
 
     def to_json(self) -> dict[str, JsonValue]:
         sampling: dict[str, JsonValue] = {
@@ -135,6 +136,8 @@ class GenerateRequest:
         }
         if self.returns_prompt:
             request["return_prompt_token_ids"] = True
+        if self.routes is not None:
+            request |= {"return_routed_experts": True, "routed_experts_start_len": self.routes.first}
         if self.cache_key is not None:
             request["extra_key"] = self.cache_key
         if self.session_id is not None:

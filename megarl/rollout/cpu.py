@@ -114,7 +114,8 @@ def _divide_experts() -> None:
 
 
 def _unpin_memory() -> None:
-    """Ignore the wish for pinned memory, which SGLang's adapters have on every device and only CUDA can fulfil."""
+    """Ignore the wish for pinned memory, which adapters and recorded experts have and only CUDA can fulfil."""
+    from sglang.srt.mem_cache.pool_host import common  # noqa: PLC0415 - needs the stand-ins
 
     def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *arguments, pin_memory=False, **options: make(*arguments, **options)  # noqa: ARG005 - on purpose
@@ -122,6 +123,7 @@ def _unpin_memory() -> None:
     for name in ("tensor", "zeros", "empty"):
         setattr(torch, name, unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment, misc]
+    common.ALLOC_MEMORY_FUNCS["cpu"] = common.alloc_with_pin_memory
 
 
 class _ForkOnly(ForkContext):

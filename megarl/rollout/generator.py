@@ -28,6 +28,7 @@ from megarl.rollout.client import GenerateRequest
 from megarl.rollout.fleet import Engine, EngineLostError, Fleet
 from megarl.rollout.lifecycle import EngineState
 from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
+from megarl.routes import AskedRoutes, RouteShape
 from megarl.system.faults import reach
 from megarl.tokens import Content, repeated, shared_if_equal
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, TokenArray
@@ -87,6 +88,7 @@ class Vocabulary:
     eos_ids: tuple[int, ...]
     max_context_tokens: int
     decode: Callable[[TokenArray], str]
+    routes: RouteShape | None = None  # None in a dense model
 
     @classmethod
     def of(cls, shape: ModelShape, tokenizer: Tokenizer) -> Vocabulary:
@@ -95,6 +97,7 @@ class Vocabulary:
             eos_ids=tokenizer.eos_ids,
             max_context_tokens=shape.max_context_tokens,
             decode=tokenizer.decode_response,
+            routes=shape.routes,
         )
 
 
@@ -111,6 +114,7 @@ class _Asked:
     """Names of what an engine may have cached, the longest first."""
     is_echoed: bool = False
     """The engine has to return the tokens that it saw."""
+    num_routed: int = 0  # tokens whose experts are known already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,10 +137,11 @@ class FleetGenerator:
         max_attempts: int,
         in_flight: InFlight | None = None,
         player: Player | None = None,
+        has_routes: bool = False,
     ) -> None:
         """`in_flight` says how engines are paused where weights may change during a request.
 
-        With a `player` a rollout is an episode of turns, without one it is a single response.
+        With a `player` a rollout is an episode of turns, else one response. `has_routes` adds the engines' experts.
         """
         self._fleet = fleet
         self._sampling = sampling
@@ -145,6 +150,7 @@ class FleetGenerator:
         self._max_attempts = max_attempts
         self._in_flight: InFlight | None = in_flight
         self._player = player
+        self._routes = vocabulary.routes if has_routes else None
 
     async def generate(self, prompt: Prompt) -> RolloutGroup:
         """Return all rollouts of one prompt, in the order of their seeds."""
@@ -188,7 +194,7 @@ class FleetGenerator:
         return self._finished(await self._continued(asked))
 
     async def sampled_turn(
-        self, prompt: Prompt, index: int, history: TokenArray, *, max_tokens: int, row: int
+        self, prompt: Prompt, index: int, history: TokenArray, *, max_tokens: int, row: int, num_routed: int = 0
     ) -> SampledTokens:
         """Return the next turn of an episode; its engine is that of the turn before, where it is live."""
         # Positions repeat where a row begins anew: another row has other random numbers.
@@ -201,6 +207,7 @@ class FleetGenerator:
             seed=sampling_seed(self._seed, name, epoch=prompt.epoch, index=index),
             prefixes=(f"{prompt.uid}#{prompt.epoch}.{index}", prompt.uid),
             is_echoed=True,
+            num_routed=num_routed,
         )
         response = await self._continued(asked)
         return SampledTokens(
@@ -208,6 +215,7 @@ class FleetGenerator:
             logprobs=response.logprobs,
             versions=response.versions,
             is_cut=response.finish_reason is FinishReason.LENGTH,
+            routes=response.routes,
         )
 
     async def _continued(self, asked: _Asked) -> Response:
@@ -264,6 +272,8 @@ class FleetGenerator:
         base_version = None if engine.adapter is None else engine.weights_version
         num_pauses = engine.num_pauses
         max_new_tokens = asked.max_tokens - len(so_far.token_ids)
+        num_sent = len(asked.token_ids) + len(so_far.token_ids)
+        routes = AskedRoutes.after(self._routes, asked.num_routed, so_far.routes, num_sent=num_sent)
         request = GenerateRequest(
             # All rids have one length: SGLang treats a rid as a prefix when it aborts.
             rid=uuid4().hex,
@@ -279,6 +289,7 @@ class FleetGenerator:
             session_id=asked.prefixes[0] if asked.is_echoed else None,
             cache_key=str(version) if in_flight == "in_place" else None,
             returns_prompt=asked.is_echoed,
+            routes=routes,
         )
         reply = await engine.client.generate(request)
         is_interrupted = in_flight is not None and engine.num_pauses != num_pauses
@@ -294,6 +305,7 @@ class FleetGenerator:
             is_interrupted=is_interrupted or reply.is_cut or engine.state is EngineState.RETIRED,
             in_flight=in_flight,
             echo=request.input_ids if asked.is_echoed else None,
+            routes=routes,
         )
         reach("generating", step=engine.version, engine=engine.index)
         try:
@@ -309,6 +321,7 @@ class FleetGenerator:
                 token_ids=response.token_ids,
                 logprobs=response.logprobs,
                 text=self._vocabulary.decode(response.token_ids),
+                routes=response.routes,
             ),
             versions=shared_if_equal(response.versions),
             loss_mask=repeated(np.True_, len(response.token_ids)),
@@ -324,8 +337,10 @@ class _EpisodeSampler:
     prompt: Prompt
     index: int
 
-    async def sample(self, history: TokenArray, *, max_tokens: int, row: int) -> SampledTokens:
-        return await self.generator.sampled_turn(self.prompt, self.index, history, max_tokens=max_tokens, row=row)
+    async def sample(self, history: TokenArray, *, max_tokens: int, row: int, num_routed: int) -> SampledTokens:
+        return await self.generator.sampled_turn(
+            self.prompt, self.index, history, max_tokens=max_tokens, row=row, num_routed=num_routed
+        )
 
 
 def sampling_seed(run_seed: int, prompt_uid: str, *, epoch: int, index: int) -> int:

@@ -82,10 +82,9 @@ class EngineSpec:
     """Address and port on the first node where the processes of several nodes meet."""
     adapters: EngineAdapters | None = None
     """The adapters that it can serve beside its base; None: it serves the weights that are published."""
-    has_float32_head: bool = False
-    """Whether logits stay in float32; `model.has_float32_head` of the recipe."""
-    bind: str | None = None
-    """`network.bind` of the recipe, from which the starting process derives `host`."""
+    has_float32_head: bool = False  # logits stay in float32
+    returns_routes: bool = False  # replies can have the experts of tokens
+    bind: str | None = None  # `network.bind` of the recipe, from which the starting process derives `host`
     host: str = LOOPBACK
     port: int | None = None  # None: any free port
     role: str = "rollout"  # its key below `roles`
@@ -274,8 +273,8 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     }
     if spec.device == "cpu":
         options["--attention-backend"] = "torch_native"
-        # A prompt that is split between batches would be computed in another order than a whole one.
-        options["--chunked-prefill-size"] = -1
+        # A prompt that is split would be computed in another order. SGLang records the experts of as many tokens.
+        options["--chunked-prefill-size"] = options["--max-total-tokens"] if spec.returns_routes else -1
     else:
         # Other kernels store the experts in an order of their own, which a publish does not know.
         options["--moe-runner-backend"] = "triton"
@@ -284,6 +283,7 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle", "--enable-metrics"]
     flags += ["--enable-deterministic-inference"] if config.is_deterministic_on(spec.device) else []
     flags += ["--enable-fp32-lm-head"] if spec.has_float32_head else []
+    flags += ["--enable-return-routed-experts"] if spec.returns_routes else []
     flags += ["--enable-memory-saver"] if spec.shares_devices and spec.device == "cuda" else []
     flags += ["--is-embedding"] if spec.is_classifier else []
     words = [str(word) for option in options.items() for word in option]

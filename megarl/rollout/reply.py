@@ -17,6 +17,7 @@ import orjson
 
 from megarl.config.roles import InFlight
 from megarl.errors import EngineError
+from megarl.routes import AskedRoutes, RouteArray, then
 from megarl.types import FinishReason, FloatArray, PolicyVersion, TokenArray
 
 _MAX_LOGPROB = 1e-3
@@ -51,6 +52,7 @@ class Expectation:
     """How the engine is paused for a publish; None if it is never paused during a request."""
     echo: tuple[int, ...] | None = None
     """The tokens that were sent, where the reply has to have those that the engine saw."""
+    routes: AskedRoutes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class Response:
     logprobs: FloatArray  # [T]
     versions: npt.NDArray[np.int32]  # [T]
     finish_reason: FinishReason
+    routes: RouteArray | None = None  # from the first token that was asked for to the one before the last
 
     @classmethod
     def nothing(cls) -> Response:
@@ -79,6 +82,7 @@ class Response:
             logprobs=np.concatenate([self.logprobs, rest.logprobs]),
             versions=np.concatenate([self.versions, rest.versions]),
             finish_reason=rest.finish_reason,
+            routes=then(self.routes, rest.routes),
         )
 
 
@@ -115,6 +119,7 @@ class _Meta(msgspec.Struct):
     weight_version: str | _Int32 | None = None
     weight_versions: list[_Span] | None = None
     output_token_logprobs: _FlatLogprobs | list[_TokenLogprob] | None = None
+    routed_experts: bytes | None = None
 
 
 class _Reply(msgspec.Struct):
@@ -148,6 +153,7 @@ def read_response(content: bytes, expected: Expectation) -> Response:
         logprobs=logprobs[:num_kept],
         versions=_versions(meta, len(token_ids), expected)[:num_kept],
         finish_reason=finish_reason,
+        routes=None if expected.routes is None else _routes(meta, expected.routes, len(token_ids), num_kept),
     )
 
 
@@ -229,6 +235,15 @@ def _from_bytes(content: bytes, dtype: str) -> npt.NDArray[Any]:
         return np.frombuffer(content, dtype=dtype).copy()
     except ValueError as error:
         raise BadReplyError(f"{len(content)} bytes of an array: {error}") from None
+
+
+def _routes(meta: _Meta, asked: AskedRoutes, num_tokens: int, num_kept: int) -> RouteArray:
+    if meta.routed_experts is None and meta.finish_reason.type != FinishReason.ABORT:
+        raise BadReplyError("routed_experts is missing (start the engine with --enable-return-routed-experts)")
+    try:
+        return asked.read(meta.routed_experts, num_tokens=num_tokens, num_kept=num_kept)
+    except ValueError as error:
+        raise BadReplyError(f"routed_experts: {error}") from None
 
 
 def _check_end(finish_reason: FinishReason, finish: _Finish, token_ids: TokenArray, expected: Expectation) -> None:

@@ -39,6 +39,8 @@ class RolloutTask:
     """The user's code that makes a generator of ours (`sampling.generator`)."""
     baseline: Sampling | None = None
     """Adds a rollout to each group to compare with."""
+    has_routes: bool = False
+    """The rollouts have the experts that the engines chose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,14 +114,14 @@ class RolloutWorker:
         return []
 
     def _build(self, task: RolloutTask) -> Generator:
-        generator = self._generator(task, task.sampling)
+        generator = self._generator(task, task.sampling, has_routes=task.has_routes)
         if task.baseline is not None:
-            generator = WithGreedyRollout(generator, self._generator(task, task.baseline))
+            generator = WithGreedyRollout(generator, self._generator(task, task.baseline, has_routes=False))
         if task.generator is None:
             return generator
         return cast("Generator", load_code(task.generator, key="sampling.generator")(generator))
 
-    def _generator(self, task: RolloutTask, sampling: Sampling) -> Generator:
+    def _generator(self, task: RolloutTask, sampling: Sampling, *, has_routes: bool) -> Generator:
         return FleetGenerator(
             self._fleet,
             sampling=sampling,
@@ -128,6 +130,7 @@ class RolloutWorker:
             max_attempts=self._max_attempts,
             in_flight=task.in_flight,
             player=self._player,
+            has_routes=has_routes,
         )
 
 

@@ -161,6 +161,7 @@ class LoopBuilder:
             in_flight=recipe.in_flight,
             generator=recipe.sampling.generator,
             baseline=nearly_greedy if isinstance(recipe.algorithm, RemaxConfig) else None,
+            has_routes=recipe.replays_routing(self.inputs.shape),
         )
         if isinstance(recipe.algorithm, SpinConfig):
             return ContestedGroups(self.workers, task, self.observer, Demonstrations(self.inputs.tokenizer))

@@ -26,6 +26,7 @@ from megarl.train.lora import adapters_off
 from megarl.train.memory import host_places, measure_usage
 from megarl.train.passes import forward
 from megarl.train.rank import RankSpec
+from megarl.train.routing import routing_stats
 from megarl.train.stats import ACTOR, ActorTokens, MiniBatchStats, Report
 from megarl.train.trained import TrainedRank
 from megarl.types import DEMONSTRATION, FloatArray, MiniBatch, PolicyVersion, TrainBatch
@@ -89,6 +90,9 @@ class ActorRank(TrainedRank):
             usage = measure_usage(self._topology)
         self._num_steps += 1
         summary = self._summarise(applied, rate) if applied else None
+        if self._spec.shape.experts is not None:
+            routing = routing_stats(self._models, batch, self._spec.shape.num_layers, self._topology)
+            summary = summary and replace(summary, **routing)
         return UpdateResult(
             version=PolicyVersion(self._num_updates),
             stats=summary,

@@ -28,6 +28,7 @@ from torch.nn.attention.varlen import varlen_attn
 from megarl.data.packing import runs, zigzag
 from megarl.train import cudnn_attention
 from megarl.train.layers import Rotation, rotated
+from megarl.train.routing import RankRoutes
 from megarl.train.topology import Topology
 
 
@@ -44,6 +45,7 @@ class PackedSequences(PackedSeqParams):
     """Set by the model; None leaves queries and keys unrotated."""
     part: ContextPart | None = None
     """None where the sequences are whole."""
+    routes: RankRoutes | None = None  # None where the router of a mixture chooses
 
     def __post_init__(self) -> None:
         self.qkv_format = "thd"

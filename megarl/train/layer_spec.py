@@ -22,8 +22,9 @@ from megarl.config.model import ModelShape
 from megarl.config.roles import ModelParallelConfig
 from megarl.errors import MachineError
 from megarl.train.attention import PackedAttention
-from megarl.train.layers import EngineRouter, GatedActivation, RMSNorm
+from megarl.train.layers import GatedActivation, RMSNorm
 from megarl.train.lora import AdaptedColumns, AdaptedRows
+from megarl.train.routing import EngineRouter, MixtureLayer
 
 _EXPERTS = "local_experts"
 _FUSED_NORMS = ("input_layernorm", "pre_mlp_layernorm")
@@ -45,7 +46,7 @@ def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool, is_fused: bo
         spec.submodules.input_layernorm = RMSNorm
     feed_forward = spec.submodules.mlp.submodules
     if num_experts is not None:
-        feed_forward.router = EngineRouter
+        spec.module, feed_forward.router = MixtureLayer, EngineRouter
         feed_forward = feed_forward.experts.submodules
     feed_forward.activation_func = ModuleSpec(module=GatedActivation, params={"is_fused": is_fused})
     if num_experts is not None or not is_te:

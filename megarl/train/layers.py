@@ -1,4 +1,4 @@
-"""The parts of a layer beside linear layers and attention: norm, router, gated activation, rotary position embedding.
+"""The parts of a layer beside linear layers and attention: norm, gated activation, rotary position embedding.
 
 Megatron's own versions need Transformer Engine, do not support sequence parallelism, or move more bytes. Activation and
 rotation are one kernel each on a GPU, with a backward pass that keeps only its inputs; on a CPU they are torch's
@@ -13,7 +13,6 @@ from typing import assert_never
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -33,17 +32,6 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
-
-
-class EngineRouter(TopKRouter):
-    # Megatron's own gate calls a kernel of Transformer Engine by a name that is only defined where that is installed:
-    # https://github.com/NVIDIA/Megatron-LM/blob/core_v0.16.1/megatron/core/transformer/moe/moe_utils.py
-    def gating(self, input: Tensor) -> Tensor:
-        """Return logits in float32 that are rounded to the dtype of the weights, as engines round them.
-
-        Exact ones would put other experts first wherever two logits are closer than the rounding.
-        """
-        return F.linear(input, self.weight).float()
 
 
 class GatedActivation(torch.nn.Module):

@@ -35,6 +35,7 @@ from megarl.train.layer_spec import layer_spec, precision_fields
 from megarl.train.layers import RMSNorm, Rotation, rotary_frequencies, rotary_magnitude
 from megarl.train.likeliest import Head, candidate_logprobs
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
+from megarl.train.routing import rank_routes
 from megarl.train.topology import Topology
 from megarl.types import FloatArray, MicroBatch
 from megarl.weights.executors.tensors import torch_dtype
@@ -93,11 +94,13 @@ def to_device(micro_batch: MicroBatch, topology: Topology, *, temperature: float
 
     num_tokens, rows = len(micro_batch.token_ids), micro_batch.rows
     has_loss = micro_batch.loss_mask.size > 0
+    sequences = packed_sequences(micro_batch.sequence_starts, topology)
+    sequences.routes = rank_routes(micro_batch, mine, topology)
     episode_starts = micro_batch.sequence_starts if rows is None else rows.episode_starts
     return DeviceMicroBatch(
         token_ids=tensor(micro_batch.token_ids, torch.int64)[None],
         positions=tensor(micro_batch.positions, torch.int64)[None],
-        sequences=packed_sequences(micro_batch.sequence_starts, topology),
+        sequences=sequences,
         episode_starts=torch.from_numpy(episode_starts // context).to(device=device, non_blocking=True),
         episode_loss_tokens=None if rows is None else torch.from_numpy(rows.num_loss_tokens).to(device=device),
         targets=tensor(micro_batch.targets, torch.int64),
@@ -167,11 +170,8 @@ class Model(GPTModel):
         if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
             # Layers that are recomputed have gradients only if their input has: that of a frozen embedding does not.
             embedded.requires_grad_()
-        hidden: Tensor = self.decoder(
-            hidden_states=embedded,
-            attention_mask=None,
-            packed_seq_params=replace(micro_batch.sequences, rotation=self._rotation(micro_batch.positions)),
-        )
+        sequences = replace(micro_batch.sequences, rotation=self._rotation(micro_batch.positions))
+        hidden: Tensor = self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=sequences)
         return hidden
 
     def _rotation(self, positions: Tensor) -> Rotation:

@@ -42,6 +42,22 @@ def test_groups_come_back_as_they_were(tmp_path: Path) -> None:
             assert (one.finish_reason, one.text) == (other.finish_reason, other.text)
 
 
+def test_the_engines_experts_come_back_for_the_rollouts_that_have_some(tmp_path: Path) -> None:
+    rollouts = list(GROUPS[0].group.rollouts)
+    content = rollouts[1].content.load()
+    routes = np.random.default_rng(0).integers(0, 8, (9, 3, 2)).astype(np.uint8)
+    rollouts[1] = replace(rollouts[1], content=replace(content, routes=routes))
+    group = replace(GROUPS[0], group=replace(GROUPS[0].group, rollouts=tuple(rollouts)))
+    write_carried(tmp_path, [group, GROUPS[1]])
+    (first, second), other = (each.group.rollouts for each in read_carried(tmp_path, 2, prompt_at))
+    assert first.content.load().routes is None
+    found = second.content.load().routes
+    assert found is not None
+    np.testing.assert_array_equal(found, routes)
+    assert found.dtype == np.uint8
+    assert other[0].content.load().routes is None
+
+
 def test_nothing_to_carry_is_no_file(tmp_path: Path) -> None:
     assert write_carried(tmp_path, []) == {}
     assert not any(tmp_path.iterdir())

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megarl.data.packing import Packing
-from megarl.data.shares import make_shares, pack
+from megarl.data.shares import make_shares
 from megarl.tokens import Content
+from megarl.turns import Episode
 from megarl.types import TrainSample
+from tests.filled_shares import pack
 from tests.train.samples import make_samples
 
 PACKING = Packing(
@@ -96,3 +98,58 @@ def test_padding_repeats_tokens_of_the_pack_and_counts_nowhere() -> None:
         }
         assert len(set(padding.tolist())) > 3
         assert not micro_batch.loss_mask[ends[-2] :].any()
+
+
+def with_routes(sample: TrainSample, *, first: int) -> TrainSample:
+    """Give each token a route of its own, which counts from `first`; the last has none."""
+    num_tokens = len(sample.prompt_ids) + sample.rollout.num_tokens - 1
+    routes = (first + np.arange(num_tokens)).astype(np.uint16)[:, None, None]
+    content = replace(sample.rollout.content.load(), routes=routes)
+    return replace(sample, rollout=replace(sample.rollout, content=content))
+
+
+def test_routes_lie_beside_the_tokens_of_their_sequence_and_are_not_copied() -> None:
+    samples = make_samples(5, vocab=50)
+    routed = [with_routes(each, first=100 * place) if place != 2 else each for place, each in enumerate(samples)]
+    packing = replace(PACKING, data_parallel=1, tokens_per_micro_batch=500, pad_multiple=64, sequence_multiple=4)
+    (share,) = make_shares(routed, packing, temperature=1.0, has_routes=True)
+    (micro_batch,) = share.fill().mini_batches[0].micro_batches
+    assert micro_batch.routes is not None
+    column = micro_batch.routes.of_layers(0, 1)[:, 0, 0]
+    for place, start in zip(micro_batch.sample_ids[:-1].tolist(), micro_batch.sequence_starts.tolist(), strict=False):
+        num_tokens = len(samples[place].prompt_ids) + samples[place].rollout.num_tokens - 1
+        expected = np.full(num_tokens, 65535) if place == 2 else 100 * place + np.arange(num_tokens)
+        assert column[start : start + num_tokens].tolist() == expected.tolist()
+    assert np.count_nonzero(column != 65535) == sum(
+        len(each.prompt_ids) + each.rollout.num_tokens - 1 for each in (*samples[:2], *samples[3:])
+    )
+    theirs = [each.rollout.content.load().routes for each in routed]
+    for _, part in micro_batch.routes.parts:
+        assert any(np.shares_memory(part, each) for each in theirs if each is not None)
+    (without,) = make_shares(routed, packing, temperature=1.0)
+    assert without.fill().mini_batches[0].micro_batches[0].routes is None
+
+
+def test_each_row_of_an_episode_has_the_routes_of_its_own_tokens() -> None:
+    (sample,) = make_samples(1, vocab=50)
+    content = Content(token_ids=np.arange(10, dtype=np.int32), logprobs=np.zeros(10, np.float32), text="", routes=None)
+    rollout = replace(
+        sample.rollout,
+        content=content,
+        versions=np.zeros(10, np.int32),
+        loss_mask=np.ones(10, np.bool_),
+        episode=Episode(rows=(4, 7)),
+    )
+    sample = replace(
+        sample, prompt_ids=np.arange(40, 43, dtype=np.int32), rollout=rollout, advantages=np.zeros(10, np.float32)
+    )
+    packing = replace(PACKING, data_parallel=1)
+    (share,) = make_shares([with_routes(sample, first=0)], packing, temperature=1.0, has_routes=True)
+    (micro_batch,) = share.fill().mini_batches[0].micro_batches
+    assert micro_batch.routes is not None
+    # The prompt has routes 0 to 2, the token with id t has route 3 + t; the last token of a row is no input.
+    expected = {**{40 + t: t for t in range(3)}, **{t: 3 + t for t in range(10)}}
+    known = micro_batch.routes.are_known()
+    routes = micro_batch.routes.of_layers(0, 1)[known, 0, 0]
+    assert routes.tolist() == [expected[token] for token in micro_batch.token_ids[known].tolist()]
+    assert micro_batch.token_ids[known].tolist() == [40, 41, 42, 0, 1, 2, 4, 5, 7, 8]

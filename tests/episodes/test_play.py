@@ -41,7 +41,7 @@ class ScriptedSampler:
         self.histories: list[TokenArray] = []
         self.rows: list[int] = []
 
-    async def sample(self, history: TokenArray, *, max_tokens: int, row: int) -> SampledTokens:
+    async def sample(self, history: TokenArray, *, max_tokens: int, row: int, num_routed: int) -> SampledTokens:
         number = len(self.histories)
         self.histories.append(history)
         self.rows.append(row)

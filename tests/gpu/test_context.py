@@ -19,13 +19,14 @@ from megarl.config.algorithm import SftConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing, zigzag
-from megarl.data.shares import assemble, pack
+from megarl.data.shares import assemble
 from megarl.tokens import SampleNumbers
 from megarl.train.actor import ActorRank
 from megarl.train.attention import PackedAttention, packed_sequences
 from megarl.train.rank import RankSpec
 from megarl.train.topology import initialize, shut_down
 from megarl.types import FloatArray, TrainBatch
+from tests.filled_shares import pack
 from tests.gpu.one_card import Peer, card
 from tests.gpu.test_trainer import sample_of
 from tests.tiny_models import write_tiny_model

@@ -19,10 +19,10 @@ from megarl.config.kernels import is_te_installed
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing
-from megarl.data.shares import pack
 from megarl.train.actor import ActorRank
 from megarl.train.rank import RankSpec
 from megarl.types import TrainBatch
+from tests.filled_shares import pack
 from tests.gpu.test_trainer import sample_of
 from tests.tiny_models import write_tiny_model
 

@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 from megarl.config.algorithm import SftConfig
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing
-from megarl.data.shares import assemble, pack
+from megarl.data.shares import assemble
 from megarl.tokens import Content
 from megarl.train.actor import ActorRank
 from megarl.train.rank import RankSpec
 from megarl.types import DEMONSTRATION, FinishReason, Rollout, TrainBatch, TrainSample
+from tests.filled_shares import pack
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.gpu

@@ -100,6 +100,9 @@ def update_stats(*, loss: float = 0.5) -> UpdateStats:
         engine_mismatch=5e-7,
         policy_drift=2e-6,
         behind_fraction=0.25,
+        teacher_kl=0.125,
+        replayed_fraction=0.75,
+        routing_disagreement={"0": 0.03125},
     )
 
 

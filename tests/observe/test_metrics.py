@@ -137,7 +137,9 @@ def test_every_float_of_an_update_is_a_metric(metrics: Metrics, endpoint: Metric
         metrics.record(record)
     values = scrape(endpoint.url)
     of_update = fields_with_a_metric("step.update.")
-    assert set(of_update) == {field.name for field in fields(UpdateStats)} - {"num_sequences"}
+    by_layer = of_update.pop("routing_disagreement.*")
+    assert values[f"{by_layer}{{0}}"] == 0.03125
+    assert set(of_update) == {field.name for field in fields(UpdateStats)} - {"num_sequences", "routing_disagreement"}
     assert {field: values[name] for field, name in of_update.items()} == {
         field: getattr(finished.summary.update, field) for field in of_update
     }

@@ -14,6 +14,7 @@ from megarl.planner.ledger import (
     ALLOCATOR_SHARE,
     TRAINER_CONTEXT_BYTES,
     HostLedger,
+    LedgerItem,
     MemoryLedger,
     MemoryPhase,
     host_ledgers,
@@ -254,3 +255,21 @@ def test_a_teacher_is_counted_with_its_own_shape_in_its_pool() -> None:
     assert weights == pytest.approx(2 * 72.7e9 / 8, rel=0.01)
     assert not {"gradients", "optimizer"} & names(scoring)
     assert not any("teacher" in ledger.where for ledger in host_ledgers(deployment, recipe.checkpoint))
+
+
+def test_engines_of_a_mixture_record_the_experts_of_their_cache_in_host_memory() -> None:
+    mixture = replace(PUBLIC_MODELS["qwen3-30b-a3b"], num_layers=8)
+    words = ("roles.actor.is_sequence_parallel=true", "checkpoint={save_every_steps: null, save_at_end: false}")
+    recipe = make_recipe(*words)
+    deployment = deploy(recipe, shapes_of(mixture), H100)
+    assert deployment.engine is not None
+    (host,) = host_ledgers(deployment, recipe.checkpoint)
+    # SGLang has a number of four bytes for each layer and expert of a token, in every rank of a node.
+    num_ranks = sum(rank.place.node == "rollout-0" for rank in deployment.placement.engine_ranks)
+    assert host.items == (
+        LedgerItem(
+            name="recorded experts", num_bytes=num_ranks * deployment.engine.cached_tokens * 8 * 8 * 4, is_exact=True
+        ),
+    )
+    live = make_recipe(*words, "train.routing=live")
+    assert host_ledgers(deploy(live, shapes_of(mixture), H100), live.checkpoint) == ()

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.config.roles import InFlight
 from megarl.rollout.reply import BadReplyError, Expectation, Response, WrongVersionError, read_response
+from megarl.routes import AskedRoutes, RouteShape
 from megarl.types import FinishReason, PolicyVersion
 
 EXPECTED = Expectation(
@@ -301,3 +302,50 @@ def test_a_response_to_other_tokens_than_those_sent_is_refused() -> None:
         read({**GOOD, "prompt_token_ids": [7, 8]}, expected)
     with pytest.raises(BadReplyError, match="prompt_token_ids is missing"):
         read(GOOD, expected)
+
+
+ROUTES = np.arange(2 * 5 * 2 * 2, dtype="<i4").reshape(2 * 5, 2, 2)[:6] % 7
+"""Of five tokens that were sent and two of three that were sampled, from the second on."""
+ROUTED = replace(
+    EXPECTED,
+    routes=AskedRoutes(shape=RouteShape(num_layers=2, per_token=2, num_experts=8), first=1, num_sent=5),
+)
+
+
+def with_routes(routes: np.ndarray) -> dict[str, Any]:
+    return with_meta(routed_experts=b64encode(routes.tobytes()).decode())
+
+
+def test_the_experts_of_all_tokens_but_the_last_are_read() -> None:
+    routes = read(with_routes(ROUTES), ROUTED).routes
+    assert routes is not None
+    assert routes.tolist() == ROUTES.tolist()
+    assert routes.dtype == np.uint8
+    assert read(GOOD, EXPECTED).routes is None
+
+
+def test_a_response_without_the_experts_that_were_asked_for_is_refused() -> None:
+    with pytest.raises(BadReplyError, match=r"routed_experts is missing \(start the engine with"):
+        read(GOOD, ROUTED)
+    with pytest.raises(BadReplyError, match="routed_experts: 80 bytes of routes, not 4 for each"):
+        read(with_routes(ROUTES[1:]), ROUTED)
+
+
+def test_an_interrupted_response_has_the_experts_before_the_last_token_that_is_kept() -> None:
+    """The last one is computed again, perhaps by other weights, when the response is continued."""
+    interrupted = replace(ROUTED, is_interrupted=True)
+    reply = with_routes(ROUTES)
+    reply["meta_info"]["finish_reason"] = {"type": "abort"}
+    first = read(reply, interrupted)
+    assert first.token_ids.tolist() == [5, 6]
+    assert first.routes is not None
+    assert first.routes.tolist() == ROUTES[:5].tolist()
+    del reply["meta_info"]["routed_experts"]
+    unknown = read(reply, interrupted).routes
+    assert unknown is not None
+    assert (unknown == 255).all()
+    assert unknown.shape == (5, 2, 2)
+    rest = read(with_routes(ROUTES), ROUTED)
+    joined = Response.nothing().then(first).then(rest).routes
+    assert joined is not None
+    assert joined.tolist() == [*ROUTES[:5].tolist(), *ROUTES.tolist()]

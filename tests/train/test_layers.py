@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.train.layers import EngineRouter, RMSNorm, Rotation, gated, rotated
+from megarl.train.layers import RMSNorm, Rotation, gated, rotated
 from megarl.train.logprob import _summed
 
 TOLERANCES = {"activation": 1e-5, "rotation": 1e-6, "scores": 1e-5, "digests": 0.0, "digests_in_one_launch": 0.0}
@@ -64,21 +64,6 @@ def test_the_norm_equals_the_formula_and_marks_its_weight_for_megatron(is_sequen
     expected = hidden / (hidden.pow(2).mean(dim=-1, keepdim=True) + 1e-5).sqrt() * norm.weight
     torch.testing.assert_close(norm(hidden), expected)
     assert norm.weight.sequence_parallel is is_sequence_parallel  # type: ignore[attr-defined]
-
-
-def test_a_router_rounds_its_logits_like_an_engine_and_weighs_in_float32() -> None:
-    """Engines compute logits in the dtype of the weights; with exact ones other experts come first for some tokens."""
-    generator = torch.Generator().manual_seed(0)
-    router = EngineRouter.__new__(EngineRouter)
-    torch.nn.Module.__init__(router)
-    weight = torch.randn(128, 64, generator=generator).bfloat16()
-    router.weight = torch.nn.Parameter(weight)
-    tokens = torch.randn(400, 64, generator=generator).bfloat16()
-    logits = router.gating(tokens)
-    assert logits.dtype == torch.float32
-    assert torch.equal(logits, F.linear(tokens, weight).float())
-    chosen, exact = (values.topk(8).indices.sort().values for values in (logits, tokens.float() @ weight.float().t()))
-    assert 0 < (chosen != exact).any(dim=1).float().mean() < 0.5
 
 
 class OnGpu(torch.Tensor):

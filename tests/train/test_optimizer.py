@@ -12,9 +12,9 @@ from megarl.config.algorithm import SftConfig
 from megarl.config.native.owned import owned
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing
-from megarl.data.shares import pack
 from megarl.train import optimizer as optimizer_module
 from megarl.train.optimizer import buffer_config, learning_rate, optimizer_config
+from tests.filled_shares import pack
 from tests.train import optimizer_jobs as jobs
 from tests.train.cluster import Cluster, Shares
 from tests.train.conftest import Models

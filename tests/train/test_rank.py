@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 from megarl.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing
-from megarl.data.shares import QUESTION, pack
+from megarl.data.shares import QUESTION
 from megarl.types import TrainSample
 from megarl.weights.layouts.megatron import MegatronParallel, megatron_layout
+from tests.filled_shares import pack
 from tests.tiny_models import write_tiny_model
 from tests.train import jobs
 from tests.train.cluster import Cluster, Shares, assembled
@@ -81,6 +82,7 @@ def packed(
     per_update: int | None = None,
     has_versions: bool = False,
     is_question: bool = False,
+    has_routes: bool = False,
 ) -> Shares:
     packing = Packing(
         data_parallel=world // actor.model_parallel,
@@ -91,7 +93,14 @@ def packed(
         micro_batch_multiple=actor.pipeline if actor.virtual_pipeline > 1 else 1,
     )
     without = QUESTION if is_question else ()
-    shares = pack(samples, packing, temperature=TEMPERATURE, has_versions=has_versions, without=without)
+    shares = pack(
+        samples,
+        packing,
+        temperature=TEMPERATURE,
+        has_versions=has_versions,
+        has_routes=has_routes,
+        without=without,
+    )
     return Shares.of(shares, ranks_per_share=actor.tensor * actor.context)
 
 

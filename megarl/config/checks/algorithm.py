@@ -111,6 +111,9 @@ def check_rewards(config: RewardConfig) -> Iterator[Problem]:
 def check_staleness(recipe: Recipe) -> Iterator[Problem]:
     """Yield what does not go together with generating while training, or with the lack of it."""
     rollout, staleness, algorithm = recipe.roles.rollout, recipe.train.max_staleness, recipe.algorithm
+    if isinstance(algorithm, OfflineConfig) and recipe.train.routing is not None:
+        message = f"has no effect in {algorithm.kind}, which trains on tokens of no engine; remove it"
+        yield Problem(key="train.routing", message=message)
     if staleness == 0:
         if rollout is not None and rollout.in_flight is not None and recipe.model.lora is None:
             yield Problem(

@@ -68,6 +68,10 @@ def check_split(recipe: Recipe, shape: ModelShape) -> Iterator[Problem]:
         yield from check_lora(recipe.model.lora, shape)
     if recipe.roles.rollout is not None:
         yield from _rollout_split(shape, recipe.roles.rollout, device=recipe.run.device)
+        if recipe.replays_routing(shape):
+            yield from _routes(recipe.roles.rollout)
+    if shape.experts is None and recipe.train.routing is not None:
+        yield Problem(key="train.routing", message="the model has no experts; remove it")
     lengths = {"sampling.max_response_tokens": recipe.sampling.max_response_tokens}
     if recipe.evaluation is not None and recipe.evaluation.max_response_tokens is not None:
         lengths["evaluation.max_response_tokens"] = recipe.evaluation.max_response_tokens
@@ -286,6 +290,18 @@ def _rollout_split(shape: ModelShape, rollout: RolloutRoleConfig, *, device: Dev
     )
     if shape.experts is None:
         yield from _no_experts(prefix, expert=rollout.expert > 1)
+
+
+def _routes(rollout: RolloutRoleConfig) -> Iterator[Problem]:
+    """Yield options of SGLang with which it loses the experts of a token, or gives those of another."""
+    chunk = rollout.sglang.get("chunked_prefill_size")
+    if isinstance(chunk, int) and chunk <= 0:
+        message = f"{chunk} leaves no room to record experts; remove it, or set train.routing: live"
+        yield Problem(key="roles.rollout.sglang.chunked_prefill_size", message=message)
+    for name in ("enable_hierarchical_cache", "enable_lmcache"):
+        if rollout.sglang.get(name):
+            message = "tokens come back from it without their experts; remove it, or set train.routing: live"
+            yield Problem(key=f"roles.rollout.sglang.{name}", message=message)
 
 
 def _no_experts(prefix: str, **is_set: bool) -> Iterator[Problem]:

@@ -225,6 +225,7 @@ _SGLANG: Mapping[str, str] = {
     "mem_fraction_static": "set roles.rollout.memory_fraction instead",
     "enable_fp32_lm_head": "set model.has_float32_head instead",
     "enable_deterministic_inference": "set roles.rollout.is_deterministic instead",
+    "enable_return_routed_experts": "set train.routing instead",
     "enable_memory_saver": "follows from the pools: on where both roles share one; remove it",
     "dtype": _PRECISION,
     "host": _ADDRESS,

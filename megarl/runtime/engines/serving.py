@@ -152,6 +152,7 @@ async def start_serving(
         loads_weights=lora is not None,
         adapters=EngineAdapters(rank=lora.rank, modules=lora.modules, num_loaded=num_adapters) if lora else None,
         has_float32_head=recipe.model.has_float32_head,
+        returns_routes=recipe.replays_routing(shape),
         shares_devices=pool.is_shared,
         cached_tokens=planned_cached_tokens(shape, config, gpu, lora=lora, num_adapters=num_adapters) if gpu else None,
         bind=recipe.network.bind,
@@ -167,14 +168,13 @@ async def start_serving(
     await stack.enter_async_context(supervisor.running())
     await stack.enter_async_context(open_to_operator(recipe.run_folder, fleet, supervisor))
     shared = SharedPhases(fleet, releases_weights=config.release == "everything")
-    host, phases = own_address(recipe.network.bind), shared if pool.is_shared else SeparatePhases()
     return ManagedServing(
         config=config,
         fleet=fleet,
         supervisor=supervisor,
         transfer=transfer,
-        host=host,
-        phases=phases,
+        host=own_address(recipe.network.bind),
+        phases=shared if pool.is_shared else SeparatePhases(),
         nodes=tuple(place.node for place in places[:: config.tensor]),
         adapters=_served_adapters(recipe.model, shape, first, engines),
     )

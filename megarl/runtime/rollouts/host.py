@@ -38,6 +38,7 @@ from megarl.rollout.worker import (
     WorkerReport,
     cache_sizes,
 )
+from megarl.routes import RouteArray
 from megarl.runtime.engines.frozen_access import FrozenAccess
 from megarl.runtime.trainers.remote_process import RemoteProcess, this_process
 from megarl.tokens import Content, ContentSource, is_repeated, repeated
@@ -51,8 +52,8 @@ _GATHER_S = 0.5
 """Least time that an answer waits for others, while prompts are under way."""
 _DRIVER_CALL_S = 0.02
 """Time between calls of all workers together: a call costs the driver a millisecond."""
-_MAX_TOKENS = 1 << 24
-"""Tokens of one delivery: 128 MiB of arrays."""
+_MAX_BYTES = 1 << 27
+"""Arrays of one delivery."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,20 +64,31 @@ class ResponseArrays:
     logprobs: npt.NDArray[np.float32]  # [sum of T]
     starts: npt.NDArray[np.int64]  # [R + 1], where each response begins
     texts: tuple[str, ...]
+    routes: RouteArray | None  # [sum of P + T - 1 of the responses that have some]
+    route_starts: npt.NDArray[np.int64]  # [R + 1]
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup]) -> ResponseArrays:
         contents = [rollout.content.load() for group in groups for rollout in _rollouts(group)]
+        routes = [content.routes for content in contents if content.routes is not None]
         return cls(
             token_ids=np.concatenate([content.token_ids for content in contents]),
             logprobs=np.concatenate([content.logprobs for content in contents]),
             starts=np.cumsum([0, *(len(content.token_ids) for content in contents)], dtype=np.int64),
             texts=tuple(content.text for content in contents),
+            routes=np.concatenate(routes) if routes else None,
+            route_starts=np.cumsum([0, *(0 if each.routes is None else len(each.routes) for each in contents)]),
         )
 
     def content(self, index: int) -> Content:
         part = slice(self.starts[index], self.starts[index + 1])
-        return Content(token_ids=self.token_ids[part], logprobs=self.logprobs[part], text=self.texts[index])
+        routed = slice(self.route_starts[index], self.route_starts[index + 1])
+        return Content(
+            token_ids=self.token_ids[part],
+            logprobs=self.logprobs[part],
+            text=self.texts[index],
+            routes=None if self.routes is None or routed.start == routed.stop else self.routes[routed],
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -345,8 +357,8 @@ class RolloutHost:
         """Return the answers of one delivery, and the groups among them."""
         answers: list[tuple[int, GroupNumbers | FailedAnswer]] = []
         groups: list[RolloutGroup] = []
-        num_tokens = 0
-        while self._ended and num_tokens < _MAX_TOKENS:
+        num_bytes = 0
+        while self._ended and num_bytes < _MAX_BYTES:
             number, answering = self._ended.popleft()
             error = answering.exception()
             if error is not None:
@@ -355,7 +367,7 @@ class RolloutHost:
             numbers = GroupNumbers.of(answering.result())
             answers.append((number, numbers))
             groups.append(answering.result().scored.group)
-            num_tokens += sum(numbers.num_tokens)
+            num_bytes += sum(_num_bytes(rollout.content.load()) for rollout in _rollouts(groups[-1]))
         if self._ended:
             self._following.report_now()
         return answers, groups
@@ -372,6 +384,11 @@ class RolloutHost:
 
     async def process(self) -> RemoteProcess:
         return this_process()
+
+
+def _num_bytes(content: Content) -> int:
+    routes = 0 if content.routes is None else content.routes.nbytes
+    return content.token_ids.nbytes + content.logprobs.nbytes + routes
 
 
 def _open_pool(task: ScoringTask, *, setup: WorkerSetup) -> WorkerPool:

@@ -139,7 +139,8 @@ class _Builder:
         config, ranks = self.recipe.roles.reference, self.trainers.reference
         if config is None or config.pool is None or ranks is None:
             ask = partial(self.trainers.actor.ask, ActorRank.reference_logprobs)
-            pack = self._pack_actor(is_question=True)
+            # A reference chooses its own experts: its numbers must not depend on the policy that it is compared with.
+            pack = self._pack_actor(is_question=True, is_live=True)
             return ModelQuestion(ask=ask, pack=pack, is_for_credit=is_for_credit)
         pack = self._pack(config, config.pool, self.shape, is_question=True)
         return ModelQuestion(ask=partial(ranks.ask, ReferenceRank.logprobs), pack=pack, is_for_credit=is_for_credit)
@@ -157,10 +158,13 @@ class _Builder:
         pack = self._pack(config, config.pool, self._critic_shape, prompts_per_update=per_update, is_question=True)
         return ModelQuestion(ask=partial(ranks.ask, CriticRank.values), pack=pack)
 
-    def _pack_actor(self, *, is_question: bool = False) -> Pack:
+    def _pack_actor(self, *, is_question: bool = False, is_live: bool = False) -> Pack:
         """Questions and updates are packed alike, so that a rank is asked about the samples that it learns from."""
         config, per_update = self.recipe.roles.actor, self.recipe.train.prompts_per_update
-        return self._pack(config, config.pool, self.shape, prompts_per_update=per_update, is_question=is_question)
+        routed = not is_live and self.recipe.replays_routing(self.shape)
+        return self._pack(
+            config, config.pool, self.shape, prompts_per_update=per_update, is_question=is_question, has_routes=routed
+        )
 
     @property
     def _critic_shape(self) -> ModelShape:
@@ -176,6 +180,7 @@ class _Builder:
         *,
         prompts_per_update: int | None = None,
         is_question: bool = False,
+        has_routes: bool = False,
     ) -> partial[Iterator[Share]]:
         """Without `prompts_per_update` the whole step is one mini-batch. A question has only tokens."""
         recipe = self.recipe
@@ -200,6 +205,7 @@ class _Builder:
             # Groups of `spin` have demonstrations among the rollouts.
             has_versions=(recipe.train.max_staleness > 0 or isinstance(recipe.algorithm, SpinConfig))
             and not is_question,
+            has_routes=has_routes,
             without=QUESTION if is_question else _HELD,
         )
 

@@ -187,6 +187,18 @@ TRAINER = Dashboard(
                     queries=(value(names.BEHIND, "share of loss tokens"),),
                 ),
                 Panel(
+                    title="Experts of the engine",
+                    unit="percentunit",
+                    queries=(value(names.REPLAYED, "share of positions").needing("mixture"),),
+                    text="Tokens that are predicted with the experts that the engine chose (train.routing).",
+                ),
+                Panel(
+                    title="Other experts without replay",
+                    unit="percentunit",
+                    queries=(value(names.ROUTING_DISAGREEMENT, "layer").needing("mixture"),),
+                    text="Share of replayed tokens that the trainer's own router had sent elsewhere, by layer.",
+                ),
+                Panel(
                     title="KL(rollout || train)",
                     queries=(value(names.MISMATCH_KL, "k1"), value(names.MISMATCH_K3, "k3")),
                 ),

@@ -18,7 +18,7 @@ _DATASOURCE: dict[str, JsonValue] = {"type": "prometheus", "uid": "${datasource}
 
 Kind = Literal["timeseries", "stat", "gauge", "table"]
 Unit = Literal["short", "percentunit", "s", "bytes", "none", "ops", "dateTimeFromNow", "sci"]
-Needs = Literal["components", "critic", "gpu", "pairs", "reference", "staleness"]
+Needs = Literal["components", "critic", "gpu", "mixture", "pairs", "reference", "staleness"]
 """Parts that a run must have beside a trainer and engines for a query to have data."""
 
 

@@ -21,7 +21,7 @@ from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import FP8_TOKENS
 from megarl.data.packing import Packing
-from megarl.data.shares import pack
+from megarl.data.shares import make_shares
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.errors import ConfigError, DataError, Problem
 from megarl.rollout.fleet import Fleet
@@ -212,5 +212,5 @@ def _batch(group: RolloutGroup, parallel: MegatronParallel, temperature: float) 
         pad_multiple=max(FP8_TOKENS.values()) * parallel.tensor * parallel.context,
         micro_batch_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
     )
-    (batch,) = pack([sample], packing, temperature=temperature)
-    return batch
+    (share,) = make_shares([sample], packing, temperature=temperature)
+    return share.fill()

@@ -51,6 +51,7 @@ def pack(samples: Sequence[TrainSample]) -> Iterator[Share]:
         sources=(),
         places=(),
         has_rollout_logprobs=False,
+        has_routes=False,
         updates=(),
         temperature=1.0,
     )

@@ -18,6 +18,7 @@ Result = TypeVar("Result")
 
 _DEATH_NOTICE_S = 2.0
 """After a rank has failed, how long another may take to be known dead: the first then only lost its connection."""
+_LOW_MEMORY = "running low on memory"
 
 
 class WorkerDiedError(WorkerError):
@@ -110,10 +111,9 @@ class WorkerGroup(Generic[Worker]):
             if isinstance(cause, MegarlError):
                 raise cause from None
             raise WorkerError(f"{self.role} rank {rank}: {method} failed: {_last_line(error)}") from error
-        except ray.exceptions.OutOfMemoryError as error:
-            raise NodeMemoryError(f"{self.role} rank {rank}: ended during {method}: {exit_detail(error)}") from error
-        except ray.exceptions.RayActorError as error:
-            raise WorkerDiedError(f"{self.role} rank {rank}: died during {method}: {exit_detail(error)}") from error
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+            died = NodeMemoryError if _LOW_MEMORY in str(error) else WorkerDiedError
+            raise died(f"{self.role} rank {rank}: died during {method}: {exit_detail(error)}") from error
         return result
 
 

@@ -174,6 +174,7 @@ def test_a_rank_that_ray_ends_for_memory_is_named_with_the_figures(tmp_path: Pat
         words, env={**os.environ, **threshold}, capture_output=True, text=True, timeout=300, check=False
     )
     assert re.match(
-        r"5 actor rank 0: ended during \w+: Ray ended it, its node ran short of memory \(\S+ / \S+ \(\S+\)\); ",
+        r"5 actor rank 0: died during \w+: Ray ended it, its node ran short of memory "
+        r"\([\d.]+GB used / [\d.]+GB limit\); ",
         done.stdout,
     ), done.stdout + done.stderr

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.errors import WorkerError
+from megarl.errors import NodeMemoryError, WorkerError
 from megarl.runtime.resume import Restarts
 from megarl.runtime.trainers.worker_group import WorkerDiedError
 
@@ -67,3 +67,12 @@ def test_every_run_without_progress_ends(max_restarts: int, pause_s: float, step
             assert num_since == max_restarts
             return
         assert num_since <= max_restarts
+
+
+def test_the_last_error_keeps_its_exit_code() -> None:
+    restarts = Restarts(max_restarts=1, pause_s=1.0)
+    short = NodeMemoryError("actor rank 1: died during update: its node ran short of memory")
+    restarts.spend(short, saved_step=0)
+    with pytest.raises(NodeMemoryError, match="started again 1 times") as caught:
+        restarts.spend(short, saved_step=0)
+    assert caught.value.exit_code == 5

@@ -112,10 +112,8 @@ class RankHost:
         assert self._rank is not None, "start comes first"
         try:
             return getattr(self._rank, method)(*arguments, **named)
-        except WeightSyncError:
-            raise  # a publish changes nothing here
-        except BaseException:
-            self._has_failed = True
+        except BaseException as error:
+            self._has_failed |= not isinstance(error, WeightSyncError)  # a publish changes nothing here
             raise
 
     def adopt(self, fill: Callable[[ModelRank], bool]) -> bool:

@@ -141,11 +141,9 @@ def _weight(error: BaseException) -> int:
 
 def exit_detail(error: BaseException) -> str:
     """Return Ray's reason for the death of this process, without its list of common causes."""
-    if isinstance(error, ray.exceptions.OutOfMemoryError):
-        used = re.search(r"was running was (.+?), which exceeds", str(error))
-        return (
-            f"Ray ended it, its node ran short of memory ({used[1] if used else 'no figures'}); run less on that node"
-        )
+    if _LOW_MEMORY in str(error):
+        used = re.findall(r"[\d.]+GB used / [\d.]+GB limit", str(error))
+        return f"Ray ended it, its node ran short of memory ({', '.join(used)}); run less there"
     line = _last_line(error)
     if line.startswith("actor_id: "):
         return "Ray gives no reason, as after the loss of its node"

@@ -27,7 +27,7 @@ with private_ray():
 
     from megarl.config.roles import PoolConfig
     from megarl.runtime.cluster import Cluster, open_cluster
-    from megarl.runtime.trainers.worker_group import WorkerGroup
+    from megarl.runtime.trainers.worker_group import WorkerGroup, exit_detail
 
 
 def kill(group: WorkerGroup[Worker]) -> None:
@@ -139,6 +139,15 @@ def test_who_has_not_the_token_of_our_ray_is_refused(cluster: Cluster, tmp_path:
         assert stranger.returncode != 0
         assert "megarl_slot" not in output
         assert "auth" in errors.lower()
+
+
+def test_the_memory_of_a_node_is_named_with_rays_figures() -> None:
+    text = (
+        "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.1, ID: 5e16) "
+        "was 22.91GB used / 24.00GB limit (0.954583)\nTo see more information about memory usage on this node, use ..."
+    )
+    detail = exit_detail(ray.exceptions.OutOfMemoryError(text))
+    assert detail == "Ray ended it, its node ran short of memory (22.91GB used / 24.00GB limit); run less there"
 
 
 SHORT = """

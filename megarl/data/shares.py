@@ -21,8 +21,9 @@ from megarl.types import FloatArray, MicroBatch, MiniBatch, TokenArray, TrainBat
 
 _PADDING = -1
 _CREDIT = ("advantages", "old_logprobs", "reference_logprobs", "values", "returns")
-QUESTION = ("loss_mask", "rollout_logprobs", *_CREDIT)
-"""Columns that a model does not need to compute numbers of tokens."""
+QUESTION_OF_LOSS = ("rollout_logprobs", *_CREDIT)
+QUESTION = ("loss_mask", *QUESTION_OF_LOSS)
+"""Columns that a model does not need to compute numbers of tokens; of those in the loss only, or of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

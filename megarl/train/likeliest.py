@@ -5,6 +5,7 @@ As in `logprob`, of whose pieces these are made, logits exist for a few tokens a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +87,19 @@ def _likeliest(logits: Tensor, num_top: int, vocab: int, shard: VocabShard) -> t
     dist.all_gather(all_ids, token_ids, group=shard.group)
     values, places = torch.cat(all_values, dim=1).topk(num_top, dim=1)
     return values, torch.cat(all_ids, dim=1).gather(1, places)
+
+
+def at_places(
+    score: Callable[[Tensor, Tensor, Head], Tensor], hidden: Tensor, asked: Tensor, places: Tensor | None, head: Head
+) -> Tensor:
+    """Return the scores of some positions, and 0 elsewhere; None asks about all. [N, ...]
+
+    A teacher is asked about the positions that the policy learns: products of equal shape have equal rounding errors.
+    """
+    if places is None:
+        return score(hidden, asked, head)
+    found = score(hidden[places], asked[places], head)
+    return found.new_zeros((len(hidden), *found.shape[1:])).index_copy(0, places, found)
 
 
 def candidate_logprobs(hidden: Tensor, candidates: Tensor, head: Head) -> Tensor:

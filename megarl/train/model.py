@@ -33,7 +33,7 @@ from megarl.errors import ConfigError, Problem
 from megarl.train.attention import PackedSequences, packed_sequences
 from megarl.train.layer_spec import layer_spec, precision_fields
 from megarl.train.layers import RMSNorm, Rotation, rotary_frequencies, rotary_magnitude
-from megarl.train.likeliest import Head, candidate_logprobs
+from megarl.train.likeliest import Head, at_places, candidate_logprobs
 from megarl.train.logprob import TokenScores, token_scores, vocab_shard
 from megarl.train.routing import rank_routes
 from megarl.train.topology import Topology
@@ -208,22 +208,24 @@ class PolicyModel(Model):
         )
         temperature, is_float32, is_fused = micro_batch.temperature, self.has_float32_head, self.is_fused
         head = Head(weight, shard, temperature=temperature, has_float32_logits=is_float32, is_fused=is_fused)
+        # A pass without gradients is a question: it is about all tokens of the responses, or those that are learnt.
+        places = micro_batch.loss_places if torch.is_grad_enabled() or self.teaching is not None else None
         if self.teaching is not None:
-            return self.teaching(hidden[:, 0], micro_batch.targets, head)
+            return at_places(self.teaching, hidden[:, 0], micro_batch.targets, places, head)
         scores = token_scores(
             hidden[:, 0],
             weight,
             micro_batch.targets,
             shard=shard,
             temperature=temperature,
-            # A pass without gradients is a question: it is about all tokens of the responses.
-            scored=micro_batch.loss_places if torch.is_grad_enabled() else None,
+            scored=places,
             has_float32_logits=is_float32,
             is_fused=is_fused,
         )
         candidates = micro_batch.candidates
-        asked = None if candidates is None else candidate_logprobs(hidden[:, 0], candidates, head)
-        return scores._replace(candidates=asked)
+        if candidates is None:
+            return scores
+        return scores._replace(candidates=at_places(candidate_logprobs, hidden[:, 0], candidates, places, head))
 
 
 class ValueModel(Model):

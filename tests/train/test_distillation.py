@@ -84,11 +84,17 @@ class TaughtReference(Reference):
 
 
 def asked(
-    cluster: Cluster, samples: Sequence[TrainSample], teacher: Model, split: tuple[int, ActorConfig], *, num_top: int
+    cluster: Cluster,
+    samples: Sequence[TrainSample],
+    teacher: Model,
+    split: tuple[int, ActorConfig],
+    *,
+    num_top: int,
+    is_about_all: bool = False,
 ) -> list[SampleNumbers]:
-    """Return the answers of a teacher's replicas."""
+    """Return the answers of a teacher's replicas, about the tokens in the loss or about all."""
     world, actor = split
-    question = packed(samples, world=world, actor=actor, is_question=True)
+    question = packed(samples, world=world, actor=actor, is_question=is_about_all)
     found = cluster.run(world, jobs.teach, setup_of(teacher, actor), num_top, question)
     return [numbers for numbers in found if numbers is not None]
 
@@ -102,7 +108,7 @@ def with_teacher(shares: Shares, answers: Sequence[SampleNumbers]) -> Shares:
 def test_a_teacher_of_any_split_answers_as_transformers_does(split: str, cluster: Cluster, models: Models) -> None:
     teacher = models.get("qwen3", tied=True, seed=3)
     samples = make_samples(6, vocab=teacher.shape.vocab, seed=4)
-    answers = asked(cluster, samples, teacher, (SPLITS | CONTEXT_SPLITS)[split], num_top=5)
+    answers = asked(cluster, samples, teacher, (SPLITS | CONTEXT_SPLITS)[split], num_top=5, is_about_all=True)
     slow = TaughtReference(teacher, DESCENT, DistillConfig(kind="distill"), TEMPERATURE)
     for sample, numbers in zip(samples, assembled(answers), strict=True):
         with torch.no_grad():

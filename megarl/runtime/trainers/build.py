@@ -14,7 +14,7 @@ from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
 from megarl.config.roles import ModelParallelConfig, TeacherRanksConfig
 from megarl.data.packing import Packing, SequenceCost
-from megarl.data.shares import QUESTION, Share, make_shares
+from megarl.data.shares import QUESTION, QUESTION_OF_LOSS, Share, make_shares
 from megarl.planner.hardware import gpu_named
 from megarl.planner.training_time import forward_flops
 from megarl.results import PreferenceStats, RankUsage, TrainingWork
@@ -127,7 +127,7 @@ class _Builder:
         pack = self._pack(config, config.pool, shape, prompts_per_update=per_update, is_question=True)
         return Teacher(
             ask=partial(self.trainers.teachers[role].ask, TeacherRank.scores),
-            pack=lambda samples, among: pack(samples, among=among),
+            pack=lambda samples, among: pack(samples, among=among, without=QUESTION_OF_LOSS),
             sources=config.sources,
         )
 

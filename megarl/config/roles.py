@@ -27,6 +27,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 class OptimizerConfig(Section):
     learning_rate: PositiveFloat = 1e-6
+    """The peak, after the warm-up."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Where `decay` ends."""
     warmup_steps: NonNegativeInt = 0
@@ -38,8 +39,11 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = 0.01
     """Not applied to norms and biases."""
     beta1: Decay = 0.9
+    """Decay of Adam's mean of gradients."""
     beta2: Decay = 0.95
+    """Decay of Adam's mean of squared gradients."""
     eps: PositiveFloat = 1e-8
+    """Added to Adam's denominator."""
     clip_grad_norm: PositiveFloat = 1.0
     """Bound on the norm of all gradients together."""
 
@@ -57,7 +61,9 @@ class ModelParallelConfig(Section):
     """How a Megatron model is split over the ranks of its pool; the rest is data parallel."""
 
     tensor: PositiveInt = 1
+    """Ranks that share every matrix (tensor parallelism); must divide the attention heads."""
     pipeline: PositiveInt = 1
+    """Stages of consecutive layers (pipeline parallelism), each on ranks of its own."""
     virtual_pipeline: PositiveInt = 1
     """Model chunks per pipeline stage (interleaved schedule when > 1)."""
     is_sequence_parallel: bool = False
@@ -136,12 +142,14 @@ class TrainedModelConfig(ModelParallelConfig):
 
 class ActorConfig(TrainedModelConfig):
     pool: str
+    """The GPUs of its ranks, a name of `pools`; that of `rollout` as well where they take turns."""
 
 
 class CriticConfig(TrainedModelConfig):
     """Learns which reward to expect at every token; its ranks are processes of their own in any pool."""
 
     pool: str
+    """The GPUs of its ranks, a name of `pools`."""
     path: Path | None = None
     """A folder like `model.path`, of a language model or an earlier critic; null starts from `model.path`."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)

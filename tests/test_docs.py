@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -97,6 +98,36 @@ def test_a_command_and_its_options_exist(page: str, line: str) -> None:
     assert text is not None or words[0].startswith("-"), f"{page}: no such command: {line}"
     for option in re.findall(r"(?<!\S)\[?(--[a-z-]+)", " ".join(words)):
         assert text is None or option in text, f"{page}: {option} is no option: {line}"
+
+
+def lines_of_blocks() -> Iterator[tuple[str, str]]:
+    for language in ("sh", "", "text", "bash"):
+        for page, text in blocks(language):
+            yield from ((page, line.removeprefix("$ ").strip()) for line in text.replace("\\\n", " ").splitlines())
+
+
+def test_every_make_target_and_benchmark_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = {(page, name) for page, line in lines_of_blocks() for name in re.findall(r"^make ([a-z-]+)", line)}
+    assert targets
+    assert {each for each in targets if not re.search(rf"^{each[1]}:", makefile, re.MULTILINE)} == set()
+    pattern = r"^python3? -m (bench|scripts|megarl|tests)((?:\.\w+)*)(?: ([a-z]\w*))?"
+    modules = {(page, *found[0]) for page, line in lines_of_blocks() if (found := re.findall(pattern, line))}
+    for page, package, inner, name in modules:
+        words = f"{package}{inner}" if package != "bench" or not name else "bench.__main__"
+        path = ROOT / f"{words.replace('.', '/')}.py"
+        assert path.is_file() or path.with_suffix("").is_dir(), f"{page}: python -m {words}"
+        assert package != "bench" or not name or re.search(rf"\b{name}\b", path.read_text()), f"{page}: bench {name}"
+
+
+@pytest.mark.parametrize(("page", "text"), [*blocks("python")])
+def test_a_python_block_is_python(page: str, text: str) -> None:
+    compile(text, page, "exec")
+
+
+@pytest.mark.parametrize(("page", "text"), [*blocks("json")])
+def test_a_json_block_is_json(page: str, text: str) -> None:
+    assert json.loads(text)
 
 
 @cache

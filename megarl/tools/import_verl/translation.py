@@ -17,7 +17,7 @@ ACTOR = "actor_rollout_ref.actor."
 
 _NAMED = re.compile(r"^[A-Za-z_]\w*=")
 _GROUP = re.compile(r"^\+{0,2}([A-Za-z_][\w@./]*)=(\S+)$")
-_OPTION = re.compile(r"^--(nproc[-_]per[-_]node|nnodes|config-name|config-path)(?:=(.*))?$")
+_OPTION = re.compile(r"^--(nproc[-_]per[-_]node|nnodes|config-name|config-path|config-dir)(?:=(.*))?$")
 _OPTION_KEYS = {"nproc": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}
 """The keys that options of torchrun stand for, by how they begin."""
 _OWN_CONFIGS = re.compile(r"^(?:ppo|sft|dapo)(?:_megatron)?_trainer(?:_engine)?(?:\.yaml)?$")
@@ -241,7 +241,7 @@ def _named_configuration(options: Mapping[str, str], path: Path) -> VerlKeys:
     name = options.get("config-name", "")
     if not name or _OWN_CONFIGS.match(name):
         return VerlKeys(values={})
-    folder = Path(options.get("config-path", "config")).expanduser()
+    folder = Path(options.get("config-dir") or options.get("config-path", "config")).expanduser()
     file = name if name.endswith(".yaml") else f"{name}.yaml"
     for place in (folder / file, path.parent / folder / file):
         if place.is_file():

@@ -1,7 +1,7 @@
 """The process of a rollout worker, and what it leaves of groups: numbers for the driver, arrays in Ray's object store.
 
-The arrays stay on the node that made them until a rank loads its share. The driver has references, and the numbers that
-a step is decided by. Both are handed over many groups at a time: a call costs the driver a millisecond.
+The driver has references to the arrays, and the numbers that a step is decided by. Both are handed over many groups at
+a time: a call costs the driver a millisecond.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -24,7 +24,7 @@ from megarl.config.model import ModelShape
 from megarl.config.reward import RewardConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.episodes.play import EpisodeSetup
-from megarl.errors import MegarlError, WorkerError
+from megarl.errors import MegarlError
 from megarl.reward.build import build_scorer
 from megarl.reward.pool import ScoringTask, WorkerPool
 from megarl.rollout.client import EngineClient, EngineEndpoint
@@ -38,10 +38,10 @@ from megarl.rollout.worker import (
     WorkerReport,
     cache_sizes,
 )
-from megarl.routes import RouteArray
 from megarl.runtime.engines.frozen_access import FrozenAccess
+from megarl.runtime.rollouts.stored import ResponseArrays, StoredContent, StoredResponses, rollouts_of
 from megarl.runtime.trainers.remote_process import RemoteProcess, this_process
-from megarl.tokens import Content, ContentSource, is_repeated, repeated
+from megarl.tokens import Content, is_repeated, repeated
 from megarl.turns import Episode
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
@@ -54,90 +54,6 @@ _DRIVER_CALL_S = 0.02
 """Time between calls of all workers together: a call costs the driver a millisecond."""
 _MAX_BYTES = 1 << 27
 """Arrays of one delivery."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseArrays:
-    """The responses of some groups, end to end."""
-
-    token_ids: npt.NDArray[np.int32]  # [sum of T]
-    logprobs: npt.NDArray[np.float32]  # [sum of T]
-    starts: npt.NDArray[np.int64]  # [R + 1], where each response begins
-    texts: tuple[str, ...]
-    routes: RouteArray | None  # [sum of P + T - 1 of the responses that have some]
-    route_starts: npt.NDArray[np.int64]  # [R + 1]
-
-    @classmethod
-    def of(cls, groups: Sequence[RolloutGroup]) -> ResponseArrays:
-        contents = [rollout.content.load() for group in groups for rollout in _rollouts(group)]
-        routes = [content.routes for content in contents if content.routes is not None]
-        return cls(
-            token_ids=np.concatenate([content.token_ids for content in contents]),
-            logprobs=np.concatenate([content.logprobs for content in contents]),
-            starts=np.cumsum([0, *(len(content.token_ids) for content in contents)], dtype=np.int64),
-            texts=tuple(content.text for content in contents),
-            routes=np.concatenate(routes) if routes else None,
-            route_starts=np.cumsum([0, *(0 if each.routes is None else len(each.routes) for each in contents)]),
-        )
-
-    def content(self, index: int) -> Content:
-        part = slice(self.starts[index], self.starts[index + 1])
-        routed = slice(self.route_starts[index], self.route_starts[index + 1])
-        return Content(
-            token_ids=self.token_ids[part],
-            logprobs=self.logprobs[part],
-            text=self.texts[index],
-            routes=None if self.routes is None or routed.start == routed.stop else self.routes[routed],
-        )
-
-
-@dataclass(slots=True, eq=False)
-class StoredResponses:
-    """A reference to the arrays of one delivery; all its responses share it."""
-
-    reference: ray.ObjectRef
-    node: str
-    """Ray's id of the node that holds them."""
-    arrays: ResponseArrays | None = field(default=None, repr=False)
-    """Set where `fetch` brought them."""
-
-    def content(self, index: int) -> Content:
-        return (self.arrays or _get([self.reference])[0]).content(index)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredContent:
-    """A `ContentHandle`: one response of a delivery."""
-
-    stored: StoredResponses
-    index: int
-
-    def load(self) -> Content:
-        return self.stored.content(self.index)
-
-    def locate(self) -> tuple[StoredResponses, int]:
-        return self.stored, self.index
-
-
-def fetch(sources: Sequence[ContentSource]) -> None:
-    """Bring the arrays of all these sources into this process, many at a time."""
-    missing = [source for source in sources if isinstance(source, StoredResponses) and source.arrays is None]
-    for stored, arrays in zip(missing, _get([stored.reference for stored in missing]), strict=True):
-        stored.arrays = arrays
-
-
-def nodes_of(group: RolloutGroup) -> set[str]:
-    """Return the nodes that hold the group's arrays; none where they are in the driver's process."""
-    contents = (rollout.content for rollout in _rollouts(group))
-    return {content.stored.node for content in contents if isinstance(content, StoredContent)}
-
-
-def _get(references: Sequence[ray.ObjectRef]) -> list[ResponseArrays]:
-    try:
-        arrays: list[ResponseArrays] = ray.get(list(references))
-    except ray.exceptions.ObjectLostError as error:
-        raise WorkerError(f"rollouts are lost with the node that held them: {str(error).splitlines()[0]}") from error
-    return arrays
 
 
 _ScoreNumbers: TypeAlias = tuple[float, Mapping[str, float], str | None, bool, tuple[float, ...] | None]
@@ -163,7 +79,7 @@ class GroupNumbers:
     @classmethod
     def of(cls, answered: AnsweredPrompt) -> GroupNumbers:
         scored = answered.scored
-        rollouts = _rollouts(scored.group)
+        rollouts = rollouts_of(scored.group)
         return cls(
             num_tokens=tuple(rollout.num_tokens for rollout in rollouts),
             versions=tuple(int(each[0]) if is_repeated(each) else each for each in (one.versions for one in rollouts)),
@@ -216,10 +132,6 @@ def _score_numbers(score: Score) -> _ScoreNumbers:
 def _score(numbers: _ScoreNumbers) -> Score:
     value, components, prediction, is_masked, tokens = numbers
     return Score(value=value, components=components, prediction=prediction, is_masked=is_masked, tokens=tokens)
-
-
-def _rollouts(group: RolloutGroup) -> tuple[Rollout, ...]:
-    return group.rollouts if group.baseline is None else (*group.rollouts, group.baseline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,6 +265,14 @@ class RolloutHost:
         arrays = ResponseArrays.of(groups) if groups else None
         return Delivery(report=report, answers=tuple(answers), node=self._node), arrays
 
+    async def cut(
+        self, references: Sequence[ray.ObjectRef], pieces: Sequence[Sequence[tuple[int, int]]]
+    ) -> tuple[None, *tuple[ResponseArrays, ...]]:
+        """Return the responses of each piece, given by their deliveries' places among the references and indices."""
+        stored = await asyncio.gather(*references)
+        contents = [[stored[place].content(index) for place, index in piece] for piece in pieces]
+        return None, *(await asyncio.to_thread(lambda: tuple(map(ResponseArrays.joined, contents))))
+
     def _answers(self) -> tuple[list[tuple[int, GroupNumbers | FailedAnswer]], list[RolloutGroup]]:
         """Return the answers of one delivery, and the groups among them."""
         answers: list[tuple[int, GroupNumbers | FailedAnswer]] = []
@@ -367,7 +287,7 @@ class RolloutHost:
             numbers = GroupNumbers.of(answering.result())
             answers.append((number, numbers))
             groups.append(answering.result().scored.group)
-            num_bytes += sum(_num_bytes(rollout.content.load()) for rollout in _rollouts(groups[-1]))
+            num_bytes += sum(_num_bytes(rollout.content.load()) for rollout in rollouts_of(groups[-1]))
         if self._ended:
             self._following.report_now()
         return answers, groups

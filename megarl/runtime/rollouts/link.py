@@ -14,7 +14,8 @@ from ray.actor import ActorHandle
 
 from megarl.rollout.fleet import Engine
 from megarl.rollout.worker import AnsweredPrompt, EngineView, RolloutTask, WorkerReport
-from megarl.runtime.rollouts.host import Delivery, FailedAnswer, Orders, StoredResponses, WorkerSetup
+from megarl.runtime.rollouts.host import Delivery, FailedAnswer, Orders, WorkerSetup
+from megarl.runtime.rollouts.stored import StoredResponses
 from megarl.runtime.trainers.remote_process import RemoteProcess
 from megarl.types import Prompt
 
@@ -107,7 +108,7 @@ class WorkerLink:
 
     def take(self, delivery: Delivery, arrays: ray.ObjectRef) -> None:
         """Hand the answers of a delivery to those who wait for them."""
-        stored, first = StoredResponses(arrays, delivery.node), 0
+        stored, first = StoredResponses(arrays, delivery.node, self.host), 0
         for number, answer in delivery.answers:
             question = self._questions.pop(number, None)
             is_awaited = question is not None and not question.answer.done()

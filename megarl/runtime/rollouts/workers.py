@@ -39,8 +39,9 @@ from megarl.rollout.worker import (
 from megarl.runtime.engines.frozen import FrozenRole, models_of, open_access
 from megarl.runtime.engines.serving import ExternalServing, ManagedServing
 from megarl.runtime.inputs import Inputs
-from megarl.runtime.rollouts.host import REPORT_EVERY_S, Delivery, RolloutHost, WorkerSetup, nodes_of
+from megarl.runtime.rollouts.host import REPORT_EVERY_S, Delivery, RolloutHost, WorkerSetup
 from megarl.runtime.rollouts.link import GATHER_S, WorkerLink, WorkerLostError
+from megarl.runtime.rollouts.stored import nodes_of
 from megarl.runtime.trainers.remote_process import RemoteProcess, end
 from megarl.runtime.trainers.worker_group import exit_detail
 from megarl.stages import Scorer

@@ -20,7 +20,7 @@ from megarl.data.shares import Share, assemble, with_numbers
 from megarl.env import GLOO_INTERFACE
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.runtime.cluster import own_address
-from megarl.runtime.rollouts.host import fetch
+from megarl.runtime.rollouts.stored import cut_at_source, fetch
 from megarl.runtime.trainers.hang import RankStacks, ask_stacks, capture, explain_hang, write_report
 from megarl.runtime.trainers.remote_process import RemoteProcess, end, this_process
 from megarl.runtime.trainers.worker_group import WorkerDiedError, WorkerGroup, WorkerLateError
@@ -218,7 +218,10 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
     ) -> list[Result]:
         async with self.turn:
             # In a thread: planning a step takes seconds. A share is stored once, and only its ranks read it.
-            stored = await asyncio.to_thread(lambda: [_store(share, numbers) for share in shares])
+            made = await asyncio.to_thread(lambda: list(shares))
+            nodes = {process.node for process in self._processes}
+            cut = await cut_at_source(made, nodes, timeout_s=self._timeout_s)
+            stored = await asyncio.to_thread(lambda: [_store(share, numbers) for share in cut])
             data_parallel = len(self) // self._split.model_parallel
             assert len(stored) == data_parallel, f"{len(stored)} shares, {data_parallel} data-parallel ranks"
             started = [

@@ -23,8 +23,9 @@ from tests.observe.samples import scored_group
 from tests.rollout.test_worker import ENDPOINTS, connect
 
 with private_ray():
-    from megarl.runtime.rollouts.host import Delivery, FailedAnswer, GroupNumbers, Orders, ResponseArrays, WorkerSetup
+    from megarl.runtime.rollouts.host import Delivery, FailedAnswer, GroupNumbers, Orders, WorkerSetup
     from megarl.runtime.rollouts.link import GATHER_S, WorkerLink, WorkerLostError
+    from megarl.runtime.rollouts.stored import ResponseArrays
 
 TASK = RolloutTask(sampling=Sampling.greedy(max_response_tokens=8), seed=1)
 SETUP = WorkerSetup(

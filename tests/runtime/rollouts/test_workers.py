@@ -15,6 +15,8 @@ import pytest
 
 from megarl.config.model import read_model_shape
 from megarl.config.reward import ExactRewardConfig
+from megarl.data.packing import Packing
+from megarl.data.shares import Share, make_shares
 from megarl.data.tokenizer import load_tokenizer
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
@@ -25,7 +27,7 @@ from megarl.rollout.lifecycle import EngineState
 from megarl.rollout.worker import Answering, RolloutTask, RolloutWorker
 from megarl.runtime.local_ray import private_ray
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
-from megarl.types import PolicyVersion, Prompt, ScoredGroup
+from megarl.types import PolicyVersion, Prompt, ScoredGroup, TrainSample
 from tests.runtime.seeded_engine import SeededEngines, seeded_engines
 
 with private_ray():
@@ -34,7 +36,8 @@ with private_ray():
 
     from megarl.runtime.build import TaskGroups
     from megarl.runtime.local_ray import LocalRay, local_ray
-    from megarl.runtime.rollouts.host import StoredContent, WorkerSetup, nodes_of
+    from megarl.runtime.rollouts.host import WorkerSetup
+    from megarl.runtime.rollouts.stored import StoredContent, StoredResponses, cut_at_source, nodes_of
     from megarl.runtime.rollouts.workers import RolloutWorkers
 
 NUM_ROLLOUTS = 4
@@ -188,6 +191,62 @@ def test_groups_do_not_depend_on_the_number_of_workers(nodes: LocalRay, engines:
                 contents = [rollout.content for scored in groups for rollout in scored.group.rollouts]
                 assert all(isinstance(content, StoredContent) and content.stored.arrays is None for content in contents)
                 assert_same(groups, expected)
+
+    asyncio.run(run())
+
+
+def shares_of(groups: Sequence[ScoredGroup], *, number: int) -> list[Share]:
+    samples = [
+        TrainSample(prompt_ids=scored.group.prompt.token_ids, rollout=rollout, advantages=rollout.logprobs)
+        for scored in groups
+        for rollout in scored.group.rollouts
+    ]
+    packing = Packing(
+        data_parallel=number,
+        tokens_per_micro_batch=256,
+        samples_per_update=None,
+        pad_multiple=1,
+        micro_batch_multiple=1,
+    )
+    return list(make_shares(samples, packing, temperature=1.0))
+
+
+def stored_in(shares: Sequence[Share]) -> list[StoredResponses]:
+    return [source for share in shares for source in share.sources if isinstance(source, StoredResponses)]
+
+
+def assert_same_shares(found: Sequence[Share], expected: Sequence[Share]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        mine, theirs = one.load(), other.load()
+        assert mine.keys() == theirs.keys()
+        for row_id, sample in mine.items():
+            assert sample.content.text == theirs[row_id].content.text
+            np.testing.assert_array_equal(sample.content.token_ids, theirs[row_id].content.token_ids)
+            np.testing.assert_array_equal(sample.content.logprobs, theirs[row_id].content.logprobs)
+
+
+def test_a_share_takes_only_its_own_responses_from_other_nodes(
+    nodes: LocalRay, engines: SeededEngines, model: Path
+) -> None:
+    async def run() -> None:
+        first, second = node_ids()
+        async with running(engines, model, [first, first, second, second], per_node=1) as (workers, _):
+            groups = await answer(workers)
+            while len(set().union(*(nodes_of(each.group) for each in groups))) < 2:
+                groups = await answer(workers)  # a worker that lives may not know yet that its engines do
+            shares = shares_of(groups, number=3)
+            cut = await cut_at_source(shares, {first, second}, timeout_s=120)
+            assert_same_shares(cut, shares)
+            arrays = [ray.get(source.reference) for source in stored_in(cut)]
+            num_tokens = sum(one.num_tokens for each in groups for one in each.group.rollouts)
+            assert sum(len(each.token_ids) for each in arrays) == num_tokens, "each response is moved once"
+            # On the only node that trains, shared memory has them already.
+            here = await cut_at_source(shares, {first}, timeout_s=120)
+            kept = [source for source in stored_in(here) if source in stored_in(shares)]
+            assert {source.node for source in kept} == {first}
+            assert kept == [source for source in stored_in(shares) if source.node == first]
+        # The workers are gone, their deliveries are not.
+        assert_same_shares(await cut_at_source(shares, {first, second}, timeout_s=120), shares)
 
     asyncio.run(run())
 

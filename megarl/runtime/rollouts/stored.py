@@ -1,0 +1,203 @@
+"""The responses of rollout workers in Ray's object store, and how ranks get those of their share.
+
+They stay on the node that made them. A delivery has responses of all shares: the worker cuts out what belongs to each,
+for taken whole it would be copied to every node that trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import ray
+from ray.actor import ActorHandle
+
+from megarl.data.shares import Share
+from megarl.errors import WorkerError
+from megarl.routes import RouteArray
+from megarl.tokens import Content, ContentSource
+from megarl.types import Rollout, RolloutGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseArrays:
+    """The responses of some groups, end to end."""
+
+    token_ids: npt.NDArray[np.int32]  # [sum of T]
+    logprobs: npt.NDArray[np.float32]  # [sum of T]
+    starts: npt.NDArray[np.int64]  # [R + 1], where each response begins
+    texts: tuple[str, ...]
+    routes: RouteArray | None  # [sum of P + T - 1 of the responses that have some]
+    route_starts: npt.NDArray[np.int64]  # [R + 1]
+
+    @classmethod
+    def of(cls, groups: Sequence[RolloutGroup]) -> ResponseArrays:
+        return cls.joined([rollout.content.load() for group in groups for rollout in rollouts_of(group)])
+
+    @classmethod
+    def joined(cls, contents: Sequence[Content]) -> ResponseArrays:
+        routes = [content.routes for content in contents if content.routes is not None]
+        return cls(
+            token_ids=np.concatenate([np.zeros(0, np.int32), *(content.token_ids for content in contents)]),
+            logprobs=np.concatenate([np.zeros(0, np.float32), *(content.logprobs for content in contents)]),
+            starts=np.cumsum([0, *(len(content.token_ids) for content in contents)], dtype=np.int64),
+            texts=tuple(content.text for content in contents),
+            routes=np.concatenate(routes) if routes else None,
+            route_starts=np.cumsum([0, *(0 if each.routes is None else len(each.routes) for each in contents)]),
+        )
+
+    def content(self, index: int) -> Content:
+        part = slice(self.starts[index], self.starts[index + 1])
+        routed = slice(self.route_starts[index], self.route_starts[index + 1])
+        return Content(
+            token_ids=self.token_ids[part],
+            logprobs=self.logprobs[part],
+            text=self.texts[index],
+            routes=None if self.routes is None or routed.start == routed.stop else self.routes[routed],
+        )
+
+
+@dataclass(slots=True, eq=False)
+class StoredResponses:
+    """A reference to the arrays of one delivery; all its responses share it."""
+
+    reference: ray.ObjectRef
+    node: str
+    """Ray's id of the node that holds them."""
+    host: ActorHandle | None = None
+    """The worker that made them, known to the driver."""
+    arrays: ResponseArrays | None = field(default=None, repr=False)
+    """Set where `fetch` brought them."""
+
+    def __reduce__(self) -> tuple[type[StoredResponses], tuple[ray.ObjectRef, str]]:
+        return StoredResponses, (self.reference, self.node)
+
+    def content(self, index: int) -> Content:
+        return (self.arrays or _get([self.reference])[0]).content(index)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredContent:
+    """A `ContentHandle`: one response of a delivery."""
+
+    stored: StoredResponses
+    index: int
+
+    def load(self) -> Content:
+        return self.stored.content(self.index)
+
+    def locate(self) -> tuple[StoredResponses, int]:
+        return self.stored, self.index
+
+
+def fetch(sources: Sequence[ContentSource]) -> None:
+    """Bring the arrays of all these sources into this process, many at a time."""
+    missing = [source for source in sources if isinstance(source, StoredResponses) and source.arrays is None]
+    for stored, arrays in zip(missing, _get([stored.reference for stored in missing]), strict=True):
+        stored.arrays = arrays
+
+
+def nodes_of(group: RolloutGroup) -> set[str]:
+    """Return the nodes that hold the group's arrays; none where they are in the driver's process."""
+    contents = (rollout.content for rollout in rollouts_of(group))
+    return {content.stored.node for content in contents if isinstance(content, StoredContent)}
+
+
+def _get(references: Sequence[ray.ObjectRef]) -> list[ResponseArrays]:
+    try:
+        arrays: list[ResponseArrays] = ray.get(list(references))
+    except ray.exceptions.ObjectLostError as error:
+        raise WorkerError(f"rollouts are lost with the node that held them: {str(error).splitlines()[0]}") from error
+    return arrays
+
+
+def rollouts_of(group: RolloutGroup) -> tuple[Rollout, ...]:
+    """Return the rollouts of a group; the baseline, where there is one, comes last."""
+    return group.rollouts if group.baseline is None else (*group.rollouts, group.baseline)
+
+
+@dataclass(slots=True)
+class _Cuts:
+    """All that is cut by one worker."""
+
+    host: ActorHandle
+    node: str
+    pieces: list[list[tuple[int, int]]]
+    """By share: the place of a reference and the index of a response there."""
+    references: list[ray.ObjectRef] = field(default_factory=list)
+    places: dict[int, int] = field(default_factory=dict)
+    """The place of each reference, by the id of its record here."""
+
+    def add(self, share: int, stored: StoredResponses, index: int) -> int:
+        """Return the index that the response will have."""
+        if id(stored) not in self.places:
+            self.places[id(stored)] = len(self.references)
+            self.references.append(stored.reference)
+        self.pieces[share].append((self.places[id(stored)], index))
+        return len(self.pieces[share]) - 1
+
+
+async def cut_at_source(shares: Sequence[Share], nodes: Collection[str], *, timeout_s: float) -> list[Share]:
+    """Return the shares with references to their own responses alone; they are loaded on these nodes.
+
+    What is on the only such node stays whole, and so do the deliveries of a worker that is gone.
+    """
+    cuts: dict[str, _Cuts] = {}
+    located = [
+        [_add(cuts, shares, number, share.sources[source], index, nodes) for source, index in share.places]
+        for number, share in enumerate(shares)
+    ]
+    names = list(cuts)
+    sources = dict(
+        zip(names, await asyncio.gather(*(_cut(each, timeout_s=timeout_s) for each in cuts.values())), strict=True)
+    )
+    return [
+        _recut(share, [(key, index, sources.get(key)) for key, index in of_share], number)
+        for number, (share, of_share) in enumerate(zip(shares, located, strict=True))
+    ]
+
+
+def _add(
+    cuts: dict[str, _Cuts],
+    shares: Sequence[Share],
+    number: int,
+    source: ContentSource,
+    index: int,
+    nodes: Collection[str],
+) -> tuple[str, int]:
+    """Return the name of the worker that cuts the response and the index after it; an empty name where nobody does."""
+    if not isinstance(source, StoredResponses) or source.host is None or set(nodes) == {source.node}:
+        return "", index
+    key = source.host._actor_id.hex()
+    if key not in cuts:
+        cuts[key] = _Cuts(source.host, source.node, [[] for _ in shares])
+    return key, cuts[key].add(number, source, index)
+
+
+async def _cut(cuts: _Cuts, *, timeout_s: float) -> list[StoredResponses] | None:
+    """Return the cut responses by share; None if the worker is gone or does not answer."""
+    method = cuts.host.cut.options(num_returns=1 + len(cuts.pieces))
+    done, *references = method.remote(cuts.references, cuts.pieces)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await done
+    except (ray.exceptions.RayError, TimeoutError):
+        return None
+    return [StoredResponses(reference, cuts.node) for reference in references]
+
+
+def _recut(share: Share, located: Sequence[tuple[str, int, Sequence[StoredResponses] | None]], number: int) -> Share:
+    """Return the share with its cut sources; `located` says of each response who cut it and where it is now."""
+    places: dict[int, int] = {}
+    sources: list[ContentSource] = []
+    found = []
+    for (old_source, old_index), (_, index, cut) in zip(share.places, located, strict=True):
+        source: ContentSource = share.sources[old_source] if cut is None else cut[number]
+        if id(source) not in places:
+            places[id(source)] = len(sources)
+            sources.append(source)
+        found.append((places[id(source)], old_index if cut is None else index))
+    return replace(share, sources=tuple(sources), places=tuple(found))

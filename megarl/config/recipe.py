@@ -140,7 +140,7 @@ class TrainConfig(Section):
     the next step while this one is trained, more lets engines run further ahead."""
     routing: Literal["replay", "live"] | None = None
     """The experts of a mixture that the actor sends a token to: those that the engine chose (`replay`), or its own
-    choice (`live`), which differs by rounding. null is `replay` where megarl starts the engines of a mixture."""
+    choice (`live`), which differs by rounding. null is `live`."""
     optimizer: OptimizerConfig = OptimizerConfig()
     operation_timeout_s: PositiveFloat = 1800
     """Deadline of every call to a trainer rank: past it the ranks count as hanging, and their stacks are written to
@@ -359,10 +359,9 @@ class Recipe(Section):
 
     def replays_routing(self, shape: ModelShape) -> bool:
         """Whether the actor follows the experts that engines chose."""
-        rollout, routing = self.roles.rollout, self.train.routing
-        if rollout is None or shape.experts is None or isinstance(self.algorithm, OfflineConfig):
+        if self.roles.rollout is None or shape.experts is None or isinstance(self.algorithm, OfflineConfig):
             return False
-        return routing == "replay" or (routing is None and rollout.pool is not None)
+        return self.train.routing == "replay"
 
     @property
     def in_flight(self) -> InFlight | None:

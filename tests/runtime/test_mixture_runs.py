@@ -23,6 +23,7 @@ MIXTURE = (
     "sampling.max_response_tokens=12",
     "evaluation=null",
     "data.eval=[]",
+    "train.routing=replay",
 )
 
 

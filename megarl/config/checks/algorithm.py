@@ -78,7 +78,11 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
         return [*problems, *check_given_answers(recipe.data, algorithm)]
     return [
         *check_given_answers(recipe.data, algorithm),
-        *(check_scorer(recipe) if isinstance(algorithm, RewardModelConfig) else ()),
+        *(
+            check_scorer(algorithm, recipe.data, recipe.model, recipe.roles)
+            if isinstance(algorithm, RewardModelConfig)
+            else ()
+        ),
         *(
             check_given_pairs(algorithm, recipe.roles, is_evaluated=bool(recipe.data.eval))
             if isinstance(algorithm, GivenPairsConfig)
@@ -94,7 +98,7 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
         *_overlong(algorithm, sampling),
         *_components(algorithm, recipe.reward),
         *(check_self_play(recipe, algorithm) if isinstance(algorithm, SpinConfig) else ()),
-        *(check_process_rewards(recipe, algorithm) if isinstance(algorithm, PrimeConfig) else ()),
+        *(check_process_rewards(algorithm, recipe.model, recipe.roles) if isinstance(algorithm, PrimeConfig) else ()),
         *(check_pair_loss(algorithm) if isinstance(algorithm, PairConfig) else ()),
     ]
 

@@ -12,10 +12,11 @@ from megarl.config.algorithm import (
     PairConfig,
     PreferenceConfig,
     PrimeConfig,
+    RewardModelConfig,
     SftConfig,
     SpinConfig,
 )
-from megarl.config.recipe import DataConfig, Recipe
+from megarl.config.recipe import DataConfig, ModelConfig, Recipe
 from megarl.config.roles import RolesConfig
 from megarl.errors import Problem
 
@@ -28,17 +29,19 @@ def check_given_answers(data: DataConfig, algorithm: AlgorithmConfig) -> Iterato
         yield Problem(key="data.eval_pairs", message="only dpo and reward_model compare pairs; remove it")
 
 
-def check_scorer(recipe: Recipe) -> Iterator[Problem]:
+def check_scorer(
+    algorithm: RewardModelConfig, data: DataConfig, model: ModelConfig, roles: RolesConfig
+) -> Iterator[Problem]:
     """Yield what a model without a language head cannot do."""
-    if recipe.roles.rollout is not None:
+    if roles.rollout is not None:
         message = "a reward model writes no answers; remove it, and hold out pairs in data.eval_pairs"
         yield Problem(key="roles.rollout", message=message)
-    if recipe.model.lora is not None:
+    if model.lora is not None:
         yield Problem(key="model.lora", message="reward_model trains whole models; remove it")
-    if recipe.data.template == "raw":
+    if data.template == "raw":
         message = "raw has no end of an answer; a reward model reads chats: use chat, or a template of your own"
         yield Problem(key="data.template", message=message)
-    if recipe.algorithm.kind == "reward_model" and recipe.algorithm.kl is not None:
+    if algorithm.kl is not None:
         yield Problem(key="algorithm.kl", message="a reward model has no reference; remove it")
 
 
@@ -63,14 +66,14 @@ def check_self_play(recipe: Recipe, algorithm: SpinConfig) -> Iterator[Problem]:
             yield Problem(key=f"algorithm.{name}", message="has no effect in spin, which uses no rewards; remove it")
 
 
-def check_process_rewards(recipe: Recipe, algorithm: PrimeConfig) -> Iterator[Problem]:
+def check_process_rewards(algorithm: PrimeConfig, model: ModelConfig, roles: RolesConfig) -> Iterator[Problem]:
     """Yield what `prime` cannot do: its reward model takes one update a step, of whole models."""
-    critic = recipe.roles.critic
+    critic = roles.critic
     if isinstance(algorithm.kl, KlRewardConfig):
         yield Problem(
             key="algorithm.kl.kind", message="reward is not part of prime's rewards of tokens; set it to loss"
         )
-    if recipe.model.lora is not None:
+    if model.lora is not None:
         yield Problem(key="model.lora", message="prime trains whole models; remove it")
     if critic is None:
         return

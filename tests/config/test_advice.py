@@ -44,7 +44,7 @@ def test_a_good_recipe_needs_no_advice(scratch: Path) -> None:
             ],
             "roles.critic.prompts_per_update: 16 sequences per update for 80 data-parallel ranks: 64 of them compute",
         ),
-        (["data.response_key=answer"], "data.response_key: only sft reads it"),
+        (["data.response_key=answer"], "data.response_key: only sft and spin read it"),
         (
             ["checkpoint.save_every_steps=20"],
             "checkpoint.save_every_steps: 20 is more than run.steps 10: only the last",

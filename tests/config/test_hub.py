@@ -170,4 +170,5 @@ def test_a_model_is_downloaded_with_progress_and_then_found(tmp_path: Path) -> N
         assert "the hub has no model of this name that you may read" in ask("Org/Nothing", "downloads").stdout
     finally:
         server.shutdown()
+        server.server_close()  # else a connection waits for an answer
     assert "the hub cannot be reached" in ask("Org/Other", "downloads").stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal
 
@@ -177,7 +177,9 @@ def summarize_step(
         for scored in groups
         for rollout in scored.group.rollouts
     )
-    are_rollouts = not _are_demonstrations(groups)
+    rollouts = None if _are_demonstrations(groups) else _summarize_rollouts(groups, samples, dropped_groups)
+    if rollouts is not None and update.stats is not None and update.stats.teacher_kl is not None:
+        rollouts = replace(rollouts, num_zero_signal_groups=0)  # a teacher has something to say about every group
     return StepSummary(
         step=step,
         version=update.version,
@@ -186,7 +188,7 @@ def summarize_step(
         preference=update.preference,
         num_skipped_updates=update.num_skipped_updates,
         kl_coef=kl_coef,
-        rollouts=_summarize_rollouts(groups, samples, dropped_groups) if are_rollouts else None,
+        rollouts=rollouts,
         epoch=max(scored.group.prompt.epoch for scored in groups),
         num_prompts=len(groups),
         prompt_tokens_mean=fmean(len(scored.group.prompt.token_ids) for scored in groups),

@@ -28,6 +28,7 @@ from tests.planner.recipes import make_recipe
 from tests.repository import ROOT
 
 RECIPES = ROOT / "recipes"
+WITH_PAIRS = {"quickstart_dpo", "quickstart_reward_model"}
 LARGE = ("grpo_7b", "grpo_70b", "ppo_70b", "grpo_235b", "dapo_32b")
 
 
@@ -166,7 +167,7 @@ def topology(recipe: Recipe, *, max_nodes: int = 2) -> SmallRecipe:
     return small_topology(recipe, folder=Path("folder"), files=FILES, max_nodes=max_nodes)
 
 
-@pytest.mark.parametrize("name", [path.stem for path in sorted(RECIPES.glob("*.yaml")) if "_dpo" not in path.stem])
+@pytest.mark.parametrize("name", sorted({path.stem for path in RECIPES.glob("*.yaml")} - WITH_PAIRS))
 def test_a_rehearsal_has_the_pools_and_roles_of_the_recipe_in_a_size_that_can_run(name: str, tmp_path: Path) -> None:
     recipe = read_recipe(RECIPES / f"{name}.yaml").recipe
     shape = find_shapes(recipe.model, recipe.roles).policy if name in LARGE else PUBLIC_MODELS["qwen2.5-0.5b"]
@@ -212,7 +213,8 @@ def test_engines_that_run_already_cannot_be_rehearsed() -> None:
         topology(recipe.model_copy(update={"roles": roles}))
 
 
-def test_pairs_are_not_rehearsed() -> None:
-    recipe = read_recipe(RECIPES / "quickstart_dpo.yaml").recipe
-    with pytest.raises(ConfigError, match=r"dpo trains on pairs, which a rehearsal does not have"):
+@pytest.mark.parametrize("name", sorted(WITH_PAIRS))
+def test_pairs_are_not_rehearsed(name: str) -> None:
+    recipe = read_recipe(RECIPES / f"{name}.yaml").recipe
+    with pytest.raises(ConfigError, match=r"trains on pairs, which a rehearsal does not have"):
         topology(recipe)

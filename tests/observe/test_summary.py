@@ -11,7 +11,7 @@ from megarl.results import UpdateResult
 from megarl.types import FinishReason, PolicyVersion, Score, ScoredGroup, TrainSample
 from tests.observe.samples import demonstration_group, scored_group, train_samples, update_stats
 
-UPDATE = UpdateResult(version=PolicyVersion(7), stats=update_stats())
+UPDATE = UpdateResult(version=PolicyVersion(7), stats=replace(update_stats(), teacher_kl=None))
 
 
 def summary_of(
@@ -19,6 +19,7 @@ def summary_of(
     *,
     samples: Sequence[TrainSample] | None = None,
     dropped_groups: Mapping[str, int] | None = None,
+    update: UpdateResult = UPDATE,
     step: int = 1,
     seconds: float = 2.0,
 ) -> StepSummary:
@@ -27,7 +28,7 @@ def summary_of(
         groups=groups,
         samples=train_samples(groups) if samples is None else samples,
         dropped_groups=dropped_groups or {},
-        update=UPDATE,
+        update=update,
         kl_coef=None,
         seconds=seconds,
     )
@@ -75,6 +76,13 @@ def test_a_group_has_signal_when_some_advantage_is_not_zero() -> None:
     # An estimator that compares with something else than the group learns from equal rewards.
     ones = [replace(sample, advantages=np.ones(2, dtype=np.float32)) for sample in train_samples(groups)]
     assert rollouts_of(groups, samples=ones).num_zero_signal_groups == 0
+
+
+def test_a_teacher_is_a_signal() -> None:
+    taught = replace(UPDATE, stats=replace(update_stats(), teacher_kl=0.1))
+    summary = summary_of([scored_group([1.0, 1.0], lengths=[2, 2])], update=taught)
+    assert summary.rollouts is not None
+    assert summary.rollouts.has_signal
 
 
 def test_advantages_outside_the_loss_are_no_signal() -> None:

@@ -77,7 +77,7 @@ def check_process_rewards(algorithm: PrimeConfig, model: ModelConfig, roles: Rol
         yield Problem(key="model.lora", message="prime trains whole models; remove it")
     if critic is None:
         return
-    for name in sorted(critic.model_fields_set & {"clip", "epochs", "prompts_per_update"}):
+    for name in sorted(critic.model_dump(exclude_defaults=True, include={"clip", "epochs", "prompts_per_update"})):
         message = "has no effect on prime's reward model, which takes one update a step; remove it"
         yield Problem(key=f"roles.critic.{name}", message=message)
 

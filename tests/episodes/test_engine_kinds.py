@@ -323,10 +323,13 @@ def test_engines_see_the_tokens_that_are_trained_on_in_ten_thousand_turns(
 
 _SLOW_CALCULATOR = '''
 import time
+from pathlib import Path
 
 class Calculator:
     def add(self, a: int, b: int) -> str:
         """Add two numbers."""
+        with Path(__file__).with_name("calls").open("a") as calls:
+            calls.write("+")
         time.sleep(0.1)
         return str(a + b)
 
@@ -385,12 +388,12 @@ def test_nothing_is_lost_when_workers_and_an_engine_are_killed_and_weights_chang
     )
     first = write_chain(tmp_path / "first", "qwen2.5", {CALL_ADD: 0.85, "7": 0.1, "eight": 0.05})
     second = write_chain(tmp_path / "second", "qwen2.5", {CALL_ADD: 0.7, "7": 0.05, "eight": 0.25})
-    prompts = prompts_of(first, config, 24)
+    prompts, calls = prompts_of(first, config, 24), tmp_path / "calls"
 
     async def scenario() -> tuple[list[ScoredGroup], int, Counter[str]]:
         async with engines.fleet(first, num_engines=2) as fleet:
             playing = asyncio.create_task(play(fleet, first, config, prompts, tmp_path))
-            while len(_environment_workers()) < 4:  # the first one only tells its tools
+            while not calls.exists() or calls.stat().st_size < 16:  # episodes are under way
                 await asyncio.sleep(0.05)
             num_killed = await _kill_workers(4)
             folders = {1: second.folder}

@@ -140,7 +140,7 @@ class TrainConfig(Section):
     the next step while this one is trained, more lets engines run further ahead."""
     routing: Literal["replay", "live"] | None = None
     """The experts of a mixture that the actor sends a token to: those that the engine chose (`replay`), or its own
-    choice (`live`), which differs by rounding. null is `live`."""
+    choice (`live`), which differs by rounding. null is `replay` where megarl starts the engines of a mixture."""
     optimizer: OptimizerConfig = OptimizerConfig()
     operation_timeout_s: PositiveFloat = 1800
     """Deadline of every call to a trainer rank: past it the ranks count as hanging, and their stacks are written to
@@ -359,9 +359,10 @@ class Recipe(Section):
 
     def replays_routing(self, shape: ModelShape) -> bool:
         """Whether the actor follows the experts that engines chose."""
-        if self.roles.rollout is None or shape.experts is None or isinstance(self.algorithm, OfflineConfig):
+        rollout, routing = self.roles.rollout, self.train.routing
+        if rollout is None or shape.experts is None or isinstance(self.algorithm, OfflineConfig):
             return False
-        return self.train.routing == "replay"
+        return routing == "replay" or (routing is None and rollout.pool is not None)
 
     @property
     def in_flight(self) -> InFlight | None:

@@ -260,7 +260,7 @@ def test_a_teacher_is_counted_with_its_own_shape_in_its_pool() -> None:
 def test_engines_of_a_mixture_record_the_experts_of_their_cache_in_host_memory() -> None:
     mixture = replace(PUBLIC_MODELS["qwen3-30b-a3b"], num_layers=8)
     words = ("roles.actor.is_sequence_parallel=true", "checkpoint={save_every_steps: null, save_at_end: false}")
-    recipe = make_recipe(*words, "train.routing=replay")
+    recipe = make_recipe(*words)
     deployment = deploy(recipe, shapes_of(mixture), H100)
     assert deployment.engine is not None
     (host,) = host_ledgers(deployment, recipe.checkpoint)

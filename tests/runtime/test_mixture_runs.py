@@ -23,7 +23,6 @@ MIXTURE = (
     "sampling.max_response_tokens=12",
     "evaluation=null",
     "data.eval=[]",
-    "train.routing=replay",
 )
 
 

@@ -332,7 +332,9 @@ def test_a_step_takes_its_learning_rate_from_the_schedule(cluster: Cluster, mode
 def test_the_mismatch_compares_probabilities_of_trainer_and_engine(cluster: Cluster, models: Models) -> None:
     model = models.get("llama", tied=False)
     samples = [
-        replace(sample, rollout=replace(sample.rollout, versions=np.full_like(sample.rollout.versions, -(place % 2))))
+        replace(
+            sample, rollout=replace(sample.rollout, versions=np.full_like(sample.rollout.versions, -2 * (place % 2)))
+        )
         for place, sample in enumerate(make_samples(4, vocab=model.shape.vocab, seed=4))
     ]
     trainer = Reference(model, DESCENT, GRPO, TEMPERATURE).logprobs(samples)

@@ -14,6 +14,7 @@ import torch
 
 from megarl.checkpoint.manifest import FileDigest
 from megarl.checkpoint.state import TrainerState
+from megarl.config import roles
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig, PrimeConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
@@ -21,8 +22,7 @@ from megarl.config.roles import ActorConfig, CriticConfig, OptimizerConfig
 from megarl.errors import CheckpointError, ConfigError, DamagedError, MachineError, NumericsError
 from megarl.results import CriticResult, CriticStats, UpdateResult, UpdateStats
 from megarl.tokens import SampleNumbers
-from megarl.train import cpu, model, shards
-from megarl.train import rank as rank_module
+from megarl.train import cpu, shards
 from megarl.train.actor import ActorRank, TrainerRecord
 from megarl.train.critic import CriticRank, ImplicitRewardRank
 from megarl.train.logprob import token_scores, vocab_shard
@@ -289,8 +289,7 @@ def train_in_turns(
 def as_on_a_gpu() -> Iterator[None]:
     """Make weights bfloat16, so that they have master weights apart, and pieces of a few elements."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (model, rank_module):
-            patch.setattr(module, "dtype_on", lambda _: "bfloat16")
+        patch.setattr(roles, "dtype_on", lambda _: "bfloat16")
         patch.setattr(shards, "PIECE_ELEMENTS", 997)
         yield
 

@@ -6,7 +6,9 @@ Each runs in fresh processes on one core. The large recipe and its files are wri
 from __future__ import annotations
 
 import json
+import math
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from megarl.config.public_models import PUBLIC_MODELS
 from megarl.env import NO_COLOR
 from megarl.errors import MachineError
 from megarl.tools.quickstart.arithmetic import make_arithmetic
+from megarl.weights.layouts.canonical import canonical_tensors
 
 TOLERANCE = 2.0
 """Factor by which a goal may be missed, because machines differ."""
@@ -126,9 +129,10 @@ def start_in_fresh_process(arguments: Sequence[str]) -> Sample:
 
 
 def write_large_recipe(folder: Path) -> Path:
-    """Write a recipe with everything that `validate` opens: data, and a model's folder without weights."""
+    """Write a recipe with everything that `validate` opens: data, and a model's folder with the headers of weights."""
     files = make_arithmetic(folder, num_sft=1)
     (files.model / "config.json").write_text(json.dumps(_config(PUBLIC_MODELS[_SHAPE])))
+    _write_hollow_weights(files.model / "model.safetensors", PUBLIC_MODELS[_SHAPE])
     recipe = {
         "run": {"name": "bench", "folder": str(folder / "runs"), "steps": 100, "ray_address": "auto"},
         "model": {"path": str(files.model)},
@@ -148,6 +152,18 @@ def write_large_recipe(folder: Path) -> Path:
     # JSON is YAML.
     path.write_text(json.dumps(recipe, indent=2))
     return path
+
+
+def _write_hollow_weights(path: Path, shape: ModelShape) -> None:
+    """Write a file of weights that takes no space: a header, and a hole as large as they are."""
+    entries, end = {}, 0
+    for name, spec in canonical_tensors(shape).items():
+        begin, end = end, end + 2 * math.prod(spec.shape)
+        entries[name] = {"dtype": "BF16", "shape": list(spec.shape), "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + end)
 
 
 def _config(shape: ModelShape) -> dict[str, object]:

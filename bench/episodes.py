@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import tempfile
 import time
 from base64 import b64encode
@@ -23,6 +22,7 @@ import psutil
 from aiohttp import web
 
 from bench.dataplane import PlaneFigure, fleet_of
+from bench.instant_engine import serving
 from megarl.config.environment import ClassEnvironmentConfig
 from megarl.config.model import read_model_shape
 from megarl.config.roles import RolloutRoleConfig
@@ -39,7 +39,6 @@ from megarl.tools.quickstart.tiny_model import TOOL, write_config
 from megarl.types import Prompt
 
 _CALCULATOR = Path(__file__).resolve().parent.parent / "examples" / "calculator.py"
-_START_TIMEOUT_S = 120.0
 _GROUP = 8
 _NUM_OPEN = 8
 """Groups under way at once."""
@@ -140,19 +139,9 @@ def _children_s() -> float:
 @contextmanager
 def _engine(said: Sequence[list[int]], tokenizer: Tokenizer, num_calls: int) -> Iterator[int]:
     """Run a server in a process of its own that calls a tool so many times and then answers; yields its port."""
-    context = multiprocessing.get_context("spawn")
-    receiving, sending = context.Pipe(duplex=False)
     (tool_id,) = tokenizer.encode([TOOL])[0].tolist()
-    arguments = (*said, tokenizer.eos_ids[0], tool_id, num_calls, sending)
-    process = context.Process(target=_serve, args=arguments, daemon=True)
-    process.start()
-    try:
-        if not receiving.poll(_START_TIMEOUT_S):
-            raise TimeoutError(f"the server did not start within {_START_TIMEOUT_S:.0f} s")
-        yield receiving.recv()
-    finally:
-        process.terminate()
-        process.join()
+    with serving(_serve, *said, tokenizer.eos_ids[0], tool_id, num_calls) as port:
+        yield port
 
 
 def _serve(call: list[int], answer: list[int], end_id: int, tool_id: int, num_calls: int, started: Connection) -> None:

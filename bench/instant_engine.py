@@ -9,9 +9,10 @@ import asyncio
 import json
 import multiprocessing
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
@@ -54,9 +55,16 @@ def reply_content(num_tokens: int, *, vocab: int, is_flat: bool) -> bytes:
 @contextmanager
 def instant_engine(content: bytes, *, num_ports: int, delay_s: float = 0.0) -> Iterator[list[int]]:
     """Run the server in a process of its own; yields its ports."""
+    with serving(_serve, content, num_ports, delay_s) as ports:
+        yield ports
+
+
+@contextmanager
+def serving(target: Callable[..., None], *arguments: object) -> Iterator[Any]:
+    """Run `target` in a process of its own, with a pipe as its last argument; yields what it sends first."""
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(content, num_ports, delay_s, sending), daemon=True)
+    process = context.Process(target=target, args=(*arguments, sending), daemon=True)
     process.start()
     try:
         if not receiving.poll(_START_TIMEOUT_S):

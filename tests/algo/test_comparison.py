@@ -51,7 +51,7 @@ def test_a_pair_has_the_golden_numbers(keys: dict[str, object], rewards: tuple[f
 
 @pytest.mark.parametrize("keys", [{}, {"label_smoothing": 0.2}, {"preference": "ipo"}, SIMPO], ids=str)
 def test_advantages_are_the_negative_gradient_of_the_loss(keys: dict[str, object]) -> None:
-    """Of every token: the trainer sums -A * logp over tokens and divides by the number of rollouts."""
+    """It holds at every token: the trainer sums -A * logp over tokens and divides by the number of rollouts."""
     config = config_of(**keys)
     leaves = [torch.tensor(array, dtype=torch.float64, requires_grad=True) for array in LOGPROBS]
     chosen, rejected = (leaf[torch.from_numpy(mask)] for leaf, mask in zip(leaves, MASKS, strict=True))

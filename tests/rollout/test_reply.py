@@ -305,7 +305,7 @@ def test_a_response_to_other_tokens_than_those_sent_is_refused() -> None:
 
 
 ROUTES = np.arange(2 * 5 * 2 * 2, dtype="<i4").reshape(2 * 5, 2, 2)[:6] % 7
-"""Of five tokens that were sent and two of three that were sampled, from the second on."""
+"""The experts of five tokens that were sent and two of three that were sampled, from the second on."""
 ROUTED = replace(
     EXPECTED,
     routes=AskedRoutes(shape=RouteShape(num_layers=2, per_token=2, num_experts=8), first=1, num_sent=5),

@@ -63,7 +63,7 @@ class ScoreOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of one rank."""
+    """The results of one rank."""
 
     logprobs: list[SampleNumbers | None]
     result: UpdateResult
@@ -382,7 +382,7 @@ class CriticSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticOutcome:
-    """Of one rank."""
+    """The results of one rank."""
 
     values: SampleNumbers | None
     result: CriticResult
@@ -436,7 +436,7 @@ def train_critic(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardsOutcome:
-    """Of one rank."""
+    """The results of one rank."""
 
     before: SampleNumbers | None
     after: SampleNumbers | None

@@ -43,7 +43,7 @@ class TaughtReference(Reference):
     """The slow trainer with a slow teacher beside it: all logits of both, token by token."""
 
     def log_probs(self, sample: TrainSample) -> Tensor:
-        """Of the whole vocabulary at each response token. [T, vocab]"""
+        """Return the log-probabilities of the whole vocabulary at each response token. [T, vocab]"""
         ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.rollout.token_ids.tolist()])
         logits = self._model(ids[None]).logits[0, -sample.rollout.num_tokens - 1 : -1] / self._temperature
         log_probs: Tensor = logits.log_softmax(dim=-1)

@@ -65,10 +65,9 @@ def check_frozen_models(roles: RolesConfig, *, device: Device) -> Iterator[Probl
     """Yield folders that are no model of the kind that the role needs."""
     for role, config in roles.frozen.items():
         key = f"roles.{role}.model"
-        try:
-            shape = read_model_shape(config.model)
-        except ConfigError as error:
-            yield Problem(key=key, message=error.problems[0].message.replace("model.path", key))
+        shape = _shape_or_problem(config.model, key)
+        if isinstance(shape, Problem):
+            yield shape
             continue
         for problem in check_model_folder(config.model, needs_template=True):
             yield Problem(key=key, message=problem.message)
@@ -78,6 +77,13 @@ def check_frozen_models(roles: RolesConfig, *, device: Device) -> Iterator[Probl
             yield from check_engine_split(
                 shape, tensor=config.tensor, expert=config.expert, pads_vocabulary=pads, prefix=prefix
             )
+
+
+def _shape_or_problem(folder: Path, key: str) -> ModelShape | Problem:
+    try:
+        return read_model_shape(folder)
+    except ConfigError as error:
+        return Problem(key=key, message=error.problems[0].message.replace("model.path", key))
 
 
 def _kind(role: str, folder: Path, shape: ModelShape) -> Iterator[Problem]:
@@ -106,10 +112,9 @@ def check_teachers(
         yield Problem(key="algorithm.distillation.top_k", message=message)
     for role, config in roles.teachers.items():
         key = f"roles.{role}.model"
-        try:
-            shape = read_model_shape(config.model)
-        except ConfigError as error:
-            yield Problem(key=key, message=error.problems[0].message.replace("model.path", key))
+        shape = _shape_or_problem(config.model, key)
+        if isinstance(shape, Problem):
+            yield shape
             continue
         for problem in check_model_folder(config.model, needs_template=False):
             yield Problem(key=key, message=problem.message)

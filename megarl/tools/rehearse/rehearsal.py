@@ -154,8 +154,9 @@ def _watch(
     replacement = nodes.start_node(num_slots=pools[actor_pool].gpus_per_node)
     run.say(f"starting node {replacement} in its place")
     nodes.wait_started()
+    while replacement not in (after := held_nodes(nodes.address).get(actor_pool, {})) and run.is_running:
+        time.sleep(_POLL_S)
     run.wait_for(lambda event: event if isinstance(event, StepFinished) else None)
-    after = held_nodes(nodes.address)[actor_pool]
     report.add(
         "node replaced",
         f"pool {actor_pool} has {', '.join(after)} {time.monotonic() - killed:.0f} s after the loss, and trains",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.section import Section, UserCode
 
@@ -168,28 +168,37 @@ class HttpRewardConfig(_OverHttp):
     """The same key as in `function`."""
 
 
-class JudgeRewardConfig(_OverHttp):
+class QuestionConfig(Section):
+    """The question to a judge, and the score of each of its answers."""
+
+    template: Annotated[str, Field(min_length=1)]
+    """The question, such as a rubric; `{prompt}`, `{response}`, `{ground_truth}` and other facts of a sample are
+    filled in."""
+    answers: Annotated[dict[str, FiniteFloat], Field(min_length=2)]
+    """The score of each answer that the judge may give."""
+    max_reasoning_chars: NonNegativeInt = 0
+    """Characters in which a judge that writes may reason before its answer; the JSON schema of its reply says so."""
+
+
+class JudgeRewardConfig(_OverHttp, QuestionConfig):
     kind: Literal["judge"]
     """A language model behind an OpenAI-style chat server (`url` ends with /v1/chat/completions) chooses an answer."""
     model: Annotated[str, Field(min_length=1)]
     """The name by which the server knows the model."""
-    template: Annotated[str, Field(min_length=1)]
-    """The question; `{prompt}`, `{response}`, `{ground_truth}` and other facts of a sample are filled in."""
-    answers: Annotated[dict[str, FiniteFloat], Field(min_length=2)]
-    """The score of each answer that the judge may give; the server gets them as a JSON schema."""
     max_tokens: PositiveInt = 64
-    """Limit of the judge's reply."""
+    """Limit of the judge's reply, its reasoning included."""
 
 
-class EngineJudgeRewardConfig(_Tolerance):
+class EngineJudgeRewardConfig(_Tolerance, QuestionConfig):
     kind: Literal["engine_judge"]
-    """A language model on engines of `roles.judge` chooses an answer: the one whose first token it finds likeliest."""
+    """A language model on engines of `roles.judge` chooses an answer, by its first token or in a written reply."""
     role: str | None = None
     """Its name in `roles.judge`; null where there is only one."""
-    template: Annotated[str, Field(min_length=1)]
-    """The question; `{prompt}`, `{response}`, `{ground_truth}` and other facts of a sample are filled in."""
-    answers: Annotated[dict[str, FiniteFloat], Field(min_length=2)]
-    """The score of each answer that the judge may give; no two may begin with the same token."""
+    max_tokens: PositiveInt | None = None
+    """Limit of a reply that the judge writes, as JSON, its reasoning included; null: it writes nothing, and the answer
+    whose first token it finds likeliest counts. No two answers may begin with the same token then."""
+    max_attempts: PositiveInt = 3
+    """How often a judge is asked whose written reply is cut off or none of `answers`."""
     is_expected: bool = False
     """The score is the mean of all answers' scores, weighted by their probabilities, not that of the likeliest."""
 
@@ -286,6 +295,12 @@ def single_rewards(config: RewardConfig, key: str = "reward") -> Iterator[tuple[
                 yield f"{key}.parts.{name}.reward", part.reward
         case _:
             yield key, config
+
+
+def longest_reply(config: RewardConfig) -> int | None:
+    """Return the most tokens that a judge on engines of the run writes; None if no judge writes."""
+    judges = (single for _, single in single_rewards(config) if isinstance(single, EngineJudgeRewardConfig))
+    return max((judge.max_tokens for judge in judges if judge.max_tokens is not None), default=None)
 
 
 def frozen_role(config: FrozenRewardConfig, names: Iterable[str]) -> str | None:

@@ -97,7 +97,7 @@ class _Builder:
         if isinstance(config, HttpRewardConfig):
             return config.url, HttpJudge(config)
         if isinstance(config, JudgeRewardConfig):
-            return config.url, ChatJudge(config)
+            return config.url, ChatJudge(config, self._observer)
         kind = "reward_model" if isinstance(config, RewardModelRewardConfig) else "judge"
         role = frozen_role(config, [key.partition(".")[2] for key in self._frozen if key.startswith(f"{kind}.")])
         if role is None:

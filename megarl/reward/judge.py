@@ -20,7 +20,15 @@ from pydantic import BaseModel, Field, ValidationError
 
 from megarl.config.reward import HttpRewardConfig, JudgeRewardConfig
 from megarl.errors import RewardError, ScoreError
-from megarl.reward.frozen import filled
+from megarl.observe.observer import Observer
+from megarl.reward.frozen import (
+    RETRY_TEMPERATURE,
+    asked_in_json,
+    judged,
+    read_choice,
+    reply_schema,
+    unknown_answer,
+)
 from megarl.reward.protocol import Answer, Request, check_result
 from megarl.system.secret import Secret
 
@@ -51,7 +59,7 @@ class _HttpBackend(ABC):
             try:
                 async with self._slots:
                     await self._pace()
-                    reply = await self._post(request)
+                    reply = await self._post(request, attempt)
                 return self._answer(_parsed(reply))
             except _RetryError as error:
                 complaint, pause_s = str(error), max(pause_s, min(error.pause_s, _LONGEST_PAUSE_S))
@@ -73,9 +81,9 @@ class _HttpBackend(ABC):
         self._next_start = start + 1 / self._config.requests_per_second
         await asyncio.sleep(start - now)
 
-    async def _post(self, request: Request) -> bytes:
+    async def _post(self, request: Request, attempt: int) -> bytes:
         config = self._config
-        content = json.dumps(self._content(request)).encode()
+        content = json.dumps(self._content(request, attempt)).encode()
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key.reveal()}"
@@ -98,7 +106,8 @@ class _HttpBackend(ABC):
             raise _RetryError(f"cannot be reached: {type(error).__name__}: {error}") from None
 
     @abstractmethod
-    def _content(self, request: Request) -> Mapping[str, object]: ...
+    def _content(self, request: Request, attempt: int) -> Mapping[str, object]:
+        """Return what is sent; attempts are counted from 1."""
 
     @abstractmethod
     def _answer(self, reply: object) -> Answer: ...
@@ -111,7 +120,7 @@ class HttpJudge(_HttpBackend):
         super().__init__(config)
         self._fields, self._weights = config.fields, config.weights
 
-    def _content(self, request: Request) -> Mapping[str, object]:
+    def _content(self, request: Request, attempt: int) -> Mapping[str, object]:
         return {name: item for name, item in request.items() if name in self._fields}
 
     def _answer(self, reply: object) -> Answer:
@@ -121,49 +130,41 @@ class HttpJudge(_HttpBackend):
 class ChatJudge(_HttpBackend):
     """A language model that chooses one of the recipe's answers; each answer has its score."""
 
-    def __init__(self, config: JudgeRewardConfig) -> None:
+    def __init__(self, config: JudgeRewardConfig, observer: Observer) -> None:
         super().__init__(config)
         self._question = config
+        self._observer = observer
         self._model: str | None = None
         """The model that the server names in its replies."""
 
-    def _content(self, request: Request) -> Mapping[str, object]:
+    def _content(self, request: Request, attempt: int) -> Mapping[str, object]:
         config = self._question
-        names = list(config.answers)
-        schema = {"type": "object", "properties": {"answer": {"enum": names}}, "required": ["answer"]}
-        text = f'{filled(config.template, request)}\n\nReply with JSON: {{"answer": ...}}, one of {json.dumps(names)}.'
+        schema = {"name": "answer", "schema": reply_schema(config)}
         return {
             "model": config.model,
-            "messages": [{"role": "user", "content": text}],
-            "temperature": 0,
+            "messages": [{"role": "user", "content": asked_in_json(config, request)}],
+            "temperature": 0 if attempt == 1 else RETRY_TEMPERATURE,
+            "seed": attempt,
             "max_tokens": config.max_tokens,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+            "response_format": {"type": "json_schema", "json_schema": schema},
         }
 
     def _answer(self, reply: object) -> Answer:
-        """Return the score of the answer, with the tokens that it cost; an answer that nobody asked for is an error."""
+        """Return the score of the answer, with the tokens that it cost; one that nobody asked for is asked again."""
         try:
             completion = _Completion.model_validate(reply)
         except ValidationError:
             return {"error": f"did not reply with a chat completion: {json.dumps(reply)[:80]}"}
         self._check_model(completion.model)
         content = completion.choices[0].message.content or ""
-        try:
-            chosen = _Choice.model_validate_json(content).answer
-        except ValidationError:
-            chosen = ""
-        if chosen not in self._question.answers:
-            known = ", ".join(self._question.answers)
-            return {"error": f"answered {content[:80]!r}; reward.answers are {known}"}
-        return {
-            "score": self._question.answers[chosen],
-            "components": {"judge_tokens": float(completion.usage.total_tokens)},
-            "prediction": chosen,
-        }
+        chosen = read_choice(self._question, content)
+        if chosen is None:
+            raise _RetryError(unknown_answer(self._question, content))
+        return judged(self._question, chosen, completion.usage.total_tokens)
 
     def _check_model(self, model: str) -> None:
         if self._model is None:
-            logger.info("judge=%s model=%s", self._question.url, model)
+            self._observer.noted(f"the judge at {self._question.url} is {model}")
             self._model = model
         if model != self._model:
             raise RewardError(
@@ -189,10 +190,6 @@ class _Completion(BaseModel):
     model: str
     choices: Annotated[list[_Alternative], Field(min_length=1)]
     usage: _Usage = _Usage()
-
-
-class _Choice(BaseModel):
-    answer: str
 
 
 def _parsed(reply: bytes) -> object:

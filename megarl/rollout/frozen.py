@@ -17,6 +17,7 @@ import numpy as np
 from megarl.config.model import ModelShape
 from megarl.data.tokenizer import Chat, Tokenizer
 from megarl.errors import DataError, EngineError, ScoreError
+from megarl.reward.frozen import RETRY_TEMPERATURE, WrittenReply
 from megarl.reward.pool import MachineFaultError
 from megarl.rollout.client import EngineClient
 from megarl.rollout.fleet import EngineLostError, Fleet
@@ -31,6 +32,7 @@ Reply = TypeVar("Reply")
 class _Meta(msgspec.Struct):
     id: str
     prompt_tokens: int
+    finish_reason: dict[str, object] | None = None
     output_token_ids_logprobs: list[list[tuple[float, int, str | None]]] = []
 
 
@@ -40,6 +42,11 @@ class _Classified(msgspec.Struct):
 
 
 class _Labelled(msgspec.Struct):
+    meta_info: _Meta
+
+
+class _Generated(msgspec.Struct):
+    output_ids: list[int]
     meta_info: _Meta
 
 
@@ -64,6 +71,19 @@ class FrozenEngines:
         shares = np.exp(logprobs - logprobs.max())
         return (shares / shares.sum()).tolist()  # type: ignore[no-any-return]
 
+    async def write(self, question: str, *, schema: str, max_tokens: int, attempt: int) -> WrittenReply:
+        chat: Chat = [{"role": "user", "content": question}]
+        token_ids = self._encode(self._tokenizer.render_chat, chat, room=max_tokens)
+        sampling: dict[str, JsonValue] = {
+            "json_schema": schema,
+            "max_new_tokens": max_tokens,
+            "temperature": RETRY_TEMPERATURE if attempt else 0.0,
+            "sampling_seed": attempt,
+        }
+        output_ids, is_cut = await self._ask(lambda client: generate(client, token_ids, sampling))
+        text = self._tokenizer.decode_response(np.array(output_ids, dtype=np.int32))
+        return WrittenReply(text=text, num_tokens=len(token_ids) + len(output_ids), is_cut=is_cut)
+
     def labels(self, answers: Sequence[str]) -> list[int]:
         """Return the first token of each answer; a ScoreError if two answers begin with the same."""
         key = tuple(answers)
@@ -74,16 +94,17 @@ class FrozenEngines:
             self._labels[key] = firsts
         return self._labels[key]
 
-    def _encode(self, render: Callable[[Chat], str], chat: Chat) -> list[int]:
+    def _encode(self, render: Callable[[Chat], str], chat: Chat, *, room: int = 0) -> list[int]:
         try:
             text = render(chat)
         except DataError as error:
             raise ScoreError(str(error)) from error
         token_ids: list[int] = self._tokenizer.encode([text])[0].tolist()
-        limit = self._shape.max_context_tokens
+        limit, reply = self._shape.max_context_tokens, f" and a reply of {room}" if room else ""
         # A request that fills the context leaves the engine no place for a token.
-        if not 0 < len(token_ids) < limit:
-            raise ScoreError(f"{len(token_ids)} tokens do not fit into the context of roles.{self._role}, {limit}")
+        if not 0 < len(token_ids) < limit - room:
+            message = f"{len(token_ids)} tokens{reply} do not fit into the context of roles.{self._role}, {limit}"
+            raise ScoreError(message)
         return token_ids
 
     async def _ask(self, ask: Callable[[EngineClient], Awaitable[Reply]]) -> Reply:
@@ -134,6 +155,20 @@ async def label_logprobs(client: EngineClient, token_ids: Sequence[int], labels:
     if any(label not in found or not math.isfinite(found[label]) for label in labels):
         raise EngineError(f"{client.endpoint}: judge: the reply lacks an answer's log-probability")
     return [found[label] for label in labels]
+
+
+async def generate(
+    client: EngineClient, token_ids: Sequence[int], sampling: Mapping[str, JsonValue]
+) -> tuple[list[int], bool]:
+    """Return the tokens of a reply, and whether its limit ended it."""
+    rid = uuid4().hex
+    body: Mapping[str, JsonValue] = {"rid": rid, "input_ids": list(token_ids), "sampling_params": dict(sampling)}
+    reply = _decode(client, await client.ask("judge", "/generate", body), _Generated)
+    _check(client, reply.meta_info, rid, token_ids)
+    end = reply.meta_info.finish_reason or {}
+    if end.get("type") not in ("stop", "length"):
+        raise EngineError(f"{client.endpoint}: judge: the reply was not finished: {end.get('message')}")
+    return reply.output_ids, end["type"] == "length"
 
 
 Decoded = TypeVar("Decoded", bound=msgspec.Struct)

@@ -74,10 +74,8 @@ class EngineSpec:
     """Whether the engine shares its pool with trainers and must be able to release memory."""
     cached_tokens: int | None = None
     """Size of the KV cache if the recipe has none; None: SGLang takes the memory that is left."""
-    num_nodes: int = 1
-    """Nodes with equal shares of the TP ranks."""
-    node: int = 0
-    """The node of this process, among those of the engine."""
+    num_nodes: int = 1  # with equal shares of the TP ranks
+    node: int = 0  # that of this process, among those of the engine
     rendezvous: str | None = None
     """Address and port on the first node where the processes of several nodes meet."""
     adapters: EngineAdapters | None = None
@@ -89,6 +87,7 @@ class EngineSpec:
     port: int | None = None  # None: any free port
     role: str = "rollout"  # its key below `roles`
     is_classifier: bool = False  # it returns a number for a sequence, and generates nothing
+    has_grammars: bool = False  # it has a tokenizer, and its replies can keep to a JSON schema
 
     @property
     def dtype(self) -> str:
@@ -280,7 +279,8 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
         options["--moe-runner-backend"] = "triton"
     # Without sleep-on-idle a waiting engine polls and takes a whole core of the machine that trains.
     # Its own metrics are under /metrics, which needs no key.
-    flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle", "--enable-metrics"]
+    flags = ["--skip-server-warmup", "--sleep-on-idle", "--enable-metrics"]
+    flags += ["--constrained-json-disable-any-whitespace"] if spec.has_grammars else ["--skip-tokenizer-init"]
     flags += ["--enable-deterministic-inference"] if config.is_deterministic_on(spec.device) else []
     flags += ["--enable-fp32-lm-head"] if spec.has_float32_head else []
     flags += ["--enable-return-routed-experts"] if spec.returns_routes else []

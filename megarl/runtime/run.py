@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megarl.checkpoint.resume import ResumePoint
 from megarl.config.recipe import Recipe
+from megarl.config.reward import longest_reply
 from megarl.config.roles import RolesConfig
 from megarl.episodes.play import EpisodeSetup
 from megarl.errors import DamagedError, MegarlError, WorkerError
@@ -101,7 +102,13 @@ class _Run:
                 starting = start_serving(recipe, self._inputs.shape, pools, stack, observer=observer)
                 serving = tasks.create_task(starting)
                 starting_frozen = start_frozen(
-                    recipe.roles.frozen, pools, stack, run=recipe.run, network=recipe.network, observer=observer
+                    recipe.roles.frozen,
+                    pools,
+                    stack,
+                    run=recipe.run,
+                    network=recipe.network,
+                    observer=observer,
+                    longest_reply=longest_reply(recipe.reward),
                 )
                 frozen = tasks.create_task(starting_frozen)
                 workers = tasks.create_task(self._open_workers(serving, frozen, stack))

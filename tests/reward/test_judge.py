@@ -16,6 +16,8 @@ import pytest
 
 from megarl.config.reward import HttpRewardConfig, JudgeRewardConfig
 from megarl.errors import RewardError, ScoreError
+from megarl.observe.events import Noted, Record
+from megarl.observe.observer import Observer
 from megarl.reward import judge
 from megarl.reward.build import build_scorer, check_reward
 from megarl.reward.judge import HttpJudge
@@ -270,8 +272,9 @@ def test_a_chat_judge_chooses_one_of_the_answers(server: Judge, make_group: Make
 @pytest.mark.parametrize(
     ("reply", "complaint"),
     [
-        (completion('{"answer": "maybe"}'), r"answered '\{\"answer\": \"maybe\"\}'; reward.answers are yes, no"),
-        (completion("yes"), "answered 'yes'; reward.answers are yes, no"),
+        (completion('{"answer": "maybe"}'), r"answered '\{\"answer\": \"maybe\"\}', not one of yes, no .*2 times"),
+        (completion("yes"), r"answered 'yes', not one of yes, no \(reward.answers\), 2 times"),
+        (completion('{"answer": ["yes"]}'), "answered "),
         (completion("[" * 50_000), "answered "),
         (b'{"model": "judge-1", "choices": []}', "did not reply with a chat completion"),
         (b"1", "did not reply with a chat completion: 1"),
@@ -282,9 +285,41 @@ def test_a_chat_judge_that_answers_something_else_gives_no_score(
 ) -> None:
     server.replies = [(200, reply)]
     with pytest.raises(ScoreError, match=complaint):
-        scores(chat_judge(server), make_group("42"))
-    (score,) = scores(chat_judge(server, on_error="mask"), make_group("42"))
+        scores(chat_judge(server, max_attempts=2), make_group("42"))
+    (score,) = scores(chat_judge(server, on_error="mask", max_attempts=2), make_group("42"))
     assert score.is_masked
+
+
+def test_a_chat_judge_outside_its_schema_is_asked_again_and_samples(server: Judge, make_group: MakeGroup) -> None:
+    cut = '{"reasoning": "It adds'
+    server.replies = [(200, completion(cut)), (200, completion('{"reasoning": "It adds up.", "answer": "yes"}'))]
+    (score,) = scores(chat_judge(server, max_reasoning_chars=500), make_group("42"))
+    assert (score.value, score.prediction) == (1.0, "yes")
+    first, second = (body for _, _, body in server.requests)
+    assert (first["temperature"], second["temperature"]) == (0, 0.7)
+    schema = first["response_format"]["json_schema"]["schema"]  # type: ignore[index]
+    # The reasoning comes first: an answer that precedes it does not follow from it.
+    assert list(schema["properties"]) == ["reasoning", "answer"]
+    assert schema["properties"]["reasoning"]["maxLength"] == 500
+
+
+def test_the_judges_model_is_in_the_record_of_the_run(server: Judge, make_group: MakeGroup) -> None:
+    server.replies = [(200, completion('{"answer": "yes"}', model="judge-1.5"))]
+    sink = RecordingSink()
+    asyncio.run(build_scorer(chat_judge(server), observer=Observer((sink,))).score(make_group("1", "2")))
+    assert sink.texts == [f"the judge at {server.url} is judge-1.5"]
+
+
+class RecordingSink:
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def record(self, record: Record) -> None:
+        assert isinstance(record.event, Noted)
+        self.texts.append(record.event.text)
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 def test_a_judge_that_becomes_another_model_ends_the_run(server: Judge, make_group: MakeGroup) -> None:

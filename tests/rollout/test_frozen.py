@@ -17,6 +17,7 @@ from megarl.config.reward import EngineJudgeRewardConfig, RewardModelRewardConfi
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import EngineError, ScoreError
 from megarl.reward.build import build_scorer
+from megarl.reward.frozen import WrittenReply
 from megarl.reward.pool import MachineFaultError
 from megarl.rollout.client import EngineClient
 from megarl.rollout.fleet import Fleet
@@ -116,9 +117,99 @@ def test_a_judge_answers_with_the_probabilities_of_transformers(qwen2_tp1: Serve
     assert np.abs(np.array(asyncio.run(ask())) - expected.numpy()).max() < 1e-5
 
 
+def written_question(**keys: object) -> EngineJudgeRewardConfig:
+    return EngineJudgeRewardConfig.model_validate(
+        {"kind": "engine_judge", "template": "Is {response} right?", "answers": {"yes": 1.0, "no": 0.0}, **keys}
+    )
+
+
+def test_a_judge_writes_the_answer_that_transformers_finds_likeliest(tokenizer_folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder, vocab=read_model_shape(tokenizer_folder).vocab)
+    texts = ["4", "12", "the rest"]
+    process = EngineProcess(
+        replace(engine_spec(tokenizer_folder, tmp_path / "run"), has_grammars=True, role="judge.tiny")
+    )
+    process.start()
+
+    async def ask() -> None:
+        await process.wait_ready()
+        client = EngineClient(process.endpoint, request_timeout_s=600)
+        fleet = Fleet([client], max_outstanding=8, publish_timeout_s=600)
+        frozen = {"judge.tiny": model_of(fleet, tokenizer_folder)}
+        scored = await build_scorer(written_question(max_tokens=40), frozen=frozen).score(group_of(*texts))
+        for text, score in zip(texts, scored.scores, strict=True):
+            question = f'Is {text} right?\n\nReply with JSON: {{"answer": ...}}, the answer one of ["yes", "no"].'
+            start = tokenizer.render_chat([{"role": "user", "content": question}]) + '{"answer": "'
+            begun, yes, no = (each.tolist() for each in tokenizer.encode([start, "yes", "no"]))
+            expected = next_logprobs(tokenizer_folder, begun)
+            likeliest = "yes" if expected[yes[0]] > expected[no[0]] else "no"
+            assert (score.prediction, score.value) == (likeliest, float(likeliest == "yes"))
+            # With its answer, the closing mark, the brace and the end token.
+            assert score.components == {"judge_tokens": float(len(begun) + len(likeliest) + 3)}
+        reasoned = written_question(max_tokens=80, max_reasoning_chars=8, max_attempts=1)
+        (score,) = (await build_scorer(reasoned, frozen=frozen).score(group_of("4"))).scores
+        assert score.prediction in ("yes", "no")
+        with pytest.raises(ScoreError, match=r"answered '\{\"answer\"', .* cut off at 9 tokens .*, 3 times"):
+            await build_scorer(written_question(max_tokens=9), frozen=frozen).score(group_of("4"))
+        await fleet.close()
+
+    try:
+        asyncio.run(ask())
+    finally:
+        process.stop()
+
+
+class _Writer:
+    """Gives one reply after the other."""
+
+    def __init__(self, *replies: str) -> None:
+        self._replies = replies
+        self.attempts: list[int] = []
+
+    async def classify(self, chat: Sequence[object]) -> float:
+        raise AssertionError(chat)
+
+    async def probabilities(self, question: str, answers: Sequence[str]) -> Sequence[float]:
+        raise AssertionError(question, answers)
+
+    async def write(self, question: str, *, schema: str, max_tokens: int, attempt: int) -> WrittenReply:
+        assert '"reasoning": {"type": "string", "maxLength": 90}' in schema, schema
+        assert '{"reasoning": ..., "answer": ...}' in question
+        self.attempts.append(attempt)
+        return WrittenReply(text=self._replies[attempt], num_tokens=10, is_cut=attempt == 0)
+
+
+def test_a_written_reply_outside_the_schema_is_asked_again_and_never_a_score() -> None:
+    config = written_question(max_tokens=64, max_reasoning_chars=90)
+    model = _Writer('{"reasoning": "it', '{"reasoning": "", "answer": "yes"}')
+    (score,) = asyncio.run(build_scorer(config, frozen={"judge.a": model}).score(group_of("4"))).scores
+    assert (score.value, score.components, model.attempts) == (1.0, {"judge_tokens": 20.0}, [0, 1])
+    for bad in ('{"answer": "maybe"}', '"yes"', "[" * 50_000, ""):
+        with pytest.raises(ScoreError, match=r"not one of yes, no \(reward.answers\), 3 times"):
+            asyncio.run(build_scorer(config, frozen={"judge.a": _Writer(*[bad] * 3)}).score(group_of("4")))
+
+
+def test_an_engine_without_grammars_is_a_fault_of_the_machine(tokenizer_folder: Path) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        end = {"type": "abort", "message": "Grammar-based generation is not supported"}
+        meta = {"id": body["rid"], "prompt_tokens": len(body["input_ids"]), "finish_reason": end}
+        return httpx.Response(200, json={"output_ids": [], "meta_info": meta})
+
+    async def score() -> None:
+        model = model_of(scripted_fleet(*[answer] * 2), tokenizer_folder)
+        await model.write("Right?", schema="{}", max_tokens=9, attempt=0)
+
+    with pytest.raises(MachineFaultError, match="Grammar-based generation is not supported"):
+        asyncio.run(score())
+
+
 class _Judge:
     def __init__(self, *shares: float) -> None:
         self._shares = shares
+
+    async def write(self, question: str, *, schema: str, max_tokens: int, attempt: int) -> WrittenReply:
+        raise AssertionError(question)
 
     async def classify(self, chat: Sequence[object]) -> float:
         raise AssertionError(chat)

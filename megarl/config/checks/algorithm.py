@@ -50,6 +50,7 @@ from megarl.config.reward import (
     JudgeRewardConfig,
     MathRewardConfig,
     MultipleChoiceRewardConfig,
+    QuestionConfig,
     RegexRewardConfig,
     RewardConfig,
     ScorerRewardConfig,
@@ -367,7 +368,7 @@ def _reward(config: SingleRewardConfig, key: str) -> Iterator[Problem]:
         yield Problem(
             key=f"{key}.error_value", message=f"has no effect with on_error {config.on_error}; remove it or set value"
         )
-    if isinstance(config, JudgeRewardConfig) and not re.search(r"\{(response|solution_str)\}", config.template):
+    if isinstance(config, QuestionConfig) and not re.search(r"\{(response|solution_str)\}", config.template):
         yield Problem(key=f"{key}.template", message="shows the judge no response; put {response} where it belongs")
     if isinstance(config, HttpRewardConfig | JudgeRewardConfig):
         # The messages leave the value out: it is a secret.

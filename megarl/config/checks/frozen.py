@@ -54,11 +54,18 @@ def check_frozen(roles: RolesConfig, reward: RewardConfig) -> Iterator[Problem]:
         if isinstance(single, RewardModelRewardConfig) and single.clip is not None and single.clip[0] >= single.clip[1]:
             low, high = single.clip
             yield Problem(key=f"{key}.clip", message=f"{low:g} is not below {high:g}; swap them")
-        if isinstance(single, EngineJudgeRewardConfig) and "{response}" not in single.template:
-            message = "shows the judge no response; put {response} where it belongs"
-            yield Problem(key=f"{key}.template", message=message)
+        if isinstance(single, EngineJudgeRewardConfig):
+            yield from _judge(single, key)
     for unused in (role for role in roles.frozen if role not in used):
         yield Problem(key=f"roles.{unused}", message="no reward uses it; remove it, or name it in the reward")
+
+
+def _judge(config: EngineJudgeRewardConfig, key: str) -> Iterator[Problem]:
+    if config.max_tokens is not None and config.is_expected:
+        yield Problem(key=f"{key}.is_expected", message="a judge that writes gives one answer; remove it or max_tokens")
+    if config.max_tokens is None and config.max_reasoning_chars:
+        message = "the judge writes nothing; set max_tokens, the limit of its whole reply"
+        yield Problem(key=f"{key}.max_reasoning_chars", message=message)
 
 
 def check_frozen_models(roles: RolesConfig, *, device: Device) -> Iterator[Problem]:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 
 import ray
 
@@ -20,7 +22,7 @@ from megarl.errors import EngineError
 from megarl.observe.observer import Observer
 from megarl.reward.frozen import FrozenModel
 from megarl.rollout.client import EngineClient, EngineKeys
-from megarl.rollout.deadlines import deadlines_of, restart_policy
+from megarl.rollout.deadlines import EngineDeadlines, deadlines_of, restart_policy
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.lifecycle import EngineState, Life
 from megarl.rollout.process import EngineSpec
@@ -30,6 +32,9 @@ from megarl.runtime.engines.file_publisher import endpoints_of
 from megarl.runtime.engines.frozen_access import FrozenAccess, FrozenSetup
 from megarl.runtime.engines.processes import start_engines
 from megarl.runtime.engines.supervisor import Supervisor
+
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +64,23 @@ async def start_frozen(
     run: RunConfig,
     network: NetworkConfig,
     observer: Observer,
+    longest_reply: int | None,
 ) -> dict[str, FrozenRole]:
-    """Start or join the engines of all frozen roles, by their key below `roles`. `stack` takes them down."""
+    """Start or join the engines of all frozen roles, by their key below `roles`. `stack` takes them down.
+
+    `longest_reply` is the most tokens that a judge writes; None: the engines need no tokenizer.
+    """
     starts = [
-        _start(role, config, None if config.pool is None else pools[config.pool], stack, run, network, observer)
+        _start(
+            role,
+            config,
+            None if config.pool is None else pools[config.pool],
+            stack,
+            run,
+            network,
+            observer,
+            longest_reply if role.startswith("judge.") else None,
+        )
         for role, config in roles.items()
     ]
     return dict(zip(roles, await asyncio.gather(*starts), strict=True))
@@ -76,32 +94,22 @@ async def _start(
     run: RunConfig,
     network: NetworkConfig,
     observer: Observer,
+    longest_reply: int | None,
 ) -> FrozenRole:
     shape = read_model_shape(config.model)
-    deadlines = deadlines_of(config, shape, device=run.device, max_response_tokens=1)
+    deadlines = deadlines_of(config, shape, device=run.device, max_response_tokens=longest_reply or 1)
     connect = partial(EngineClient, request_timeout_s=deadlines.request_s)
     policy, processes = None, None
     if pool is None:
         endpoints = endpoints_of(config.endpoints, device=run.device)
         await _check_running(role, [connect(endpoint) for endpoint in endpoints], shape)
     else:
-        first = EngineSpec(
-            index=0,
-            model_folder=config.model.absolute(),
-            config=config,
-            device=run.device,
-            seed=run.seed,
-            run_folder=(run.folder / run.name).absolute(),
-            keys=EngineKeys.fresh(),
-            start_timeout_s=deadlines.start_s,
-            bind=network.bind,
-            role=role,
-            is_classifier=shape.has_value_head,
-        )
+        first = _first_spec(role, config, shape, deadlines, run, network, has_grammars=longest_reply is not None)
         specs = [replace(first, index=index) for index in range(len(pool.places) // config.tensor)]
         processes, endpoints = await start_engines(specs, pool.places, share=pool.share)
         stack.push_async_callback(processes.stop)
         policy = restart_policy(config, deadlines.start_s)
+    observer.noted(f"roles.{role} is {config.model}, version {await asyncio.to_thread(model_version, config.model)}")
     setup = FrozenSetup(
         role=role,
         folder=config.model.absolute(),
@@ -128,6 +136,32 @@ async def _start(
     return FrozenRole(setup=setup, fleet=fleet)
 
 
+def _first_spec(
+    role: str,
+    config: FrozenRoleConfig,
+    shape: ModelShape,
+    deadlines: EngineDeadlines,
+    run: RunConfig,
+    network: NetworkConfig,
+    *,
+    has_grammars: bool,
+) -> EngineSpec:
+    return EngineSpec(
+        index=0,
+        model_folder=config.model.absolute(),
+        config=config,
+        device=run.device,
+        seed=run.seed,
+        run_folder=(run.folder / run.name).absolute(),
+        keys=EngineKeys.fresh(),
+        start_timeout_s=deadlines.start_s,
+        bind=network.bind,
+        role=role,
+        is_classifier=shape.has_value_head,
+        has_grammars=has_grammars,
+    )
+
+
 async def _check_running(role: str, clients: Sequence[EngineClient], shape: ModelShape) -> None:
     """Raise an EngineError unless every engine runs and serves a model of the right kind."""
     for client in clients:
@@ -142,6 +176,19 @@ async def _check_running(role: str, clients: Sequence[EngineClient], shape: Mode
             raise EngineError(
                 f"{client.endpoint} serves {info.get('model_path')}, which is not {wanted} (roles.{role})"
             )
+
+
+def model_version(folder: Path) -> str:
+    """Return a digest of the model in a folder: of its JSON files, and of samples of its weights, which are large."""
+    digest = sha256()
+    for path in sorted(path for path in folder.iterdir() if path.suffix in (".json", ".jinja", ".safetensors")):
+        size, is_large = path.stat().st_size, path.suffix == ".safetensors"
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for place in range(_NUM_SAMPLES if is_large else 1):
+                file.seek(place * size // _NUM_SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES if is_large else -1))
+    return digest.hexdigest()[:12]
 
 
 def _report(role: str, fleet: Fleet, observer: Observer, engine: Engine, _before: Life) -> None:

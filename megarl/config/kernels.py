@@ -21,7 +21,7 @@ _FP8_BLOCK = 128
 _WITHOUT_FP8: tuple[GpuName, ...] = ("a100", "a100-40g")
 _BF16_LAYERS = 2
 """The first and the last."""
-_ENGINE_ONLY = {
+ENGINE_ONLY = {
     "moe_permute_fusion": "needs the kernels of Transformer Engine; set kernels to te, or remove it",
     "disable_parameter_transpose_cache": "is for layers of Transformer Engine; set kernels to te, or remove it",
 }
@@ -79,7 +79,7 @@ def _options(split: ModelParallelConfig, prefix: str) -> Iterator[Problem]:
     """Yield options of Megatron that the layers do not have."""
     options: Mapping[str, object] = split.megatron
     is_te = split.kernels == "te" or split.precision == "fp8"
-    for name, message in _ENGINE_ONLY.items():
+    for name, message in ENGINE_ONLY.items():
         if options.get(name) and not is_te:
             yield Problem(key=f"{prefix}megatron.{name}", message=message)
     modules = options.get("recompute_modules")

@@ -166,7 +166,12 @@ def put_distillation(keys: Translation) -> None:
 def put_kl(keys: Translation) -> bool:
     """Put the KL term; return whether there is one. verl can have it in loss and reward at once, a recipe in one."""
     in_reward = keys.take("algorithm.use_kl_in_reward", "algorithm.kl")
-    if keys.take(f"{ACTOR}use_kl_loss", "algorithm.kl"):
+    in_loss = keys.take(f"{ACTOR}use_kl_loss", "algorithm.kl")
+    for key in (f"{ACTOR}kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef",):
+        if (in_loss or in_reward) and keys.given.get(key) == 0:
+            keys.report(key, KeyVerdict.NO_EFFECT, "a KL term of weight 0; the recipe has none")
+            return False
+    if in_loss:
         keys.put("algorithm.kl.kind", "loss")
         estimate = _estimate(keys, f"{ACTOR}kl_loss_type", default="low_var_kl", known=_KL_ESTIMATES)
         keys.put("algorithm.kl.estimate", estimate)
@@ -200,6 +205,10 @@ def _estimate(keys: Translation, key: str, *, default: str, known: Mapping[str, 
 
 
 def put_loss(keys: Translation) -> None:
+    top_p, top_k = (keys.given.get(f"actor_rollout_ref.rollout.{name}") for name in ("top_p", "top_k"))
+    if (isinstance(top_p, int | float) and top_p < 1) or (isinstance(top_k, int) and top_k > 0):
+        keys.put("algorithm.correction", {"kind": "tis"})
+        keys.notes.append("algorithm.correction: tis, which verl lacks: engines sample from a part of the distribution")
     key = f"{ACTOR}policy_loss.loss_mode"
     mode = str(keys.given.get(key, "vanilla"))
     kind = _LOSSES.get(mode)

@@ -14,6 +14,7 @@ from functools import cache
 from importlib.resources import files
 
 from megarl.config.document import Tree
+from megarl.config.kernels import ENGINE_ONLY
 from megarl.config.native.options import refusal
 from megarl.config.native.owned import Library
 
@@ -107,7 +108,7 @@ def _option_verdict(library: Library, name: str, value: Tree, *, recomputes: boo
         return KeyVerdict.NO_EFFECT, "off, as in megarl"
     if name.startswith("recompute_") and not recomputes:
         return KeyVerdict.NO_EFFECT, "nothing is recomputed without recompute_granularity"
-    complaint = refusal(library, name, value, device="cuda")
+    complaint = refusal(library, name, value, device="cuda") or (ENGINE_ONLY.get(name) if value else None)
     return (KeyVerdict.MAPPED, "") if complaint is None else (KeyVerdict.NOT_SUPPORTED, complaint)
 
 

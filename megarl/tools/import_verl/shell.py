@@ -1,12 +1,11 @@
 """Reads the arguments that a shell script gives to verl's trainer. Starts no process and reads no file.
 
-Variables, arrays, arithmetic, defaults, substitutions and conditions are followed; a loop's body is read once. The
-value of a variable that the script does not set, and the output of a command, stay as they are written.
+Variables, arrays, arithmetic, defaults, substitutions, conditions and cases are followed; a loop's body is read once.
+The value of a variable that the script does not set, and the output of a command, stay as they are written.
 """
 
 from __future__ import annotations
 
-import ast
 import operator
 import posixpath
 import re
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from megarl.tools.import_verl.shell_words import Lexeme, ShellToken, lexemes, word_parts
+from megarl.tools.import_verl.shell_words import Lexeme, ShellToken, computed, lexemes, word_parts
 
 KEY_WORD = re.compile(r"^(?:\+{1,2})?([A-Za-z_]\w*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
 """An argument of the trainer, such as `data.seed=1`."""
@@ -22,7 +21,7 @@ _VARIABLE = re.compile(r"^([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 _PARAMETER = re.compile(r"^(#?)([A-Za-z_]\w*|\d+|[@*#?$!])(?:\[([^]]*)\])?(.*)$", re.DOTALL)
 _TESTS = ("[", "[[", "test")
 _DECLARING = ("export", "declare", "local", "readonly", "typeset")
-_SILENT = ("echo", "printf", "exit", "cd", "source", ".", "mkdir", "rm", "pip", "unset", "ulimit", "ray", "sleep")
+_SILENT = ("echo", "printf", "exit", "cd", "source", ".", "mkdir", "rm", "pip", "unset", "ulimit", "ray", "tee")
 _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq,
     "-ne": operator.ne,
@@ -30,15 +29,6 @@ _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "-le": operator.le,
     "-gt": operator.gt,
     "-ge": operator.ge,
-}
-_ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: lambda left, right: int(left / right),
-    ast.Mod: operator.mod,
-    ast.LShift: lambda left, right: left << min(right, 64),
-    ast.Pow: lambda left, right: left ** min(right, 64),
 }
 
 
@@ -49,6 +39,9 @@ class _Branch:
     is_read: bool
     was_read: bool
     """Whether a branch of it was read."""
+    subject: str | None = None
+    """The word that the patterns of a `case` are compared with; None for an `if` or loop."""
+    awaits_pattern: bool = False
 
 
 @dataclass(slots=True)
@@ -56,14 +49,17 @@ class Script:
     """The state of a script, command after command; `words` are those of the first trainer."""
 
     arguments: Sequence[str] = ()
+    holds_unknown: bool = False
+    """Whether a test holds, and a case's first pattern matches, that only the script's caller could decide."""
     variables: dict[str, list[str]] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
     num_trainers: int = 0
     _orphans: list[str] = field(default_factory=list)
     _branches: list[_Branch] = field(default_factory=list)
     _num_shifted: int = 0
-    _is_wanted: bool = True
-    """Whether the command after `[ ... ] &&` is run."""
+    _joined: str = ""
+    """The operator before the next command; whether the last one succeeded, as all but tests are taken to."""
+    _succeeded: bool = True
 
     def read(self, text: str) -> list[str]:
         """Return the words of the first command with arguments of a trainer, or else all such words."""
@@ -83,6 +79,13 @@ class Script:
     ) -> list[list[Lexeme]] | None:
         """Follow one command; return the condition that it belongs to, if it is not whole yet."""
         texts = [part.text for part in command]
+        if texts[:1] == ["case"]:
+            subject = " ".join(self.expand(" ".join(texts[1:2]), splits=False))
+            self._branches.append(_Branch(is_read=False, was_read=False, subject=subject, awaits_pattern=True))
+            command, texts = command[3:], texts[3:]
+        if self._branches and self._branches[-1].awaits_pattern and texts[:1] != ["esac"]:
+            self._compare(texts, self._branches[-1], is_last=separator == ")")
+            return None
         if condition is not None:
             if texts[:1] != ["then"]:
                 return [*condition, command, [Lexeme(kind=ShellToken.OPERATOR, text=separator)]]
@@ -92,12 +95,31 @@ class Script:
             if texts[0] == "if":
                 self._branches.append(_Branch(is_read=False, was_read=False))
             return [command[1:], [Lexeme(kind=ShellToken.OPERATOR, text=separator)]]
-        is_wanted, self._is_wanted = self._is_wanted, True
-        if texts[:1] and texts[0] in _TESTS and separator in ("&&", "||"):
-            self._is_wanted = self._holds([command]) is (separator == "&&")
+        is_wanted = self._joined not in ("&&", "||") or self._succeeded is (self._joined == "&&")
+        self._joined = separator
+        if texts[:1] and texts[0] in _TESTS:
+            self._succeeded = self._holds([command]) if is_wanted else self._succeeded
         elif not self._follow_structure(command, texts) and is_wanted and self._is_read:
             self._run(command)
+            self._succeeded = True
+        if separator == ";;" and any(branch.subject is not None for branch in self._branches):
+            self._leave_arm()
+            self._branches[-1].is_read, self._branches[-1].awaits_pattern = False, True
         return None
+
+    def _leave_arm(self) -> None:
+        """Forget what was left open within the arm of a `case`."""
+        while self._branches and self._branches[-1].subject is None:
+            del self._branches[-1]
+
+    def _compare(self, patterns: list[str], case: _Branch, *, is_last: bool) -> None:
+        """Read the arm of a `case` after these patterns, if it is the first that matches."""
+        subject = case.subject or ""
+        words = [word for text in patterns for word in self.expand(text)]
+        matches = (self.holds_unknown and "$" in subject) or any(fnmatchcase(subject, word) for word in words)
+        if patterns and matches and not case.was_read:
+            case.is_read = case.was_read = True
+        case.awaits_pattern = not (patterns and is_last)
 
     @property
     def _is_read(self) -> bool:
@@ -114,7 +136,9 @@ class Script:
         match texts:
             case ["else", *_] if self._branches:
                 self._branches[-1].is_read = not self._branches[-1].was_read
-            case ["fi" | "done" | "esac", *_]:
+            case ["fi" | "done" | "esac" as end, *_]:
+                if end == "esac":
+                    self._leave_arm()
                 del self._branches[-1:]
                 return True
             case ["for", name, "in", *_]:
@@ -125,9 +149,6 @@ class Script:
                 return True
             case ["while" | "until" | "for" | "select", *_]:
                 self._branches.append(_Branch(is_read=False, was_read=False))
-                return True
-            case ["case", *_]:
-                self._branches.append(_Branch(is_read=False, was_read=True))
                 return True
             case ["do" | "then" | "{", *_]:
                 pass
@@ -174,7 +195,7 @@ class Script:
             case [left, comparison, right] if comparison in _COMPARISONS and left.isdigit() and right.isdigit():
                 return _COMPARISONS[comparison](int(left), int(right))
             case _:
-                return False
+                return self.holds_unknown
 
     def _run(self, command: list[Lexeme]) -> None:
         """Set the variables of a command, and keep the arguments that it gives to a trainer."""
@@ -249,28 +270,22 @@ class Script:
         return self._parameter(part[2:-1] if part.startswith("${") else part[1:], part)
 
     def _output(self, text: str) -> str | None:
-        """Return the output of a command that only names a folder or the time; None for others."""
-        folder, words = ".", list[str]()
-        for token in [*lexemes(text), Lexeme(kind=ShellToken.OPERATOR, text="&&")]:
+        """Return the output of a command that names a folder, a word or the time; None for others.
+
+        A command of which nothing is known fails, so that `probe && echo a || echo b` is b.
+        """
+        folder, words, joined, is_done = ".", list[str](), "", True
+        for token in [*lexemes(text), Lexeme(kind=ShellToken.NEWLINE, text="")]:
             if token.kind is ShellToken.WORD:
                 words += [word for word in self.expand(token.text) if word != "--"]
                 continue
-            match words:
-                case ["cd", place]:
-                    folder = posixpath.normpath(posixpath.join(folder, place))
-                case ["pwd", *_]:
-                    return folder
-                case ["dirname", place]:
-                    return posixpath.dirname(place) or "."
-                case ["basename", place, *_]:
-                    return posixpath.basename(place)
-                case ["realpath" | "readlink", *_, place]:
-                    return posixpath.normpath(place)
-                case ["date", *_]:
-                    return ""
-                case _:
-                    return None
-            words = []
+            if joined not in ("&&", "||") or is_done is (joined == "&&"):
+                printed = _printed(words, folder)
+                if printed is not None or token.text == "|":
+                    return None if token.text == "|" else printed
+                is_done = words[:1] == ["cd"]
+                folder = posixpath.normpath(posixpath.join(folder, *words[1:2])) if is_done else folder
+            words, joined = [], token.text
         return None
 
     def _parameter(self, text: str, written: str) -> list[str]:
@@ -337,10 +352,25 @@ class Script:
     def _arithmetic(self, text: str) -> int | None:
         """Return the value of an arithmetic expression; None where it cannot be told."""
         plain = "".join(self.expand(text, splits=False))
-        named = re.sub(r"[A-Za-z_]\w*", lambda name: (self._values(name[0]) or ["0"])[0] or "0", plain)
-        try:
-            return _evaluate(ast.parse(named.replace("/", "//").strip(), mode="eval").body)
-        except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError):
+        return computed(re.sub(r"[A-Za-z_]\w*", lambda name: (self._values(name[0]) or ["0"])[0] or "0", plain))
+
+
+def _printed(words: list[str], folder: str) -> str | None:
+    """Return what a command prints in a folder; None for one of which nothing is known."""
+    match words:
+        case ["pwd", *_]:
+            return folder
+        case ["echo", *echoed]:
+            return " ".join(echoed)
+        case ["dirname", place]:
+            return posixpath.dirname(place) or "."
+        case ["basename", place, *_]:
+            return posixpath.basename(place)
+        case ["realpath" | "readlink", *_, place]:
+            return posixpath.normpath(place)
+        case ["date", *_]:
+            return ""
+        case _:
             return None
 
 
@@ -351,18 +381,6 @@ def _ungrouped(command: list[Lexeme]) -> Iterator[list[Lexeme]]:
         command = command[1:]
     if command:
         yield command
-
-
-def _evaluate(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=int() as value):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_evaluate(operand)
-        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _ARITHMETIC:
-            return _ARITHMETIC[type(operation)](_evaluate(left), _evaluate(right))
-        case _:
-            raise ValueError(ast.dump(node))
 
 
 def _is_open(command: Sequence[Lexeme]) -> bool:

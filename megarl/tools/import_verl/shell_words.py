@@ -1,12 +1,14 @@
-"""Splits a shell script into words and operators, and finds the parts of a word that are expanded. Pure; runs nothing.
+"""Splits a shell script into words and operators, finds the parts of a word that are expanded, and does arithmetic.
 
 A word keeps its quotes until it is expanded: only then is known what a quote protects.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -15,6 +17,16 @@ _CLOSING = {"(": ")", "{": "}"}
 _REDIRECTION = re.compile(r"&>>?|[<>]{1,3}[&|-]?")
 _CONTINUATION = re.compile(r"\\[ \t]*\r?\n")
 _HEREDOC_END = re.compile(r"[\w.-]+")
+
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: lambda left, right: int(left / right),
+    ast.Mod: operator.mod,
+    ast.LShift: lambda left, right: left << min(right, 64),
+    ast.Pow: lambda left, right: left ** min(right, 64),
+}
 
 
 class ShellSyntaxError(ValueError):
@@ -179,3 +191,23 @@ def _expansion_at(text: str, place: int) -> str:
     """Return the expansion that begins here; a `$` alone is none."""
     name = re.match(r"\$([A-Za-z_]\w*|\d|[@*#?$!])", text[place:])
     return name[0] if name else text[place : after_part(text, place)]
+
+
+def computed(text: str) -> int | None:
+    """Return the value of an arithmetic expression without names; None where it is none."""
+    try:
+        return _evaluate(ast.parse(text.replace("/", "//").strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError):
+        return None
+
+
+def _evaluate(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluate(operand)
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _ARITHMETIC:
+            return _ARITHMETIC[type(operation)](_evaluate(left), _evaluate(right))
+        case _:
+            raise ValueError(ast.dump(node))

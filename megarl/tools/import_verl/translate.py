@@ -23,18 +23,28 @@ from megarl.tools.import_verl.algorithm import (
 from megarl.tools.import_verl.episodes import put_environment
 from megarl.tools.import_verl.imitation import put_demonstrations
 from megarl.tools.import_verl.lora import put_lora
+from megarl.tools.import_verl.placement import (
+    MODEL_KEY,
+    SIZES,
+    num_step_prompts,
+    put_ahead,
+    put_offload,
+    put_pools,
+    put_split,
+    put_stages,
+)
 from megarl.tools.import_verl.rules import KeyVerdict, Treatment, engine_options, rule_for
 from megarl.tools.import_verl.translation import (
     ACTOR,
     Imported,
     Translation,
     read_verl,
+    whole,
     without_outside,
 )
 
 _ROLLOUT = "actor_rollout_ref.rollout."
 _VALIDATION = f"{_ROLLOUT}val_kwargs."
-_POOL = "shared"
 _EPOCHS, _SFT_EPOCHS = 30, 4
 _MODEL = "~/models/deepseek-llm-7b-chat"
 _PROMPTS = "~/data/rlhf/gsm8k/"
@@ -51,14 +61,6 @@ _DEFAULTS: Mapping[str, Tree] = {
 }
 """verl's defaults of renamed keys, where megarl has another one."""
 
-_SIZES = {
-    "tensor_model_parallel_size": "tensor",
-    "pipeline_model_parallel_size": "pipeline",
-    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
-    "context_parallel_size": "context",
-    "expert_model_parallel_size": "expert",
-    "expert_tensor_parallel_size": "expert_tensor",
-}
 DECAYS = ("constant", "linear", "cosine")
 _DECAY_NAMES = ("lr_decay_style", "lr_scheduler_type", "lr_scheduler", "warmup_style")
 _SHARE_NAMES = ("lr_warmup_steps_ratio", "warmup_steps_proportion")
@@ -73,7 +75,7 @@ def translate_file(path: Path, arguments: Sequence[str] = ()) -> Imported:
     put_lora(keys)
     _run_section(keys)
     _checkpoint(keys)
-    _pools(keys)
+    put_pools(keys)
     _loggers(keys)
     if keys.is_sft:
         keys.put("algorithm.kind", "sft")
@@ -104,10 +106,10 @@ def _algorithm(keys: Translation) -> None:
         return
     if put_process_rewards(keys):
         path = keys.path("reward_model.model.path", "roles.critic.path")
-        if path is not None and path != keys.path("actor_rollout_ref.model.path", "model.path", default=_MODEL):
+        if path is not None and path != keys.path(MODEL_KEY, "model.path", default=_MODEL):
             keys.put("roles.critic.path", path)
-        keys.put("roles.critic.pool", _POOL)
-        _split(keys, f"{ACTOR}megatron.", "roles.critic")
+        keys.put("roles.critic.pool", keys.pool)
+        put_split(keys, f"{ACTOR}megatron.", "roles.critic")
         put_loss(keys)
         return
     put_estimator(keys)
@@ -129,7 +131,7 @@ def _renames(keys: Translation) -> None:
 
 
 def _model(keys: Translation) -> None:
-    names = ("model.path", "model.partial_pretrain") if keys.is_sft else ("actor_rollout_ref.model.path",)
+    names = ("model.path", "model.partial_pretrain") if keys.is_sft else (MODEL_KEY,)
     given = [path for name in names if (path := keys.path(name, "model.path")) is not None]
     if not given:
         keys.notes.append(f"model.path: not in the file; {_MODEL} is verl's default")
@@ -233,46 +235,6 @@ def _evaluation(keys: Translation) -> None:
     keys.put("evaluation.sampled", sampled)
 
 
-def _pools(keys: Translation) -> None:
-    target = f"pools.{_POOL}"
-    gpus = _whole(keys.take("trainer.n_gpus_per_node", f"{target}.gpus_per_node"), default=1 if keys.is_sft else 8)
-    nodes = _whole(keys.take("trainer.nnodes", f"{target}.nodes"), default=1)
-    keys.put(target, {"nodes": nodes, "gpus_per_node": gpus})
-    if nodes > 1:
-        keys.put("run.ray_address", "auto")
-    keys.put("roles.actor.pool", _POOL)
-    _split(keys, "engine." if keys.is_sft else f"{ACTOR}megatron.", "roles.actor")
-    _offload(keys, "engine." if keys.is_sft else ACTOR, "roles.actor")
-
-
-def _offload(keys: Translation, prefix: str, role: str) -> None:
-    """Put what goes to host memory while engines generate; gradients are freed then in any case."""
-    target = f"{role}.offload"
-    parts = ("megatron.", "fsdp_config.", "")
-    weights = [keys.take(f"{prefix}{part}param_offload", target) for part in parts]
-    optimizer = [keys.take(f"{prefix}{part}optimizer_offload", target) for part in parts]
-    for part in parts:
-        keys.take(f"{prefix}{part}grad_offload", f"{target}: gradients are freed while engines generate")
-    if not keys.is_sft and (any(weights) or any(optimizer)):
-        keys.put(target, "everything" if any(weights) else "optimizer")
-
-
-def _whole(value: Tree, *, default: int) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
-
-
-def _split(keys: Translation, prefix: str, role: str) -> None:
-    """Put the sizes that are not 1."""
-    for size, key in _SIZES.items():
-        value = keys.take(f"{prefix}{size}", f"{role}.{key}")
-        if isinstance(value, int) and (value > 1 or key == "expert_tensor"):
-            keys.put(f"{role}.{key}", value)
-    is_parallel = keys.take(f"{prefix}sequence_parallel", f"{role}.is_sequence_parallel", default=not keys.is_sft)
-    tensor = keys.given.get(f"{prefix}tensor_model_parallel_size", 1)
-    if is_parallel and isinstance(tensor, int) and tensor > 1:
-        keys.put(f"{role}.is_sequence_parallel", True)
-
-
 def _optimizer(keys: Translation, prefix: str, target: str) -> None:
     warmup = keys.take(f"{prefix}lr_warmup_steps", f"{target}.warmup_steps")
     shares = [keys.take(f"{prefix}{name}", f"{target}.warmup_share") for name in _SHARE_NAMES]
@@ -303,14 +265,15 @@ def _optimizer(keys: Translation, prefix: str, target: str) -> None:
 
 
 def _batch(keys: Translation) -> None:
-    prompts = keys.number("data.train_batch_size", 1024)
+    prompts = num_step_prompts(keys)
+    keys.put("train.prompts_per_step", prompts)
     context = keys.number("data.max_prompt_length", 512) + keys.number("data.max_response_length", 512)
     target = "train.tokens_per_micro_batch"
-    budget = _whole(keys.take(f"{ACTOR}ppo_max_token_len_per_gpu", target), default=16384)
+    budget = whole(keys.take(f"{ACTOR}ppo_max_token_len_per_gpu", target), default=16384)
     sequences = keys.take(f"{ACTOR}ppo_micro_batch_size_per_gpu", f"{target}: so many of the longest sequences")
     is_dynamic = keys.take(f"{ACTOR}use_dynamic_bsz", f"{target}: micro-batches are always filled by tokens")
     by_count = isinstance(sequences, int) and sequences > 0 and not is_dynamic
-    keys.put(target, max(context, _whole(sequences, default=1) * context if by_count else budget))
+    keys.put(target, max(context, whole(sequences, default=1) * context if by_count else budget))
     per_update = keys.take(f"{ACTOR}ppo_mini_batch_size", "train.prompts_per_update", default=256)
     if isinstance(per_update, int) and per_update < prompts:
         keys.put("train.prompts_per_update", per_update)
@@ -320,7 +283,7 @@ def _batch(keys: Translation) -> None:
 
 
 def _engines(keys: Translation) -> None:
-    keys.put("roles.rollout.pool", _POOL)
+    put_ahead(keys)
     top_k = keys.take(f"{_ROLLOUT}top_k", "sampling.top_k")
     if isinstance(top_k, int) and top_k > 0:
         keys.put("sampling.top_k", top_k)
@@ -328,12 +291,12 @@ def _engines(keys: Translation) -> None:
 
 def _critic(keys: Translation) -> None:
     role = "roles.critic"
-    keys.put(f"{role}.pool", _POOL)
+    keys.put(f"{role}.pool", keys.pool)
     path = keys.path("critic.model.path", f"{role}.path")
-    if path is not None and path != keys.path("actor_rollout_ref.model.path", "model.path", default=_MODEL):
+    if path is not None and path != keys.path(MODEL_KEY, "model.path", default=_MODEL):
         keys.put(f"{role}.path", path)
-    _split(keys, "critic.megatron.", role)
-    _offload(keys, "critic.", role)
+    put_split(keys, "critic.megatron.", role)
+    put_offload(keys, "critic.", role)
     _recomputation(keys, "critic.model.", "critic.", role)
     for name, key, default in (
         ("lr", "learning_rate", 1e-5),
@@ -357,14 +320,14 @@ def _critic(keys: Translation) -> None:
 
 def _reference(keys: Translation) -> None:
     """Put the reference in the actor's ranks, as verl does, unless it is split differently."""
-    sizes = [f"megatron.{size}" for size in _SIZES]
+    sizes = [f"megatron.{size}" for size in SIZES]
     prefix = "actor_rollout_ref.ref."
     differs = any(
         keys.given.get(f"{prefix}{size}") not in (None, keys.given.get(f"{ACTOR}{size}", 1)) for size in sizes
     )
     if differs:
-        keys.put("roles.reference.pool", _POOL)
-        _split(keys, f"{prefix}megatron.", "roles.reference")
+        keys.put("roles.reference.pool", keys.pool)
+        put_split(keys, f"{prefix}megatron.", "roles.reference")
         return
     keys.put("roles.reference", {})
     for size in (*sizes, "megatron.sequence_parallel"):
@@ -376,3 +339,6 @@ def _native(keys: Translation) -> None:
         if option.verdict is KeyVerdict.MAPPED:
             keys.put(option.text, keys.given[option.key])
         keys.report(option.key, option.verdict, option.text)
+    put_stages(keys, "engine." if keys.is_sft else f"{ACTOR}megatron.", "roles.actor")
+    if keys.has_critic:
+        put_stages(keys, "critic.megatron.", "roles.critic")

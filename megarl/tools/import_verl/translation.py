@@ -20,7 +20,9 @@ _GROUP = re.compile(r"^\+{0,2}([A-Za-z_][\w@./]*)=(\S+)$")
 _OPTION = re.compile(r"^--(nproc[-_]per[-_]node|nnodes|config-name|config-path|config-dir)(?:=(.*))?$")
 _OPTION_KEYS = {"nproc": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}
 """The keys that options of torchrun stand for, by how they begin."""
-_OWN_CONFIGS = re.compile(r"^(?:ppo|sft|dapo)(?:_megatron)?_trainer(?:_engine)?(?:\.yaml)?$")
+_OWN_CONFIGS = re.compile(
+    r"^(?:(?:fully_async|one_step_off)_)?(?:ppo|sft|dapo)(?:_megatron)?_trainer(?:_engine)?(?:\.yaml)?$"
+)
 """Configurations of verl itself: its defaults."""
 _INTERPOLATION = re.compile(r"^\$\{(?:oc\.(?:select|env):)?([\w.]+)(?:,(.*))?\}$")
 _MAX_INTERPOLATIONS = 5
@@ -64,6 +66,9 @@ class Translation:
         self.notes = list(keys.notes)
         self.has_critic = False
         self.is_sft = not any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in self.written)
+        self.is_ahead = any(key.startswith(("async_training.", "rollout.n_gpus_per_node")) for key in self.written)
+        """Whether engines have GPUs of their own and generate while the trainer trains."""
+        self.pool, self.engine_pool = ("train", "rollout") if self.is_ahead else ("shared", "shared")
         self._document = Document(tree={}, origins={})
         self._entries: dict[str, Entry] = {}
 
@@ -123,6 +128,11 @@ class Translation:
         """Return the recipe, with an entry for every given key, also for those that nothing was done with."""
         entries = tuple(self._entries.get(key) or _untouched_entry(key, value) for key, value in self.written.items())
         return Imported(tree=self._document.tree, entries=entries, notes=tuple(self.notes))
+
+
+def whole(value: Tree, *, default: int) -> int:
+    """Return a positive whole number, or else the default."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
 
 
 def _name_of(outside: re.Match[str]) -> str:
@@ -189,26 +199,26 @@ def read_verl(path: Path, arguments: Sequence[str] = ()) -> VerlKeys:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), (Problem(key="", message=f"cannot be read: {error}"),)) from None
     named = dict(argument.split("=", 1) for argument in arguments if _NAMED.match(argument))
-    script = Script(
-        arguments=[argument for argument in arguments if not _NAMED.match(argument)],
-        variables={
-            "HOME": ["~"],
-            "PWD": ["."],
-            "BASH_SOURCE": [str(path)],
-            **{name: [value] for name, value in named.items()},
-        },
-    )
-    try:
-        words = script.read(text)
-    except ShellSyntaxError as error:
-        raise ConfigError(str(path), (Problem(key="", message=f"not a shell script: {error}"),)) from None
-    found = _from_words(words, path)
+    outside = {"HOME": "~", "PWD": ".", "BASH_SOURCE": str(path), **named}
+    positional = [argument for argument in arguments if not _NAMED.match(argument)]
+    for holds_unknown in (False, True):
+        variables = {name: [value] for name, value in outside.items()}
+        script = Script(arguments=positional, variables=variables, holds_unknown=holds_unknown)
+        try:
+            found = _from_words(script.read(text), path)
+        except ShellSyntaxError as error:
+            raise ConfigError(str(path), (Problem(key="", message=f"not a shell script: {error}"),)) from None
+        if found.values:
+            break
     if not found.values:
         message = "no key=value words as verl takes them; name a YAML file or a shell script"
         raise ConfigError(str(path), (Problem(key="", message=message),))
+    if script.holds_unknown:
+        note = "the trainer depends on the script's arguments; it is read as if they asked for it"
+        found = replace(found, notes=(*found.notes, note))
     if script.num_trainers > 1:
         note = f"the script starts {script.num_trainers} trainers; the recipe is that of the first"
-        return replace(found, notes=(*found.notes, note))
+        found = replace(found, notes=(*found.notes, note))
     return found
 
 

@@ -512,6 +512,72 @@ def test_torchrun_says_how_many_nodes_and_ranks_there_are(tmp_path: Path) -> Non
     assert recipe.roles.actor.megatron == {"recompute_granularity": "full"}
 
 
+TRAINER = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet "
+MEGATRON = "actor_rollout_ref.actor.megatron."
+
+
+def test_a_kl_of_no_weight_is_none_and_narrow_sampling_is_corrected(tmp_path: Path) -> None:
+    actor = "actor_rollout_ref.actor."
+    recipe, notes = script_recipe(
+        tmp_path,
+        f"{TRAINER} {actor}use_kl_loss=True {actor}kl_loss_coef=0.0 actor_rollout_ref.rollout.top_p=0.9",
+    )
+    assert isinstance(recipe.algorithm, GrpoConfig)
+    assert recipe.algorithm.kl is None
+    assert recipe.roles.reference is None
+    assert recipe.algorithm.correction is not None
+    assert any("algorithm.correction: tis" in note for note in notes)
+
+
+def test_a_case_that_is_not_the_trainers_leaves_a_note(tmp_path: Path) -> None:
+    _, notes = script_recipe(tmp_path, f"if [ $1 -le 2 ]; then {TRAINER} actor_rollout_ref.rollout.n=4; fi")
+    assert any("depends on the script's arguments" in note for note in notes)
+
+
+def test_the_ends_of_a_pipeline_keep_their_layers(tmp_path: Path) -> None:
+    options = f"{MEGATRON}override_transformer_config."
+    split = f"{MEGATRON}pipeline_model_parallel_size=8"
+    counted = (f"+{options}account_for_{unit}_in_pipeline_split=True" for unit in ("embedding", "loss"))
+    words = f"{TRAINER} {split} actor_rollout_ref.model.path=Qwen/Qwen3-235B-A22B {' '.join(counted)}"
+    recipe, _ = script_recipe(tmp_path, words)
+    assert (recipe.roles.actor.first_stage_layers, recipe.roles.actor.last_stage_layers) == (11, 11)
+    given = f"{TRAINER} {split} +{options}num_layers_in_last_pipeline_stage=6 actor_rollout_ref.model.path=mine"
+    recipe, _ = script_recipe(tmp_path, given)
+    assert (recipe.roles.actor.first_stage_layers, recipe.roles.actor.last_stage_layers) == (None, 6)
+
+
+def test_engines_that_generate_ahead_have_a_pool_of_their_own(tmp_path: Path) -> None:
+    recipe, notes = script_recipe(
+        tmp_path,
+        f"{TRAINER} actor_rollout_ref.rollout.n=8 data.train_batch_size=0 "
+        f"actor_rollout_ref.actor.ppo_mini_batch_size=32 {MEGATRON}param_offload=True "
+        "trainer.nnodes=4 rollout.nnodes=12 rollout.n_gpus_per_node=8 "
+        "rollout.total_rollout_steps=$((512*400)) async_training.staleness_threshold=0.5 "
+        "async_training.trigger_parameter_sync_step=4 async_training.require_batches=2",
+    )
+    assert (recipe.train.prompts_per_step, recipe.train.prompts_per_update) == (256, 32)
+    assert (recipe.pools["train"].gpus, recipe.pools["rollout"].gpus) == (32, 96)
+    assert recipe.roles.rollout is not None
+    assert (recipe.roles.actor.pool, recipe.roles.rollout.pool) == ("train", "rollout")
+    assert (recipe.train.max_staleness, recipe.run.steps, recipe.roles.actor.offload) == (1, 800, "nothing")
+    assert any("nothing is offloaded" in note for note in notes)
+
+
+def test_kernels_of_transformer_engine_are_left_to_the_user(tmp_path: Path) -> None:
+    option = f"{MEGATRON}override_transformer_config.moe_permute_fusion"
+    path = tmp_path / "run.sh"
+    path.write_text(f"{TRAINER} +{option}=True")
+    imported = translate_file(path)
+    assert Recipe.model_validate(imported.tree).roles.actor.megatron == {}
+    assert next(entry for entry in imported.entries if entry.key == option).verdict is KeyVerdict.NOT_SUPPORTED
+
+
+def test_demonstrations_with_a_split_model_shard_their_sequences(tmp_path: Path) -> None:
+    words = "data.train_files=a.parquet engine=megatron engine.tensor_model_parallel_size=4 model.path=mine"
+    recipe, _ = script_recipe(tmp_path, f"torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer {words}")
+    assert recipe.roles.actor.is_sequence_parallel
+
+
 def test_an_overlong_buffer_of_no_tokens_is_none(tmp_path: Path) -> None:
     prefix = "+reward_model.reward_kwargs.overlong_buffer_cfg."
     words = f"{prefix}enable=True {prefix}len=$((1024 * 0)) algorithm.adv_estimator=grpo"

@@ -49,6 +49,20 @@ MANNERS = {
     "double brackets": f'M=big\nif [[ "$M" == b* ]]; then\n N=1024\nfi\n{RUN} {MODEL} data.max_response_length=$N',
     "and": f"[ -z $X ] && N=1024\n{RUN} {MODEL} data.max_response_length=$N",
     "or": f'[ -n "$X" ] || N=1024\n{RUN} {MODEL} data.max_response_length=$N',
+    "and or": f"[ 2 -gt 1 ] && N=1024 || N=2\n{RUN} {MODEL} data.max_response_length=$N",
+    "or of and": f"[ 1 -gt 2 ] && N=2 || N=1024\n{RUN} {MODEL} data.max_response_length=$N",
+    "probe": f"N=$(python3 -c 'import x' 2>/dev/null && echo 2 || echo 1024)\n{RUN} {MODEL} "
+    "data.max_response_length=$N",
+    "case": 'D=gpu\ncase "${D}" in\n npu)\n  N=2\n  ;;\n tpu|gpu)\n  N=1024\n  ;;\n *)\n  exit 1\n  ;;\nesac\n'
+    f"{RUN} {MODEL} data.max_response_length=$N",
+    "case in one line": f"case x in (y) N=2 ;; *) N=1024 ;; esac; {RUN} {MODEL} data.max_response_length=$N",
+    "case with an open if": "case a in\n a) N=1024 ;;\n b)\n if [ 1 = 1 ]; then\n N=2\n ;;\nesac\n"
+    f"{RUN} {MODEL} data.max_response_length=$N",
+    "stages": f"stage=$3\nif [ $stage -le 2 ] && [ $4 -ge 2 ]; then\n {RUN} {MODEL} data.max_response_length=1024\nfi",
+    "case of an argument": f'case "$3" in\n train) {RUN} {MODEL} data.max_response_length=1024 ;;\nesac',
+    "continued by nothing": f"{RUN} \\\n    \\\n    {MODEL} \\\n    \\\n    'data.max_response_length=1024'",
+    "process substitution": f'exec > >(tee -a "$LOG") 2>&1\n{RUN} {MODEL} data.max_response_length=1024',
+    "words after a pipe": f"{RUN} {MODEL} data.max_response_length=1024 | tee a.log \\\n data.max_response_length=2",
     "loop": f"for N in 1024 2048; do\n{RUN} {MODEL} data.max_response_length=$N\ndone",
     "function": f"run() {{\n {RUN} {MODEL} data.max_response_length=1024\n}}\nrun",
     "here-document": f"cat > x.yaml <<'END'\na: ${{b}} 'c\nEND\n{RUN} {MODEL} data.max_response_length=1024",

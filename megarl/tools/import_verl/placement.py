@@ -1,0 +1,115 @@
+"""Translate the GPUs of a verl run: pools, splits of models, offloading, and engines that generate ahead."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from megarl.config.public_models import PUBLIC_MODELS, public_model_name
+from megarl.tools.import_verl.rules import KeyVerdict
+from megarl.tools.import_verl.translation import ACTOR, Translation, whole
+
+SIZES = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
+    "context_parallel_size": "context",
+    "expert_model_parallel_size": "expert",
+    "expert_tensor_parallel_size": "expert_tensor",
+}
+MODEL_KEY = "actor_rollout_ref.model.path"
+_UNITS = {"first": "embedding", "last": "loss"}
+"""The units that Megatron can count as a layer of the first and of the last pipeline stage."""
+_ASYNC = "async_training."
+_ENGINES = "rollout."
+
+
+def put_pools(keys: Translation) -> None:
+    target = f"pools.{keys.pool}"
+    gpus = whole(keys.take("trainer.n_gpus_per_node", f"{target}.gpus_per_node"), default=1 if keys.is_sft else 8)
+    nodes = whole(keys.take("trainer.nnodes", f"{target}.nodes"), default=1)
+    keys.put(target, {"nodes": nodes, "gpus_per_node": gpus})
+    if nodes > 1:
+        keys.put("run.ray_address", "auto")
+    keys.put("roles.actor.pool", keys.pool)
+    put_split(keys, "engine." if keys.is_sft else f"{ACTOR}megatron.", "roles.actor")
+    put_offload(keys, "engine." if keys.is_sft else ACTOR, "roles.actor")
+
+
+def put_offload(keys: Translation, prefix: str, role: str) -> None:
+    """Put what goes to host memory while engines generate; gradients are freed then in any case."""
+    target = f"{role}.offload"
+    parts = ("megatron.", "fsdp_config.", "")
+    weights = [keys.take(f"{prefix}{part}param_offload", target) for part in parts]
+    optimizer = [keys.take(f"{prefix}{part}optimizer_offload", target) for part in parts]
+    for part in parts:
+        keys.take(f"{prefix}{part}grad_offload", f"{target}: gradients are freed while engines generate")
+    if keys.is_ahead and (any(weights) or any(optimizer)):
+        keys.notes.append(f"{prefix}: nothing is offloaded, since no engine generates on the trainer's GPUs")
+    elif not keys.is_sft and (any(weights) or any(optimizer)):
+        keys.put(target, "everything" if any(weights) else "optimizer")
+
+
+def put_split(keys: Translation, prefix: str, role: str) -> None:
+    """Put the sizes that are not 1."""
+    for size, key in SIZES.items():
+        value = keys.take(f"{prefix}{size}", f"{role}.{key}")
+        if isinstance(value, int) and (value > 1 or key == "expert_tensor"):
+            keys.put(f"{role}.{key}", value)
+    is_parallel = keys.take(f"{prefix}sequence_parallel", f"{role}.is_sequence_parallel", default=True)
+    tensor = keys.given.get(f"{prefix}tensor_model_parallel_size", 1)
+    if is_parallel and isinstance(tensor, int) and tensor > 1:
+        keys.put(f"{role}.is_sequence_parallel", True)
+
+
+def put_stages(keys: Translation, prefix: str, role: str) -> None:
+    """Put the layers of the first and the last pipeline stage: given, or one fewer beside embedding or head."""
+    stages, options = keys.number(f"{prefix}pipeline_model_parallel_size", 1), f"{prefix}override_transformer_config."
+    counted = {end: f"{options}account_for_{unit}_in_pipeline_split" for end, unit in _UNITS.items()}
+    model = public_model_name(Path(str(keys.written.get("model.path" if keys.is_sft else MODEL_KEY))))
+    units = sum(keys.given.get(key) is True for key in counted.values())
+    units += PUBLIC_MODELS[model].num_layers if model is not None else 0
+    for end, key in counted.items():
+        target = f"{role}.{end}_stage_layers"
+        layers = keys.take(f"{options}num_layers_in_{end}_pipeline_stage", target)
+        if isinstance(layers, int) and stages > 1:
+            keys.put(target, layers)
+        elif keys.given.get(key) is not True:
+            keys.report(key, KeyVerdict.NO_EFFECT, "off, as in megarl")
+        elif model is not None and units % stages == 0:
+            keys.put(target, units // stages - 1)
+            keys.mapped(key, target)
+        else:
+            keys.report(key, KeyVerdict.NOT_SUPPORTED, f"set {target}: one fewer than the other stages have")
+
+
+def num_step_prompts(keys: Translation) -> int:
+    """Return the prompts of a step; trainers that run behind their engines count updates between two publishes."""
+    prompts = keys.number("data.train_batch_size", 1024)
+    if prompts > 0:
+        return prompts
+    keys.mapped("data.train_batch_size", "train.prompts_per_step, from async_training")
+    return keys.number(f"{ACTOR}ppo_mini_batch_size", 256) * math.prod(
+        whole(keys.take(f"{_ASYNC}{name}", "train.prompts_per_step"), default=default)
+        for name, default in (("require_batches", 1), ("trigger_parameter_sync_step", 4))
+    )
+
+
+def put_ahead(keys: Translation) -> None:
+    """Put the engines' pool and how far they run ahead: verl's asynchronous trainers give them GPUs of their own."""
+    keys.put("roles.rollout.pool", keys.engine_pool)
+    if not keys.is_ahead:
+        return
+    target = f"pools.{keys.engine_pool}"
+    gpus = whole(keys.take(f"{_ENGINES}n_gpus_per_node", f"{target}.gpus_per_node"), default=8)
+    nodes = whole(keys.take(f"{_ENGINES}nnodes", f"{target}.nodes"), default=1)
+    keys.put(target, {"nodes": nodes, "gpus_per_node": gpus})
+    ahead = keys.take(f"{_ASYNC}staleness_threshold", "train.max_staleness", default=1)
+    if isinstance(ahead, int | float) and ahead > 0:
+        keys.put("train.max_staleness", math.ceil(ahead))
+    every = keys.take(f"{_ENGINES}test_freq", "evaluation.every_steps")
+    if isinstance(every, int) and every > 0 and keys.written.get("data.val_files"):
+        keys.put("evaluation.every_steps", every)
+    total = keys.take(f"{_ENGINES}total_rollout_steps", "run.steps: so many prompts in all")
+    if isinstance(total, int) and keys.given.get("trainer.total_training_steps") is None:
+        keys.put("run.steps", max(1, total // num_step_prompts(keys)))

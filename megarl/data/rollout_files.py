@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +38,9 @@ from megarl.types import (
 ROLLOUTS_FOLDER = "rollouts"
 
 _STEP_FILE = re.compile(r"step_(\d{6,})\.(parquet|jsonl)")
-_ROWS_PER_GROUP = 64
+MAX_TABLE_ROWS = 64
 """Rows that are read to show one rollout."""
+_PARTIAL = ".tmp"
 _LINE_CHARS = 160
 _MAX_TOKENS_PER_CHAR = 4
 _CUT_CHAR = "\N{REPLACEMENT CHARACTER}"
@@ -82,25 +85,34 @@ def _list_steps(folder: Path) -> dict[int, Path]:
 
 def write_rollouts(path: Path, rollouts: Sequence[SampledRollout], *, decode: Callable[[TokenArray], str]) -> None:
     """Write the file in one operation. `decode` returns the text of tokens, special ones included."""
-    if not rollouts:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.tmp")
+    batches = (rollouts[first : first + MAX_TABLE_ROWS] for first in range(0, len(rollouts), MAX_TABLE_ROWS))
     singles: dict[int, str] = {}
-    writer: pq.ParquetWriter | None = None
+    write_tables(path, (make_table(batch, decode, singles) for batch in batches))
+
+
+def write_tables(path: Path, tables: Iterable[pa.Table]) -> None:
+    """Write a file with a row group for each table; under its name it is complete. No table makes no file."""
+    # Tables come one at a time: the rows of a step may be larger than the memory that is left. No other process, such
+    # as one that was taken for dead, writes to the same name.
+    partial = path.with_name(f"{path.name}.{uuid4().hex[:8]}{_PARTIAL}")
     try:
-        # One row group at a time: the rows of a step may be larger than the memory that is left.
-        for first in range(0, len(rollouts), _ROWS_PER_GROUP):
-            table = _table(rollouts[first : first + _ROWS_PER_GROUP], decode, singles)
-            writer = writer or pq.ParquetWriter(partial, table.schema)
-            writer.write_table(table)
-    finally:
+        with ExitStack() as stack:
+            writer: pq.ParquetWriter | None = None
+            for table in tables:
+                if writer is None:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    writer = stack.enter_context(pq.ParquetWriter(partial, table.schema))
+                writer.write_table(table)
         if writer is not None:
-            writer.close()
-    partial.replace(path)
+            partial.replace(path)
+    except OSError as error:
+        raise MachineError(f"{path}: cannot be written: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
 
 
-def _table(
+def make_table(
     rollouts: Sequence[SampledRollout], decode: Callable[[TokenArray], str], singles: dict[int, str]
 ) -> pa.Table:
     """Return one row per rollout. `singles` gets the text of every token alone."""
@@ -112,7 +124,7 @@ def _table(
             "prompt_uid": [prompt.uid for prompt in prompts],
             "data_source": [prompt.data_source for prompt in prompts],
             "index": [rollout.index for rollout in rollouts],
-            "score": [rollout.score.value for rollout in rollouts],
+            "score": pa.array([rollout.score.value for rollout in rollouts], pa.float64()),
             "is_masked": [rollout.score.is_masked for rollout in rollouts],
             "components": pa.array(
                 [list(rollout.score.components.items()) for rollout in rollouts], pa.map_(pa.string(), pa.float64())
@@ -129,7 +141,9 @@ def _table(
             "turns": pa.array([_turns(sample.rollout.episode) for sample in samples], pa.list_(_TURN)),
             "line": [_line(sample.rollout.text) for sample in samples],
             "prompt": [decode(sample.prompt_ids) for sample in samples],
-            "pieces": [_pieces(sample.rollout.token_ids, decode, singles) for sample in samples],
+            "pieces": pa.array(
+                [_pieces(sample.rollout.token_ids, decode, singles) for sample in samples], pa.list_(pa.string())
+            ),
             "trainer_logprobs": [rollout.trainer_logprobs for rollout in rollouts],
             **_columns(samples),
         },
@@ -165,7 +179,12 @@ def write_samples(path: Path, samples: Sequence[TrainSample]) -> None:
 
 
 def prune_rollouts(run_folder: Path, *, max_bytes: int) -> None:
-    """Remove the oldest files until the rest has at most `max_bytes`; the newest one stays."""
+    """Remove the oldest files until the rest has at most `max_bytes`; the newest one stays.
+
+    Files that a killed process did not finish are removed as well: nobody may be writing.
+    """
+    for partial in (run_folder / ROLLOUTS_FOLDER).glob(f"*{_PARTIAL}"):
+        partial.unlink(missing_ok=True)
     files = list(list_rollouts(run_folder).values())
     total = sum(path.stat().st_size for path in files)
     for path in files[:-1]:
@@ -217,14 +236,14 @@ def read_rollout(path: Path, row: int) -> Mapping[str, Any]:
     """Return all columns of one rollout."""
     try:
         with pq.ParquetFile(path) as file:
-            group, offset = divmod(row, _ROWS_PER_GROUP)
-            if group >= file.num_row_groups:
+            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+            ends = np.cumsum(sizes)
+            group = int(np.searchsorted(ends, row, side="right"))
+            if group == len(sizes):
                 raise DataError(f"{path}: has no row {row}")
-            (columns,) = file.read_row_group(group).slice(offset, 1).to_pylist() or [None]
+            (columns,) = file.read_row_group(group).slice(row - (ends[group] - sizes[group]), 1).to_pylist()
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
-    if columns is None:
-        raise DataError(f"{path}: has no row {row}")
     return {**columns, "components": dict(columns["components"])}
 
 

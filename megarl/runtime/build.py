@@ -23,6 +23,7 @@ from megarl.config.algorithm import (
 from megarl.config.model import ModelShape
 from megarl.config.recipe import EvaluationConfig, Recipe
 from megarl.data.prompts import Demonstrations, DemonstrationScorer
+from megarl.data.rollout_files import write_rollouts
 from megarl.data.stream import PromptStream
 from megarl.observe.observer import Observer
 from megarl.rollout.generator import Sampling, evaluation_seed
@@ -38,6 +39,7 @@ from megarl.runtime.inputs import Inputs
 from megarl.runtime.loop import Loop, Start
 from megarl.runtime.preemption import Preemption
 from megarl.runtime.rollout_samples import RolloutSampler, SampledTrainer
+from megarl.runtime.rollouts.workers import RolloutWorkers
 from megarl.runtime.saver import RunSaver, SavedModel
 from megarl.runtime.trainers.build import build_trainer
 from megarl.runtime.trainers.ranks import RankGroup
@@ -171,12 +173,15 @@ class LoopBuilder:
         recipe = self.recipe
         if isinstance(recipe.algorithm, OfflineConfig):
             return models
+        workers, decode = self.workers, self.inputs.tokenizer.decode
         sampler = RolloutSampler(
-            recipe.observe.rollouts,
-            run_folder=recipe.run_folder,
+            config=recipe.observe.rollouts,
+            run_folder=recipe.run_folder.absolute(),
             seed=recipe.run.seed,
             logprobs=models.logprobs,
-            decode=self.inputs.tokenizer.decode,
+            write=workers.write
+            if isinstance(workers, RolloutWorkers)
+            else lambda path, rollouts: asyncio.to_thread(write_rollouts, path, rollouts, decode=decode),
             warn=self.observer.warned,
         )
         return SampledTrainer(models, sampler, num_steps=self._start.step)

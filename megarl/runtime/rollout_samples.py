@@ -4,77 +4,86 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 
 from megarl.config.recipe import RolloutSamplesConfig
-from megarl.data.rollout_files import SampledRollout, prune_rollouts, rollouts_file, write_rollouts
+from megarl.data.rollout_files import SampledRollout, prune_rollouts, rollouts_file
+from megarl.errors import MegarlError
 from megarl.results import UpdateResult
 from megarl.stages import Trainer
-from megarl.types import Estimates, FloatArray, ScoredGroup, TokenArray, TrainSample
+from megarl.types import Estimates, FloatArray, ScoredGroup, TrainSample
 
-_MEGABYTE = 1 << 20
+_PATIENCE_S = 60.0
+"""Time that a step waits, after its update, for a file that is still being written."""
 
 
+@dataclass(kw_only=True)
 class RolloutSampler:
-    """Writes the samples of chosen groups for people to read; if that fails, training goes on with a warning."""
+    """Has the samples of chosen groups written for people to read; if that fails, training goes on with a warning."""
 
-    def __init__(
-        self,
-        config: RolloutSamplesConfig,
-        *,
-        run_folder: Path,
-        seed: int,
-        logprobs: Callable[[Sequence[TrainSample]], Awaitable[tuple[FloatArray, ...]]],
-        decode: Callable[[TokenArray], str],
-        warn: Callable[[str], None],
-    ) -> None:
-        """`logprobs` returns the trainer's log-probabilities of samples; `decode` the text of tokens."""
-        self._config = config
-        self._run_folder = run_folder
-        self._seed = seed
-        self._logprobs = logprobs
-        self._decode = decode
-        self._warn = warn
-        self._has_failed = False
+    config: RolloutSamplesConfig
+    run_folder: Path
+    seed: int
+    logprobs: Callable[[Sequence[TrainSample]], Awaitable[tuple[FloatArray, ...]]]
+    """Returns the trainer's log-probabilities of samples."""
+    write: Callable[[Path, Sequence[SampledRollout]], Awaitable[None]]
+    """Writes a file of rollouts."""
+    warn: Callable[[str], None]
+    _has_failed: bool = False
+    _writing: asyncio.Task[None] | None = None
 
-    async def write(self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[TrainSample]) -> None:
-        if self._config.groups_per_step == 0 or step % self._config.every:
+    async def begin(self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[TrainSample]) -> None:
+        """Ask the trainer before its update, and begin to write."""
+        if self.config.groups_per_step == 0 or step % self.config.every:
             return
-        chosen = await self._choose(step, groups, samples)
-        try:
-            await asyncio.to_thread(self._write, step, chosen)
-        except OSError as error:
-            if not self._has_failed:
-                self._warn(f"the rollouts of step {step} are not kept: {error.strerror or error}")
-            self._has_failed = True
+        if self._writing is not None:
+            self._fail(step, "the file of an earlier step is still being written")
+            return
+        self._writing = asyncio.create_task(self._write(step, await self._choose(step, groups, samples)))
+
+    async def finish(self) -> None:
+        """Wait for the file, but not for ever: a disk that hangs does not hold up the run."""
+        if self._writing is not None:
+            done, _ = await asyncio.wait([self._writing], timeout=_PATIENCE_S)
+            for writing in done:
+                self._writing = None
+                writing.result()
 
     async def _choose(
         self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[TrainSample]
     ) -> list[SampledRollout]:
-        firsts = [0]
-        for scored in groups:
-            firsts.append(firsts[-1] + len(scored.scores))
-        num_groups = min(self._config.groups_per_step, len(groups))
-        places = sorted(Random(f"{self._seed}/{step}").sample(range(len(groups)), num_groups))  # noqa: S311 - a choice for readers
+        firsts = [0, *accumulate(len(scored.scores) for scored in groups)]
+        num_groups = min(self.config.groups_per_step, len(groups))
+        places = sorted(Random(f"{self.seed}/{step}").sample(range(len(groups)), num_groups))  # noqa: S311 - a choice for readers
         rows = [
             (groups[place], i, samples[firsts[place] + i]) for place in places for i in range(len(groups[place].scores))
         ]
         chosen = [sample for _, _, sample in rows]
         known = [sample.old_logprobs for sample in chosen if sample.old_logprobs is not None]
-        logprobs = known if len(known) == len(chosen) else await self._logprobs(chosen)
+        logprobs = known if len(known) == len(chosen) else await self.logprobs(chosen)
         return [
             SampledRollout(group=scored, index=index, sample=sample, trainer_logprobs=of_trainer)
             for (scored, index, sample), of_trainer in zip(rows, logprobs, strict=True)
         ]
 
-    def _write(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
-        write_rollouts(rollouts_file(self._run_folder, step), rollouts, decode=self._decode)
-        prune_rollouts(self._run_folder, max_bytes=self._config.max_megabytes * _MEGABYTE)
+    async def _write(self, step: int, rollouts: Sequence[SampledRollout]) -> None:
+        try:
+            await self.write(rollouts_file(self.run_folder, step), rollouts)
+            await asyncio.to_thread(prune_rollouts, self.run_folder, max_bytes=self.config.max_megabytes << 20)
+        except (MegarlError, OSError) as error:
+            self._fail(step, str(error))
+
+    def _fail(self, step: int, reason: str) -> None:
+        if not self._has_failed:
+            self.warn(f"the rollouts of step {step} are not kept: {reason}")
+        self._has_failed = True
 
 
 class SampledTrainer:
-    """A Trainer that has samples of each step written before it updates."""
+    """A Trainer that has samples of each step written while it updates."""
 
     def __init__(self, trainer: Trainer, sampler: RolloutSampler, *, num_steps: int) -> None:
         """The trainer has taken `num_steps` steps."""
@@ -89,7 +98,10 @@ class SampledTrainer:
 
     async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
         groups, self._groups = self._groups, ()
-        await self._sampler.write(self._num_steps + 1, groups, samples)
-        update = await self._trainer.update(samples)
+        await self._sampler.begin(self._num_steps + 1, groups, samples)
+        try:
+            update = await self._trainer.update(samples)
+        finally:
+            await self._sampler.finish()
         self._num_steps += 1
         return update

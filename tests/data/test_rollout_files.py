@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,15 @@ import pytest
 from megarl.data.rollout_files import (
     SampledRollout,
     list_rollouts,
+    make_table,
     prune_rollouts,
     read_list,
     read_rollout,
     rollouts_file,
     write_rollouts,
+    write_tables,
 )
-from megarl.errors import DataError
+from megarl.errors import DataError, MachineError
 from megarl.tokens import Content
 from megarl.types import (
     FinishReason,
@@ -180,3 +183,41 @@ def test_columns_that_repeat_one_number_are_written_for_each_token(tmp_path: Pat
     write_rollouts(path, [replace(base, sample=replace(base.sample, rollout=rollout))], decode=decode)
     row = read_rollout(path, 0)
     assert (row["versions"], row["loss_mask"]) == ([4, 4, 4], [True, True, True])
+
+
+def test_a_file_that_was_not_finished_leaves_nothing_and_the_next_one_removes_those_of_killed_processes(
+    tmp_path: Path,
+) -> None:
+    path = rollouts_file(tmp_path, 1)
+
+    def broken(token_ids: TokenArray) -> str:
+        if token_ids.tolist() == [ord("9")]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return decode(token_ids)
+
+    rollouts = [sampled("1", position=i) for i in range(64)]
+    with pytest.raises(MachineError, match=r"step_000001\.parquet: cannot be written: No space left on device"):
+        write_rollouts(path, [*rollouts, sampled("9")], decode=broken)
+    assert not list(path.parent.iterdir())
+    path.with_name("step_000001.parquet.0123abcd.tmp").write_bytes(b"PAR1")
+    write_rollouts(path, rollouts, decode=decode)
+    prune_rollouts(tmp_path, max_bytes=1 << 20)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_of_tables_of_several_sizes_is_read_as_one(tmp_path: Path) -> None:
+    path = rollouts_file(tmp_path, 1)
+    rollouts = [sampled(str(number), position=number) for number in range(9)]
+    parts = (rollouts[:1], rollouts[1:6], rollouts[6:])
+    write_tables(path, (make_table(part, decode, {}) for part in parts))
+    assert [read_rollout(path, row)["text"] for row in range(9)] == [str(number) for number in range(9)]
+    with pytest.raises(DataError, match="has no row 9"):
+        read_rollout(path, 9)
+
+
+def test_columns_have_the_same_types_whatever_is_in_them(tmp_path: Path) -> None:
+    empty = make_table([sampled("1", reward=1)], decode, {})
+    base = sampled("23")
+    blank = replace(base.sample.rollout, content=replace(base.sample.rollout.content.load(), text=""))
+    other = make_table([replace(base, sample=replace(base.sample, rollout=blank))], decode, {})
+    assert empty.schema == other.schema

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from megarl.config.recipe import RolloutSamplesConfig
-from megarl.data.rollout_files import list_rollouts, read_list, read_rollout
+from megarl.data.rollout_files import (
+    SampledRollout,
+    list_rollouts,
+    read_list,
+    read_rollout,
+    rollouts_file,
+    write_rollouts,
+)
 from megarl.results import UpdateResult
+from megarl.runtime import rollout_samples
 from megarl.runtime.rollout_samples import RolloutSampler, SampledTrainer
 from megarl.types import Estimates, FloatArray, PolicyVersion, ScoredGroup, TrainSample
 from tests.data.test_rollout_files import decode, sampled
@@ -28,16 +37,25 @@ class Trainer:
         return tuple(sample.rollout.logprobs - np.float32(0.5) for sample in samples)
 
 
+async def write(path: Path, rollouts: Sequence[SampledRollout]) -> None:
+    await asyncio.to_thread(write_rollouts, path, rollouts, decode=decode)
+
+
 def keep(
     folder: Path, config: RolloutSamplesConfig, *, steps: Sequence[int], samples: Sequence[TrainSample] | None = None
 ) -> tuple[Trainer, list[str]]:
     trainer, warnings = Trainer(), list[str]()
     sampler = RolloutSampler(
-        config, run_folder=folder, seed=1, logprobs=trainer.logprobs, decode=decode, warn=warnings.append
+        config=config, run_folder=folder, seed=1, logprobs=trainer.logprobs, write=write, warn=warnings.append
     )
     groups: list[ScoredGroup] = [rollout.group for rollout in GROUPS]
+
+    async def keep_step(step: int) -> None:
+        await sampler.begin(step, groups, samples or [rollout.sample for rollout in GROUPS])
+        await sampler.finish()
+
     for step in steps:
-        asyncio.run(sampler.write(step, groups, samples or [rollout.sample for rollout in GROUPS]))
+        asyncio.run(keep_step(step))
     return trainer, warnings
 
 
@@ -76,35 +94,71 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     blocked = tmp_path / "rollouts"
     blocked.write_text("a file where the folder should be")
     _, warnings = keep(tmp_path, RolloutSamplesConfig(), steps=[1, 2])
-    assert warnings == ["the rollouts of step 1 are not kept: File exists"]
+    path = rollouts_file(tmp_path, 1)
+    assert warnings == [f"the rollouts of step 1 are not kept: {path}: cannot be written: File exists"]
 
 
-def test_samples_are_written_with_the_groups_of_their_step_before_the_update(tmp_path: Path) -> None:
-    groups, samples = [rollout.group for rollout in GROUPS], [rollout.sample for rollout in GROUPS]
-    inner = Trainer()
+class Updating(Trainer):
+    """A trainer whose updates wait for `is_allowed`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_allowed = asyncio.Event()
+
+    async def estimate(self, groups: Sequence[ScoredGroup]) -> Estimates:
+        return Estimates()
+
+    async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
+        await self.is_allowed.wait()
+        return UpdateResult(version=PolicyVersion(1), stats=None)
+
+
+async def steps(
+    trainer: Updating,
+    number: int,
+    folder: Path,
+    write: Callable[[Path, Sequence[SampledRollout]], Awaitable[None]],
+    warn: Callable[[str], None],
+) -> None:
     sampler = RolloutSampler(
-        RolloutSamplesConfig(groups_per_step=2),
-        run_folder=tmp_path,
+        config=RolloutSamplesConfig(groups_per_step=2),
+        run_folder=folder,
         seed=1,
-        logprobs=inner.logprobs,
-        decode=decode,
-        warn=list[str]().append,
+        logprobs=trainer.logprobs,
+        write=write,
+        warn=warn,
     )
+    sampled_trainer = SampledTrainer(trainer, sampler, num_steps=6)
+    for _ in range(number):
+        await sampled_trainer.estimate([rollout.group for rollout in GROUPS])
+        await sampled_trainer.update([rollout.sample for rollout in GROUPS])
 
-    class Updating(Trainer):
-        async def estimate(self, groups: Sequence[ScoredGroup]) -> Estimates:
-            return Estimates()
 
-        async def update(self, samples: Sequence[TrainSample]) -> UpdateResult:
-            self.asked.append(len(list_rollouts(tmp_path)))
-            return UpdateResult(version=PolicyVersion(1), stats=None)
+def test_samples_are_written_while_the_trainer_updates_and_are_there_after_it(tmp_path: Path) -> None:
+    async def run() -> None:
+        trainer = Updating()
+        running = asyncio.create_task(steps(trainer, 2, tmp_path, write, list[str]().append))
+        while list(list_rollouts(tmp_path)) != [7]:
+            await asyncio.sleep(0.01)
+        assert trainer.asked == [2], "the update waits, the file does not"
+        trainer.is_allowed.set()
+        await running
+        assert list(list_rollouts(tmp_path)) == [7, 8]
 
-    async def two_steps(trainer: SampledTrainer) -> None:
-        for _ in range(2):
-            await trainer.estimate(groups)
-            await trainer.update(samples)
+    asyncio.run(asyncio.wait_for(run(), 60))
 
-    trainer = Updating()
-    asyncio.run(two_steps(SampledTrainer(trainer, sampler, num_steps=6)))
-    assert list(list_rollouts(tmp_path)) == [7, 8]
-    assert trainer.asked == [1, 2], "each file is there when its update begins"
+
+def test_a_disk_that_hangs_costs_files_and_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_samples, "_PATIENCE_S", 0.05)
+    warnings: list[str] = []
+
+    async def hang(path: Path, rollouts: Sequence[SampledRollout]) -> None:
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        trainer = Updating()
+        trainer.is_allowed.set()
+        await steps(trainer, 3, tmp_path, hang, warnings.append)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert warnings == ["the rollouts of step 8 are not kept: the file of an earlier step is still being written"]

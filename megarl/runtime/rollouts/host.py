@@ -18,10 +18,12 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import ray
 
 from megarl.config.model import ModelShape
 from megarl.config.reward import RewardConfig
+from megarl.data.rollout_files import SampledRollout, make_table, write_tables
 from megarl.data.tokenizer import load_tokenizer
 from megarl.episodes.play import EpisodeSetup
 from megarl.errors import MegarlError
@@ -39,7 +41,7 @@ from megarl.rollout.worker import (
     cache_sizes,
 )
 from megarl.runtime.engines.frozen_access import FrozenAccess
-from megarl.runtime.rollouts.stored import ResponseArrays, StoredContent, StoredResponses, rollouts_of
+from megarl.runtime.rollouts.stored import ResponseArrays, StoredContent, StoredResponses, fetch, rollouts_of
 from megarl.runtime.trainers.remote_process import RemoteProcess, this_process
 from megarl.tokens import Content, is_repeated, repeated
 from megarl.turns import Episode
@@ -207,6 +209,7 @@ class RolloutHost:
             template="chat" if episodes is None else episodes.template,
             tools=() if episodes is None else episodes.tools,
         )
+        self._decode, self._singles = tokenizer.decode, dict[int, str]()
         self._following = FollowingFleet(
             endpoints,
             connect=partial(EngineClient, request_timeout_s=setup.request_timeout_s),
@@ -272,6 +275,18 @@ class RolloutHost:
         stored = await asyncio.gather(*references)
         contents = [[stored[place].content(index) for place, index in piece] for piece in pieces]
         return None, *(await asyncio.to_thread(lambda: tuple(map(ResponseArrays.joined, contents))))
+
+    async def tabulate(self, rollouts: Sequence[SampledRollout]) -> pa.Table:
+        """Return the rows of rollouts for a file; their responses are stored, here in most cases."""
+        return await asyncio.to_thread(self._tabulate, rollouts)
+
+    def _tabulate(self, rollouts: Sequence[SampledRollout]) -> pa.Table:
+        fetch([rollout.sample.rollout.content.locate()[0] for rollout in rollouts])
+        return make_table(rollouts, self._decode, self._singles)
+
+    async def write(self, path: Path, tables: Sequence[ray.ObjectRef]) -> None:
+        """Write a file of the rows that the workers made."""
+        await asyncio.to_thread(write_tables, path, map(ray.get, tables))
 
     def _answers(self) -> tuple[list[tuple[int, GroupNumbers | FailedAnswer]], list[RolloutGroup]]:
         """Return the answers of one delivery, and the groups among them."""

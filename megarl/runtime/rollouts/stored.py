@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import ray
 from ray.actor import ActorHandle
 
+from megarl.data.rollout_files import MAX_TABLE_ROWS, SampledRollout
 from megarl.data.shares import Share
 from megarl.errors import WorkerError
 from megarl.routes import RouteArray
@@ -201,3 +204,20 @@ def _recut(share: Share, located: Sequence[tuple[str, int, Sequence[StoredRespon
             sources.append(source)
         found.append((places[id(source)], old_index if cut is None else index))
     return replace(share, sources=tuple(sources), places=tuple(found))
+
+
+async def write_stored(path: Path, rollouts: Sequence[SampledRollout], hosts: Sequence[ActorHandle]) -> None:
+    """Have these workers write a file: each makes the rows of its own responses, and one of them writes all rows."""
+    live = {host._actor_id: host for host in hosts}
+    tables, writer = [], hosts[0]
+    for owner, of_owner in groupby(rollouts, _owner):
+        host, rows = live.get(owner, writer), list(of_owner)
+        batches = (rows[first : first + MAX_TABLE_ROWS] for first in range(0, len(rows), MAX_TABLE_ROWS))
+        tables += [host.tabulate.remote(batch) for batch in batches]
+    await writer.write.remote(path, tables)
+
+
+def _owner(rollout: SampledRollout) -> ray.ActorID | None:
+    """Return the worker that made a rollout, None if it is not known."""
+    source, _ = rollout.sample.rollout.content.locate()
+    return source.host._actor_id if isinstance(source, StoredResponses) and source.host is not None else None

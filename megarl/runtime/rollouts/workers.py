@@ -17,8 +17,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.config.reward import RewardConfig
+from megarl.data.rollout_files import SampledRollout
 from megarl.episodes.play import EpisodeSetup
-from megarl.errors import FleetError, QuarantineError
+from megarl.errors import FleetError, MachineError, MegarlError, QuarantineError, WorkerError
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
 from megarl.reward.pool import WorkerPool
@@ -41,7 +42,7 @@ from megarl.runtime.engines.serving import ExternalServing, ManagedServing
 from megarl.runtime.inputs import Inputs
 from megarl.runtime.rollouts.host import REPORT_EVERY_S, Delivery, RolloutHost, WorkerSetup
 from megarl.runtime.rollouts.link import GATHER_S, WorkerLink, WorkerLostError
-from megarl.runtime.rollouts.stored import nodes_of
+from megarl.runtime.rollouts.stored import nodes_of, write_stored
 from megarl.runtime.trainers.remote_process import RemoteProcess, end
 from megarl.runtime.trainers.worker_group import exit_detail
 from megarl.stages import Scorer
@@ -150,6 +151,22 @@ class RolloutWorkers:
             return []
         alive = await asyncio.to_thread(_live_nodes)
         return [place for place, of_group in enumerate(holding) if not of_group <= alive]
+
+    async def write(self, path: Path, rollouts: Sequence[SampledRollout]) -> None:
+        """Have the workers write a file of rollouts; the part of one that is lost is written by another."""
+        reason = ""
+        for _ in range(_MAX_LOST):
+            while not (hosts := [each.host for each in self._workers if each.host is not None and each.has_answered]):
+                await asyncio.sleep(_POLL_S)
+            try:
+                return await write_stored(path, rollouts, hosts)
+            except ray.exceptions.RayError as error:
+                cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+                reason = exit_detail(cause)
+                if isinstance(cause, MegarlError):
+                    raise MachineError(reason) from None
+                await asyncio.sleep(_POLL_S)
+        raise WorkerError(f"rollout workers were lost: {reason}")
 
     async def announce(self) -> None:
         """Tell every worker what changed in the fleet; return when all know. One that does not answer is replaced."""

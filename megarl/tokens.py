@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -96,6 +96,35 @@ class SampleNumbers:
     starts: npt.NDArray[np.int64]  # [S + 1], where the numbers of each row begin
     numbers: npt.NDArray[np.float32]  # [sum of T], or [sum of T, K] where each token has several
     firsts: npt.NDArray[np.int32] | None = None  # [S], as in `PackedRows`; None where every row is a whole sample
+
+    def only(self, sample_ids: Iterable[int]) -> SampleNumbers:
+        """Return the rows of these samples."""
+        rows = np.flatnonzero(np.isin(self.sample_ids, list(sample_ids)))
+        parts = [self.numbers[self.starts[row] : self.starts[row + 1]] for row in rows]
+        return SampleNumbers(
+            sample_ids=self.sample_ids[rows],
+            starts=np.cumsum([0, *map(len, parts)], dtype=np.int64),
+            numbers=np.concatenate([self.numbers[:0], *parts]),
+            firsts=None if self.firsts is None else self.firsts[rows],
+        )
+
+
+def joined_numbers(arrays: Mapping[int, npt.NDArray[np.float32]]) -> SampleNumbers:
+    """Return the numbers of whole samples, given by their indices."""
+    return SampleNumbers(
+        sample_ids=np.fromiter(arrays, np.int32, len(arrays)),
+        starts=np.cumsum([0, *map(len, arrays.values())], dtype=np.int64),
+        numbers=np.concatenate([np.zeros(0, np.float32), *arrays.values()]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSums:
+    """Numbers of B rollouts of a step, made where the numbers of their tokens are."""
+
+    counts: npt.NDArray[np.float64]  # [B], tokens that the policy chose
+    kl: npt.NDArray[np.float64] | None  # [B], sum of the estimates of KL at these tokens; None without a penalty
+    advantages: npt.NDArray[np.float64] | None  # [B], their size; None where all tokens of a rollout have the same
 
 
 def by_sample(parts: Iterable[SampleNumbers]) -> dict[int, npt.NDArray[np.float32]]:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.routes import PackedRoutes
-from megarl.tokens import ContentHandle, PackedRows
+from megarl.tokens import ContentHandle, PackedRows, RolloutSums
 from megarl.turns import SINGLE, Episode
 
 TokenArray = npt.NDArray[np.int32]
@@ -122,6 +122,7 @@ class Estimates:
     logprobs: tuple[FloatArray, ...] | None = None  # of the policy before the step
     reference_logprobs: tuple[FloatArray, ...] | None = None
     values: tuple[FloatArray, ...] | None = None  # the returns that the critic expects before each token
+    sums: RolloutSums | None = None  # of the rollouts with a score, where the numbers of tokens stay with the ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,5 +197,4 @@ class TrainBatch:
     """One data-parallel rank's share of everything that a step trains on."""
 
     mini_batches: tuple[MiniBatch, ...]
-    temperature: float
-    """Log-probabilities are of logits divided by this, as the engine sampled them."""
+    temperature: float  # log-probabilities are of logits divided by this, as the engine sampled them

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeVar, assert_never
+from itertools import pairwise
+from typing import TypeAlias, TypeVar, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,9 @@ _MAX_LOG_POWER = 500.0
 
 _Number = TypeVar("_Number", np.float32, np.float64)
 
+TokenCreditConfig: TypeAlias = GaeConfig | ReinforcePpConfig | RemaxConfig
+"""Estimators that give tokens of one rollout different advantages, each rollout by itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
@@ -64,6 +68,7 @@ class Outcomes:
     components: Mapping[str, Wide] = field(default_factory=dict)  # [B] each; `gdpo` uses them
     baselines: Wide | None = None  # [B], reward of a greedy rollout of the same prompt, for `remax`
     penalties: tuple[FloatArray, ...] | None = None  # B of [T_i], subtracted from the reward per token
+    penalty_sums: Wide | None = None  # [B], instead of `penalties` where their tokens are elsewhere
     values: tuple[FloatArray, ...] | None = None  # B of [T_i], the critic's estimates, for `gae`
     implicit: Wide | None = None  # [B], the rewards by which a preference algorithm compares pairs
     earlier_rewards: tuple[Mapping[int, float], ...] | None = None
@@ -84,11 +89,12 @@ class Outcomes:
     @property
     def totals(self) -> Wide:
         """[B], each reward less all penalties of its tokens."""
+        if self.penalty_sums is not None:
+            return np.subtract(self.rewards, self.penalty_sums)
         if self.penalties is None:
             return self.rewards
         pairs = zip(self.penalties, self.loss_masks, strict=True)
-        totals: Wide = self.rewards - np.array([penalty[mask].sum(dtype=np.float64) for penalty, mask in pairs])
-        return totals
+        return np.subtract(self.rewards, [penalty[mask].sum(dtype=np.float64) for penalty, mask in pairs])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +112,12 @@ def estimate(config: EstimatorConfig, outcomes: Outcomes) -> Credit:
     if config.estimator is not None:
         return _of_user(config.estimator, outcomes)
     match config:
-        case GaeConfig():
-            return _gae(outcomes, gamma=config.gamma, lam=config.lam)
+        case GaeConfig() | ReinforcePpConfig() | RemaxConfig():
+            raw = credit_tokens(config, outcomes)
+            mean, scale = whitening(config, np.array([moments(tokens) for tokens in raw.tokens]))
+            return Credit(
+                advantages=placed(((tokens - mean) * scale for tokens in raw.tokens), masks), returns=raw.returns
+            )
         case GrpoConfig():
             per_rollout = grpo(outcomes.totals, outcomes.groups, normalize_std=config.normalize_std)
             scales = grpo_scales(outcomes.totals, outcomes.groups, normalize_std=config.normalize_std)
@@ -115,14 +125,51 @@ def estimate(config: EstimatorConfig, outcomes: Outcomes) -> Credit:
         case GroupConfig():
             per_rollout, scale = compare(config, outcomes.totals, outcomes.groups, outcomes.lengths)
             return _to_go(_over_tokens(per_rollout, masks), scale * has_others(outcomes.groups), outcomes)
-        case ReinforcePpConfig():
-            return Credit(advantages=_placed(_whiten(_rewards_to_go(outcomes, gamma=config.gamma)), masks))
-        case RemaxConfig():
-            return Credit(advantages=_placed(_remax(outcomes, gamma=config.gamma), masks))
         case PrimeConfig():
             return _prime(config, outcomes)
         case _:
             return _over_tokens(_per_rollout(config, outcomes), masks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawCredit:
+    """The advantages of the tokens that the policy chose, before they are scaled over the step."""
+
+    tokens: Sequence[Wide]  # per rollout
+    returns: tuple[FloatArray, ...] | None = None
+
+
+def credit_tokens(config: TokenCreditConfig, outcomes: Outcomes) -> RawCredit:
+    """Return the credit that the estimator gives each rollout by itself: those of one step may be in many places."""
+    match config:
+        case GaeConfig():
+            return _gae(outcomes, gamma=config.gamma, lam=config.lam)
+        case ReinforcePpConfig():
+            return RawCredit(tokens=_rewards_to_go(outcomes, gamma=config.gamma))
+        case RemaxConfig():
+            return RawCredit(tokens=_remax(outcomes, gamma=config.gamma))
+        case _:
+            assert_never(config)
+
+
+def moments(tokens: Wide) -> tuple[float, float, float]:
+    """Return the number of tokens, their mean, and the sum of the squared distances from it."""
+    mean = float(tokens.mean()) if len(tokens) else 0.0
+    return len(tokens), mean, float(np.square(tokens - mean).sum())
+
+
+def whitening(config: TokenCreditConfig, of_rollouts: Wide) -> tuple[float, float]:
+    """Return what to take from advantages and the factor after it: to mean 0 and variance 1 over the step's tokens.
+
+    `of_rollouts` has the moments of each rollout. [B, 3]
+    """
+    if isinstance(config, RemaxConfig):
+        return 0.0, 1.0
+    counts, means, squares = of_rollouts.T
+    num_tokens = counts.sum()
+    mean = float((counts * means).sum() / max(num_tokens, 1))
+    variance = float((squares + counts * np.square(means - mean)).sum() / max(num_tokens - 1, 1))
+    return mean, 1 / float(np.sqrt(variance + WHITEN_EPS))
 
 
 def _per_rollout(config: DistillConfig | GdpoConfig | PairConfig | SppoConfig, outcomes: Outcomes) -> Wide:
@@ -246,11 +293,11 @@ def _prime(config: PrimeConfig, outcomes: Outcomes) -> Credit:
     ]
     logits = np.array([part.sum() for part in tokens])
     residuals = (outcomes.rewards >= config.right_from) - np.exp(-np.logaddexp(0.0, -logits))
-    return Credit(advantages=_placed(advantages, masks), returns=_over_tokens(residuals, masks).advantages)
+    return Credit(advantages=placed(advantages, masks), returns=_over_tokens(residuals, masks).advantages)
 
 
-def _gae(outcomes: Outcomes, *, gamma: float, lam: float) -> Credit:
-    """Generalised advantage estimation over the tokens the policy chose, whitened over the step; others are skipped.
+def _gae(outcomes: Outcomes, *, gamma: float, lam: float) -> RawCredit:
+    """Generalised advantage estimation over the tokens the policy chose; others are skipped.
 
     delta = r + gamma V' - V, A = delta + gamma lam A', where V' and A' belong to the policy's next token.
     """
@@ -264,7 +311,7 @@ def _gae(outcomes: Outcomes, *, gamma: float, lam: float) -> Credit:
         deltas[:-1] += gamma * values[1:]
         sums[:] = _discounted_sum(deltas, gamma * lam)
         row[mask] = sums + values
-    return Credit(advantages=_placed(_whiten(raw), masks), returns=returns)
+    return RawCredit(tokens=raw, returns=returns)
 
 
 def _discounted_sum(tokens: Wide, discount: float) -> Wide:
@@ -294,15 +341,6 @@ def _powers(base: float) -> Wide:
     return powers
 
 
-def _whiten(chosen: Sequence[Wide]) -> Iterator[Wide]:
-    """Scale to mean 0 and variance 1 over the step's tokens."""
-    num_tokens = sum(len(tokens) for tokens in chosen)
-    mean = sum(float(tokens.sum()) for tokens in chosen) / max(num_tokens, 1)
-    variance = sum(float(np.square(tokens - mean).sum()) for tokens in chosen) / max(num_tokens - 1, 1)
-    scale = 1 / np.sqrt(variance + WHITEN_EPS)
-    return ((tokens - mean) * scale for tokens in chosen)
-
-
 def _over_tokens(per_rollout: Wide, loss_masks: tuple[BoolArray, ...]) -> Credit:
     """Give every token the policy chose the advantage of its rollout."""
     pairs = zip(per_rollout.astype(np.float32), loss_masks, strict=True)
@@ -315,7 +353,7 @@ def _over_tokens(per_rollout: Wide, loss_masks: tuple[BoolArray, ...]) -> Credit
     )
 
 
-def _placed(chosen: Iterable[Wide], loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
+def placed(chosen: Iterable[Wide], loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...]:
     """Spread values of the tokens the policy chose over all tokens, with 0 elsewhere."""
     placed = _arrays([len(mask) for mask in loss_masks], np.float32)
     for tokens, mask, row in zip(chosen, loss_masks, placed, strict=True):
@@ -325,5 +363,6 @@ def _placed(chosen: Iterable[Wide], loss_masks: tuple[BoolArray, ...]) -> tuple[
 
 def _arrays(sizes: Iterable[int], dtype: type[_Number]) -> tuple[npt.NDArray[_Number], ...]:
     """Return zeros per rollout, views of one array: a large allocation gets large pages and is freed as a whole."""
-    ends = np.cumsum(list(sizes))
-    return tuple(np.split(np.zeros(ends[-1], dtype), ends[:-1]))
+    ends = np.cumsum([0, *sizes])
+    whole = np.zeros(ends[-1], dtype)
+    return tuple(whole[start:end] for start, end in pairwise(ends.tolist()))

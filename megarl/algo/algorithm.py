@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.algo.advantage import Outcomes, estimate
+from megarl.algo.advantage import Credit, Outcomes, estimate
 from megarl.algo.comparison import find_pairs, implicit_rewards, measure_pairs
+from megarl.algo.held_credit import CreditTask, needs_all_numbers
 from megarl.algo.loss import kl
 from megarl.algo.selection import (
     Selection,
@@ -26,6 +27,7 @@ from megarl.config.algorithm import (
     AdaptiveKlConfig,
     AlgorithmConfig,
     EstimatorConfig,
+    GaeConfig,
     GdpoConfig,
     KlLossConfig,
     KlRewardConfig,
@@ -35,7 +37,7 @@ from megarl.config.algorithm import (
 )
 from megarl.errors import RewardError
 from megarl.results import PreferenceStats
-from megarl.tokens import num_true
+from megarl.tokens import RolloutSums, num_true, repeated
 from megarl.types import BoolArray, Estimates, FloatArray, Rollout, Score, ScoredGroup, TrainSample
 
 _MAX_KL_ERROR = 0.2
@@ -63,6 +65,9 @@ class Sft:
 
     kl_coef: float | None = None
     pairs: PreferenceStats | None = None
+
+    def credit_task(self, groups: Sequence[ScoredGroup]) -> None:
+        return None
 
     def assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
         return [
@@ -106,6 +111,21 @@ class PolicyGradient:
         samples = self._assign([scored_only(scored) for scored in groups], estimates_of(estimates, is_scored))
         return with_unscored(samples, groups, is_scored)
 
+    def credit_task(self, groups: Sequence[ScoredGroup]) -> CreditTask | None:
+        """Return what the ranks have to do with numbers of tokens that they hold; None if nothing."""
+        config, penalty = self._config, self._penalty
+        is_credited = isinstance(config, GaeConfig) or penalty is not None
+        if not is_credited or needs_all_numbers(config):
+            return None
+        scored, ids = [scored_only(each) for each in groups], np.flatnonzero(are_scored(groups)).tolist()
+        return CreditTask.of(
+            config,
+            self._outcomes(scored, Estimates()),
+            ids,
+            kl=None if penalty is None else penalty.estimate,
+            kl_coef=self.kl_coef or 0.0,
+        )
+
     def measure(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> PreferenceStats | None:
         """Return the statistics of the groups' pairs; None without any."""
         return self._measure(self._outcomes(groups, estimates))
@@ -120,7 +140,7 @@ class PolicyGradient:
     def _assign(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> list[TrainSample]:
         config = self._config
         outcomes = self._outcomes(groups, estimates)
-        credit, self.pairs = estimate(config, outcomes), self._measure(outcomes)
+        credit, self.pairs = self._credit(outcomes, estimates.sums), self._measure(outcomes)
         references = estimates.reference_logprobs if isinstance(config.kl, KlLossConfig) else None
         rollouts = [(scored.group.prompt, rollout) for scored in groups for rollout in scored.group.rollouts]
         samples = [
@@ -139,6 +159,13 @@ class PolicyGradient:
             return [without_cut(sample) for sample in samples]
         return samples
 
+    def _credit(self, outcomes: Outcomes, sums: RolloutSums | None) -> Credit:
+        if sums is None or sums.advantages is None:
+            return estimate(self._config, outcomes)
+        # The ranks have the advantages; their size stands for them here.
+        sizes = zip(sums.advantages.astype(np.float32), outcomes.loss_masks, strict=True)
+        return Credit(advantages=tuple(repeated(size, len(mask)) for size, mask in sizes))
+
     def _outcomes(self, groups: Sequence[ScoredGroup], estimates: Estimates) -> Outcomes:
         config = self._config
         names = config.weights if isinstance(config, GdpoConfig) else ()
@@ -155,17 +182,22 @@ class PolicyGradient:
             },
             baselines=self._baselines(groups) if isinstance(config, RemaxConfig) else None,
             penalties=self._penalties(estimates, loss_masks),
+            penalty_sums=self._penalty_sums(estimates.sums),
             implicit=implicit_rewards(config, estimates, loss_masks) if isinstance(config, PairConfig) else None,
             values=estimates.values,
             earlier_rewards=_earlier_rewards(groups),
         )
 
+    @property
+    def _penalty(self) -> KlRewardConfig | None:
+        config = self._config
+        return config.kl if isinstance(config.kl, KlRewardConfig) and not isinstance(config, PairConfig) else None
+
     def _penalties(self, estimates: Estimates, loss_masks: tuple[BoolArray, ...]) -> tuple[FloatArray, ...] | None:
         """Return the KL penalty of each token, B of [T_i]; adapt the coefficient for the next step."""
-        config = self._config.kl
-        if not isinstance(config, KlRewardConfig) or isinstance(self._config, PairConfig):
+        config = self._penalty
+        if config is None or estimates.logprobs is None:
             return None
-        assert estimates.logprobs is not None, "a penalty without log-probabilities"
         assert estimates.reference_logprobs is not None, "a penalty without a reference"
         assert self.kl_coef is not None, "a penalty without a coefficient"
         pairs = zip(estimates.logprobs, estimates.reference_logprobs, strict=True)
@@ -174,13 +206,26 @@ class PolicyGradient:
             for policy, reference in pairs
         ]
         penalties = tuple((self.kl_coef * distance).astype(np.float32) for distance in distances)
-        if config.adaptive is not None:
-            chosen = [distance[mask] for distance, mask in zip(distances, loss_masks, strict=True)]
-            # The mean of the sequences' means: one long rollout does not steer the coefficient.
-            means = [distance.mean(dtype=np.float64) for distance in chosen if len(distance)]
-            mean = float(np.mean(means or [0.0]))
-            self.kl_coef = adapted_kl_coef(self.kl_coef, config.adaptive, kl=mean, num_sequences=len(chosen))
+        chosen = [distance[mask] for distance, mask in zip(distances, loss_masks, strict=True)]
+        self._adapt([distance.mean(dtype=np.float64) for distance in chosen if len(distance)], len(chosen))
         return penalties
+
+    def _penalty_sums(self, sums: RolloutSums | None) -> npt.NDArray[np.float64] | None:
+        """Return the KL penalty of each rollout, [B], as the ranks summed it; adapt the coefficient."""
+        if sums is None or sums.kl is None:
+            return None
+        assert self.kl_coef is not None, "a penalty without a coefficient"
+        penalties = self.kl_coef * sums.kl
+        chosen = sums.counts > 0
+        self._adapt((sums.kl[chosen] / sums.counts[chosen]).tolist(), len(sums.kl))
+        return penalties
+
+    def _adapt(self, means: Sequence[float], num_sequences: int) -> None:
+        """Adapt the coefficient to the mean of the sequences' means: one long rollout does not steer it."""
+        adaptive = None if self._penalty is None else self._penalty.adaptive
+        if adaptive is not None and self.kl_coef is not None:
+            mean = float(np.mean(means or [0.0]))
+            self.kl_coef = adapted_kl_coef(self.kl_coef, adaptive, kl=mean, num_sequences=num_sequences)
 
     def _baselines(self, groups: Sequence[ScoredGroup]) -> npt.NDArray[np.float64]:
         """[B], the reward of the greedy rollout of each rollout's group."""

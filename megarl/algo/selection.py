@@ -122,6 +122,7 @@ def estimates_of(estimates: Estimates, is_scored: Sequence[bool]) -> Estimates:
         logprobs=select(estimates.logprobs),
         reference_logprobs=select(estimates.reference_logprobs),
         values=select(estimates.values),
+        sums=estimates.sums,
     )
 
 

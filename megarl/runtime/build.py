@@ -76,7 +76,7 @@ class LoopBuilder:
             self.roles.trainers,
             num_steps=start.step,
             version=start.version,
-            pairs=lambda: algorithm.pairs,
+            algorithm=algorithm,
         )
         saver = self._saver(algorithm, prompts, buffer)
         evaluation = self._evaluation(saver, models, algorithm, groups, is_synchronous=buffer.is_synchronous)

@@ -9,6 +9,8 @@ from typing import cast
 
 import numpy as np
 
+from megarl.algo.algorithm import PolicyGradient, Sft
+from megarl.algo.held_credit import CreditTask, needs_all_numbers
 from megarl.config.algorithm import KlRewardConfig, OfflineConfig, PolicyGradientConfig, PrimeConfig, SpinConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import Recipe
@@ -17,11 +19,12 @@ from megarl.data.packing import Packing, SequenceCost
 from megarl.data.shares import QUESTION, QUESTION_OF_LOSS, Share, make_shares
 from megarl.planner.hardware import gpu_named
 from megarl.planner.training_time import forward_flops
-from megarl.results import PreferenceStats, RankUsage, TrainingWork
+from megarl.results import RankUsage, TrainingWork
 from megarl.runtime.trainers.ranks import RankGroup
 from megarl.runtime.trainers.start import Trainers, critic_shape
 from megarl.runtime.trainers.teachers import Teacher, Teachers
 from megarl.runtime.trainers.trainer import (
+    HeldCredit,
     ModelQuestion,
     ModelQuestions,
     ModelsTrainer,
@@ -33,7 +36,7 @@ from megarl.runtime.trainers.trainer import (
 from megarl.train.actor import ActorRank
 from megarl.train.critic import CriticRank, ImplicitRewardRank
 from megarl.train.rank import ReferenceRank, TeacherRank
-from megarl.types import PolicyVersion
+from megarl.types import PolicyVersion, ScoredGroup
 
 SKIPPED_FOLDER = "skipped"
 """In the run's folder: rollouts whose updates were skipped."""
@@ -50,18 +53,18 @@ def build_trainer(
     *,
     num_steps: int,
     version: PolicyVersion,
-    pairs: Callable[[], PreferenceStats | None] = lambda: None,
+    algorithm: Sft | PolicyGradient,
 ) -> ModelsTrainer:
     """Return the Trainer of models that have taken `num_steps` steps and are at `version`."""
     builder = _Builder(recipe=recipe, shape=shape, trainers=trainers)
     return ModelsTrainer(
         actor=builder.actor(),
         critic=builder.critic(),
-        questions=builder.questions(),
+        questions=builder.questions(algorithm.credit_task),
         num_steps=num_steps,
         version=version,
         skipped_folder=recipe.run_folder / SKIPPED_FOLDER,
-        pairs=pairs,
+        pairs=lambda: algorithm.pairs,
         refresh=builder.refresh(),
     )
 
@@ -104,16 +107,22 @@ class _Builder:
         take = self.trainers.actor.computing(ActorRank.refresh_reference)
         return ReferenceRefresh(take=take, every_steps=algorithm.iteration_steps)
 
-    def questions(self) -> ModelQuestions:
+    def questions(self, credit_task: Callable[[Sequence[ScoredGroup]], CreditTask | None]) -> ModelQuestions:
         algorithm, teachers = self.recipe.algorithm, self.recipe.roles.teachers
         kl = algorithm.kl if isinstance(algorithm, PolicyGradientConfig) else None
+        critic, actor = self.trainers.critic, self.trainers.actor
         return ModelQuestions(
+            credit=HeldCredit(
+                task=credit_task,
+                assign=actor.credit if critic is None else critic.credit,
+                name="logprobs" if critic is None else "values",
+            ),
             logprobs=self._actor_logprobs()
             if isinstance(algorithm, PolicyGradientConfig) and algorithm.needs_logprobs
             else None,
             reference_logprobs=None
             if kl is None
-            else self._reference_logprobs(is_for_credit=isinstance(kl, KlRewardConfig)),
+            else self._reference_logprobs(is_for_credit=self._is_fetched and isinstance(kl, KlRewardConfig)),
             values=self._values(),
             teachers=Teachers({role: self._teacher(role, each) for role, each in teachers.items()})
             if teachers
@@ -133,7 +142,7 @@ class _Builder:
 
     def _actor_logprobs(self) -> ModelQuestion:
         ask = partial(self.trainers.actor.ask, ActorRank.logprobs)
-        return ModelQuestion(ask=ask, pack=self._pack_actor(is_question=True))
+        return ModelQuestion(ask=ask, pack=self._pack_actor(is_question=True), is_for_credit=self._is_fetched)
 
     def _reference_logprobs(self, *, is_for_credit: bool) -> ModelQuestion:
         config, ranks = self.recipe.roles.reference, self.trainers.reference
@@ -156,7 +165,8 @@ class _Builder:
         # As the update packs, so that a rank is asked about the samples that it learns from.
         per_update = config.prompts_per_update or self.recipe.train.prompts_per_update
         pack = self._pack(config, config.pool, self._critic_shape, prompts_per_update=per_update, is_question=True)
-        return ModelQuestion(ask=partial(ranks.ask, CriticRank.values), pack=pack)
+        ask = partial(ranks.ask, CriticRank.values)
+        return ModelQuestion(ask=ask, pack=pack, is_for_credit=self._is_fetched)
 
     def _pack_actor(self, *, is_question: bool = False, is_live: bool = False) -> Pack:
         """Questions and updates are packed alike, so that a rank is asked about the samples that it learns from."""
@@ -165,6 +175,11 @@ class _Builder:
         return self._pack(
             config, config.pool, self.shape, prompts_per_update=per_update, is_question=is_question, has_routes=routed
         )
+
+    @property
+    def _is_fetched(self) -> bool:
+        algorithm = self.recipe.algorithm
+        return isinstance(algorithm, PolicyGradientConfig) and needs_all_numbers(algorithm)
 
     @property
     def _critic_shape(self) -> ModelShape:

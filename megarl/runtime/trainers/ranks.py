@@ -6,15 +6,18 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
+import numpy as np
 import ray
 from ray.actor import ActorHandle
 
+from megarl.algo.comparison import Wide
+from megarl.algo.held_credit import CreditTask, PartCredit
 from megarl.config.roles import ModelParallelConfig
 from megarl.data.shares import Share, assemble, with_numbers
 from megarl.env import GLOO_INTERFACE
@@ -25,7 +28,7 @@ from megarl.runtime.trainers.hang import RankStacks, ask_stacks, capture, explai
 from megarl.runtime.trainers.remote_process import RemoteProcess, end, this_process
 from megarl.runtime.trainers.worker_group import WorkerDiedError, WorkerGroup, WorkerLateError
 from megarl.system.network import interface_of
-from megarl.tokens import SampleNumbers
+from megarl.tokens import RolloutSums, SampleNumbers, by_sample
 from megarl.train.rank import ModelRank, RankSpec
 from megarl.types import FloatArray, TrainBatch
 
@@ -58,6 +61,11 @@ class HeldPart:
 
     sample_ids: frozenset[int]
     reference: ray.ObjectRef
+    rank: int = 0
+
+    @classmethod
+    def of(cls, numbers: SampleNumbers) -> HeldPart:
+        return cls(sample_ids=frozenset(numbers.sample_ids.tolist()), reference=ray.put(numbers))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +75,24 @@ class HeldNumbers:
     role: str
     parts: tuple[HeldPart, ...]
     timeout_s: float
+    workers: tuple[ActorHandle, ...] = ()
+    """All ranks of the role."""
 
     async def fetch(self) -> tuple[FloatArray, ...]:
         """Return one array per sample of the step; raise WorkerError if the rank that holds some is lost."""
+        return assemble(await self._get([part.reference for part in self.parts]))
+
+    async def select(self, sample_ids: Collection[int]) -> dict[int, FloatArray]:
+        """Return the arrays of these samples; the others stay where they are."""
+        chosen = [(part, part.sample_ids.intersection(sample_ids)) for part in self.parts]
+        asked = [self.workers[part.rank].select.remote([part.reference], ids) for part, ids in chosen if ids]
+        return by_sample(await self._get(asked))
+
+    async def _get(self, references: Sequence[ray.ObjectRef]) -> list[SampleNumbers]:
         try:
             async with asyncio.timeout(self.timeout_s):
-                return assemble(await asyncio.gather(*(part.reference for part in self.parts)))
+                found: list[SampleNumbers] = await asyncio.gather(*references)
+                return found
         except TimeoutError:
             late = f"numbers of {self.role} ranks were not fetched within {self.timeout_s:g} s"
             raise WorkerLateError(f"{late} (train.operation_timeout_s)") from None
@@ -91,6 +111,7 @@ class RankHost:
     def __init__(self, bind: str | None) -> None:
         self._rank: ModelRank | None = None
         self._has_failed = False
+        self._credit: PartCredit | None = None
         self._is_replaced = threading.Event()
         self._host = own_address(bind)
         # Gloo would listen on the interface the host's name resolves to.
@@ -132,7 +153,28 @@ class RankHost:
         result = self.run(method, with_numbers(share.fill(), columns))
         if not isinstance(result, SampleNumbers):
             return result
-        return HeldPart(sample_ids=frozenset(result.sample_ids.tolist()), reference=ray.put(result))
+        return HeldPart.of(result)
+
+    def assess(
+        self, task: CreditTask, numbers: Mapping[str, Sequence[ray.ObjectRef]], sample_ids: frozenset[int]
+    ) -> Wide:
+        """Assign raw credit to these samples of a step; return a few numbers of each that has a score."""
+        columns = {name: by_sample(ray.get(list(parts))) for name, parts in numbers.items()}
+        self._credit = task.assess(
+            {name: {i: arrays[i] for i in sorted(sample_ids)} for name, arrays in columns.items()}
+        )
+        return self._credit.rows
+
+    def select(self, part: Sequence[ray.ObjectRef], sample_ids: Collection[int]) -> SampleNumbers:
+        """Return the numbers of these samples from a part that is on this node."""
+        numbers: SampleNumbers = ray.get(part[0])
+        return numbers.only(sample_ids)
+
+    def settle(self, mean: float, scale: float) -> dict[str, HeldPart]:
+        """Scale the credit; its columns stay on this node."""
+        assert self._credit is not None, "assess comes first"
+        credit, self._credit = self._credit, None
+        return {name: HeldPart.of(numbers) for name, numbers in credit.settle(mean, scale).items()}
 
     @ray.method(concurrency_group=ALWAYS)  # type: ignore[untyped-decorator]
     def process(self) -> RemoteProcess:
@@ -210,8 +252,40 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
     ) -> HeldNumbers:
         """Have every rank compute numbers of its share's tokens, in this model's turn; they stay where they are."""
         parts: list[HeldPart | None] = await self._compute_shares(method.__name__, shares, {})
-        answered = tuple(part for part in parts if part is not None)
-        return HeldNumbers(role=self.role, parts=answered, timeout_s=self._timeout_s)
+        return self._held(enumerate(parts))
+
+    async def credit(
+        self, task: CreditTask, own: HeldNumbers, numbers: Mapping[str, HeldNumbers]
+    ) -> tuple[RolloutSums, dict[str, HeldNumbers]]:
+        """Have the ranks that hold `own` assign the credit of their rollouts; return its sums and its columns."""
+        tasks: dict[int, CreditTask] = {}
+        samples: dict[int, frozenset[int]] = {}
+        taken: frozenset[int] = frozenset()
+        for part in own.parts:  # rows of one sample may be in several
+            samples[part.rank] = part.sample_ids - taken
+            tasks[part.rank] = task.among(samples[part.rank])
+            taken |= part.sample_ids
+        asked = [
+            self.workers[rank].assess.remote(tasks[rank], {name: held.of(ids) for name, held in numbers.items()}, ids)
+            for rank, ids in samples.items()
+        ]
+        answers: list[Wide] = await self._gather("assess", asked, timeout_s=self._timeout_s)
+        rows = np.zeros((len(task.sample_ids), answers[0].shape[1]))
+        places = {sample_id: place for place, sample_id in enumerate(task.sample_ids)}
+        for of_part, answer in zip(tasks.values(), answers, strict=True):
+            rows[[places[sample_id] for sample_id in of_part.sample_ids]] = answer
+        sums, mean, scale = task.sums(rows)
+        if not task.has_credit:
+            return sums, {}
+        started = [self.workers[rank].settle.remote(mean, scale) for rank in tasks]
+        settled: list[dict[str, HeldPart]] = await self._gather("settle", started, timeout_s=self._timeout_s)
+        held = {name: [(rank, parts[name]) for rank, parts in zip(tasks, settled, strict=True)] for name in settled[0]}
+        return sums, {name: self._held(parts) for name, parts in held.items()}
+
+    def _held(self, parts: Iterable[tuple[int, HeldPart | None]]) -> HeldNumbers:
+        """Return the numbers of some ranks; one that has none answers None."""
+        known = tuple(replace(part, rank=rank) for rank, part in parts if part is not None)
+        return HeldNumbers(role=self.role, parts=known, timeout_s=self._timeout_s, workers=self.workers)
 
     async def _compute_shares(
         self, method: str, shares: Iterator[Share], numbers: Mapping[str, HeldNumbers]

@@ -10,12 +10,14 @@ from typing import TypeAlias
 
 import numpy as np
 
+from megarl.algo.held_credit import CreditTask
 from megarl.data.rollout_files import write_samples
 from megarl.data.shares import Share, row_lengths
 from megarl.errors import NumericsError
 from megarl.results import CriticResult, PreferenceStats, RankUsage, TrainingWork, UpdateResult
 from megarl.runtime.trainers.ranks import HeldNumbers
 from megarl.runtime.trainers.teachers import Teachers
+from megarl.tokens import RolloutSums
 from megarl.types import Estimates, FloatArray, PolicyVersion, ScoredGroup, TrainSample
 
 Pack: TypeAlias = Callable[[Sequence[TrainSample]], Iterator[Share]]
@@ -31,10 +33,21 @@ class ModelQuestion:
     ask: Callable[[Iterator[Share]], Awaitable[HeldNumbers]]
     pack: Pack
     is_for_credit: bool = True
-    """Whether the driver needs the numbers to assign credit; otherwise only the actor's update does."""
+    """Whether the driver needs the numbers to assign credit; otherwise they stay with the ranks."""
 
     async def hold(self, samples: Sequence[TrainSample]) -> HeldNumbers:
         return await self.ask(self.pack(samples))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldCredit:
+    """Credit that ranks assign from the numbers that they hold."""
+
+    task: Callable[[Sequence[ScoredGroup]], CreditTask | None]
+    assign: Callable[[CreditTask, HeldNumbers, Held], Awaitable[tuple[RolloutSums, dict[str, HeldNumbers]]]]
+    """Takes the numbers of the ranks that do it, and all others."""
+    name: str
+    """The question that these ranks answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +58,7 @@ class ModelQuestions:
     reference_logprobs: ModelQuestion | None = None
     values: ModelQuestion | None = None
     teachers: Teachers | None = None
+    credit: HeldCredit | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +115,9 @@ class ModelsTrainer:
 
     async def estimate(self, groups: Sequence[ScoredGroup]) -> Estimates:
         asked = self._questions
-        if asked == ModelQuestions():
+        names = ("logprobs", "reference_logprobs", "values")
+        questions = {name: question for name in names if (question := getattr(asked, name)) is not None}
+        if not questions and asked.teachers is None:
             return Estimates()
         nothing = np.zeros(0, np.float32)
         samples = [
@@ -109,8 +125,6 @@ class ModelsTrainer:
             for scored in groups
             for rollout in scored.group.rollouts
         ]
-        names = ("logprobs", "reference_logprobs", "values")
-        questions = {name: question for name in names if (question := getattr(asked, name)) is not None}
         asking = {name: question.hold(samples) for name, question in questions.items()}
         if asked.teachers is not None:
             sources = [scored.group.prompt.data_source for scored in groups for _ in scored.group.rollouts]
@@ -118,7 +132,17 @@ class ModelsTrainer:
         self._held = dict(zip(asking, await asyncio.gather(*asking.values()), strict=True))
         needed = [name for name, question in questions.items() if question.is_for_credit]
         fetched = await asyncio.gather(*(self._held[name].fetch() for name in needed))
-        return Estimates(**dict(zip(needed, fetched, strict=True)))
+        sums = None if asked.credit is None else await self._assign(asked.credit, groups)
+        return Estimates(**dict(zip(needed, fetched, strict=True)), sums=sums)
+
+    async def _assign(self, credit: HeldCredit, groups: Sequence[ScoredGroup]) -> RolloutSums | None:
+        task = credit.task(groups)
+        if task is None:
+            return None
+        numbers = {name: self._held[name] for name in task.columns}
+        sums, columns = await credit.assign(task, self._held[credit.name], numbers)
+        self._held |= columns
+        return sums
 
     async def logprobs(self, samples: Sequence[TrainSample]) -> tuple[FloatArray, ...]:
         """Return the actor's log-probabilities of every token of the samples' responses."""
@@ -128,20 +152,20 @@ class ModelsTrainer:
         step = self._num_steps + 1
         try:
             result = replace(await self._update(samples), preference=self._pairs())
+            if result.num_skipped_updates:
+                warning = (
+                    f"step {step}: {result.num_skipped_updates} updates were skipped, their loss or gradient was not "
+                    f"finite; the rollouts are in {await self._write_skipped(step, samples)}"
+                )
+                result = replace(result, warnings=(*result.warnings, warning))
         except NumericsError as error:
-            raise NumericsError(f"{error}; its rollouts are in {self._write_skipped(step, samples)}") from error
+            raise NumericsError(f"{error}; its rollouts are in {await self._write_skipped(step, samples)}") from error
         finally:
             self._held = {}
         self._num_steps, self._version = step, result.version
         if self._refresh is not None and step % self._refresh.every_steps == 0:
             await self._refresh.take()
-        if not result.num_skipped_updates:
-            return result
-        warning = (
-            f"step {step}: {result.num_skipped_updates} updates were skipped, their loss or gradient was not finite; "
-            f"the rollouts are in {self._write_skipped(step, samples)}"
-        )
-        return replace(result, warnings=(*result.warnings, warning))
+        return result
 
     async def _update(self, samples: Sequence[TrainSample]) -> UpdateResult:
         critic = self._critic
@@ -155,7 +179,7 @@ class ModelsTrainer:
 
     async def _update_actor(self, samples: Sequence[TrainSample]) -> UpdateResult:
         reference = self._questions.reference_logprobs
-        columns = {"old_logprobs": "logprobs", "teacher": "teacher"}
+        columns = {"old_logprobs": "logprobs", "teacher": "teacher", "advantages": "advantages"}
         if reference is not None and not reference.is_for_credit:
             columns["reference_logprobs"] = "reference_logprobs"
         update = await self._actor.update(self._actor.pack(samples), self._held_as(columns))
@@ -165,16 +189,33 @@ class ModelsTrainer:
         return replace(update, work=work)
 
     async def _update_critic(self, critic: TrainedCritic, samples: Sequence[TrainSample]) -> CriticResult:
-        return await critic.update(critic.pack(samples), self._held_as({"values": "values"}))
+        return await critic.update(critic.pack(samples), self._held_as({"values": "values", "returns": "returns"}))
 
     def _held_as(self, columns: Mapping[str, str]) -> Held:
         """Return what is held of these columns, each given with the question that it answers."""
         return {column: self._held[question] for column, question in columns.items() if question in self._held}
 
-    def _write_skipped(self, step: int, samples: Sequence[TrainSample]) -> Path:
+    async def _write_skipped(self, step: int, samples: Sequence[TrainSample]) -> Path:
         path = self._skipped_folder / f"step_{step:06d}.parquet"
-        write_samples(path, samples)
+        await asyncio.to_thread(write_samples, path, await self.complete(samples, range(len(samples))))
         return path
+
+    async def complete(self, samples: Sequence[TrainSample], indices: Sequence[int]) -> list[TrainSample]:
+        """Return these samples with all numbers of their tokens that ranks hold."""
+        held = {name: numbers for name, numbers in self._held.items() if name != "teacher"}
+        selected = await asyncio.gather(*(numbers.select(indices) for numbers in held.values()))
+        known = dict(zip(held, selected, strict=True))
+        return [
+            replace(
+                (sample := samples[index]),
+                advantages=known["advantages"][index] if "advantages" in known else sample.advantages,
+                old_logprobs=known["logprobs"][index] if "logprobs" in known else sample.old_logprobs,
+                reference_logprobs=known["reference_logprobs"][index] if "reference_logprobs" in known else None,
+                values=known["values"][index] if "values" in known else None,
+                returns=known["returns"][index] if "returns" in known else sample.returns,
+            )
+            for index in indices
+        ]
 
 
 def _with_critic(update: UpdateResult, critic: CriticResult) -> UpdateResult:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megarl.algo.advantage import Outcomes, estimate
+from megarl.algo.held_credit import CreditTask
+from megarl.config.algorithm import GaeConfig
 from megarl.config.load import load_recipe
 from megarl.config.roles import ModelParallelConfig
 from megarl.data.packing import Packing
@@ -17,7 +21,7 @@ from megarl.errors import WorkerError
 from megarl.runtime.local_ray import private_ray
 from megarl.tokens import SampleNumbers
 from megarl.tools.quickstart.arithmetic import make_arithmetic
-from megarl.types import TrainBatch
+from megarl.types import TrainBatch, TrainSample
 from tests.runtime.runs import write_recipe
 from tests.train.samples import make_samples
 
@@ -110,9 +114,40 @@ def test_ranks_get_their_share_and_numbers_stay_with_those_that_computed_them(fo
         assert counts[2] == counts[3]
         assert counts[0] + counts[2] == len(samples)
         assert [worst for _, worst in results] == [0.0] * WORLD
+        await assign_credit(group, held, samples)
         await group.end()
 
     asyncio.run(run())
+
+
+async def assign_credit(group: RankGroup[EchoRank], values: HeldNumbers, samples: Sequence[TrainSample]) -> None:
+    """The ranks assign credit from the values that they hold, as `estimate` does with all of them."""
+    rewards, masks = np.arange(len(samples)) / 4, tuple(sample.rollout.loss_mask for sample in samples)
+    outcomes = Outcomes(rewards=rewards, groups=np.arange(len(samples)), loss_masks=masks)
+    config = GaeConfig(kind="gae", lam=0.9)
+    unscored = 3
+    scored = [i for i in range(len(samples)) if i != unscored]
+    task = CreditTask.of(config, outcomes, range(len(samples)), kl=None, kl_coef=0.0).among(scored)
+    sums, columns = await group.credit(task, values, {"values": values})
+    of_scored = replace(
+        outcomes,
+        rewards=rewards[scored],
+        groups=np.arange(len(scored)),
+        loss_masks=tuple(masks[i] for i in scored),
+        values=tuple(samples[i].rollout.logprobs for i in scored),
+    )
+    expected = estimate(config, of_scored)
+    advantages, returns = await columns["advantages"].fetch(), await columns["returns"].fetch()
+    assert expected.returns is not None
+    for place, i in enumerate(scored):
+        np.testing.assert_array_equal(advantages[i], expected.advantages[place])
+        np.testing.assert_array_equal(returns[i], expected.returns[place])
+    assert not advantages[unscored].any()
+    assert len(advantages[unscored]) == samples[unscored].rollout.num_tokens
+    assert sums.counts.tolist() == [masks[i].sum() for i in scored]
+    some = await columns["advantages"].select([5, 0])
+    assert set(some) == {0, 5}
+    np.testing.assert_array_equal(some[5], advantages[5])
 
 
 async def _lose() -> SampleNumbers:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.algo.algorithm import PolicyGradient
+from megarl.algo.held_credit import CreditTask
+from megarl.config.algorithm import GaeConfig
 from megarl.data.shares import Share
 from megarl.errors import NumericsError
 from megarl.results import CriticResult, CriticStats, RankUsage, TrainingWork, UpdateResult
 from megarl.runtime.trainers.ranks import HeldNumbers
 from megarl.runtime.trainers.trainer import (
     Held,
+    HeldCredit,
     ModelQuestion,
     ModelQuestions,
     ModelsTrainer,
     TrainedActor,
     TrainedCritic,
 )
+from megarl.tokens import RolloutSums
 from megarl.types import Estimates, FloatArray, PolicyVersion, TrainSample
 from tests.algo.groups import scored_group
 from tests.train.samples import make_samples
@@ -71,6 +76,9 @@ class Numbers(HeldNumbers):
     async def fetch(self) -> tuple[FloatArray, ...]:
         object.__setattr__(self, "num_fetched", self.num_fetched + 1)
         return self.arrays
+
+    async def select(self, sample_ids: Collection[int]) -> dict[int, FloatArray]:
+        return {index: self.arrays[index] for index in sample_ids}
 
 
 class FakeActor:
@@ -173,6 +181,38 @@ def test_numbers_that_only_an_update_needs_do_not_pass_through_the_driver(tmp_pa
     # The second step was not asked about: it gets nothing of the first.
     assert actor.held == [{"reference_logprobs": reference}, {}]
     assert critic.held == [{"values": values}, {}]
+
+
+def test_credit_that_ranks_assign_goes_to_the_updates_and_not_through_the_driver(tmp_path: Path) -> None:
+    group = scored_group(0, [1, 0])
+    lengths = [rollout.num_tokens for rollout in group.group.rollouts]
+    values, advantages, returns = (Numbers(*(np.full(n, number, np.float32) for n in lengths)) for number in (0, 1, 2))
+    sums = RolloutSums(counts=np.ones(2), kl=None, advantages=np.ones(2))
+    algorithm = PolicyGradient(GaeConfig(kind="gae"), max_response_tokens=10)
+    asked: list[tuple[HeldNumbers, Held]] = []
+
+    async def assign(task: CreditTask, own: HeldNumbers, numbers: Held) -> tuple[RolloutSums, dict[str, HeldNumbers]]:
+        asked.append((own, numbers))
+        return sums, {"advantages": advantages, "returns": returns}
+
+    credit = HeldCredit(task=algorithm.credit_task, assign=assign, name="values")
+    questions = ModelQuestions(values=asking(values, is_for_credit=False), credit=credit)
+    actor, critic = FakeActor(num_skipped=1), FakeCritic()
+    training = trainer(tmp_path, actor, critic=critic, questions=questions)
+
+    async def step() -> Estimates:
+        estimates = await training.estimate([group])
+        await training.update(algorithm.assign([group], estimates))
+        return estimates
+
+    assert asyncio.run(step()) == Estimates(sums=sums)
+    assert asked == [(values, {"values": values})]
+    assert actor.held == [{"advantages": advantages}]
+    assert critic.held == [{"values": values, "returns": returns}]
+    assert (values.num_fetched, advantages.num_fetched) == (0, 0)
+    # The rollouts of a skipped update are written with the numbers that only ranks had.
+    (row, _) = pq.read_table(tmp_path / "step_000001.parquet").to_pylist()
+    assert [row[name][0] for name in ("values", "advantages", "returns")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("num_steps", "expected"), [(0, [0, 0, 1]), (2, [3, 4, 5])], ids=["new", "resumed"])

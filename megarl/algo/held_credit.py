@@ -1,0 +1,179 @@
+"""Credit from numbers per token that stay where ranks computed them.
+
+The driver has rewards; a rank has values and log-probabilities of some rollouts. Each rank assigns raw credit to its
+rollouts and returns a few numbers of each; what all of them together say, the scale of a step, goes back to the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+import numpy as np
+import torch
+
+from megarl.algo.advantage import Outcomes, RawCredit, TokenCreditConfig, credit_tokens, moments, placed, whitening
+from megarl.algo.comparison import Wide
+from megarl.algo.loss import kl
+from megarl.config.algorithm import (
+    EstimatorConfig,
+    GaeConfig,
+    KlEstimate,
+    PairConfig,
+    PolicyGradientConfig,
+    PrimeConfig,
+)
+from megarl.tokens import RolloutSums, SampleNumbers, is_repeated, joined_numbers
+from megarl.types import BoolArray, FloatArray
+
+_KL, *_MOMENTS = range(4)
+"""The columns of a rank's answer."""
+
+
+def needs_all_numbers(config: PolicyGradientConfig) -> bool:
+    """Whether credit compares numbers of all tokens of a step, which the driver fetches for it."""
+    return config.estimator is not None or isinstance(config, PairConfig | PrimeConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreditTask:
+    """How to assign credit to the B rollouts of a step, or of a rank's part of it, that have a score."""
+
+    config: EstimatorConfig
+    kl: KlEstimate | None
+    """None without a penalty."""
+    kl_coef: float
+    sample_ids: tuple[int, ...]  # B, indices into the step's samples
+    rewards: Wide  # [B]
+    masks: tuple[BoolArray | int, ...]  # B of [T_i]; a number of tokens where the policy chose all
+    baselines: Wide | None
+    earlier_rewards: tuple[Mapping[int, float], ...] | None
+
+    @property
+    def has_credit(self) -> bool:
+        """Whether tokens of one rollout get different advantages, which stay with the ranks."""
+        return isinstance(self.config, get_args(TokenCreditConfig))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The numbers of tokens that it needs."""
+        values = ("values",) if isinstance(self.config, GaeConfig) else ()
+        return (*values, *(() if self.kl is None else ("logprobs", "reference_logprobs")))
+
+    @classmethod
+    def of(
+        cls,
+        config: EstimatorConfig,
+        outcomes: Outcomes,
+        sample_ids: Sequence[int],
+        *,
+        kl: KlEstimate | None,
+        kl_coef: float,
+    ) -> CreditTask:
+        return cls(
+            config=config,
+            kl=kl,
+            kl_coef=kl_coef,
+            sample_ids=tuple(sample_ids),
+            rewards=outcomes.rewards,
+            # All elements of a repeated one would be sent.
+            masks=tuple(len(mask) if is_repeated(mask) and mask[0] else mask for mask in outcomes.loss_masks),
+            baselines=outcomes.baselines,
+            earlier_rewards=outcomes.earlier_rewards,
+        )
+
+    def among(self, sample_ids: Collection[int]) -> CreditTask:
+        """Return the task of those rollouts alone."""
+        places = [place for place, sample_id in enumerate(self.sample_ids) if sample_id in sample_ids]
+        earlier = self.earlier_rewards
+        return replace(
+            self,
+            sample_ids=tuple(self.sample_ids[place] for place in places),
+            rewards=self.rewards[places],
+            masks=tuple(self.masks[place] for place in places),
+            baselines=None if self.baselines is None else self.baselines[places],
+            earlier_rewards=None if earlier is None else tuple(earlier[place] for place in places),
+        )
+
+    def assess(self, columns: Mapping[str, Mapping[int, FloatArray]]) -> PartCredit:
+        """Assign raw credit from these columns, each of [T_i] by sample; samples without a score get none."""
+        masks = tuple(np.ones(mask, np.bool_) if isinstance(mask, int) else mask for mask in self.masks)
+        distances = self._distances(columns)
+        kl_sums = [0.0] * len(masks)
+        if distances is not None:
+            kl_sums = [float(each[mask].sum(dtype=np.float64)) for each, mask in zip(distances, masks, strict=True)]
+        raw = None
+        if self.has_credit:
+            raw = credit_tokens(self.config, self._outcomes(masks, distances, columns))  # type: ignore[arg-type]
+        spread = [(mask.sum(), 0.0, 0.0) for mask in masks] if raw is None else map(moments, raw.tokens)
+        lengths = {sample_id: len(array) for sample_id, array in next(iter(columns.values())).items()}
+        return PartCredit(
+            sample_ids=self.sample_ids,
+            masks=masks,
+            raw=raw,
+            lengths=lengths,
+            rows=np.array([(kl_sum, *row) for kl_sum, row in zip(kl_sums, spread, strict=True)]).reshape(-1, 4),
+        )
+
+    def sums(self, rows: Wide) -> tuple[RolloutSums, float, float]:
+        """Return the sums of all rollouts from the ranks' answers, [B, 4], and the mean and factor of advantages."""
+        counts, means, squares = rows[:, _MOMENTS].T
+        mean, scale, sizes = 0.0, 1.0, None
+        if self.has_credit:
+            mean, scale = whitening(self.config, rows[:, _MOMENTS])  # type: ignore[arg-type]
+            sizes = scale * np.sqrt(squares / np.maximum(counts, 1) + np.square(means - mean))
+        kl_sums = None if self.kl is None else rows[:, _KL]
+        return RolloutSums(counts=counts, kl=kl_sums, advantages=sizes), mean, scale
+
+    def _distances(self, columns: Mapping[str, Mapping[int, FloatArray]]) -> list[FloatArray] | None:
+        if self.kl is None:
+            return None
+        policy, reference = columns["logprobs"], columns["reference_logprobs"]
+        return [
+            kl(self.kl, torch.from_numpy(policy[i]), torch.from_numpy(reference[i])).numpy() for i in self.sample_ids
+        ]
+
+    def _outcomes(
+        self,
+        masks: tuple[BoolArray, ...],
+        distances: list[FloatArray] | None,
+        columns: Mapping[str, Mapping[int, FloatArray]],
+    ) -> Outcomes:
+        values = columns.get("values")
+        return Outcomes(
+            rewards=self.rewards,
+            groups=np.arange(len(masks)),
+            loss_masks=masks,
+            baselines=self.baselines,
+            penalties=None
+            if distances is None
+            else tuple((self.kl_coef * distance).astype(np.float32) for distance in distances),
+            values=None if values is None else tuple(values[i] for i in self.sample_ids),
+            earlier_rewards=self.earlier_rewards,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCredit:
+    """The raw credit of a rank's rollouts."""
+
+    sample_ids: tuple[int, ...]
+    masks: tuple[BoolArray, ...]
+    raw: RawCredit | None  # None where all tokens of a rollout have one advantage, which the driver knows
+    lengths: Mapping[int, int]
+    """Tokens of each sample of the rank, those without a score included."""
+    rows: Wide  # [S, 4]
+
+    def settle(self, mean: float, scale: float) -> dict[str, SampleNumbers]:
+        """Return the columns of an update: scaled advantages, and returns where there are some. Without a score: 0."""
+        assert self.raw is not None, "no credit of tokens"
+        advantages = placed(((tokens - mean) * scale for tokens in self.raw.tokens), self.masks)
+        columns = {"advantages": advantages}
+        if self.raw.returns is not None:
+            columns["returns"] = self.raw.returns
+        return {name: self._numbers(arrays) for name, arrays in columns.items()}
+
+    def _numbers(self, arrays: Sequence[FloatArray]) -> SampleNumbers:
+        known = dict(zip(self.sample_ids, arrays, strict=True))
+        return joined_numbers({i: known.get(i, np.zeros(length, np.float32)) for i, length in self.lengths.items()})

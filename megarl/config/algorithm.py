@@ -18,33 +18,42 @@ from megarl.config.losses import (
 )
 from megarl.config.section import Section, UserCode
 
+_Level: TypeAlias = Annotated[
+    Literal["token", "sequence"], Field(description="Compares each token, or whole sequences.")
+]
+
 
 class TisConfig(Section):
     """Weigh each sampled token by p_train / p_rollout, at most `max_weight`."""
 
     kind: Literal["tis"]
-    level: Literal["token", "sequence"] = "token"
+    level: _Level = "token"
     max_weight: PositiveFloat = 2.0
+    """A greater weight is replaced by this."""
 
 
 class IcepopConfig(Section):
     """The weight of `tis` within the bounds; tokens or sequences outside leave the loss."""
 
     kind: Literal["icepop"]
-    level: Literal["token", "sequence"] = "token"
+    level: _Level = "token"
     min_weight: NonNegativeFloat = 0.5
+    """The lowest weight that stays in the loss."""
     max_weight: PositiveFloat = 5.0
+    """The highest weight that stays in the loss."""
 
 
 class MaskConfig(Section):
     """No weight: tokens, or whole sequences by their mean, leave the loss where `measure` is out of bounds."""
 
     kind: Literal["mask"]
-    level: Literal["token", "sequence"] = "token"
+    level: _Level = "token"
     measure: Literal["k1", "k2", "k3"] = "k3"
     """Estimate of KL(rollout || train). k1 has a sign: it is positive where the engine was surer than the trainer."""
     lowest: float | None = None
+    """The lowest measure that stays in the loss; null: no bound."""
     highest: float
+    """The highest measure that stays in the loss."""
 
 
 CorrectionConfig: TypeAlias = Annotated[TisConfig | IcepopConfig | MaskConfig, Field(discriminator="kind")]
@@ -54,8 +63,11 @@ class MismatchBaselineConfig(Section):
     """Thresholds as multiples of the run's own mismatch, the mean over its first `steps`, during which none applies."""
 
     steps: PositiveInt = 10
+    """The first steps, whose mean is the baseline."""
     warn_times: Annotated[float, Field(gt=1)] = 3.0
+    """A mismatch above this multiple of the baseline is reported."""
     act_times: Annotated[float, Field(gt=1)] = 10.0
+    """A mismatch above this multiple of the baseline leads to `action`."""
     lowest: PositiveFloat = 1e-4
     """A baseline below this counts as this: multiples of rounding errors mean nothing."""
 
@@ -64,7 +76,9 @@ class MismatchConfig(Section):
     """How far trainer and engine may differ: the mean of |p_train - p_rollout| over a step's loss tokens."""
 
     warn_above: PositiveFloat = 0.005
+    """A mismatch above this is reported."""
     act_above: PositiveFloat = 0.01
+    """A mismatch above this leads to `action`."""
     baseline: MismatchBaselineConfig | None = None
     """Replaces `warn_above` and `act_above` for engines that always differ, such as FP8: only a change matters."""
     action: Literal["warn", "correct", "stop"] = "warn"
@@ -79,8 +93,9 @@ class FilterConfig(Section):
     tolerance: NonNegativeFloat = 1e-6
     """A group is dropped when its rollouts differ by no more than this."""
     lowest_mean: float | None = None
+    """A group with a lower mean is too hard and dropped."""
     highest_mean: float | None = None
-    """With `lowest_mean`, the band in which a group's mean must lie: neither too hard nor too easy."""
+    """A group with a higher mean is too easy and dropped."""
     oversampling: Annotated[float, Field(ge=1)] = 1.0
     """Prompts generated at once, as a multiple of those a step needs: fewer rounds where many groups are dropped.
     Groups left over are trained first in the next step; an older policy sampled them."""
@@ -96,6 +111,7 @@ class OverlongConfig(Section):
     buffer_tokens: PositiveInt | None = None
     """Over this many tokens before the limit the reward falls by up to `factor`."""
     factor: PositiveFloat = 1.0
+    """The reward that a response at the limit loses."""
     is_filtered: bool = False
     """Responses cut at the limit leave the loss but stay in the statistics of their group."""
 
@@ -110,12 +126,14 @@ class KlLossConfig(Section):
     estimate: KlEstimate = "k3+"
     """Estimate per token. With a `+` the gradient is that of k2, whose expectation is the gradient of the KL."""
     coef: PositiveFloat = 0.001
+    """The weight of the term in the loss."""
 
 
 class AdaptiveKlConfig(Section):
     """Raises the coefficient while the KL is above `target` and lowers it while it is below, by at most 20 %."""
 
     target: PositiveFloat
+    """The KL of a token to keep to, as the mean of the sequences' means."""
     horizon: PositiveFloat = 10_000
     """Sequences over which a change takes full effect."""
 
@@ -127,7 +145,7 @@ class KlRewardConfig(Section):
     estimate: Literal["k1", "abs", "k2", "k3"] = "k1"
     """Estimate per token; k1 is unbiased and may be negative."""
     coef: PositiveFloat = 0.001
-    """The first value of `adaptive`."""
+    """The weight of the distance; the first one with `adaptive`."""
     adaptive: AdaptiveKlConfig | None = None
 
 
@@ -139,6 +157,7 @@ class ReverseKlConfig(Section):
 
     kind: Literal["reverse_kl"]
     coef: PositiveFloat = 1.0
+    """The weight beside the reward's advantage."""
     top_k: ClassVar[int] = 0
 
 
@@ -147,13 +166,17 @@ class ForwardTopkConfig(Section):
 
     kind: Literal["forward_topk"]
     coef: PositiveFloat = 1.0
+    """The weight of the term in the loss."""
     top_k: PositiveInt = 32
+    """The teacher's tokens that are compared one by one at each position."""
 
 
 DistillationConfig: TypeAlias = Annotated[ReverseKlConfig | ForwardTopkConfig, Field(discriminator="kind")]
 
 
 class SftConfig(Section):
+    """Supervised fine-tuning: learns the responses of the data, without engines."""
+
     kind: Literal["sft"]
 
 
@@ -167,10 +190,10 @@ class PolicyGradientConfig(Section):
     """Lowest and highest reward: scores outside are replaced by these, before credit is assigned."""
     loss: LossConfig = PpoLossConfig(kind="ppo")
     aggregation: Aggregation = "token_mean"
-    """How token losses become one number, over all tokens and sequences of an update however they are split."""
     horizon_tokens: PositiveInt | None = None
     """The divisor of a sequence's sum in `seq_mean_token_sum_norm`, instead of its length."""
     entropy_coef: NonNegativeFloat = 0.0
+    """The weight of the policy's entropy, which is subtracted from the loss."""
     kl: KlConfig | None = None
     """Keeps the policy near `roles.reference`."""
     distillation: DistillationConfig | None = None
@@ -204,6 +227,8 @@ class GaeConfig(PolicyGradientConfig):
 
 
 class GrpoConfig(PolicyGradientConfig):
+    """Compares each reward with the mean of its group."""
+
     kind: Literal["grpo"]
     normalize_std: bool = True
     """Divide by the group's standard deviation; false is Dr. GRPO."""
@@ -261,6 +286,7 @@ class SimpoConfig(Section):
     """The loss -log sigmoid(beta * (difference of the mean log-probabilities of a token) - gamma)."""
 
     beta: PositiveFloat = 2.0
+    """The scale of the difference."""
     gamma: NonNegativeFloat = 1.0
     """The margin that a pair aims at."""
 

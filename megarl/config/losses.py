@@ -8,14 +8,21 @@ from pydantic import Field, PositiveFloat
 
 from megarl.config.section import Section, UserCode
 
-Aggregation: TypeAlias = Literal[
-    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"
+Aggregation: TypeAlias = Annotated[
+    Literal["token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"],
+    Field(
+        description="How token losses become one number, over all tokens and sequences of an update however they are "
+        "split."
+    ),
 ]
 
 
 class PpoLossConfig(Section):
+    """The ratio of new to old probability, clipped for each token."""
+
     kind: Literal["ppo"]
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """A ratio below 1 minus this gives no gradient where the advantage is negative."""
     clip_high: PositiveFloat = 0.2
     """Above `clip_low`, unlikely tokens can grow; DAPO uses 0.28."""
     clip_dual: Annotated[float, Field(gt=1)] = 3.0
@@ -27,7 +34,9 @@ class GspoLossConfig(Section):
 
     kind: Literal["gspo"]
     clip_low: Annotated[float, Field(gt=0, le=1)] = 3e-4
+    """The sequence's ratio is clipped below 1 minus this."""
     clip_high: PositiveFloat = 4e-4
+    """The sequence's ratio is clipped above 1 plus this."""
 
 
 class CispoLossConfig(Section):
@@ -35,7 +44,9 @@ class CispoLossConfig(Section):
 
     kind: Literal["cispo"]
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """The lowest weight is 1 minus this."""
     clip_high: PositiveFloat = 0.2
+    """The highest weight is 1 plus this."""
 
 
 class GpgLossConfig(Section):
@@ -49,8 +60,9 @@ class SapoLossConfig(Section):
 
     kind: Literal["sapo"]
     tau_positive: PositiveFloat = 1.0
+    """The temperature where the advantage is positive."""
     tau_negative: PositiveFloat = 1.05
-    """Used where the advantage is not positive."""
+    """The temperature where it is not."""
 
 
 class GmpoLossConfig(Section):
@@ -58,7 +70,9 @@ class GmpoLossConfig(Section):
 
     kind: Literal["gmpo"]
     clip_low: PositiveFloat = 0.4
+    """The lowest log-ratio of a token is minus this."""
     clip_high: PositiveFloat = 0.4
+    """The highest log-ratio of a token."""
 
 
 class SppoLossConfig(Section):

@@ -248,6 +248,7 @@ class TensorboardConfig(Section):
 
 class WandbConfig(Section):
     project: Annotated[str, Field(min_length=1)]
+    """The project of W&B; the run has the name of `run.name`."""
     entity: str | None = None
     """A team; null is that of the API key, which W&B finds in its own places."""
     mode: Literal["online", "offline"] = "online"
@@ -255,12 +256,14 @@ class WandbConfig(Section):
     proxy: str | None = None
     """`http://host:port`, used for W&B alone."""
     tags: tuple[str, ...] = ()
+    """Labels of the run."""
 
 
 class MlflowConfig(Section):
     tracking_uri: Annotated[str, Field(min_length=1)]
     """Such as `http://host:5000`."""
     experiment: Annotated[str, Field(min_length=1)] = "megarl"
+    """The experiment of MLflow; it is made if it does not exist."""
 
 
 class ObserveConfig(Section):

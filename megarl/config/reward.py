@@ -67,6 +67,7 @@ class RegexRewardConfig(_BuiltIn):
     pattern: Annotated[str, Field(min_length=1)]
     """Python's syntax; the group named `answer` is compared, else the first group, else the whole match."""
     ignores_case: bool = False
+    """Upper and lower case count as equal."""
 
 
 class MultipleChoiceRewardConfig(_BuiltIn):
@@ -259,6 +260,7 @@ class RewardPartConfig(ScaledScore):
     reward: SingleRewardConfig
     """How the part is scored, with the keys of that kind."""
     weight: FiniteFloat = 1.0
+    """The part's score is multiplied by this."""
     gate_from: FiniteFloat | None = None
     """The whole score is `closed_score` unless the part's own score is at least this."""
 

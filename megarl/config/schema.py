@@ -52,7 +52,12 @@ def reference() -> str:
 
 
 def _plain_schema() -> Schema:
-    return cast("Schema", Recipe.model_json_schema())
+    schema = cast("Schema", Recipe.model_json_schema())
+    for section in _children(schema, "$defs").values():
+        kind = _children(section, "properties").get("kind", {})
+        if "const" in kind or "enum" in kind:
+            kind.setdefault("description", "Chooses this section.")
+    return schema
 
 
 def _section(root: Schema, section: Schema, path: str, written: set[str]) -> Iterator[str]:

@@ -37,6 +37,13 @@ def test_every_key_is_in_the_reference() -> None:
             assert re.search(rf"[`.]{key}[`.]|## (\w+\.)*{key}\b", text), key
 
 
+def test_every_key_has_a_meaning() -> None:
+    """A key's sentence is the docstring under its field."""
+    rows = [line for line in reference().splitlines() if line.startswith("| `")]
+    assert len(rows) > 300
+    assert [row for row in rows if not row.split("|")[-2].strip()] == []
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
 def test_editors_find_the_schema_of_every_recipe(recipe: Path) -> None:
     first_line = recipe.read_text().splitlines()[0]

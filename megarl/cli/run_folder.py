@@ -31,8 +31,8 @@ from megarl.data.rollout_files import (
 )
 from megarl.errors import DataError, MachineError
 from megarl.observe.events import EVENTS_FILE, EventTail, RunFinished, read_events
-from megarl.observe.history import Progress, advance
-from megarl.tools.page.timeline import episode_events, fold_spans, to_trace
+from megarl.observe.history import Progress, advance, fold_history
+from megarl.tools.page.timeline import episode_events, fold_spans, idle_events, to_trace
 from megarl.turns import TurnKind
 from megarl.types import JsonValue
 
@@ -98,13 +98,14 @@ def traced(run: Path, out: Path | None) -> Iterator[Path | None]:
 
 def _write_trace(run: Path, path: Path, *, others: Sequence[Mapping[str, JsonValue]] = ()) -> int:
     """Return the number of phases."""
-    spans = fold_spans(read_events(run / EVENTS_FILE))
+    records = list(read_events(run / EVENTS_FILE))
+    spans = fold_spans(records)
     if not spans:
         raise DataError(f"{run / EVENTS_FILE}: no phase has begun")
-    episodes = (
-        event for step, file in list_rollouts(run).items() for event in episode_events(read_episodes(file), step=step)
-    )
-    write_text(path, json.dumps(to_trace(spans, run=run.name, others=[*others, *episodes])))
+    others = [*others, *idle_events(fold_history(records).idle)]
+    for step, file in list_rollouts(run).items():
+        others += episode_events(read_episodes(file), step=step)
+    write_text(path, json.dumps(to_trace(spans, run=run.name, others=others)))
     return len(spans)
 
 

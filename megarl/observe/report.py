@@ -71,6 +71,8 @@ def tabulate(history: History) -> tuple[ReportRow, ...]:
         _row("entropy", history.of_updates(lambda update: update.entropy), best=None),
         _row("response tokens", history.of_rollouts(lambda rollouts: rollouts.response_tokens_mean), best=None),
         _row("tokens/s", history.of_steps(lambda summary: summary.tokens_per_second), best=max),
+        _row("engines idle (share)", history.of_idle("rollout"), best=min),
+        _row("trainer idle (share)", history.of_idle("trainer"), best=min),
     )
     return tuple(row for row in rows if row is not None)
 

@@ -12,10 +12,10 @@ from typing import Any
 from megarl.data.rollout_files import list_rollouts, read_episodes, read_list, read_rollout
 from megarl.errors import DataError
 from megarl.observe.events import EVENTS_FILE, EventTail, Record, RunFinished, RunStarted, Warned
-from megarl.observe.history import History, Series, fold_history
+from megarl.observe.history import ROLES, History, Series, fold_history
 from megarl.observe.summary import RolloutSummary, StepSummary
 from megarl.results import CriticStats, PreferenceStats, UpdateStats
-from megarl.tools.page.timeline import ROLES, fold_spans
+from megarl.tools.page.timeline import fold_spans
 from megarl.types import JsonValue
 
 _MAX_SPANS = 4000
@@ -98,6 +98,15 @@ class RunFolder:
                 for chart in draw_charts(history)
             ],
             "spans": _spans(records),
+            "idle": [
+                {
+                    "step": share.step,
+                    "began": share.began.timestamp(),
+                    "seconds": share.seconds,
+                    "roles": {str(role): number for role, number in share.roles.items()},
+                }
+                for share in history.idle[-_MAX_SPANS:]
+            ],
             "episodes": self._episodes(),
             "warnings": _warnings(records),
             "recipe": dict(event.recipe),

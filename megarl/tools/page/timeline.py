@@ -5,24 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from megarl.observe.events import PhaseEnded, PhaseStarted, Record, RunFinished, RunStarted, StepFinished
+from megarl.observe.history import ROLES, IdleShare
 from megarl.observe.summary import Phase
 from megarl.types import JsonValue
-
-Role: TypeAlias = Literal["driver", "rollout", "trainer"]
-
-ROLES: Mapping[Phase, tuple[Role, ...]] = {
-    "start": ("driver",),
-    "generate": ("rollout",),
-    "assign": ("trainer",),
-    "update": ("trainer",),
-    "publish": ("trainer", "rollout"),
-    "evaluate": ("rollout",),
-    "save": ("trainer",),
-}
-"""The roles that are busy in each phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +51,13 @@ def fold_spans(records: Iterable[Record]) -> list[Span]:
             case StepFinished(summary=summary):
                 step = summary.step + 1
     return spans
+
+
+def idle_events(idle: Iterable[IdleShare]) -> Iterator[dict[str, JsonValue]]:
+    """Yield the idle shares of steps as counters of Chrome's trace format."""
+    for share in idle:
+        shares: dict[str, JsonValue] = {role: 100 * number for role, number in share.roles.items()}
+        yield {"ph": "C", "name": "idle share, %", "pid": "megarl", "ts": share.began.timestamp() * 1e6, "args": shares}
 
 
 _SPEAKERS = {"sampled": "model", "given": "environment"}

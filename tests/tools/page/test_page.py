@@ -45,6 +45,12 @@ def test_curves_are_drawn_in_both_colours(tmp_path: Path, colours: Literal["ligh
             assert is_dark == (colours == "dark")
             await page.evaluate("document.getElementById('tab-timeline').click()")
             assert await page.until("document.querySelectorAll('rect.bar').length") >= 12
+            # Seconds of a step: generate, pause, update, pause, publish, pause; producers waited for 0.5 of them.
+            idle = await page.evaluate("[...document.querySelectorAll('text.idle')].map((one) => one.textContent)")
+            assert idle[:2] == ["idle 8 %", "idle 67 %"]
+            assert len(idle) == 8
+            told = await page.evaluate("document.querySelector('p.idle').textContent")
+            assert told == "Idle in these 4 steps: rollout 7 %, trainer 70 %"
 
     asyncio.run(main())
 

@@ -77,6 +77,14 @@ def test_turns_of_episodes_are_tracks_of_the_trace(tmp_path: Path) -> None:
     assert {event["args"]["ending"] for event in events} == {"answered"}
 
 
+def test_idle_shares_are_counters_of_the_trace(tmp_path: Path) -> None:
+    run, path = make_run(tmp_path / "run", num_steps=2), tmp_path / "trace.json"
+    _write_trace(run, path)
+    counters = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "C"]
+    assert [set(event["args"]) for event in counters] == [{"rollout", "trainer"}] * 2
+    assert all(0 < share < 100 for event in counters for share in event["args"].values())
+
+
 def test_a_trace_is_what_perfetto_reads(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     other: dict[str, JsonValue] = {"ph": "X", "name": "task", "pid": "node", "tid": "worker", "ts": 1.0, "dur": 2.0}

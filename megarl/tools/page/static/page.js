@@ -69,7 +69,7 @@
         megarl.rightFrom = run.recipe.evaluation?.right_from ?? 1;
         megarl.charts.draw(at("curves"), run.charts);
         if (run.tables) at("curves").prepend(element("div", { class: "tables" }, ...run.tables.map(megarl.charts.table)));
-        megarl.timeline.draw(at("timeline"), run.spans, run.episodes);
+        megarl.timeline.draw(at("timeline"), run.spans, run.idle, run.episodes);
       }
     } catch (error) {
       at("reason").hidden = false;

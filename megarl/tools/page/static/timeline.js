@@ -3,24 +3,28 @@
 
 megarl.timeline = (() => {
   const WIDTH = 1200;
-  const ROW = 34;
+  const ROW = 46;
+  const BAR = 24;
+  const LABEL = 34;
   const LEFT = 64;
   const AXIS = 24;
   const CHOICES = [4, 16, 64, 0];
   const { element, svg, seconds } = megarl;
   let numShown = 16;
 
-  function draw(container, spans, episodes) {
+  function draw(container, spans, idle, episodes) {
     if (!spans.length) {
       container.replaceChildren(element("p", { class: "empty" }, "No phase has begun yet."));
       return;
     }
     const last = spans[spans.length - 1].step;
     const shown = numShown ? spans.filter((span) => span.step > last - numShown) : spans;
+    const steps = idle.filter((one) => shown.some((span) => span.step === one.step));
     const readout = element("output", {}, "Point at a bar.");
     container.replaceChildren(
-      element("div", { class: "toolbar" }, choice(container, spans, episodes), legend(shown), readout),
-      bars(shown, readout),
+      element("div", { class: "toolbar" }, choice(container, spans, idle, episodes), legend(shown), readout),
+      bars(shown, steps, readout),
+      ...(steps.length ? [element("p", { class: "idle" }, mean(steps))] : []),
       element("h2", {}, "Time by phase"),
       table(shown),
       ...(episodes && episodes.lanes.length ? swimlane(episodes) : []),
@@ -63,10 +67,21 @@ megarl.timeline = (() => {
     ];
   }
 
-  function choice(container, spans, episodes) {
+  const percent = (share) => `${Math.round(100 * share)} %`;
+
+  // Weighted by time: the share of all the time shown in which a role had nothing to do.
+  function mean(steps) {
+    const shares = ["rollout", "trainer"].filter((role) => role in steps[0].roles).map((role) => {
+      const total = steps.reduce((sum, one) => sum + one.seconds, 0);
+      return `${role} ${percent(steps.reduce((sum, one) => sum + one.seconds * one.roles[role], 0) / Math.max(1e-9, total))}`;
+    });
+    return `Idle in ${steps.length === 1 ? "this step" : `these ${steps.length} steps`}: ${shares.join(", ")}`;
+  }
+
+  function choice(container, spans, idle, episodes) {
     const select = element("select", {
       "aria-label": "Steps shown",
-      onchange: () => ((numShown = Number(select.value)), draw(container, spans, episodes)),
+      onchange: () => ((numShown = Number(select.value)), draw(container, spans, idle, episodes)),
     });
     for (const number of CHOICES) {
       select.append(element("option", { value: number, selected: number === numShown }, number ? `last ${number} steps` : "all steps"));
@@ -79,7 +94,7 @@ megarl.timeline = (() => {
     return element("span", { class: "legend" }, ...phases.map((phase) => element("span", { class: `key phase-${phase}` }, phase)));
   }
 
-  function bars(spans, readout) {
+  function bars(spans, idle, readout) {
     const roles = [...new Set(spans.flatMap((span) => span.roles))];
     const began = Math.min(...spans.map((span) => span.began));
     const ended = Math.max(...spans.map((span) => span.began + span.seconds));
@@ -88,7 +103,7 @@ megarl.timeline = (() => {
     const image = svg("svg", { viewBox: `0 0 ${WIDTH} ${height}`, class: "bars", role: "img", "aria-label": "Phases of each role" });
     roles.forEach((role, i) => {
       image.append(
-        svg("text", { class: "role", x: 0, y: i * ROW + ROW / 2 + 4 }, role),
+        svg("text", { class: "role", x: 0, y: i * ROW + BAR / 2 + 9 }, role),
         svg("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: (i + 1) * ROW, y2: (i + 1) * ROW }),
       );
     });
@@ -105,7 +120,7 @@ megarl.timeline = (() => {
             x: x(span.began),
             y: roles.indexOf(role) * ROW + 5,
             width: Math.max(0.8, x(span.began + span.seconds) - x(span.began)),
-            height: ROW - 10,
+            height: BAR,
             rx: 2,
             onpointerenter: () => {
               const end = span.is_open ? " so far" : "";
@@ -113,6 +128,18 @@ megarl.timeline = (() => {
             },
           }),
         );
+      }
+    }
+    for (const one of idle) {
+      const start = Math.max(LEFT, x(one.began));
+      const width = x(one.began + one.seconds) - start;
+      if (width < LABEL) continue; // the numbers of narrow steps would cover each other
+      for (const [role, share] of Object.entries(one.roles)) {
+        if (!roles.includes(role)) continue;
+        const told = `step ${one.step}: ${role} idle for ${percent(share)} of ${seconds(one.seconds)}`;
+        const place = { x: start + width / 2, y: roles.indexOf(role) * ROW + BAR + 16, "text-anchor": "middle" };
+        const text = width < 2 * LABEL ? percent(share) : `idle ${percent(share)}`;
+        image.append(svg("text", { class: "tick idle", ...place, onpointerenter: () => (readout.textContent = told) }, text));
       }
     }
     return element("div", { class: "scroll" }, image);

@@ -322,15 +322,20 @@ def test_engines_see_the_tokens_that_are_trained_on_in_ten_thousand_turns(
 
 
 _SLOW_CALCULATOR = '''
-import time
+import os, time
 from pathlib import Path
+
+FOLDER = Path(__file__).parent
 
 class Calculator:
     def add(self, a: int, b: int) -> str:
         """Add two numbers."""
-        with Path(__file__).with_name("calls").open("a") as calls:
+        with (FOLDER / "calls").open("a") as calls:
             calls.write("+")
         time.sleep(0.1)
+        while (FOLDER / "hold").exists():
+            (FOLDER / f"held-{os.getpid()}").touch()
+            time.sleep(0.02)
         return str(a + b)
 
     def score(self, transcript) -> float:
@@ -396,9 +401,13 @@ def test_nothing_is_lost_when_workers_and_an_engine_are_killed_and_weights_chang
             while not calls.exists() or calls.stat().st_size < 16:  # episodes are under way
                 await asyncio.sleep(0.05)
             num_killed = await _kill_workers(4)
+            (tmp_path / "hold").touch()  # the publish falls into six episodes: four workers at most are killed after it
+            while len(list(tmp_path.glob("held-*"))) < 6:
+                await asyncio.sleep(0.05)
             folders = {1: second.folder}
             publisher = PausingPublisher(_FoldersPublisher(fleet, folders), fleet, Pauses("abort"))
             await publisher.publish(PolicyVersion(1))
+            (tmp_path / "hold").unlink()
             os.killpg(engines.processes[1].pid, signal.SIGKILL)
             num_killed += await _kill_workers(4)
             groups = await playing
@@ -425,5 +434,5 @@ def test_nothing_is_lost_when_workers_and_an_engine_are_killed_and_weights_chang
     assert num_wrong == 0, f"{num_wrong} of {num_tokens} tokens are not of their version"
     assert num_killed >= 4
     assert num_replayed >= 1
-    assert both >= 1
+    assert both >= 2
     assert retries["env_lost"] + retries["score_lost"] == num_replayed

@@ -80,6 +80,8 @@ ENGINE_HOST_ENVIRONMENT: Mapping[str, str] = {
 ENGINE_ENVIRONMENT: Mapping[str, str] = {
     # A paused engine answers 503 to a health check that generates; a static check shows whether the process lives.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    # Callers close idle connections, never the engine: a request could be on its way.
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }

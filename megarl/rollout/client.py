@@ -17,11 +17,9 @@ from http import HTTPStatus
 from pathlib import Path
 from secrets import token_hex
 
-import httpx
-
 from megarl.config.section import Device
 from megarl.errors import EngineError
-from megarl.rollout.engine_http import EngineHttp, HttpReply, failure_reason
+from megarl.rollout.engine_http import EngineHttp, HttpError, HttpReply, Send
 from megarl.routes import AskedRoutes
 from megarl.system.secret import Secret
 from megarl.types import JsonValue, PolicyVersion
@@ -159,9 +157,8 @@ class Generated:
 class EngineClient:
     """A client of one engine. It holds connections until `close`."""
 
-    def __init__(
-        self, endpoint: EngineEndpoint, *, request_timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
-    ) -> None:
+    def __init__(self, endpoint: EngineEndpoint, *, request_timeout_s: float, send: Send | None = None) -> None:
+        """`send` replaces the network."""
         self.endpoint = endpoint
         self.request_timeout_s = request_timeout_s
         self._has_sessions: bool | None = None
@@ -169,7 +166,7 @@ class EngineClient:
         self._cuts: set[asyncio.Task[None]] = set()
         self._released: list[str] = []
         """SGLang's tags of the memory that it gave up; it ends itself when asked for memory that it has."""
-        self._http = EngineHttp(endpoint.url, transport=transport)
+        self._http = EngineHttp(endpoint.url, send=send)
 
     async def close(self) -> None:
         for cut in self._cuts:
@@ -270,7 +267,7 @@ class EngineClient:
         """Return whether the server answers; a paused or sleeping engine does."""
         try:
             response = await self._http.exchange("GET", "/health", None, None, timeout_s)
-        except httpx.HTTPError:
+        except HttpError:
             return False
         return response.status_code == HTTPStatus.OK
 
@@ -360,8 +357,8 @@ class EngineClient:
     async def _ask(self, operation: str, path: str, *, timeout_s: float) -> HttpReply:
         try:
             response = await self._http.exchange("GET", path, None, self.endpoint.keys.api, timeout_s)
-        except httpx.HTTPError as error:
-            raise self._error(operation, failure_reason(error, timeout_s)) from error
+        except HttpError as error:
+            raise self._error(operation, str(error)) from error
         return self._checked(operation, response)
 
     async def _get(self, operation: str, path: str, *, timeout_s: float) -> Mapping[str, JsonValue]:
@@ -385,8 +382,8 @@ class EngineClient:
     ) -> HttpReply:
         try:
             return await self._http.exchange("POST", path, body, key, timeout_s)
-        except httpx.HTTPError as error:
-            raise self._error(operation, failure_reason(error, timeout_s)) from error
+        except HttpError as error:
+            raise self._error(operation, str(error)) from error
 
     def _checked(self, operation: str, response: HttpReply) -> HttpReply:
         if response.status_code != HTTPStatus.OK:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import aiohttp
-import httpx
 import msgspec
-from httpx_aiohttp import AiohttpTransport
 
 from megarl.types import JsonValue
 
@@ -17,6 +16,9 @@ MAX_REPLY_BYTES = 256 << 20
 """Limit of one reply: a million tokens with their log-probabilities take a quarter of it."""
 _CONNECT_TIMEOUT_S = 60.0
 """Long: a busy process notices late that it is connected. Probes find out sooner that an engine is gone."""
+
+KEPT_S = 4.0
+"""Idle connections are kept so long; engines keep them much longer, so that none ends as a request is written to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,77 +35,73 @@ class HttpReply:
         return value
 
 
+class HttpError(Exception):
+    """No usable reply came; the text says why."""
+
+
+Send: TypeAlias = Callable[[str, str, Mapping[str, str], bytes | None], Awaitable[HttpReply]]
+"""Sends a request of a method, a URL, headers and a content."""
+
+
 class EngineHttp:
-    def __init__(self, url: str, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(self, url: str, *, send: Send | None = None) -> None:
         self._url = url
-        self._urls: dict[str, httpx.URL] = {}
-        # httpx's own client is left out: it costs the driver as much per request as the sending itself.
-        # `verify` is of a session that is not used; its default reads all certificates of the machine for each engine.
-        self._transport = transport or AiohttpTransport(client=_open_session, verify=False)
+        self._session: aiohttp.ClientSession | None = None
+        self._send = send or self._over_network
 
     async def close(self) -> None:
-        await self._transport.aclose()
+        if self._session is not None:
+            await self._session.close()
 
     async def exchange(
         self, method: str, path: str, body: Mapping[str, JsonValue] | None, key: str | None, timeout_s: float
     ) -> HttpReply:
-        """Return the whole reply, whatever its status; raise httpx.HTTPError if it is not there within `timeout_s`."""
-        if path not in self._urls:
-            self._urls[path] = httpx.URL(f"{self._url}{path}")
+        """Return the whole reply, whatever its status; raise HttpError if it is not there within `timeout_s`."""
         headers = {"Accept-Encoding": "identity"}
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
         if body is not None:
             headers["Content-Type"] = "application/json"
-        request = httpx.Request(
-            method,
-            self._urls[path],
-            headers=headers,
-            content=None if body is None else msgspec.json.encode(body),
-            extensions={"timeout": httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S).as_dict()},
-        )
+        content = None if body is None else msgspec.json.encode(body)
         try:
-            # The transport's own limits are per read: a server that sends a byte now and then would never be late.
+            # One limit for all: a server that sends a byte now and then would never be late.
             async with asyncio.timeout(timeout_s):
-                return await self._receive(request)
+                return await self._send(method, f"{self._url}{path}", headers, content)
+        except aiohttp.ConnectionTimeoutError as error:
+            raise HttpError(f"no connection within {_CONNECT_TIMEOUT_S:.0f} s") from error
         except TimeoutError as error:
-            raise httpx.ReadTimeout("late") from error
+            raise HttpError(f"no answer within {timeout_s:.0f} s") from error
         except (aiohttp.ClientError, ValueError) as error:
-            # The transport passes on what it cannot name: answers that are not HTTP, as from a port that is another's.
-            raise httpx.RemoteProtocolError(f"not an answer: {str(error)[:200]}") from error
+            # A ValueError: an answer that is not HTTP, as from a port that is another's.
+            raise HttpError(f"{type(error).__name__}: {str(error)[:200]}".removesuffix(": ")) from error
 
-    async def _receive(self, request: httpx.Request) -> HttpReply:
-        response = await self._transport.handle_async_request(request)
-        try:
+    async def _over_network(
+        self, method: str, url: str, headers: Mapping[str, str], content: bytes | None
+    ) -> HttpReply:
+        if self._session is None:
+            self._session = _open_session()
+        request = self._session.request(method, url, headers=headers, data=content, allow_redirects=False)
+        async with request as response:
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
                 # Nobody asked for it, and its size after decompression is unknown.
-                raise httpx.ReadError(f"the reply is compressed ({encoding[:40]})")
+                raise HttpError(f"the reply is compressed ({encoding[:40]})")
             reply = bytearray()
-            async for chunk in response.aiter_bytes():
+            async for chunk in response.content.iter_any():
                 reply += chunk
                 if len(reply) > MAX_REPLY_BYTES:
-                    raise httpx.ReadError(f"the reply has more than {MAX_REPLY_BYTES} bytes")
-        finally:
-            await response.aclose()
-        return HttpReply(status_code=response.status_code, content=bytes(reply))
-
-
-def failure_reason(error: httpx.HTTPError, timeout_s: float) -> str:
-    cause = error.__cause__
-    # The transport reports every broken connection as a timeout.
-    is_broken = isinstance(cause, aiohttp.ClientConnectionError) and not isinstance(cause, aiohttp.ServerTimeoutError)
-    if isinstance(cause, aiohttp.ConnectionTimeoutError):
-        return f"no connection within {_CONNECT_TIMEOUT_S:.0f} s"
-    if isinstance(error, httpx.TimeoutException) and not is_broken:
-        return f"no answer within {timeout_s:.0f} s"
-    name = type(cause if is_broken else error).__name__
-    return f"{name}: {error}" if str(error) else name
+                    raise HttpError(f"the reply has more than {MAX_REPLY_BYTES} bytes")
+        return HttpReply(status_code=response.status, content=bytes(reply))
 
 
 def _open_session() -> aiohttp.ClientSession:
-    """Return the session under httpx. Its transport costs a fraction of a millisecond per request, httpx's own several.
+    """Return a session without a limit of requests.
 
-    Each request has its own connection: the server can close a kept one just as the next request is written to it.
+    Connections are kept for the next turn of an episode: to open one costs a fifth of a turn.
     """
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )

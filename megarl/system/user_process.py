@@ -35,6 +35,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 MAX_LOG_BYTES = 64 << 20
 """Limit of the log of the workers on a node: half of it in the file, the half before in another one, `.1`."""
 _LOG_CHUNK_BYTES = 1 << 16
+_READ_BYTES = 1 << 16  # most messages are read at once, with their length
 _KILL_TIMEOUT_S = 10.0
 _STDERR = 2
 _log_lock = threading.Lock()
@@ -47,6 +48,7 @@ class UserProcess:
     def __init__(self, module: str, task: Mapping[str, object], *, log_path: Path | None = None) -> None:
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
+        self._received = b""
         self._mark = uuid4().hex
         # -u: the output is in the log even if the worker is killed.
         arguments = (str(theirs.fileno()), json.dumps(task))
@@ -117,13 +119,13 @@ class UserProcess:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
     async def _read(self, num_bytes: int) -> bytes:
-        chunks = b""
-        while len(chunks) < num_bytes:
-            chunk = await asyncio.get_running_loop().sock_recv(self._channel, num_bytes - len(chunks))
+        while (num_missing := num_bytes - len(self._received)) > 0:
+            chunk = await asyncio.get_running_loop().sock_recv(self._channel, max(num_missing, _READ_BYTES))
             if not chunk:
                 raise EOFError
-            chunks += chunk
-        return chunks
+            self._received += chunk
+        read, self._received = self._received[:num_bytes], self._received[num_bytes:]
+        return read
 
 
 @dataclass(slots=True, kw_only=True)

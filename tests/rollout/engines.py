@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import httpx
 import numpy as np
 
 from megarl.config.model import ModelShape
 from megarl.config.roles import InFlight, RolloutRoleConfig
 from megarl.rollout.client import EngineClient, EngineEndpoint, EngineKeys
+from megarl.rollout.engine_http import HttpReply, Send
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.rollout.process import EngineProcess, EngineSpec
@@ -139,7 +141,25 @@ def scripted_client(handler: Handler | SlowHandler, *, index: int = 0, tensor: i
         device="cpu",
         keys=EngineKeys(api="api-key", admin="admin-key"),
     )
-    return EngineClient(endpoint, request_timeout_s=60, transport=httpx.MockTransport(handler))
+    return EngineClient(endpoint, request_timeout_s=60, send=scripted(handler))
+
+
+def scripted(handler: Handler | SlowHandler) -> Send:
+    """Let `handler` answer instead of a server; what it raises is what the network would."""
+    transport = httpx.MockTransport(handler)
+
+    async def send(method: str, url: str, headers: Mapping[str, str], content: bytes | None) -> HttpReply:
+        try:
+            response = await transport.handle_async_request(
+                httpx.Request(method, url, headers=dict(headers), content=content)
+            )
+        except httpx.TimeoutException as error:
+            raise TimeoutError from error
+        except httpx.HTTPError as error:
+            raise aiohttp.ClientConnectionError(str(error)) from error
+        return HttpReply(status_code=response.status_code, content=await response.aread())
+
+    return send
 
 
 def scripted_fleet(*handlers: Handler | SlowHandler, max_outstanding: int = 8) -> Fleet:

@@ -4,7 +4,7 @@ import asyncio
 import gzip
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -14,8 +14,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from megarl.config.section import Device
+from megarl.env import ENGINE_ENVIRONMENT
 from megarl.errors import EngineError
 from megarl.rollout.client import EngineClient, EngineKeys, GenerateRequest, PauseMode
+from megarl.rollout.engine_http import KEPT_S
 from megarl.types import JsonValue, PolicyVersion
 from tests.rollout.engines import EOS, ServedModel, generator_of, prompt_of, scripted_client
 
@@ -66,7 +68,7 @@ def test_a_broken_connection_names_engine_and_operation() -> None:
     def broken(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
-    with pytest.raises(EngineError, match=r"engine 0 .*: flush cache: ConnectError: refused"):
+    with pytest.raises(EngineError, match=r"engine 0 .*: flush cache: ClientConnectionError: refused"):
         asyncio.run(scripted_client(broken).flush_cache())
 
 
@@ -76,22 +78,6 @@ def test_a_late_answer_names_the_deadline() -> None:
 
     with pytest.raises(EngineError, match="generate: no answer within 90 s"):
         asyncio.run(scripted_client(late).generate(REQUEST))
-
-
-def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.rollout.engine_http.MAX_REPLY_BYTES", 1000)
-    num_sent = 0
-
-    async def endless() -> AsyncIterator[bytes]:
-        nonlocal num_sent
-        while True:
-            num_sent += 1
-            yield b" " * 100
-
-    client = scripted_client(lambda request: httpx.Response(200, content=endless()))
-    with pytest.raises(EngineError, match=r"engine 0 .*: generate: ReadError: the reply has more than 1000 bytes"):
-        asyncio.run(client.generate(REQUEST))
-    assert num_sent == 11
 
 
 async def ask(answer: Callable[[web.Request], Awaitable[web.StreamResponse]], *, timeout_s: float) -> bytes:
@@ -105,6 +91,49 @@ async def ask(answer: Callable[[web.Request], Awaitable[web.StreamResponse]], *,
             return (await client.generate(REQUEST)).content
         finally:
             await client.close()
+
+
+def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.rollout.engine_http.MAX_REPLY_BYTES", 1000)
+
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" " * 100)
+
+    with pytest.raises(EngineError, match=r"engine 0 .*: generate: the reply has more than 1000 bytes"):
+        asyncio.run(ask(endless, timeout_s=60))
+
+
+def test_turns_after_each_other_share_a_connection_and_survive_its_end() -> None:
+    """A server that closes an idle connection costs no request."""
+    connections: list[asyncio.BaseTransport] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        connections.append(request.transport)
+        return web.json_response({})
+
+    async def scenario() -> None:
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        async with TestServer(app) as server:
+            endpoint = replace(scripted_client(Recorder()).endpoint, port=server.make_url("/").port or 0)
+            client = EngineClient(endpoint, request_timeout_s=60)
+            try:
+                for _ in range(3):
+                    await client.generate(REQUEST)
+                connections[-1].close()
+                await asyncio.sleep(0.1)
+                await client.generate(REQUEST)
+            finally:
+                await client.close()
+
+    asyncio.run(scenario())
+    assert len({id(each) for each in connections[:3]}) == 1
+    assert connections[3] is not connections[0]
+    assert float(ENGINE_ENVIRONMENT["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 100 * KEPT_S
 
 
 @pytest.mark.fault("a reply byte by byte", "cut at the deadline of the whole exchange")
@@ -163,7 +192,7 @@ def test_a_compressed_reply_is_refused() -> None:
     async def bomb(request: web.Request) -> web.StreamResponse:
         return web.Response(body=gzip.compress(bytes(10_000_000)), headers={"Content-Encoding": "gzip"})
 
-    with pytest.raises(EngineError, match=r"generate: ReadError: the reply is compressed \(gzip\)"):
+    with pytest.raises(EngineError, match=r"generate: the reply is compressed \(gzip\)"):
         asyncio.run(ask(bomb, timeout_s=60))
 
 

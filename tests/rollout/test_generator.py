@@ -22,7 +22,15 @@ from megarl.rollout.generator import evaluation_seed, sampling_seed
 from megarl.rollout.lifecycle import EngineState, Retired
 from megarl.rollout.worker import RequestCounts
 from megarl.types import FinishReason, Prompt, RolloutGroup
-from tests.rollout.engines import EOS, ServedModel, generator_of, prompt_of, scripted_client, scripted_fleet
+from tests.rollout.engines import (
+    EOS,
+    ServedModel,
+    generator_of,
+    prompt_of,
+    scripted,
+    scripted_client,
+    scripted_fleet,
+)
 
 
 def reply_of(*token_ids: int, version: str = "0", kind: str = "stop") -> httpx.Response:
@@ -356,7 +364,7 @@ def late_fleet(*engines: SlowEngine, request_timeout_s: float) -> Fleet:
         EngineClient(
             scripted_client(engine, index=index).endpoint,
             request_timeout_s=request_timeout_s,
-            transport=httpx.MockTransport(engine),
+            send=scripted(engine),
         )
         for index, engine in enumerate(engines)
     ]

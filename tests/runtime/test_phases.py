@@ -19,6 +19,7 @@ from megarl.runtime.engines.serving import offloaders
 from megarl.runtime.phases import Offloader, SharedPhases, SharedPublisher
 from megarl.runtime.trainers.start import Trainers
 from megarl.types import PolicyVersion
+from tests.rollout.engines import scripted
 
 STEP = {
     "/pause_generation": "pause",
@@ -53,7 +54,7 @@ class Pool:
         endpoint = EngineEndpoint(
             index=index, host="127.0.0.1", port=30000, tensor=1, device="cuda", keys=EngineKeys(api="a", admin="b")
         )
-        return EngineClient(endpoint, request_timeout_s=5, transport=httpx.MockTransport(answer))
+        return EngineClient(endpoint, request_timeout_s=5, send=scripted(answer))
 
     async def start_trainers(self) -> None:
         await self.phases.make_room()

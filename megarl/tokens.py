@@ -22,6 +22,7 @@ class Content:
     logprobs: npt.NDArray[np.float32]  # [T], of the engine, after temperature
     text: str
     routes: RouteArray | None = None  # [P + T - 1], of the prompt's tokens too; None where no engine chose experts
+    teacher: npt.NDArray[np.float32] | None = None  # [T, 1 + 2K], of a teacher on engines, see `rollout.teacher`
 
     def load(self) -> Content:
         return self

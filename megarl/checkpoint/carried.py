@@ -35,6 +35,8 @@ _COLUMNS: dict[str, type[np.generic]] = {
 _OF_CONTENT = ("token_ids", "logprobs")
 _ROUTES = "routes"
 """[rows, layers, experts of a token]; only where some rollout has routes."""
+_TEACHER = "teacher"
+"""[tokens, 1 + 2K]; only where a teacher on engines was asked."""
 _TYPES = {"int32": "I32", "float32": "F32", "bool": "BOOL", "uint8": "U8", "uint16": "U16"}
 
 
@@ -47,6 +49,7 @@ class _RolloutRecord:
     episode: Episode = SINGLE
     num_routes: int = 0
     """Rows of the routes that are its own."""
+    is_taught: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,8 @@ def write_carried(folder: Path, groups: Sequence[ScoredGroup]) -> dict[str, File
     routes = [content.routes for content in contents if content.routes is not None]
     if routes:
         columns[_ROUTES] = np.concatenate(routes)
+    if taught := [content.teacher for content in contents if content.teacher is not None]:
+        columns[_TEACHER] = np.concatenate(taught)
     specs = {name: (_TYPES[column.dtype.name], column.shape) for name, column in columns.items()}
     digest = write_tensor_file(folder / TOKENS_FILE, specs, lambda entry: [columns[entry.name].tobytes()])
     records = tuple(_record(scored, group_pairs) for scored, group_pairs in zip(groups, pairs, strict=True))
@@ -116,7 +121,8 @@ def _record(scored: ScoredGroup, pairs: Sequence[tuple[Rollout, Score]]) -> _Gro
             text=rollout.text,
             score=score,
             episode=rollout.episode,
-            num_routes=0 if (routes := rollout.content.load().routes) is None else len(routes),
+            num_routes=0 if (content := rollout.content.load()).routes is None else len(content.routes),
+            is_taught=content.teacher is not None,
         )
         for rollout, score in pairs
     ]
@@ -135,18 +141,23 @@ class _TokenReader:
         self._columns = columns
         self._position = 0
         self._route = 0
+        self._taught = 0
 
     def next_rollout(self, record: _RolloutRecord) -> Rollout:
         part = slice(self._position, self._position + record.num_tokens)
         self._position += record.num_tokens
         routes = self._columns[_ROUTES][self._route : self._route + record.num_routes] if record.num_routes else None
         self._route += record.num_routes
+        num_taught = record.num_tokens if record.is_taught else 0
+        teacher = self._columns[_TEACHER][self._taught : self._taught + num_taught] if num_taught else None
+        self._taught += num_taught
         return Rollout(
             content=Content(
                 token_ids=cast("npt.NDArray[np.int32]", self._columns["token_ids"][part]),
                 logprobs=cast("npt.NDArray[np.float32]", self._columns["logprobs"][part]),
                 text=record.text,
                 routes=cast("RouteArray | None", routes),
+                teacher=cast("npt.NDArray[np.float32] | None", teacher),
             ),
             versions=cast("npt.NDArray[np.int32]", self._columns["versions"][part]),
             loss_mask=cast("npt.NDArray[np.bool_]", self._columns["loss_mask"][part]),

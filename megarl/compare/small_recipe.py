@@ -31,11 +31,11 @@ from megarl.config.recipe import (
 from megarl.config.reward import FunctionRewardConfig
 from megarl.config.roles import (
     ActorConfig,
+    EngineRoleConfig,
     ModelParallelConfig,
     PoolConfig,
     ReferenceConfig,
     RolesConfig,
-    RolloutRoleConfig,
 )
 from megarl.errors import ConfigError, MachineError, Problem
 
@@ -111,7 +111,7 @@ def small_layouts(recipe: Recipe, *, folder: Path, model_folder: Path, max_engin
     # In a shared pool every further rank is a further engine.
     wanted_data = 1 if is_shared else min(_MAX_PARTS, recipe.data_parallel)
     num_ranks = small_actor.model_parallel * _small_data(small_actor, wanted_data)
-    small_rollout = _small_rollout(rollout)
+    small_rollout = rollout.model_copy(update=_small_engines(rollout))
     pools = {small_actor.pool: PoolConfig(gpus_per_node=num_ranks)}
     if is_shared:
         if num_ranks % small_rollout.tensor:
@@ -146,8 +146,9 @@ def small_topology(recipe: Recipe, *, folder: Path, files: RehearsalFiles, max_n
     A pool of several nodes has at most `max_nodes`. The notes state each number that is another one.
     """
     roles = recipe.roles
-    if roles.rollout is not None and roles.rollout.pool is None:
-        raise _refused("roles.rollout.endpoints", "engines that run already cannot be rehearsed; name a pool")
+    rehearsed = {"rollout", *roles.teachers}  # rewards have a stand-in
+    for name in (name for name, role in roles.on_engines.items() if role.pool is None and name in rehearsed):
+        raise _refused(f"roles.{name}.endpoints", "engines that run already cannot be rehearsed; name a pool")
     if isinstance(recipe.algorithm, GivenPairsConfig):
         raise _refused("algorithm.kind", f"{recipe.algorithm.kind} trains on pairs, which a rehearsal does not have")
     small_roles = _small_roles(roles, files.model)
@@ -200,10 +201,11 @@ def _small_roles(roles: RolesConfig, model: Path) -> RolesConfig:
         critic=critic and critic.model_copy(update=_small_split(critic) | trained | even | learning),
         reference=reference
         and (reference.model_copy(update=_small_split(reference) | same) if reference.pool else ReferenceConfig()),
-        rollout=rollout and _small_rollout(rollout),
+        rollout=rollout and rollout.model_copy(update=_small_engines(rollout)),
         teacher={
             name: each.model_copy(
-                update=_small_split(each) | even | {"model": model, "sources": (name,) * min(index, 1)}
+                update=(_small_split(each) | even if each.kind == "ranks" else _small_engines(each))
+                | {"model": model, "sources": (name,) * min(index, 1)}
             )
             for index, (name, each) in enumerate(roles.teacher.items())
         },
@@ -380,17 +382,10 @@ def _small_data(actor: ActorConfig, wanted: int) -> int:
     return wanted
 
 
-def _small_rollout(rollout: RolloutRoleConfig) -> RolloutRoleConfig:
-    tensor = min(_MAX_PARTS, rollout.tensor)
-    return rollout.model_copy(
-        update={
-            "tensor": tensor,
-            "expert": min(tensor, rollout.expert),
-            "max_running_requests": 8,
-            "max_cached_tokens": None,
-            "sglang": {},
-        }
-    )
+def _small_engines(role: EngineRoleConfig) -> dict[str, object]:
+    tensor = min(_MAX_PARTS, role.tensor)
+    small: dict[str, object] = {"tensor": tensor, "expert": min(tensor, role.expert), "max_running_requests": 8}
+    return small | {"max_cached_tokens": None, "sglang": {}}
 
 
 def _num_layers(actor: ActorConfig) -> int:

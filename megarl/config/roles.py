@@ -246,6 +246,17 @@ class TeacherRanksConfig(ModelParallelConfig):
     """Values of `data.source_key` whose prompts it teaches; empty: all that no other teacher names."""
 
 
+class TeacherEnginesConfig(FrozenRoleConfig):
+    """A teacher on SGLang engines, asked as soon as a rollout is complete; `sampling.temperature` must be 1."""
+
+    kind: Literal["engines"]
+    sources: tuple[str, ...] = ()
+    """The same as those of a teacher on ranks."""
+
+
+TeacherConfig: TypeAlias = Annotated[TeacherRanksConfig | TeacherEnginesConfig, Field(discriminator="kind")]
+
+
 class RolloutRoleConfig(EngineRoleConfig):
     publish_folder: Path | None = None
     """Holds the newest version for `endpoints`, which see it under the same path; null is `<run>/published`."""
@@ -279,19 +290,25 @@ class RolesConfig(Section):
     """Sequence classifiers by name, for `reward: {kind: reward_model}`."""
     judge: dict[str, FrozenRoleConfig] = Field(default={})
     """Language models by name, for `reward: {kind: engine_judge}`."""
-    teacher: dict[str, TeacherRanksConfig] = Field(default={})
-    """Models by name that `algorithm.distillation` draws the policy to."""
+    teacher: dict[str, TeacherConfig] = Field(default={})
+    """Models by name that `algorithm.distillation` draws the policy to; all on ranks or all on engines."""
 
     @property
     def frozen(self) -> dict[str, FrozenRoleConfig]:
         """The models on engines that are never trained, by their key below `roles`."""
         kinds = {"reward_model": self.reward_model, "judge": self.judge}
-        return {f"{kind}.{name}": role for kind, named in kinds.items() for name, role in named.items()}
+        scoring = {f"{kind}.{name}": role for kind, named in kinds.items() for name, role in named.items()}
+        return {**scoring, **{key: role for key, role in self.teachers.items() if role.kind == "engines"}}
 
     @property
-    def teachers(self) -> dict[str, TeacherRanksConfig]:
+    def teachers(self) -> dict[str, TeacherRanksConfig | TeacherEnginesConfig]:
         """The teachers by their key below `roles`."""
         return {f"teacher.{name}": role for name, role in self.teacher.items()}
+
+    @property
+    def teacher_ranks(self) -> dict[str, TeacherRanksConfig]:
+        """The teachers on Megatron ranks by their key below `roles`."""
+        return {key: role for key, role in self.teachers.items() if role.kind == "ranks"}
 
     @property
     def on_engines(self) -> dict[str, EngineRoleConfig]:
@@ -313,5 +330,5 @@ class RolesConfig(Section):
     @property
     def megatron_roles(self) -> dict[str, ActorConfig | CriticConfig | ReferenceConfig | TeacherRanksConfig]:
         """The roles with Megatron ranks of their own; a reference in the actor's ranks is not one."""
-        named = {"actor": self.actor, "critic": self.critic, "reference": self.reference, **self.teachers}
+        named = {"actor": self.actor, "critic": self.critic, "reference": self.reference, **self.teacher_ranks}
         return {name: role for name, role in named.items() if role is not None and role.pool is not None}

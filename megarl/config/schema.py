@@ -72,13 +72,17 @@ def _section(root: Schema, section: Schema, path: str, written: set[str]) -> Ite
     for name, field in properties.items():
         key = f"{path}{name}"
         sections = list(_sections_of(root, field))
+        if "additionalProperties" in field and any(
+            heading and child["title"] in written for heading, child in sections
+        ):
+            sections = []  # the kinds of one reward, by source: they have been described
         if not sections:
             default = "" if name in required else f"`{_as_yaml(field.get('default'))}`"
             rows.append(f"| `{key}` | {_type(field)} | {default} | {_cell(field)} |")
         for heading, child in sections:
             if f"{key}{heading}" in written:
                 continue
-            written.add(f"{key}{heading}")
+            written |= {f"{key}{heading}", str(child["title"])}
             child_path = f"{key}.<name>." if "additionalProperties" in field else f"{key}."
             child_path = f"{key}.<number>." if field.get("type") == "array" else child_path
             inner = list(_section(root, child, child_path, written))
@@ -100,6 +104,7 @@ def _about(field: Schema, section: Schema, *, is_required: bool) -> Iterator[str
 
 def _sections_of(root: Schema, field: Schema) -> Iterator[tuple[str, Schema]]:
     nested = [inner for choice in _list(field, "anyOf") for inner in _list(choice, "oneOf")]
+    nested += _list(_mapping(field, "additionalProperties"), "oneOf")
     choices = field.get("oneOf") or nested
     for choice in _list(field, "oneOf") + _list(field, "anyOf") + nested + [field]:
         references = (choice, _mapping(choice, "additionalProperties"), _mapping(choice, "items"))

@@ -93,6 +93,7 @@ class Share:
     has_rollout_logprobs: bool
     """Whether the rank needs those of the engine, and the next: the experts that it chose."""
     has_routes: bool
+    teacher_width: int  # numbers of a token that a teacher on engines gave; 0 where the rank does not need them
     updates: tuple[ShareOfUpdate, ...]
     temperature: float
 
@@ -118,7 +119,7 @@ class Share:
         names = [*self.columns, *(["rollout_logprobs"] if self.has_rollout_logprobs else [])]
         mini_batches = []
         for update in self.updates:
-            rows = _rows(len(update.micro_batches), update.num_tokens, names)
+            rows = _rows(len(update.micro_batches), update.num_tokens, names, self.teacher_width)
             mini_batches.append(
                 MiniBatch(
                     micro_batches=tuple(
@@ -139,13 +140,14 @@ def make_shares(
     temperature: float,
     has_versions: bool = False,
     has_routes: bool = False,
+    teacher_width: int = 0,
     without: Collection[str] = (),
     among: Sequence[int] | None = None,
 ) -> Iterator[Share]:
     """Yield the share of each data-parallel rank; no response is loaded.
 
-    `has_versions` adds the policy that chose each token, `has_routes` its experts. Columns named in `without` are left
-    out, and so are samples that are not `among` those given.
+    `has_versions` adds the policy that chose each token, `has_routes` its experts, `teacher_width` the numbers that an
+    engine's teacher gave it. Columns named in `without` are left out, and so are samples not `among` those given.
     """
     chosen = range(len(samples)) if among is None else among
     rows = [row for sample_id in chosen for row in _rows_of(sample_id, samples[sample_id])]
@@ -177,6 +179,7 @@ def make_shares(
             places=tuple((order[id(source)], index) for source, index in located),
             has_rollout_logprobs="rollout_logprobs" not in without,
             has_routes=has_routes,
+            teacher_width=teacher_width,
             updates=tuple(
                 _share_of_update(
                     plan,
@@ -270,10 +273,8 @@ def with_numbers(batch: TrainBatch, numbers: Mapping[str, Sequence[SampleNumbers
         columns: dict[str, Any] = {name: _column(micro_batch, arrays) for name, arrays in found.items()}
         return replace(micro_batch, **columns)
 
-    mini_batches = (
-        replace(each, micro_batches=tuple(map(complete, each.micro_batches))) for each in batch.mini_batches
-    )
-    return replace(batch, mini_batches=tuple(mini_batches))
+    taken = [replace(each, micro_batches=tuple(map(complete, each.micro_batches))) for each in batch.mini_batches]
+    return replace(batch, mini_batches=tuple(taken))
 
 
 def _column(micro_batch: MicroBatch, arrays: Mapping[int, FloatArray]) -> FloatArray:
@@ -310,11 +311,13 @@ class _Row:
 _DTYPES: dict[str, type[np.generic]] = {"loss_mask": np.bool_, "versions": np.int32}
 
 
-def _rows(num_rows: int, num_tokens: int, names: Sequence[str]) -> Iterator[_Row]:
+def _rows(num_rows: int, num_tokens: int, names: Sequence[str], teacher_width: int) -> Iterator[_Row]:
     """Yield zeros for each micro-batch. The columns of all are allocated at once: large arrays get large pages."""
     shape = (num_rows, num_tokens)
     token_ids = np.zeros(shape, np.int32)
     columns = {name: np.zeros(shape, _DTYPES.get(name, np.float32)) for name in names}
+    if teacher_width:
+        columns["teacher"] = np.zeros((*shape, teacher_width), np.float32)
     for row in range(num_rows):
         yield _Row(token_ids=token_ids[row], columns={name: column[row] for name, column in columns.items()})
 
@@ -334,9 +337,10 @@ def _micro_batch(
         first = end - sample.num_tokens
         row.token_ids[start : first + 1] = sample.prompt_ids if len(sample.prompt_ids) else token_ids[:1]
         row.token_ids[first + 1 : end] = token_ids[-sample.num_tokens : -1]
-        logprobs = content.logprobs[sample.first : sample.end]
+        loaded = {"rollout_logprobs": content.logprobs, "teacher": content.teacher}
         for name, column in row.columns.items():
-            column[first:end] = logprobs if name == "rollout_logprobs" else sample.columns[name]
+            given = loaded.get(name)
+            column[first:end] = sample.columns[name] if given is None else given[sample.first : sample.end]
         if has_routes and content.routes is not None:
             before_last = len(content.routes) - len(content.token_ids) + sample.end
             routed.append((start, content.routes[before_last - sample.num_positions : before_last]))
@@ -352,10 +356,9 @@ def _micro_batch(
         # The same token at every position would be sent to the same few experts of a mixture.
         known = row.token_ids[: starts[-1]] if members else next((each.prompt_ids for each in samples.values()), [0])
         row.token_ids[starts[-1] :] = np.resize(known, num_tokens - starts[-1])
-        starts.append(num_tokens)
+        for ends in (starts, response_starts, response_ends):
+            ends.append(num_tokens)
         last_ids.append(0)
-        response_starts.append(num_tokens)
-        response_ends.append(num_tokens)
         sample_ids.append(_PADDING)
     nothing, get = np.zeros(0, np.float32), row.columns.get
     return MicroBatch(
@@ -373,6 +376,7 @@ def _micro_batch(
         response_starts=_int32(response_starts),
         response_ends=_int32(response_ends),
         versions=get("versions"),
+        teacher=get("teacher"),
         rows=_packed_rows([samples[index] for index in members], _int32(starts)),
         routes=PackedRoutes.of(routed, num_tokens),
     )

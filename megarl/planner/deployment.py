@@ -349,7 +349,7 @@ def find_shapes(model: ModelConfig, roles: RolesConfig, *, name: str | None = No
     policy, source = (PUBLIC_MODELS[name], _entry(name)) if name else _find_shape(model.path, "model.path")
     own = None if roles.critic is None else roles.critic.path
     body = policy if own is None else _find_shape(own, "roles.critic.path")[0]
-    teachers = {role: _find_shape(each.model, f"roles.{role}.model")[0] for role, each in roles.teachers.items()}
+    teachers = {role: _find_shape(each.model, f"roles.{role}.model")[0] for role, each in roles.teacher_ranks.items()}
     return RoleShapes(policy=policy, critic=body.as_critic(), source=source, teachers=teachers)
 
 

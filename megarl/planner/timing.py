@@ -169,7 +169,7 @@ def _work(
         scoring[PhaseName.REFERENCE] = ("reference", models["reference"].forward_s)
     elif deployment.keeps_reference:
         scoring[PhaseName.REFERENCE] = ("actor", actor.forward_s + actor.exchange_s)
-    teachers = [role for role in deployment.roles.teachers if role in models]
+    teachers = deployment.roles.teacher_ranks
     if teachers:
         # Pools of several teachers work side by side; how prompts divide among them is not known here.
         slowest = max(teachers, key=lambda role: models[role].forward_s)

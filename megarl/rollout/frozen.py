@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar, cast
 from uuid import uuid4
 
@@ -21,7 +22,8 @@ from megarl.reward.frozen import RETRY_TEMPERATURE, WrittenReply
 from megarl.reward.pool import MachineFaultError
 from megarl.rollout.client import EngineClient
 from megarl.rollout.fleet import EngineLostError, Fleet
-from megarl.types import JsonValue
+from megarl.rollout.teacher import token_scores
+from megarl.types import FloatArray, JsonValue, TokenArray
 
 _MAX_LOSSES = 20
 """Engines that may be lost with one request: it may be the cause."""
@@ -83,6 +85,17 @@ class FrozenEngines:
         output_ids, is_cut = await self._ask(lambda client: generate(client, token_ids, sampling))
         text = self._tokenizer.decode_response(np.array(output_ids, dtype=np.int32))
         return WrittenReply(text=text, num_tokens=len(token_ids) + len(output_ids), is_cut=is_cut)
+
+    async def token_scores(self, token_ids: TokenArray, *, first: int, num_top: int, vocab: int) -> FloatArray:
+        """Return what a teacher is asked (a `TeacherModel`)."""
+        shape, num_spare = self._shape, max(0, self._shape.vocab - vocab)
+        if len(token_ids) >= shape.max_context_tokens or token_ids.max() >= shape.vocab:
+            given = f"{len(token_ids)} tokens up to id {token_ids.max()} do not fit roles.{self._role}"
+            raise ScoreError(f"{given}: {shape.max_context_tokens} tokens of context, {shape.vocab} of vocabulary")
+        asked = partial(
+            token_scores, token_ids=token_ids, first=first, num_top=num_top, num_spare=num_spare, vocab=vocab
+        )
+        return await self._ask(asked)
 
     def labels(self, answers: Sequence[str]) -> list[int]:
         """Return the first token of each answer; a ScoreError if two answers begin with the same."""

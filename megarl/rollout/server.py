@@ -47,7 +47,8 @@ class _State(Protocol):
     """The fields of SGLang's request state that are used."""
 
     obj: _Request
-    input_token_logprobs_val: list[float]
+    input_token_logprobs_val: list[float | None]
+    input_token_logprobs_idx: list[int]
     output_token_logprobs_val: list[float]
     output_token_logprobs_idx: list[int]
 
@@ -81,13 +82,31 @@ def add_flat_logprobs(
     request = state.obj
     is_plain = not top_logprobs_num and token_ids_logprob is None and not return_text_in_logprobs
     is_asked = getattr(request, "return_flat_raw_top_logprobs_b64", False)  # not in every release
-    is_flat = is_asked and not request.stream and not state.input_token_logprobs_val
-    if not is_plain or not is_flat:
+    is_flat = is_asked and not request.stream
+    if is_flat and state.input_token_logprobs_val and token_ids_logprob is None and not return_text_in_logprobs:
+        _add_flat_input(add, manager, meta_info, state, top_logprobs_num)
+    elif not is_plain or not is_flat or state.input_token_logprobs_val:
         add(manager, meta_info, state, top_logprobs_num, token_ids_logprob, return_text_in_logprobs)
     elif meta_info["finish_reason"] is not None:
         meta_info["output_token_logprobs"] = {
             "logprobs": _encode(np.array(state.output_token_logprobs_val, dtype="<f4")),
             "token_ids": _encode(np.array(state.output_token_logprobs_idx, dtype="<i4")),
+        }
+
+
+def _add_flat_input(
+    add: Callable[..., None], manager: object, meta_info: dict[str, object], state: _State, top_logprobs_num: int
+) -> None:
+    """Write the log-probabilities of given tokens as arrays, and leave the likeliest tokens to SGLang."""
+    given, state.input_token_logprobs_val = state.input_token_logprobs_val, []
+    try:
+        add(manager, meta_info, state, top_logprobs_num, None, False)
+    finally:
+        state.input_token_logprobs_val = given
+    if meta_info["finish_reason"] is not None:
+        meta_info["input_token_logprobs"] = {
+            "logprobs": _encode(np.array(given, dtype="<f4")),  # None becomes a NaN
+            "token_ids": _encode(np.array(state.input_token_logprobs_idx, dtype="<i4")),
         }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, cast
@@ -23,6 +23,7 @@ from megarl.rollout.client import EngineClient, EngineEndpoint
 from megarl.rollout.fleet import Engine, Fleet
 from megarl.rollout.generator import FleetGenerator, Sampling, Vocabulary
 from megarl.rollout.lifecycle import Answered, EngineState, FellBehind, Life, RestartPolicy
+from megarl.rollout.teacher import TaughtGenerator, TeacherModel, Teaching
 from megarl.stages import Generator, Scorer
 from megarl.system.user_code import load_code
 from megarl.types import PolicyVersion, Prompt, ScoredGroup
@@ -37,10 +38,9 @@ class RolloutTask:
     in_flight: InFlight | None = None
     generator: str | None = None
     """The user's code that makes a generator of ours (`sampling.generator`)."""
-    baseline: Sampling | None = None
-    """Adds a rollout to each group to compare with."""
-    has_routes: bool = False
-    """The rollouts have the experts that the engines chose."""
+    baseline: Sampling | None = None  # adds a rollout to each group to compare with
+    has_routes: bool = False  # the rollouts have the experts that the engines chose
+    teaching: Teaching | None = None  # asked of teachers on engines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +80,14 @@ class RolloutWorker:
         scorer: Scorer,
         max_attempts: int,
         open_player: Callable[[], Awaitable[Player]] | None = None,
+        teachers: Mapping[str, TeacherModel] | None = None,
     ) -> None:
-        """`open_player` is given where the recipe has an environment; it is called at the first prompt."""
+        """`open_player` is called at the first prompt; `teachers` are given by their key below `roles`."""
         self._fleet, self._vocabulary = fleet, vocabulary
         self._scorer = scorer if open_player is None else EpisodeScorer(scorer)
         self._open_player, self._opening = open_player, asyncio.Lock()
         self._player: Player | None = None
-        self._max_attempts = max_attempts
+        self._max_attempts, self._teachers = max_attempts, teachers or {}
         self._generators: dict[RolloutTask, Generator] = {}
 
     async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:
@@ -117,9 +118,9 @@ class RolloutWorker:
         generator = self._generator(task, task.sampling, has_routes=task.has_routes)
         if task.baseline is not None:
             generator = WithGreedyRollout(generator, self._generator(task, task.baseline, has_routes=False))
-        if task.generator is None:
-            return generator
-        return cast("Generator", load_code(task.generator, key="sampling.generator")(generator))
+        if task.generator is not None:
+            generator = cast("Generator", load_code(task.generator, key="sampling.generator")(generator))
+        return generator if task.teaching is None else TaughtGenerator(generator, task.teaching, self._teachers)
 
     def _generator(self, task: RolloutTask, sampling: Sampling, *, has_routes: bool) -> Generator:
         return FleetGenerator(

@@ -28,6 +28,7 @@ from megarl.data.stream import PromptStream
 from megarl.observe.observer import Observer
 from megarl.rollout.generator import Sampling, evaluation_seed
 from megarl.rollout.in_flight import Pauses, PausingPublisher, TellingPublisher
+from megarl.rollout.teacher import teaching_of
 from megarl.rollout.worker import Answering, RolloutTask
 from megarl.runtime.buffer import Buffer
 from megarl.runtime.engines.adapter_publisher import AdapterPublisher
@@ -164,6 +165,7 @@ class LoopBuilder:
             generator=recipe.sampling.generator,
             baseline=nearly_greedy if isinstance(recipe.algorithm, RemaxConfig) else None,
             has_routes=recipe.replays_routing(self.inputs.shape),
+            teaching=teaching_of(recipe.algorithm, recipe.roles, self.inputs.shape.vocab),
         )
         if isinstance(recipe.algorithm, SpinConfig):
             return ContestedGroups(self.workers, task, self.observer, Demonstrations(self.inputs.tokenizer))

@@ -58,6 +58,23 @@ def test_the_engines_experts_come_back_for_the_rollouts_that_have_some(tmp_path:
     assert other[0].content.load().routes is None
 
 
+def test_the_numbers_of_a_teacher_come_back_for_the_rollouts_that_have_some(tmp_path: Path) -> None:
+    rollouts = list(GROUPS[0].group.rollouts)
+    numbers = [
+        np.random.default_rng(place).random((each.num_tokens, 5), np.float32) for place, each in enumerate(rollouts)
+    ]
+    rollouts = [
+        replace(each, content=replace(each.content.load(), teacher=taught))
+        for each, taught in zip(rollouts, numbers, strict=True)
+    ]
+    group = replace(GROUPS[0], group=replace(GROUPS[0].group, rollouts=tuple(rollouts)))
+    write_carried(tmp_path, [GROUPS[1], group])
+    other, own = (each.group.rollouts for each in read_carried(tmp_path, 2, prompt_at))
+    assert other[0].content.load().teacher is None
+    for rollout, expected in zip(own, numbers, strict=True):
+        np.testing.assert_array_equal(rollout.content.load().teacher, expected)
+
+
 def test_nothing_to_carry_is_no_file(tmp_path: Path) -> None:
     assert write_carried(tmp_path, []) == {}
     assert not any(tmp_path.iterdir())

@@ -153,3 +153,31 @@ def test_each_row_of_an_episode_has_the_routes_of_its_own_tokens() -> None:
     routes = micro_batch.routes.of_layers(0, 1)[known, 0, 0]
     assert routes.tolist() == [expected[token] for token in micro_batch.token_ids[known].tolist()]
     assert micro_batch.token_ids[known].tolist() == [40, 41, 42, 0, 1, 2, 4, 5, 7, 8]
+
+
+def test_the_numbers_of_a_teacher_lie_beside_the_tokens_that_each_row_predicts() -> None:
+    samples = make_samples(3, vocab=50)
+    taught = []
+    for place, sample in enumerate(samples):
+        content = sample.rollout.content.load()
+        numbers = 100.0 * (place + 1) + np.arange(3 * sample.rollout.num_tokens).reshape(-1, 3)
+        content = replace(content, teacher=numbers.astype(np.float32))
+        taught.append(replace(sample, rollout=replace(sample.rollout, content=content)))
+    packing = replace(PACKING, data_parallel=1, tokens_per_micro_batch=500, pad_multiple=64, sequence_multiple=4)
+    (share,) = make_shares(taught, packing, temperature=1.0, teacher_width=3)
+    (micro_batch,) = share.fill().mini_batches[0].micro_batches
+    column = micro_batch.teacher
+    assert column is not None
+    assert column.shape == (len(micro_batch.token_ids), 3)
+    for place, start, end in zip(
+        micro_batch.sample_ids[:-1], micro_batch.response_starts, micro_batch.response_ends, strict=False
+    ):
+        np.testing.assert_array_equal(column[start:end], taught[place].rollout.content.load().teacher)
+    assert np.count_nonzero(column) == 3 * sum(each.rollout.num_tokens for each in samples)
+    (without,) = make_shares(taught, packing, temperature=1.0)
+    assert without.fill().mini_batches[0].micro_batches[0].teacher is None
+    # A rank without samples has the column as well: all ranks compute alike.
+    *_, last = make_shares(taught[:1], replace(packing, data_parallel=2), temperature=1.0, teacher_width=3)
+    empty = last.fill().mini_batches[0].micro_batches[0].teacher
+    assert empty is not None
+    assert empty.shape[1] == 3

@@ -41,6 +41,31 @@ def test_a_finished_response_has_arrays() -> None:
     assert np.frombuffer(b64decode(fields["token_ids"]), "<i4").tolist() == [7, 8]
 
 
+@pytest.mark.parametrize("finish_reason", [None, {"type": "length"}])
+def test_given_tokens_have_arrays_and_the_likeliest_are_left_to_sglang(finish_reason: object) -> None:
+    given = [None, -0.5, -1.25]
+    state: Any = SimpleNamespace(
+        obj=SimpleNamespace(stream=False, return_flat_raw_top_logprobs_b64=True),
+        input_token_logprobs_val=given,
+        input_token_logprobs_idx=[6, 7, 8],
+        output_token_logprobs_val=[],
+        output_token_logprobs_idx=[],
+    )
+    meta_info: dict[str, Any] = {"finish_reason": finish_reason}
+
+    def original(_manager: object, meta: dict[str, Any], state: Any, num_top: int, *_rest: object) -> None:
+        assert state.input_token_logprobs_val == [], "SGLang would make lists of them"
+        meta.update({"input_token_logprobs": [], "likeliest": num_top})
+
+    add_flat_logprobs(original, None, meta_info, state, 4, None, False)
+    assert state.input_token_logprobs_val is given
+    assert meta_info["likeliest"] == 4
+    if finish_reason is not None:
+        fields = meta_info["input_token_logprobs"]
+        np.testing.assert_array_equal(np.frombuffer(b64decode(fields["logprobs"]), "<f4"), [np.nan, -0.5, -1.25])
+        assert np.frombuffer(b64decode(fields["token_ids"]), "<i4").tolist() == [6, 7, 8]
+
+
 def test_nothing_is_encoded_before_the_end() -> None:
     assert added(finish_reason=None) is None
 

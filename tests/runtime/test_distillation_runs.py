@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from megarl.observe.events import Restarted
+from megarl.results import UpdateStats
 from megarl.tools.quickstart.arithmetic import make_arithmetic
-from tests.runtime.runs import run
+from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
+from tests.runtime.runs import Run, finished, run, started
+from tests.runtime.test_frozen_runs import server_of, wait_for_step
 
 pytestmark = pytest.mark.slow
 
+KINDS = ["{kind: reverse_kl}", "{kind: forward_topk, top_k: 4}"]
+ON_ENGINES = (
+    "pools.teachers={gpus_per_node: 1}",
+    "algorithm={kind: distill}",
+    "sampling.rollouts_per_prompt=1",
+    "evaluation=null",
+    "data.eval=[]",
+)
 
-@pytest.mark.parametrize("kind", ["{kind: reverse_kl}", "{kind: forward_topk, top_k: 4}"])
+
+def updates(done: Run) -> list[UpdateStats]:
+    assert done.exit_code == 0, done.output
+    found = [event.summary.update for event in done.steps]
+    return [update for update in found if update is not None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_that_equals_its_teacher_is_at_distance_zero_until_it_has_learnt(kind: str, tmp_path: Path) -> None:
     """Beside a reward, which moves the policy away; the teacher shares the actor's pool and its split."""
     files = make_arithmetic(tmp_path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
@@ -23,29 +44,69 @@ def test_a_policy_that_equals_its_teacher_is_at_distance_zero_until_it_has_learn
         f"algorithm={{kind: grpo, distillation: {kind}}}",
         "sampling.temperature=0.7",
     )
-    assert done.exit_code == 0, done.output
-    first, second = (event.summary.update for event in done.steps)
-    assert first is not None
-    assert second is not None
+    first, second = updates(done)
     assert first.teacher_kl == 0.0
     assert second.teacher_kl is not None
     assert abs(second.teacher_kl) > 1e-6
 
 
+def test_a_policy_that_equals_its_teacher_on_engines_is_at_distance_zero(tmp_path: Path) -> None:
+    files = make_arithmetic(tmp_path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
+    teacher = f"roles.teacher.first={{kind: engines, pool: teachers, model: {files.model}}}"
+    (first,) = updates(run(tmp_path, "same", *ON_ENGINES, teacher, "run.steps=1"))
+    assert first.teacher_kl == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), [(KINDS[0], 0), (KINDS[1], 1)])
+def test_a_teacher_teaches_the_same_on_engines_as_on_ranks(kind: str, num_workers: int, tmp_path: Path) -> None:
+    """Through a rollout worker of its own as well, whose arrays never pass the driver."""
+    make_arithmetic(tmp_path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
+    write_tiny_model(tmp_path / "other", TinyShape(), seed=11)
+    learnt = {}
+    for place in ("ranks", "engines"):
+        done = run(
+            tmp_path,
+            place,
+            *ON_ENGINES,
+            f"algorithm.distillation={kind}",
+            f"roles.teacher.other={{kind: {place}, pool: teachers, model: {tmp_path / 'other'}}}",
+            f"roles.rollout.workers={num_workers}",
+        )
+        learnt[place] = updates(done)
+    assert len(learnt["ranks"]) == 2
+    for ranks, engines in zip(learnt["ranks"], learnt["engines"], strict=True):
+        assert ranks.teacher_kl is not None
+        assert abs(ranks.teacher_kl) > 1e-3, "a test of equal models shows nothing"
+        assert engines.teacher_kl == pytest.approx(ranks.teacher_kl, abs=1e-5)
+        assert engines.loss == pytest.approx(ranks.loss, abs=1e-5)
+        assert engines.grad_norm == pytest.approx(ranks.grad_norm, abs=1e-5)
+
+
+@pytest.mark.fault("kill -9 of a teacher's engine in a step", "started again; the same numbers are learnt from")
+def test_a_teacher_that_is_killed_in_a_step_teaches_no_wrong_number(tmp_path: Path) -> None:
+    make_arithmetic(tmp_path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
+    write_tiny_model(tmp_path / "other", TinyShape(), seed=11)
+    overrides = (
+        *ON_ENGINES,
+        "run.steps=4",
+        f"roles.teacher.other={{kind: engines, pool: teachers, model: {tmp_path / 'other'}}}",
+    )
+    undisturbed = updates(run(tmp_path, "quiet", *overrides))
+    with started(tmp_path, "killed", *overrides) as driver:
+        wait_for_step(tmp_path / "runs" / "killed", timeout_s=900)
+        os.kill(server_of(tmp_path / "other", driver.pid).pid, signal.SIGKILL)
+        driver.wait(timeout=1200)
+    done = finished(tmp_path, "killed", driver)
+    assert updates(done) == undisturbed
+    restarts = [event for event in done.events if isinstance(event, Restarted)]
+    assert [restart.role for restart in restarts] == ["teacher.other"], restarts
+
+
 def test_each_source_has_its_teacher_and_a_source_without_one_ends_the_run_in_a_sentence(tmp_path: Path) -> None:
     files = make_arithmetic(tmp_path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
     teacher = f"kind: ranks, pool: teachers, model: {files.model}"
-    overrides = (
-        "pools.teachers={gpus_per_node: 1}",
-        "algorithm={kind: distill}",
-        "sampling.rollouts_per_prompt=1",
-        "evaluation=null",
-        "data.eval=[]",
-    )
     both = f"roles.teacher={{sums: {{{teacher}, sources: [arithmetic]}}, rest: {{{teacher}}}}}"
-    done = run(tmp_path, "two", *overrides, both)
-    assert done.exit_code == 0, done.output
-    assert [event.summary.update is not None for event in done.steps] == [True, True]
-    other = run(tmp_path, "none", *overrides, f"roles.teacher.code={{{teacher}, sources: [code]}}")
+    assert len(updates(run(tmp_path, "two", *ON_ENGINES, both))) == 2
+    other = run(tmp_path, "none", *ON_ENGINES, f"roles.teacher.code={{{teacher}, sources: [code]}}")
     assert other.exit_code == 3, other.output
     assert "no teacher for prompts of source arithmetic" in other.output

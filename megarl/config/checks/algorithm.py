@@ -90,7 +90,7 @@ def check_algorithm(recipe: Recipe) -> list[Problem]:
             else _rollouts(algorithm, recipe.roles, sampling)
         ),
         *_models(algorithm, recipe.roles),
-        *_distillation(algorithm, recipe.roles),
+        *_distillation(algorithm, recipe.roles, recipe.sampling.temperature),
         *_loss(algorithm, recipe.train, sampling),
         *_correction(algorithm),
         *_mismatch(algorithm, recipe.run.max_steps),
@@ -203,7 +203,7 @@ def _models(algorithm: EstimatorConfig, roles: RolesConfig) -> Iterator[Problem]
         )
 
 
-def _distillation(algorithm: EstimatorConfig, roles: RolesConfig) -> Iterator[Problem]:
+def _distillation(algorithm: EstimatorConfig, roles: RolesConfig, temperature: float) -> Iterator[Problem]:
     """Yield a teacher that is missing or unused, and losses that have no place for its part."""
     key = "algorithm.distillation"
     if algorithm.distillation is None:
@@ -212,6 +212,11 @@ def _distillation(algorithm: EstimatorConfig, roles: RolesConfig) -> Iterator[Pr
         return
     if not roles.teacher:
         yield Problem(key="roles.teacher", message=f"missing; {key} needs a teacher")
+    if len({role.kind for role in roles.teacher.values()}) > 1:
+        yield Problem(key="roles.teacher", message="some are on ranks and some on engines; give all the same kind")
+    if temperature != 1 and any(role.kind == "engines" for role in roles.teacher.values()):
+        message = f"{temperature:g}, and SGLang scores given tokens at temperature 1 only; set 1, or take"
+        yield Problem(key="sampling.temperature", message=f"{message} teachers of kind ranks")
     if isinstance(algorithm, PairConfig):
         yield Problem(key=key, message=f"the loss of pairs has no place for a teacher; remove it from {algorithm.kind}")
     elif algorithm.distillation.kind == "reverse_kl" and isinstance(algorithm.loss, SppoLossConfig | GmpoLossConfig):

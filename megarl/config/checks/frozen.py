@@ -18,7 +18,7 @@ from megarl.config.reward import (
     frozen_role,
     single_rewards,
 )
-from megarl.config.roles import RolesConfig
+from megarl.config.roles import RolesConfig, TeacherRanksConfig
 from megarl.config.section import Device
 from megarl.errors import ConfigError, Problem
 
@@ -56,7 +56,7 @@ def check_frozen(roles: RolesConfig, reward: RewardConfig) -> Iterator[Problem]:
             yield Problem(key=f"{key}.clip", message=f"{low:g} is not below {high:g}; swap them")
         if isinstance(single, EngineJudgeRewardConfig):
             yield from _judge(single, key)
-    for unused in (role for role in roles.frozen if role not in used):
+    for unused in (role for role in roles.frozen if role not in {*used, *roles.teachers}):
         yield Problem(key=f"roles.{unused}", message="no reward uses it; remove it, or name it in the reward")
 
 
@@ -71,6 +71,8 @@ def _judge(config: EngineJudgeRewardConfig, key: str) -> Iterator[Problem]:
 def check_frozen_models(roles: RolesConfig, *, device: Device) -> Iterator[Problem]:
     """Yield folders that are no model of the kind that the role needs."""
     for role, config in roles.frozen.items():
+        if role in roles.teachers:
+            continue  # `check_teachers`
         key = f"roles.{role}.model"
         shape = _shape_or_problem(config.model, key)
         if isinstance(shape, Problem):
@@ -111,7 +113,13 @@ def _num_labels(folder: Path) -> int:
 
 
 def check_teachers(
-    roles: RolesConfig, policy_folder: Path, policy: ModelShape, *, num_top: int, max_context_tokens: int
+    roles: RolesConfig,
+    policy_folder: Path,
+    policy: ModelShape,
+    *,
+    num_top: int,
+    max_context_tokens: int,
+    device: Device,
 ) -> Iterator[Problem]:
     """Yield what keeps the model of a teacher from scoring the tokens of the policy, and `num_top` at each place."""
     if num_top > policy.vocab:
@@ -128,11 +136,18 @@ def check_teachers(
         if shape.has_value_head:
             yield Problem(key=key, message=f"{config.model} is a sequence classifier; name a language model")
             continue
-        yield from check_role_split(shape, config, role=role)
-        if max_context_tokens > shape.max_context_tokens:
-            message = (
-                f"its context of {shape.max_context_tokens} tokens is below prompt + response {max_context_tokens}"
-            )
+        num_tokens = max_context_tokens
+        if isinstance(config, TeacherRanksConfig):
+            yield from check_role_split(shape, config, role=role)
+        else:
+            num_tokens += 1  # SGLang wants room for one more
+            if config.pool is not None:
+                prefix, pads = f"roles.{role}.", device == "cpu"
+                yield from check_engine_split(
+                    shape, tensor=config.tensor, expert=config.expert, pads_vocabulary=pads, prefix=prefix
+                )
+        if num_tokens > shape.max_context_tokens:
+            message = f"its context of {shape.max_context_tokens} tokens is below the {num_tokens} of prompt + response"
             yield Problem(key=key, message=f"{message}; lower sampling.max_response_tokens, or name another model")
         difference = _difference(config.model, policy_folder, shape, policy)
         if difference is not None:

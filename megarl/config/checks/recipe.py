@@ -66,6 +66,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
             shape,
             num_top=_num_top(recipe.algorithm),
             max_context_tokens=recipe.max_context_tokens,
+            device=recipe.run.device,
         ),
         *check_adapter_file(recipe.model.lora, shape),
     ]

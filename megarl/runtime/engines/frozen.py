@@ -17,13 +17,13 @@ import ray
 
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.recipe import NetworkConfig, RunConfig
-from megarl.config.roles import FrozenRoleConfig
+from megarl.config.roles import FrozenRoleConfig, TeacherEnginesConfig
 from megarl.errors import EngineError
 from megarl.observe.observer import Observer
-from megarl.reward.frozen import FrozenModel
 from megarl.rollout.client import EngineClient, EngineKeys
 from megarl.rollout.deadlines import EngineDeadlines, deadlines_of, restart_policy
 from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.frozen import FrozenEngines
 from megarl.rollout.lifecycle import EngineState, Life
 from megarl.rollout.process import EngineSpec
 from megarl.rollout.worker import EngineView
@@ -159,6 +159,7 @@ def _first_spec(
         role=role,
         is_classifier=shape.has_value_head,
         has_grammars=has_grammars,
+        has_float32_head=isinstance(config, TeacherEnginesConfig),  # its numbers become a part of the loss
     )
 
 
@@ -200,8 +201,8 @@ def _report(role: str, fleet: Fleet, observer: Observer, engine: Engine, _before
         observer.warned(f"roles.{role}: engine {engine.index} is given up: {life.reason}")
 
 
-def models_of(roles: Mapping[str, FrozenRole]) -> dict[str, FrozenModel]:
-    """Return the models for a scorer in the driver's process."""
+def models_of(roles: Mapping[str, FrozenRole]) -> dict[str, FrozenEngines]:
+    """Return the models for a rollout worker in the driver's process."""
     return {name: role.setup.model(role.fleet) for name, role in roles.items()}
 
 

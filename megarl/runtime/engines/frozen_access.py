@@ -11,7 +11,6 @@ from ray.actor import ActorHandle
 
 from megarl.config.model import ModelShape
 from megarl.data.tokenizer import load_tokenizer
-from megarl.reward.frozen import FrozenModel
 from megarl.rollout.client import EngineClient, EngineEndpoint
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.frozen import FrozenEngines
@@ -33,8 +32,9 @@ class FrozenSetup:
     patience_s: float
     endpoints: tuple[EngineEndpoint, ...]
 
-    def model(self, fleet: Fleet) -> FrozenModel:
-        tokenizer = load_tokenizer(self.folder, vocab=self.shape.vocab)
+    def model(self, fleet: Fleet) -> FrozenEngines:
+        is_teacher = self.role.startswith("teacher.")  # given tokens, never a chat
+        tokenizer = load_tokenizer(self.folder, vocab=self.shape.vocab, template="raw" if is_teacher else "chat")
         return FrozenEngines(fleet, tokenizer, self.shape, role=self.role, max_attempts=self.max_attempts)
 
 

@@ -229,6 +229,7 @@ class RolloutHost:
                 frozen=self._frozen.models if self._frozen else {},
             ),
             max_attempts=setup.max_attempts,
+            teachers=self._frozen.models if self._frozen else {},
             open_player=None
             if episodes is None
             else episodes.opener(
@@ -322,8 +323,8 @@ class RolloutHost:
 
 
 def _num_bytes(content: Content) -> int:
-    routes = 0 if content.routes is None else content.routes.nbytes
-    return content.token_ids.nbytes + content.logprobs.nbytes + routes
+    arrays = (content.token_ids, content.logprobs, content.routes, content.teacher)
+    return sum(array.nbytes for array in arrays if array is not None)
 
 
 def _open_pool(task: ScoringTask, *, setup: WorkerSetup) -> WorkerPool:

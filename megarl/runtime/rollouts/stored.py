@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,8 @@ class ResponseArrays:
     texts: tuple[str, ...]
     routes: RouteArray | None  # [sum of P + T - 1 of the responses that have some]
     route_starts: npt.NDArray[np.int64]  # [R + 1]
+    teacher: npt.NDArray[np.float32] | None  # [sum of T of the responses that have some, 1 + 2K]
+    teacher_starts: npt.NDArray[np.int64]  # [R + 1]
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup]) -> ResponseArrays:
@@ -42,25 +45,45 @@ class ResponseArrays:
 
     @classmethod
     def joined(cls, contents: Sequence[Content]) -> ResponseArrays:
-        routes = [content.routes for content in contents if content.routes is not None]
+        routes, route_starts = _joined([content.routes for content in contents])
+        teacher, teacher_starts = _joined([content.teacher for content in contents])
         return cls(
             token_ids=np.concatenate([np.zeros(0, np.int32), *(content.token_ids for content in contents)]),
             logprobs=np.concatenate([np.zeros(0, np.float32), *(content.logprobs for content in contents)]),
             starts=np.cumsum([0, *(len(content.token_ids) for content in contents)], dtype=np.int64),
             texts=tuple(content.text for content in contents),
-            routes=np.concatenate(routes) if routes else None,
-            route_starts=np.cumsum([0, *(0 if each.routes is None else len(each.routes) for each in contents)]),
+            routes=routes,
+            route_starts=route_starts,
+            teacher=teacher,
+            teacher_starts=teacher_starts,
         )
 
     def content(self, index: int) -> Content:
         part = slice(self.starts[index], self.starts[index + 1])
-        routed = slice(self.route_starts[index], self.route_starts[index + 1])
         return Content(
             token_ids=self.token_ids[part],
             logprobs=self.logprobs[part],
             text=self.texts[index],
-            routes=None if self.routes is None or routed.start == routed.stop else self.routes[routed],
+            routes=_part(self.routes, self.route_starts, index),
+            teacher=_part(self.teacher, self.teacher_starts, index),
         )
+
+
+_Number = TypeVar("_Number", bound=np.generic)
+
+
+def _joined(arrays: Sequence[npt.NDArray[_Number] | None]) -> tuple[npt.NDArray[_Number] | None, npt.NDArray[np.int64]]:
+    """Return the arrays that are there end to end, None if there are none, and where each begins."""
+    given = [array for array in arrays if array is not None]
+    starts = np.cumsum([0, *(0 if array is None else len(array) for array in arrays)], dtype=np.int64)
+    return np.concatenate(given) if given else None, starts
+
+
+def _part(
+    joined: npt.NDArray[_Number] | None, starts: npt.NDArray[np.int64], index: int
+) -> npt.NDArray[_Number] | None:
+    start, end = starts[index], starts[index + 1]
+    return None if joined is None or start == end else joined[start:end]
 
 
 @dataclass(slots=True, eq=False)

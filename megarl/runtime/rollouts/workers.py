@@ -25,6 +25,7 @@ from megarl.reward.build import build_scorer
 from megarl.reward.pool import WorkerPool
 from megarl.rollout.dispatch import Dispatcher, divide_engines, lent_engines
 from megarl.rollout.fleet import Engine, Fleet
+from megarl.rollout.frozen import FrozenEngines
 from megarl.rollout.generator import Vocabulary
 from megarl.rollout.lifecycle import Life
 from megarl.rollout.worker import (
@@ -339,9 +340,11 @@ async def open_workers(
     per_node = default if config.workers is None else config.workers
     if per_node == 0:
         open_pool = partial(WorkerPool, log_path=run_folder / "reward.log")
-        scorer = build_scorer(reward, observer=observer, open_pool=open_pool, frozen=models_of(frozen))
+        models = models_of(frozen)
+        scorer = build_scorer(reward, observer=observer, open_pool=open_pool, frozen=models)
         stack.callback(scorer.close)
-        worker = _local_worker(fleet, inputs, scorer, config.max_attempts, episodes, run_folder / "environment.log")
+        log_path = run_folder / "environment.log"
+        worker = _local_worker(fleet, inputs, scorer, models, config.max_attempts, episodes, log_path)
         stack.push_async_callback(worker.close)
         return worker
     shares, access = divide_engines(nodes, per_node=per_node), open_access(frozen, stack)
@@ -372,7 +375,13 @@ async def open_workers(
 
 
 def _local_worker(
-    fleet: Fleet, inputs: Inputs, scorer: Scorer, max_attempts: int, episodes: EpisodeSetup | None, log_path: Path
+    fleet: Fleet,
+    inputs: Inputs,
+    scorer: Scorer,
+    models: Mapping[str, FrozenEngines],
+    max_attempts: int,
+    episodes: EpisodeSetup | None,
+    log_path: Path,
 ) -> RolloutWorker:
     """Return a worker in this process, which uses the fleet of the run."""
     open_player = None
@@ -385,5 +394,5 @@ def _local_worker(
         )
     vocabulary = Vocabulary.of(inputs.shape, inputs.tokenizer)
     return RolloutWorker(
-        fleet, vocabulary=vocabulary, scorer=scorer, max_attempts=max_attempts, open_player=open_player
+        fleet, vocabulary=vocabulary, scorer=scorer, max_attempts=max_attempts, open_player=open_player, teachers=models
     )

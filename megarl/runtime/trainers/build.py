@@ -20,6 +20,7 @@ from megarl.data.shares import QUESTION, QUESTION_OF_LOSS, Share, make_shares
 from megarl.planner.hardware import gpu_named
 from megarl.planner.training_time import forward_flops
 from megarl.results import RankUsage, TrainingWork
+from megarl.rollout.teacher import teaching_of
 from megarl.runtime.trainers.ranks import RankGroup
 from megarl.runtime.trainers.start import Trainers, critic_shape
 from megarl.runtime.trainers.teachers import Teacher, Teachers
@@ -108,7 +109,7 @@ class _Builder:
         return ReferenceRefresh(take=take, every_steps=algorithm.iteration_steps)
 
     def questions(self, credit_task: Callable[[Sequence[ScoredGroup]], CreditTask | None]) -> ModelQuestions:
-        algorithm, teachers = self.recipe.algorithm, self.recipe.roles.teachers
+        algorithm, teachers = self.recipe.algorithm, self.recipe.roles.teacher_ranks
         kl = algorithm.kl if isinstance(algorithm, PolicyGradientConfig) else None
         critic, actor = self.trainers.critic, self.trainers.actor
         return ModelQuestions(
@@ -200,6 +201,7 @@ class _Builder:
         """Without `prompts_per_update` the whole step is one mini-batch. A question has only tokens."""
         recipe = self.recipe
         is_offline, num_rollouts = isinstance(recipe.algorithm, OfflineConfig), recipe.samples_per_prompt
+        teaching = teaching_of(recipe.algorithm, recipe.roles, self.shape.vocab)
         packing = Packing(
             data_parallel=recipe.pools[pool].gpus // split.model_parallel,
             tokens_per_micro_batch=recipe.train.tokens_per_micro_batch,
@@ -221,6 +223,7 @@ class _Builder:
             has_versions=(recipe.train.max_staleness > 0 or isinstance(recipe.algorithm, SpinConfig))
             and not is_question,
             has_routes=has_routes,
+            teacher_width=0 if is_question or teaching is None or split is not recipe.roles.actor else teaching.width,
             without=QUESTION if is_question else _HELD,
         )
 

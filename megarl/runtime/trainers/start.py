@@ -95,7 +95,7 @@ async def start_trainers(
         critic = tasks.create_task(starter.critic())
         reference = tasks.create_task(starter.reference())
         teachers = {
-            role: tasks.create_task(starter.teacher(role, each)) for role, each in recipe.roles.teachers.items()
+            role: tasks.create_task(starter.teacher(role, each)) for role, each in recipe.roles.teacher_ranks.items()
         }
     return Trainers(
         actor=actor.result(),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
 from megarl.data.shares import Share
-from megarl.errors import DataError
+from megarl.rollout.teacher import teacher_of
 from megarl.runtime.trainers.ranks import HeldNumbers
 from megarl.train.rank import RankSpec, TeacherRank
 from megarl.types import TrainSample
@@ -30,27 +30,17 @@ class Teachers:
 
     def __init__(self, teachers: Mapping[str, Teacher]) -> None:
         self._teachers = teachers
-        self._names = {source: name for name, teacher in teachers.items() for source in teacher.sources}
-        self._other = next((name for name, teacher in teachers.items() if not teacher.sources), None)
+        self._sources = {name: teacher.sources for name, teacher in teachers.items()}
 
     async def hold(self, samples: Sequence[TrainSample], sources: Sequence[str]) -> HeldNumbers:
         """Return the numbers of all samples, which stay where ranks computed them."""
         asked: dict[str, list[int]] = {}
         for index, source in enumerate(sources):
-            asked.setdefault(self._name(source), []).append(index)
+            asked.setdefault(teacher_of(source, self._sources), []).append(index)
         answers = await asyncio.gather(
             *(self._teachers[name].ask(self._teachers[name].pack(samples, indices)) for name, indices in asked.items())
         )
         return replace(answers[0], parts=tuple(part for answer in answers for part in answer.parts))
-
-    def _name(self, source: str) -> str:
-        name = self._names.get(source, self._other)
-        if name is None:
-            raise DataError(
-                f"no teacher for prompts of source {source}: name it in the sources of one of roles.teacher, "
-                "or leave the sources of one out"
-            )
-        return name
 
 
 def teacher_builder(algorithm: AlgorithmConfig, folder: Path, *, vocab: int) -> Callable[[RankSpec], TeacherRank]:

@@ -115,7 +115,7 @@ def _files(model: Path, roles: RolesConfig) -> tuple[Path, ...]:
     """Return the files that ranks and engines open on their nodes; data is read where megarl is started."""
     folders = [model]
     folders += [role.path for role in (roles.critic, roles.reference) if role is not None and role.path is not None]
-    folders += [*(role.model for role in roles.frozen.values()), *(role.model for role in roles.teachers.values())]
+    folders += [*(role.model for role in roles.frozen.values()), *(role.model for role in roles.teacher_ranks.values())]
     return tuple(folder.absolute() / "config.json" for folder in folders)
 
 

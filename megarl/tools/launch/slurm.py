@@ -198,7 +198,7 @@ def _mounts(job: SlurmJob, runs: Path, model: ModelConfig, data: DataConfig, rol
     paths = [runs, model.path, job.recipe_path.parent]
     paths += [path.parent for path in (*data.train, *data.eval)]
     paths += [role.path for role in (roles.critic, roles.reference) if role is not None and role.path is not None]
-    paths += [*(role.model for role in roles.frozen.values()), *(role.model for role in roles.teachers.values())]
+    paths += [*(role.model for role in roles.frozen.values()), *(role.model for role in roles.teacher_ranks.values())]
     folders = sorted({job.folder, *(_absolute(job, path) for path in (*paths, *job.mounts))})
     return [folder for folder in folders if not any(other in folder.parents for other in folders)]
 

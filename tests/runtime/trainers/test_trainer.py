@@ -57,6 +57,7 @@ def pack(samples: Sequence[TrainSample]) -> Iterator[Share]:
         places=(),
         has_rollout_logprobs=False,
         has_routes=False,
+        teacher_width=0,
         updates=(),
         temperature=1.0,
     )

@@ -1,0 +1,212 @@
+"""Teachers on engines: the log-probability of each token of a rollout, and those of the likeliest tokens at its place.
+
+An engine computes them in one prefill, at temperature 1, and samples nothing. A reply is checked against the tokens
+that were sent; one that is not the answer to its request is never learnt from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Protocol
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from megarl.config.algorithm import AlgorithmConfig, PolicyGradientConfig
+from megarl.config.roles import RolesConfig
+from megarl.errors import DataError, EngineError, MegarlError, QuarantineError, ScoreError
+from megarl.rollout.client import EngineClient
+from megarl.stages import Generator
+from megarl.types import FloatArray, JsonValue, Prompt, Rollout, RolloutGroup, TokenArray
+
+_MOST = 1e-3
+"""A log-probability, or that of several tokens together, is at most 0, up to the rounding of a kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teaching:
+    """The question that teachers are asked about every rollout."""
+
+    num_top: int
+    """K, the likeliest tokens at each place."""
+    vocab: int
+    """The size of the policy's vocabulary: the likeliest tokens are below it."""
+    sources: tuple[tuple[str, tuple[str, ...]], ...]
+    """The sources of each teacher, which is given by its key below `roles`."""
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token: its log-probability, those of the K likeliest tokens, and their ids."""
+        return 1 + 2 * self.num_top
+
+
+def teaching_of(algorithm: AlgorithmConfig, roles: RolesConfig, vocab: int) -> Teaching | None:
+    """Return the question of a recipe; None if it has no teacher on engines. `vocab` is that of the policy."""
+    distillation = algorithm.distillation if isinstance(algorithm, PolicyGradientConfig) else None
+    sources = tuple((role, each.sources) for role, each in roles.teachers.items() if each.kind == "engines")
+    if distillation is None or not sources:
+        return None
+    return Teaching(num_top=distillation.top_k, vocab=vocab, sources=sources)
+
+
+class TeacherModel(Protocol):
+    async def token_scores(self, token_ids: TokenArray, *, first: int, num_top: int, vocab: int) -> FloatArray:
+        """Return the numbers of every token from `first` on. [N - first, 1 + 2K]
+
+        Raise a ScoreError where the tokens do not fit the model or no engine answers.
+        """
+        ...
+
+
+def teacher_of(source: str, sources: Mapping[str, Sequence[str]]) -> str:
+    """Return the teacher of a prompt's source: the one that names it, else the one that names none."""
+    for name, named in sources.items():
+        if source in named:
+            return name
+    for name, named in sources.items():
+        if not named:
+            return name
+    raise DataError(
+        f"no teacher for prompts of source {source}: name it in the sources of one of roles.teacher, "
+        "or leave the sources of one out"
+    )
+
+
+class TaughtGenerator:
+    """A `stages.Generator` whose rollouts have the numbers of a teacher."""
+
+    def __init__(self, generator: Generator, teaching: Teaching, models: Mapping[str, TeacherModel]) -> None:
+        self._generator = generator
+        self._teaching = teaching
+        self._models = models
+
+    async def generate(self, prompt: Prompt) -> RolloutGroup:
+        model = self._models[teacher_of(prompt.data_source, dict(self._teaching.sources))]
+        group = await self._generator.generate(prompt)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                taught = [tasks.create_task(self._taught(prompt, each, model)) for each in group.rollouts]
+        except* MegarlError as errors:
+            error = errors.exceptions[0]
+            raise QuarantineError(f"prompt {prompt.uid}: {error}") if isinstance(error, ScoreError) else error from None
+        return replace(group, rollouts=tuple(task.result() for task in taught))
+
+    async def _taught(self, prompt: Prompt, rollout: Rollout, model: TeacherModel) -> Rollout:
+        content, teaching = rollout.content.load(), self._teaching
+        numbers = np.zeros((rollout.num_tokens, teaching.width), np.float32)
+        for token_ids, num_given, place in _sequences(prompt, rollout):
+            part = slice(place, place + len(token_ids) - num_given)
+            if rollout.loss_mask[part].any():
+                numbers[part] = await model.token_scores(
+                    token_ids, first=num_given, num_top=teaching.num_top, vocab=teaching.vocab
+                )
+        return replace(rollout, content=replace(content, teacher=numbers))
+
+
+def _sequences(prompt: Prompt, rollout: Rollout) -> Iterator[tuple[TokenArray, int, int]]:
+    """Yield the tokens of each row as the trainer sees them, the number of those that it does not predict, and the
+    place of the first that it predicts among the rollout's tokens."""
+    tokens, starts = rollout.token_ids, rollout.episode.rows
+    bounds = (*starts, len(tokens))
+    if bounds[0]:
+        yield np.concatenate([prompt.token_ids, tokens[: bounds[0]]]), len(prompt.token_ids), 0
+    for start, end in pairwise(bounds):
+        yield tokens[start:end], 1, start + 1
+
+
+async def token_scores(
+    client: EngineClient, token_ids: TokenArray, *, first: int, num_top: int, num_spare: int, vocab: int
+) -> FloatArray:
+    """Return the numbers of every token from `first` on; an EngineError if the reply is not this answer.
+
+    `num_spare` further tokens are asked for at each place, in case some of the likeliest are not below `vocab`.
+    """
+    rid = uuid4().hex
+    body: Mapping[str, JsonValue] = {
+        "rid": rid,
+        "input_ids": token_ids.tolist(),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": first - 1,
+        "top_logprobs_num": num_top + num_spare if num_top else 0,
+        # SGLang's own for the likeliest tokens; `server` extends it to the tokens themselves.
+        "return_flat_raw_top_logprobs": True,
+        "return_flat_raw_top_logprobs_b64": True,
+    }
+    try:
+        meta = msgspec.json.decode(await client.ask("teacher", "/generate", body), type=_Scored).meta_info
+        if meta.id != rid or meta.prompt_tokens != len(token_ids):
+            raise ValueError("it is to another request")
+        logprobs = _logprobs(meta, token_ids[first:])
+        return np.hstack([logprobs[:, None], *_likeliest(meta, len(logprobs), num_top, vocab)]).astype(np.float32)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise EngineError(f"{client.endpoint}: teacher: not a reply to the request: {error}") from error
+
+
+class _FlatScores(msgspec.Struct):
+    """Arrays of little-endian numbers, as `server` sends them; base64 in JSON."""
+
+    logprobs: bytes
+    token_ids: bytes
+
+
+_Listed = tuple[float | None, int, str | None]
+
+
+class _Meta(msgspec.Struct):
+    """The first entry of a list is that of a token which nothing precedes: it has no number."""
+
+    id: str
+    prompt_tokens: int
+    input_token_logprobs: _FlatScores | list[_Listed]
+    input_top_logprobs: list[list[_Listed] | None] = []
+    input_top_logprobs_val_flat_b64: bytes | None = None
+    input_top_logprobs_idx_flat_b64: bytes | None = None
+
+
+class _Scored(msgspec.Struct):
+    meta_info: _Meta
+
+
+def _logprobs(meta: _Meta, token_ids: TokenArray) -> FloatArray:
+    entries = meta.input_token_logprobs
+    if isinstance(entries, _FlatScores):
+        found, ids = np.frombuffer(entries.logprobs, "<f4"), np.frombuffer(entries.token_ids, "<i4")
+    else:
+        found, ids = (np.array(column) for column in _columns(entries))
+    if not len(found) == len(ids) == len(token_ids) + 1 or (ids[1:] != token_ids).any():
+        raise ValueError(f"{len(found)} log-probabilities of other tokens than the {len(token_ids)} asked for")
+    logprobs: FloatArray = found[1:].astype(np.float32)
+    for place in np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= _MOST)))[:1]:
+        raise ValueError(f"log-probability {logprobs[place]} of token {token_ids[place]}")
+    return logprobs
+
+
+def _columns(entries: Sequence[_Listed]) -> tuple[list[float], list[int]]:
+    return [np.nan if entry[0] is None else entry[0] for entry in entries], [entry[1] for entry in entries]
+
+
+def _likeliest(meta: _Meta, num_tokens: int, num_top: int, vocab: int) -> tuple[npt.NDArray[Any], ...]:
+    """Return the log-probabilities of the likeliest tokens below `vocab` and their ids, [T, K] each; () for K = 0."""
+    if not num_top:
+        return ()
+    if meta.input_top_logprobs_val_flat_b64 is not None and meta.input_top_logprobs_idx_flat_b64 is not None:
+        values = np.frombuffer(meta.input_top_logprobs_val_flat_b64, "<f4").reshape(num_tokens, -1)
+        ids = np.frombuffer(meta.input_top_logprobs_idx_flat_b64, "<i4").reshape(num_tokens, -1)
+    else:
+        rows = [_columns(row) for row in meta.input_top_logprobs[1:] if row is not None]
+        values, ids = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
+    if values.shape != ids.shape or len(values) != num_tokens or (ids < 0).any():
+        raise ValueError(f"{ids.shape} likeliest tokens with {values.shape} log-probabilities for {num_tokens} tokens")
+    order = np.argsort(ids >= vocab, axis=1, kind="stable")[:, :num_top]
+    values, ids = np.take_along_axis(values, order, axis=1), np.take_along_axis(ids, order, axis=1)
+    if ids.shape[1] != num_top or (ids >= vocab).any():
+        raise ValueError(f"it has no {num_top} likeliest tokens below {vocab} at some place")
+    if not np.isfinite(values).all() or (np.exp(values).sum(axis=1) > 1 + _MOST).any():
+        raise ValueError("the likeliest tokens have impossible log-probabilities")
+    return values, ids

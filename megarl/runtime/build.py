@@ -181,6 +181,7 @@ class LoopBuilder:
             run_folder=recipe.run_folder.absolute(),
             seed=recipe.run.seed,
             logprobs=models.logprobs,
+            complete=models.complete,
             write=workers.write
             if isinstance(workers, RolloutWorkers)
             else lambda path, rollouts: asyncio.to_thread(write_rollouts, path, rollouts, decode=decode),

@@ -29,6 +29,8 @@ class RolloutSampler:
     seed: int
     logprobs: Callable[[Sequence[TrainSample]], Awaitable[tuple[FloatArray, ...]]]
     """Returns the trainer's log-probabilities of samples."""
+    complete: Callable[[Sequence[TrainSample], Sequence[int]], Awaitable[Sequence[TrainSample]]]
+    """Returns the samples at these places with all numbers that ranks hold of their tokens."""
     write: Callable[[Path, Sequence[SampledRollout]], Awaitable[None]]
     """Writes a file of rollouts."""
     warn: Callable[[str], None]
@@ -58,15 +60,13 @@ class RolloutSampler:
         firsts = [0, *accumulate(len(scored.scores) for scored in groups)]
         num_groups = min(self.config.groups_per_step, len(groups))
         places = sorted(Random(f"{self.seed}/{step}").sample(range(len(groups)), num_groups))  # noqa: S311 - a choice for readers
-        rows = [
-            (groups[place], i, samples[firsts[place] + i]) for place in places for i in range(len(groups[place].scores))
-        ]
-        chosen = [sample for _, _, sample in rows]
+        rows = [(place, i) for place in places for i in range(len(groups[place].scores))]
+        chosen = await self.complete(samples, [firsts[place] + i for place, i in rows])
         known = [sample.old_logprobs for sample in chosen if sample.old_logprobs is not None]
         logprobs = known if len(known) == len(chosen) else await self.logprobs(chosen)
         return [
-            SampledRollout(group=scored, index=index, sample=sample, trainer_logprobs=of_trainer)
-            for (scored, index, sample), of_trainer in zip(rows, logprobs, strict=True)
+            SampledRollout(group=groups[place], index=index, sample=sample, trainer_logprobs=of_trainer)
+            for (place, index), sample, of_trainer in zip(rows, chosen, logprobs, strict=True)
         ]
 
     async def _write(self, step: int, rollouts: Sequence[SampledRollout]) -> None:

@@ -36,6 +36,10 @@ class Trainer:
         self.asked.append(len(samples))
         return tuple(sample.rollout.logprobs - np.float32(0.5) for sample in samples)
 
+    async def complete(self, samples: Sequence[TrainSample], indices: Sequence[int]) -> list[TrainSample]:
+        """As if ranks had assigned the credit."""
+        return [replace(samples[index], advantages=np.full_like(samples[index].advantages, 7)) for index in indices]
+
 
 async def write(path: Path, rollouts: Sequence[SampledRollout]) -> None:
     await asyncio.to_thread(write_rollouts, path, rollouts, decode=decode)
@@ -46,7 +50,13 @@ def keep(
 ) -> tuple[Trainer, list[str]]:
     trainer, warnings = Trainer(), list[str]()
     sampler = RolloutSampler(
-        config=config, run_folder=folder, seed=1, logprobs=trainer.logprobs, write=write, warn=warnings.append
+        config=config,
+        run_folder=folder,
+        seed=1,
+        logprobs=trainer.logprobs,
+        complete=trainer.complete,
+        write=write,
+        warn=warnings.append,
     )
     groups: list[ScoredGroup] = [rollout.group for rollout in GROUPS]
 
@@ -74,7 +84,9 @@ def test_only_every_nth_step_is_kept_and_only_then_the_trainer_is_asked(tmp_path
     trainer, _ = keep(tmp_path, RolloutSamplesConfig(groups_per_step=2, every=4), steps=range(1, 10))
     assert list(list_rollouts(tmp_path)) == [4, 8]
     assert trainer.asked == [2, 2]
-    assert read_rollout(list_rollouts(tmp_path)[4], 0)["largest_gap"] == 0.5
+    row = read_rollout(list_rollouts(tmp_path)[4], 0)
+    assert row["largest_gap"] == 0.5
+    assert set(row["advantages"]) == {7.0}, "of the ranks, not what the driver has"
 
 
 def test_nobody_is_asked_what_is_known(tmp_path: Path) -> None:
@@ -125,6 +137,7 @@ async def steps(
         run_folder=folder,
         seed=1,
         logprobs=trainer.logprobs,
+        complete=trainer.complete,
         write=write,
         warn=warn,
     )

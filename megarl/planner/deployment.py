@@ -12,6 +12,7 @@ from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 
+from megarl.config.algorithm import AlgorithmConfig, PrimeConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape, read_model_shape
 from megarl.config.public_models import PUBLIC_MODELS, public_model_name
@@ -211,6 +212,12 @@ class Deployment:
         has_own = self.roles.reference is not None and self.roles.reference.pool is None
         return has_own and not self.publishes_adapters
 
+    def has_reference(self, role: str) -> bool:
+        """Whether the ranks of a role keep a reference: the actor's, and those of a critic that is a language model."""
+        if role == "critic":
+            return not self.models[role].work.shape.has_value_head
+        return role == "actor" and self.keeps_reference
+
     @property
     def publishes_adapters(self) -> bool:
         return self.models["actor"].lora is not None
@@ -338,11 +345,13 @@ def _gpus(pools: Mapping[str, PoolConfig], *, is_cluster: bool) -> dict[str, lis
     return places
 
 
-def find_shapes(model: ModelConfig, roles: RolesConfig, *, name: str | None = None) -> RoleShapes:
+def find_shapes(
+    model: ModelConfig, roles: RolesConfig, *, name: str | None = None, algorithm: AlgorithmConfig | None = None
+) -> RoleShapes:
     """Return the shapes of the models' folders, or of the public models where a folder does not exist.
 
     `name` selects a public model for the policy instead of `model.path`. A critic has the policy's shape unless it
-    has a path of its own.
+    has a path of its own; that of the algorithm `prime` is a language model.
     """
     if name is not None and name not in PUBLIC_MODELS:
         raise _error("--shape", f"unknown {name!r}; one of {', '.join(PUBLIC_MODELS)}")
@@ -350,7 +359,8 @@ def find_shapes(model: ModelConfig, roles: RolesConfig, *, name: str | None = No
     own = None if roles.critic is None else roles.critic.path
     body = policy if own is None else _find_shape(own, "roles.critic.path")[0]
     teachers = {role: _find_shape(each.model, f"roles.{role}.model")[0] for role, each in roles.teacher_ranks.items()}
-    return RoleShapes(policy=policy, critic=body.as_critic(), source=source, teachers=teachers)
+    critic = body if isinstance(algorithm, PrimeConfig) else body.as_critic()
+    return RoleShapes(policy=policy, critic=critic, source=source, teachers=teachers)
 
 
 def _find_shape(path: Path, key: str) -> tuple[ModelShape, str]:

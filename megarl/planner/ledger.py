@@ -197,7 +197,7 @@ class _ModelMemory:
         self._model = model
         self._work = model.work
         self._prefix = prefix
-        self._exchanges_weights = model.role == "actor" and deployment.keeps_reference
+        self._exchanges_weights = deployment.has_reference(model.role)
         self._is_scored = model.role != "actor" or isinstance(kl, KlRewardConfig) or self._exchanges_weights
         self._deployment = deployment
         self._offload = offload_of(model)
@@ -325,7 +325,7 @@ def host_ledgers(deployment: Deployment, checkpoint: CheckpointConfig) -> tuple[
     """Return a ledger per kind of node, which is the set of its roles; nodes that hold nothing are left out."""
     by_node: defaultdict[str, dict[str, list[LedgerItem]]] = defaultdict(dict)
     for role, model in deployment.models.items():
-        stages = _host_items(model, checkpoint, keeps_reference=role == "actor" and deployment.keeps_reference)
+        stages = _host_items(model, checkpoint, keeps_reference=deployment.has_reference(role))
         for rank in model.placement.ranks:
             by_node[rank.place.node].setdefault(role, []).extend(stages[rank.pipeline])
     if deployment.publish_way is PublishWay.HOST and deployment.device != "cpu":

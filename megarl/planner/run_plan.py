@@ -74,7 +74,7 @@ def answer(path: Path, overrides: Sequence[str], question: PlanQuestion) -> Plan
 
 def answer_for(recipe: Recipe, question: PlanQuestion, *, source: str = "recipe") -> PlanAnswer:
     """Make all checks that need no file, and plan a recipe; a ConfigError has every problem."""
-    shapes = find_shapes(recipe.model, recipe.roles, name=question.shape_name)
+    shapes = find_shapes(recipe.model, recipe.roles, name=question.shape_name, algorithm=recipe.algorithm)
     problems = check_without_files(recipe, shapes.policy, critic=shapes.critic)
     if problems:
         raise ConfigError(source, tuple(problems))
@@ -107,7 +107,7 @@ def answer_for(recipe: Recipe, question: PlanQuestion, *, source: str = "recipe"
 def replay_run(run: RecordedRun, *, shape_name: str | None = None) -> Replay:
     """Replay a run through the model of its own recipe."""
     recipe = run.recipe.model_copy(update={"roles": _without_running_engines(run.recipe.roles)})
-    shapes = find_shapes(recipe.model, recipe.roles, name=shape_name)
+    shapes = find_shapes(recipe.model, recipe.roles, name=shape_name, algorithm=recipe.algorithm)
     deployment = deploy(recipe, shapes, run.gpu or gpu_of(recipe.cluster))
     is_sent = deployment.engine is not None and not deployment.publishes_adapters
     publish_s = reshard(deployment).seconds if is_sent else 0.0
@@ -124,7 +124,7 @@ def check_fit(recipe: Recipe, gpu: GpuModel | None) -> str | None:
     """
     if gpu is None:
         return "Ray reports no GPU that the planner knows: whether the run fits is not checked; set cluster.gpu"
-    shapes = find_shapes(recipe.model, recipe.roles)
+    shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
     recipe = recipe.model_copy(update={"roles": _without_running_engines(recipe.roles)})
     deployment, workload = deploy(recipe, shapes, gpu), StepWorkload.half(recipe.data, recipe.sampling)
     sizes = size(recipe, deployment, workload, publish_s=0.0)

@@ -176,7 +176,10 @@ def _work(
         scoring[PhaseName.TEACHER] = (slowest, models[slowest].forward_s)
     learning[PhaseName.UPDATE] = ("actor", train.epochs * actor.update_s)
     if critic is not None:
-        scoring[PhaseName.VALUES] = ("critic", models["critic"].forward_s)
+        values = models["critic"]
+        # A critic that is a language model compares itself with the weights that it started from.
+        compared_s = values.forward_s + values.exchange_s if deployment.has_reference("critic") else 0.0
+        scoring[PhaseName.VALUES] = ("critic", values.forward_s + compared_s)
         learning[PhaseName.CRITIC_UPDATE] = ("critic", critic.epochs * models["critic"].update_s)
     return scoring, learning
 

@@ -257,6 +257,33 @@ def test_a_teacher_is_counted_with_its_own_shape_in_its_pool() -> None:
     assert not any("teacher" in ledger.where for ledger in host_ledgers(deployment, recipe.checkpoint))
 
 
+def test_a_teacher_on_engines_is_counted_in_its_pool_like_other_frozen_models() -> None:
+    recipe = make_recipe(
+        "pools.teacher={gpus_per_node: 8}",
+        "roles.teacher.large={kind: engines, pool: teacher, tensor: 8, model: qwen2.5-72b, max_cached_tokens: 1000}",
+        "algorithm={kind: distill}",
+    )
+    items = found_in(recipe)["teacher.large", MemoryPhase.GENERATING]
+    assert items["engine weights"] == pytest.approx(2 * 72.7e9 / 8, rel=0.02)
+
+
+def test_the_reward_model_of_prime_is_a_language_model_with_its_first_weights_in_host_memory() -> None:
+    words = ("pools.critic={gpus_per_node: 8}", "roles.critic={pool: critic, tensor: 4}")
+    recipe = make_recipe(*words, "algorithm={kind: prime}")
+    shapes = find_shapes(recipe.model, recipe.roles, algorithm=recipe.algorithm)
+    assert shapes.critic == shapes.policy
+    deployment = deploy(recipe, shapes, H100)
+    held = {
+        ledger.where: {item.name for item in ledger.items} for ledger in host_ledgers(deployment, recipe.checkpoint)
+    }
+    assert "reference weights" in held["critic"]
+    with_values = make_recipe(*words, "algorithm={kind: gae}")
+    values = find_shapes(with_values.model, with_values.roles, algorithm=with_values.algorithm)
+    assert values.critic.has_value_head
+    for ledger in host_ledgers(deploy(with_values, values, H100), with_values.checkpoint):
+        assert "reference weights" not in {item.name for item in ledger.items}
+
+
 def test_engines_of_a_mixture_record_the_experts_of_their_cache_in_host_memory() -> None:
     mixture = replace(PUBLIC_MODELS["qwen3-30b-a3b"], num_layers=8)
     words = ("roles.actor.is_sequence_parallel=true", "checkpoint={save_every_steps: null, save_at_end: false}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl.config.model import read_model_shape
 from megarl.data.tokenizer import load_tokenizer
+from megarl.rollout.client import EngineClient
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.frozen import FrozenEngines
+from megarl.rollout.process import EngineProcess
 from megarl.tools.quickstart.arithmetic import make_arithmetic
+from tests.rollout.engines import engine_spec
 from tests.runtime.runs import run
 from tests.tiny_models import answer_logprob
 
@@ -90,6 +97,34 @@ def test_a_trained_reward_model_scores_in_transformers_as_in_training(tmp_path: 
     found = (after.chosen_reward, after.rejected_reward)
     assert found == pytest.approx(tuple(scores.mean(axis=0)), abs=1e-5)
     assert after.accuracy == (scores[:, 0] > scores[:, 1]).mean()
+    served = np.array(served_scores(done.model, files.eval_pairs, tmp_path / "served"))
+    assert np.abs(served - scores).max() < 1e-5, "an engine of roles.reward_model scores otherwise"
+
+
+def served_scores(model: Path, pairs: Path, folder: Path) -> list[tuple[float, float]]:
+    """Return the scores of both answers of each pair, by an engine as `roles.reward_model` starts it."""
+    shape = read_model_shape(model)
+    process = EngineProcess(replace(engine_spec(model, folder), is_classifier=True, role="reward_model.trained"))
+    process.start()
+
+    async def scores() -> list[tuple[float, float]]:
+        await process.wait_ready()
+        fleet = Fleet([EngineClient(process.endpoint, request_timeout_s=600)], max_outstanding=8, publish_timeout_s=600)
+        tokenizer = load_tokenizer(model, vocab=shape.vocab)
+        engines = FrozenEngines(fleet, tokenizer, shape, role="reward_model.trained", max_attempts=2)
+
+        async def score(row: dict[str, Any], key: str) -> float:
+            return await engines.classify([*row["prompt"], {"role": "assistant", "content": row[key]}])
+
+        rows = pq.read_table(pairs).to_pylist()
+        found = [(await score(row, "chosen"), await score(row, "rejected")) for row in rows]
+        await fleet.close()
+        return found
+
+    try:
+        return asyncio.run(scores())
+    finally:
+        process.stop()
 
 
 def scores_of(model: Path, pairs: Path) -> list[tuple[float, float]]:

@@ -213,6 +213,32 @@ def test_a_critic_that_warms_up_goes_on_as_well(folder: Path) -> None:
     assert any(name.startswith("critic/optimizer") for name in _tensors(resumed))
 
 
+LEARNING = {
+    "spin": (
+        "algorithm={kind: spin, iteration_steps: 2}",
+        "checkpoint.save_every_steps=2",
+        "roles.reference={}",
+        "data.train=[FOLDER/arithmetic/pairs.parquet]",
+        "data.response_key=chosen",
+    ),
+    "prime": ("algorithm={kind: prime}", *EVERY_STEP, "roles.critic={pool: train, tensor: 2}"),
+}
+"""`spin` is saved where its iterations end: a resumed run begins one."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LEARNING)
+def test_a_run_with_a_second_model_goes_on_as_well(kind: str, folder: Path) -> None:
+    overrides = (*STEPS, *(option.replace("FOLDER", str(folder)) for option in LEARNING[kind]))
+    whole = run(folder, kind, *overrides)
+    assert whole.exit_code == 0, whole.output
+    with started(folder, f"{kind}_killed", *overrides) as process:
+        _await_event(folder / "runs" / f"{kind}_killed", process, CheckpointSaved)
+        kill(process)
+    resumed = _goes_on_to_the_same_end(folder, f"{kind}_killed", whole, *overrides)
+    assert [event.summary.step for event in resumed.steps][-1] == 4
+
+
 @pytest.mark.fault("SIGTERM, SIGUSR1", "the step is saved, exit code 75; the next run goes on; the same bits")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

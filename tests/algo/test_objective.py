@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from megarl.algo.loss import PolicyTokens
@@ -205,10 +206,19 @@ def test_every_correction_is_invariant(
     assert_invariant(partial(actor_part, config), seed, split, padding)
 
 
+def every_kind() -> dict[str, AlgorithmConfig]:
+    """Return each kind of algorithm as a recipe has it that names the kind and nothing else."""
+    needed = {"gdpo": {"weights": {"right": 1.0}}}
+    union = TypeAdapter[AlgorithmConfig](AlgorithmConfig)
+    mapping: dict[str, object] = union.json_schema()["discriminator"]["mapping"]
+    return {kind: union.validate_python({"kind": kind, **needed.get(kind, {})}) for kind in mapping}
+
+
+@pytest.mark.parametrize("kind", every_kind())
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1000), split=splits(), padding=st.integers(0, 5))
-def test_imitation_is_invariant(seed: int, split: Split, padding: int) -> None:
-    assert_invariant(partial(actor_part, SftConfig(kind="sft")), seed, split, padding)
+def test_the_loss_of_every_kind_is_invariant(kind: str, seed: int, split: Split, padding: int) -> None:
+    assert_invariant(partial(actor_part, every_kind()[kind]), seed, split, padding)
 
 
 def test_imitation_minimises_the_negative_log_likelihood() -> None:

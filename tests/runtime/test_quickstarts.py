@@ -51,6 +51,18 @@ def test_a_quickstart_learns_to_add(name: str, folder: Path) -> None:
     assert seconds < MAX_SECONDS
 
 
+def test_a_careless_policy_learns_to_add_from_one_that_adds(folder: Path) -> None:
+    if not (folder / "runs" / "quickstart").exists():
+        megarl(folder, "train", str(RECIPES / "quickstart.yaml"))
+    began = time.monotonic()
+    megarl(folder, "train", str(RECIPES / "quickstart_distill.yaml"))
+    seconds = time.monotonic() - began
+    accuracies = accuracies_of(folder / "runs" / "quickstart_distill")
+    assert accuracies[0] < 0.5
+    assert accuracies[-1] >= 0.8
+    assert seconds < MAX_SECONDS
+
+
 @pytest.mark.parametrize("max_staleness", [1, 3])
 def test_the_quickstart_learns_to_add_from_what_earlier_policies_chose(max_staleness: int, folder: Path) -> None:
     name = f"staleness_{max_staleness}"

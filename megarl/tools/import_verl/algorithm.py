@@ -49,6 +49,8 @@ _CLIPPED = ("ppo", "gspo", "cispo", "gmpo")
 _BY_SEQUENCE = ("gspo", "sapo", "gmpo")
 """Losses that verl averages over sequences, whatever its loss_agg_mode says."""
 _WHOLE_SCORE = ("reward", "score", "seq_reward", "seq_final_reward")
+_ENGINE_SIZES = {"gpu_memory_utilization": "memory_fraction", "max_num_seqs": "max_running_requests"}
+"""Keys of a frozen model's servers, with ours below its role."""
 _REWARD_PREFIXES = ("reward.custom_reward_function.", "custom_reward_function.", "reward_model.reward_fn.")
 _OVERLONG_PREFIXES = (
     "reward.reward_kwargs.overlong_buffer_cfg.",
@@ -130,21 +132,8 @@ def put_distillation(keys: Translation) -> None:
     """Put the teachers with their pool, and what is learnt from them."""
     if not keys.take("distillation.enabled", "algorithm.distillation"):
         return
-    prefix, loss = "distillation.", "distillation.distillation_loss."
-    for name, ours, default in (("nnodes", "nodes", 1), ("n_gpus_per_node", "gpus_per_node", 8)):
-        keys.put(f"pools.teacher.{ours}", keys.take(f"{prefix}{name}", f"pools.teacher.{ours}", default=default))
-    if keys.take(f"{prefix}teacher_key", "data.source_key", default="data_source") != "data_source":
-        keys.put("data.source_key", keys.given[f"{prefix}teacher_key"])
-    found = (re.match(r"distillation\.teacher_models\.(\w+)\.", key) for key in keys.written)
-    names = list(dict.fromkeys(match[1] for match in found if match)) or ["teacher_model"]
-    for name in names:
-        theirs, role = f"{prefix}teacher_models.{name}.", f"roles.teacher.{name}"
-        tensor = keys.take(f"{theirs}inference.tensor_model_parallel_size", f"{role}.tensor", default=1)
-        model = keys.path(f"{theirs}model_path", f"{role}.model", default="TEACHER_MODEL")
-        keys.put(role, {"kind": "ranks", "pool": "teacher", "tensor": tensor, "model": model})
-        source = keys.take(f"{theirs}key", f"{role}.sources")
-        if source is not None and len(names) > 1:
-            keys.put(f"{role}.sources", [source])
+    _put_teachers(keys)
+    loss = "distillation.distillation_loss."
     mode = str(keys.take(f"{loss}loss_mode", "algorithm.distillation.kind", default="k3"))
     is_forward = mode == "forward_kl_topk"
     coef = keys.take(f"{loss}distillation_loss_coef", "algorithm.distillation.coef", default=1.0)
@@ -161,6 +150,30 @@ def put_distillation(keys: Translation) -> None:
     else:
         keys.put("algorithm", {"kind": "distill", "distillation": learnt})
         keys.has_critic = False
+
+
+def _put_teachers(keys: Translation) -> None:
+    prefix = "distillation."
+    for name, ours, default in (("nnodes", "nodes", 1), ("n_gpus_per_node", "gpus_per_node", 8)):
+        keys.put(f"pools.teacher.{ours}", keys.take(f"{prefix}{name}", f"pools.teacher.{ours}", default=default))
+    if keys.take(f"{prefix}teacher_key", "data.source_key", default="data_source") != "data_source":
+        keys.put("data.source_key", keys.given[f"{prefix}teacher_key"])
+    found = (re.match(r"distillation\.teacher_models\.(\w+)\.", key) for key in keys.written)
+    names = list(dict.fromkeys(match[1] for match in found if match)) or ["teacher_model"]
+    # verl's teachers are servers. Ours on engines have a pool each and score at temperature 1 alone.
+    is_served = len(names) == 1 and keys.given.get("actor_rollout_ref.rollout.temperature", 1.0) == 1
+    for name in names:
+        theirs, role = f"{prefix}teacher_models.{name}.", f"roles.teacher.{name}"
+        tensor = keys.take(f"{theirs}inference.tensor_model_parallel_size", f"{role}.tensor", default=1)
+        model = keys.path(f"{theirs}model_path", f"{role}.model", default="TEACHER_MODEL")
+        kind = "engines" if is_served else "ranks"
+        keys.put(role, {"kind": kind, "pool": "teacher", "tensor": tensor, "model": model})
+        for key, ours in _ENGINE_SIZES.items() if is_served else ():
+            if (value := keys.take(f"{theirs}inference.{key}", f"{role}.{ours}")) is not None:
+                keys.put(f"{role}.{ours}", value)
+        source = keys.take(f"{theirs}key", f"{role}.sources")
+        if source is not None and len(names) > 1:
+            keys.put(f"{role}.sources", [source])
 
 
 def put_kl(keys: Translation) -> bool:
@@ -276,12 +289,7 @@ def put_reward_model(keys: Translation) -> bool:
         keys.put(f"{role}.pool", "reward_model")
         model = keys.path(f"{prefix}{path_key}", f"{role}.model", default="REWARD_MODEL")
         keys.put(f"{role}.model", model)
-        sizes = {
-            "tensor_model_parallel_size": "tensor",
-            "gpu_memory_utilization": "memory_fraction",
-            "max_num_seqs": "max_running_requests",
-        }
-        for name, ours in sizes.items():
+        for name, ours in {"tensor_model_parallel_size": "tensor", **_ENGINE_SIZES}.items():
             if (value := keys.take(f"{prefix}rollout.{name}", f"{role}.{ours}")) is not None:
                 keys.put(f"{role}.{ours}", value)
         keys.put("reward", {"kind": "reward_model"})

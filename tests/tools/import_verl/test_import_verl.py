@@ -272,6 +272,17 @@ def test_there_is_one_entry_per_key_of_the_file() -> None:
             },
         ),
         ("distillation.enabled=True distillation.n_gpus_per_node=4", "pools.teacher.gpus_per_node", 4),
+        (
+            "distillation.enabled=True distillation.teacher_models.a.model_path=x "
+            "distillation.teacher_models.a.inference.gpu_memory_utilization=0.5",
+            "roles.teacher.a",
+            {"kind": "engines", "pool": "teacher", "tensor": 1, "model": "x", "memory_fraction": 0.5},
+        ),
+        (
+            "distillation.enabled=True actor_rollout_ref.rollout.temperature=0.7",
+            "roles.teacher.teacher_model.kind",
+            "ranks",
+        ),
     ],
 )
 def test_a_key_arrives_in_the_recipe(tmp_path: Path, word: str, key: str, value: Tree) -> None:

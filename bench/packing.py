@@ -77,7 +77,7 @@ def _spread(plans: Sequence[MiniBatchPlan], lengths: Sequence[int], cost: Sequen
     """Return the work of the busiest rank over the mean, in the worst update of a step."""
     ratios = []
     for plan in plans:
-        work = [sum(cost.of(lengths[i]) for members in share for i in members) for share in plan.shares]
+        work = [sum(cost.of([lengths[i] for members in share for i in members])) for share in plan.shares]
         ratios.append(max(work) * len(work) / sum(work))
     return max(ratios)
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _NUM_WORKERS = 2
 _SILENCE_S = 60.0
+_NUM_OPEN = 64
+"""Requests that an engine computes at once."""
 _DATA_PARALLEL = 8
 _STEP_TOKENS = 1 << 27
 """1,024 x 16 rollouts of 8,192 tokens."""
@@ -73,7 +75,7 @@ def measure_workers(load: Load) -> list[PlaneFigure]:
 def _whole_groups(load: Load, folder: Path) -> list[PlaneFigure]:
     content = reply_content(load.num_tokens, vocab=VOCAB, is_flat=True)
     with instant_engine(content, num_ports=8) as ports:
-        cost = asyncio.run(_cost(load, folder, ports, num_open=16))
+        cost = asyncio.run(_cost(load, folder, ports, num_open=_NUM_OPEN))
     num_tokens = load.num_prompts * load.num_rollouts * load.num_tokens
     sizes = f"{load.num_prompts} x {load.num_rollouts} rollouts, {_NUM_WORKERS} rollout workers"
     return [

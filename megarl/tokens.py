@@ -51,8 +51,8 @@ class ContentHandle(Protocol):
 
 
 def repeated(value: _Number, count: int) -> npt.NDArray[_Number]:
-    """Return an array whose elements are one number in memory; a tenth of the time of `np.broadcast_to`."""
-    array: npt.NDArray[_Number] = np.ndarray((count,), value.dtype, value.tobytes(), 0, (0,))
+    """Return an array whose elements are one number in memory; a fraction of the time of `np.broadcast_to`."""
+    array: npt.NDArray[_Number] = np.ndarray((count,), value.dtype, value, 0, (0,))
     return array
 
 
@@ -75,7 +75,7 @@ def num_true(mask: npt.NDArray[np.bool_]) -> int:
 def counted(numbers: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
     """Return the different numbers in ascending order, each with how often it occurs."""
     if len(numbers) and (is_repeated(numbers) or (numbers == numbers[0]).all()):  # nearly always, and far quicker
-        return [(int(numbers[0]), len(numbers))]
+        return [(numbers.item(0), len(numbers))]
     different, counts = np.unique(numbers, return_counts=True)
     return list(zip(different.tolist(), counts.tolist(), strict=True))
 

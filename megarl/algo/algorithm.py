@@ -17,6 +17,7 @@ from megarl.algo.selection import (
     are_scored,
     component,
     estimates_of,
+    has_parts,
     is_lost,
     parts_of,
     scored_only,
@@ -258,7 +259,7 @@ def _num_counted(rollout: Rollout) -> int:
 def _earlier_rewards(groups: Sequence[ScoredGroup]) -> tuple[dict[int, float], ...] | None:
     """Return the rewards of turns, by the last token of each, and of tokens; None where no rollout has any."""
     rewards = tuple(
-        _rewards_by_token(rollout, score, scored.group.prompt.uid)
+        _rewards_by_token(rollout, score, scored.group.prompt.uid) if has_parts(rollout, score) else {}
         for scored in groups
         for rollout, score in zip(scored.group.rollouts, scored.scores, strict=True)
     )

@@ -77,7 +77,14 @@ class Selection:
 
 def parts_of(rollout: Rollout, score: Score) -> float:
     """Return the sum of the rewards of turns and tokens, which come beside the score's value."""
+    if not has_parts(rollout, score):
+        return 0.0
     return sum(turn.reward for turn in rollout.episode.turns) + sum(score.tokens or ())
+
+
+def has_parts(rollout: Rollout, score: Score) -> bool:
+    """Whether turns or tokens have rewards of their own."""
+    return bool(rollout.episode.turns) or score.tokens is not None
 
 
 def component(score: Score, name: str, group: ScoredGroup) -> float:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from megarl.errors import DataError
 
 _Bins: TypeAlias = list[list[int]]
 """The samples of each micro-batch."""
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +28,10 @@ class SequenceCost:
     per_token: float = 1.0
     per_squared_token: float = 0.0
 
-    def of(self, length: int) -> float:
-        return self.per_token * length + self.per_squared_token * length * length
+    def of(self, lengths: Sequence[int]) -> list[float]:
+        sizes = np.asarray(lengths, np.float64)
+        costs: list[float] = (self.per_token * sizes + self.per_squared_token * sizes * sizes).tolist()
+        return costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,9 @@ def plan_packs(
     several rows, `lengths` and the indices are those of rows, and `ends` has the end of each sample's among them.
     """
     assert lengths, "nothing to pack"
-    lengths = [_round_up(length, packing.sequence_multiple) for length in lengths]
+    if packing.sequence_multiple > 1:
+        lengths = [_round_up(length, packing.sequence_multiple) for length in lengths]
+    costs = packing.cost.of(lengths)
     longest, capacity = max(lengths), packing.tokens_per_micro_batch
     assert longest <= capacity, f"a sample has {longest} tokens, a micro-batch {capacity}"
     bounds = [0, *(range(1, len(lengths) + 1) if ends is None else ends)]
@@ -76,8 +81,8 @@ def plan_packs(
     plans = []
     for first in range(0, len(bounds) - 1, per_update):
         members = range(bounds[first], bounds[min(first + per_update, len(bounds) - 1)])
-        shares = _divide(members, lengths, packing)
-        fullest = max(_load(bin_, lengths) for share in shares for bin_ in share)
+        shares = _divide(members, lengths, costs, packing)
+        fullest = max(_sum(bin_, lengths) for share in shares for bin_ in share)
         plans.append(
             MiniBatchPlan(
                 members=tuple(members),
@@ -132,37 +137,40 @@ def plan_rows(lengths: Sequence[int], packing: Packing, *, ends: Sequence[int]) 
     )
 
 
-def _divide(members: Sequence[int], lengths: Sequence[int], packing: Packing) -> list[_Bins]:
+def _divide(members: Sequence[int], lengths: Sequence[int], costs: Sequence[float], packing: Packing) -> list[_Bins]:
     """Return the micro-batches of every rank, the fullest first.
 
     Dividing the samples over ranks balances their work; dividing whole micro-batches needs the fewest of them. The
     division whose slowest rank is done first is chosen.
     """
-    longest_first = sorted(members, key=lambda i: (-lengths[i], i))
-    whole = _share_out(_fill_all(longest_first, lengths, packing), lengths, packing)
+    longest_first = sorted(members, key=lengths.__getitem__, reverse=True)
+    whole = _share_out(_fill_all(longest_first, lengths, packing), costs, packing)
     if packing.data_parallel == 1:
         return whole
-    balanced = _fill_ranks(longest_first, lengths, packing)
+    balanced = _fill_ranks(longest_first, lengths, costs, packing)
     return min((balanced, whole), key=lambda shares: _slowest(shares, lengths, packing))
 
 
 def _slowest(shares: Sequence[_Bins], lengths: Sequence[int], packing: Packing) -> float:
     """Return the work of the rank with the most of it, padding included."""
     cost = packing.cost
-    fullest = max(_load(bin_, lengths) for share in shares for bin_ in share)
+    fullest = max(_sum(bin_, lengths) for share in shares for bin_ in share)
     padded = cost.per_token * len(shares[0]) * _round_up(fullest, packing.pad_multiple)
+    if not cost.per_squared_token:
+        return padded
     squares = (sum(lengths[i] * lengths[i] for bin_ in share for i in bin_) for share in shares)
     return padded + cost.per_squared_token * max(squares)
 
 
-def _fill_ranks(longest_first: Sequence[int], lengths: Sequence[int], packing: Packing) -> list[_Bins]:
+def _fill_ranks(
+    longest_first: Sequence[int], lengths: Sequence[int], costs: Sequence[float], packing: Packing
+) -> list[_Bins]:
     """Give each sample to the rank with the least work, then fill the micro-batches of each rank."""
-    costs = {i: packing.cost.of(lengths[i]) for i in longest_first}
     owned = _spread(longest_first, costs, packing.data_parallel)
     tight = [_best_fit(ids, lengths, packing.tokens_per_micro_batch) for ids in owned]
     num_bins = _round_up(max(map(len, tight)), packing.micro_batch_multiple)
     shares = [_even(ids, bins, lengths, num_bins, packing) for ids, bins in zip(owned, tight, strict=True)]
-    return [sorted(share, key=lambda bin_: -_load(bin_, lengths)) for share in shares]
+    return [sorted(share, key=lambda bin_: -_sum(bin_, lengths)) for share in shares]
 
 
 def _fill_all(longest_first: Sequence[int], lengths: Sequence[int], packing: Packing) -> _Bins:
@@ -175,7 +183,7 @@ def _fill_all(longest_first: Sequence[int], lengths: Sequence[int], packing: Pac
 def _even(longest_first: Sequence[int], tight: _Bins, lengths: Sequence[int], num_bins: int, packing: Packing) -> _Bins:
     """Return `num_bins` micro-batches of about equal length, or the tight ones if an even one is over the budget."""
     even = _spread(longest_first, lengths, num_bins)
-    if max(_load(members, lengths) for members in even) <= packing.tokens_per_micro_batch:
+    if max(_sum(members, lengths) for members in even) <= packing.tokens_per_micro_batch:
         return even
     return tight + [[] for _ in range(num_bins - len(tight))]
 
@@ -184,20 +192,22 @@ def _best_fit(longest_first: Sequence[int], lengths: Sequence[int], capacity: in
     """Put each sample into the fullest micro-batch with room for it."""
     bins: _Bins = []
     rooms: list[tuple[int, int]] = []
-    """(tokens left, index of the bin), fullest first."""
+    """(tokens left, index of the bin), fullest first, of those that have room for the shortest sample."""
+    shortest = min(map(lengths.__getitem__, longest_first), default=0)
     for sample_id in longest_first:
-        place = bisect_left(rooms, (lengths[sample_id], 0))
+        length = lengths[sample_id]
+        place = bisect_left(rooms, (length, 0))
         if place == len(rooms):
-            insort(rooms, (capacity, len(bins)))
+            rooms.append((capacity, len(bins)))
             bins.append([])
-            place = bisect_left(rooms, (lengths[sample_id], 0))
         room, index = rooms.pop(place)
         bins[index].append(sample_id)
-        insort(rooms, (room - lengths[sample_id], index))
+        if room - length >= shortest:
+            insort(rooms, (room - length, index))
     return bins
 
 
-def _spread(longest_first: Sequence[int], loads: Sequence[int] | Mapping[int, float], num_bins: int) -> _Bins:
+def _spread(longest_first: Sequence[int], loads: Sequence[float], num_bins: int) -> _Bins:
     """Put each sample into the bin with the least load."""
     bins: _Bins = [[] for _ in range(num_bins)]
     least: list[tuple[float, int]] = [(0, index) for index in range(num_bins)]
@@ -208,22 +218,22 @@ def _spread(longest_first: Sequence[int], loads: Sequence[int] | Mapping[int, fl
     return bins
 
 
-def _share_out(bins: _Bins, lengths: Sequence[int], packing: Packing) -> list[_Bins]:
+def _share_out(bins: _Bins, costs: Sequence[float], packing: Packing) -> list[_Bins]:
     """Give every rank equally many micro-batches, the most work first, each to the rank with the least work."""
     per_rank = len(bins) // packing.data_parallel
     shares: list[_Bins] = [[] for _ in range(packing.data_parallel)]
-    costs = [sum(packing.cost.of(lengths[i]) for i in members) for members in bins]
+    work = [_sum(members, costs) for members in bins]
     least: list[tuple[float, int]] = [(0, rank) for rank in range(packing.data_parallel)]
-    for index in sorted(range(len(bins)), key=lambda i: (-costs[i], i)):
+    for index in sorted(range(len(bins)), key=lambda i: (-work[i], i)):
         load, rank = heapq.heappop(least)
         shares[rank].append(bins[index])
         if len(shares[rank]) < per_rank:
-            heapq.heappush(least, (load + costs[index], rank))
+            heapq.heappush(least, (load + work[index], rank))
     return shares
 
 
-def _load(members: Sequence[int], lengths: Sequence[int]) -> int:
-    return sum(lengths[i] for i in members)
+def _sum(members: Sequence[int], numbers: Sequence[_Number]) -> _Number:
+    return sum(map(numbers.__getitem__, members))
 
 
 def _round_up(number: int, multiple: int) -> int:

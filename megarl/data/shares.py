@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megarl.data.packing import MiniBatchPlan, Packing, plan_rows
+from megarl.data.packing import Packing, plan_rows
 from megarl.routes import PackedRoutes, RouteArray
 from megarl.tokens import Content, ContentSource, PackedRows, SampleNumbers, by_sample, is_repeated, num_true
 from megarl.types import FloatArray, MicroBatch, MiniBatch, TokenArray, TrainBatch, TrainSample
@@ -157,6 +157,8 @@ def make_shares(
     # All samples of a step have the same columns.
     given = [name for name in _CREDIT if getattr(samples[0], name) is not None]
     names = [name for name in ("loss_mask", *(["versions"] if has_versions else []), *given) if name not in without]
+    counts = [[num_chosen[i] for i in {rows[i].sample_id for i in plan.members}] for plan in plans]
+    totals = [(sum(of_samples), sum(count > 0 for count in of_samples)) for of_samples in counts]
     for rank in range(packing.data_parallel):
         members = sorted(i for plan in plans for micro_batch in plan.shares[rank] for i in micro_batch)
         mine = [rows[i] for i in members]
@@ -166,35 +168,37 @@ def make_shares(
         order = {key: place for place, key in enumerate(sources)}
         yield Share(
             row_ids=tuple(members),
-            sample_ids=tuple(row.sample_id for row in mine),
+            sample_ids=tuple([row.sample_id for row in mine]),
             prompts=tuple(
-                sample.prompt_ids if row.continues_prompt else sample.prompt_ids[:0]
-                for row, sample in zip(mine, theirs, strict=True)
+                [
+                    sample.prompt_ids if row.continues_prompt else sample.prompt_ids[:0]
+                    for row, sample in zip(mine, theirs, strict=True)
+                ]
             ),
-            bounds=tuple((row.start, row.end) for row in mine),
-            num_episode_loss_tokens=tuple(num_chosen[row.sample_id] for row in mine),
-            are_whole=tuple(not sample.rollout.episode.rows for sample in theirs),
+            bounds=tuple([(row.start, row.end) for row in mine]),
+            num_episode_loss_tokens=tuple([num_chosen[row.sample_id] for row in mine]),
+            are_whole=tuple([not sample.rollout.episode.rows for sample in theirs]),
             columns={name: tuple(map(_column_part, mine, _arrays_of(name, theirs))) for name in names},
             sources=tuple(sources.values()),
-            places=tuple((order[id(source)], index) for source, index in located),
+            places=tuple([(order[id(source)], index) for source, index in located]),
             has_rollout_logprobs="rollout_logprobs" not in without,
             has_routes=has_routes,
             teacher_width=teacher_width,
             updates=tuple(
-                _share_of_update(
-                    plan,
-                    rank,
-                    [num_chosen[i] for i in sorted({rows[i].sample_id for i in plan.members})],
+                ShareOfUpdate(
+                    micro_batches=plan.shares[rank],
+                    num_tokens=plan.num_tokens,
+                    num_loss_tokens=num_loss_tokens,
+                    num_sequences=num_sequences,
                     sequence_multiple=packing.sequence_multiple,
                 )
-                for plan in plans
+                for plan, (num_loss_tokens, num_sequences) in zip(plans, totals, strict=True)
             ),
             temperature=temperature,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _RowOf:
+class _RowOf(NamedTuple):
     """The tokens of a sample that are one sequence."""
 
     sample_id: int
@@ -210,8 +214,9 @@ def _arrays_of(name: str, samples: Sequence[TrainSample]) -> Iterator[npt.NDArra
 
 def _column_part(row: _RowOf, array: npt.NDArray[Any]) -> npt.NDArray[Any] | float:
     """Return the numbers of the tokens that the row predicts, or the number that all have."""
-    part = array[row.start if row.continues_prompt else row.start + 1 : row.end]
-    return float(array[0]) if is_repeated(array) else part
+    if is_repeated(array):
+        return float(array[0])
+    return array[row.start if row.continues_prompt else row.start + 1 : row.end]
 
 
 def _rows_of(sample_id: int, sample: TrainSample) -> list[_RowOf]:
@@ -225,17 +230,6 @@ def _rows_of(sample_id: int, sample: TrainSample) -> list[_RowOf]:
     rows = [_RowOf(sample_id, 0, starts[0], num_first, continues_prompt=True)] if starts[0] else []
     bounds = zip(starts, (*starts[1:], num_tokens), strict=True)
     return [*rows, *(_RowOf(sample_id, start, end, end - start - 1, continues_prompt=False) for start, end in bounds)]
-
-
-def _share_of_update(plan: MiniBatchPlan, rank: int, chosen: Sequence[int], *, sequence_multiple: int) -> ShareOfUpdate:
-    """`chosen` has the number of loss tokens of each sample of the update."""
-    return ShareOfUpdate(
-        micro_batches=plan.shares[rank],
-        num_tokens=plan.num_tokens,
-        num_loss_tokens=sum(chosen),
-        num_sequences=sum(count > 0 for count in chosen),
-        sequence_multiple=sequence_multiple,
-    )
 
 
 def unpack(batch: TrainBatch, columns: Sequence[Sequence[FloatArray]]) -> SampleNumbers:

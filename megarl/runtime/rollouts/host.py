@@ -47,13 +47,17 @@ from megarl.tokens import Content, is_repeated, repeated
 from megarl.turns import Episode
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 
-REPORT_EVERY_S = 2.0
-"""Time between reports while nothing happens; a failed engine and answers are reported at once."""
+REPORT_EVERY_S = 5.0
+"""Longest time between reports while nothing happens; a failed engine is reported at once."""
 _PROBE_EVERY_S = 1.0
 _GATHER_S = 0.5
-"""Least time that an answer waits for others, while prompts are under way."""
+"""Least time that an answer waits for others, unless `_FEW_OPEN` are under way."""
 _DRIVER_CALL_S = 0.02
-"""Time between calls of all workers together: a call costs the driver a millisecond."""
+"""Least time between calls of all workers together: a call costs the driver a millisecond."""
+_GATHER_SHARE = 0.04
+"""Share of the time that an answer took for which it may wait: long ones can, a step of them takes minutes."""
+_FEW_OPEN = 2
+"""With this many answers under way for each that is done, or fewer, the engines may soon lack prompts."""
 _MAX_BYTES = 1 << 27
 """Arrays of one delivery."""
 
@@ -202,6 +206,7 @@ class RolloutHost:
         self._probing: asyncio.Task[None] | None = None
         self._open: dict[int, asyncio.Task[AnsweredPrompt]] = {}
         self._ended: deque[tuple[int, asyncio.Task[AnsweredPrompt]]] = deque()
+        self._gathering: asyncio.TimerHandle | None = None
         episodes = setup.episodes
         tokenizer = load_tokenizer(
             setup.model_folder,
@@ -254,6 +259,7 @@ class RolloutHost:
     async def follow(self, views: Sequence[EngineView]) -> None:
         await self._following.follow(views)
 
+    @ray.method(num_returns=2)
     async def report(self, orders: Orders, views: Sequence[EngineView]) -> tuple[Delivery, ResponseArrays | None]:
         """Return what happened since the last report: one heartbeat for all engines of the worker."""
         await self._following.follow(views)
@@ -294,6 +300,9 @@ class RolloutHost:
         answers: list[tuple[int, GroupNumbers | FailedAnswer]] = []
         groups: list[RolloutGroup] = []
         num_bytes = 0
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
         while self._ended and num_bytes < _MAX_BYTES:
             number, answering = self._ended.popleft()
             error = answering.exception()
@@ -313,13 +322,22 @@ class RolloutHost:
         if answering.cancelled():
             return
         self._ended.append((number, answering))
-        if not self._open:
+        seconds = 0.0 if answering.exception() is not None else answering.result().seconds
+        may_wait_s = gather_s(seconds, num_done=len(self._ended), num_open=len(self._open), least_s=self._gather_s)
+        if not may_wait_s:
             self._following.report_now()
-        elif len(self._ended) == 1:
-            asyncio.get_running_loop().call_later(self._gather_s, self._following.report_now)
+        elif self._gathering is None:
+            self._gathering = asyncio.get_running_loop().call_later(may_wait_s, self._following.report_now)
 
     async def process(self) -> RemoteProcess:
         return this_process()
+
+
+def gather_s(seconds: float, *, num_done: int, num_open: int, least_s: float) -> float:
+    """Return how long an answer that took these seconds waits for others; 0 where engines may soon lack prompts."""
+    if num_open <= _FEW_OPEN * num_done:
+        return 0.0
+    return max(least_s, min(_GATHER_SHARE * seconds, REPORT_EVERY_S))
 
 
 def _num_bytes(content: Content) -> int:

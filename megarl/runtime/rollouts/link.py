@@ -50,6 +50,8 @@ class WorkerLink:
     is_over: bool = False
     is_live: bool = False
     num_outstanding: int = 0
+    is_reporting: bool = False
+    """A report is under way: until it is there, prompts need a call of their own."""
     num_seen: int = -1
     """The fleet's count of changes when views were last sent."""
     known: dict[int, tuple[object, ...]] = field(default_factory=dict)
@@ -85,7 +87,7 @@ class WorkerLink:
                 self._send_soon()
 
     def _send_soon(self) -> None:
-        if self._sending is None:
+        if self._sending is None and self.is_reporting:
             self._sending = asyncio.get_running_loop().call_later(GATHER_S, self._send)
 
     def _send(self) -> None:

@@ -258,16 +258,18 @@ class RolloutWorkers:
         assert isinstance(process, RemoteProcess), process
         worker.process = process
         while True:
-            asked, arrays = host.report.options(num_returns=2).remote(worker.orders(), self._views(worker))
+            worker.is_reporting = True
+            asked, arrays = host.report.remote(worker.orders(), self._views(worker))
             delivery = await _answer_of(asked, timeout_s=REPORT_EVERY_S + self._silence_timeout_s)
             assert isinstance(delivery, Delivery), delivery
+            worker.is_reporting = False  # before answers make room for prompts, which go with the next call
             worker.take(delivery, arrays)
             await self._record(worker, delivery.report)
             if not worker.has_answered:
                 worker.has_answered = True
                 self._judge(worker)
                 self._dispatcher.serve()
-            await asyncio.sleep(GATHER_S)  # answers make room for prompts, which go with the next call
+            await asyncio.sleep(GATHER_S)
 
     async def _record(self, worker: WorkerLink, report: WorkerReport) -> None:
         await apply_report(report, self._fleet, self._observer)

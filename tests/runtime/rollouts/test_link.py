@@ -23,7 +23,15 @@ from tests.observe.samples import scored_group
 from tests.rollout.test_worker import ENDPOINTS, connect
 
 with private_ray():
-    from megarl.runtime.rollouts.host import Delivery, FailedAnswer, GroupNumbers, Orders, WorkerSetup
+    from megarl.runtime.rollouts.host import (
+        REPORT_EVERY_S,
+        Delivery,
+        FailedAnswer,
+        GroupNumbers,
+        Orders,
+        WorkerSetup,
+        gather_s,
+    )
     from megarl.runtime.rollouts.link import GATHER_S, WorkerLink, WorkerLostError
     from megarl.runtime.rollouts.stored import ResponseArrays
 
@@ -69,7 +77,7 @@ class Host:
 
 
 def link(fleet: Fleet, host: Host) -> WorkerLink:
-    return WorkerLink(setup=SETUP, engines=fleet.engines, host=host)
+    return WorkerLink(setup=SETUP, engines=fleet.engines, host=host, is_reporting=True)
 
 
 def fleet() -> Fleet:
@@ -133,6 +141,32 @@ def test_prompts_that_wait_go_with_the_next_call_and_only_with_it() -> None:
             await asked
 
     asyncio.run(run())
+
+
+def test_prompts_wait_for_the_next_report_while_none_is_under_way() -> None:
+    prompts = [scored_group([0.0], lengths=[2], number=number).group.prompt for number in range(2)]
+
+    async def run() -> None:
+        host = Host()
+        worker = link(fleet(), host)
+        worker.is_reporting = False
+        asked = [asyncio.ensure_future(worker.ask(prompt, TASK)) for prompt in prompts]
+        await asyncio.sleep(5 * GATHER_S)
+        assert host.asked == []
+        ((_, told),) = worker.orders().asked
+        assert list(told.values()) == prompts
+        worker.lose("killed")
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_answers_wait_for_others_as_long_as_engines_have_prompts_and_in_proportion_to_their_time() -> None:
+    assert gather_s(400.0, num_done=1, num_open=0, least_s=0.5) == 0
+    assert gather_s(400.0, num_done=16, num_open=32, least_s=0.5) == 0
+    assert gather_s(0.1, num_done=1, num_open=32, least_s=0.5) == 0.5
+    assert gather_s(50.0, num_done=1, num_open=32, least_s=0.5) == pytest.approx(2.0)
+    assert gather_s(4000.0, num_done=1, num_open=32, least_s=0.5) == REPORT_EVERY_S
 
 
 def test_a_lost_worker_ends_its_prompts_and_a_cancelled_prompt_is_told() -> None:

@@ -157,8 +157,7 @@ def make_shares(
     # All samples of a step have the same columns.
     given = [name for name in _CREDIT if getattr(samples[0], name) is not None]
     names = [name for name in ("loss_mask", *(["versions"] if has_versions else []), *given) if name not in without]
-    counts = [[num_chosen[i] for i in {rows[i].sample_id for i in plan.members}] for plan in plans]
-    totals = [(sum(of_samples), sum(count > 0 for count in of_samples)) for of_samples in counts]
+    counts = [_counts(num_chosen, {rows[i].sample_id for i in plan.members}) for plan in plans]
     for rank in range(packing.data_parallel):
         members = sorted(i for plan in plans for micro_batch in plan.shares[rank] for i in micro_batch)
         mine = [rows[i] for i in members]
@@ -169,12 +168,7 @@ def make_shares(
         yield Share(
             row_ids=tuple(members),
             sample_ids=tuple([row.sample_id for row in mine]),
-            prompts=tuple(
-                [
-                    sample.prompt_ids if row.continues_prompt else sample.prompt_ids[:0]
-                    for row, sample in zip(mine, theirs, strict=True)
-                ]
-            ),
+            prompts=tuple(map(_prompt_of, mine, theirs)),
             bounds=tuple([(row.start, row.end) for row in mine]),
             num_episode_loss_tokens=tuple([num_chosen[row.sample_id] for row in mine]),
             are_whole=tuple([not sample.rollout.episode.rows for sample in theirs]),
@@ -192,7 +186,7 @@ def make_shares(
                     num_sequences=num_sequences,
                     sequence_multiple=packing.sequence_multiple,
                 )
-                for plan, (num_loss_tokens, num_sequences) in zip(plans, totals, strict=True)
+                for plan, (num_loss_tokens, num_sequences) in zip(plans, counts, strict=True)
             ),
             temperature=temperature,
         )
@@ -206,6 +200,16 @@ class _RowOf(NamedTuple):
     end: int
     num_positions: int
     continues_prompt: bool
+
+
+def _prompt_of(row: _RowOf, sample: TrainSample) -> TokenArray:
+    return sample.prompt_ids if row.continues_prompt else sample.prompt_ids[:0]
+
+
+def _counts(num_chosen: Sequence[int], sample_ids: Collection[int]) -> tuple[int, int]:
+    """Return the loss tokens of these samples, and how many of them have some."""
+    counts = [num_chosen[i] for i in sample_ids]
+    return sum(counts), sum(count > 0 for count in counts)
 
 
 def _arrays_of(name: str, samples: Sequence[TrainSample]) -> Iterator[npt.NDArray[Any]]:

@@ -228,7 +228,7 @@ class EngineRoleConfig(Section):
 
 
 class FrozenRoleConfig(EngineRoleConfig):
-    """A model that is never trained and never published to, on engines in a pool of its own."""
+    """A model that is never trained and never published to, on engines in a pool of its own or of other roles."""
 
     model: Path
     """A folder like `model.path`, with its own tokenizer and chat template; also for `endpoints`, which serve it."""
@@ -326,6 +326,17 @@ class RolesConfig(Section):
         """The roles that share the pool of the engines megarl starts."""
         pools = self.used_pools
         return tuple(role for role, pool in pools.items() if role != "rollout" and pool == pools.get("rollout"))
+
+    @property
+    def frozen_in_turns(self) -> dict[str, str]:
+        """The pool of each frozen role that shares one: it is on its devices only while it scores."""
+        users, frozen = self.used_pools, self.frozen
+        return {role: pool for role, pool in users.items() if role in frozen and list(users.values()).count(pool) > 1}
+
+    @property
+    def scores_after_generation(self) -> bool:
+        """Whether a frozen model has the pool of the rollout engines: a step is scored when it is generated."""
+        return self.rollout is not None and self.rollout.pool in self.frozen_in_turns.values()
 
     @property
     def megatron_roles(self) -> dict[str, ActorConfig | CriticConfig | ReferenceConfig | TeacherRanksConfig]:

@@ -19,7 +19,7 @@ from megarl.config.recipe import CheckpointConfig
 from megarl.config.roles import NUM_PIECES, PIECE_ELEMENTS, TrainedModelConfig
 from megarl.config.section import dtype_on
 from megarl.planner.activations import activation_bytes, forward_bytes, fp8_weight_bytes, scoring_bytes
-from megarl.planner.deployment import Deployment, PlannedModel, PublishWay
+from megarl.planner.deployment import Deployment, GpuPlace, PlannedModel, PublishWay
 from megarl.planner.hardware import GIB
 from megarl.planner.memory import (
     COMMUNICATOR_BYTES,
@@ -46,6 +46,8 @@ class MemoryPhase(StrEnum):
     STARTING = "starting"
     """Engines were started first and sleep, and the trainers of their pool are built."""
     GENERATING = "generating"
+    JUDGING = "judging"
+    """Frozen models score. Other engines of their pool have no KV cache meanwhile; at other times they hold nothing."""
     SCORING = "scoring"
     """Values, and log-probabilities of the reference and of the policy before its update."""
     TRAINING = "training"
@@ -123,8 +125,10 @@ class _PoolLedgers:
         awake, asleep = [*self._engine_items(has_weights=True, has_cache=True)], [*self._resting_engine()]
         is_shared = bool(self._models) and self._engine is not None
         kept_bytes = 0
-        for frozen in self._frozen:
-            yield self._ledger(MemoryPhase.GENERATING, [*self._frozen_items(frozen)])
+        if self._frozen:
+            beside = [*self._all(lambda model: model.resting), *self._engine_items(has_weights=True, has_cache=False)]
+            models = [item for frozen in self._frozen for item in self._frozen_items(frozen)]
+            yield self._ledger(MemoryPhase.JUDGING, [*beside, *models])
         if is_shared:
             yield self._ledger(MemoryPhase.STARTING, [*self._all(lambda model: model.built), *asleep])
         if self._engine is not None:
@@ -171,10 +175,10 @@ class _PoolLedgers:
                 yield LedgerItem(name="communicators", num_bytes=COMMUNICATOR_BYTES, is_exact=False)
 
     def _frozen_items(self, engine: EngineMemory) -> Iterator[LedgerItem]:
-        yield LedgerItem(name="engine weights", num_bytes=engine.weight_bytes, is_exact=True)
-        yield LedgerItem(name="KV cache", num_bytes=engine.cache_bytes, is_exact=True)
+        yield LedgerItem(name="frozen weights", num_bytes=engine.weight_bytes, is_exact=True)
+        yield LedgerItem(name="frozen KV cache", num_bytes=engine.cache_bytes, is_exact=True)
         if self._deployment.capacity_bytes is not None:
-            yield LedgerItem(name="engine graphs", num_bytes=GRAPH_BYTES, is_exact=False)
+            yield LedgerItem(name="frozen graphs", num_bytes=GRAPH_BYTES, is_exact=False)
 
     def _ledger(self, phase: MemoryPhase, items: Sequence[LedgerItem]) -> MemoryLedger:
         capacity_bytes = self._deployment.capacity_bytes
@@ -337,6 +341,8 @@ def host_ledgers(deployment: Deployment, checkpoint: CheckpointConfig) -> tuple[
         recorded = LedgerItem(name="recorded experts", num_bytes=deployment.recorded_bytes, is_exact=True)
         for engine_rank in deployment.placement.engine_ranks:
             by_node[engine_rank.place.node].setdefault("engine", []).append(recorded)
+    for place, role, weights in _sleeping_weights(deployment):
+        by_node[place.node].setdefault(role, []).append(weights)
     kinds: defaultdict[str, list[HostLedger]] = defaultdict(list)
     for by_role in by_node.values():
         where = " + ".join(by_role)
@@ -344,6 +350,17 @@ def host_ledgers(deployment: Deployment, checkpoint: CheckpointConfig) -> tuple[
         kinds[where].append(HostLedger(where=where, items=items))
     fullest = [max(nodes, key=lambda ledger: ledger.total_bytes) for nodes in kinds.values()]
     return tuple(ledger for ledger in fullest if ledger.items)
+
+
+def _sleeping_weights(deployment: Deployment) -> Iterator[tuple[GpuPlace, str, LedgerItem]]:
+    """Yield the weights of frozen models that leave the GPUs of their pool to others, for each GPU."""
+    for role, pool in deployment.roles.frozen_in_turns.items() if deployment.device != "cpu" else ():
+        ranks = [rank for model in deployment.models.values() if model.pool == pool for rank in model.placement.ranks]
+        places = {rank.place for rank in ranks}
+        if deployment.roles.used_pools.get("rollout") == pool:
+            places |= {rank.place for rank in deployment.placement.engine_ranks}
+        item = LedgerItem(name="frozen weights", num_bytes=deployment.frozen[role].weight_bytes, is_exact=True)
+        yield from ((place, role, item) for place in places)
 
 
 def snapshot_bytes(model: PlannedModel, checkpoint: CheckpointConfig) -> list[int]:

@@ -54,7 +54,7 @@ OpenPool: TypeAlias = Callable[[ScoringTask], ScoringBackend]
 
 
 def build_scorer(
-    config: RewardConfig,
+    config: RewardConfig | None,
     *,
     observer: Observer | None = None,
     open_pool: OpenPool = WorkerPool,
@@ -62,8 +62,10 @@ def build_scorer(
 ) -> ClosableScorer:
     """Return the scorer of a recipe; `open_pool` starts the processes of a reward function.
 
-    `frozen` has the models on engines, by their key below `roles`.
+    `frozen` has the models on engines, by their key below `roles`. Without a `config` groups are scored later.
     """
+    if config is None:
+        return Unscored()
     return _Builder(observer or Observer(()), open_pool, frozen or {}).build(config)
 
 
@@ -222,6 +224,17 @@ def _limits(config: CodeTestsRewardConfig) -> Limits:
 
 def _python(config: CodeTestsRewardConfig) -> str | None:
     return None if config.python is None else str(config.python.absolute())
+
+
+class Unscored:
+    """Marks all rollouts as rollouts without a score."""
+
+    async def score(self, group: RolloutGroup) -> ScoredGroup:
+        nothing = Score(value=0.0, components={}, is_masked=True)
+        return ScoredGroup(group=group, scores=(nothing,) * len(group.rollouts))
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 class BySourceScorer:

@@ -71,9 +71,8 @@ class EngineSpec:
     loads_weights: bool = True
     """False: it starts with random weights and reads no file; a publish must come before the first request."""
     shares_devices: bool = False
-    """Whether the engine shares its pool with trainers and must be able to release memory."""
-    cached_tokens: int | None = None
-    """Size of the KV cache if the recipe has none; None: SGLang takes the memory that is left."""
+    """Whether the engine shares its pool and must be able to release memory."""
+    cached_tokens: int | None = None  # size of the KV cache if the recipe has none; None: what is left
     num_nodes: int = 1  # with equal shares of the TP ranks
     node: int = 0  # that of this process, among those of the engine
     rendezvous: str | None = None
@@ -216,10 +215,9 @@ class EngineProcess:
 
     def describe_end(self) -> str:
         """Return why the server ended, as far as its log shows."""
-        how = _describe_exit(self.exit_code)
-        if how == signal.SIGKILL.name:
-            return f"exited with {how}, by hand or for lack of memory; log: {self.spec.log_path}"
-        return f"exited with {how}; {self._log_hint()}"
+        how, hint = f"exited with {_describe_exit(self.exit_code)}", self._log_hint()
+        is_killed = how.endswith(signal.SIGKILL.name)
+        return f"{how}, by hand or for lack of memory; log: {self.spec.log_path}" if is_killed else f"{how}; {hint}"
 
     @property
     def _keys_path(self) -> Path:
@@ -284,7 +282,9 @@ def command_line(spec: EngineSpec, *, port: int, keys_path: Path) -> list[str]:
     flags += ["--enable-deterministic-inference"] if config.is_deterministic_on(spec.device) else []
     flags += ["--enable-fp32-lm-head"] if spec.has_float32_head else []
     flags += ["--enable-return-routed-experts"] if spec.returns_routes else []
-    flags += ["--enable-memory-saver"] if spec.shares_devices and spec.device == "cuda" else []
+    if spec.shares_devices and spec.device == "cuda":
+        # Frozen models give up their weights as well, and nobody publishes these.
+        flags += ["--enable-memory-saver", *([] if spec.role == "rollout" else ["--enable-weights-cpu-backup"])]
     flags += ["--is-embedding"] if spec.is_classifier else []
     words = [str(word) for option in options.items() for word in option]
     adapters = [] if spec.adapters is None else _adapter_words(spec.adapters, spec.device)

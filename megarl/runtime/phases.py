@@ -5,6 +5,7 @@ The order in a shared pool, where one step follows the other (docs/operations.md
     engines start   ->  engines release their KV cache [and weights]  ->  trainers start
     publish:            trainers free all but their weights           ->  engines take the memory of theirs
     generating:         trainers give their memory back               ->  engines take their KV cache
+    scoring:            engines release their KV cache                ->  frozen models of the pool wake, score, sleep
     training:           engines release their KV cache [and weights]  ->  trainers take their memory
 """
 
@@ -134,6 +135,15 @@ class SharedPhases:
             await self.take_weights()
             yield
             self._are_empty = False
+
+    @asynccontextmanager
+    async def lent(self) -> AsyncIterator[None]:
+        """Let other engines have the devices inside the block, between `generating` and `training`."""
+        async with self._turn:
+            await self._engines.sleep(releases_weights=False)
+            yield
+            if self._are_awake:
+                await self._engines.wake()
 
     async def take_weights(self) -> None:
         """Let engines have memory for their weights, before they get any command: SGLang looks at them each time."""

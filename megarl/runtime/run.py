@@ -25,7 +25,8 @@ from megarl.planner.run_plan import check_fit
 from megarl.rollout.worker import Answering
 from megarl.runtime.build import LoopBuilder
 from megarl.runtime.cluster import Cluster, Pool, accelerators, open_cluster
-from megarl.runtime.engines.frozen import FrozenRole, start_frozen
+from megarl.runtime.engines.frozen import start_frozen
+from megarl.runtime.engines.frozen_turns import FrozenTurns
 from megarl.runtime.engines.serving import NoServing, Serving, connect, make_room, reserve_pools, start_serving
 from megarl.runtime.inputs import Inputs
 from megarl.runtime.lost_nodes import settle
@@ -99,8 +100,6 @@ class _Run:
             pools = reserve_pools(cluster, recipe.pools, recipe.roles.used_pools)
             observer.noted(f"Ray is ready; starting {_roles_of(recipe.roles)}")
             async with AsyncExitStack() as stack, task_group() as tasks:
-                starting = start_serving(recipe, self._inputs.shape, pools, stack, observer=observer)
-                serving = tasks.create_task(starting)
                 starting_frozen = start_frozen(
                     recipe.roles.frozen,
                     pools,
@@ -110,14 +109,16 @@ class _Run:
                     observer=observer,
                     longest_reply=longest_reply(recipe.reward),
                 )
-                frozen = tasks.create_task(starting_frozen)
+                frozen = FrozenTurns(recipe.roles, tasks.create_task(starting_frozen))
+                start = partial(start_serving, recipe, self._inputs.shape, pools, stack, observer=observer)
+                serving = tasks.create_task(frozen.before(start))
                 workers = tasks.create_task(self._open_workers(serving, frozen, stack))
-                await self._replace_lost_ranks(resume, pools, serving, workers, preemption)
+                await self._replace_lost_ranks(resume, pools, serving, frozen, workers, preemption)
 
     async def _open_workers(
-        self, serving: asyncio.Task[Serving], frozen: asyncio.Task[dict[str, FrozenRole]], stack: AsyncExitStack
+        self, serving: asyncio.Task[Serving], frozen: FrozenTurns, stack: AsyncExitStack
     ) -> Answering | None:
-        engines, models = await asyncio.shield(serving), await asyncio.shield(frozen)
+        engines = await asyncio.shield(serving)
         if isinstance(engines, NoServing):
             return None
         recipe, environment = self._recipe, self._recipe.environment
@@ -125,23 +126,25 @@ class _Run:
         if environment is not None:
             tokenizer, context = self._inputs.tokenizer, recipe.max_context_tokens
             episodes = EpisodeSetup.of(environment, tokenizer, engines.config, max_context_tokens=context)
-        return await open_workers(
+        run_folder, observer = recipe.run_folder, self._observer
+        opened = partial(
+            open_workers,
             engines,
             self._inputs,
-            recipe.reward,
             stack,
-            frozen=models,
             episodes=episodes,
             rollouts_per_prompt=recipe.sampling.rollouts_per_prompt,
-            run_folder=recipe.run_folder,
-            observer=self._observer,
+            run_folder=run_folder,
+            observer=observer,
         )
+        return await frozen.scoring(opened, recipe.reward, engines, stack, run_folder=run_folder, observer=observer)
 
     async def _replace_lost_ranks(
         self,
         first: ResumePoint | None,
         pools: Mapping[str, Pool],
         serving: asyncio.Task[Serving],
+        frozen: FrozenTurns,
         workers: asyncio.Task[Answering | None],
         preemption: Preemption,
     ) -> None:
@@ -151,7 +154,7 @@ class _Run:
         point = first
         while True:
             try:
-                await self._train(point, pools, serving, workers, preemption)
+                await self._train(point, pools, serving, frozen, workers, preemption)
                 return
             except WorkerError as error:
                 if serving.done() and serving.exception() is not None:
@@ -195,6 +198,7 @@ class _Run:
         point: ResumePoint | None,
         pools: Mapping[str, Pool],
         serving: asyncio.Task[Serving],
+        frozen: FrozenTurns,
         workers: asyncio.Task[Answering | None],
         preemption: Preemption,
     ) -> None:
@@ -203,6 +207,7 @@ class _Run:
         async with AsyncExitStack() as stack:
             with self._observer.phase("start"):
                 await make_room(recipe.roles, serving)
+                await frozen.make_room()
                 starting = running_trainers(recipe, shape, pools, resume=point)
                 trainers = await stack.enter_async_context(starting)
                 if not serving.done():
@@ -213,7 +218,7 @@ class _Run:
             builder = LoopBuilder(
                 recipe=recipe,
                 inputs=self._inputs,
-                roles=roles,
+                roles=frozen.connected(roles),
                 workers=await asyncio.shield(workers),
                 observer=self._observer,
                 preemption=preemption,

@@ -47,7 +47,7 @@ def names(ledger: MemoryLedger | HostLedger) -> set[str]:
 def test_a_shared_pool_holds_trainer_and_engine_at_once() -> None:
     recipe = make_recipe("roles.rollout.pool=train")
     found = {item.phase: item for item in ledgers(deploy(recipe, SHAPES, H100), recipe.algorithm)}
-    assert set(found) == set(MemoryPhase) - {MemoryPhase.SCORING}
+    assert set(found) == set(MemoryPhase) - {MemoryPhase.SCORING, MemoryPhase.JUDGING}
     assert {"optimizer", "KV cache", "engine weights"} <= names(found[MemoryPhase.GENERATING])
     assert "KV cache" not in names(found[MemoryPhase.TRAINING])
     assert "activations" in names(found[MemoryPhase.TRAINING])
@@ -234,10 +234,28 @@ def test_the_engines_of_a_frozen_model_fill_their_own_pool() -> None:
         "roles.reward_model.helpful={pool: scores, tensor: 2, model: qwen2.5-7b, max_cached_tokens: 1000}",
         "reward={kind: reward_model}",
     )
-    items = found_in(recipe)["reward_model.helpful", MemoryPhase.GENERATING]
+    items = found_in(recipe)["reward_model.helpful", MemoryPhase.JUDGING]
     body = PUBLIC_MODELS["qwen2.5-7b"]
-    assert items["KV cache"] == 1000 * 2 * body.num_layers * body.num_kv_heads // 2 * body.head_dim * 2
-    assert 7e9 < items["engine weights"] < 8e9, "half of 7.6 billion parameters of two bytes"
+    assert items["frozen KV cache"] == 1000 * 2 * body.num_layers * body.num_kv_heads // 2 * body.head_dim * 2
+    assert 7e9 < items["frozen weights"] < 8e9, "half of 7.6 billion parameters of two bytes"
+
+
+def test_a_frozen_model_in_a_shared_pool_has_memory_only_in_its_turn() -> None:
+    recipe = make_recipe(
+        "roles.rollout.pool=train",
+        "pools={train: {nodes: 1, gpus_per_node: 8}}",
+        "roles.reward_model.helpful={pool: train, tensor: 2, model: qwen2.5-7b, max_cached_tokens: 1000}",
+        "reward={kind: reward_model}",
+    )
+    deployment = deploy(recipe, SHAPES, H100)
+    found = {item.phase: item for item in ledgers(deployment, recipe.algorithm)}
+    assert {"frozen weights", "frozen KV cache", "engine weights", "optimizer"} <= names(found[MemoryPhase.JUDGING])
+    assert "KV cache" not in names(found[MemoryPhase.JUDGING])
+    for phase, ledger in found.items():
+        assert phase is MemoryPhase.JUDGING or not names(ledger) & {"frozen weights", "frozen KV cache"}
+    (host,) = host_ledgers(deployment, recipe.checkpoint)
+    weights = {item.name: item.num_bytes for item in host.items}["frozen weights"]
+    assert weights == 8 * deployment.frozen["reward_model.helpful"].weight_bytes
 
 
 def test_a_teacher_is_counted_with_its_own_shape_in_its_pool() -> None:

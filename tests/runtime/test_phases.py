@@ -312,7 +312,7 @@ def test_every_model_beside_the_engines_gives_its_cache_back_whatever_it_offload
     )
 
     async def scenario() -> None:
-        for offloader in offloaders(roles, trainers):
+        for offloader in offloaders(roles.beside_engines, trainers):
             await offloader.trim()
             await offloader.release()
             await offloader.reload()

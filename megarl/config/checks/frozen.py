@@ -1,9 +1,8 @@
-"""Whether frozen models have pools of their own, are of the right kind and are used, and teachers know the tokens."""
+"""Whether frozen models can have their pools, are of the right kind and are used, and teachers know the tokens."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -27,15 +26,20 @@ _DEFAULT_LABELS = 2
 _TOKENIZER = "tokenizer.json"
 
 
-def check_frozen(roles: RolesConfig, reward: RewardConfig) -> Iterator[Problem]:
-    """Yield frozen models that share a pool, that no reward uses, and rewards without their model."""
-    num_users = Counter(roles.used_pools.values())
-    for role, config in roles.frozen.items():
-        if config.pool is not None and num_users[config.pool] > 1:
-            message = (
-                f"pool {config.pool} has another role; a frozen model stays on its GPUs: give it a pool of its own"
-            )
-            yield Problem(key=f"roles.{role}.pool", message=message)
+def check_frozen(
+    roles: RolesConfig, reward: RewardConfig, *, device: Device, max_staleness: int, has_environment: bool
+) -> Iterator[Problem]:
+    """Yield shared pools that cannot be used in turns, models that no reward uses, and rewards without their model."""
+    turns = roles.frozen_in_turns
+    for role, pool in turns.items():
+        yield from _sharing(role, pool, roles, device=device, max_staleness=max_staleness)
+    if len(set(turns.values())) > 1:
+        pools = ", ".join(sorted(set(turns.values())))
+        message = f"pools {pools} have frozen models beside other roles; only one pool may"
+        yield Problem(key=f"roles.{next(iter(turns))}.pool", message=message)
+    if roles.scores_after_generation and has_environment:
+        message = "scores episodes as they end, but a frozen model has the pool of rollout; give it another"
+        yield Problem(key="environment", message=message)
     used: set[str | None] = set()
     for key, single in single_rewards(reward):
         if not isinstance(single, RewardModelRewardConfig | EngineJudgeRewardConfig):
@@ -58,6 +62,24 @@ def check_frozen(roles: RolesConfig, reward: RewardConfig) -> Iterator[Problem]:
             yield from _judge(single, key)
     for unused in (role for role in roles.frozen if role not in {*used, *roles.teachers}):
         yield Problem(key=f"roles.{unused}", message="no reward uses it; remove it, or name it in the reward")
+
+
+def _sharing(role: str, pool: str, roles: RolesConfig, *, device: Device, max_staleness: int) -> Iterator[Problem]:
+    if role.startswith("teacher."):
+        message = f"pool {pool} has another role; a teacher is asked while responses are generated: give it its own"
+        yield Problem(key=f"roles.{role}.pool", message=message)
+        return
+    others = [other for other, used in roles.used_pools.items() if used == pool and other not in roles.frozen]
+    if not others:
+        message = f"pool {pool} has only frozen models, which would always be awake; give each a pool of its own"
+        yield Problem(key=f"roles.{role}.pool", message=message)
+        return
+    if max_staleness and "rollout" not in others:
+        message = f"{max_staleness} scores while {others[0]} works, but {role} has its pool {pool}; set it to 0"
+        yield Problem(key="train.max_staleness", message=message)
+    if device == "cuda" and roles.frozen[role].max_cached_tokens is None:
+        message = f"missing; pool {pool} is shared, and its memory has to be divided; see `megarl plan`"
+        yield Problem(key=f"roles.{role}.max_cached_tokens", message=message)
 
 
 def _judge(config: EngineJudgeRewardConfig, key: str) -> Iterator[Problem]:

@@ -142,7 +142,13 @@ def _without_shape(recipe: Recipe) -> Iterator[Problem]:
     yield from check_native(recipe.roles, device=recipe.run.device)
     for role, engines in recipe.roles.on_engines.items():
         yield from check_endpoints(role, engines)
-    yield from check_frozen(recipe.roles, recipe.reward)
+    yield from check_frozen(
+        recipe.roles,
+        recipe.reward,
+        device=recipe.run.device,
+        max_staleness=recipe.train.max_staleness,
+        has_environment=recipe.environment is not None,
+    )
     yield from _evaluation(recipe.evaluation, recipe.data, recipe.roles.rollout)
     yield from check_staleness(recipe)
     yield from check_unused_keys(recipe.roles)

@@ -117,12 +117,7 @@ def check_unused_keys(roles: RolesConfig) -> Iterator[Problem]:
                 message="needs expert > 1; without it tensor divides experts like everything else; remove it",
             )
     engine_pool = None if roles.rollout is None else roles.rollout.pool
-    for role, trained in (("actor", roles.actor), ("critic", roles.critic)):
-        if trained is not None and trained.offload != "nothing" and trained.pool != engine_pool:
-            yield Problem(
-                key=f"roles.{role}.offload",
-                message=f"{trained.offload} makes room for engines, and none are in pool {trained.pool}; remove it",
-            )
+    yield from _offload(roles, engine_pool)
     if roles.rollout is not None and roles.rollout.release != "kv_cache" and engine_pool and not roles.beside_engines:
         yield Problem(
             key="roles.rollout.release",
@@ -135,6 +130,20 @@ def check_unused_keys(roles: RolesConfig) -> Iterator[Problem]:
                 key=f"roles.reference.{name}",
                 message="has no effect in the actor's ranks, which split it like the actor; remove it or name a pool",
             )
+
+
+def _offload(roles: RolesConfig, engine_pool: str | None) -> Iterator[Problem]:
+    for role, trained in (("actor", roles.actor), ("critic", roles.critic)):
+        if trained is None or trained.offload == "nothing" or trained.pool == engine_pool:
+            continue
+        if trained.pool not in roles.frozen_in_turns.values():
+            yield Problem(
+                key=f"roles.{role}.offload",
+                message=f"{trained.offload} makes room for engines, and none are in pool {trained.pool}; remove it",
+            )
+        elif role == "actor" and trained.offload == "everything":
+            message = "everything takes weights away that engines in another pool may need; set it to optimizer"
+            yield Problem(key="roles.actor.offload", message=message)
 
 
 def check_lora_roles(roles: RolesConfig) -> Iterator[Problem]:

@@ -43,6 +43,37 @@ class FrozenRole:
 
     setup: FrozenSetup
     fleet: Fleet
+    is_shared: bool
+    """Whether it has the devices of its pool only in turns."""
+
+
+class SleepingModels:
+    """The engines of frozen models as a `Sleeper`. Asleep they hold nothing: their weights are in host memory."""
+
+    def __init__(self, fleets: Sequence[Fleet]) -> None:
+        self._fleets = fleets
+
+    @property
+    def reachable(self) -> list[Engine]:
+        return [engine for fleet in self._fleets for engine in fleet.reachable]
+
+    async def any_reachable(self) -> list[Engine]:
+        found = await asyncio.gather(*(fleet.any_reachable() for fleet in self._fleets))
+        return [engine for engines in found for engine in engines]
+
+    async def sleep(self, *, releases_weights: bool = True) -> None:
+        await asyncio.gather(*(fleet.sleep(releases_weights=True) for fleet in self._fleets))
+
+    async def take_weights(self) -> None:
+        await asyncio.gather(*(fleet.take_weights() for fleet in self._fleets))
+
+    async def wake(self) -> None:
+        await self.take_weights()
+        for fleet in self._fleets:
+            await fleet.wake()
+            for engine in fleet.reachable:
+                if engine.state is EngineState.STALE:
+                    await fleet.joined(engine)
 
 
 class LoadedModels:
@@ -83,7 +114,10 @@ async def start_frozen(
         )
         for role, config in roles.items()
     ]
-    return dict(zip(roles, await asyncio.gather(*starts), strict=True))
+    started = dict(zip(roles, await asyncio.gather(*starts), strict=True))
+    # The other roles of their pools start now.
+    await SleepingModels([role.fleet for role in started.values() if role.is_shared]).sleep()
+    return started
 
 
 async def _start(
@@ -104,7 +138,9 @@ async def _start(
         endpoints = endpoints_of(config.endpoints, device=run.device)
         await _check_running(role, [connect(endpoint) for endpoint in endpoints], shape)
     else:
-        first = _first_spec(role, config, shape, deadlines, run, network, has_grammars=longest_reply is not None)
+        first = _first_spec(role, config, shape, deadlines, run, network)
+        grammars, shared = longest_reply is not None, pool.is_shared
+        first = replace(first, has_grammars=grammars, shares_devices=shared)
         specs = [replace(first, index=index) for index in range(len(pool.places) // config.tensor)]
         processes, endpoints = await start_engines(specs, pool.places, share=pool.share)
         stack.push_async_callback(processes.stop)
@@ -133,7 +169,7 @@ async def _start(
         supervisor.attach(LoadedModels(fleet))
         await stack.enter_async_context(supervisor.running())
         fleet.listen(partial(_report, role, fleet, observer))
-    return FrozenRole(setup=setup, fleet=fleet)
+    return FrozenRole(setup=setup, fleet=fleet, is_shared=pool is not None and pool.is_shared)
 
 
 def _first_spec(
@@ -143,8 +179,6 @@ def _first_spec(
     deadlines: EngineDeadlines,
     run: RunConfig,
     network: NetworkConfig,
-    *,
-    has_grammars: bool,
 ) -> EngineSpec:
     return EngineSpec(
         index=0,
@@ -158,7 +192,6 @@ def _first_spec(
         bind=network.bind,
         role=role,
         is_classifier=shape.has_value_head,
-        has_grammars=has_grammars,
         has_float32_head=isinstance(config, TeacherEnginesConfig),  # its numbers become a part of the loss
     )
 

@@ -6,7 +6,7 @@ It outlives the trainer ranks: each new set of ranks is connected with the engin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -284,7 +284,7 @@ async def _connect_managed(
         await shared.publish(PolicyVersion(await ranks.version()))
 
     can_send_away = roles.actor.offload != "everything" or "actor" not in roles.beside_engines
-    phases.take_turns_with(offloaders(roles, trainers), refill=refill, can_send_away=can_send_away)
+    phases.take_turns_with(offloaders(roles.beside_engines, trainers), refill=refill, can_send_away=can_send_away)
     await phases.take_weights()
     if isinstance(publisher, TransferPublisher):
         await publisher.connect()
@@ -318,9 +318,9 @@ def _sending_publisher(
     )
 
 
-def offloaders(roles: RolesConfig, trainers: Trainers) -> list[Offloader]:
-    """Return all models beside the engines: one that offloads nothing still gives back what torch keeps for later."""
-    beside = [model for role in roles.beside_engines if (model := trainers.by_role.get(role)) is not None]
+def offloaders(roles: Iterable[str], trainers: Trainers) -> list[Offloader]:
+    """Return the models of these roles: one that offloads nothing still gives back what torch keeps for later."""
+    beside = [model for role in roles if (model := trainers.by_role.get(role)) is not None]
     return [
         Offloader(
             trim=ranks.computing(ModelRank.trim),

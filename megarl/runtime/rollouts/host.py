@@ -179,7 +179,7 @@ class WorkerSetup:
     """Engines that it uses; others are lent to it."""
     model_folder: Path
     shape: ModelShape
-    reward: RewardConfig
+    reward: RewardConfig | None  # None: the driver scores
     num_on_node: int
     """Workers of the node: they divide its reward processes."""
     num_workers: int

@@ -325,16 +325,19 @@ async def _ended(reference: ray.ObjectRef) -> object:
 async def open_workers(
     serving: ExternalServing | ManagedServing,
     inputs: Inputs,
-    reward: RewardConfig,
     stack: AsyncExitStack,
-    *,
+    reward: RewardConfig | None,
     frozen: Mapping[str, FrozenRole],
+    *,
     episodes: EpisodeSetup | None,
     rollouts_per_prompt: int,
     run_folder: Path,
     observer: Observer,
 ) -> Answering:
-    """Return the rollout workers of a run: actors, or one worker in this process. `stack` ends them."""
+    """Return the rollout workers of a run: actors, or one worker in this process. `stack` ends them.
+
+    Without a `reward` their groups have no scores.
+    """
     config, fleet = serving.config, serving.fleet
     own_node = str(ray.get_runtime_context().get_node_id())
     nodes = serving.nodes if isinstance(serving, ManagedServing) else (own_node,) * len(fleet.engines)

@@ -207,6 +207,17 @@ class Deployment:
         return None if self.device == "cpu" else self.gpu.memory_bytes
 
     @property
+    def sleeping(self) -> dict[str, str]:
+        """The pool of each frozen model that leaves its GPUs to others between its turns; a CPU run moves nothing."""
+        return self.roles.frozen_in_turns if self.device != "cpu" else {}
+
+    def places_in(self, pool: str) -> set[GpuPlace]:
+        """Return the GPUs of a pool that has ranks or rollout engines."""
+        models = [model for model in self.models.values() if model.pool == pool]
+        engines = self.placement.engine_ranks if self.roles.used_pools.get("rollout") == pool else ()
+        return {rank.place for model in models for rank in model.placement.ranks} | {each.place for each in engines}
+
+    @property
     def keeps_reference(self) -> bool:
         """Whether the actor's ranks keep the reference in host memory; the base of an adapter they have anyway."""
         has_own = self.roles.reference is not None and self.roles.reference.pool is None

@@ -19,7 +19,7 @@ from megarl.config.recipe import CheckpointConfig
 from megarl.config.roles import NUM_PIECES, PIECE_ELEMENTS, TrainedModelConfig
 from megarl.config.section import dtype_on
 from megarl.planner.activations import activation_bytes, forward_bytes, fp8_weight_bytes, scoring_bytes
-from megarl.planner.deployment import Deployment, GpuPlace, PlannedModel, PublishWay
+from megarl.planner.deployment import Deployment, PlannedModel, PublishWay
 from megarl.planner.hardware import GIB
 from megarl.planner.memory import (
     COMMUNICATOR_BYTES,
@@ -112,21 +112,21 @@ class _PoolLedgers:
         roles = [role for role, used in deployment.roles.used_pools.items() if used == pool]
         self._where = " + ".join("engine" if role == "rollout" else role for role in roles)
         models = {role: deployment.models[role] for role in roles if role in deployment.models}
+        prefixes = {role: "" if len(models) == 1 else f"{role} " for role in models}
         self._models = {
-            role: _ModelMemory(
-                deployment, model, prefix="" if len(models) == 1 else f"{role} ", kl=kl_config(algorithm)
-            )
+            role: _ModelMemory(deployment, model, prefix=prefixes[role], kl=kl_config(algorithm))
             for role, model in models.items()
         }
         self._engine = deployment.engine if "rollout" in roles else None
         self._frozen = [deployment.frozen[role] for role in roles if role in deployment.frozen]
 
     def ledgers(self) -> Iterator[MemoryLedger]:
-        awake, asleep = [*self._engine_items(has_weights=True, has_cache=True)], [*self._resting_engine()]
+        awake, keeps_weights = [*self._engine_items(has_cache=True)], self._deployment.keeps_engine_weights
+        asleep = [*self._engine_items(has_weights=keeps_weights)]  # while trainers compute in its pool
         is_shared = bool(self._models) and self._engine is not None
         kept_bytes = 0
         if self._frozen:
-            beside = [*self._all(lambda model: model.resting), *self._engine_items(has_weights=True, has_cache=False)]
+            beside = [*self._all(lambda model: model.resting), *self._engine_items()]
             models = [item for frozen in self._frozen for item in self._frozen_items(frozen)]
             yield self._ledger(MemoryPhase.JUDGING, [*beside, *models])
         if is_shared:
@@ -148,17 +148,12 @@ class _PoolLedgers:
             sending = self._all(lambda model: model.trimmed if is_shared else model.held)
             if self._deployment.capacity_bytes is not None and not is_shared:
                 sending.append(LedgerItem(name="allocator", num_bytes=kept_bytes, is_exact=False))
-            publishing = self._engine_items(has_weights=True, has_cache=False)
-            yield self._ledger(MemoryPhase.PUBLISHING, [*sending, *publishing])
+            yield self._ledger(MemoryPhase.PUBLISHING, [*sending, *self._engine_items()])
 
     def _all(self, items_of: Callable[[_ModelMemory], Sequence[LedgerItem]]) -> list[LedgerItem]:
         return [item for model in self._models.values() for item in items_of(model)]
 
-    def _resting_engine(self) -> Iterator[LedgerItem]:
-        """Yield the memory of an engine while trainers compute in its pool."""
-        return self._engine_items(has_weights=self._deployment.keeps_engine_weights, has_cache=False)
-
-    def _engine_items(self, *, has_weights: bool, has_cache: bool) -> Iterator[LedgerItem]:
+    def _engine_items(self, *, has_weights: bool = True, has_cache: bool = False) -> Iterator[LedgerItem]:
         engine, deployment = self._engine, self._deployment
         if engine is None:
             return
@@ -182,16 +177,11 @@ class _PoolLedgers:
 
     def _ledger(self, phase: MemoryPhase, items: Sequence[LedgerItem]) -> MemoryLedger:
         capacity_bytes = self._deployment.capacity_bytes
-        sizes = [TRAINER_CONTEXT_BYTES] * len(self._models) + [ENGINE_CONTEXT_BYTES] * (
-            (self._engine is not None) + len(self._frozen)
-        )
+        num_engines = (self._engine is not None) + len(self._frozen)
+        sizes = [TRAINER_CONTEXT_BYTES] * len(self._models) + [ENGINE_CONTEXT_BYTES] * num_engines
         contexts = [LedgerItem(name="context", num_bytes=size, is_exact=False) for size in sizes]
-        return MemoryLedger(
-            where=self._where,
-            phase=phase,
-            items=(*items, *(contexts if capacity_bytes is not None else ())),
-            capacity_bytes=capacity_bytes,
-        )
+        everything = (*items, *(contexts if capacity_bytes is not None else ()))
+        return MemoryLedger(where=self._where, phase=phase, items=everything, capacity_bytes=capacity_bytes)
 
 
 class _ModelMemory:
@@ -341,8 +331,10 @@ def host_ledgers(deployment: Deployment, checkpoint: CheckpointConfig) -> tuple[
         recorded = LedgerItem(name="recorded experts", num_bytes=deployment.recorded_bytes, is_exact=True)
         for engine_rank in deployment.placement.engine_ranks:
             by_node[engine_rank.place.node].setdefault("engine", []).append(recorded)
-    for place, role, weights in _sleeping_weights(deployment):
-        by_node[place.node].setdefault(role, []).append(weights)
+    for role, pool in deployment.sleeping.items():
+        weights = LedgerItem(name="frozen weights", num_bytes=deployment.frozen[role].weight_bytes, is_exact=True)
+        for place in deployment.places_in(pool):
+            by_node[place.node].setdefault(role, []).append(weights)
     kinds: defaultdict[str, list[HostLedger]] = defaultdict(list)
     for by_role in by_node.values():
         where = " + ".join(by_role)
@@ -350,17 +342,6 @@ def host_ledgers(deployment: Deployment, checkpoint: CheckpointConfig) -> tuple[
         kinds[where].append(HostLedger(where=where, items=items))
     fullest = [max(nodes, key=lambda ledger: ledger.total_bytes) for nodes in kinds.values()]
     return tuple(ledger for ledger in fullest if ledger.items)
-
-
-def _sleeping_weights(deployment: Deployment) -> Iterator[tuple[GpuPlace, str, LedgerItem]]:
-    """Yield the weights of frozen models that leave the GPUs of their pool to others, for each GPU."""
-    for role, pool in deployment.roles.frozen_in_turns.items() if deployment.device != "cpu" else ():
-        ranks = [rank for model in deployment.models.values() if model.pool == pool for rank in model.placement.ranks]
-        places = {rank.place for rank in ranks}
-        if deployment.roles.used_pools.get("rollout") == pool:
-            places |= {rank.place for rank in deployment.placement.engine_ranks}
-        item = LedgerItem(name="frozen weights", num_bytes=deployment.frozen[role].weight_bytes, is_exact=True)
-        yield from ((place, role, item) for place in places)
 
 
 def snapshot_bytes(model: PlannedModel, checkpoint: CheckpointConfig) -> list[int]:

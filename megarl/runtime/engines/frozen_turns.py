@@ -120,7 +120,7 @@ class FrozenTurns:
         self._roles = roles
         self._starting = starting
         self._phases: SharedPhases | None = None
-        """Those with trainers, in a pool without rollout engines."""
+        """The turns with trainers, in a pool without rollout engines."""
 
     async def started(self) -> dict[str, FrozenRole]:
         return await asyncio.shield(self._starting)

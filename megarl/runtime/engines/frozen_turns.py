@@ -165,7 +165,7 @@ class FrozenTurns:
         open_pool = partial(WorkerPool, log_path=run_folder / "reward.log")
         scorer = build_scorer(reward, observer=observer, open_pool=open_pool, frozen=models_of(started))
         stack.callback(scorer.close)
-        workers = await open_workers(None, {})
+        workers = await open_workers(None, {role: each for role, each in started.items() if not each.is_shared})
         scored = ScoredInTurns(workers, scorer, phases=serving.phases, models=_sleeping(started))
         stack.push_async_callback(scored.close)
         return scored

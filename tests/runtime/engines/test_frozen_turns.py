@@ -22,7 +22,7 @@ from megarl.runtime.engines.frozen_turns import ScoredInTurns
 from megarl.runtime.phases import SharedPhases
 from megarl.tokens import Content
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score, ScoredGroup
-from tests.rollout.engines import prompt_of
+from tests.rollout.engines import prompt_of, scripted
 
 SAMPLING = Sampling(num_rollouts=1, temperature=1.0, top_p=1.0, top_k=None, max_response_tokens=4)
 TASK = RolloutTask(sampling=SAMPLING, seed=0)
@@ -50,7 +50,7 @@ class Scene:
         endpoint = EngineEndpoint(
             index=0, host="127.0.0.1", port=30000, tensor=1, device="cuda", keys=EngineKeys(api="a", admin="b")
         )
-        client = EngineClient(endpoint, request_timeout_s=5, transport=httpx.MockTransport(answer))
+        client = EngineClient(endpoint, request_timeout_s=5, send=scripted(answer))
         return Fleet([client], max_outstanding=8, publish_timeout_s=5, policy=RestartPolicy(max_restarts=0))
 
     async def answer(self, prompt: Prompt, task: RolloutTask) -> AnsweredPrompt:

@@ -334,10 +334,7 @@ async def open_workers(
     run_folder: Path,
     observer: Observer,
 ) -> Answering:
-    """Return the rollout workers of a run: actors, or one worker in this process. `stack` ends them.
-
-    Without a `reward` their groups have no scores.
-    """
+    """Return the rollout workers of a run: actors, or one in this process. None as `reward`: they score nothing."""
     config, fleet = serving.config, serving.fleet
     own_node = str(ray.get_runtime_context().get_node_id())
     nodes = serving.nodes if isinstance(serving, ManagedServing) else (own_node,) * len(fleet.engines)

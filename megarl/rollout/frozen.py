@@ -86,7 +86,9 @@ class FrozenEngines:
         text = self._tokenizer.decode_response(np.array(output_ids, dtype=np.int32))
         return WrittenReply(text=text, num_tokens=len(token_ids) + len(output_ids), is_cut=is_cut)
 
-    async def token_scores(self, token_ids: TokenArray, *, first: int, num_top: int, vocab: int) -> FloatArray:
+    async def token_scores(
+        self, token_ids: TokenArray, *, first: int, num_top: int, vocab: int, prefix: str
+    ) -> FloatArray:
         """Return what a teacher is asked (a `TeacherModel`)."""
         shape, num_spare = self._shape, max(0, self._shape.vocab - vocab)
         if len(token_ids) >= shape.max_context_tokens or token_ids.max() >= shape.vocab:
@@ -95,7 +97,7 @@ class FrozenEngines:
         asked = partial(
             token_scores, token_ids=token_ids, first=first, num_top=num_top, num_spare=num_spare, vocab=vocab
         )
-        return await self._ask(asked)
+        return await self._ask(asked, prefixes=(prefix,))
 
     def labels(self, answers: Sequence[str]) -> list[int]:
         """Return the first token of each answer; a ScoreError if two answers begin with the same."""
@@ -120,13 +122,13 @@ class FrozenEngines:
             raise ScoreError(message)
         return token_ids
 
-    async def _ask(self, ask: Callable[[EngineClient], Awaitable[Reply]]) -> Reply:
+    async def _ask(self, ask: Callable[[EngineClient], Awaitable[Reply]], *, prefixes: Sequence[str] = ()) -> Reply:
         failures: list[str] = []
         losses: list[str] = []
         tried: set[int] = set()
         while len(failures) < self._max_attempts and len(losses) < _MAX_LOSSES:
             try:
-                async with self._fleet.lease(avoid=tried) as engine:
+                async with self._fleet.lease(avoid=tried, prefixes=prefixes) as engine:
                     try:
                         reply = await ask(engine.client)
                         self._fleet.answered(engine)

@@ -55,10 +55,13 @@ def teaching_of(algorithm: AlgorithmConfig, roles: RolesConfig, vocab: int) -> T
 
 
 class TeacherModel(Protocol):
-    async def token_scores(self, token_ids: TokenArray, *, first: int, num_top: int, vocab: int) -> FloatArray:
+    async def token_scores(
+        self, token_ids: TokenArray, *, first: int, num_top: int, vocab: int, prefix: str
+    ) -> FloatArray:
         """Return the numbers of every token from `first` on. [N - first, 1 + 2K]
 
-        Raise a ScoreError where the tokens do not fit the model or no engine answers.
+        Requests with the same `prefix` share an engine's cache. Raise a ScoreError where the tokens do not fit the
+        model or no engine answers.
         """
         ...
 
@@ -103,7 +106,11 @@ class TaughtGenerator:
             part = slice(place, place + len(token_ids) - num_given)
             if rollout.loss_mask[part].any():
                 numbers[part] = await model.token_scores(
-                    token_ids, first=num_given, num_top=teaching.num_top, vocab=teaching.vocab
+                    token_ids,
+                    first=num_given,
+                    num_top=teaching.num_top,
+                    vocab=teaching.vocab,
+                    prefix=prompt.uid,
                 )
         return replace(rollout, content=replace(content, teacher=numbers))
 

@@ -136,8 +136,10 @@ class Squares:
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
 
-    async def token_scores(self, token_ids: TokenArray, *, first: int, num_top: int, vocab: int) -> FloatArray:
-        assert (num_top, vocab) == (1, 50)
+    async def token_scores(
+        self, token_ids: TokenArray, *, first: int, num_top: int, vocab: int, prefix: str
+    ) -> FloatArray:
+        assert (num_top, vocab, prefix) == (1, 50, "row-0")
         self.seen.append(token_ids.tolist())
         return np.repeat(token_ids[first:, None].astype(np.float32) ** 2, 3, axis=1)
 
@@ -190,7 +192,7 @@ def test_tokens_that_would_end_the_engine_are_not_sent(qwen2_tp1: ServedModel) -
         async with qwen2_tp1.fleet() as fleet:
             shape = replace(qwen2_tp1.shape, max_context_tokens=4)
             model = FrozenEngines(fleet, None, shape, role="teacher.one", max_attempts=1)  # type: ignore[arg-type]
-            return await model.token_scores(token_ids, first=1, num_top=0, vocab=200)
+            return await model.token_scores(token_ids, first=1, num_top=0, vocab=200, prefix="row-0")
 
     assert asyncio.run(ask(np.array([5, 6], np.int32))).shape == (1, 1)
     for token_ids in ([5, 6, 7, 8], [5, 150]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 
 from megarl.observe.events import Restarted
 from megarl.results import UpdateStats
+from megarl.rollout.process import EngineProcess
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
+from tests.rollout.engines import engine_spec
 from tests.runtime.runs import Run, finished, run, started
 from tests.runtime.test_frozen_runs import server_of, wait_for_step
 
@@ -51,9 +54,22 @@ def test_a_policy_that_equals_its_teacher_is_at_distance_zero_until_it_has_learn
 
 
 def test_a_policy_that_equals_its_teacher_on_engines_is_at_distance_zero(tmp_path: Path) -> None:
+    """On an engine of the run, and on one that runs already."""
     files = make_arithmetic(tmp_path / "arithmetic", num_train=64, num_sft=16, num_eval=16)
-    teacher = f"roles.teacher.first={{kind: engines, pool: teachers, model: {files.model}}}"
-    (first,) = updates(run(tmp_path, "same", *ON_ENGINES, teacher, "run.steps=1"))
+    process = EngineProcess(engine_spec(files.model, tmp_path / "served"))
+    process.start()
+    try:
+        asyncio.run(process.wait_ready())
+        (tmp_path / "key").write_text(process.endpoint.keys.api)
+        endpoint = f"{{url: '{process.endpoint.url}', api_key_file: {tmp_path / 'key'}}}"
+        without_pool = [word for word in ON_ENGINES if not word.startswith("pools.")]
+        given = f"roles.teacher.first={{kind: engines, endpoints: [{endpoint}], model: {files.model}}}"
+        (found,) = updates(run(tmp_path, "given", *without_pool, given, "run.steps=1"))
+    finally:
+        process.stop()
+    own = f"roles.teacher.first={{kind: engines, pool: teachers, model: {files.model}}}"
+    (first,) = updates(run(tmp_path, "own", *ON_ENGINES, own, "run.steps=1"))
+    assert found.teacher_kl == pytest.approx(0.0, abs=1e-5)
     assert first.teacher_kl == pytest.approx(0.0, abs=1e-5)
 
 

@@ -138,11 +138,21 @@ class OpenEnvEnvironment:
     async def score(self, transcript: Transcript) -> Score | None:
         """Return the reward of the step that ended the episode; those before it belong to their turns.
 
-        None where the environment gave no reward, so that the recipe's scores.
+        The numbers of the environment's state are components. None where the environment gave no reward, so that the
+        recipe's scores.
         """
         if not self._rewards:
             return None
-        return Score(value=self._last_reward, components={"return": sum(self._rewards)})
+        return Score(value=self._last_reward, components={**await self._state(), "return": sum(self._rewards)})
+
+    async def _state(self) -> dict[str, float]:
+        """Return the numbers of the state, such as its count of steps; nothing from a server that does not tell it."""
+        try:
+            kind, data = await self._ask("state", {})
+        except EnvironmentLostError:
+            return {}  # the episode is over, and its rewards are known
+        numbers = {name: each for name, each in data.items() if kind == "state" and isinstance(each, int | float)}
+        return {name: float(each) for name, each in numbers.items() if math.isfinite(each)}
 
     async def close(self) -> None:
         if self._socket.closed:

@@ -28,7 +28,7 @@ def _observed(text: str, *, reward: float | None, is_done: bool) -> dict[str, ob
 async def _play(request: web.Request) -> web.WebSocketResponse:
     socket = web.WebSocketResponse()
     await socket.prepare(request)
-    secret = 0
+    secret = num_steps = 0
     async for message in socket:
         if message.type is not WSMsgType.TEXT:
             break
@@ -46,9 +46,12 @@ async def _play(request: web.Request) -> web.WebSocketResponse:
                 if not isinstance(guess, int):
                     await socket.send_json({"type": "error", "data": {"message": "guess must be an integer"}})
                     continue
+                num_steps += 1
                 is_right = guess == secret
                 text = "right" if is_right else "higher" if guess < secret else "lower"
                 await socket.send_json(_observed(text, reward=1.0 if is_right else -0.25, is_done=is_right))
+            case "state":
+                await socket.send_json({"type": "state", "data": {"episode_id": "e", "step_count": num_steps}})
             case _:
                 break
     return socket

@@ -47,7 +47,7 @@ def test_an_episode_is_reset_stepped_and_scored(run: Run) -> None:
         assert (right.text, right.ended, right.reward) == ("right", True, None)
         # The last reward is the score, those before it are of their turns: none counts twice.
         score = run(one.score(_OVER))
-        assert (score.value, score.components) == (1.0, {"return": 0.75})
+        assert (score.value, score.components) == (1.0, {"return": 0.75, "step_count": 2.0})
         assert run(other.score(_OVER)) is None
         assert run(other.call(_step(5))).text == "higher"
         assert "there is no tool look" in run(other.call(Call(name="look", arguments={}, id="0"))).text

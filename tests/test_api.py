@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import doctest
-import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -217,8 +217,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_example(project: Path, name: str) -> str:
-    words = [sys.executable, str(ROOT / "examples" / name)]
+def run_example(project: Path, name: str, *, folder: Path = ROOT / "examples") -> str:
+    words = [sys.executable, str(folder / name)]
     done = subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -230,22 +230,67 @@ def test_train_stays_a_function_when_its_namesake_is_imported() -> None:
     assert done.stdout.strip() == "megarl.api"
 
 
+ALL_STAGES = """
+import megarl
+from megarl.types import Score, ScoredGroup
+from own_algorithm import RECIPES, centred_rewards, keeps, plain_ratio_loss
+from own_stages import CountingGenerator
+
+
+class LetterScorer:
+    async def score(self, group):
+        values = [float(sum(map(ord, rollout.text)) % 7) for rollout in group.rollouts]
+        return ScoredGroup(group=group, scores=tuple(Score(value=value, components={}) for value in values))
+
+
+if __name__ == "__main__":
+    keys = {"run.name": "all_stages", "run.steps": 1, "model.path": "data/arithmetic/model", "data.eval": []}
+    keys |= {"train.prompts_per_step": 4, "algorithm.filter": {"max_dropped_groups": 4096}, "evaluation": None}
+    stages = {"scorer": LetterScorer, "generator": CountingGenerator, "keeps": keeps, "loss": plain_ratio_loss}
+    result = megarl.train(RECIPES / "quickstart.yaml", set=keys, estimator=centred_rewards, **stages)
+    print("rewards:", *result.history.reward.values)
+"""
+
+
 @pytest.mark.heavy
-def test_the_examples_run_as_they_are_printed(project: Path) -> None:
-    """One after the other: the last one reads the run of the first."""
+def test_a_run_with_an_own_reward_is_trained_read_and_returned_when_it_is_finished(project: Path) -> None:
     assert "step 2: reward " in run_example(project, "own_reward.py")
     assert "rollouts were kept" in run_example(project, "read_run.py")
-    assert json.loads(run_example(project, "own_algorithm.py").splitlines()[-1].replace("'", '"'))[0]["step"] == 1
-    assert "mean share of the majority" in run_example(project, "own_stages.py")
-    assert "mean reward: (" in run_example(project, "own_environment.py")
+    assert "the run is finished" in run_example(project, "own_reward.py")
+
+
+@pytest.mark.heavy
+def test_one_run_takes_all_stages_of_the_examples(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = project / "all_stages.py"
+    script.write_text(ALL_STAGES)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"), prepend=os.pathsep)
+    rewards = run_example(project, script.name, folder=project).splitlines()[-1].split()
+    assert rewards[0] == "rewards:"
+    assert 0 < float(rewards[1]) < 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "printed"),
+    [
+        ("own_algorithm.py", "'step': 1"),
+        ("own_stages.py", "mean share of the majority"),
+        ("own_environment.py", "mean reward: ("),
+    ],
+)
+def test_an_example_runs_as_it_is_printed(project: Path, example: str, printed: str) -> None:
+    assert printed in run_example(project, example)
+
+
+@pytest.mark.slow
+def test_the_run_of_an_example_is_evaluated_by_name(project: Path) -> None:
+    run_example(project, "own_reward.py")
     words = [str(Path(sys.executable).with_name("megarl")), "evaluate", "runs/own_reward", "-n", "2"]
     done = subprocess.run(
         [*words, "--max-prompts", "4"], cwd=project, capture_output=True, text=True, timeout=1500, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "pass@2" in done.stdout
-    # A finished run is returned as it is.
-    assert "the run is finished" in run_example(project, "own_stages.py")
 
 
 def test_the_planning_example_runs_as_it_is_printed(project: Path) -> None:

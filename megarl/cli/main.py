@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Annotated
 
+import click
 import typer
+from typer.core import TyperGroup
 
 from megarl import __version__
 from megarl.cli.data import data_app
@@ -27,7 +29,29 @@ from megarl.system.secret import masked
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 
+GROUPS = {
+    "Write a recipe": ("init", "validate", "plan", "import-verl", "schema", "data"),
+    "Run it": ("train", "doctor", "rehearse", "launch", "fleet"),
+    "Look at runs": ("top", "view", "report", "compare", "samples", "timeline", "rescore", "metrics", "dashboards"),
+    "Use the model": ("evaluate", "export", "checkpoint"),
+    "Compare trainer and engines": ("check-sync", "diagnose"),
+}
+"""The commands in the order of a day."""
+
+
+class _GroupedHelp(TyperGroup):
+    """Lists the commands by what they are for, with whole sentences."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in GROUPS.items():
+            found = [(name, self.get_command(ctx, name)) for name in names]
+            rows = [(name, command.get_short_help_str(limit=200)) for name, command in found if command is not None]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
 app = typer.Typer(
+    cls=_GroupedHelp,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

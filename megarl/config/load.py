@@ -200,8 +200,8 @@ def _problem(details: object, root: type[BaseModel]) -> Problem:
         case "union_tag_invalid":
             tag, expected = str(details["ctx"]["tag"]), str(details["ctx"]["expected_tags"])
             near = _nearest(tag, _kinds(location, root))
-            hint = f"; did you mean {near}?" if near else ""
-            return Problem(key=f"{key}.kind", message=f"unknown {tag!r}{hint}; one of {expected}")
+            hint = f"did you mean {near}?" if near else f"one of {expected}"
+            return Problem(key=f"{key}.kind", message=f"unknown {tag!r}; {hint}")
         case "model_type" | "model_attributes_type" | "dict_type":
             return Problem(key=key, message=f"{_quoted(details['input'])}: a section belongs here; write its keys")
         case "tuple_type" | "list_type":

@@ -54,6 +54,17 @@ def test_version_is_one_line() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"megarl {__version__}\n", "")
 
 
+def test_help_lists_every_command_once_in_whole_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "..." not in text.partition("\n")[2]
+    listed = [name for names in cli.GROUPS.values() for name in names]
+    commands = [command.name or getattr(command.callback, "__name__", "") for command in cli.app.registered_commands]
+    groups = [str(group.name) for group in cli.app.registered_groups]
+    assert sorted(listed) == sorted([*commands, *groups])
+    assert [name for name in listed if not re.search(rf"^  {name}  +[A-Z]", text, flags=re.MULTILINE)] == []
+
+
 def test_validate_of_a_good_recipe_needs_no_engine(recipe: Path) -> None:
     code = (
         "import sys; from megarl.cli.main import run; code = run(sys.argv[1:]);"

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Annotated
 
-import click
 import typer
+from typer._click import Context, HelpFormatter
 from typer.core import TyperGroup
 
 from megarl import __version__
@@ -42,7 +42,7 @@ GROUPS = {
 class _GroupedHelp(TyperGroup):
     """Lists the commands by what they are for, with whole sentences."""
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
         for title, names in GROUPS.items():
             found = [(name, self.get_command(ctx, name)) for name in names]
             rows = [(name, command.get_short_help_str(limit=200)) for name, command in found if command is not None]

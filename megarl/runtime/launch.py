@@ -50,10 +50,10 @@ def train(
     address = ray_address_of(recipe.run)
     refuse_nodes_without_cluster(recipe.pools, address)
     ray_environment(address, recipe.cluster)  # a missing token is refused first
-    # Everything that can be wrong with model, data and reward is found before an earlier run is moved.
-    inputs = check_start(recipe, address=address)
-    recipe = recipe.with_steps(len(inputs.train.prompts))
     with run_lock(recipe.run_folder):
+        # Everything that can be wrong with model, data and reward is found before an earlier run is moved.
+        inputs = check_start(recipe, address=address)
+        recipe = recipe.with_steps(len(inputs.train.prompts))
         decision, tools = choose(recipe, resume), inputs.tools_digest
         check = partial(checked_resume_point, model=recipe.model, inputs=inputs, allows_data_change=allows_data_change)
         notes = [*decision.notes]

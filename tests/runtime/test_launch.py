@@ -10,7 +10,9 @@ from megarl.config.recipe import ClusterConfig
 from megarl.config.roles import PoolConfig
 from megarl.env import RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH
 from megarl.errors import ConfigError, MachineError
-from megarl.runtime.launch import find_token, ray_environment, refuse_nodes_without_cluster
+from megarl.runtime.launch import find_token, ray_environment, refuse_nodes_without_cluster, train
+from megarl.system.run_lock import run_lock
+from tests.observe.samples import ListSink, make_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +54,15 @@ def test_a_cluster_without_a_token_is_joined_only_if_the_recipe_allows_it(monkey
         import os
 
         assert os.environ["RAY_AUTH_MODE"] == "disabled"
+
+
+def test_a_run_that_goes_on_is_refused_before_model_and_data_are_read(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path / "runs")
+    with (
+        run_lock(recipe.run_folder),
+        pytest.raises(MachineError, match="is running this run now; wait for it or end it"),
+    ):
+        train(recipe, display=ListSink())
 
 
 def test_several_nodes_need_a_cluster() -> None:

@@ -23,6 +23,7 @@ class Content:
     text: str
     routes: RouteArray | None = None  # [P + T - 1], of the prompt's tokens too; None where no engine chose experts
     teacher: npt.NDArray[np.float32] | None = None  # [T, 1 + 2K], of a teacher on engines, see `rollout.teacher`
+    repetition: float | None = None
 
     def load(self) -> Content:
         return self
@@ -48,6 +49,9 @@ class ContentHandle(Protocol):
     def locate(self) -> tuple[ContentSource, int]:
         """Return where the content is, and its index there."""
         ...
+
+    @property
+    def repetition(self) -> float | None: ...  # `repeated_share` of its tokens, where it was computed beside them
 
 
 def repeated(value: _Number, count: int) -> npt.NDArray[_Number]:

@@ -210,7 +210,7 @@ EMPTY = _rollouts("rollout", "response_empty_ratio", "Share of responses of at m
 REPETITION = _rollouts(
     "rollout",
     "response_repetition_ratio",
-    "Share of 4-token windows that occurred before in the same response; mean of up to 64 responses",
+    "Share of 4-token windows that occurred before in the same response; mean of the first of up to 64 groups",
     field="repetition_ratio",
 )
 GENERATED_ROLLOUTS = _counter("rollout", "generated_rollouts", "Rollouts generated for training")

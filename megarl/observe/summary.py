@@ -91,7 +91,7 @@ class RolloutSummary:
     empty_ratio: float
     """Share of rollouts of at most one token, the end token included."""
     repetition_ratio: float
-    """Share of 4-token windows that occurred before in the same response; mean of up to 64 responses."""
+    """Share of 4-token windows that occurred before in the same response; mean of the first of up to 64 groups."""
     episodes: EpisodeSummary | None = None
 
     @property
@@ -248,7 +248,7 @@ def _summarize_rollouts(
         response_tokens_quantiles=tuple(np.quantile(lengths, _RANKS).astype(int).tolist()),
         truncated_ratio=float(np.mean([rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts])),
         empty_ratio=float(np.mean(lengths <= 1)),
-        repetition_ratio=_repetition(rollouts),
+        repetition_ratio=_repetition(groups),
         episodes=_summarize_episodes(rollouts),
     )
 
@@ -272,13 +272,18 @@ def _summarize_episodes(rollouts: Sequence[Rollout]) -> EpisodeSummary | None:
     )
 
 
-def _repetition(rollouts: Sequence[Rollout]) -> float:
-    """Mean over evenly spaced rollouts: all tokens of a large step would take seconds."""
-    chosen = rollouts[:: -(-len(rollouts) // _MAX_RESPONSES)]
-    return fmean(_repeated_share(rollout.token_ids) for rollout in chosen)
+def _repetition(groups: Sequence[ScoredGroup]) -> float:
+    """Mean over evenly spaced groups: all tokens of a large step would take seconds, and they may be on other nodes."""
+    return fmean(_repetition_of(scored.group.rollouts[0]) for scored in groups[:: -(-len(groups) // _MAX_RESPONSES)])
 
 
-def _repeated_share(token_ids: TokenArray) -> float:
+def _repetition_of(rollout: Rollout) -> float:
+    known = rollout.content.repetition
+    return repeated_share(rollout.token_ids) if known is None else known
+
+
+def repeated_share(token_ids: TokenArray) -> float:
+    """Return the share of 4-token windows that occurred before in the response."""
     num_windows = len(token_ids) - len(_FACTORS) + 1
     if num_windows < 1:
         return 0.0

@@ -158,13 +158,23 @@ def test_repetition_is_the_share_of_windows_seen_before_in_the_same_response() -
     assert rollouts_of([with_tokens([fresh, fresh])]).repetition_ratio == 0
     # Of nine windows of four tokens three are different.
     assert rollouts_of([with_tokens([looping, looping])]).repetition_ratio == pytest.approx(6 / 9)
-    assert rollouts_of([with_tokens([fresh, looping])]).repetition_ratio == pytest.approx(3 / 9)
+    # The first response of each group stands for it.
+    mixed = [with_tokens([fresh, looping]), with_tokens([looping, fresh])]
+    assert rollouts_of(mixed).repetition_ratio == pytest.approx(3 / 9)
 
 
 def test_a_response_shorter_than_a_window_does_not_repeat_and_one_of_one_token_is_empty() -> None:
     rollouts = rollouts_of([with_tokens([[5], [5, 5, 5]])])
     assert rollouts.repetition_ratio == 0
     assert rollouts.empty_ratio == 0.5
+
+
+def test_repetition_that_was_computed_beside_the_tokens_is_not_computed_again() -> None:
+    group = with_tokens([list(range(12)), [5]])
+    first = group.group.rollouts[0]
+    known = replace(first, content=replace(first.content.load(), repetition=0.25))
+    rollouts = (known, *group.group.rollouts[1:])
+    assert rollouts_of([replace(group, group=replace(group.group, rollouts=rollouts))]).repetition_ratio == 0.25
 
 
 def test_repetition_looks_at_a_bounded_number_of_responses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +185,7 @@ def test_repetition_looks_at_a_bounded_number_of_responses(monkeypatch: pytest.M
         looked_at += 1
         return 0.0
 
-    monkeypatch.setattr("megarl.observe.summary._repeated_share", share)
+    monkeypatch.setattr("megarl.observe.summary.repeated_share", share)
     rollouts_of([scored_group([0.0, 1.0], lengths=[1, 1], number=number) for number in range(400)])
     assert 32 <= looked_at <= 64
 

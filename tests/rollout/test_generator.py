@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import pickle
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from transformers import AutoModelForCausalLM
 
 from megarl.episodes.session import SampledTokens
@@ -197,6 +201,62 @@ def test_a_reply_that_no_engine_should_give_is_retried_and_counted(content: byte
     assert rollout.token_ids.tolist() == [9, EOS]
     assert np.isfinite(rollout.logprobs).all()
     assert retries.causes == [cause]
+
+
+async def _trickle(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(b" ")
+        await asyncio.sleep(0.01)
+
+
+async def _never_answer(request: web.Request) -> web.StreamResponse:
+    await asyncio.sleep(3600)
+    raise AssertionError
+
+
+async def _gzip_bomb(request: web.Request) -> web.StreamResponse:
+    return web.Response(body=gzip.compress(bytes(64 << 20)), headers={"Content-Encoding": "gzip"})
+
+
+async def _zstd_bomb(request: web.Request) -> web.StreamResponse:
+    # A block that repeats one byte 128 KiB times, 512 times over.
+    block = b"\x02\x00\x10\x00"
+    body = b"\x28\xb5\x2f\xfd\x00\x58" + block * 511 + b"\x03\x00\x10\x00"
+    return web.Response(body=body, headers={"Content-Encoding": "zstd"})
+
+
+@pytest.mark.fault("replies that no engine should give", "retried and counted, never trained on, never a crash")
+@pytest.mark.parametrize(
+    "answer", [_trickle, _never_answer, _gzip_bomb, _zstd_bomb], ids=lambda answer: answer.__name__
+)
+def test_a_reply_that_is_late_or_compressed_is_retried_and_counted(
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
+) -> None:
+    async def good(_: web.Request) -> web.Response:
+        return web.Response(body=reply_of(9, EOS).content, content_type="application/json")
+
+    async def scenario() -> tuple[RolloutGroup, list[str]]:
+        async with AsyncExitStack() as stack:
+            clients = []
+            for index, handler in enumerate((answer, good)):
+                app = web.Application()
+                app.router.add_post("/generate", handler)
+                app.router.add_get("/health", good)
+                server = await stack.enter_async_context(TestServer(app, shutdown_timeout=0))
+                endpoint = replace(
+                    scripted_client(ScriptedEngine(reply_of(EOS)), index=index).endpoint, port=server.port or 0
+                )
+                clients.append(EngineClient(endpoint, request_timeout_s=1))
+            fleet = Fleet(clients, max_outstanding=8, publish_timeout_s=0.2)
+            stack.push_async_callback(fleet.close)
+            fleet.requests = retries = Retries()
+            return await generator_of(fleet).generate(prompt_of(5, 6)), retries.causes
+
+    group, causes = asyncio.run(scenario())
+    assert group.rollouts[0].token_ids.tolist() == [9, EOS]
+    assert causes == ["EngineError"]
 
 
 def test_an_aborted_rollout_is_tried_again_where_there_is_one_engine() -> None:

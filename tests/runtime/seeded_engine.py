@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,8 +27,8 @@ class SeededEngines:
     is_held: bool = False
     """Whether requests wait."""
     version: str = "0"
-    broken: set[int] = field(default_factory=set)
-    """Engines that answer with status 500."""
+    broken: dict[int, Callable[[], web.Response]] = field(default_factory=dict)
+    """What an engine answers to every request, instead of tokens."""
     num_requests: int = 0
     num_open: int = 0
 
@@ -54,7 +54,7 @@ class SeededEngines:
         finally:
             self.num_open -= 1
         if index in self.broken:
-            return web.Response(status=500, text="out of memory")
+            return self.broken[index]()
         parameters = body["sampling_params"]
         random = np.random.default_rng(parameters["sampling_seed"])
         size = int(random.integers(1, parameters["max_new_tokens"]))

@@ -53,7 +53,7 @@ def state_of(done: Run, step: int) -> RunState:
 
 @pytest.mark.parametrize(
     ("mode", "workers"),
-    [("abort", 0), ("retract", 0), ("in_place", 0), ("abort", 1), pytest.param("in_place", 1, marks=pytest.mark.slow)],
+    [("abort", 0), ("retract", 0), ("in_place", 0), ("abort", 2), ("in_place", 1)],
 )
 def test_engines_are_updated_while_they_generate(folder: Path, mode: InFlight, workers: int) -> None:
     overrides = ("run.steps=8", f"roles.rollout.in_flight={mode}", f"roles.rollout.workers={workers}")

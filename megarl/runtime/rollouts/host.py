@@ -27,6 +27,7 @@ from megarl.data.rollout_files import SampledRollout, make_table, write_tables
 from megarl.data.tokenizer import load_tokenizer
 from megarl.episodes.play import EpisodeSetup
 from megarl.errors import MegarlError
+from megarl.observe.summary import repeated_share
 from megarl.reward.build import build_scorer
 from megarl.reward.pool import ScoringTask, WorkerPool
 from megarl.rollout.client import EngineClient, EngineEndpoint
@@ -81,6 +82,8 @@ class GroupNumbers:
     scores: tuple[_ScoreNumbers, ...]
     baseline: _ScoreNumbers | None
     seconds: float
+    repetition: float
+    """Of the first rollout: the driver's summary of a step needs one of each group."""
 
     @classmethod
     def of(cls, answered: AnsweredPrompt) -> GroupNumbers:
@@ -97,6 +100,7 @@ class GroupNumbers:
             scores=tuple(map(_score_numbers, scored.scores)),
             baseline=None if scored.baseline is None else _score_numbers(scored.baseline),
             seconds=answered.seconds,
+            repetition=repeated_share(rollouts[0].token_ids),
         )
 
     def answered(self, prompt: Prompt, stored: StoredResponses, first: int) -> AnsweredPrompt:
@@ -126,7 +130,7 @@ class GroupNumbers:
                 versions=served[versions][:num_tokens] if isinstance(versions, int) else versions,
                 loss_mask=masks[mask][:num_tokens] if isinstance(mask, bool) else mask,
                 finish_reason=finish_reason,
-                content=StoredContent(stored, index),
+                content=StoredContent(stored, index, self.repetition if index == first else None),
                 episode=episode,
             )
 

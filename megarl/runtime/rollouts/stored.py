@@ -111,6 +111,7 @@ class StoredContent:
 
     stored: StoredResponses
     index: int
+    repetition: float | None = None
 
     def load(self) -> Content:
         return self.stored.content(self.index)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from aiohttp import web
 
 from megarl.config.model import read_model_shape
 from megarl.data.packing import Packing
@@ -18,6 +21,8 @@ from megarl.data.rollout_files import SampledRollout, write_rollouts
 from megarl.data.shares import Share, make_shares
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import MachineError
+from megarl.observe.summary import StepSummary, summarize_step
+from megarl.results import UpdateResult
 from megarl.rollout.lifecycle import EngineState
 from megarl.runtime.local_ray import private_ray
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
@@ -82,13 +87,34 @@ async def answer_on_both(two: Plane) -> list[ScoredGroup]:
     return groups
 
 
+def forbidden(references: Sequence[object]) -> None:
+    raise AssertionError(f"the driver loads {len(references)} deliveries")
+
+
+def summary_of(groups: Sequence[ScoredGroup]) -> StepSummary:
+    return summarize_step(
+        step=1,
+        groups=groups,
+        samples=[each.sample for each in sampled(groups)],
+        dropped_groups={},
+        update=UpdateResult(version=PolicyVersion(1), stats=None),
+        kl_coef=None,
+        seconds=1.0,
+    )
+
+
 def test_groups_are_those_of_a_run_without_workers_and_their_arrays_stay_where_they_are(
-    two: Plane, engines: SeededEngines, model: Path
+    two: Plane, engines: SeededEngines, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = two.run(answer_on_both(two))
+    groups, expected = two.run(answer_on_both(two)), answer_here(engines, model)
+    with monkeypatch.context() as patch:
+        patch.setattr(stored, "_get", forbidden)
+        summary = summary_of(groups)
+    assert summary.rollouts == summary_of(expected).rollouts
+    assert summary.rollouts is not None
     contents = [rollout.content for scored in groups for rollout in scored.group.rollouts]
     assert all(isinstance(content, StoredContent) and content.stored.arrays is None for content in contents)
-    assert_same(groups, answer_here(engines, model))
+    assert_same(groups, expected)
 
 
 def shares_of(groups: Sequence[ScoredGroup], *, number: int) -> list[Share]:
@@ -156,9 +182,6 @@ def test_a_share_takes_only_its_own_responses_from_other_nodes(two: Plane) -> No
 def test_kept_rollouts_are_written_by_the_workers_as_the_driver_would_write_them(
     two: Plane, engines: SeededEngines, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forbidden(references: Sequence[object]) -> None:
-        raise AssertionError(f"the driver loads {len(references)} deliveries")
-
     groups = two.run(answer_on_both(two))
     path = tmp_path / "rollouts" / "step_000001.parquet"
     with monkeypatch.context() as patch:
@@ -199,11 +222,11 @@ def test_what_happens_to_an_engine_reaches_the_driver_and_comes_back(
     async def run() -> None:
         fleet, causes = two.fleet, two.counts.causes
         await when_whole(two.workers)
-        engines.broken = {1}
+        engines.broken = {1: partial(web.Response, status=500, text="out of memory")}
         asked = asyncio.ensure_future(answer(two.workers))
         while not causes["EngineError"]:
             await asyncio.sleep(0.005)
-        engines.broken = set()
+        engines.broken = {}
         assert_same(await asked, expected)
         # The driver examined it: the engine's health is fine.
         assert fleet.engines[1].life.num_doubts > 0
@@ -217,6 +240,41 @@ def test_what_happens_to_an_engine_reaches_the_driver_and_comes_back(
         groups = await answer(two.workers)
         assert {int(version) for each in groups for one in each.group.rollouts for version in one.versions} == {1}
         assert causes["WrongVersionError"] == num_stale
+
+    two.run(run())
+
+
+def bad_reply(**changes: object) -> Callable[[], web.Response]:
+    """A reply of one end token with other fields in it."""
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "0", "output_token_logprobs": [[-1.0, 2, None]]}
+    reply = {"output_ids": changes.pop("output_ids", [2]), "meta_info": meta | changes}
+    return partial(web.json_response, reply)
+
+
+@pytest.mark.fault("replies that no engine should give", "retried and counted, never trained on, never a crash")
+def test_replies_that_no_engine_should_give_are_retried_by_workers_and_counted_by_the_driver(
+    two: Plane, engines: SeededEngines, model: Path
+) -> None:
+    expected = answer_here(engines, model)
+    compressed = {"body": gzip.compress(bytes(64 << 20)), "headers": {"Content-Encoding": "gzip"}}
+    replies = {
+        "-1e308": (bad_reply(output_token_logprobs=[[-1e308, 2, None]]), "BadReplyError"),
+        "2^40": (bad_reply(weight_version=str(2**40)), "BadReplyError"),
+        "400 digits": (bad_reply(output_ids=[10**400]), "BadReplyError"),
+        "deep": (partial(web.Response, body=b'{"meta_info":' * 100_000), "BadReplyError"),
+        "gzip": (partial(web.Response, **compressed), "EngineError"),
+    }
+
+    async def run() -> None:
+        causes = two.counts.causes
+        for name, (reply, cause) in replies.items():
+            await when_whole(two.workers)
+            before = causes[cause]
+            engines.broken = {1: reply}
+            while causes[cause] == before:
+                assert_same(await answer(two.workers), expected)
+            engines.broken = {}
+            assert two.workers._workers[0].num_outstanding == 0, name
 
     two.run(run())
 

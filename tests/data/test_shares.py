@@ -27,6 +27,7 @@ class CountedHandle:
 
     inner: Content
     loads: list[int]
+    repetition: float | None = None
 
     def load(self) -> Content:
         return self.content(0)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 from aiohttp import web
@@ -27,8 +28,8 @@ class SeededEngines:
     is_held: bool = False
     """Whether requests wait."""
     version: str = "0"
-    broken: dict[int, Callable[[], web.Response]] = field(default_factory=dict)
-    """What an engine answers to every request, instead of tokens."""
+    broken: dict[int, Callable[[dict[str, Any]], web.Response]] = field(default_factory=dict)
+    """Engines that answer every request with something else than the reply they should give."""
     num_requests: int = 0
     num_open: int = 0
 
@@ -53,8 +54,6 @@ class SeededEngines:
                 await asyncio.sleep(0.02)
         finally:
             self.num_open -= 1
-        if index in self.broken:
-            return self.broken[index]()
         parameters = body["sampling_params"]
         random = np.random.default_rng(parameters["sampling_seed"])
         size = int(random.integers(1, parameters["max_new_tokens"]))
@@ -66,7 +65,8 @@ class SeededEngines:
             "weight_version": self.version,
             "output_token_logprobs": [[-float(random.random()), token_id, None] for token_id in token_ids],
         }
-        return web.json_response({"output_ids": token_ids, "meta_info": meta})
+        reply = {"output_ids": token_ids, "meta_info": meta}
+        return self.broken[index](reply) if index in self.broken else web.json_response(reply)
 
 
 @contextmanager

@@ -68,7 +68,6 @@ async def _accident(
     each: Plane, engines: SeededEngines, kind: signal.Signals
 ) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
     """Signal a worker while it works; return the groups that were under way and those of all workers after it."""
-    each.counts.causes.clear()
     engines.is_held = True
     asked = asyncio.ensure_future(answer(each.workers))
     await when_busy(engines)
@@ -82,19 +81,30 @@ async def _accident(
     return groups, await answer(each.workers)
 
 
-@pytest.mark.fault("SIGSTOP of a rollout worker", "replaced when it is silent; its prompts are asked again by another")
-@pytest.mark.fault("kill -9 of a rollout worker", "its prompts are asked again by another; it is replaced")
+KILLED = pytest.mark.fault("kill -9 of a rollout worker", "its prompts are asked again by another; it is replaced")
+FROZEN = pytest.mark.fault(
+    "SIGSTOP of a rollout worker", "replaced when it is silent; its prompts are asked again by another"
+)
+
+
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
-def test_killed_and_frozen_workers_lose_no_prompt(
-    nodes: LocalRay, engines: SeededEngines, model: Path, expected: list[ScoredGroup], num_workers: int
+@pytest.mark.parametrize(
+    "kind", [pytest.param(signal.SIGKILL, marks=KILLED), pytest.param(signal.SIGSTOP, marks=FROZEN)]
+)
+def test_a_killed_or_frozen_worker_loses_no_prompt(
+    nodes: LocalRay,
+    engines: SeededEngines,
+    model: Path,
+    expected: list[ScoredGroup],
+    kind: signal.Signals,
+    num_workers: int,
 ) -> None:
     first = node_ids()[0]
     with plane(engines, model, [first] * NUM_ENGINES, per_node=num_workers, silence_timeout_s=5) as each:
         assert len(each.workers._workers) == num_workers
         assert_same(each.run(answer(each.workers)), expected)
-        for kind in (signal.SIGKILL, signal.SIGSTOP):
-            for groups in each.run(_accident(each, engines, kind)):
-                assert_same(groups, expected)
+        for groups in each.run(_accident(each, engines, kind)):
+            assert_same(groups, expected)
 
 
 @pytest.mark.fault(

@@ -106,7 +106,8 @@ def write_tables(path: Path, tables: Iterable[pa.Table]) -> None:
         if writer is not None:
             partial.replace(path)
     except OSError as error:
-        raise MachineError(f"{path}: cannot be written: {error.strerror or error}") from error
+        reason = os.strerror(error.errno) if error.errno else error
+        raise MachineError(f"{path}: cannot be written: {reason}") from error
     finally:
         with suppress(OSError):
             partial.unlink()

@@ -73,6 +73,7 @@ class RolloutSampler:
         try:
             await self.write(rollouts_file(self.run_folder, step), rollouts)
             await asyncio.to_thread(prune_rollouts, self.run_folder, max_bytes=self.config.max_megabytes << 20)
+            self._has_failed = False
         except (MegarlError, OSError) as error:
             self._fail(step, str(error))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from megarl.runtime import rollout_samples
 from megarl.runtime.rollout_samples import RolloutSampler, SampledTrainer
 from megarl.types import Estimates, FloatArray, PolicyVersion, ScoredGroup, TrainSample
 from tests.data.test_rollout_files import decode, sampled
+from tests.small_disk import filled, small_disk
 
 GROUPS = [sampled(str(number), position=number) for number in range(8)]
 
@@ -110,6 +112,30 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     assert warnings == [f"the rollouts of step 1 are not kept: {path}: cannot be written: File exists"]
 
 
+@pytest.mark.needs("root")
+@pytest.mark.fault("a full disk where rollouts are kept", "told; the run goes on; the next file is tried")
+def test_a_full_disk_costs_the_file_of_a_step_and_is_told_each_time_it_fills(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    with small_disk(tmp_path / "disk", num_bytes=1 << 20) as disk:
+
+        async def run() -> None:
+            trainer = Updating()
+            trainer.is_allowed.set()
+            kept = SampledTrainer(trainer, sampler_of(trainer, disk, write, warnings.append), num_steps=0)
+            for is_full in (True, True, False, True):
+                with filled(disk) if is_full else nullcontext():
+                    await kept.estimate([rollout.group for rollout in GROUPS])
+                    await kept.update([rollout.sample for rollout in GROUPS])
+
+        asyncio.run(asyncio.wait_for(run(), 60))
+        assert [path.name for path in (disk / "rollouts").iterdir()] == ["step_000003.parquet"]
+    assert [warning.partition(" are not kept")[0] for warning in warnings] == [
+        "the rollouts of step 1",
+        "the rollouts of step 4",
+    ]
+    assert all(warning.endswith("cannot be written: No space left on device") for warning in warnings), warnings
+
+
 class Updating(Trainer):
     """A trainer whose updates wait for `is_allowed`."""
 
@@ -125,14 +151,13 @@ class Updating(Trainer):
         return UpdateResult(version=PolicyVersion(1), stats=None)
 
 
-async def steps(
-    trainer: Updating,
-    number: int,
+def sampler_of(
+    trainer: Trainer,
     folder: Path,
     write: Callable[[Path, Sequence[SampledRollout]], Awaitable[None]],
     warn: Callable[[str], None],
-) -> None:
-    sampler = RolloutSampler(
+) -> RolloutSampler:
+    return RolloutSampler(
         config=RolloutSamplesConfig(groups_per_step=2),
         run_folder=folder,
         seed=1,
@@ -141,6 +166,9 @@ async def steps(
         write=write,
         warn=warn,
     )
+
+
+async def steps(trainer: Updating, number: int, sampler: RolloutSampler) -> None:
     sampled_trainer = SampledTrainer(trainer, sampler, num_steps=6)
     for _ in range(number):
         await sampled_trainer.estimate([rollout.group for rollout in GROUPS])
@@ -150,7 +178,7 @@ async def steps(
 def test_samples_are_written_while_the_trainer_updates_and_are_there_after_it(tmp_path: Path) -> None:
     async def run() -> None:
         trainer = Updating()
-        running = asyncio.create_task(steps(trainer, 2, tmp_path, write, list[str]().append))
+        running = asyncio.create_task(steps(trainer, 2, sampler_of(trainer, tmp_path, write, list[str]().append)))
         while list(list_rollouts(tmp_path)) != [7]:
             await asyncio.sleep(0.01)
         assert trainer.asked == [2], "the update waits, the file does not"
@@ -171,7 +199,7 @@ def test_a_disk_that_hangs_costs_files_and_no_step(tmp_path: Path, monkeypatch: 
     async def run() -> None:
         trainer = Updating()
         trainer.is_allowed.set()
-        await steps(trainer, 3, tmp_path, hang, warnings.append)
+        await steps(trainer, 3, sampler_of(trainer, tmp_path, hang, warnings.append))
 
     asyncio.run(asyncio.wait_for(run(), 60))
     assert warnings == ["the rollouts of step 8 are not kept: the file of an earlier step is still being written"]

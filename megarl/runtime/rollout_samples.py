@@ -36,6 +36,7 @@ class RolloutSampler:
     warn: Callable[[str], None]
     _has_failed: bool = False
     _writing: asyncio.Task[None] | None = None
+    _is_late: bool = False
 
     async def begin(self, step: int, groups: Sequence[ScoredGroup], samples: Sequence[TrainSample]) -> None:
         """Ask the trainer before its update, and begin to write."""
@@ -47,9 +48,10 @@ class RolloutSampler:
         self._writing = asyncio.create_task(self._write(step, await self._choose(step, groups, samples)))
 
     async def finish(self) -> None:
-        """Wait for the file, but not for ever: a disk that hangs does not hold up the run."""
+        """Wait for the file, but only once and not for ever: a disk that hangs does not hold up the run."""
         if self._writing is not None:
-            done, _ = await asyncio.wait([self._writing], timeout=_PATIENCE_S)
+            done, _ = await asyncio.wait([self._writing], timeout=0 if self._is_late else _PATIENCE_S)
+            self._is_late = not done
             for writing in done:
                 self._writing = None
                 writing.result()

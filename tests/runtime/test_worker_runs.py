@@ -19,7 +19,8 @@ from tests.runtime.runs import Driver, Run, descendants, run, started, survivors
 pytestmark = pytest.mark.slow
 
 PROMPTS_PER_STEP = 8
-STEPS = ("run.steps=3", "checkpoint.save_every_steps=1", "evaluation=null")
+ALONE = ("evaluation=null", "data.eval=[]")
+STEPS = ("run.steps=3", "checkpoint.save_every_steps=1", *ALONE)
 KEEP_ALL = f"observe.rollouts.groups_per_step={PROMPTS_PER_STEP}"
 
 
@@ -70,7 +71,7 @@ def test_no_prompt_is_lost_or_trained_twice_when_workers_generate_beside_the_tra
     overrides = (
         "run.steps=6",
         "checkpoint.save_every_steps=1",
-        "evaluation=null",
+        *ALONE,
         KEEP_ALL,
         "train.max_staleness=2",
         "algorithm={kind: grpo, correction: {kind: tis}}",
@@ -94,7 +95,7 @@ def test_no_prompt_is_lost_or_trained_twice_when_workers_generate_beside_the_tra
 
 
 def test_workers_change_no_bit_of_a_run_with_an_adapter(folder: Path) -> None:
-    lora = ("run.steps=2", "evaluation=null", "model.lora={rank: 8, alpha: 16}")
+    lora = ("run.steps=2", *ALONE, "model.lora={rank: 8, alpha: 16}")
     alone = run(folder, "lora_alone", *lora)
     assert alone.exit_code == 0, alone.output
     beside = run(folder, "lora_workers", *lora, *with_workers(2))

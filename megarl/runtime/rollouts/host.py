@@ -83,7 +83,7 @@ class GroupNumbers:
     baseline: _ScoreNumbers | None
     seconds: float
     repetition: float
-    """Of the first rollout: the driver's summary of a step needs one of each group."""
+    """The repeated share of the first rollout: the driver's summary of a step needs one of each group."""
 
     @classmethod
     def of(cls, answered: AnsweredPrompt) -> GroupNumbers:

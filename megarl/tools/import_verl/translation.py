@@ -29,6 +29,13 @@ _MAX_INTERPOLATIONS = 5
 _OUTSIDE = re.compile(r"\$(?P<name>\w+)|\$\{(?P<braced>\w+)[^}]*\}|\$\{[^}]*\}|\$\([^)]*\)|`[^`]*`")
 """A variable that a script does not set, or the output of a command."""
 _HYDRA_SECTIONS = ("hydra", "defaults")
+_SBATCH = re.compile(r"^#SBATCH\s+--(nodes|gpus-per-node|gres)[= ](?:gpu:)?(?:\w+:)?(\d+)\b", re.MULTILINE)
+_SLURM = {
+    "nodes": ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"),
+    "gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+    "gres": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+}
+"""The variables that Slurm sets from options of a job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +206,8 @@ def read_verl(path: Path, arguments: Sequence[str] = ()) -> VerlKeys:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), (Problem(key="", message=f"cannot be read: {error}"),)) from None
     named = dict(argument.split("=", 1) for argument in arguments if _NAMED.match(argument))
-    outside = {"HOME": "~", "PWD": ".", "BASH_SOURCE": str(path), **named}
+    slurm = {name: count for option, count in _SBATCH.findall(text) for name in _SLURM[option]}
+    outside = {"HOME": "~", "PWD": ".", "BASH_SOURCE": str(path), **slurm, **named}
     positional = [argument for argument in arguments if not _NAMED.match(argument)]
     for holds_unknown in (False, True):
         variables = {name: [value] for name, value in outside.items()}

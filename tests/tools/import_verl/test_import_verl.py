@@ -545,6 +545,18 @@ def test_a_case_that_is_not_the_trainers_leaves_a_note(tmp_path: Path) -> None:
     assert any("depends on the script's arguments" in note for note in notes)
 
 
+@pytest.mark.parametrize("option", ["--gpus-per-node=4", "--gres=gpu:4", "--gres=gpu:h100:4"])
+def test_a_job_of_slurm_says_how_many_nodes_and_gpus_there_are(option: str, tmp_path: Path) -> None:
+    recipe, _ = script_recipe(
+        tmp_path,
+        f"#!/bin/bash\n#SBATCH --nodes=2   # of them\n#SBATCH {option}\n"
+        "for ((i = 1; i <= SLURM_NNODES; i++)); do\n  srun -w $i ray start --block &\ndone\n"
+        f'srun --overlap -w "$head" {TRAINER} trainer.nnodes=$SLURM_JOB_NUM_NODES '
+        'trainer.n_gpus_per_node="${SLURM_GPUS_ON_NODE:-8}"',
+    )
+    assert (recipe.pools["shared"].nodes, recipe.pools["shared"].gpus_per_node) == (2, 4)
+
+
 def test_the_ends_of_a_pipeline_keep_their_layers(tmp_path: Path) -> None:
     options = f"{MEGATRON}override_transformer_config."
     split = f"{MEGATRON}pipeline_model_parallel_size=8"

@@ -205,6 +205,22 @@ def test_an_engine_over_several_nodes_is_rehearsed_over_several_nodes() -> None:
     assert (pool.nodes, pool.gpus_per_node, engine.tensor) == (2, 1, 2)
 
 
+def test_a_teacher_on_engines_is_rehearsed_with_the_tiny_model_and_one_that_runs_already_is_not() -> None:
+    teacher = (
+        "roles.teacher.large={{kind: engines, {}, tensor: 8, model: qwen2.5-72b, sglang: {{attention_backend: fa3}}}}"
+    )
+    words = ("algorithm={kind: distill}", "pools.teacher={gpus_per_node: 8}")
+    recipe, _ = read("grpo_70b", *words, teacher.format("pool: teacher"))
+    rehearsed = topology(recipe).recipe
+    (config,) = rehearsed.roles.teacher.values()
+    assert (config.kind, config.model, config.tensor) == ("engines", FILES.model, 2)
+    assert rehearsed.roles.frozen["teacher.large"].sglang == {}
+    assert rehearsed.pools["teacher"].gpus == 2
+    given, _ = read("grpo_70b", *words, teacher.format("endpoints: [{url: 'http://10.0.0.7:30000'}]"))
+    with pytest.raises(ConfigError, match=r"roles\.teacher\.large\.endpoints: engines that run already"):
+        topology(given)
+
+
 def test_engines_that_run_already_cannot_be_rehearsed() -> None:
     recipe, _ = read("grpo_7b")
     rollout = {"pool": None, "endpoints": [{"url": "http://10.0.0.7:30000"}]}

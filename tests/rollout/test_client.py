@@ -125,7 +125,7 @@ def test_turns_after_each_other_share_a_connection_and_survive_its_end() -> None
                 for _ in range(3):
                     await client.generate(REQUEST)
                 connections[-1].close()
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(1.0)
                 await client.generate(REQUEST)
             finally:
                 await client.close()

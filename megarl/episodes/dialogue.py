@@ -101,10 +101,10 @@ class Dialogue:
     def cut(self, text: str) -> str:
         """Return the text in at most `max_result_tokens` tokens besides a mark; special tokens in it become text."""
         limit = self._max_result_tokens
-        if text.isascii() and len(text) < limit:  # no tokenizer makes two tokens of one such character
-            return self._plain(text)
         known = text[: limit * _CHARACTERS_PER_TOKEN]
-        shown = self._plain(known)
+        shown = self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", known)
+        if shown.isascii() and len(shown) < limit:  # no tokenizer makes two tokens of one such character
+            return shown
         (token_ids,) = self._tokenizer.encode([shown])
         # The tokens of the part that was not counted are estimated from those that were.
         num_tokens = len(token_ids) * len(text) // max(len(known), 1)
@@ -112,9 +112,6 @@ class Dialogue:
             return shown
         kept = self._tokenizer.decode(token_ids[:limit]).rstrip("\ufffd")
         return kept + _CUT.format(num_cut=num_tokens - limit, num_tokens=num_tokens)
-
-    def _plain(self, text: str) -> str:
-        return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     @cached_property
     def call_format(self) -> WrittenFormat:

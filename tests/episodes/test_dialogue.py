@@ -175,6 +175,8 @@ def test_a_short_result_is_within_its_limit_though_nobody_counts_its_tokens(
         with monkeypatch.context() as patched:
             patched.setattr(tokenizer, "encode", None)
             assert Dialogue(tokenizer, max_result_tokens=64).cut("x" * 63) == "x" * 63
+        longer = Dialogue(tokenizer, max_result_tokens=64).cut((tokenizer.special_texts[0] * 63)[:63])
+        assert len(tokenizer.encode([longer.split("\n[cut here")[0]])[0]) <= 64
 
 
 def test_a_result_cannot_end_its_turn(tokenizers: dict[str, Tokenizer], dialogues: dict[str, Dialogue]) -> None:

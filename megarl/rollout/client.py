@@ -107,7 +107,7 @@ class GenerateRequest:
     cache_key: str | None = None
     """Only requests with the same key share cached prefixes."""
     session_id: str | None = None
-    """Names the episode; an engine with `enable_session_radix_cache` keeps the cache of one that goes on."""
+    """Names the episode; SGLang reads it with `enable_session_radix_cache` only."""
     adapter: str | None = None
     """Name of the loaded adapter to compute with; None is the base."""
     returns_prompt: bool = False  # the reply has the prompt tokens that the engine saw

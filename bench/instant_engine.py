@@ -91,8 +91,8 @@ def _serve(content: bytes, num_ports: int, delay_s: float, started: Connection) 
 
 
 def _with_head(content: bytes) -> bytes:
-    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-    return f"{head}Connection: close\r\n\r\n".encode() + content
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
 
 
 _INFO = _with_head(b'{"weight_version":"0"}')
@@ -100,10 +100,12 @@ _INFO = _with_head(b'{"weight_version":"0"}')
 
 
 class _Answer(asyncio.Protocol):
+    """One connection; it stays open between requests, as SGLang's do."""
+
     def __init__(self, reply: bytes, delay_s: float) -> None:
         self._reply = reply
         self._delay_s = delay_s
-        self._received = bytearray()
+        self._received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -111,15 +113,16 @@ class _Answer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        if self._received.startswith(b"GET "):
-            self._answer(_INFO)
-            return
-        head, separator, body = bytes(self._received).partition(b"\r\n\r\n")
+        head, separator, body = self._received.partition(b"\r\n\r\n")
         lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-        if separator and len(body) >= (int(lengths[0].split(b":")[1]) if lengths else 0):
+        if not separator or len(body) < (int(lengths[0].split(b":")[1]) if lengths else 0):
+            return
+        self._received = b""
+        if head.startswith(b"GET "):
+            self._answer(_INFO)
+        else:
             asyncio.get_running_loop().call_later(self._delay_s, self._answer, self._reply)
 
     def _answer(self, reply: bytes) -> None:
         if not self._transport.is_closing():
             self._transport.write(reply)
-            self._transport.close()

@@ -121,11 +121,14 @@ def _many_requests(load: Load, folder: Path) -> list[PlaneFigure]:
 
 
 async def _cost(load: Load, folder: Path, ports: Sequence[int], *, num_open: int) -> Cost:
+    from megarl.runtime.run import COLLECT_EVERY
+
     task = RolloutTask(sampling=sampling_of(num_rollouts=load.num_rollouts, num_tokens=load.num_tokens), seed=1)
     async with _workers(folder, ports, num_open=num_open, num_rollouts=load.num_rollouts) as (workers, processes):
         await _take_step(replace(load, num_prompts=2 * _NUM_WORKERS), workers, task)
         gc.collect()
-        gc.freeze()  # as a run does before its first step
+        gc.freeze()  # this and the next as a run does before its first step
+        gc.set_threshold(COLLECT_EVERY)
         bytes_before = resident_bytes()
         others_before = sum(_cpu_s(process) for process in processes)
         cpu_began, began = time.process_time(), time.monotonic()

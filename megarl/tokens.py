@@ -143,6 +143,12 @@ def by_sample(parts: Iterable[SampleNumbers]) -> dict[int, npt.NDArray[np.float3
     return {sample_id: _joined(rows) for sample_id, rows in found.items()}
 
 
+def assemble(parts: Iterable[SampleNumbers]) -> tuple[npt.NDArray[np.float32], ...]:
+    """Return one array per sample of a step from the parts of all data-parallel ranks."""
+    found = by_sample(parts)
+    return tuple(found[sample_id] for sample_id in range(len(found)))
+
+
 def _joined(rows: Sequence[tuple[int, npt.NDArray[np.float32]]]) -> npt.NDArray[np.float32]:
     if len(rows) == 1 and rows[0][0] == 0:
         return rows[0][1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -81,7 +82,9 @@ class Share:
     """Indices into the rows of the step's samples."""
     sample_ids: tuple[int, ...]
     """This and the next five as in `ShareSample`."""
-    prompts: tuple[TokenArray, ...]
+    prompt_ids: TokenArray
+    """The different prompts, end to end: many small arrays are slow to pickle."""
+    prompt_bounds: tuple[tuple[int, int], ...]
     bounds: tuple[tuple[int, int], ...]
     """Start and end."""
     num_episode_loss_tokens: tuple[int, ...]
@@ -102,7 +105,7 @@ class Share:
         return {
             row_id: ShareSample(
                 sample_id=self.sample_ids[i],
-                prompt_ids=self.prompts[i],
+                prompt_ids=self.prompt_ids[slice(*self.prompt_bounds[i])],
                 start=self.bounds[i][0],
                 end=self.bounds[i][1],
                 content=self.sources[self.places[i][0]].content(self.places[i][1]),
@@ -157,6 +160,7 @@ def make_shares(
     # All samples of a step have the same columns.
     given = [name for name in _CREDIT if getattr(samples[0], name) is not None]
     names = [name for name in ("loss_mask", *(["versions"] if has_versions else []), *given) if name not in without]
+    columns = {name: attrgetter(name if name in given else f"rollout.{name}") for name in names}
     counts = [_counts(num_chosen, {rows[i].sample_id for i in plan.members}) for plan in plans]
     for rank in range(packing.data_parallel):
         members = sorted(i for plan in plans for micro_batch in plan.shares[rank] for i in micro_batch)
@@ -165,14 +169,16 @@ def make_shares(
         located = [sample.rollout.content.locate() for sample in theirs]
         sources = {id(source): source for source, _ in located}
         order = {key: place for place, key in enumerate(sources)}
+        prompt_ids, prompt_bounds = _joined_prompts(mine, theirs)
         yield Share(
             row_ids=tuple(members),
             sample_ids=tuple([row.sample_id for row in mine]),
-            prompts=tuple(map(_prompt_of, mine, theirs)),
+            prompt_ids=prompt_ids,
+            prompt_bounds=tuple(prompt_bounds),
             bounds=tuple([(row.start, row.end) for row in mine]),
             num_episode_loss_tokens=tuple([num_chosen[row.sample_id] for row in mine]),
             are_whole=tuple([not sample.rollout.episode.rows for sample in theirs]),
-            columns={name: tuple(map(_column_part, mine, _arrays_of(name, theirs))) for name in names},
+            columns={name: tuple(map(_column_part, mine, map(get, theirs))) for name, get in columns.items()},
             sources=tuple(sources.values()),
             places=tuple([(order[id(source)], index) for source, index in located]),
             has_rollout_logprobs="rollout_logprobs" not in without,
@@ -202,18 +208,20 @@ class _RowOf(NamedTuple):
     continues_prompt: bool
 
 
-def _prompt_of(row: _RowOf, sample: TrainSample) -> TokenArray:
-    return sample.prompt_ids if row.continues_prompt else sample.prompt_ids[:0]
+def _joined_prompts(rows: list[_RowOf], samples: list[TrainSample]) -> tuple[TokenArray, list[tuple[int, int]]]:
+    """Return the different prompts, end to end, and where each row's is; a row with its own context has none."""
+    prompts = {id(sample.prompt_ids): sample.prompt_ids for sample in samples}
+    ends = accumulate(map(len, prompts.values()))
+    bounds = {key: (end - len(prompts[key]), end) for key, end in zip(prompts, ends, strict=True)}
+    pairs = zip(rows, samples, strict=True)
+    found = [bounds[id(sample.prompt_ids)] if row.continues_prompt else (0, 0) for row, sample in pairs]
+    return np.concatenate([np.zeros(0, np.int32), *prompts.values()]), found
 
 
 def _counts(num_chosen: Sequence[int], sample_ids: Collection[int]) -> tuple[int, int]:
     """Return the loss tokens of these samples, and how many of them have some."""
     counts = [num_chosen[i] for i in sample_ids]
     return sum(counts), sum(count > 0 for count in counts)
-
-
-def _arrays_of(name: str, samples: Sequence[TrainSample]) -> Iterator[npt.NDArray[Any]]:
-    return map(attrgetter(f"rollout.{name}" if name in ("loss_mask", "versions") else name), samples)
 
 
 def _column_part(row: _RowOf, array: npt.NDArray[Any]) -> npt.NDArray[Any] | float:
@@ -238,27 +246,19 @@ def _rows_of(sample_id: int, sample: TrainSample) -> list[_RowOf]:
 
 def unpack(batch: TrainBatch, columns: Sequence[Sequence[FloatArray]]) -> SampleNumbers:
     """Return the numbers of the response tokens of a share's samples. `columns`: [N] per mini-batch and micro-batch."""
-    sample_ids: list[int] = []
-    firsts: list[int] = []
-    arrays: list[FloatArray] = []
-    for mini_batch, of_share in zip(batch.mini_batches, columns, strict=True):
-        for micro_batch, of_tokens in zip(mini_batch.micro_batches, of_share, strict=True):
-            for sample_id, first, start, end in _responses(micro_batch):
-                sample_ids.append(sample_id)
-                firsts.append(first)
-                arrays.append(of_tokens[start:end])
+    rows = [
+        (sample_id, first, of_tokens[start:end])
+        for mini_batch, of_share in zip(batch.mini_batches, columns, strict=True)
+        for micro_batch, of_tokens in zip(mini_batch.micro_batches, of_share, strict=True)
+        for sample_id, first, start, end in _responses(micro_batch)
+    ]
+    firsts, arrays = [first for _, first, _ in rows], [numbers for _, _, numbers in rows]
     return SampleNumbers(
-        sample_ids=_int32(sample_ids),
+        sample_ids=_int32([sample_id for sample_id, _, _ in rows]),
         starts=np.cumsum([0, *map(len, arrays)], dtype=np.int64),
         numbers=np.concatenate(arrays).astype(np.float32, copy=False) if arrays else np.zeros(0, np.float32),
         firsts=_int32(firsts) if any(firsts) else None,
     )
-
-
-def assemble(parts: Sequence[SampleNumbers]) -> tuple[FloatArray, ...]:
-    """Return one array per sample of a step from the parts of all data-parallel ranks."""
-    found = by_sample(parts)
-    return tuple(found[sample_id] for sample_id in range(len(found)))
 
 
 def with_numbers(batch: TrainBatch, numbers: Mapping[str, Sequence[SampleNumbers]]) -> TrainBatch:

@@ -86,12 +86,13 @@ class EngineHttp:
             if encoding != "identity":
                 # Nobody asked for it, and its size after decompression is unknown.
                 raise HttpError(f"the reply is compressed ({encoding[:40]})")
-            reply = bytearray()
+            chunks, num_bytes = [], 0
             async for chunk in response.content.iter_any():
-                reply += chunk
-                if len(reply) > MAX_REPLY_BYTES:
+                chunks.append(chunk)
+                num_bytes += len(chunk)
+                if num_bytes > MAX_REPLY_BYTES:
                     raise HttpError(f"the reply has more than {MAX_REPLY_BYTES} bytes")
-        return HttpReply(status_code=response.status, content=bytes(reply))
+        return HttpReply(status_code=response.status, content=b"".join(chunks))
 
 
 def _open_session() -> aiohttp.ClientSession:

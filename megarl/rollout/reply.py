@@ -77,6 +77,8 @@ class Response:
 
     def then(self, rest: Response) -> Response:
         """Return this interrupted response with its continuation."""
+        if not len(self.token_ids) and self.routes is None:
+            return rest
         return Response(
             token_ids=np.concatenate([self.token_ids, rest.token_ids]),
             logprobs=np.concatenate([self.logprobs, rest.logprobs]),

@@ -37,6 +37,9 @@ from megarl.runtime.tasks import task_group
 from megarl.runtime.trainers.start import running_trainers
 from megarl.system.lease import Lease
 
+COLLECT_EVERY = 20_000
+"""New objects before garbage is looked for: a step makes several for each of its rollouts, and none is garbage."""
+
 
 def run_recipe(
     recipe: Recipe,
@@ -232,6 +235,7 @@ class _Run:
             preemption.begin_steps()
             # Objects from the start stay for good: looking for garbage among them costs more than a step's own work.
             gc.freeze()
+            gc.set_threshold(COLLECT_EVERY)
             await loop.run()
 
     def _note_saved(self, step: int) -> None:

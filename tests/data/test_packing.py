@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.packing import Packing, SequenceCost, plan_packs, zigzag
-from megarl.data.shares import QUESTION, assemble, unpack, with_numbers
-from megarl.tokens import Content, SampleNumbers
+from megarl.data.shares import QUESTION, unpack, with_numbers
+from megarl.tokens import Content, SampleNumbers, assemble
 from megarl.types import FinishReason, FloatArray, MicroBatch, Rollout, TrainBatch, TrainSample
 from tests.filled_shares import pack
 

@@ -61,6 +61,16 @@ def test_the_driver_makes_shares_without_reading_a_token_and_a_rank_reads_only_i
         assert np.array_equal(one.advantages, other.advantages)
 
 
+def test_prompts_of_a_share_are_one_array_and_rollouts_of_one_prompt_have_it_once() -> None:
+    first, second = make_samples(2, vocab=50)
+    samples = [first, replace(second, prompt_ids=first.prompt_ids), *make_samples(3, vocab=50)]
+    (share,) = make_shares(samples, replace(PACKING, data_parallel=1, tokens_per_micro_batch=500), temperature=1.0)
+    assert len(share.prompt_ids) == sum(len(sample.prompt_ids) for sample in (first, *samples[2:]))
+    rows = pickle.loads(pickle.dumps(share)).load()
+    for row, sample in zip(rows.values(), samples, strict=True):
+        assert np.array_equal(row.prompt_ids, sample.prompt_ids)
+
+
 def test_numbers_that_all_tokens_share_are_sent_once_and_filled_everywhere() -> None:
     (sample,) = make_samples(1, vocab=50)
     num_tokens = sample.rollout.num_tokens

@@ -19,8 +19,7 @@ from megarl.config.algorithm import SftConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing, zigzag
-from megarl.data.shares import assemble
-from megarl.tokens import SampleNumbers
+from megarl.tokens import SampleNumbers, assemble
 from megarl.train.actor import ActorRank
 from megarl.train.attention import PackedAttention, packed_sequences
 from megarl.train.rank import RankSpec

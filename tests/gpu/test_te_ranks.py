@@ -15,7 +15,7 @@ import pytest
 
 from megarl.config.kernels import is_te_installed
 from megarl.config.roles import ActorConfig
-from megarl.data.shares import assemble
+from megarl.tokens import assemble
 from tests.gpu.one_card import Peer, card
 from tests.gpu.test_context import Account, run_on, shares_of, take_steps
 from tests.tiny_models import write_tiny_model

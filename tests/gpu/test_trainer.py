@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config.algorithm import SftConfig
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing
-from megarl.data.shares import assemble
-from megarl.tokens import Content
+from megarl.tokens import Content, assemble
 from megarl.train.actor import ActorRank
 from megarl.train.rank import RankSpec
 from megarl.types import DEMONSTRATION, FinishReason, Rollout, TrainBatch, TrainSample

@@ -15,8 +15,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Generic, TypeVar
 
-from megarl.data.shares import assemble
-from megarl.tokens import SampleNumbers
+from megarl.tokens import SampleNumbers, assemble
 from megarl.types import FloatArray, TrainBatch
 from tests.processes import template
 

@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 from megarl.algo.comparison import Wide
 from megarl.algo.held_credit import CreditTask, PartCredit
 from megarl.config.roles import ModelParallelConfig
-from megarl.data.shares import Share, assemble, with_numbers
+from megarl.data.shares import Share, with_numbers
 from megarl.env import GLOO_INTERFACE
 from megarl.errors import WeightSyncError, WorkerError
 from megarl.runtime.cluster import own_address
@@ -28,7 +28,7 @@ from megarl.runtime.trainers.hang import RankStacks, ask_stacks, capture, explai
 from megarl.runtime.trainers.remote_process import RemoteProcess, end, this_process
 from megarl.runtime.trainers.worker_group import WorkerDiedError, WorkerGroup, WorkerLateError
 from megarl.system.network import interface_of
-from megarl.tokens import RolloutSums, SampleNumbers, by_sample
+from megarl.tokens import RolloutSums, SampleNumbers, assemble, by_sample
 from megarl.train.rank import ModelRank, RankSpec
 from megarl.types import FloatArray, TrainBatch
 

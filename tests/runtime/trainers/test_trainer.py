@@ -48,7 +48,8 @@ def pack(samples: Sequence[TrainSample]) -> Iterator[Share]:
     yield Share(
         row_ids=(),
         sample_ids=(),
-        prompts=(),
+        prompt_ids=np.zeros(0, np.int32),
+        prompt_bounds=(),
         bounds=(),
         num_episode_loss_tokens=(),
         are_whole=(),

@@ -17,7 +17,7 @@ from megarl.config.load import load_recipe
 from megarl.config.reward import FunctionRewardConfig, RewardConfig
 from megarl.errors import ConfigError
 from megarl.reward.build import check_reward
-from megarl.tools.rescore import Rescored, rescore
+from megarl.tools.rescore import Rescored, rescore, running_models
 
 _TOLERANCE = 1e-6
 _RECIPES = (".yaml", ".yml")
@@ -34,10 +34,22 @@ def rescore_run(
     limit: Annotated[int, typer.Option(min=0, help="Show this many of the largest changes.")] = 5,
 ) -> None:
     """Score the stored rollouts of a run again with another reward, and compare. The run is not changed."""
-    config = _config_of(reward, name)
+    recipe = load_recipe(reward) if reward.suffix in _RECIPES else None
+    # A rollout that the new function cannot score is counted; it does not end the comparison.
+    function = FunctionRewardConfig(kind="function", path=reward, name=name, on_error="mask")
+    config: RewardConfig = function if recipe is None else recipe.reward
     if problems := check_reward(config):
         raise ConfigError(str(reward), tuple(problems))
-    rescored = rescore(run, config, step=step, on_step=lambda at, num: print(f"step {at}: {num} rollouts", flush=True))
+    open_models = None
+    if recipe is not None and recipe.roles.frozen:
+        open_models = running_models(recipe.roles.frozen, config, run=recipe.run, network=recipe.network)
+    rescored = rescore(
+        run,
+        config,
+        step=step,
+        on_step=lambda at, num: print(f"step {at}: {num} rollouts", flush=True),
+        open_models=open_models,
+    )
     console = make_console()
     console.print(_table(rescored))
     for each in _largest_changes(rescored, limit):
@@ -45,13 +57,6 @@ def rescore_run(
         console.print(
             f"{place}: {_shown(each.stored)} -> {_shown(each.new)}: {each.line}", markup=False, highlight=False
         )
-
-
-def _config_of(path: Path, name: str) -> RewardConfig:
-    if path.suffix in _RECIPES:
-        return load_recipe(path).reward
-    # A rollout that the new function cannot score is counted; it does not end the comparison.
-    return FunctionRewardConfig(kind="function", path=path, name=name, on_error="mask")
 
 
 def _table(rescored: Sequence[Rescored]) -> Table:

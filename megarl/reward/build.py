@@ -103,7 +103,8 @@ class _Builder:
         kind = "reward_model" if isinstance(config, RewardModelRewardConfig) else "judge"
         role = frozen_role(config, [key.partition(".")[2] for key in self._frozen if key.startswith(f"{kind}.")])
         if role is None:
-            raise RewardError(f"reward {config.kind} needs the engines of roles.{kind}, which only a run starts")
+            missing = f"reward {config.kind} needs the engines of roles.{kind}, which only a run starts"
+            raise RewardError(f"{missing}; name engines that run already in its endpoints")
         if isinstance(config, RewardModelRewardConfig):
             return role, RewardModelBackend(config, self._frozen[role])
         return role, EngineJudgeBackend(config, self._frozen[role])

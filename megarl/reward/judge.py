@@ -164,6 +164,7 @@ class ChatJudge(_HttpBackend):
 
     def _check_model(self, model: str) -> None:
         if self._model is None:
+            logger.info("judge=%s model=%s", self._question.url, model)
             self._observer.noted(f"the judge at {self._question.url} is {model}")
             self._model = model
         if model != self._model:

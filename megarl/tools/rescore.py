@@ -1,26 +1,33 @@
-"""Scores the stored rollouts of a run again with another reward. Starts no engine and trains nothing."""
+"""Scores the stored rollouts of a run again with another reward. Starts no engine and trains nothing.
+
+Frozen models can score if their engines run already: those of `endpoints`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from megarl.config.recipe import DataConfig
-from megarl.config.reward import RewardConfig
+from megarl.config.recipe import DataConfig, NetworkConfig, RunConfig
+from megarl.config.reward import RewardConfig, longest_reply
+from megarl.config.roles import FrozenRoleConfig
 from megarl.data.rollout_files import list_rollouts
 from megarl.data.rows import DataRow, read_rows
 from megarl.errors import DataError
 from megarl.observe.events import EVENTS_FILE, RunStarted, read_events
+from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
+from megarl.reward.frozen import FrozenModel
 from megarl.stages import Scorer
 from megarl.tokens import Content
 from megarl.types import FinishReason, Prompt, Rollout, RolloutGroup, Score
@@ -57,12 +64,21 @@ class Rescored:
     new: float | None
 
 
+OpenModels: TypeAlias = Callable[[AsyncExitStack], Awaitable[Mapping[str, FrozenModel]]]
+
+
 def rescore(
-    run: Path, config: RewardConfig, *, step: int | None, on_step: Callable[[int, int], None]
+    run: Path,
+    config: RewardConfig,
+    *,
+    step: int | None,
+    on_step: Callable[[int, int], None],
+    open_models: OpenModels | None = None,
 ) -> list[Rescored]:
     """Return all stored rollouts of a run, or of one step, with the scores of this reward.
 
-    `on_step` receives each step when it is scored, with the number of its rollouts.
+    `on_step` receives each step when it is scored, with the number of its rollouts. `open_models` returns the frozen
+    models that the reward may ask.
     """
     files = list_rollouts(run)
     if not files:
@@ -70,7 +86,24 @@ def rescore(
     if step is not None and step not in files:
         raise DataError(f"{run}: no rollouts of step {step} are stored; choose one of {', '.join(map(str, files))}")
     chosen = files if step is None else {step: files[step]}
-    return asyncio.run(_score_all(chosen, config, _rows_of(run), on_step))
+    return asyncio.run(_score_all(chosen, config, _rows_of(run), on_step, open_models))
+
+
+def running_models(
+    frozen: Mapping[str, FrozenRoleConfig], reward: RewardConfig, *, run: RunConfig, network: NetworkConfig
+) -> OpenModels:
+    """Return how those frozen models are reached whose engines run already."""
+    from megarl.runtime.engines.frozen import models_of, start_frozen  # noqa: PLC0415 - imports Ray, for seconds
+
+    roles = {role: config for role, config in frozen.items() if config.pool is None}
+    longest, observer = longest_reply(reward), Observer(())
+
+    async def open_models(stack: AsyncExitStack) -> Mapping[str, FrozenModel]:
+        return models_of(
+            await start_frozen(roles, {}, stack, run=run, network=network, observer=observer, longest_reply=longest)
+        )
+
+    return open_models
 
 
 def _rows_of(run: Path) -> Mapping[str, DataRow]:
@@ -90,17 +123,17 @@ async def _score_all(
     config: RewardConfig,
     rows: Mapping[str, DataRow],
     on_step: Callable[[int, int], None],
+    open_models: OpenModels | None,
 ) -> list[Rescored]:
-    scorer = build_scorer(config)
     found: list[Rescored] = []
-    try:
+    async with AsyncExitStack() as stack:
+        scorer = build_scorer(config, frozen={} if open_models is None else await open_models(stack))
+        stack.callback(scorer.close)
         for step, path in files.items():
             tasks = [_score(scorer, step, members, rows) for members in _groups(path)]
             scored = [each for group in await asyncio.gather(*tasks) for each in group]
             found += scored
             on_step(step, len(scored))
-    finally:
-        scorer.close()
     return found
 
 

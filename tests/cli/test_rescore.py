@@ -1,8 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import math
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +16,7 @@ import pytest
 from megarl.cli.main import run
 from megarl.data.rollout_files import SampledRollout, rollouts_file, write_rollouts
 from megarl.observe.events import EVENTS_FILE, EventLog
+from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import JsonValue
 from tests.data.test_rollout_files import decode, sampled
 from tests.observe.samples import records, run_started
@@ -88,3 +94,71 @@ def test_what_cannot_be_scored_again_is_one_line(folder: Path, capsys: pytest.Ca
     assert complaint(str(folder), "--reward", good).endswith(
         "prompt train.parquet:9 of a stored rollout is not in data.train any more"
     )
+
+
+class Engine(BaseHTTPRequestHandler):
+    """An SGLang server that finds the first of two labels three times as likely as the second."""
+
+    def do_GET(self) -> None:
+        self._reply({"model_path": "judge", "is_generation": True})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        first, second = body["token_ids_logprob"]
+        labels = [[-0.5, first, None], [-0.5 - math.log(3), second, None]]
+        meta = {"id": body["rid"], "prompt_tokens": len(body["input_ids"]), "output_token_ids_logprobs": [labels]}
+        self._reply({"output_ids": [1], "meta_info": meta})
+
+    def _reply(self, content: object) -> None:
+        encoded = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(encoded)))
+        self.end_headers()
+        self.wfile.write(encoded)
+
+    def log_message(self, format: str, *_arguments: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def engine_url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_judge_whose_engines_run_scores_again(
+    folder: Path, engine_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    top = folder.parent
+    write_tiny_model(top / "model", TinyShape(), seed=1)
+    recipe: dict[str, Any] = {
+        "run": {"name": "other", "steps": 1, "device": "cpu"},
+        "model": {"path": str(top / "model")},
+        "data": {"train": [str(top / "train.parquet")], "max_prompt_tokens": 16, "ground_truth_key": "ground_truth"},
+        "pools": {"train": {"gpus_per_node": 1}, "rollout": {"gpus_per_node": 1}},
+        "roles": {
+            "actor": {"pool": "train"},
+            "rollout": {"pool": "rollout"},
+            "judge": {"strict": {"endpoints": [{"url": engine_url}], "model": str(top / "model")}},
+        },
+        "algorithm": {"kind": "grpo"},
+        "sampling": {"max_response_tokens": 8},
+        "train": {"prompts_per_step": 2, "tokens_per_micro_batch": 64},
+        "reward": {
+            "kind": "engine_judge",
+            "template": "{response}?",
+            "answers": {"right": 1.0, "wrong": 0.0},
+            "is_expected": True,
+        },
+    }
+    (top / "other.yaml").write_text(json.dumps(recipe))
+    assert run(["rescore", str(folder), "--reward", str(top / "other.yaml"), "--step", "1"]) == 0
+    assert "step 1, prompt train.parquet:1, rollout 0: 0 -> 0.75: 22" in capsys.readouterr().out
+    recipe["pools"]["judges"] = {"gpus_per_node": 1}
+    recipe["roles"]["judge"]["strict"] = {"pool": "judges", "model": str(top / "model")}
+    (top / "other.yaml").write_text(json.dumps(recipe))
+    assert run(["rescore", str(folder), "--reward", str(top / "other.yaml")]) != 0
+    assert "which only a run starts; name engines that run already in its endpoints" in capsys.readouterr().err

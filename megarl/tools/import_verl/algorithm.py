@@ -51,6 +51,8 @@ _BY_SEQUENCE = ("gspo", "sapo", "gmpo")
 _WHOLE_SCORE = ("reward", "score", "seq_reward", "seq_final_reward")
 _ENGINE_SIZES = {"gpu_memory_utilization": "memory_fraction", "max_num_seqs": "max_running_requests"}
 """Keys of a frozen model's servers, with ours below its role."""
+_SHARED_CACHED_TOKENS = 131_072
+"""KV cache of a reward model on the GPUs of others: 32 chats of 4,096 tokens at once."""
 _REWARD_PREFIXES = ("reward.custom_reward_function.", "custom_reward_function.", "reward_model.reward_fn.")
 _OVERLONG_PREFIXES = (
     "reward.reward_kwargs.overlong_buffer_cfg.",
@@ -283,10 +285,20 @@ def put_reward_model(keys: Translation) -> bool:
         if not keys.take(f"{prefix}enable", "roles.reward_model"):
             continue
         pool, role = "pools.reward_model", "roles.reward_model.main"
-        keys.put(f"{pool}.nodes", keys.take(f"{prefix}nnodes", f"{pool}.nodes") or 1)
-        gpus = keys.take(f"{prefix}n_gpus_per_node", f"{pool}.gpus_per_node") or 8
-        keys.put(f"{pool}.gpus_per_node", gpus)
-        keys.put(f"{role}.pool", "reward_model")
+        is_apart = keys.take(f"{prefix}enable_resource_pool", f"{role}.pool")
+        nodes = keys.take(f"{prefix}nnodes", f"{pool}.nodes")
+        gpus = keys.take(f"{prefix}n_gpus_per_node", f"{pool}.gpus_per_node")
+        has_episodes = keys.given.get("actor_rollout_ref.rollout.multi_turn.enable")
+        if is_apart or nodes or gpus or keys.is_ahead or has_episodes:
+            keys.put(pool, {"nodes": nodes or 1, "gpus_per_node": gpus or 8})
+            keys.put(f"{role}.pool", "reward_model")
+        else:
+            keys.put(f"{role}.pool", keys.pool)
+            keys.put(f"{role}.max_cached_tokens", _SHARED_CACHED_TOKENS)
+            keys.notes.append(
+                f"{role}: scores in turns on the GPUs of the others, as in verl without enable_resource_pool; "
+                "`megarl plan` shows whether its max_cached_tokens fit"
+            )
         model = keys.path(f"{prefix}{path_key}", f"{role}.model", default="REWARD_MODEL")
         keys.put(f"{role}.model", model)
         for name, ours in {"tensor_model_parallel_size": "tensor", **_ENGINE_SIZES}.items():

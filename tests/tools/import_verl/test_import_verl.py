@@ -185,6 +185,13 @@ def test_there_is_one_entry_per_key_of_the_file() -> None:
             "roles.reward_model.main.tensor",
             2,
         ),
+        ("reward_model.enable=True reward_model.model.path=rm", "roles.reward_model.main.pool", "shared"),
+        ("reward_model.enable=True reward_model.model.path=rm", "roles.reward_model.main.max_cached_tokens", 131_072),
+        (
+            "reward.reward_model.enable=True reward.reward_model.enable_resource_pool=True",
+            "pools.reward_model.gpus_per_node",
+            8,
+        ),
         (
             "reward.reward_model.enable=True reward.reward_model.n_gpus_per_node=4",
             "pools.reward_model.gpus_per_node",

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -57,6 +62,34 @@ def _environment_problems(config: EnvironmentConfig | None) -> list[Problem]:
     return check_environment(config)
 
 
+class _RowsRead(logging.Handler):
+    """Tells every few seconds how many rows of a table were read."""
+
+    def __init__(self, told: Callable[[str], None], *, every_s: float) -> None:
+        super().__init__(logging.INFO)
+        self._told, self._every_s, self._last = told, every_s, time.monotonic()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now = time.monotonic()
+        if record.levelno == logging.INFO and isinstance(record.args, tuple) and now - self._last >= self._every_s:
+            self._last = now
+            self._told("read {:,} of {:,} rows".format(*record.args))
+
+
+@contextmanager
+def telling_rows(told: Callable[[str], None], *, every_s: float = 5.0) -> Iterator[None]:
+    """Tell inside the block how far tables are read: a million rows take minutes."""
+    logger, handler = logging.getLogger("megarl.data.prompts"), _RowsRead(told, every_s=every_s)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def validate(
     recipe: RecipePath,
     overrides: Overrides = None,
@@ -79,7 +112,9 @@ def validate(
 
         # A recipe of several nodes runs elsewhere: the GPUs of this machine say nothing about it.
         is_wide = any(pool.nodes > 1 for pool in checked.pools.values())
-        inputs = check_start(checked, address="elsewhere" if is_wide else ray_address_of(checked.run))
+        # Off a terminal, standard error has the problems alone.
+        with telling_rows(partial(print, file=sys.stderr)) if sys.stderr.isatty() else nullcontext():
+            inputs = check_start(checked, address="elsewhere" if is_wide else ray_address_of(checked.run))
         held_out = f", {len(inputs.eval)} held out" if inputs.eval else ""
         summary = f", {len(inputs.train.prompts)} prompts{held_out}"
         if checked.environment is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megarl.cli.recipe import Overrides, RecipePath, load_checked
+from megarl.cli.recipe import Overrides, RecipePath, load_checked, telling_rows
 from megarl.config.lora import ADAPTER_CONFIG_FILE
 from megarl.errors import FinishedError
 
@@ -54,7 +54,8 @@ def train(
     show_warnings(console)
     console.print(f"{recipe}: checking model, data and reward")
     try:
-        with traced(checked.run_folder, timeline) as tasks_file:
+        told = telling_rows(console.print, every_s=5.0 if console.is_terminal else 30.0)
+        with told, traced(checked.run_folder, timeline) as tasks_file:
             launch.train(
                 checked,
                 display=make_display(console),

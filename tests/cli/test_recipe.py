@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
 from megarl.cli import main as cli
-from megarl.cli.recipe import print_explanation
+from megarl.cli.recipe import print_explanation, telling_rows
 from tests.repository import ROOT
 
 GOOD = ROOT / "tests" / "config" / "good.yaml"
@@ -75,3 +76,15 @@ def test_an_environment_that_cannot_run_is_refused_at_validation(
     assert lines[0].endswith("1 problem(s)")
     assert told in lines[1]
     assert len(lines) == 2
+
+
+def test_a_long_read_is_told_by_rows_and_not_for_every_chunk() -> None:
+    told: list[str] = []
+    logger = logging.getLogger("megarl.data.prompts")
+    for every_s, expected in ((0.0, ["read 4,096 of 1,000,000 rows", "read 8,192 of 1,000,000 rows"]), (60.0, [])):
+        told.clear()
+        with telling_rows(told.append, every_s=every_s):
+            for num_rows in (4096, 8192):
+                logger.info("tokenised num_rows=%d of=%d", num_rows, 1_000_000)
+        logger.info("tokenised num_rows=%d of=%d", 1, 1)
+        assert told == expected

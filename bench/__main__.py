@@ -135,6 +135,9 @@ def bench_exporter(
 def bench_dataplane(
     requests: Annotated[int, typer.Option(min=16, help="Requests under way at once in the large fleet.")] = 16_000,
     engines: Annotated[int, typer.Option(min=1, help="Engines of the large fleet.")] = 1000,
+    prompts: Annotated[
+        int, typer.Option(min=1, help="Prompts of the step with rollout workers, 16 rollouts each.")
+    ] = 1024,
     is_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON in the last line too.")] = False,
 ) -> None:
     """Time the tokens of a step outside the engines: asking, reading, checking, decoding, buffering and packing them.
@@ -145,7 +148,7 @@ def bench_dataplane(
     from bench.packing import measure_packing
     from bench.worker_plane import measure_workers
 
-    load = Load(num_requests=requests, num_engines=engines)
+    load = Load(num_requests=requests, num_engines=engines, num_step_prompts=prompts)
     figures = [*measure_dataplane(load), *measure_workers(load), *measure_packing()]
     print_figures(figures)
     if is_json:

@@ -58,6 +58,8 @@ class Load:
     num_tokens: int = 8192
     """Tokens per response."""
     num_prompts: int = 32
+    num_step_prompts: int = 1024
+    """Those of the step that is measured with rollout workers."""
     num_rollouts: int = 16
     """Rollouts per prompt."""
     num_engines: int = 1000

@@ -42,8 +42,8 @@ _SILENCE_S = 60.0
 _NUM_OPEN = 64
 """Requests that an engine computes at once."""
 _DATA_PARALLEL = 8
-_STEP_TOKENS = 1 << 27
-"""1,024 x 16 rollouts of 8,192 tokens."""
+_ROUNDS = 8
+"""Answers that an engine of the large fleet gives one after another: more requests are sent to it if there are many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +73,13 @@ def measure_workers(load: Load) -> list[PlaneFigure]:
 
 
 def _whole_groups(load: Load, folder: Path) -> list[PlaneFigure]:
+    """Measure a whole step in one piece."""
     content = reply_content(load.num_tokens, vocab=VOCAB, is_flat=True)
+    step = replace(load, num_prompts=load.num_step_prompts)
     with instant_engine(content, num_ports=8) as ports:
-        cost = asyncio.run(_cost(load, folder, ports, num_open=_NUM_OPEN))
-    num_tokens = load.num_prompts * load.num_rollouts * load.num_tokens
-    sizes = f"{load.num_prompts} x {load.num_rollouts} rollouts, {_NUM_WORKERS} rollout workers"
+        cost = asyncio.run(_cost(step, folder, ports, num_open=_NUM_OPEN))
+    num_tokens = step.num_prompts * step.num_rollouts * step.num_tokens
+    sizes = f"{step.num_prompts} x {step.num_rollouts} rollouts, {_NUM_WORKERS} rollout workers"
     return [
         PlaneFigure(
             name=f"{sizes}: from prompts to shares, driver",
@@ -92,8 +94,8 @@ def _whole_groups(load: Load, folder: Path) -> list[PlaneFigure]:
             goal=0.25,
         ),
         PlaneFigure(
-            name="memory of the driver for 1,024 x 16 x 8,192 tokens, from these groups",
-            value=cost.num_bytes / num_tokens * _STEP_TOKENS / 1e9,
+            name=f"the same, memory of the driver for these {num_tokens / 1e6:.0f}M tokens",
+            value=cost.num_bytes / 1e9,
             unit="GB",
             goal=2.0,
         ),
@@ -103,8 +105,9 @@ def _whole_groups(load: Load, folder: Path) -> list[PlaneFigure]:
 def _many_requests(load: Load, folder: Path) -> list[PlaneFigure]:
     content = reply_content(16, vocab=VOCAB, is_flat=True)
     many = Load(num_tokens=16, num_prompts=load.num_requests // 16, num_rollouts=16)
+    num_open = max(load.num_open, -(-load.num_requests // (_ROUNDS * load.num_engines)))
     with instant_engine(content, num_ports=load.num_engines, delay_s=load.delay_s) as ports:
-        cost = asyncio.run(_cost(many, folder, ports, num_open=load.num_open))
+        cost = asyncio.run(_cost(many, folder, ports, num_open=num_open))
     return [
         PlaneFigure(
             name=f"share of a core, driver: {load.num_requests} requests, {load.num_engines} engines",

@@ -24,8 +24,8 @@ STEPS = ("run.steps=3", "checkpoint.save_every_steps=1", *ALONE)
 KEEP_ALL = f"observe.rollouts.groups_per_step={PROMPTS_PER_STEP}"
 
 
-def with_workers(number: int) -> tuple[str, ...]:
-    return (f"roles.rollout.workers={number}", f"pools.rollout.gpus_per_node={number}")
+def with_workers(number: int, *, num_engines: int) -> tuple[str, ...]:
+    return (f"roles.rollout.workers={number}", f"pools.rollout.gpus_per_node={num_engines}")
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +44,15 @@ def at_once(folder: Path) -> Run:
 
 
 @pytest.mark.fault("kill -9 of the driver with rollout workers", "no worker is left; goes on; the same bits")
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize(("num_workers", "num_later"), [(1, 1), (2, 1), (2, 2), (4, 4)])
 def test_a_run_with_workers_that_was_killed_in_a_step_goes_on_and_ends_with_the_same_bits(
-    folder: Path, at_once: Run, num_workers: int
+    folder: Path, at_once: Run, num_workers: int, num_later: int
 ) -> None:
-    name = f"killed_{num_workers}"
-    overrides = (*STEPS, KEEP_ALL, *with_workers(num_workers))
-    with started(folder, name, *overrides) as process:
+    name = f"killed_{num_workers}_{num_later}"
+    with started(folder, name, *STEPS, KEEP_ALL, *with_workers(num_workers, num_engines=num_workers)) as process:
         await_events(folder / "runs" / name, process, _generates_in_step(2))
         kill(process)
-    resumed = run(folder, name, *overrides)
+    resumed = run(folder, name, *STEPS, KEEP_ALL, *with_workers(num_later, num_engines=num_workers))
     assert resumed.exit_code == 0, resumed.output
     assert _tensors(resumed, 3) == _tensors(at_once, 3)
     assert read_state(resumed.folder / "checkpoints" / "step_000003") == read_state(
@@ -98,7 +97,7 @@ def test_workers_change_no_bit_of_a_run_with_an_adapter(folder: Path) -> None:
     lora = ("run.steps=2", *ALONE, "model.lora={rank: 8, alpha: 16}")
     alone = run(folder, "lora_alone", *lora)
     assert alone.exit_code == 0, alone.output
-    beside = run(folder, "lora_workers", *lora, *with_workers(2))
+    beside = run(folder, "lora_workers", *lora, *with_workers(2, num_engines=2))
     assert beside.exit_code == 0, beside.output
     assert [event.summary.rollouts for event in beside.steps] == [event.summary.rollouts for event in alone.steps]
     assert [event.summary.update for event in beside.steps] == [event.summary.update for event in alone.steps]

@@ -105,7 +105,10 @@ def test_escape_codes_of_a_model_do_not_reach_the_terminal(evaluated: Path, caps
     assert "\x1b[2J" not in text
 
 
-def test_long_texts_are_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_texts_are_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")  # in other widths a line may end within a word
     kept = [generation(response="plan" + "x" * 5000 + "result", prompt="system" + "y" * 5000 + "question")]
     write_generations(generations_file(tmp_path, 1), kept)
     text = shown(capsys, str(tmp_path), "--max-chars", "100")

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.checkpoint.state import read_state
 from megarl.data.rollout_files import list_rollouts, read_list
-from megarl.observe.events import EVENTS_FILE, Event, PhaseStarted, StepFinished, read_events
+from megarl.observe.events import EVENTS_FILE, CheckpointSaved, Event, PhaseEnded, PhaseStarted, read_events
 from megarl.tools.quickstart.arithmetic import make_arithmetic
 from tests.runtime.runs import Driver, Run, descendants, run, started, survivors
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 PROMPTS_PER_STEP = 8
 ALONE = ("evaluation=null", "data.eval=[]")
-STEPS = ("run.steps=3", "checkpoint.save_every_steps=1", *ALONE)
+STEPS = ("run.steps=4", "checkpoint.save_every_steps=1", *ALONE)
 KEEP_ALL = f"observe.rollouts.groups_per_step={PROMPTS_PER_STEP}"
 
 
@@ -50,17 +50,19 @@ def test_a_run_with_workers_that_was_killed_in_a_step_goes_on_and_ends_with_the_
 ) -> None:
     name = f"killed_{num_workers}_{num_later}"
     with started(folder, name, *STEPS, KEEP_ALL, *with_workers(num_workers, num_engines=num_workers)) as process:
-        await_events(folder / "runs" / name, process, _generates_in_step(2))
+        await_events(folder / "runs" / name, process, _generates_after_a_save(1))
         kill(process)
     resumed = run(folder, name, *STEPS, KEEP_ALL, *with_workers(num_later, num_engines=num_workers))
     assert resumed.exit_code == 0, resumed.output
-    assert _tensors(resumed, 3) == _tensors(at_once, 3)
-    assert read_state(resumed.folder / "checkpoints" / "step_000003") == read_state(
-        at_once.folder / "checkpoints" / "step_000003"
+    assert "resumed after step " in resumed.output
+    assert _tensors(resumed, 4) == _tensors(at_once, 4)
+    assert read_state(resumed.folder / "checkpoints" / "step_000004") == read_state(
+        at_once.folder / "checkpoints" / "step_000004"
     )
-    assert [event.summary.rollouts for event in resumed.steps] == [event.summary.rollouts for event in at_once.steps]
+    rollouts = {event.summary.step: event.summary.rollouts for event in resumed.steps}  # some steps were taken twice
+    assert list(rollouts.values()) == [event.summary.rollouts for event in at_once.steps]
     # The workers wrote the files, here as there the driver.
-    assert list(list_rollouts(resumed.folder)) == [1, 2, 3]
+    assert list(list_rollouts(resumed.folder)) == [1, 2, 3, 4]
     for step, path in list_rollouts(resumed.folder).items():
         assert pq.read_table(path).equals(pq.read_table(list_rollouts(at_once.folder)[step]))
 
@@ -80,10 +82,11 @@ def test_no_prompt_is_lost_or_trained_twice_when_workers_generate_beside_the_tra
         "roles.rollout.workers=2",
     )
     with started(folder, "beside", *overrides) as process:
-        await_events(folder / "runs" / "beside", process, _generates_in_step(4))
+        await_events(folder / "runs" / "beside", process, _generates_after_a_save(2))
         kill(process)
     resumed = run(folder, "beside", *overrides)
     assert resumed.exit_code == 0, resumed.output
+    assert "resumed after step " in resumed.output
     state = read_state(resumed.folder / "checkpoints" / "step_000006")
     assert state.ledger.num_trained == 6 * PROMPTS_PER_STEP
     assert state.ledger.num_dropped == 0
@@ -113,11 +116,13 @@ def kill(process: Driver) -> None:
     assert survivors(processes, timeout_s=60) == []
 
 
-def _generates_in_step(step: int) -> Callable[[list[Event]], bool]:
+def _generates_after_a_save(number: int) -> Callable[[list[Event]], bool]:
+    """Whether so many steps are saved and the run is generating another one."""
+
     def is_there(events: list[Event]) -> bool:
-        ends = [i for i, event in enumerate(events) if isinstance(event, StepFinished)]
-        later = events[ends[step - 2] :] if len(ends) >= step - 1 else []
-        return any(isinstance(event, PhaseStarted) and event.phase == "generate" for event in later)
+        num_saved = sum(isinstance(event, CheckpointSaved) for event in events)
+        phases = [event for event in events if isinstance(event, PhaseStarted | PhaseEnded)]
+        return num_saved >= number and phases[-1] == PhaseStarted(phase="generate")
 
     return is_there
 

@@ -28,7 +28,7 @@ from megarl.runtime.local_ray import private_ray, run_lease
 from megarl.runtime.preflight import check_start
 from megarl.runtime.resume import ResumeChoice, checked_resume_point, choose, is_of_run
 from megarl.system.lease import Lease
-from megarl.system.run_lock import run_lock
+from megarl.system.run_lock import refuse_locked, run_lock
 
 
 def train(
@@ -50,10 +50,11 @@ def train(
     address = ray_address_of(recipe.run)
     refuse_nodes_without_cluster(recipe.pools, address)
     ray_environment(address, recipe.cluster)  # a missing token is refused first
+    refuse_locked(recipe.run_folder)
+    # Everything that can be wrong with model, data and reward is found before an earlier run is moved.
+    inputs = check_start(recipe, address=address)
+    recipe = recipe.with_steps(len(inputs.train.prompts))
     with run_lock(recipe.run_folder):
-        # Everything that can be wrong with model, data and reward is found before an earlier run is moved.
-        inputs = check_start(recipe, address=address)
-        recipe = recipe.with_steps(len(inputs.train.prompts))
         decision, tools = choose(recipe, resume), inputs.tools_digest
         check = partial(checked_resume_point, model=recipe.model, inputs=inputs, allows_data_change=allows_data_change)
         notes = [*decision.notes]

@@ -84,6 +84,31 @@ def run_lock(run_folder: Path, *, beat_s: float = BEAT_S, still_s: float = STILL
         lock.release()
 
 
+def refuse_locked(run_folder: Path) -> None:
+    """Raise MachineError if a driver of this machine holds the lock of a run; makes no file."""
+    path = _path_of(run_folder)
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _refusal(run_folder, _read(path)) from None
+    except OSError:
+        return  # taking the lock says what is wrong
+    finally:
+        os.close(file)
+
+
+def _refusal(run_folder: Path, holder: Holder | None) -> MachineError:
+    who = "another process" if holder is None else str(holder)
+    return MachineError(
+        f"{run_folder}: {who} is running this run now; wait for it or end it, or give this one another "
+        "name (--set run.name=...)"
+    )
+
+
 def check_held(run_folder: Path) -> None:
     """Raise MachineError if another driver has taken over a run whose lock this process took."""
     lock = _held.get(_path_of(run_folder))
@@ -113,7 +138,7 @@ class _RunLock:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             decides_here = True
         except BlockingIOError:
-            raise self._refusal(_read(self.path)) from None
+            raise _refusal(self._run_folder, _read(self.path)) from None
         except OSError as error:
             if error.errno not in _NO_FLOCK:
                 raise MachineError(f"{self.path}: the run cannot be locked: {error.strerror}") from error
@@ -143,14 +168,7 @@ class _RunLock:
             if now is not None and now != before:
                 if now.has_released and now.is_same(before):
                     return
-                raise self._refusal(now)
-
-    def _refusal(self, holder: Holder | None) -> MachineError:
-        who = "another process" if holder is None else str(holder)
-        return MachineError(
-            f"{self._run_folder}: {who} is running this run now; wait for it or end it, or give this one another "
-            "name (--set run.name=...)"
-        )
+                raise _refusal(self._run_folder, now)
 
     def _write(self, holder: Holder) -> None:
         text = json.dumps(asdict(holder)).encode()

@@ -124,42 +124,6 @@ def written_question(**keys: object) -> EngineJudgeRewardConfig:
     )
 
 
-def test_a_judge_writes_the_answer_that_transformers_finds_likeliest(tokenizer_folder: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(tokenizer_folder, vocab=read_model_shape(tokenizer_folder).vocab)
-    texts = ["4", "12", "the rest"]
-    process = EngineProcess(
-        replace(engine_spec(tokenizer_folder, tmp_path / "run"), has_grammars=True, role="judge.tiny")
-    )
-    process.start()
-
-    async def ask() -> None:
-        await process.wait_ready()
-        client = EngineClient(process.endpoint, request_timeout_s=600)
-        fleet = Fleet([client], max_outstanding=8, publish_timeout_s=600)
-        frozen = {"judge.tiny": model_of(fleet, tokenizer_folder)}
-        scored = await build_scorer(written_question(max_tokens=40), frozen=frozen).score(group_of(*texts))
-        for text, score in zip(texts, scored.scores, strict=True):
-            question = f'Is {text} right?\n\nReply with JSON: {{"answer": ...}}, the answer one of ["yes", "no"].'
-            start = tokenizer.render_chat([{"role": "user", "content": question}]) + '{"answer": "'
-            begun, yes, no = (each.tolist() for each in tokenizer.encode([start, "yes", "no"]))
-            expected = next_logprobs(tokenizer_folder, begun)
-            likeliest = "yes" if expected[yes[0]] > expected[no[0]] else "no"
-            assert (score.prediction, score.value) == (likeliest, float(likeliest == "yes"))
-            # With its answer, the closing mark, the brace and the end token.
-            assert score.components == {"judge_tokens": float(len(begun) + len(likeliest) + 3)}
-        reasoned = written_question(max_tokens=80, max_reasoning_chars=8, max_attempts=1)
-        (score,) = (await build_scorer(reasoned, frozen=frozen).score(group_of("4"))).scores
-        assert score.prediction in ("yes", "no")
-        with pytest.raises(ScoreError, match=r"answered '\{\"answer\"', .* cut off at 9 tokens .*, 3 times"):
-            await build_scorer(written_question(max_tokens=9), frozen=frozen).score(group_of("4"))
-        await fleet.close()
-
-    try:
-        asyncio.run(ask())
-    finally:
-        process.stop()
-
-
 class _Writer:
     """Gives one reply after the other."""
 

@@ -175,8 +175,7 @@ def _chosen(rollout: Rollout) -> npt.NDArray[np.int32]:
 
 def write_samples(path: Path, samples: Sequence[TrainSample]) -> None:
     """Write one row per sample: its tokens and text, and every number per token."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table(_columns(samples)), path)
+    write_tables(path, [pa.table(_columns(samples))])
 
 
 def prune_rollouts(run_folder: Path, *, max_bytes: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from megarl.algo.held_credit import CreditTask
 from megarl.data.rollout_files import write_samples
 from megarl.data.shares import Share, row_lengths
-from megarl.errors import NumericsError
+from megarl.errors import MachineError, NumericsError
 from megarl.results import CriticResult, PreferenceStats, RankUsage, TrainingWork, UpdateResult
 from megarl.runtime.trainers.ranks import HeldNumbers
 from megarl.runtime.trainers.teachers import Teachers
@@ -155,11 +155,11 @@ class ModelsTrainer:
             if result.num_skipped_updates:
                 warning = (
                     f"step {step}: {result.num_skipped_updates} updates were skipped, their loss or gradient was not "
-                    f"finite; the rollouts are in {await self._write_skipped(step, samples)}"
+                    f"finite; {await self._write_skipped(step, samples)}"
                 )
                 result = replace(result, warnings=(*result.warnings, warning))
         except NumericsError as error:
-            raise NumericsError(f"{error}; its rollouts are in {await self._write_skipped(step, samples)}") from error
+            raise NumericsError(f"{error}; {await self._write_skipped(step, samples)}") from error
         finally:
             self._held = {}
         self._num_steps, self._version = step, result.version
@@ -195,10 +195,14 @@ class ModelsTrainer:
         """Return what is held of these columns, each given with the question that it answers."""
         return {column: self._held[question] for column, question in columns.items() if question in self._held}
 
-    async def _write_skipped(self, step: int, samples: Sequence[TrainSample]) -> Path:
+    async def _write_skipped(self, step: int, samples: Sequence[TrainSample]) -> str:
+        """Return where the rollouts are, or why they are nowhere: a full disk ends no run."""
         path = self._skipped_folder / f"step_{step:06d}.parquet"
-        await asyncio.to_thread(write_samples, path, await self.complete(samples, range(len(samples))))
-        return path
+        try:
+            await asyncio.to_thread(write_samples, path, await self.complete(samples, range(len(samples))))
+        except MachineError as error:
+            return f"the rollouts are lost: {error}"
+        return f"the rollouts are in {path}"
 
     async def complete(self, samples: Sequence[TrainSample], indices: Sequence[int]) -> list[TrainSample]:
         """Return these samples with all numbers of their tokens that ranks hold."""

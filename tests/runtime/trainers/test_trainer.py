@@ -247,8 +247,17 @@ def test_rollouts_of_skipped_updates_are_kept_for_people(tmp_path: Path) -> None
     assert [row["advantages"] for row in table] == [sample.advantages.tolist() for sample in samples]
 
 
+def test_a_folder_that_cannot_be_written_costs_the_rollouts_and_not_the_run(tmp_path: Path) -> None:
+    blocked = tmp_path / "skipped"
+    blocked.write_text("a file where the folder should be")
+    result = asyncio.run(trainer(blocked, FakeActor(num_skipped=1)).update(make_samples(3, vocab=9)))
+    (warning,) = result.warnings
+    path = blocked / "step_000001.parquet"
+    assert warning.endswith(f"; the rollouts are lost: {path}: cannot be written: File exists")
+
+
 def test_rollouts_that_end_a_run_are_kept_too(tmp_path: Path) -> None:
     broken = FakeActor(error=NumericsError("step 8: the loss is nan"))
-    with pytest.raises(NumericsError, match=r"the loss is nan; its rollouts are in .*step_000008\.parquet"):
+    with pytest.raises(NumericsError, match=r"the loss is nan; the rollouts are in .*step_000008\.parquet"):
         asyncio.run(trainer(tmp_path, broken, num_steps=7).update(make_samples(3, vocab=9)))
     assert (tmp_path / "step_000008.parquet").exists()

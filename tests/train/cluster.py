@@ -24,6 +24,8 @@ Result = TypeVar("Result")
 NUM_PROCESSES = 4
 _START_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 60.0
+_MAX_JOBS = 16
+"""Jobs of a process: some process groups are never freed, and the threads of hundreds of them take a whole core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +65,15 @@ class Cluster:
     def __init__(self) -> None:
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
+        self._num_jobs = 0
 
     def run(self, world: int, job: Callable[..., Result], *arguments: object, timeout_s: float = 600.0) -> list[Result]:
         """Results in rank order; the first rank's error is raised here."""
+        if self._num_jobs == _MAX_JOBS:
+            self.stop()
         if not self._processes:
             self._start()
+        self._num_jobs += 1
         port = _free_port()
         for rank, pipe in enumerate(self._pipes[:world]):
             pipe.send((job, rank, world, port, [_own(argument, rank) for argument in arguments]))
@@ -97,7 +103,7 @@ class Cluster:
             process.join(_STOP_TIMEOUT_S)
             if process.is_alive():
                 process.kill()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._num_jobs = [], [], 0
 
     def _start(self) -> None:
         context = template()

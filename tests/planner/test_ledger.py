@@ -281,8 +281,8 @@ def test_a_teacher_on_engines_is_counted_in_its_pool_like_other_frozen_models() 
         "roles.teacher.large={kind: engines, pool: teacher, tensor: 8, model: qwen2.5-72b, max_cached_tokens: 1000}",
         "algorithm={kind: distill}",
     )
-    items = found_in(recipe)["teacher.large", MemoryPhase.GENERATING]
-    assert items["engine weights"] == pytest.approx(2 * 72.7e9 / 8, rel=0.02)
+    items = found_in(recipe)["teacher.large", MemoryPhase.JUDGING]
+    assert items["frozen weights"] == pytest.approx(2 * 72.7e9 / 8, rel=0.02)
 
 
 def test_the_reward_model_of_prime_is_a_language_model_with_its_first_weights_in_host_memory() -> None:

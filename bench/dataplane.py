@@ -59,7 +59,7 @@ class Load:
     """Tokens per response."""
     num_prompts: int = 32
     num_step_prompts: int = 1024
-    """Those of the step that is measured with rollout workers."""
+    """Prompts of the step that is measured with rollout workers."""
     num_rollouts: int = 16
     """Rollouts per prompt."""
     num_engines: int = 1000

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import numpy as np
 import torch
@@ -51,9 +50,9 @@ class CreditTask:
     earlier_rewards: tuple[Mapping[int, float], ...] | None
 
     @property
-    def has_credit(self) -> bool:
-        """Whether tokens of one rollout get different advantages, which stay with the ranks."""
-        return isinstance(self.config, get_args(TokenCreditConfig))
+    def token_config(self) -> TokenCreditConfig | None:
+        """The estimator, if it gives tokens of one rollout different advantages: these stay with the ranks."""
+        return self.config if isinstance(self.config, TokenCreditConfig) else None
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -103,9 +102,9 @@ class CreditTask:
         kl_sums = [0.0] * len(masks)
         if distances is not None:
             kl_sums = [float(each[mask].sum(dtype=np.float64)) for each, mask in zip(distances, masks, strict=True)]
-        raw = None
-        if self.has_credit:
-            raw = credit_tokens(self.config, self._outcomes(masks, distances, columns))  # type: ignore[arg-type]
+        config, raw = self.token_config, None
+        if config is not None:
+            raw = credit_tokens(config, self._outcomes(masks, distances, columns))
         spread = [(mask.sum(), 0.0, 0.0) for mask in masks] if raw is None else map(moments, raw.tokens)
         lengths = {sample_id: len(array) for sample_id, array in next(iter(columns.values())).items()}
         return PartCredit(
@@ -119,9 +118,9 @@ class CreditTask:
     def sums(self, rows: Wide) -> tuple[RolloutSums, float, float]:
         """Return the sums of all rollouts from the ranks' answers, [B, 4], and the mean and factor of advantages."""
         counts, means, squares = rows[:, _MOMENTS].T
-        mean, scale, sizes = 0.0, 1.0, None
-        if self.has_credit:
-            mean, scale = whitening(self.config, rows[:, _MOMENTS])  # type: ignore[arg-type]
+        config, mean, scale, sizes = self.token_config, 0.0, 1.0, None
+        if config is not None:
+            mean, scale = whitening(config, rows[:, _MOMENTS])
             sizes = scale * np.sqrt(squares / np.maximum(counts, 1) + np.square(means - mean))
         kl_sums = None if self.kl is None else rows[:, _KL]
         return RolloutSums(counts=counts, kl=kl_sums, advantages=sizes), mean, scale

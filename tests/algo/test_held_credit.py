@@ -86,7 +86,7 @@ def in_parts(
         parts.append(of_rank.assess({name: {i: columns[name][i] for i in mine} for name in task.columns}))
         rows[[task.sample_ids.index(i) for i in of_rank.sample_ids]] = parts[-1].rows
     sums, mean, scale = task.sums(rows)
-    settled = [part.settle(mean, scale) for part in parts] if task.has_credit else []
+    settled = [part.settle(mean, scale) for part in parts] if task.token_config is not None else []
     found = {name: by_sample(each[name] for each in settled) for name in (settled[0] if settled else ())}
     return algorithm.assign(groups, Estimates(sums=sums)), found, algorithm.kl_coef
 

@@ -16,12 +16,13 @@ import pytest
 
 from megarl.config.reward import HttpRewardConfig, JudgeRewardConfig
 from megarl.errors import RewardError, ScoreError
-from megarl.observe.events import Noted, Record
+from megarl.observe.events import Noted
 from megarl.observe.observer import Observer
 from megarl.reward import judge
 from megarl.reward.build import build_scorer, check_reward
 from megarl.reward.judge import HttpJudge
 from megarl.types import RolloutGroup, Score
+from tests.observe.samples import ListSink
 
 MakeGroup = Callable[..., RolloutGroup]
 # One frame of 2,048 blocks that each stand for 128 KiB of zeros: 8 KiB become 256 MiB.
@@ -305,21 +306,9 @@ def test_a_chat_judge_outside_its_schema_is_asked_again_and_samples(server: Judg
 
 def test_the_judges_model_is_in_the_record_of_the_run(server: Judge, make_group: MakeGroup) -> None:
     server.replies = [(200, completion('{"answer": "yes"}', model="judge-1.5"))]
-    sink = RecordingSink()
+    sink = ListSink()
     asyncio.run(build_scorer(chat_judge(server), observer=Observer((sink,))).score(make_group("1", "2")))
-    assert sink.texts == [f"the judge at {server.url} is judge-1.5"]
-
-
-class RecordingSink:
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def record(self, record: Record) -> None:
-        assert isinstance(record.event, Noted)
-        self.texts.append(record.event.text)
-
-    def close(self) -> None:
-        """Nothing to close."""
+    assert sink.events == [Noted(text=f"the judge at {server.url} is judge-1.5")]
 
 
 def test_a_judge_that_becomes_another_model_ends_the_run(server: Judge, make_group: MakeGroup) -> None:

@@ -284,7 +284,7 @@ def test_a_run_goes_on_with_other_prompts_only_when_told(folder: Path, tmp_path:
 
 
 def kill(process: Driver) -> None:
-    """As kill -9 of the driver; everything it has started goes too."""
+    """Kill the driver with -9; everything it has started goes too."""
     processes = descendants(process.pid)
     process.kill()
     process.wait(timeout=60)

@@ -39,7 +39,7 @@ class Trainer:
         return tuple(sample.rollout.logprobs - np.float32(0.5) for sample in samples)
 
     async def complete(self, samples: Sequence[TrainSample], indices: Sequence[int]) -> list[TrainSample]:
-        """As if ranks had assigned the credit."""
+        """Return samples whose credit ranks have assigned."""
         return [replace(samples[index], advantages=np.full_like(samples[index].advantages, 7)) for index in indices]
 
 

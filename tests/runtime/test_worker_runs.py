@@ -108,7 +108,7 @@ def test_workers_change_no_bit_of_a_run_with_an_adapter(folder: Path) -> None:
 
 
 def kill(process: Driver) -> None:
-    """As kill -9 of the driver; everything it has started goes too."""
+    """Kill the driver with -9; everything it has started goes too."""
     processes = descendants(process.pid)
     assert any("RolloutHost" in " ".join(each.cmdline()) for each in processes if each.is_running())
     process.kill()

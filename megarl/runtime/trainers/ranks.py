@@ -275,7 +275,7 @@ class RankGroup(WorkerGroup[Rank], Generic[Rank]):
         for of_part, answer in zip(tasks.values(), answers, strict=True):
             rows[[places[sample_id] for sample_id in of_part.sample_ids]] = answer
         sums, mean, scale = task.sums(rows)
-        if not task.has_credit:
+        if task.token_config is None:
             return sums, {}
         started = [self.workers[rank].settle.remote(mean, scale) for rank in tasks]
         settled: list[dict[str, HeldPart]] = await self._gather("settle", started, timeout_s=self._timeout_s)

@@ -17,13 +17,14 @@ from megarl.config.reward import JudgeRewardConfig, RewardConfig, RewardModelRew
 from megarl.config.roles import EndpointConfig, FrozenRoleConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import EngineError, ScoreError
-from megarl.observe.events import Noted, Record
+from megarl.observe.events import Noted
 from megarl.observe.observer import Observer
 from megarl.reward.build import build_scorer
 from megarl.rollout.process import EngineProcess
 from megarl.runtime.engines.frozen import model_version, models_of, start_frozen
 from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import Score
+from tests.observe.samples import ListSink
 from tests.rollout.engines import engine_spec
 from tests.rollout.test_frozen import CHAT, group_of, written_question
 from tests.tiny_models import as_classifier, classifier_scores, next_logprobs
@@ -58,20 +59,8 @@ def served(model: Path, folder: Path, *, role: str) -> Iterator[FrozenRoleConfig
         process.stop()
 
 
-class Notes:
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def record(self, record: Record) -> None:
-        assert isinstance(record.event, Noted)
-        self.texts.append(record.event.text)
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
 def scored(
-    role: str, config: FrozenRoleConfig, reward: RewardConfig, *texts: str, notes: Notes | None = None
+    role: str, config: FrozenRoleConfig, reward: RewardConfig, *texts: str, notes: ListSink | None = None
 ) -> list[Score]:
     async def score() -> list[Score]:
         observer = Observer([notes] if notes else [])
@@ -97,14 +86,15 @@ def likeliest(model: Path, text: str) -> tuple[str, int]:
 
 
 def test_a_judge_writes_the_answer_that_transformers_finds_likeliest(judge: FrozenRoleConfig) -> None:
-    notes = Notes()
+    notes = ListSink()
     scores = scored("judge.tiny", judge, written_question(max_tokens=40), *TEXTS, notes=notes)
     for text, score in zip(TEXTS, scores, strict=True):
         answer, num_begun = likeliest(judge.model, text)
         assert (score.prediction, score.value) == (answer, float(answer == "yes"))
         # With its answer, the closing mark, the brace and the end token.
         assert score.components == {"judge_tokens": float(num_begun + len(answer) + 3)}
-    assert notes.texts == [f"roles.judge.tiny is {judge.model}, version {model_version(judge.model)}"]
+    text = f"roles.judge.tiny is {judge.model}, version {model_version(judge.model)}"
+    assert notes.events == [Noted(text=text)]
 
 
 def test_a_judge_reasons_before_its_answer_and_one_that_is_cut_has_no_score(judge: FrozenRoleConfig) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megarl.runtime.local_ray import private_ray
-from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import ScoredGroup
 from tests.runtime.rollouts.planes import (
     NUM_ENGINES,
@@ -22,12 +20,11 @@ from tests.runtime.rollouts.planes import (
     assert_same,
     node_ids,
     plane,
-    two_nodes,
     when_busy,
     when_lost,
     when_whole,
 )
-from tests.runtime.seeded_engine import SeededEngines, seeded_engines
+from tests.runtime.seeded_engine import SeededEngines
 
 with private_ray():
     # Ray reads its environment when it is imported, here as in a run.
@@ -38,25 +35,6 @@ with private_ray():
     from megarl.runtime.rollouts.stored import nodes_of
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRay]:
-    with two_nodes(tmp_path_factory.mktemp("nodes")) as nodes:
-        yield nodes
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder, TinyShape(), seed=1)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[SeededEngines]:
-    with seeded_engines(NUM_ENGINES) as engines:
-        yield engines
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,8 @@ from megarl.observe.summary import StepSummary, summarize_step
 from megarl.results import UpdateResult
 from megarl.rollout.lifecycle import EngineState
 from megarl.runtime.local_ray import private_ray
-from megarl.tools.quickstart.tiny_model import TinyShape, write_tiny_model
 from megarl.types import PolicyVersion, ScoredGroup, TrainSample
 from tests.runtime.rollouts.planes import (
-    NUM_ENGINES,
     TASK,
     Plane,
     answer,
@@ -36,12 +34,11 @@ from tests.runtime.rollouts.planes import (
     assert_same,
     node_ids,
     plane,
-    two_nodes,
     when_busy,
     when_lost,
     when_whole,
 )
-from tests.runtime.seeded_engine import SeededEngines, seeded_engines
+from tests.runtime.seeded_engine import SeededEngines
 
 with private_ray():
     # Ray reads its environment when it is imported, here as in a run.
@@ -51,25 +48,6 @@ with private_ray():
     from megarl.runtime.local_ray import LocalRay
     from megarl.runtime.rollouts import stored
     from megarl.runtime.rollouts.stored import StoredContent, StoredResponses, cut_at_source, nodes_of
-
-
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRay]:
-    with two_nodes(tmp_path_factory.mktemp("nodes")) as nodes:
-        yield nodes
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder, TinyShape(), seed=1)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[SeededEngines]:
-    with seeded_engines(NUM_ENGINES) as engines:
-        yield engines
 
 
 @pytest.fixture(scope="module")

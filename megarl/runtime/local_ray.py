@@ -40,6 +40,7 @@ _START_TIMEOUT_S = 360.0
 _MAX_STARTS = 8
 """Starts of one node: Ray gives a node 30 s to register, which a busy machine may not keep."""
 _POLL_S = 0.1
+_AGENTS = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
 _CLONE_NEWNET = 0x40000000
 _BRIDGE = "nodes"
 _FOLDER = "/tmp/megarl-ray-"  # noqa: S108 - the beginning of a name that nobody foresees
@@ -99,7 +100,7 @@ class LocalRay:
         else:
             self.wait_started()
             words = ["--address", self.address]
-        words += [*_agent_ports(), "--node-ip-address", node, "--num-cpus", str(num_slots + 2)]
+        words += ["--node-ip-address", node, "--num-cpus", str(num_slots + 2)]
         if self._device == "cpu":
             words += ["--resources", json.dumps({CPU_SLOT: num_slots})]
         if num_gpus is not None:
@@ -111,10 +112,21 @@ class LocalRay:
     def _start(self, node: str, number: int) -> None:
         environment = {**current_environment(), **(SEVERAL_NODES_ENVIRONMENT if self._has_several_nodes else {})}
         inside = [] if self._network is None else self._network.entering(number)
-        command = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *self._last_words]
+        command = [*inside, sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+        command += [*self._last_words, *self._agent_ports()]
         lease = GuardLease(folder=self._folder, seconds=0) if self._lease is None else self._lease.of_guard
         with self.log_of(number).open("wb") as log:
             self._nodes[node] = start_guarded(command, environment=environment, output=log, lease=lease)
+
+    def _agent_ports(self) -> Iterator[str]:
+        """Yield options that name a free port for each agent of a node, other ones at each start.
+
+        Without them a raylet ends itself when an agent has not reported its port within 15 s, as on a busy machine.
+        The head's own port is free until it listens, and may come back among them: Ray refuses a port named twice.
+        """
+        ports = [port for port in _free_ports(len(_AGENTS) + 1) if port != self._port]
+        for agent, port in zip(_AGENTS, ports, strict=False):
+            yield from (f"--{agent}-port", port)
 
     def log_of(self, number: int) -> Path:
         return self._log_folder / ("ray.log" if number == 0 else f"ray_node_{number}.log")
@@ -176,16 +188,6 @@ def _free_ports(number: int) -> list[str]:
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("", 0))) for _ in range(number)]
         return [str(listener.getsockname()[1]) for listener in listeners]
-
-
-def _agent_ports() -> Iterator[str]:
-    """Yield options that name a free port for each agent of a node.
-
-    Without them a raylet ends itself when an agent has not reported its port within 15 s, as on a busy machine.
-    """
-    agents = ("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export", "runtime-env-agent")
-    for agent, port in zip(agents, _free_ports(len(agents)), strict=True):
-        yield from (f"--{agent}-port", port)
 
 
 @contextmanager

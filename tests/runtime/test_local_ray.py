@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import count, pairwise
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ with private_ray():
     import ray
 
     from megarl.runtime import cluster as cluster_module
+    from megarl.runtime import local_ray as local_ray_module
     from megarl.runtime.cluster import Cluster, Place, Pool
     from megarl.runtime.local_ray import LocalRay, local_ray
     from megarl.runtime.lost_nodes import settle
@@ -124,6 +126,23 @@ def test_the_object_store_grows_with_the_machine(nodes: LocalRay) -> None:
     store = ray.cluster_resources()["object_store_memory"]
     free = min(psutil.virtual_memory().available, psutil.disk_usage("/dev/shm").free)
     assert store > 0.2 * free
+
+
+def test_an_agent_never_gets_the_port_of_its_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's port was asked for and is free again until it listens; Ray ends a head that names it twice."""
+    started: list[list[str]] = []
+    head, free = "39985", count(40_000)
+
+    def free_ports(number: int) -> list[str]:
+        return [head, *(str(next(free)) for _ in range(number - 1))]
+
+    monkeypatch.setattr(local_ray_module, "_free_ports", free_ports)
+    monkeypatch.setattr(local_ray_module, "start_guarded", lambda command, **_: started.append(command))
+    LocalRay(device="cpu", log_folder=tmp_path).start_node(num_slots=1)
+    (command,) = started
+    ports = [port for option, port in pairwise(command) if option.startswith("--") and option.endswith("port")]
+    assert head in ports
+    assert len(set(ports)) == len(ports) == 5
 
 
 GUEST = """

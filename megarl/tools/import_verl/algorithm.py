@@ -272,6 +272,10 @@ def put_filters(keys: Translation) -> None:
             if isinstance(length, int) and length <= 0:
                 keys.report(f"{prefix}len", KeyVerdict.NO_EFFECT, "a buffer of no tokens has no penalty")
             else:
+                longest = keys.number("data.max_response_length", 512)
+                if isinstance(length, int) and length >= longest > 1:
+                    length = longest - 1
+                    keys.notes.append(f"{prefix}len: the buffer is below the {longest} tokens of a response")
                 keys.put("algorithm.overlong", {"buffer_tokens": length, "factor": factor})
     level = keys.take("algorithm.rollout_correction.rollout_is", "algorithm.correction")
     if level is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from megarl.config.lora import ALL_MODULES
+from megarl.tools.import_verl.placement import MODEL_KEY
 from megarl.tools.import_verl.rules import KeyVerdict
 from megarl.tools.import_verl.translation import ACTOR, Translation
 
@@ -22,6 +25,10 @@ _FUSED_MODULES = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
+
+_ATTENTION = tuple(module for name in ("linear_qkv", "linear_proj") for module in _FUSED_MODULES[name])
+_OF_EXPERTS = re.compile(r"-A\d+(\.\d+)?B\b|MoE", re.IGNORECASE)
+"""Names of mixtures: Qwen3-30B-A3B, Qwen1.5-MoE-A2.7B."""
 
 
 def put_lora(keys: Translation) -> None:
@@ -47,6 +54,9 @@ def _put_modules(keys: Translation, key: str) -> None:
     """Translate the names of Megatron and of Hugging Face; all linear layers are the recipe's default."""
     wanted = keys.take(key, "model.lora.modules")
     if wanted is None or wanted in ("all-linear", ["all-linear"]):
+        if _OF_EXPERTS.search(str(keys.written.get("model.path" if keys.is_sft else MODEL_KEY))):
+            keys.put("model.lora.modules", [name for name in ALL_MODULES if name in _ATTENTION])
+            keys.notes.append("model.lora.modules: those of the attention; experts have no adapters")
         return
     names = wanted if isinstance(wanted, list) else [wanted]
     modules = [module for name in names for module in _FUSED_MODULES.get(str(name), (str(name),))]

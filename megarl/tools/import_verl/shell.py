@@ -192,7 +192,11 @@ class Script:
                 return fnmatchcase(left, right)
             case [left, "!=", right]:
                 return not fnmatchcase(left, right)
-            case [left, comparison, right] if comparison in _COMPARISONS and left.isdigit() and right.isdigit():
+            case [left, comparison, right] if (
+                comparison in _COMPARISONS
+                and left.removeprefix("-").isdecimal()
+                and right.removeprefix("-").isdecimal()
+            ):
                 return _COMPARISONS[comparison](int(left), int(right))
             case _:
                 return self.holds_unknown

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.config.document import Tree
+from megarl.config.roles import FP8_TOKENS
 from megarl.tools.import_verl.algorithm import (
     put_distillation,
     put_estimator,
@@ -143,7 +144,7 @@ def _recomputation(keys: Translation, model: str, prefix: str, role: str) -> Non
     """Put the recomputation of all layers, unless options of Megatron say which."""
     own = f"{'engine.' if keys.is_sft else f'{prefix}megatron.'}override_transformer_config.recompute_granularity"
     is_asked = keys.take(f"{model}enable_gradient_checkpointing", f"{role}.megatron.recompute_granularity")
-    if is_asked and keys.given.get(own) is None:
+    if keys.given.get(own) == "full" or (is_asked and keys.given.get(own) is None):
         keys.put(f"{role}.megatron.recompute_granularity", "full")
         keys.put(f"{role}.megatron.recompute_method", "uniform")
         keys.put(f"{role}.megatron.recompute_num_layers", 1)
@@ -287,6 +288,13 @@ def _engines(keys: Translation) -> None:
     top_k = keys.take(f"{_ROLLOUT}top_k", "sampling.top_k")
     if isinstance(top_k, int) and top_k > 0:
         keys.put("sampling.top_k", top_k)
+    expert = keys.number(f"{_ROLLOUT}expert_parallel_size", 1)
+    if expert > keys.number(f"{_ROLLOUT}tensor_model_parallel_size", 2):
+        # verl's servers have tensor times data-parallel ranks, and the experts are divided over all of them.
+        keys.put("roles.rollout.tensor", expert)
+        keys.notes.append(f"roles.rollout.tensor: {expert}, so that an engine has a rank for each part of the experts")
+    if keys.given.get("trainer.v1.trainer_mode") == "sync":
+        keys.report("trainer.v1.trainer_mode", KeyVerdict.NO_EFFECT, "engines and trainer take turns, as in megarl")
 
 
 def _critic(keys: Translation) -> None:
@@ -339,6 +347,21 @@ def _native(keys: Translation) -> None:
         if option.verdict is KeyVerdict.MAPPED:
             keys.put(option.text, keys.given[option.key])
         keys.report(option.key, option.verdict, option.text)
-    put_stages(keys, "engine." if keys.is_sft else f"{ACTOR}megatron.", "roles.actor")
-    if keys.has_critic:
-        put_stages(keys, "critic.megatron.", "roles.critic")
+    parts = {"roles.actor": "engine." if keys.is_sft else f"{ACTOR}megatron."}
+    for role, prefix in {**parts, "roles.critic": "critic.megatron."}.items() if keys.has_critic else parts.items():
+        put_stages(keys, prefix, role)
+        _precision(keys, f"{prefix}override_transformer_config.", role)
+
+
+def _precision(keys: Translation, options: str, role: str) -> None:
+    """Put products in FP8 with their scaling; Megatron's own is delayed."""
+    if keys.given.get(f"{options}fp8") is None:
+        return
+    scaling = keys.take(f"{options}fp8_recipe", f"{role}.fp8_scaling", default="delayed")
+    if scaling in FP8_TOKENS:
+        keys.put(f"{role}.precision", "fp8")
+        keys.put(f"{role}.fp8_scaling", scaling)
+        keys.mapped(f"{options}fp8", f"{role}.precision fp8: activations in e4m3, gradients in e5m2")
+    else:
+        text = f"one of {', '.join(FP8_TOKENS)}; the recipe computes in bfloat16"
+        keys.report(f"{options}fp8_recipe", KeyVerdict.NOT_SUPPORTED, text)

@@ -28,6 +28,7 @@ from megarl.tools.import_verl.translation import Entry, Imported
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
 MULTI = "actor_rollout_ref.rollout.multi_turn."
 TURNS = f"{MULTI}enable=True"
+OPTIONS = "actor_rollout_ref.actor.megatron.override_transformer_config."
 HERE = Path(__file__).parent / "configs"
 SOURCES: dict[str, Tree] = {
     "openai/gsm8k": {"kind": "gsm8k"},
@@ -172,9 +173,29 @@ def test_there_is_one_entry_per_key_of_the_file() -> None:
         ),
         ("algorithm.rollout_correction.rollout_is=token", "algorithm.correction.kind", "tis"),
         (
-            "+reward.reward_kwargs.overlong_buffer_cfg.enable=True +reward.reward_kwargs.overlong_buffer_cfg.len=4096",
+            "+reward.reward_kwargs.overlong_buffer_cfg.enable=True +reward.reward_kwargs.overlong_buffer_cfg.len=256",
             "algorithm.overlong.buffer_tokens",
-            4096,
+            256,
+        ),
+        (
+            "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=512",
+            "algorithm.overlong.buffer_tokens",
+            511,
+        ),
+        (f"+{OPTIONS}fp8=e4m3 +{OPTIONS}fp8_recipe=blockwise", "roles.actor.fp8_scaling", "blockwise"),
+        (f"+{OPTIONS}fp8=hybrid", "roles.actor.fp8_scaling", "delayed"),
+        (f"+{OPTIONS}fp8=hybrid", "roles.actor.precision", "fp8"),
+        (f"+{OPTIONS}fp8=e4m3 +{OPTIONS}fp8_recipe=mxfp8", "roles.actor.precision", None),
+        (f"+{OPTIONS}recompute_granularity=full", "roles.actor.megatron.recompute_num_layers", 1),
+        (
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.expert_parallel_size=4",
+            "roles.rollout.tensor",
+            4,
+        ),
+        (
+            "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B-Instruct-2507 actor_rollout_ref.model.lora.rank=16",
+            "model.lora.modules",
+            ["q_proj", "k_proj", "v_proj", "o_proj"],
         ),
         ("custom_reward_function.path=r.py custom_reward_function.name=f", "reward.name", "f"),
         ("reward_model.reward_fn.path=r.py", "reward.path", "r.py"),
@@ -351,6 +372,11 @@ def test_a_key_arrives_in_the_recipe(tmp_path: Path, word: str, key: str, value:
             KeyVerdict.NO_EFFECT,
             "kernels",
         ),
+        ("trainer.v1.trainer_mode=sync", KeyVerdict.NO_EFFECT, "take turns"),
+        ("trainer.v1.trainer_mode=separate_async", KeyVerdict.NOT_SUPPORTED, "a pool of its own"),
+        ("actor_rollout_ref.model.custom_chat_template=@a.jinja", KeyVerdict.NOT_SUPPORTED, "data.template"),
+        ("actor_rollout_ref.rollout.do_sample=True", KeyVerdict.NO_EFFECT, "sampling.temperature"),
+        (f"+{OPTIONS}fp8_recipe=mxfp8 +{OPTIONS}fp8=e4m3", KeyVerdict.NOT_SUPPORTED, "one of tensorwise, blockwise"),
         ("actor_rollout_ref.rollout.n='${oc.env:N}'", KeyVerdict.NOT_SUPPORTED, "write the value out"),
     ],
 )
@@ -527,7 +553,7 @@ def test_torchrun_says_how_many_nodes_and_ranks_there_are(tmp_path: Path) -> Non
     )
     assert (recipe.pools["shared"].nodes, recipe.pools["shared"].gpus_per_node) == (4, 8)
     assert recipe.train.optimizer.beta2 == 0.95
-    assert recipe.roles.actor.megatron == {"recompute_granularity": "full"}
+    assert recipe.roles.actor.megatron["recompute_granularity"] == "full"
 
 
 TRAINER = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a.parquet "
@@ -606,6 +632,14 @@ def test_demonstrations_with_a_split_model_shard_their_sequences(tmp_path: Path)
     words = "data.train_files=a.parquet engine=megatron engine.tensor_model_parallel_size=4 model.path=mine"
     recipe, _ = script_recipe(tmp_path, f"torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer {words}")
     assert recipe.roles.actor.is_sequence_parallel
+
+
+def test_a_model_that_drafts_tokens_is_said_not_to_be_trained(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    words = "data.train_files=a.parquet model.path=mine model.freeze_base_model=true ++model.speculator.n_predict=3"
+    path.write_text(f"torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer {words}")
+    for key in ("model.freeze_base_model", "model.speculator.n_predict"):
+        assert entry(translate_file(path), key).verdict is KeyVerdict.NOT_SUPPORTED
 
 
 def test_an_overlong_buffer_of_no_tokens_is_none(tmp_path: Path) -> None:

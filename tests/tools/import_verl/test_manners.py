@@ -94,6 +94,31 @@ MANNERS = {
     f"{RUN} {MODEL} data.max_response_length=1024",
     "name of a file": f"{RUN} actor_rollout_ref.model.path=$(basename /models/model) data.max_response_length=1024",
     "backslash beside a quote": f"{RUN} --config-name='ppo_trainer'\\\n  {MODEL} data.max_response_length=1024",
+    "server beside the trainer": "vllm serve judge \\\n  --port 8000 > judge.log 2>&1 &\nJUDGE=$!\n"
+    "for ((i=0; i<60; i++)); do\n if curl -s localhost:8000 > /dev/null 2>&1; then\n  break\n fi\n"
+    " if ! ps -p $JUDGE > /dev/null 2>&1; then\n  exit 1\n fi\n sleep 5\ndone\n"
+    f"CUDA_VISIBLE_DEVICES=0 {RUN} {MODEL} data.max_response_length=1024\nkill $JUDGE\nwait $JUDGE 2>/dev/null",
+    "command as a condition": "if ray status --address=localhost:1 >/dev/null 2>&1; then\n echo up\nelse\n"
+    " ray start --head \\\n  --port=1 || true\n sleep 5\nfi\n"
+    f"PYTHONUNBUFFERED=1 {RUN} {MODEL} data.max_response_length=1024",
+    "negated command": "if ! command -v tool &> /dev/null\nthen\n  pip install tool # on all nodes\nfi\n"
+    f"if ! grep -q 'import x' \"$HOME/a.py\"; then\n sed -i '1i import x' \"$HOME/a.py\"\nfi\n"
+    f"{RUN} {MODEL} data.max_response_length=1024",
+    "negative default": f'N=${{N:--1}}\nif [ "$N" -lt 0 ]; then N=1024; fi\n{RUN} {MODEL} data.max_response_length=$N',
+    "template written to a file": 'T=\'{% if m["a"] %}{{ "\\n" }}{% endif %}\'\nif [ ! -f "$F" ]; then\n'
+    ' mkdir -p "$(dirname "${F}")"\n printf "%s\\n" "${OWN:-${T}}" >"$F"\nfi\n'
+    f"{RUN} {MODEL} data.max_response_length=1024",
+    "template as a value": f"{RUN} {MODEL} '+actor_rollout_ref.model.override_config.chat_template=\"{{%- if t %}}"
+    '{{{{- \\"<|a|>\\\\n\\" }}}}{{\\\\\\"b\\\\\\": \\"\\" }}}}{{% endif %}}"\' data.max_response_length=1024',
+    "quotes in a quoted key": f'L="Et*2|t*2L"\n{RUN} {MODEL} "++actor_rollout_ref.actor.x.layout=\'${{L}}\'" '
+    "data.max_response_length=1024",
+    "all arguments from the first": f'{RUN} {MODEL} "${{@:1}}" \\\n  data.max_response_length=1024',
+    "job at an address": f'ray job submit --no-wait --address "$A" \\\n --working-dir "$PWD" \\\n -- {RUN} {MODEL} '
+    "data.max_response_length=1024",
+    "trainer of another package": f"python -m agents.verl {RUN.partition('main_ppo ')[2]} {MODEL} "
+    "data.max_response_length=1024",
+    "comments after the last backslash": f"{RUN} {MODEL} \\\n  data.max_response_length=1024 \\\n\n"
+    '  # trainer.total_epochs=${{TOTAL}} \\\n  \nrm -rf "${HOME:?}/x/*"',
     "other arguments": f"shift 1\n{RUN} {MODEL} $@ data.max_response_length=1024",
 }
 

@@ -72,7 +72,18 @@ def check_kernels(
         if split.dispatcher == "deepep" and device == "cpu":
             message = "deepep runs on GPUs only, and run.device is cpu; use alltoall"
             yield Problem(key=f"{prefix}dispatcher", message=message)
+        yield from _exchange(split, prefix, device)
         yield from _options(split, prefix)
+
+
+def _exchange(split: ModelParallelConfig, prefix: str, device: Device) -> Iterator[Problem]:
+    """Yield an exchange that nothing is exchanged by."""
+    if split.context_exchange == "gather":
+        return
+    reasons = {"context is 1": split.context == 1, "run.device is cpu": device == "cpu"}
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        message = f"{split.context_exchange} is for GPUs that share sequences, and {reason}; remove it"
+        yield Problem(key=f"{prefix}context_exchange", message=message)
 
 
 def _options(split: ModelParallelConfig, prefix: str) -> Iterator[Problem]:
@@ -98,6 +109,7 @@ def check_packages(roles: RolesConfig, *, device: Device) -> Iterator[Problem]:
             "kernels": "te" if split.kernels == "te" else None,
             "precision": "te" if split.precision == "fp8" else None,
             "dispatcher": "deepep" if split.dispatcher == "deepep" else None,
+            "context_exchange": "te" if split.context_exchange != "gather" else None,
         }
         for name, package in wanted.items():
             if package is not None and find_spec(_PACKAGES[package]) is None:
@@ -113,6 +125,12 @@ def check_widths(shape: ModelShape, split: ModelParallelConfig, *, prefix: str) 
     if shape.experts is not None and split.dispatcher == "deepep" and split.expert == 1:
         message = "deepep moves tokens between ranks, and expert is 1; use alltoall, or raise expert"
         yield Problem(key=f"{prefix}dispatcher", message=message)
+    if split.context_exchange == "all_to_all" and (shape.num_kv_heads // split.tensor) % split.context:
+        message = (
+            f"all_to_all gives each of the {split.context} ranks of context as many key heads, and a rank of tensor "
+            f"has {shape.num_kv_heads // split.tensor}; use ring or gather"
+        )
+        yield Problem(key=f"{prefix}context_exchange", message=message)
     if split.precision != "fp8":
         return
     key = f"{prefix}precision"

@@ -70,6 +70,10 @@ class ModelParallelConfig(Section):
     """Shard activations along the sequence between the tensor-parallel ranks."""
     context: PositiveInt = 1
     """Ranks that share the tokens of each sequence, for sequences whose activations exceed one GPU."""
+    context_exchange: Literal["gather", "ring", "all_to_all"] = "gather"
+    """How these ranks attend to one another's tokens. `gather`: each gets all keys and values. `ring` and `all_to_all`
+    are Transformer Engine's: keys and values go around while others are attended to, or each rank gets whole sequences
+    of some heads."""
     expert: PositiveInt = 1
     """Ranks that share out the experts of a mixture; each rank of a pipeline stage belongs to one such set."""
     expert_tensor: PositiveInt | None = None

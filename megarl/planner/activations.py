@@ -177,9 +177,11 @@ def layer_bytes(work: ModelWork) -> LayerBytes:
 
 def _gathered(shape: ModelShape, split: ModelParallelConfig) -> int:
     """Return the elements per token of the keys and values that a rank's two chunks of a sequence see, of all ranks
-    that share it: those of the earlier chunk twice."""
+    that share it: those of the earlier chunk twice. Exchanged ones are those of the present and of the next turn."""
+    if split.context == 1:
+        return 0
     heads = -(-shape.num_kv_heads // split.tensor)
-    return (2 * split.context + 1) * heads * shape.head_dim if split.context > 1 else 0
+    return (2 * split.context + 1 if split.context_exchange == "gather" else 4) * heads * shape.head_dim
 
 
 def scoring_bytes(work: ModelWork, *, has_gradients: bool) -> int:

@@ -3,7 +3,8 @@
 Queries and keys are rotated here, by one angle per position: Megatron would cut the angles per sequence and layer, and
 wait for the device each time. On a CPU all sequences of one length are one call of SDPA. On a GPU long sequences go to
 cuDNN if it is usable, packs of short ones to torch's flash kernel. Where context-parallel ranks share each sequence, a
-rank gathers the keys and values of all, and its two chunks of a sequence attend to those up to their own positions.
+rank gathers the keys and values of all, and its two chunks of a sequence attend to those up to their own positions;
+or Transformer Engine exchanges them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
@@ -73,6 +75,7 @@ class ContextPart:
     key_starts: Tensor  # [2 S + 1], int32: where the keys of each chunk start in `seen`
     query_lengths: list[int]
     key_lengths: list[int]
+    whole: PackedSeqParams  # the sequences of all ranks, for Transformer Engine
 
 
 def packed_sequences(starts: npt.NDArray[np.int32], topology: Topology) -> PackedSequences:
@@ -85,6 +88,7 @@ def packed_sequences(starts: npt.NDArray[np.int32], topology: Topology) -> Packe
     own = starts // size
     part = None
     if size > 1:
+        whole, longest = on_device(starts, torch.int32), int(np.diff(starts).max())
         chunk = np.diff(starts) // (2 * size)
         query_lengths = np.repeat(chunk, 2)
         key_lengths = (chunk[:, None] * [rank + 1, 2 * size - rank]).ravel()
@@ -96,6 +100,15 @@ def packed_sequences(starts: npt.NDArray[np.int32], topology: Topology) -> Packe
             key_starts=on_device(np.cumsum([0, *key_lengths]), torch.int32),
             query_lengths=query_lengths.tolist(),
             key_lengths=key_lengths.tolist(),
+            whole=PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=whole,
+                cu_seqlens_kv=whole,
+                cu_seqlens_q_padded=whole,
+                cu_seqlens_kv_padded=whole,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+            ),
         )
     return PackedSequences(starts=on_device(own, torch.int32), lengths=np.diff(own).tolist(), part=part)
 
@@ -123,9 +136,24 @@ class PackedAttention(torch.nn.Module):
         pg_collection: object,
     ) -> None:
         super().__init__()
-        del config, layer_number, attn_mask_type, cp_comm_type, pg_collection
+        del attn_mask_type
         assert attention_type == "self", attention_type
         self.scale = softmax_scale
+        self.exchanging: torch.nn.Module | None = None
+        if cp_comm_type is not None and config.context_parallel_size > 1:
+            from megatron.core.extensions.transformer_engine import (  # noqa: PLC0415 - on GPU machines only
+                TEDotProductAttention,
+            )
+
+            self.exchanging = TEDotProductAttention(
+                config,
+                layer_number,
+                AttnMaskType.padding_causal,
+                attention_type,
+                softmax_scale=softmax_scale,
+                cp_comm_type=cp_comm_type,
+                pg_collection=pg_collection,
+            )
 
     def forward(
         self,
@@ -149,6 +177,10 @@ class PackedAttention(torch.nn.Module):
         return self._attend(query, key, value, packed_seq_params)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSequences) -> Tensor:
+        if packed_seq_params.part is not None and self.exchanging is not None:
+            whole, mask = packed_seq_params.part.whole, AttnMaskType.padding_causal
+            attended = self.exchanging(query, key, value, None, attn_mask_type=mask, packed_seq_params=whole)
+            return attended.view(query.shape)
         if packed_seq_params.part is not None:
             return _attend_to_all(query, key, value, packed_seq_params.part, self.scale)
         if query.device.type == "cpu":

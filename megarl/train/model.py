@@ -328,6 +328,7 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=split.tensor,
         context_parallel_size=split.context,
+        cp_comm_type={"gather": None, "ring": "p2p", "all_to_all": "a2a"}[split.context_exchange],
         pipeline_model_parallel_size=split.pipeline,
         virtual_pipeline_model_parallel_size=split.virtual_pipeline if split.virtual_pipeline > 1 else None,
         num_layers_in_first_pipeline_stage=split.first_stage_layers,

@@ -142,3 +142,22 @@ def test_torch_has_no_fp8() -> None:
     (problem,) = check_kernels(actor(precision="fp8", kernels="torch"), is_adapted=False, device="cuda")
     assert str(problem) == "roles.actor.kernels: torch has no FP8; use auto or te with precision fp8"
     assert not actor(kernels="torch").actor.is_fused
+
+
+def test_exchanges_of_long_sequences_are_transformer_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = actor(context=2, context_exchange="ring")
+    assert list(check_kernels(ring, is_adapted=True, device="cuda")) == []
+    (problem,) = check_kernels(ring, is_adapted=False, device="cpu")
+    assert "ring is for GPUs that share sequences, and run.device is cpu; remove it" in str(problem)
+    (problem,) = check_kernels(actor(context_exchange="ring"), is_adapted=False, device="cuda")
+    assert "roles.actor.context_exchange: ring is for GPUs that share sequences, and context is 1" in str(problem)
+    with_packages(monkeypatch)
+    (problem,) = check_packages(ring, device="cuda")
+    assert "ring needs the package transformer_engine" in str(problem)
+    few = actor(context=4, context_exchange="all_to_all", tensor=4).actor
+    (problem,) = check_widths(replace(DENSE, num_kv_heads=8), few, prefix="roles.actor.")
+    assert str(problem) == (
+        "roles.actor.context_exchange: all_to_all gives each of the 4 ranks of context as many key heads, and a "
+        "rank of tensor has 2; use ring or gather"
+    )
+    assert list(check_widths(replace(DENSE, num_kv_heads=16), few, prefix="")) == []

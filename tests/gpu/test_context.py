@@ -1,6 +1,7 @@
 """Context-parallel ranks that share one card give the loss and the gradients of one rank with whole sequences.
 
-With `-o log_cli=true -o log_cli_level=INFO` it shows losses, gradient norms and memory of every case.
+The exchanges of Transformer Engine are tried where it is installed. With `-o log_cli=true -o log_cli_level=INFO` it
+shows losses, gradient norms and memory of every case.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.algorithm import SftConfig
+from megarl.config.kernels import is_te_installed
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing, zigzag
@@ -33,6 +36,7 @@ from tests.tiny_models import write_tiny_model
 logger = logging.getLogger(__name__)
 
 pytestmark = pytest.mark.gpu
+WITH_TE = pytest.mark.skipif(not is_te_installed(), reason="Transformer Engine is not installed")
 
 TIMEOUT_S = 120.0
 PATIENCE_S = 240.0
@@ -90,7 +94,7 @@ def take_steps(
         trainer.close()
 
 
-def attend(rank: int, world: int, port: int) -> list[FloatArray]:
+def attend(rank: int, world: int, port: int, exchange: str | None) -> list[FloatArray]:
     """Return this rank's positions, outputs and gradients of attention over sequences that all ranks share."""
     topology = initialize(
         ActorConfig(pool="gpu", context=world),
@@ -112,12 +116,22 @@ def attend(rank: int, world: int, port: int) -> list[FloatArray]:
         ]
         query, key, value, grad = (tensor[torch.from_numpy(mine).cuda()] for tensor in whole)
         inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=HEADS * HEAD_DIM,
+            num_attention_heads=HEADS,
+            num_query_groups=KV_HEADS,
+            kv_channels=HEAD_DIM,
+            context_parallel_size=world,
+            attention_dropout=0.0,
+            bf16=True,
+        )
         attention = PackedAttention(
-            config=None,
+            config=config,
             layer_number=1,
             attn_mask_type=None,
             attention_type="self",
-            cp_comm_type=None,
+            cp_comm_type=exchange,
             softmax_scale=None,
             pg_collection=None,
         )
@@ -148,17 +162,28 @@ def run_on(peers: list[Peer], world: int, function: object, *arguments: object) 
     return answers
 
 
-@pytest.mark.parametrize("context", [2, 4])
-def test_attention_over_shared_sequences_equals_attention_over_whole_ones(peers: list[Peer], context: int) -> None:
-    (alone,) = run_on(peers, 1, attend)
-    parts = run_on(peers, context, attend)
+@pytest.mark.parametrize(
+    ("context", "exchange"),
+    [
+        (2, None),
+        (4, None),
+        pytest.param(2, "p2p", marks=WITH_TE),
+        pytest.param(4, "p2p", marks=WITH_TE),
+        pytest.param(2, "a2a", marks=WITH_TE),
+    ],
+)
+def test_attention_over_shared_sequences_equals_attention_over_whole_ones(
+    peers: list[Peer], context: int, exchange: str | None
+) -> None:
+    (alone,) = run_on(peers, 1, attend, None)
+    parts = run_on(peers, context, attend, exchange)
     for place, name in enumerate(("output", "grad query", "grad key", "grad value"), 1):
         expected = alone[place]  # type: ignore[index]
         found = np.empty_like(expected)
         for part in parts:
             found[part[0]] = part[place]  # type: ignore[index]
         error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-        logger.info("attention context=%d: %s differs by %.2e", context, name, error)
+        logger.info("attention context=%d %s: %s differs by %.2e", context, exchange, name, error)
         assert error < 1e-2, f"{name} differs by {error:.2e}"
 
 
@@ -182,18 +207,26 @@ def test_a_long_context_has_the_same_loss_whole_and_shared(peers: list[Peer], ca
     shape = write_tiny_model(tmp_path / "model", "qwen2", tied=False, heads=4, kv_heads=2)
     shape = replace(shape, max_context_tokens=1 << 17)
     expected: tuple[Account, tuple[FloatArray, ...]] | None = None
+    exchanged = (
+        ActorConfig(pool="gpu", context=2, context_exchange="ring"),
+        ActorConfig(pool="gpu", context=4, context_exchange="ring"),
+        ActorConfig(pool="gpu", context=2, context_exchange="all_to_all"),
+        ActorConfig(pool="gpu", context=2, tensor=2, is_sequence_parallel=True, context_exchange="ring"),
+    )
     for actor in (
         ActorConfig(pool="gpu"),
         ActorConfig(pool="gpu", context=2),
         ActorConfig(pool="gpu", context=4),
         ActorConfig(pool="gpu", context=2, tensor=2, is_sequence_parallel=True),
+        *(exchanged if is_te_installed() else ()),
     ):
         batch = shares_of(CASES[case], actor)
         answers = run_on(peers, actor.model_parallel, take_steps, tmp_path / "model", shape, batch, actor)
         accounts = [answer for answer in answers if isinstance(answer, Account)]
         logprobs = assemble([account.numbers for account in accounts if account.numbers is not None])
         first = accounts[0]
-        logger.info("%s context=%d tensor=%d: %s", case, actor.context, actor.tensor, replace(first, numbers=None))
+        split = f"context={actor.context} tensor={actor.tensor} {actor.context_exchange}"
+        logger.info("%s %s: %s", case, split, replace(first, numbers=None))
         if expected is None:
             expected = first, logprobs
             continue

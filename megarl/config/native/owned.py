@@ -102,7 +102,7 @@ _MEGATRON: Mapping[str, str] = {
     "context_parallel_size": "set roles.actor.context instead",
     "*context_parallel*": _LAYOUT,
     "max_seqlen_per_dp_cp_rank": _LAYOUT,
-    "cp_comm_type": _LAYOUT,
+    "cp_comm_type": "set roles.actor.context_exchange instead",
     "variable_seq_lengths": _LAYOUT,
     "*_dropout": "the policy that is trained must be the one that generates: no dropout; remove it",
     "fp16": _PRECISION,

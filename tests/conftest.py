@@ -40,6 +40,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="NOT TESTED: torch sees no CUDA device here"))
 
 
+YARN: dict[str, object] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+"""Stretched angles: engine, trainer and transformers agree about them."""
+
+
 @pytest.fixture(scope="session")
 def qwen2_tp1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
     from tests.rollout.engines import serve
@@ -53,7 +62,7 @@ def qwen2_tp1(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]
 def qwen3_tp2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedModel]:
     from tests.rollout.engines import serve
 
-    served = serve(tmp_path_factory.mktemp("qwen3"), "qwen3", tensor=2, tied=True)
+    served = serve(tmp_path_factory.mktemp("qwen3"), "qwen3", tensor=2, tied=True, rope=YARN)
     yield served
     served.process.stop()
 

@@ -51,10 +51,12 @@ class ServedModel:
             await fleet.close()
 
 
-def serve(folder: Path, family: str, *, tensor: int, tied: bool, expert: int = 1) -> ServedModel:
+def serve(
+    folder: Path, family: str, *, tensor: int, tied: bool, expert: int = 1, rope: dict[str, object] | None = None
+) -> ServedModel:
     """Write two tiny models and start an engine on the first; the caller stops it."""
-    shape = write_tiny_model(folder / "model", family, tied=tied, layers=2, seed=1)
-    write_tiny_model(folder / "other", family, tied=tied, layers=2, seed=2)
+    shape = write_tiny_model(folder / "model", family, tied=tied, layers=2, seed=1, rope=rope)
+    write_tiny_model(folder / "other", family, tied=tied, layers=2, seed=2, rope=rope)
     process = EngineProcess(engine_spec(folder / "model", folder / "run", tensor=tensor, expert=expert))
     process.start()
     asyncio.run(process.wait_ready())

@@ -179,7 +179,7 @@ class PackedAttention(torch.nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedSequences) -> Tensor:
         if packed_seq_params.part is not None and self.exchanging is not None:
             whole, mask = packed_seq_params.part.whole, AttnMaskType.padding_causal
-            attended = self.exchanging(query, key, value, None, attn_mask_type=mask, packed_seq_params=whole)
+            attended: Tensor = self.exchanging(query, key, value, None, attn_mask_type=mask, packed_seq_params=whole)
             return attended.view(query.shape)
         if packed_seq_params.part is not None:
             return _attend_to_all(query, key, value, packed_seq_params.part, self.scale)

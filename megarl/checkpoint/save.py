@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TypeAlias
 
@@ -124,7 +125,7 @@ def save_tensors(
         group.barrier()
         share = _receive(moves, tensors, group, bucket_bytes)
         reach("tensors_received", step=step_in(folder), rank=group.peer)
-        _refuse_unfinite(share)
+        refuse_unfinite(share)
         names = _file_names(target) if file_name is None else {0: file_name}
         if share:
             path = folder / names[group.peer]
@@ -187,7 +188,16 @@ def _whole_holding(rank: int, names: Iterable[str], canonical: Mapping[str, Tens
 
 
 class GatheringPlan(Plan):
-    """A plan that keeps its moves: they take longer to find than the bytes of an adapter take to travel."""
+    """A plan that keeps its moves and its memory: they take longer to find than the bytes of an adapter to travel."""
+
+    @cached_property
+    def share(self) -> dict[str, torch.Tensor]:
+        """The tensors of the first rank, one after the other in one buffer; the next gathering writes to it again."""
+        specs = self.target.by_rank[0].tensors
+        (dtype,) = {spec.dtype for spec in specs.values()}
+        sizes = [prod(spec.shape) for spec in specs.values()]
+        parts = torch.split(torch.empty(sum(sizes), dtype=torch_dtype(dtype)), sizes)
+        return {name: part.view(spec.shape) for (name, spec), part in zip(specs.items(), parts, strict=True)}
 
     @cached_property
     def _kept(self) -> dict[tuple[bool, int], tuple[Move, ...]]:
@@ -213,10 +223,12 @@ def plan_gathering(layout: Layout) -> GatheringPlan:
     )
 
 
-def gather(moves: Plan, tensors: Mapping[str, torch.Tensor], group: TransferGroup) -> dict[str, torch.Tensor]:
-    """Return the tensors of a gathering plan on peer 0, in host memory, and none elsewhere; every peer calls this."""
-    share = _receive(moves, tensors, group, DEFAULT_BUCKET_BYTES)
-    _refuse_unfinite(share)
+def gather(
+    moves: GatheringPlan, tensors: Mapping[str, torch.Tensor], group: TransferGroup
+) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of the plan on peer 0, in host memory, and none elsewhere; every peer calls this."""
+    share = {} if group.peer else moves.share
+    exchange(moves, tensors, share, group, bucket_bytes=DEFAULT_BUCKET_BYTES)
     return share
 
 
@@ -241,11 +253,14 @@ def _receive(
     return share
 
 
-def _refuse_unfinite(share: Mapping[str, torch.Tensor]) -> None:
+def refuse_unfinite(share: Mapping[str, torch.Tensor]) -> None:
     """Raise on NaN or infinite values: a checkpoint of broken weights would replace a good one."""
+    # Sums need no second tensor of the same size; because they may overflow, what has a bad one is checked again.
+    sums = [tensor.sum(dtype=torch.float32) for tensor in share.values()]
+    if not sums or torch.isfinite(torch.stack(sums)).all():
+        return
     for name, tensor in share.items():
-        # The sum needs no second tensor of the same size; because it may overflow, a bad sum is checked again.
-        if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
+        if not torch.isfinite(tensor).all():
             num_broken = int((~torch.isfinite(tensor)).sum())
             raise UnfiniteError(f"{num_broken} of {tensor.numel()} values of {name} are NaN or infinite")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from megarl.config.model import ModelShape
-from megarl.config.roles import ModelParallelConfig, RolesConfig, TrainedModelConfig
+from megarl.config.roles import ModelParallelConfig, RolesConfig
 from megarl.config.section import Device, GpuName
 from megarl.errors import Problem
 
@@ -31,13 +31,11 @@ def is_te_installed() -> bool:
     return find_spec(_PACKAGES["te"]) is not None
 
 
-def uses_te(split: ModelParallelConfig, *, has_experts: bool, is_adapted: bool, device: Device) -> bool:
+def uses_te(split: ModelParallelConfig, *, has_experts: bool, device: Device) -> bool:
     """Whether a model has the linear layers of Transformer Engine, on a machine like this one."""
     if split.kernels != "auto":
         return split.kernels == "te"
-    if device == "cpu" or is_adapted:
-        return False
-    return split.precision == "fp8" or (has_experts and is_te_installed())
+    return device != "cpu" and (split.precision == "fp8" or (has_experts and is_te_installed()))
 
 
 def check_kernels(
@@ -51,9 +49,6 @@ def check_kernels(
             key, value = f"{prefix}{name}", getattr(split, name)
             if device == "cpu":
                 message = f"{value} needs Transformer Engine, which runs on GPUs only, and run.device is cpu; remove it"
-                yield Problem(key=key, message=message)
-            elif is_adapted and isinstance(split, TrainedModelConfig):
-                message = f"{value} means layers of Transformer Engine, which take no adapter of model.lora; remove it"
                 yield Problem(key=key, message=message)
         if split.precision == "fp8" and gpu in _WITHOUT_FP8:
             yield Problem(key=f"{prefix}precision", message=f"cluster.gpu {gpu} has no FP8; use bf16")

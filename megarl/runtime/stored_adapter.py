@@ -14,12 +14,15 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import EEXIST, ENOTEMPTY
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import gettempdir, mkdtemp
 from typing import TypeAlias
 from uuid import uuid4
 
@@ -29,22 +32,26 @@ import ray
 import torch
 import xxhash
 
-from megarl.checkpoint.tensor_files import write_tensor_file
+from megarl.checkpoint.tensor_header import TensorEntry, TensorHeader, make_header
 from megarl.config.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megarl.errors import WeightSyncError
 from megarl.weights.algebra.slices import TensorSpec
 from megarl.weights.executors.tensors import bytes_of, first_few, header_dtype, specs_of
 
-Content: TypeAlias = Mapping[str, npt.NDArray[np.uint8]]
-"""The bytes of every tensor. Arrays go into the object store with one copy, and are read there without one."""
+Content: TypeAlias = npt.NDArray[np.uint8]
+"""The bytes of all tensors in the order of the file: one array, which Ray copies with several threads and reads in
+place."""
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 - a folder with a random name is made in it
 _SPARE = 2
 _PREFIX = "megarl_adapter_"
 _LEFT_S = 5.0
 """For a process to lock a folder that it has just made."""
+_DIGESTING_THREADS = 4
 _locks: dict[Path, int] = {}
 """Descriptors of the folders that this process has placed."""
+_rooms: dict[int, Path] = {}
+"""Folders with a file that has its pages already, by its size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +80,40 @@ def store_adapter(
     put: Callable[[Content], ray.ObjectRef] = ray.put,
 ) -> StoredAdapter:
     """Put the tensors of an adapter into the object store; `fields` are its configuration."""
-    content: Content = {name: np.frombuffer(bytes_of(tensor), np.uint8) for name, tensor in tensors.items()}
+    specs = specs_of(tensors.items())
+    header, _ = _header(specs)
+    flat = _flat([tensors[entry.name] for entry in header.entries])
+    with ThreadPoolExecutor(_DIGESTING_THREADS) as threads:
+        digests = threads.map(partial(_digest, header, flat), header.entries)
+        content = put(flat)
+        found = {entry.name: digest for entry, digest in zip(header.entries, digests, strict=True)}
     return StoredAdapter(
         token=uuid4().hex,
         version=version,
-        content=put(content),
+        content=content,
         config=json.dumps(fields),
-        tensors=specs_of(tensors.items()),
-        digests={name: xxhash.xxh3_128_hexdigest(values.data) for name, values in content.items()},
+        tensors=specs,
+        digests=found,
     )
+
+
+def _header(specs: Mapping[str, TensorSpec]) -> tuple[TensorHeader, bytes]:
+    return make_header({name: (header_dtype(spec.dtype), spec.shape) for name, spec in specs.items()})
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> Content:
+    """Return the bytes of tensors, as a copy unless they lie one after the other in one buffer."""
+    ends = list(accumulate(tensor.nbytes for tensor in tensors))
+    starts = [tensor.data_ptr() - tensors[0].data_ptr() for tensor in tensors]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    if len(storages) == 1 and starts == [0, *ends[:-1]]:
+        return tensors[0].detach().reshape(-1).view(torch.uint8).as_strided((ends[-1],), (1,)).numpy()
+    return np.concatenate([np.frombuffer(bytes_of(tensor), np.uint8) for tensor in tensors])
+
+
+def _digest(header: TensorHeader, content: Content, entry: TensorEntry) -> str:
+    start = entry.start - header.num_bytes
+    return xxhash.xxh3_128_hexdigest(content[start : start + entry.num_bytes].data)
 
 
 def place_adapter(stored: StoredAdapter, content: Content, *, engine: int) -> Path:
@@ -89,29 +121,59 @@ def place_adapter(stored: StoredAdapter, content: Content, *, engine: int) -> Pa
 
     If the bytes are not those of the trainer, a WeightSyncError says so and no folder is left.
     """
-    scratch = _scratch_folder(stored.num_bytes)
-    folder = scratch / f"{_PREFIX}{stored.token}_{engine}"
-    headers = {name: (header_dtype(spec.dtype), spec.shape) for name, spec in stored.tensors.items()}
+    header, text = _header(stored.tensors)
     try:
-        with (
-            TemporaryDirectory(prefix=_PREFIX, dir=scratch, ignore_cleanup_errors=True) as partial,
-            _locked(Path(partial), fcntl.LOCK_SH),
-        ):
-            whole = Path(partial) / "whole"
-            whole.mkdir(mode=0o700)
-            written = write_tensor_file(whole / ADAPTER_FILE, headers, lambda entry: [content[entry.name].data])
-            damaged = [tensor.name for tensor in written.tensors if tensor.xxh3_128 != stored.digests[tensor.name]]
+        unfinished = _rooms.pop(header.num_file_bytes, None) or _new_folder(_scratch_folder(stored.num_bytes))
+        folder = unfinished.parent / f"{_PREFIX}{stored.token}_{engine}"
+        try:
+            with ThreadPoolExecutor(_DIGESTING_THREADS) as threads:
+                digests = threads.map(partial(_digest, header, content), header.entries)
+                _write(unfinished / ADAPTER_FILE, text, content.data)
+                pairs = zip(header.entries, digests, strict=True)
+                damaged = [entry.name for entry, digest in pairs if digest != stored.digests[entry.name]]
             if damaged:
                 raise WeightSyncError(
                     f"adapter of version {stored.version} was damaged on its way to engine {engine}: "
                     f"{first_few(damaged)}"
                 )
-            (whole / ADAPTER_CONFIG_FILE).write_text(stored.config)
-            _move(whole, folder)
-            _locks[folder] = _lock(folder, fcntl.LOCK_SH)
+            (unfinished / ADAPTER_CONFIG_FILE).write_text(stored.config)
+            _move(unfinished, folder)
+        except BaseException:
+            remove_adapter(unfinished)
+            raise
     except OSError as error:
         raise WeightSyncError(f"adapter of version {stored.version} was not written: {error}") from None
     return folder
+
+
+def _write(path: Path, *parts: bytes | memoryview) -> None:
+    """Write a file, which may have its size and its pages already."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb", buffering=0) as file:
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                view = view[file.write(view) :]
+
+
+def make_room(folder: Path) -> None:
+    """Let the next adapter, which is as large as that of the folder, find its pages in the node's memory: they take as
+    long to get as to write."""
+    with suppress(OSError):  # there is no room, which the next adapter is told, or the folder is removed already
+        num_bytes = (folder / ADAPTER_FILE).stat().st_size
+        if num_bytes in _rooms or folder.parent != _MEMORY or _scratch_folder(num_bytes) != _MEMORY:
+            return
+        room = _new_folder(_MEMORY)
+        try:
+            with (room / ADAPTER_FILE).open("xb") as file:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            _rooms[num_bytes] = room
+        except OSError:
+            remove_adapter(room)
+
+
+def remove_rooms() -> None:
+    while _rooms:
+        remove_adapter(_rooms.popitem()[1])
 
 
 def remove_adapter(folder: Path) -> None:
@@ -151,13 +213,24 @@ def _lock(folder: Path, kind: int) -> int:
     return descriptor
 
 
+def _new_folder(place: Path) -> Path:
+    """Make a folder that nobody else reads, and lock it."""
+    folder = Path(mkdtemp(prefix=_PREFIX, dir=place))
+    _locks[folder] = _lock(folder, fcntl.LOCK_SH)
+    return folder
+
+
 def _move(whole: Path, folder: Path) -> None:
-    """Move a complete folder to its place, unless it is there: nodes of one machine share their memory."""
+    """Move a folder with its lock to its place, unless it is there: nodes of one machine share their memory."""
     try:
         whole.rename(folder)
+        _locks[folder] = _locks.pop(whole)
     except OSError as error:
         if error.errno not in (EEXIST, ENOTEMPTY):
             raise
+        remove_adapter(whole)
+        if folder not in _locks:
+            _locks[folder] = _lock(folder, fcntl.LOCK_SH)
 
 
 def _scratch_folder(num_bytes: int) -> Path:

@@ -22,11 +22,13 @@ from megarl.checkpoint.manifest import MODEL_FOLDER, OPTIMIZER_FOLDER, Contents,
 from megarl.checkpoint.save import (
     BoxView,
     Contribution,
+    GatheringPlan,
     UnfiniteError,
     contribution,
     copy_to_host,
     gather,
     plan_gathering,
+    refuse_unfinite,
     save_adapter,
     save_hf,
     save_tensors,
@@ -37,7 +39,6 @@ from megarl.system.faults import reach, step_in
 from megarl.train.optimizer import ModelOptimizer
 from megarl.train.shards import MOMENTS, Shard, box_of_range, cut
 from megarl.train.topology import Topology
-from megarl.weights.algebra.plan import Plan
 from megarl.weights.algebra.slices import Holding, Index, Layout, TensorSpec
 from megarl.weights.executors.group import StoreAddress, StoreServer, TransferGroup
 from megarl.weights.executors.hf import load_hf
@@ -95,7 +96,7 @@ class RankSaver:
         self._purpose = purpose
         self._weights: Contribution | None = None
         self._shards: Contribution | None = None
-        self._gathering: Plan | None = None
+        self._gathering: GatheringPlan | None = None
         self._num_snapshots = 0
         self._group: TransferGroup | None = None
         """Kept from save to save: connections of all pairs of ranks take long to make."""
@@ -131,14 +132,19 @@ class RankSaver:
                 files |= below(inner, self._write_part(part, folder / inner, source_folder, group))
         return files
 
-    def gather(self) -> dict[str, Tensor]:
-        """Return the whole weights of the snapshot on rank 0, in host memory, and none elsewhere; all ranks call it."""
+    def gather(self) -> Mapping[str, Tensor]:
+        """Return the whole weights of the snapshot on rank 0, in host memory, and none elsewhere; all ranks call it.
+
+        They stay what they are until the next call.
+        """
         part, self._taken = self._taken[MODEL_FOLDER], {}
         if self._gathering is None:
             self._gathering = plan_gathering(part.layout)
         what = "the adapter"
         with self._meeting(what) as group:
             try:
+                # Where they are: a GPU looks at them faster than a copy takes.
+                refuse_unfinite({name: self._optimizer.at_hand(tensor) for name, tensor in self._tensors().items()})
                 return gather(self._gathering, part.tensors, group)
             except (WeightSyncError, UnfiniteError) as error:
                 raise CheckpointError(f"{what} was not saved: {error}") from error

@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megarl.compare.hook_points import ModuleHook
@@ -23,7 +25,7 @@ from megarl.config.roles import ModelParallelConfig
 from megarl.errors import MachineError
 from megarl.train.attention import PackedAttention
 from megarl.train.layers import GatedActivation, RMSNorm
-from megarl.train.lora import AdaptedColumns, AdaptedRows
+from megarl.train.lora import with_adapter
 from megarl.train.routing import EngineRouter, MixtureLayer
 
 _EXPERTS = "local_experts"
@@ -58,13 +60,15 @@ def layer_spec(shape: ModelShape, *, is_te: bool, is_adapted: bool, is_fused: bo
         attention.q_layernorm = RMSNorm
         attention.k_layernorm = RMSNorm
     if is_adapted:
-        assert not is_te, "layers of Transformer Engine take no adapter"
-        blocks = [(attention, "linear_qkv", "linear_proj")]
+        columns = ColumnParallelLinear
+        if is_te:
+            # An adapter has the norm's output as its input, and Transformer Engine's norms are inside its layers.
+            columns = TEColumnParallelLinear
+            spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+        attention.linear_qkv, attention.linear_proj = with_adapter(columns), with_adapter(attention.linear_proj)
         if num_experts is None:
-            blocks.append((feed_forward, "linear_fc1", "linear_fc2"))
-        for block, columns, rows in blocks:
-            setattr(block, columns, AdaptedColumns)
-            setattr(block, rows, AdaptedRows)
+            feed_forward.linear_fc1 = with_adapter(columns)
+            feed_forward.linear_fc2 = with_adapter(feed_forward.linear_fc2)
     return spec
 
 
@@ -84,11 +88,14 @@ def precision_fields(split: ModelParallelConfig) -> dict[str, object]:
 def accumulate_in_products(chunk: torch.nn.Module) -> None:
     """Let Transformer Engine's layers add their weights' gradients to the buffers, which exist now, in float32.
 
+    The frozen base of an adapter has neither.
+
     Set here and not by Megatron's `gradient_accumulation_fusion`, which asks for Apex on behalf of an output layer that
     megarl does not run.
     """
     for module in chunk.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
+        is_trained = all(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        if is_trained and hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # an attribute of Transformer Engine's
 
 

@@ -13,12 +13,11 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -39,6 +38,8 @@ class _Adapted(torch.nn.Module):
     lora_a: torch.nn.Parameter
     lora_b: torch.nn.Parameter
     lora_mask: Tensor | None
+    sequence_parallel: bool
+    tp_group: torch.distributed.ProcessGroup
     lora_scale = 0.0
     """0 where there is no adapter, or while it is off."""
 
@@ -50,17 +51,15 @@ class _Adapted(torch.nn.Module):
         self.register_buffer("lora_mask", mask, persistent=False)
 
 
-class AdaptedColumns(ColumnParallelLinear, _Adapted):  # type: ignore[misc]  # Megatron is not typed
+class _AdaptedColumns(_Adapted):
     def adapt(self, a: TensorSpec, b: TensorSpec, mask: Tensor | None, *, device: torch.device) -> None:
         super().adapt(a, b, mask, device=device)
         set_tensor_model_parallel_attributes(tensor=self.lora_b, is_parallel=True, dim=0, stride=1)
         # Each rank sees its part of the sequence; Megatron sums the gradients of marked parameters.
         self.lora_a.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(
-        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        output, bias = super().forward(input_, weight, runtime_gather_output)
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
         if not self.lora_scale:
             return output, bias
         thin = F.linear(input_, self.lora_a)
@@ -75,7 +74,7 @@ class AdaptedColumns(ColumnParallelLinear, _Adapted):  # type: ignore[misc]  # M
         return torch.add(output, F.linear(thin, wide), alpha=self.lora_scale), bias
 
 
-class AdaptedRows(RowParallelLinear, _Adapted):  # type: ignore[misc]  # Megatron is not typed
+class _AdaptedRows(_Adapted):
     def adapt(self, a: TensorSpec, b: TensorSpec, mask: Tensor | None, *, device: torch.device) -> None:
         super().adapt(a, b, mask, device=device)
         set_tensor_model_parallel_attributes(tensor=self.lora_a, is_parallel=True, dim=1, stride=1)
@@ -91,6 +90,16 @@ class AdaptedRows(RowParallelLinear, _Adapted):  # type: ignore[misc]  # Megatro
         else:
             thin = reduce_from_tensor_model_parallel_region(thin, group=self.tp_group)
         return torch.add(output, F.linear(thin, self.lora_b), alpha=self.lora_scale), bias
+
+
+@cache
+def with_adapter(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Return a parallel linear layer, of Megatron or of Transformer Engine, that may have an adapter.
+
+    A and B are no part of the layer's own product: that of the base may be in FP8.
+    """
+    adapted = _AdaptedColumns if "Column" in kind.__name__ else _AdaptedRows
+    return type(f"Adapted{kind.__name__}", (adapted, kind), {})
 
 
 def attach_adapters(

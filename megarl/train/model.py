@@ -271,7 +271,7 @@ def build_chunks(
 
     With `is_adapted` adapters can be attached to the linear layers outside of experts.
     """
-    is_te = uses_te(split, has_experts=shape.experts is not None, is_adapted=is_adapted, device=device)
+    is_te = uses_te(split, has_experts=shape.experts is not None, device=device)
     try:
         config = transformer_config(shape, split, device=device, is_te=is_te)
     except (ValueError, AssertionError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -170,7 +170,7 @@ class TrainedRank(ModelRank):
             self._exporter.snapshot("weights")
         return self._exporter.write(folder, source_folder)
 
-    def gather(self) -> dict[str, Tensor]:
+    def gather(self) -> Mapping[str, Tensor]:
         """Return all tensors that are trained on rank 0, in host memory, and none elsewhere."""
         with self._on_device():
             self._exporter.snapshot("weights")

@@ -26,29 +26,28 @@ def texts(problems: list[Problem]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("keys", "has_experts", "is_adapted", "expected"),
+    ("keys", "has_experts", "expected"),
     [
-        ({}, False, False, False),
-        ({}, True, False, True),
-        ({"precision": "fp8"}, False, False, True),
-        ({"kernels": "te"}, False, False, True),
-        ({"kernels": "local"}, True, False, False),
-        ({}, True, True, False),
+        ({}, False, False),
+        ({}, True, True),
+        ({"precision": "fp8"}, False, True),
+        ({"kernels": "te"}, False, True),
+        ({"kernels": "local"}, True, False),
     ],
 )
 def test_auto_takes_transformer_engine_where_it_gives_something(
-    keys: dict[str, object], has_experts: bool, is_adapted: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+    keys: dict[str, object], has_experts: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_packages(monkeypatch, "transformer_engine")
     split = actor(**keys).actor
-    assert uses_te(split, has_experts=has_experts, is_adapted=is_adapted, device="cuda") is expected
+    assert uses_te(split, has_experts=has_experts, device="cuda") is expected
 
 
 def test_auto_does_without_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     with_packages(monkeypatch)
-    assert not uses_te(actor().actor, has_experts=True, is_adapted=False, device="cuda")
+    assert not uses_te(actor().actor, has_experts=True, device="cuda")
     with_packages(monkeypatch, "transformer_engine")
-    assert not uses_te(actor().actor, has_experts=True, is_adapted=False, device="cpu")
+    assert not uses_te(actor().actor, has_experts=True, device="cpu")
 
 
 def test_a_missing_package_is_named_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,8 +70,8 @@ def test_contradictions_are_refused_for_every_role() -> None:
         actor=ActorConfig(pool="gpu", kernels="te"),
         reference=ReferenceConfig(pool="other", kernels="local", precision="fp8"),
     )
+    # An adapter may have a base in layers of Transformer Engine.
     assert texts(list(check_kernels(roles, is_adapted=True, device="cuda"))) == [
-        "roles.actor.kernels: te means layers of Transformer Engine, which take no adapter of model.lora; remove it",
         "roles.reference.kernels: local has no FP8; use auto or te with precision fp8",
     ]
 

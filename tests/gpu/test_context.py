@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.algorithm import SftConfig
 from megarl.config.kernels import is_te_installed
+from megarl.config.lora import LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing, zigzag
@@ -61,7 +62,14 @@ class Account:
 
 
 def take_steps(
-    rank: int, world: int, port: int, folder: Path, shape: ModelShape, batch: TrainBatch, actor: ActorConfig
+    rank: int,
+    world: int,
+    port: int,
+    folder: Path,
+    shape: ModelShape,
+    batch: TrainBatch,
+    actor: ActorConfig,
+    lora: LoraConfig | None = None,
 ) -> Account:
     """Score the batch and train on it twice."""
     spec = RankSpec(
@@ -74,6 +82,7 @@ def take_steps(
         shape=shape,
         seed=1,
         timeout_s=TIMEOUT_S,
+        lora=lora,
     )
     optimizer = OptimizerConfig(learning_rate=LEARNING_RATE)
     trainer = ActorRank(spec, algorithm=SftConfig(kind="sft"), optimizer=optimizer, total_steps=2)

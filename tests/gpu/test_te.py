@@ -16,15 +16,17 @@ import torch
 from megarl.checkpoint.state import TrainerState
 from megarl.config.algorithm import SftConfig
 from megarl.config.kernels import is_te_installed
+from megarl.config.lora import ALL_MODULES, ATTENTION_MODULES, LoraConfig
 from megarl.config.model import ModelShape
 from megarl.config.roles import ActorConfig, OptimizerConfig
 from megarl.data.packing import Packing
 from megarl.train.actor import ActorRank
+from megarl.train.lora import adapters_off
 from megarl.train.rank import RankSpec
 from megarl.types import TrainBatch
 from tests.filled_shares import pack
 from tests.gpu.test_trainer import sample_of
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import write_random_adapter, write_tiny_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +47,14 @@ def fp8(scaling: str, **keys: object) -> Keys:
 
 
 @contextmanager
-def one_rank(shape: ModelShape, folder: Path | None, keys: Keys, *, learning_rate: float = 1e-3) -> Iterator[ActorRank]:
+def one_rank(
+    shape: ModelShape,
+    folder: Path | None,
+    keys: Keys,
+    *,
+    learning_rate: float = 1e-3,
+    lora: LoraConfig | None = None,
+) -> Iterator[ActorRank]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     spec = RankSpec(
@@ -58,6 +67,7 @@ def one_rank(shape: ModelShape, folder: Path | None, keys: Keys, *, learning_rat
         shape=shape,
         seed=1,
         timeout_s=60,
+        lora=lora,
     )
     optimizer = OptimizerConfig(learning_rate=learning_rate, weight_decay=0.0)
     trainer = ActorRank(spec, algorithm=SftConfig(kind="sft"), optimizer=optimizer, total_steps=NUM_STEPS)
@@ -133,15 +143,55 @@ def test_gradients_are_those_of_the_local_layers(family: str, keys: Keys, tolera
         expected, right = gradients_of(trainer, batch), logprobs_of(trainer, batch)
     with one_rank(shape, tmp_path / "model", keys, learning_rate=1e-12) as trainer:
         found, mine = gradients_of(trainer, batch), logprobs_of(trainer, batch)
+    assert_near(found, expected, tolerance)
+    differences = np.abs(mine - right)
+    logger.info("%s %s: logprobs off by %.4f, at most %.4f", family, keys, differences.mean(), differences.max())
+    assert differences.mean() < tolerance
+
+
+def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
     worst = {
         name: float((found[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-9)) for name in expected
     }
-    differences = np.abs(mine - right)
-    logger.info("%s %s worst %s", family, keys, sorted(worst.items(), key=lambda item: -item[1])[:4])
-    logger.info("logprobs off by %.4f, at most %.4f", differences.mean(), differences.max())
+    logger.info("worst %s", sorted(worst.items(), key=lambda item: -item[1])[:4])
     assert max(worst.values()) < 4 * tolerance, worst
     assert float(np.median(list(worst.values()))) < tolerance
-    assert differences.mean() < tolerance
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "tolerance"),
+    [
+        ("qwen2", TE, 0.02),
+        *[("qwen2", fp8(scaling), 0.15) for scaling in SCALINGS],
+        ("qwen3_moe", TE, 0.04),
+        ("qwen3_moe", fp8("tensorwise"), 0.25),
+    ],
+    ids=str,
+)
+def test_an_adapter_beside_a_base_in_fp8_has_the_gradients_of_one_beside_local_layers(
+    family: str, keys: Keys, tolerance: float, tmp_path: Path
+) -> None:
+    shape = write_tiny_model(tmp_path / "model", family, ffn=256)
+    modules = ALL_MODULES if family == "qwen2" else ATTENTION_MODULES
+    write_random_adapter(tmp_path / "adapter", tmp_path / "model", modules, rank=16)
+    lora = LoraConfig(rank=16, alpha=6, modules=modules, path=tmp_path / "adapter")
+    batch = batch_of(0)
+    with one_rank(shape, tmp_path / "model", LOCAL, learning_rate=1e-12, lora=lora) as trainer:
+        expected, right = gradients_of(trainer, batch), logprobs_of(trainer, batch)
+    with one_rank(shape, tmp_path / "model", keys, learning_rate=1e-12, lora=lora) as trainer:
+        found, mine = gradients_of(trainer, batch), logprobs_of(trainer, batch)
+        with adapters_off(trainer._models):
+            base = logprobs_of(trainer, batch)
+    with one_rank(shape, tmp_path / "model", LOCAL) as trainer:
+        plain = logprobs_of(trainer, batch)
+    assert all(name.endswith(("lora_a", "lora_b")) for name in found)
+    assert all(tensor.dtype == torch.float32 for tensor in found.values())
+    assert_near(found, expected, tolerance)
+    for ours, theirs in ((mine, right), (base, plain)):
+        logger.info("logprobs off by %.4f", np.abs(ours - theirs).mean())
+        assert np.abs(ours - theirs).mean() < tolerance
+    assert np.abs(mine - base).mean() > 0.01, "the adapter makes no difference"
 
 
 def test_a_checkpoint_of_one_kind_continues_with_the_other(tmp_path: Path) -> None:

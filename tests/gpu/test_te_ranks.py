@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from megarl.config.kernels import is_te_installed
+from megarl.config.lora import ATTENTION_MODULES, LoraConfig
 from megarl.config.roles import ActorConfig
 from megarl.tokens import assemble
 from tests.gpu.one_card import Peer, card
 from tests.gpu.test_context import Account, run_on, shares_of, take_steps
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import write_random_adapter, write_tiny_model
 
 logger = logging.getLogger(__name__)
 
@@ -41,26 +42,36 @@ def peers() -> Iterator[list[Peer]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "kernels", "split", "tolerance"),
+    ("family", "kernels", "split", "is_adapted", "tolerance"),
     [
-        ("qwen2", TE, PARTS, 0.02),
-        ("qwen2", FP8, PARTS, 0.1),
-        ("qwen2", FP8, {"pipeline": 2}, 0.1),
-        ("qwen2", FP8, {**PARTS, "context": 2}, 0.1),
-        ("qwen3_moe", TE, {**PARTS, "expert": 2, "expert_tensor": 1}, 0.05),
-        ("qwen3_moe", FP8, {**PARTS, "expert": 2, "expert_tensor": 1}, 0.15),
+        ("qwen2", TE, PARTS, False, 0.02),
+        ("qwen2", FP8, PARTS, False, 0.1),
+        ("qwen2", FP8, {"pipeline": 2}, False, 0.1),
+        ("qwen2", FP8, {**PARTS, "context": 2}, False, 0.1),
+        ("qwen3_moe", TE, {**PARTS, "expert": 2, "expert_tensor": 1}, False, 0.05),
+        ("qwen3_moe", FP8, {**PARTS, "expert": 2, "expert_tensor": 1}, False, 0.15),
+        ("qwen2", TE, PARTS, True, 0.02),
+        ("qwen2", FP8, {**PARTS, "pipeline": 2}, True, 0.1),
+        ("qwen3_moe", FP8, {**PARTS, "expert": 2, "expert_tensor": 1}, True, 0.15),
     ],
-    ids=["TP2-SP", "TP2-SP-fp8", "PP2-fp8", "TP2-SP-CP2-fp8", "TP2-EP2", "TP2-EP2-fp8"],
+    ids=[
+        *["TP2-SP", "TP2-SP-fp8", "PP2-fp8", "TP2-SP-CP2-fp8", "TP2-EP2", "TP2-EP2-fp8"],
+        *["TP2-SP-adapted", "TP2-SP-PP2-fp8-adapted", "TP2-EP2-fp8-adapted"],
+    ],
 )
 def test_ranks_that_share_layers_of_transformer_engine_agree_with_one(
-    family: str, kernels: Keys, split: Keys, tolerance: float, peers: list[Peer], tmp_path: Path
+    family: str, kernels: Keys, split: Keys, is_adapted: bool, tolerance: float, peers: list[Peer], tmp_path: Path
 ) -> None:
     shape = write_tiny_model(tmp_path / "model", family)
+    lora = None
+    if is_adapted:
+        lora = LoraConfig(rank=4, alpha=6, modules=ATTENTION_MODULES, path=tmp_path / "adapter")
+        write_random_adapter(tmp_path / "adapter", tmp_path / "model", lora.modules)
     found: list[tuple[Account, np.ndarray]] = []
     for keys in (kernels, {**kernels, **split}):
         actor = ActorConfig.model_validate({"pool": "gpu", **keys})
         answers = run_on(
-            peers, actor.model_parallel, take_steps, tmp_path / "model", shape, shares_of(LENGTHS, actor), actor
+            peers, actor.model_parallel, take_steps, tmp_path / "model", shape, shares_of(LENGTHS, actor), actor, lora
         )
         accounts = [answer for answer in answers if isinstance(answer, Account)]
         logprobs = assemble([account.numbers for account in accounts if account.numbers is not None])

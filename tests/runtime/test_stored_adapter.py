@@ -17,9 +17,11 @@ from megarl.runtime import stored_adapter
 from megarl.runtime.stored_adapter import (
     Content,
     StoredAdapter,
+    make_room,
     place_adapter,
     remove_adapter,
     remove_left_adapters,
+    remove_rooms,
     store_adapter,
 )
 
@@ -39,7 +41,7 @@ def stored() -> tuple[StoredAdapter, Content]:
     """Return an adapter and what the object store has of it."""
     puts: list[Content] = []
     adapter = store_adapter(TENSORS, {"peft_type": "LORA"}, version=3, put=puts.append)
-    return adapter, {name: values.copy() for name, values in puts[0].items()}
+    return adapter, puts[0].copy()
 
 
 def test_what_is_placed_is_what_was_stored(stored: tuple[StoredAdapter, Content], scratch: Path) -> None:
@@ -59,10 +61,46 @@ def test_what_is_placed_is_what_was_stored(stored: tuple[StoredAdapter, Content]
     assert list(scratch.iterdir()) == [folder]
 
 
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_damaged_bytes_are_not_placed(name: str, stored: tuple[StoredAdapter, Content], scratch: Path) -> None:
+def test_tensors_of_one_buffer_are_stored_without_a_copy() -> None:
+    buffer = torch.arange(12.0)
+    puts: list[Content] = []
+    tensors = {"a": buffer[:4].view(2, 2), "b": buffer[4:10].view(3, 2)}
+    store_adapter(tensors, {}, version=0, put=puts.append)
+    # In the file they are in the order of their names.
+    store_adapter({"b": tensors["a"], "a": tensors["b"]}, {}, version=0, put=puts.append)
+    buffer[0] = 7
+    assert puts[0].view(np.float32).tolist() == buffer[:10].tolist()
+    assert puts[1].view(np.float32).tolist() == [*range(4, 10), 0, 1, 2, 3]
+
+
+def test_the_next_adapter_is_written_to_the_pages_that_are_kept_for_it(
+    stored: tuple[StoredAdapter, Content], scratch: Path
+) -> None:
+    first = place_adapter(*stored, engine=0)
+    make_room(first)
+    make_room(first)
+    (room,) = set(scratch.iterdir()) - {first}
+    pages = (room / "adapter_model.safetensors").stat().st_ino
+    remove_left_adapters(after_s=0)
+    second = place_adapter(*stored, engine=1)
+    assert sorted(scratch.iterdir()) == sorted([first, second])
+    assert (second / "adapter_model.safetensors").stat().st_ino == pages
+    files = [(folder / "adapter_model.safetensors").read_bytes() for folder in (first, second)]
+    assert files[0] == files[1]
+    make_room(second)
+    for folder in (first, second):
+        remove_adapter(folder)
+    assert len(list(scratch.iterdir())) == 1
+    remove_rooms()
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "place"), [("a", 23), ("b", -1)])
+def test_damaged_bytes_are_not_placed(
+    name: str, place: int, stored: tuple[StoredAdapter, Content], scratch: Path
+) -> None:
     adapter, content = stored
-    content[name][-1] ^= np.uint8(1)
+    content[place] ^= np.uint8(1)
     with pytest.raises(WeightSyncError, match=f"adapter of version 3 was damaged on its way to engine 0: {name}"):
         place_adapter(adapter, content, engine=0)
     assert list(scratch.iterdir()) == []

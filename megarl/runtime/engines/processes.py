@@ -28,7 +28,14 @@ from megarl.rollout.client import EngineEndpoint
 from megarl.rollout.process import EngineProcess, EngineSpec, PortTakenError
 from megarl.runtime.cluster import Place, own_address
 from megarl.runtime.engines.adoption import Adoption, KeptActors
-from megarl.runtime.stored_adapter import StoredAdapter, place_adapter, remove_adapter, remove_left_adapters
+from megarl.runtime.stored_adapter import (
+    StoredAdapter,
+    make_room,
+    place_adapter,
+    remove_adapter,
+    remove_left_adapters,
+    remove_rooms,
+)
 from megarl.runtime.trainers.worker_group import exit_detail
 
 Arguments = TypeVarTuple("Arguments")
@@ -52,6 +59,7 @@ class EngineHost:
         self._engine: EngineProcess | None = None
         self._read: deque[Path] = deque()
         """Folders of adapters that the engine has read, or is still reading."""
+        self._tidying: asyncio.Future[None] | None = None
         self._is_ready = False
 
     async def find_address(self, bind: str | None) -> str:
@@ -88,9 +96,15 @@ class EngineHost:
         adapter, and end the engine at the first request.
         """
         self._read.append(folder)
-        if len(self._read) > _MAX_READ:
-            await asyncio.to_thread(remove_adapter, self._read.popleft())
-        asyncio.get_running_loop().call_later(_READ_S, remove_adapter, folder)
+        loop = asyncio.get_running_loop()
+        # The publish goes on meanwhile.
+        self._tidying = loop.run_in_executor(None, self._tidy, folder)
+        loop.call_later(_READ_S, remove_adapter, folder)
+
+    def _tidy(self, folder: Path) -> None:
+        make_room(folder)
+        while len(self._read) > _MAX_READ:
+            remove_adapter(self._read.popleft())
 
     async def wait_end(self) -> str:
         """Wait for the end of the engine; return the reason."""
@@ -99,8 +113,11 @@ class EngineHost:
 
     async def stop(self) -> None:
         """Stop the engine."""
+        if self._tidying is not None:
+            await self._tidying
         while self._read:
             remove_adapter(self._read.popleft())
+        remove_rooms()
         engine, self._engine, self._is_ready = self._engine, None, False
         if engine is not None:
             await asyncio.to_thread(engine.stop)
